@@ -93,6 +93,7 @@ def test_accelerate(mixed: bool) -> None:
     whole.assert_same(model)
     assert len(losses) == 6
     assert "operations" in modes
+    assert loss.executor._plan.changes == 0
 
 
 def test_what_a_compiled_loss_has_added_must_be_entered_in_accelerate() -> None:
@@ -171,6 +172,7 @@ def test_fabric(dtype: torch.dtype) -> None:
         optimizer.zero_grad()
         wide.step(joined(window))
     assert loss.executor.mode == "operations"
+    assert loss.executor._plan.changes == 0
     at_most = EXACT if dtype is torch.float64 else 2e-2
     assert distance(model.parameters(), wide.model.parameters()) <= at_most
 
@@ -194,13 +196,16 @@ def fitted(model: nn.Module, body: Callable[[Any, Any, int], Any], **options: An
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
             self.metrics.append({k: float(v) for k, v in self.trainer.callback_metrics.items()})
             self.outputs.append(outputs)
-            loss = windows._compiled
-            modes.append("plain" if loss is None else loss._loss.executor.mode)
+            assert windows._compiled is not None
+            executor = windows._compiled._loss.executor
+            modes.append(executor.mode)
+            changes.append(executor._plan.changes)
 
         def configure_optimizers(self) -> Any:
             return sgd(self)
 
     modes: list[str] = []
+    changes: list[float] = []
     windows = ExactWindows(units=lambda batch: len(batch["y"]), execute="compile", **options)
     trainer = Trainer(
         max_epochs=1,
@@ -217,6 +222,7 @@ def fitted(model: nn.Module, body: Callable[[Any, Any, int], Any], **options: An
     module = Module()
     micros = [micro for window in parts() for micro in window]
     trainer.fit(module, DataLoader(micros, batch_size=None))  # type: ignore[arg-type]
+    assert max(changes) == 0  # no graph is made again
     return module, modes
 
 

@@ -47,7 +47,8 @@ _ITEMS = 1000
 _KEPT = 2**16
 FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 _FOREIGN = {
-    *("torch", "numpy", "accelerate", "logging", "threading", "wholebatch", "builtins", "typing")
+    *("torch", "numpy", "accelerate", "lightning", "pytorch_lightning", "lightning_fabric"),
+    *("logging", "threading", "wholebatch", "builtins", "typing"),
 }
 
 _Inside: TypeAlias = tuple[Callable[[Any], Any] | None, list[tuple[str, Any]]]

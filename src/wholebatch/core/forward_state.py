@@ -11,9 +11,10 @@ from __future__ import annotations
 import random
 import sys
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from functools import cache, cached_property
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +25,7 @@ __all__ = ["ForwardState", "Item", "Key", "capture_random", "restore_random", "s
 
 _IMMUTABLE = frozenset({int, float, bool, complex, str, bytes, type(None)})
 _CONTAINERS = (list, tuple, dict, deque)
-_MUTABLE = (Tensor, set, torch.Generator, *_CONTAINERS)
+_MUTABLE = (*_CONTAINERS, Tensor, set)
 _TORCHS = frozenset(vars(nn.Module()))
 # Wrappers keep the books of their engine in attributes; those are not the model's.
 _WRAPPERS = (
@@ -43,11 +44,22 @@ _DEEP = 3
 
 @dataclass(slots=True)
 class Kept:
-    """A value with a copy of what it held; a container's copy is a dict of kept values."""
+    """A value with a copy of what it held; a container's copy is a dict of kept values.
+
+    `is_flat`: the container holds numbers and strings only, and its copy is one like it.
+    """
 
     found: Any
     copy: Any
     returns: bool = True
+    is_flat: bool = False
+
+    def entries(self) -> dict[Any, Kept]:
+        """Return what a container held, by key or place."""
+        if not self.is_flat:
+            held: dict[Any, Kept] = self.copy
+            return held
+        return {key: Kept(value, value) for key, value in _pairs(self.copy)}
 
 
 @dataclass(slots=True)
@@ -76,13 +88,44 @@ class ForwardState:
     def __init__(self, *models: nn.Module, results: bool = False, every: bool = True) -> None:
         """`every=False` leaves out Python's and NumPy's generators, as `capture_random`."""
         self._modules = list(dict.fromkeys(m for model in models for m in model.modules()))
-        self.items: dict[Key, Item] = {}
-        for module in self._modules:
-            for name, value in _plain(module):
-                is_buffer = name in module._buffers
-                kept = _kept(value, _DEEP, whole=is_buffer, results=results)
-                self.items[id(module), name] = Item(module, name, is_buffer, kept)
+        # Every window makes one: what needs no copy is only listed here, and read in `items`.
+        self._found = [
+            (
+                module,
+                dict(module._buffers),
+                {} if _is_wrapper(cast(Any, type(module))) else dict(vars(module)),
+            )
+            for module in self._modules
+        ]
+        self._copies: dict[Key, Kept] = {}
+        for module, buffers, attributes in self._found:
+            for name, value in buffers.items():
+                if value is not None and not nn.parameter.is_lazy(value):
+                    kept = _kept(value, _DEEP, whole=True, results=results)
+                    self._copies[id(module), name] = kept
+            for name, value in attributes.items():
+                if type(value) not in _IMMUTABLE and name not in _TORCHS and _is_plain(value):
+                    self._copies[id(module), name] = _kept(value, _DEEP, results=results)
         self.random = capture_random(every=every, to_save=False)
+
+    @cached_property
+    def items(self) -> dict[Key, Item]:
+        """The buffers and plain attributes, as they were."""
+        found: dict[Key, Item] = {}
+        for module, *parts in self._found:
+            for is_buffer, values in zip((True, False), parts, strict=True):
+                for name, value in values.items():
+                    key = (id(module), name)
+                    kept = self._copies.get(key)
+                    if (
+                        kept is None
+                        and type(value) in _IMMUTABLE
+                        and (is_buffer or name not in _TORCHS)
+                    ):
+                        kept = Kept(value, value)
+                    if kept is not None:
+                        found[key] = Item(module, name, is_buffer, kept)
+        return found
 
     @torch.no_grad()
     def restore(self, *, only: Collection[Key] | None = None) -> None:
@@ -124,13 +167,23 @@ def _plain(module: nn.Module) -> Iterator[tuple[str, Any]]:
     for name, value in module._buffers.items():
         if value is None or not nn.parameter.is_lazy(value):
             yield name, value
-    if type(module).__module__.startswith(_WRAPPERS):
+    if _is_wrapper(cast(Any, type(module))):
         return
     for name, value in vars(module).items():
-        if name in _TORCHS:
-            continue
-        if type(value) in _IMMUTABLE or isinstance(value, _MUTABLE) or _is_array(value):
+        if name not in _TORCHS and _is_plain(value):
             yield name, value
+
+
+@cache
+def _is_wrapper(kind: Any) -> bool:
+    return str(kind.__module__).startswith(_WRAPPERS)
+
+
+def _is_plain(value: Any) -> bool:
+    kind = type(value)  # isinstance is slow for a Generator
+    if kind in _IMMUTABLE or kind is torch.Generator:
+        return True
+    return isinstance(value, _MUTABLE) or _is_array(value)
 
 
 def _is_array(value: Any) -> bool:
@@ -143,15 +196,22 @@ def _kept(value: Any, depth: int, *, whole: bool = False, results: bool = True) 
         return Kept(value, value)
     if isinstance(value, Tensor):
         return _kept_tensor(value, whole=whole, results=results)
-    if isinstance(value, torch.Generator):
+    if type(value) is torch.Generator:
         return Kept(value, value.get_state())
     if isinstance(value, set) or _is_array(value):
         return Kept(value, value.copy())
     if isinstance(value, _CONTAINERS):
+        values = value.values() if isinstance(value, dict) else value
+        if _IMMUTABLE.issuperset(map(type, values)):
+            return Kept(value, dict(value) if isinstance(value, dict) else list(value), True, True)
         deep = depth > 0 and len(value) <= _MANY
-        held = value.items() if isinstance(value, dict) else enumerate(value)
+        held = _pairs(value)
         return Kept(value, {k: _kept(v, depth - 1) if deep else Kept(v, None) for k, v in held})
     return Kept(value, value)
+
+
+def _pairs(container: Any) -> Iterable[tuple[Any, Any]]:
+    return container.items() if isinstance(container, dict) else enumerate(container)
 
 
 def _kept_tensor(value: Tensor, *, whole: bool, results: bool) -> Kept:
@@ -173,6 +233,7 @@ def _equal(a: Kept, b: Kept, tolerance: float) -> bool:
     if _is_array(x):
         return bool(x.shape == y.shape and x.dtype == y.dtype and (x == y).all())
     if isinstance(a.found, _CONTAINERS) and x is not None:
+        x, y = a.entries(), b.entries()
         return x.keys() == y.keys() and all(_equal(x[key], y[key], tolerance) for key in x)
     if isinstance(x, (float, complex)):
         near = abs(x - y) <= tolerance * max(abs(x), abs(y))
@@ -223,7 +284,7 @@ def _restored(kept: Kept) -> Any:
             found.data = copy.clone()
         else:
             found.copy_(copy)
-    elif isinstance(found, torch.Generator):
+    elif type(found) is torch.Generator:
         found.set_state(copy)
     elif _is_array(found):
         found[...] = copy
@@ -231,7 +292,7 @@ def _restored(kept: Kept) -> Any:
         found.clear()
         found.update(copy)
     elif isinstance(found, _CONTAINERS):
-        values = {key: _restored(value) for key, value in copy.items()}
+        values = {key: _restored(value) for key, value in kept.entries().items()}
         if isinstance(found, dict):
             found.clear()
             found.update(values)
