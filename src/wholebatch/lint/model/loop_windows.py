@@ -150,13 +150,6 @@ class LoopWindow:
         ]
 
     @cached_property
-    def text(self) -> str:
-        """Return the source of the loop."""
-        node = self.loop.node
-        lines = self.facts.source.splitlines()[node.lineno - 1 : node.end_lineno]
-        return "\n".join(lines)
-
-    @cached_property
     def finite(self) -> bool:
         """True if the loop runs over something that ends every epoch."""
         inner = iterated(self.loop)
