@@ -25,7 +25,7 @@ from wholebatch.memory.activation_checkpointing import with_checkpoints
 from wholebatch.memory.budget import parse_memory, sharing_processes
 from wholebatch.memory.choose_micro_batch import resize_batch
 from wholebatch.memory.make_it_fit import Rung, ladder, refusal
-from wholebatch.memory.meter import MemoryMeter, reset_cuda_peak
+from wholebatch.memory.meter import MemoryMeter
 from wholebatch.memory.predict import predict_peak
 from wholebatch.memory.trial_step import held_bytes
 from wholebatch.tune.batch_scaling import Arithmetic, BatchSchedule, Follow, parse_amount
@@ -55,7 +55,7 @@ class PeakMemory:
     def __post_init__(self) -> None:
         self.settled = self.device.type != "cpu"
         if self.device.type == "cuda":
-            reset_cuda_peak(self.device)
+            torch.cuda.reset_peak_memory_stats(self.device)
 
     @contextmanager
     def around(self, *, whole_window: bool, full_batch: bool = True) -> Iterator[None]:

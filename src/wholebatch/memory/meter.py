@@ -250,11 +250,6 @@ def peak_with_recordings(device: torch.device) -> int:
     return int(torch.cuda.max_memory_allocated(device)) + idle
 
 
-def reset_cuda_peak(device: torch.device | str | int | None = None) -> None:
-    """Reset CUDA's peaks to the current values."""
-    torch.cuda.reset_peak_memory_stats(device)
-
-
 class Record:
     """One storage: its bytes, its category, and when it was first seen."""
 

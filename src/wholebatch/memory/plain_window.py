@@ -159,11 +159,6 @@ def check_gradients(gradients: str) -> None:
         raise OptionError(f"gradients={gradients!r}: must be one of {allowed}")
 
 
-def bucket_bytes_of(gradients: str) -> int:
-    """Return the bytes of gradients that are on the device at a time; 0 means all of them."""
-    return BUCKET_BYTES.get(gradients, 0)
-
-
 def held_on_device(gradients: str, model: nn.Module, device: torch.device) -> int:
     """Return the bytes that a way to keep gradients holds on the device all the time."""
     if gradients != "host" or device.type != "cuda":

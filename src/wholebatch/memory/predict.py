@@ -47,10 +47,10 @@ from wholebatch.memory.fsdp_sharding import Sharding, gathered, group_now, prete
 from wholebatch.memory.plain_window import (
     PlainWindow,
     Reduction,
-    bucket_bytes_of,
     check_gradients,
     held_on_device,
 )
+from wholebatch.offload.parameter_buckets import BUCKET_BYTES
 
 CUDA_GRANULE = 512
 """CUDA's caching allocator hands out blocks of multiples of this many bytes."""
@@ -222,7 +222,7 @@ class Predictor:
             self._copies[kinds] = self._copy(window.sharding)
         copy = self._copies[kinds]
         # Gradients that leave with buckets of the same size leave at the same moments.
-        alike = replace(window, gradients="device"), bucket_bytes_of(window.gradients)
+        alike = replace(window, gradients="device"), BUCKET_BYTES.get(window.gradients, 0)
         values = [leaf.value for leaf in flatten(batch)[0]]
         shapes = [(v.shape, v.stride(), v.dtype) for v in values if isinstance(v, torch.Tensor)]
         key = (kinds, alike, *shapes)

@@ -129,7 +129,7 @@ class LoopWindow:
 
     def counts(self, divisor: Divisor) -> bool:
         """True if a divisor of the loss is the number of micro-batches of a window."""
-        return divisor.names_accumulation or self.is_count(divisor.key)
+        return is_accumulation_name(divisor.written) or self.is_count(divisor.key)
 
     def is_count(self, key: str) -> bool:
         """True if a text means the number of micro-batches of a window."""

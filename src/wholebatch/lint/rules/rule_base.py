@@ -134,11 +134,6 @@ def gradients_rescaled(file: File) -> bool:
     )
 
 
-def scaled_by_count(window: LoopWindow) -> bool:
-    """True if some path divides the loss by the number of micro-batches of a window."""
-    return any(window.counts(d) for _, chain in window.chains for d in chain.divisors)
-
-
 def framework_accumulates(file: File) -> bool:
     """True if a Lightning or transformers Trainer created here accumulates by itself."""
     for call in file.facts.calls:

@@ -17,7 +17,7 @@ from ..model.expressions import (
     walk,
 )
 from ..model.loss_origin import Chain
-from .rule_base import Edit, Report, gradients_rescaled, rule, scaled_by_count
+from .rule_base import Edit, Report, gradients_rescaled, rule
 
 _SCALING_FACTOR = re.compile(r"scale|accum|norm|inv|ratio|factor|coef|gas|micro|steps", re.I)
 _SUMS = re.compile(r"reduction\s*=\s*['\"](sum|none)|size_average\s*=\s*False|\.sum\(", re.I)
@@ -43,7 +43,10 @@ def check(file: File) -> Iterator[Report]:
     if not file.accumulating or gradients_rescaled(file) or _ELSEWHERE.search(file.facts.source):
         return
     for window in file.accumulating:
-        if not _judged(window, file) or scaled_by_count(window) or _divides_by_count(window):
+        divisors = [divisor for _, chain in window.chains for divisor in chain.divisors]
+        if not _judged(window, file) or any(map(window.counts, divisors)):
+            continue
+        if _divides_by_count(window):
             continue
         if all(_undivided(chain, window) for _, chain in window.chains):
             event = window.backwards[0]

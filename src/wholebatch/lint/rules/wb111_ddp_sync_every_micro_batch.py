@@ -55,7 +55,8 @@ def _wrapped(file: File) -> bool:
         for stmt in node.body
         for call in walk(stmt)
     }
-    return any(id(call) not in otherwise for call in file.facts.ddp_calls)
+    wraps = file.facts.made("DistributedDataParallel", "DDP")
+    return any(id(call) not in otherwise for call in wraps)
 
 
 def _late_flag(window: LoopWindow) -> Event | None:
