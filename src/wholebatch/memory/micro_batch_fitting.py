@@ -27,9 +27,6 @@ from wholebatch.memory.meter import MemoryMeter
 from wholebatch.memory.out_of_memory import Attempt, Recovered, Recovery, within
 from wholebatch.memory.trial_step import choose_on_device, held_bytes, try_out
 
-__all__ = ["Fitting", "Sizing"]
-
-
 _STEP_UP = 1.25
 _SPARE = 0.95
 _MOST_PATIENCE = 1280
@@ -380,41 +377,22 @@ class Fitting:
             return samples
         budget = self._budget or self._bytes("free")
         self._chosen_for = budget
-        options: dict[str, Any] = {
-            "optimizer": self._optimizer,
-            "precision": self._precision,
-            "static": self._layout["static"],
-        }
+        args, options = (self._model, self._loss, batch), self._how()
         if self._device.type == "cuda":  # in force from here on, for the trial step too
             within(self._budget, model=self._model)
         try:
             if self._is_coupled():
-                choice, hold = choose_in_lock_step(
-                    self._model, self._loss, batch, budget=budget, **options
-                )
+                choice, hold = choose_in_lock_step(*args, budget=budget, **options)
                 self._hold(hold)
-            elif self._gradients != "device":  # a trial step would keep them on the device
-                choice = choose_on_device(
-                    self._model,
-                    self._loss,
-                    batch,
-                    budget=budget,
-                    gradients=self._gradients,
-                    **options,
-                )
-                if not choice.fits:
-                    raise self._refused(batch, choice)
             else:
+                options["noise"] = self.measures_noise and self._gradients == "device"
                 choice = choose_on_device(
-                    self._model,
-                    self._loss,
-                    batch,
-                    budget=budget,
-                    noise=self.measures_noise,
-                    **options,
+                    *args, budget=budget, gradients=self._gradients, **options
                 )
-                choice = try_out(self._model, self._loss, batch, choice, **options)
-                if choice.measured is None:
+                del options["noise"]
+                if self._gradients == "device":  # a trial step would keep the others there too
+                    choice = try_out(*args, choice, **options)
+                if not choice.fits:
                     raise self._refused(batch, choice)
         except UnsupportedError as error:
             _log.warning("memory cannot be predicted, so the whole batch is tried: %s", error)
@@ -424,15 +402,18 @@ class Fitting:
         return choice.micro_batch
 
     def _refused(self, batch: Any, choice: Choice) -> OptionError:
-        rungs = ladder(
-            self._model,
-            self._loss,
-            resize_batch(batch, 1, static=self._layout["static"]),
-            budget=choice.budget,
-            optimizer=self._optimizer,
-            precision=self._precision,
-        )
+        how = self._how()
+        sample = resize_batch(batch, 1, static=how.pop("static"))
+        rungs = ladder(self._model, self._loss, sample, budget=choice.budget, **how)
         return OptionError(refusal(rungs, choice.budget))
+
+    def _how(self) -> dict[str, Any]:
+        """Return the options of every prediction and trial."""
+        return {
+            "optimizer": self._optimizer,
+            "precision": self._precision,
+            "static": self._layout["static"],
+        }
 
 
 def _share_left(recovered: Sequence[Recovered]) -> float:
