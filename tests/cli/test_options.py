@@ -183,7 +183,7 @@ def test_ctrl_c_is_told(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFi
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("wholebatch.cli.scale_command.solve", lambda **_: interrupted())
+    monkeypatch.setattr("wholebatch.cli.scale_command.scaling.solve", lambda **_: interrupted())
     assert main(["scale", "--batch-size", "8", "--micro-batch", "2"]) == 130
     assert capfd.readouterr().err == "stopped\n"
 

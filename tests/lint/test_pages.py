@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.lint_precision import BEGIN, END, main, measure, pages, table
 from wholebatch.lint import RULES
-from wholebatch.lint.precision_recall import BEGIN, END, main, measure, pages, table
 
 DOCS = Path(__file__).parents[2] / "docs" / "lint"
 FIXTURES = Path(__file__).parent / "fixtures"

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.lint_precision import expected, measure
 from wholebatch.lint import RULES, Settings, lint_paths
-from wholebatch.lint.precision_recall import expected, measure
 
 FIXTURES = Path(__file__).parent / "fixtures"
 FILES = sorted(FIXTURES.glob("*/*.py"))

@@ -12,9 +12,10 @@ from torch import nn
 
 import wholebatch as wb
 from tests.memory.models import CASES, GPT, loss, mlp, tokens, vectors
+from wholebatch.core.readable_sizes import bytes_said
 from wholebatch.errors import OptionError
 from wholebatch.memory.activation_checkpointing import is_checkpointed
-from wholebatch.memory.budget import bytes_said, device_memory, free_memory, parse_memory
+from wholebatch.memory.budget import device_memory, free_memory, parse_memory
 from wholebatch.memory.choose_micro_batch import (
     CLOSE_ENOUGH,
     choose_micro_batch,

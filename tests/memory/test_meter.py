@@ -11,8 +11,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.memory.models import GPT, loss, mlp, tokens, vectors
+from wholebatch.core.readable_sizes import CATEGORIES
 from wholebatch.memory import MemoryMeter
-from wholebatch.memory.meter import CATEGORIES, StorageLedger, peak_with_recordings
+from wholebatch.memory.meter import StorageLedger, peak_with_recordings
 
 KIB = 1024
 

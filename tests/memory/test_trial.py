@@ -11,7 +11,7 @@ from tests.support import adamw, mlp, samples, summed
 from wholebatch.memory import try_out
 from wholebatch.memory.choose_micro_batch import Choice
 from wholebatch.memory.predict import Prediction
-from wholebatch.memory.trial_step import _Trial
+from wholebatch.memory.trial_step import _Trial, measure_step
 
 LIMIT = 6000
 
@@ -94,7 +94,7 @@ def test_state_is_taken_in_as_many_pieces_as_an_optimizer_has() -> None:
     model = mlp()
     bytes_of = [parameter.nbytes for parameter in model.parameters()]
     kept = 2 * sum(bytes_of)
-    trial = _Trial(model, summed, samples(4), precision="full", static=(), kept=kept, limit=0)
+    trial = _Trial(model, measure_step, samples, kept=kept, limit=0)
     trial._take_state()
     assert [piece.numel() for piece in trial._state] == [n for n in bytes_of for _ in range(2)]
     trial.kept = kept * 3 // 4

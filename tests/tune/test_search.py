@@ -13,8 +13,8 @@ import torch
 from wholebatch.core.window import Step
 from wholebatch.memory.predict import Prediction
 from wholebatch.tune import setting_measurements as bench
-from wholebatch.tune.search import Limits, Search
-from wholebatch.tune.setting_measurements import Timing, TooSlow
+from wholebatch.tune.search import Search
+from wholebatch.tune.setting_measurements import Limits, Timing, TooSlow
 from wholebatch.tune.settings import RunMode, Setting, Trial, sizes_of
 from wholebatch.tune.window_timing import Workload, ratio_of
 

@@ -23,8 +23,6 @@ from wholebatch.cli.tune_command import tune
 from wholebatch.cli.verify_command import verify
 from wholebatch.errors import WholebatchError
 
-__all__ = ["app", "run"]
-
 app = typer.Typer(
     name="wholebatch",
     help="Train on the whole batch in the memory of a slice: the same update.",

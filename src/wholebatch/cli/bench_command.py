@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,17 +13,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from wholebatch.cli import recipe_measuring as measuring
 from wholebatch.cli.command_options import command, must_be, option, recipe_argument, whole_number
-from wholebatch.cli.recipe_measuring import (
-    CLOCKS,
-    clock_option,
-    full_batches,
-    made,
-    page_beside,
-    print_written,
-    result_option,
-    seconds_option,
-)
 from wholebatch.cli.report.terminal_output import plain_table
 from wholebatch.cli.run_settings import Config, resolve
 from wholebatch.core.readable_sizes import bytes_said
@@ -35,9 +27,9 @@ if TYPE_CHECKING:
     from wholebatch.tune.loop_comparison import LoopComparison, LoopRow
     from wholebatch.tune.training_loops import Job
 
-__all__ = ["bench"]
-
-_WHAT, _HOW, _OUT = "What is measured", "How long, and beside what", "Output"
+_HOW, _OUT = "How long, and beside what", "Output"
+_what = partial(option, panel="What is measured")
+_how, _out = (partial(option, panel=panel) for panel in (_HOW, _OUT))
 _WRONG = 0.01  # from here on it is no rounding: another gradient than that of the batch
 
 
@@ -46,35 +38,30 @@ class BenchOptions:
     """The options of `wholebatch bench`."""
 
     recipe: str | None = recipe_argument("A recipe as for [bold]wholebatch train[/].")
-    batch_size: int | None = option(
-        None, "N", "Samples that make one update.", _WHAT, check=whole_number()
-    )
-    micro_batch: int | None = option(
+    batch_size: int | None = _what(None, "N", "Samples that make one update.", check=whole_number())
+    micro_batch: int | None = _what(
         None,
         "N",
         "Samples at a time.",
-        _WHAT,
         check=must_be("1 or more", lambda value: value >= 1),
     )
-    precision: str | None = option(
+    precision: str | None = _what(
         None,
         "full|bf16|fp16",
         "Of every loop.",
-        _WHAT,
         check=must_be("full, bf16 or fp16", lambda it: it in ("full", "fp32", "bf16", "fp16")),
     )
-    device: str = option("auto", "auto|cpu|cuda", "Where to run.", _WHAT)
-    beside: str | None = option(
+    device: str = _what("auto", "auto|cpu|cuda", "Where to run.")
+    beside: str | None = _how(
         None,
         "NAMES",
         "Only these, with commas; the first is what the others are compared with. Default: all "
         "that are installed.",
-        _HOW,
     )
-    seconds: float = seconds_option(4.0, "Of timed windows for each.", _HOW)
-    clock: str = clock_option(_HOW)
-    out: Path = result_option("bench.json", "The page is written beside it.", _OUT)
-    as_json: bool = option(False, None, "Print what FILE.json has, too.", _OUT, flag="--json")
+    seconds: float = measuring.seconds_option(4.0, "Of timed windows for each.", _HOW)
+    clock: str = measuring.clock_option(_HOW)
+    out: Path = measuring.result_option("bench.json", "The page is written beside it.", _OUT)
+    as_json: bool = _out(False, None, "Print what FILE.json has, too.", flag="--json")
 
 
 @command(BenchOptions)
@@ -91,7 +78,7 @@ def bench(options: BenchOptions) -> None:
     from wholebatch.tune.loop_comparison import bench as measure
     from wholebatch.tune.training_loops import LOOPS
 
-    beside, out = options.beside, options.out
+    beside = options.beside
     names = None if beside is None else [name.strip() for name in beside.split(",")]
     for name in names or ():
         if name not in LOOPS:
@@ -116,16 +103,11 @@ def bench(options: BenchOptions) -> None:
                 seconds=options.seconds,
                 begin=progress.begin,
                 end=progress.end,
-                clock=CLOCKS[options.clock],
+                clock=measuring.CLOCKS[options.clock],
                 about=about,
             )
-    measured.write(out)
-    page = page_beside(out)
-    if options.as_json:
-        print(out.read_text(encoding="utf-8"), end="")
-        return
-    _show(console, measured)
-    print_written(console, out, page)
+    show = partial(_show, console, measured)
+    measuring.write_result(measured, options.out, console, show, as_json=options.as_json)
 
 
 def _job(recipe: Recipe, options: BenchOptions, where: torch.device) -> tuple[Config, Job]:
@@ -140,10 +122,10 @@ def _job(recipe: Recipe, options: BenchOptions, where: torch.device) -> tuple[Co
             f"the recipe's micro_batch {size!r}: other loops take a number of samples only; "
             "give --micro-batch N"
         )
-    config, take = full_batches(recipe, config)
+    config, take = measuring.full_batches(recipe, config)
 
     def make() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-        model, optimizer = made(recipe, config, where)
+        model, optimizer = measuring.made(recipe, config, where)
         model.train()  # as other libraries' trainers have it
         return model, optimizer
 

@@ -47,18 +47,6 @@ from wholebatch.core.plain_files import open_file, reason
 from wholebatch.core.safe_loading import hostile, load_tensors
 from wholebatch.errors import StateError
 
-__all__ = [
-    "Checkpoints",
-    "Found",
-    "Tree",
-    "check_model",
-    "check_optimizer",
-    "put_together",
-    "take_apart",
-    "write_atomically",
-    "write_slices",
-]
-
 _KIND = "wholebatch checkpoint"
 _FORMAT = 1
 _NAME = re.compile(r"window-(\d+)(?:\+(\d+))?\.(?:pt|sharded)")
@@ -96,13 +84,11 @@ class Checkpoints:
         """Write one, whole or not at all, and remove those before the last two."""
         middle = f"+{micro_batches:04d}" if micro_batches else ""
         path = self.folder / f"window-{windows:08d}{middle}.pt"
-        content = _plain({"kind": _KIND, "format": _FORMAT, **state}, "")
         temporary = path.with_suffix(f".writing-{os.getpid()}")
+        content = _plain(state, "")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            with temporary.open("wb") as file:
-                torch.save(content, file)
-                _to_disk(file.fileno())
+            _write_file(temporary, content)
             temporary.replace(path)
             _folder_to_disk(self.folder)
         except (OSError, RuntimeError) as error:  # torch wraps a full disk in a RuntimeError
@@ -124,10 +110,7 @@ class Checkpoints:
         written, path = self.sharded(windows)
         try:
             files = {file.name: file.stat().st_size for file in written.iterdir()}
-            content = {"kind": _KIND, "format": _FORMAT, "files": files, **state}
-            with (written / _REST).open("wb") as file:
-                torch.save(_plain(content, ""), file)
-                _to_disk(file.fileno())
+            _write_file(written / _REST, {"files": files, **_plain(state, "")})
             _folder_to_disk(written)
             written.replace(path)
             _folder_to_disk(self.folder)
@@ -243,6 +226,12 @@ def _read(path: Path) -> dict[str, Any]:
             there = "is not there" if found is None else f"has {found:,} bytes instead of {size:,}"
             raise StateError(f"{path} is damaged: {name} {there}")
     return state
+
+
+def _write_file(path: Path, content: Mapping[str, Any]) -> None:
+    with path.open("wb") as file:
+        torch.save({"kind": _KIND, "format": _FORMAT, **content}, file)
+        _to_disk(file.fileno())
 
 
 def _read_file(path: Path) -> dict[str, Any]:

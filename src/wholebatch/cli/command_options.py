@@ -26,20 +26,6 @@ import typer
 
 from wholebatch.errors import OptionError
 
-__all__ = [
-    "Check",
-    "argument",
-    "command",
-    "flag_of",
-    "must_be",
-    "one_of",
-    "option",
-    "positive_number",
-    "recipe_argument",
-    "whole_number",
-    "whole_numbers",
-]
-
 Check: TypeAlias = Callable[[Any, str], Any]
 """Takes a value and how it was given (`--steps`); returns it as it is meant, or refuses it."""
 

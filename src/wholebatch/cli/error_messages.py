@@ -15,20 +15,11 @@ from pathlib import Path
 import torch
 import typer
 
+from wholebatch import errors
 from wholebatch.cli.checkpoints import Checkpoints
 from wholebatch.cli.parallel_ranks import World
 from wholebatch.cli.recipes import place_of
 from wholebatch.cli.run_folder import RunFolder, resume_command
-from wholebatch.errors import (
-    EmptyWindowError,
-    NonFiniteError,
-    RankError,
-    StateError,
-    WholebatchError,
-    WindowError,
-)
-
-__all__ = ["short_warnings", "training_failures"]
 
 
 @contextmanager
@@ -56,15 +47,15 @@ def training_failures(recipe: Path, folder: Path, world: World) -> Iterator[None
     who = f"rank {world.rank}: " if world.ranks > 1 else ""
     try:
         yield
-    except RankError as error:  # the rank that failed says what and where
+    except errors.RankError as error:  # the rank that failed says what and where
         print(f"error: {_one_line(error)}", file=sys.stderr)
         if world.one_hangs and world.is_first:
             _tell_last(folder, world)
         raise typer.Exit(1) from error
-    except (WholebatchError, torch.OutOfMemoryError) as error:
+    except (errors.WholebatchError, torch.OutOfMemoryError) as error:
         print(f"error: {who}{_one_line(error)}", file=sys.stderr)
         place = place_of(error, recipe)
-        if place and isinstance(error, WholebatchError):
+        if place and isinstance(error, errors.WholebatchError):
             print(f"  at {place}", file=sys.stderr)
         if isinstance(error, torch.OutOfMemoryError):
             print("  give a smaller --micro-batch", file=sys.stderr)
@@ -91,12 +82,12 @@ def _tell_lines(error: Exception, recipe: Path) -> None:
 
 
 _OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO)
-_WHILE_TRAINING = (ArithmeticError, WindowError, torch.OutOfMemoryError)
+_WHILE_TRAINING = (ArithmeticError, errors.WindowError, torch.OutOfMemoryError)
 
 
 def _is_of_the_work(error: BaseException) -> bool:
     """True for a failure during the work (exit status 1), not a refusal before it (2)."""
-    could_not_write = isinstance(error, StateError) and isinstance(
+    could_not_write = isinstance(error, errors.StateError) and isinstance(
         error.__cause__, OSError | RuntimeError
     )
     return could_not_write or isinstance(error, _WHILE_TRAINING)
@@ -108,9 +99,9 @@ _OF_THE_LIBRARY = re.compile(r"[;,] (or )?pass (nonfinite|zero_units)='skip'[^.;
 
 def _one_line(error: BaseException) -> str:
     text = " ".join(str(error).split())
-    if isinstance(error, NonFiniteError | EmptyWindowError):
+    if isinstance(error, errors.NonFiniteError | errors.EmptyWindowError):
         return _OF_THE_LIBRARY.sub("", text)
-    if isinstance(error, WholebatchError):
+    if isinstance(error, errors.WholebatchError):
         return text
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import typer
 
 from wholebatch.cli.command_options import argument, command, option
 from wholebatch.lint.command_line import LintArguments, run
-
-__all__ = ["lint"]
 
 
 @dataclass(frozen=True)
@@ -34,7 +32,5 @@ def lint(options: LintOptions) -> None:
 
     Exit status: 0 clean (notes do not count), 1 findings, 2 wrong usage.
     """
-    given = {one.name: getattr(options, one.name) for one in fields(options)}
-    for name in ("paths", "select", "ignore", "exclude"):
-        given[name] = tuple(given[name] or ())
+    given = {name: value for name, value in vars(options).items() if value is not None}
     raise typer.Exit(run(LintArguments(**given)))

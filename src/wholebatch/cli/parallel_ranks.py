@@ -13,7 +13,7 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
@@ -22,12 +22,10 @@ import torch.distributed as dist
 import typer
 from torch import nn
 
-from wholebatch.distributed.process_group import Group
+from wholebatch.distributed.process_group import Group, world_size
 from wholebatch.distributed.rank_failure import alarm, is_of_a_collective
 from wholebatch.errors import OptionError, RankError, WholebatchError
 from wholebatch.memory.activation_checkpointing import repeated_blocks
-
-__all__ = ["World", "agree_on_attempt", "choose_device", "process_group"]
 
 T = TypeVar("T")
 
@@ -48,7 +46,7 @@ class World:
         self.rank = rank
         self.deadline = deadline  # None: by the slowest window, or as the environment says
         self.device = device
-        self.ranks = dist.get_world_size() if dist.is_initialized() else 1
+        self.ranks = world_size()
         self.is_first = rank == 0
         self.asked = parallel
         self.parallel = parallel if self.ranks > 1 else "ddp"
@@ -199,11 +197,10 @@ def choose_device(name: str) -> torch.device:
     """Return the device; `auto` is CUDA where there is one. Refuse one that is not there."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
+    device = None
+    with suppress(RuntimeError):
         device = torch.device(name)
-    except RuntimeError:
-        raise OptionError(f"--device {name}: must be auto, cpu, cuda or cuda:N") from None
-    if device.type not in ("cpu", "cuda"):
+    if device is None or device.type not in ("cpu", "cuda"):
         raise OptionError(f"--device {name}: must be auto, cpu, cuda or cuda:N")
     if device.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0

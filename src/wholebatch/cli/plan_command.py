@@ -27,14 +27,14 @@ from wholebatch.cli.command_options import (
     recipe_argument,
     whole_number,
 )
+from wholebatch.cli.report.terminal_output import plain_table
 from wholebatch.cli.run_settings import check
 from wholebatch.core.plain_files import read_json, reason
+from wholebatch.core.readable_sizes import bytes_said
 from wholebatch.errors import MissingExtraError, OptionError, RecipeError
 
 if TYPE_CHECKING:
     from wholebatch.memory.plan import Plan
-
-__all__ = ["plan"]
 
 
 def _gpu_memory(value: str, label: str) -> str:
@@ -168,7 +168,7 @@ def _budget(gpu_memory: str | None) -> tuple[str, int, str]:
     """Return the device to predict for, its bytes, and its description."""
     import torch
 
-    from wholebatch.memory.budget import bytes_said, device_memory, is_share, parse_memory
+    from wholebatch.memory.budget import device_memory, is_share, parse_memory
 
     if gpu_memory is not None:
         total = device_memory("cuda") if torch.cuda.is_available() else None
@@ -321,16 +321,16 @@ def _stored(path: Path) -> dict[str, Any]:
 
 def _purpose(config: Any, auto: Any) -> str | None:
     """Return the purpose of the model, as transformers names its automatic classes."""
-    kind = config.model_type
     is_decoder = getattr(config, "is_decoder", False)
-    if kind in auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES and config.is_encoder_decoder:
-        return "Seq2SeqLM"
-    if kind in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES and not is_decoder:
-        return "MaskedLM"
-    if kind in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        return "CausalLM"
-    if kind in auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES:
-        return "ImageClassification"
+    known = {
+        "Seq2SeqLM": config.is_encoder_decoder and "SEQ_TO_SEQ_CAUSAL_LM",
+        "MaskedLM": not is_decoder and "MASKED_LM",
+        "CausalLM": "CAUSAL_LM",
+        "ImageClassification": "IMAGE_CLASSIFICATION",
+    }
+    for purpose, name in known.items():
+        if name and config.model_type in getattr(auto, f"MODEL_FOR_{name}_MAPPING_NAMES"):
+            return purpose
     return None
 
 
@@ -401,17 +401,14 @@ _NUMBERS = 36  # columns that stand before a bar
 
 def _show(console: Console, plan: Plan) -> None:
     """Print the table of sizes, the choice, and what other settings would change."""
-    from wholebatch.memory.budget import bytes_said
 
     room = min(_BAR, console.width - _NUMBERS)
     has_bars = room >= 8  # on a narrow terminal they would take the place of the numbers
     scale = max(plan.budget, *(point.peak for point in plan.points)) / max(room, 8)
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    table.add_column("micro-batch", justify="right", no_wrap=True)
-    table.add_column("peak", justify="right", no_wrap=True)
-    table.add_column("used", justify="right", no_wrap=True)
-    if has_bars:
-        table.add_column("", no_wrap=True)
+    columns = (">micro-batch", ">peak", ">used", *([""] * has_bars))
+    table = plain_table(*columns, padding=(0, 2, 0, 0), header_style="bold")
+    for column in table.columns:
+        column.no_wrap = True
     for point in plan.points:
         chosen = point.micro_batch == plan.micro_batch
         style = "bold" if chosen else "" if point.fits else "dim"
@@ -444,13 +441,9 @@ def _bar(by_category: dict[str, int], scale: float, *, limit: int) -> Text:
         at += by_category.get(name, 0) / scale
         bar.append("█" * (round(at) - filled), style=_COLORS[name])
         filled = round(at)
-    if filled < limit:
-        bar.append(" " * (limit - filled) + "│")
-    elif filled > limit:
-        bar = bar[:limit] + Text("│", "bold red") + bar[limit:]
-    else:
-        bar.append("│")
-    return bar
+    if filled > limit:
+        return bar[:limit] + Text("│", "bold red") + bar[limit:]
+    return bar.append(" " * (limit - filled) + "│")
 
 
 def _legend(plan: Plan) -> Text:
@@ -462,22 +455,17 @@ def _legend(plan: Plan) -> Text:
 
 
 def _variants(plan: Plan) -> Table:
-    from wholebatch.memory.budget import bytes_said
 
     size = plan.variants[0].micro_batch
-    table = Table(
-        box=None,
+    table = plain_table(
+        *("precision", "checkpointing", "gradients"),
+        *(f">peak at {size}", ">micro-batch that fits, about"),
         padding=(0, 2, 0, 0),
         header_style="bold",
         title="\nWhat other settings would change",
         title_justify="left",
         title_style="bold",
     )
-    table.add_column("precision")
-    table.add_column("checkpointing")
-    table.add_column("gradients")
-    table.add_column(f"peak at {size}", justify="right")
-    table.add_column("micro-batch that fits, about", justify="right")
     for variant in plan.variants:
         table.add_row(
             variant.precision,

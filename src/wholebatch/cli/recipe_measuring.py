@@ -6,9 +6,10 @@ import errno
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rich.console import Console
 from rich.markup import escape
@@ -22,17 +23,6 @@ if TYPE_CHECKING:
 
     from wholebatch.cli.recipes import Recipe
     from wholebatch.cli.run_settings import Config
-
-__all__ = [
-    "CLOCKS",
-    "clock_option",
-    "full_batches",
-    "made",
-    "page_beside",
-    "print_written",
-    "result_option",
-    "seconds_option",
-]
 
 CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
 
@@ -113,18 +103,25 @@ def made(
     return model, recipe.build_optimizer(model, lr=config.lr)
 
 
-def page_beside(out: Path) -> Path | None:
-    """Write the page beside the file; return None without the package that draws it."""
+class Result(Protocol):
+    """The results of a measurement."""
+
+    def write(self, path: Path) -> None: ...
+
+
+def write_result(
+    result: Result, out: Path, console: Console, show: Callable[[], None], *, as_json: bool
+) -> None:
+    """Write the results with their page, then print them, as JSON or by `show()`, and where."""
     from wholebatch.cli.report.html_report import write_report
 
-    try:
-        return write_report([out], out.with_suffix(".html"))
-    except MissingExtraError:
-        return None
-
-
-def print_written(console: Console, out: Path, page: Path | None) -> None:
-    """Print where the results are."""
-    console.print(f"written to {escape(path_from_here(out))}", highlight=False, soft_wrap=True)
-    if page is not None:
-        console.print(f"page       {escape(path_from_here(page))}", highlight=False, soft_wrap=True)
+    result.write(out)
+    written = [("written to", out)]
+    with suppress(MissingExtraError):  # without the package that draws it
+        written.append(("page      ", write_report([out], out.with_suffix(".html"))))
+    if as_json:
+        print(out.read_text(encoding="utf-8"), end="")
+        return
+    show()
+    for what, path in written:
+        console.print(f"{what} {escape(path_from_here(path))}", highlight=False, soft_wrap=True)

@@ -9,8 +9,6 @@ from rich.table import Table
 
 from wholebatch.cli.command_options import argument, command
 
-__all__ = ["recipes"]
-
 _WIDE = 60  # columns that the table needs
 
 

@@ -8,8 +8,6 @@ from pathlib import Path
 from wholebatch.cli.command_options import argument, command, must_be, option
 from wholebatch.core.readable_sizes import bytes_said
 
-__all__ = ["report"]
-
 
 @dataclass(frozen=True)
 class ReportOptions:

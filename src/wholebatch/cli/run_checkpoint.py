@@ -29,8 +29,6 @@ from wholebatch.cli.training_engines import Staged, Zero
 from wholebatch.cli.training_run import Session
 from wholebatch.errors import StateError
 
-__all__ = ["restore_run", "save_run"]
-
 # Of the progress, what is the same on all ranks; the rest is each one's own.
 _SHARED = frozenset(
     {"format", "kind", "updates", "skipped", "next_seed", "window", "scaler", "schedulers", "ema"}

@@ -39,19 +39,6 @@ from wholebatch.tune.batch_scaling import Arithmetic, BatchSchedule
 if TYPE_CHECKING:
     from wholebatch.cli.training_run import Session
 
-__all__ = [
-    "RunFolder",
-    "RunStart",
-    "about_here",
-    "arithmetic_of",
-    "checkpoint_of",
-    "commit_of",
-    "describe_run",
-    "find",
-    "resume_command",
-    "versions_here",
-]
-
 _RUNS = Path("runs")
 _FORMAT = 1  # of the manifest
 
@@ -106,8 +93,11 @@ class RunFolder:
             try:
                 yield
             except BaseException:
-                if is_new:
-                    self._remove_if_empty()
+                with suppress(OSError):  # of a folder that is not empty
+                    if is_new:
+                        self.checkpoints.rmdir()
+                        self._lock.unlink()
+                        self.path.rmdir()
                 raise
 
     def check_there(self) -> None:
@@ -117,12 +107,6 @@ class RunFolder:
                 f"{self.path} was removed or moved while the run was writing to it: nothing more "
                 "can be saved there"
             ) from FileNotFoundError(str(self.path))
-
-    def _remove_if_empty(self) -> None:
-        with suppress(OSError):
-            self.checkpoints.rmdir()
-            self._lock.unlink()
-            self.path.rmdir()
 
     def clear_beginning(self) -> None:
         """Remove what a run left that ended before its first update."""

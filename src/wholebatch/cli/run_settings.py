@@ -12,6 +12,7 @@ import re
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import Field, dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias, get_type_hints
 
@@ -28,23 +29,9 @@ from wholebatch.core.plain_files import read_json, reason
 from wholebatch.errors import OptionError, StateError
 from wholebatch.tune.batch_scaling import BatchSchedule, parse_amount
 
-__all__ = [
-    "PRECISIONS",
-    "Config",
-    "Given",
-    "SettingsFile",
-    "check",
-    "config_text",
-    "given_of",
-    "read_config",
-    "read_settings_file",
-    "refuse_idle",
-    "resolve",
-]
-
 PRECISIONS = ("full", "fp32", "bf16", "fp16", "bf16-pure")
 _TOKENS = re.compile(r"(\d+)\s*tokens?")
-_BATCH, _RUN, _FOLLOWS = "The batch and the update", "The run", "What follows the batch"
+_BATCH, _RUN = "The batch and the update", "The run"
 # In every config.json; later settings have their default where they are absent.
 _ALWAYS_STORED = {
     "batch_size",
@@ -112,14 +99,6 @@ def _switch(value: Any, label: str) -> bool | None:
     return must_be("true or false", lambda it: isinstance(it, bool))(value, label) or None
 
 
-def _batch_schedule(value: Any, label: str) -> str:
-    return str(BatchSchedule.parse(str(value), label))
-
-
-def _warmup(value: Any, label: str) -> str:
-    return str(parse_amount(str(value), label))
-
-
 _zero = must_be("a stage of ZeRO, 0 to 3", lambda it: it in range(4) and not isinstance(it, bool))
 _wandb = must_be('the name of a project, or "off"', lambda it: bool(str(it).strip()))
 
@@ -127,9 +106,11 @@ _wandb = must_be('the name of a project, or "off"', lambda it: bool(str(it).stri
 # --------------------------------------------------------------------------------- the settings
 
 
-def _setting(*shown: Any, may_change: bool = False, **more: Any) -> Any:
-    """Declare an option that `config.json` keeps; one that `may_change` leaves the run the same."""
-    return option(*shown, stored=True, may_change=may_change, **more)
+# A setting is an option that `config.json` keeps; one that `may_change` leaves the run the same.
+_batch_option, _run_option = (partial(option, panel=panel) for panel in (_BATCH, _RUN))
+_batch_setting, _run_setting, _follows_setting = (
+    partial(option, panel=panel, stored=True) for panel in (_BATCH, _RUN, "What follows the batch")
+)
 
 
 @dataclass(frozen=True)
@@ -140,168 +121,154 @@ class Config:
         "A Python file with model(), data() and loss(model, micro), or an embedded recipe: "
         "[bold]bytes-gpt[/] (the default) or [bold]digits-cnn[/]."
     )
-    batch_size: int = _setting(
+    batch_size: int = _batch_setting(
         32,
         "N|SCHEDULE",
         "Samples that make one update, those of all ranks together; or a schedule over updates, "
         "epochs or tokens: 64@0,128@1000 or 64@0,128@2ep or 64@0,128@2Mtok.",
-        _BATCH,
         typed=str,
         check=whole_number(),
     )
     batch_schedule: str | None = field(
-        default=None, metadata={"stored": True, "check": _batch_schedule}
+        default=None,
+        metadata={
+            "stored": True,
+            "check": lambda value, label: str(BatchSchedule.parse(str(value), label)),
+        },
     )  # given as --batch-size, which is then its largest
-    micro_batch: int | str = _setting(
+    micro_batch: int | str = _batch_setting(
         "auto",
         'auto|N|"N tokens"',
         "How much of the batch is in memory at a time.",
-        _BATCH,
         typed=str,
         check=_micro_batch,
     )
-    precision: str = _setting(
+    precision: str = _batch_setting(
         "full",
         "NAME",
         "full (or fp32): as the model is; bf16, fp16: autocast; bf16-pure: 16-bit parameters, "
         "their gradients added in fp32.",
-        _BATCH,
         check=_precision,
     )
-    memory: str | None = _setting(
+    memory: str | None = _batch_setting(
         None,
         "SIZE|SHARE|free",
         "How much memory to use, such as 20GiB, 0.8 of the device, or what is free: the largest "
         "micro-batch that fits is chosen, if --micro-batch is not given.",
-        _BATCH,
         check=_memory,
         may_change=True,
     )
-    fit: bool = option(
+    fit: bool = _batch_option(
         False,
         None,
         "If not even one sample fits: bf16 autocast, then checkpointing of the model's repeated "
         "blocks too, then gradients on the host.",
-        _BATCH,
         flag="--fit",
         check=_switch,
         in_file=True,
     )
-    checkpointing: bool = _setting(
+    checkpointing: bool = _batch_setting(
         False,
         None,
         "Compute the activations of the model's repeated blocks again in the backward pass, "
         "instead of keeping them.",
-        _BATCH,
         flag="--checkpointing",
         check=_switch,
     )
-    clip_norm: float | None = _setting(
+    clip_norm: float | None = _batch_setting(
         None,
         "NORM",
         "Clip the gradient of the whole batch to this norm.",
-        _BATCH,
         check=positive_number,
     )
-    lr: float | None = _setting(
-        None, "RATE", "Learning rate, over the recipe's own.", _BATCH, check=positive_number
+    lr: float | None = _batch_setting(
+        None, "RATE", "Learning rate, over the recipe's own.", check=positive_number
     )
-    execute: str = _setting(
+    execute: str = _batch_setting(
         "auto",
         "auto|eager|compile|graph",
         "How a micro-batch is run.",
-        _BATCH,
         check=one_of("auto", "eager", "compile", "graph"),
     )
-    gradients: str = _setting(
+    gradients: str = _batch_setting(
         "device",
         "device|host|swap|release|moments",
         "Where gradients go: they stay on the device, are summed on the host, take the place of "
         "Adam's moments, which wait on the host, are used and freed in the last backward, or go "
         "into Adam's moments (an approximation).",
-        _BATCH,
         check=one_of("device", "host", "swap", "release", "moments"),
     )
-    lr_steps: int | None = _setting(
+    lr_steps: int | None = _follows_setting(
         None,
         "N",
         "Updates that the learning-rate schedule is made for; then the rate stays. Default: "
         "--steps of the run's beginning.",
-        _FOLLOWS,
         check=whole_number(),
         may_change=True,
     )
-    lr_rule: str = _setting(
+    lr_rule: str = _follows_setting(
         "none",
         "none|linear|sqrt",
         "How the learning rate follows the batch size (linear: SGD; sqrt: Adam).",
-        _FOLLOWS,
         check=one_of("none", "linear", "sqrt"),
     )
-    base_batch: int | None = _setting(
+    base_batch: int | None = _follows_setting(
         None,
         "N",
         "The batch size that the learning rate and the betas are meant for. Default: the "
         "schedule's first, else the recipe's own.",
-        _FOLLOWS,
         check=whole_number(),
     )
-    betas: str = _setting(
+    betas: str = _follows_setting(
         "keep",
         "keep|beta2|both",
         "Which of Adam's betas keep their half-life in tokens when the batch changes.",
-        _FOLLOWS,
         check=one_of("keep", "beta2", "both"),
     )
-    warmup: str | None = _setting(
+    warmup: str | None = _follows_setting(
         None,
         "N|Nep|Ntok",
         "Raise the learning rate over so many updates, epochs (5ep) or tokens (2Mtok), from that "
         "of the base batch (from 0 where --lr-rule does not raise it).",
-        _FOLLOWS,
-        check=_warmup,
+        check=lambda value, label: str(parse_amount(str(value), label)),
     )
-    steps: int = _setting(
-        100, "N", "Updates to make in all.", _RUN, check=whole_number(), may_change=True
+    steps: int = _run_setting(
+        100, "N", "Updates to make in all.", check=whole_number(), may_change=True
     )
     out: Path | None = option(
         None, "DIR", "Where everything is written. Default: runs/RECIPE-TIME.", _RUN
     )
-    resume: bool = option(
+    resume: bool = _run_option(
         False,
         None,
         "Continue the run in --out (else the newest in runs/), bit for bit.",
-        _RUN,
         flag="--resume",
     )
-    auto_resume: bool = option(
+    auto_resume: bool = _run_option(
         False,
         None,
         "Continue the run in --out if it has begun, else begin it: one command line for both. A "
         "restart by torchrun does so by itself.",
-        _RUN,
         flag="--auto-resume",
     )
-    checkpoint_every: int = _setting(
-        50, "N", "Updates between two checkpoints.", _RUN, check=whole_number(), may_change=True
+    checkpoint_every: int = _run_setting(
+        50, "N", "Updates between two checkpoints.", check=whole_number(), may_change=True
     )
-    seed: int = _setting(
-        0, "N", "Of the weights and the order of the data.", _RUN, check=whole_number(0)
+    seed: int = _run_setting(
+        0, "N", "Of the weights and the order of the data.", check=whole_number(0)
     )
-    noise: int | str = _setting(
+    noise: int | str = _run_setting(
         "auto",
         "auto|off|N",
         "Estimate the gradient noise scale from every N-th window (auto: one in 16), and say what "
         "it means for the batch size.",
-        _RUN,
         typed=str,
         check=_noise,
     )
-    wandb: str | None = _setting(
+    wandb: str | None = _run_setting(
         None,
         "PROJECT|off",
         "Log to this project of Weights & Biases too (WANDB_MODE=offline: without network).",
-        _RUN,
         check=_wandb,
         may_change=True,
     )
@@ -313,39 +280,35 @@ class Config:
         _RUN,
         flag="--from",
     )
-    device: str = option("auto", "auto|cpu|cuda", "Where to train.", _RUN, in_file=True)
-    parallel: str = option(
+    device: str = _run_option("auto", "auto|cpu|cuda", "Where to train.", in_file=True)
+    parallel: str = _run_option(
         "ddp",
         "ddp|fsdp2|deepspeed|pipeline",
         "Under torchrun: the model whole on every rank, sharded over them, in a DeepSpeed engine, "
         "or cut into stages.",
-        _RUN,
         check=one_of("ddp", "fsdp2", "deepspeed", "pipeline"),
         in_file=True,
     )
-    zero: int = _setting(
+    zero: int = _run_setting(
         1,
         "0|1|2|3",
         "With --parallel deepspeed: what is sharded; nothing, optimizer state (the default), "
         "gradients too, parameters too.",
-        _RUN,
         check=_zero,
     )
-    schedule: str = _setting(
+    schedule: str = _run_setting(
         "1f1b",
         "1f1b|gpipe|interleaved",
         "With --parallel pipeline: the order of forwards and backwards; interleaved has two stages "
         "on every rank.",
-        _RUN,
         check=one_of("1f1b", "gpipe", "interleaved"),
         may_change=True,
     )
-    deadline: str | None = option(
+    deadline: str | None = _run_option(
         None,
         "SECONDS|auto|off",
         "Under torchrun: end all ranks if one makes no progress for this long. auto: ten times the "
         "slowest window so far, at least 5 minutes.",
-        _RUN,
     )
 
     @property
@@ -388,6 +351,21 @@ def check(name: str, value: Any, label: str) -> Any:
     """Return the value as it is meant, or refuse it with what is allowed. None stays None."""
     checked = _FIELDS[name].metadata.get("check")
     return value if value is None or checked is None else checked(value, label)
+
+
+def like_train(
+    name: str,
+    help: str,
+    panel: str,
+    *,
+    default: Any = None,
+    metavar: str | None = None,
+    **more: Any,
+) -> Any:
+    """Declare an option of another command that is shown and checked as `train`'s of this name."""
+    known = _FIELDS[name].metadata
+    shown = metavar or known["shown"].metavar
+    return option(default, shown, help, panel, check=known["check"], **more)
 
 
 # ----------------------------------------------------------------------------------- precedence

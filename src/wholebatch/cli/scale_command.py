@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from rich.console import Console
@@ -20,21 +21,10 @@ from wholebatch.cli.command_options import (
     whole_numbers,
 )
 from wholebatch.errors import OptionError
-from wholebatch.tune.batch_scaling import (
-    Arithmetic,
-    adam_betas,
-    epochs_in_updates,
-    half_life,
-    lr_factor,
-    parse_amount,
-    scale_warmup,
-    solve,
-)
-
-__all__ = ["scale"]
+from wholebatch.tune import batch_scaling as scaling
 
 _WIDE = 60  # columns that the table needs
-_FOLLOWS = "What follows the batch"
+_follower = partial(option, panel="What follows the batch")
 _COUNT = whole_number()
 _SOURCE = {
     "linear": "Goyal et al. 2017, SGD",
@@ -63,35 +53,31 @@ class ScaleOptions:
         typed=str | None,
         check=whole_numbers("numbers of ranks, such as 8 or 1,2,4,8"),
     )
-    lr: float | None = option(
+    lr: float | None = _follower(
         None,
         "RATE",
         "A learning rate good for --base-batch.",
-        _FOLLOWS,
         check=positive_number,
     )
-    base_batch: int | None = option(
+    base_batch: int | None = _follower(
         None,
         "N",
         "The batch that --lr, --warmup and the betas were good for.",
-        _FOLLOWS,
         check=_COUNT,
     )
-    lr_rule: str | None = option(
+    lr_rule: str | None = _follower(
         None,
         "linear|sqrt|none",
         "How the learning rate follows; without --lr the factor is shown. Default: linear.",
-        _FOLLOWS,
         check=one_of("none", "linear", "sqrt"),
     )
-    warmup: str | None = option(
+    warmup: str | None = _follower(
         None,
         "N|Nep",
         "Warm-up at --base-batch, in updates or epochs (epochs need --samples).",
-        _FOLLOWS,
     )
-    betas: str | None = option(None, "B1,B2", "Adam's betas at --base-batch.", _FOLLOWS)
-    samples: int | None = option(None, "N", "Samples of an epoch.", _FOLLOWS, check=_COUNT)
+    betas: str | None = _follower(None, "B1,B2", "Adam's betas at --base-batch.")
+    samples: int | None = _follower(None, "N", "Samples of an epoch.", check=_COUNT)
     as_json: bool = option(False, None, "Print JSON.", flag="--json")
 
 
@@ -104,7 +90,7 @@ def scale(options: ScaleOptions) -> None:
     """
     table = _solved(options.batch_size, options.micro_batch, options.steps, options.ranks)
     batches = {one.global_batch for one in table}
-    follows = _follows(options, batches.pop() if len(batches) == 1 else None)
+    follows = [*_follows(options, batches.pop() if len(batches) == 1 else None)]
     if options.as_json:
         values = {one.name: one.value for one in follows}
         content = {"batches": [one.as_dict() for one in table], **values}
@@ -115,7 +101,7 @@ def scale(options: ScaleOptions) -> None:
 
 def _solved(
     batch: int | None, micro: int | None, steps: int | None, ranks: list[int] | None
-) -> list[Arithmetic]:
+) -> list[scaling.Arithmetic]:
     known = sum(value is not None for value in (batch, micro, steps))
     if known < 2:
         raise OptionError(
@@ -123,7 +109,9 @@ def _solved(
             "(--ranks: 1, 2, 4 and 8 unless given)"
         )
     over: Sequence[int | None] = ranks or ((None,) if known == 3 else (1, 2, 4, 8))
-    return [solve(global_batch=batch, micro_batch=micro, steps=steps, ranks=one) for one in over]
+    return [
+        scaling.solve(global_batch=batch, micro_batch=micro, steps=steps, ranks=one) for one in over
+    ]
 
 
 @dataclass(frozen=True)
@@ -136,24 +124,20 @@ class _Follower:
     line: str
 
 
-def _follows(options: ScaleOptions, batch: int | None) -> list[_Follower]:
-    """Return the values that go with the batch; `batch` is None where it differs by rank count."""
+def _follows(options: ScaleOptions, batch: int | None) -> Iterator[_Follower]:
+    """Yield the values that go with the batch; `batch` is None where it differs by rank count."""
     base, samples = options.base_batch, options.samples
     asked = _asked(options, batch)
-    found: list[_Follower] = []
-    if batch is None:
-        return found
-    if samples is not None:
-        found.append(_epoch(samples, batch))
-    if base is None:
-        return found
+    if batch is not None and samples is not None:
+        yield _epoch(samples, batch)
+    if batch is None or base is None:
+        return
     if "--lr" in asked or "--lr-rule" in asked or not {"--warmup", "--betas"} & asked:
-        found.append(_rate(options.lr, options.lr_rule or "linear", base, batch))
+        yield _rate(options.lr, options.lr_rule or "linear", base, batch)
     if options.warmup is not None:
-        found.append(_warmup(options.warmup, samples, base, batch))
+        yield _warmup(options.warmup, samples, base, batch)
     if options.betas is not None:
-        found.append(_betas(_pair(options.betas), base, batch))
-    return found
+        yield _betas(_pair(options.betas), base, batch)
 
 
 def _asked(options: ScaleOptions, batch: int | None) -> set[str]:
@@ -180,7 +164,7 @@ def _epoch(samples: int, batch: int) -> _Follower:
 
 
 def _rate(lr: float | None, rule: str, base: int, batch: int) -> _Follower:
-    factor = lr_factor(base_batch=base, batch=batch, rule=rule)
+    factor = scaling.lr_factor(base_batch=base, batch=batch, rule=rule)
     scaled = None if lr is None else lr * factor
     if scaled == math.inf:
         raise OptionError(f"--lr {lr:g}: times {factor:g} is more than a number can be")
@@ -191,16 +175,16 @@ def _rate(lr: float | None, rule: str, base: int, batch: int) -> _Follower:
 
 
 def _warmup(text: str, samples: int | None, base: int, batch: int) -> _Follower:
-    amount = parse_amount(text, f"--warmup {text}")
+    amount = scaling.parse_amount(text, f"--warmup {text}")
     if amount.by == "tokens" or (amount.by == "epochs" and samples is None):
         raise OptionError(f"--warmup {text}: must be updates, or epochs beside --samples")
     at_base = amount.number
     if amount.by == "epochs":
         assert samples is not None
-        at_base = epochs_in_updates(amount.number, samples=samples, batch=base)
-        same = epochs_in_updates(amount.number, samples=samples, batch=batch)
+        at_base = scaling.epochs_in_updates(amount.number, samples=samples, batch=base)
+        same = scaling.epochs_in_updates(amount.number, samples=samples, batch=batch)
     else:
-        same = scale_warmup(at_base, base_batch=base, batch=batch)
+        same = scaling.scale_warmup(at_base, base_batch=base, batch=batch)
     line = (
         f"{at_base:,} updates for {base} → {same:,} for {batch} over the same samples "
         f"(Goyal et al. 2017); {at_base:,} over the same updates (You et al. 2019)"
@@ -210,10 +194,11 @@ def _warmup(text: str, samples: int | None, base: int, batch: int) -> _Follower:
 
 
 def _betas(pair: tuple[float, float], base: int, batch: int) -> _Follower:
-    new = adam_betas(pair, base_batch=base, batch=batch, first=True)
+    new = scaling.adam_betas(pair, base_batch=base, batch=batch, first=True)
     line = (
-        f"β2 {pair[1]:g} → {new[1]:.6g} (β1 {pair[0]:g} → {new[0]:.6g}), half-life "
-        f"{half_life(pair[1], tokens=base):,.0f} samples for β2 either way (Marek et al. 2025)"
+        f"β2 {pair[1]:g} → {new[1]:.6g} (β1 {pair[0]:g} → {new[0]:.6g}), "
+        f"half-life {scaling.half_life(pair[1], tokens=base):,.0f} samples for β2 either way "
+        "(Marek et al. 2025)"
     )
     return _Follower("betas", {"base": list(pair), "scaled": list(new)}, "betas", line)
 
@@ -230,7 +215,7 @@ def _pair(text: str) -> tuple[float, float]:
     return first, second
 
 
-def _show(table: list[Arithmetic], follows: list[_Follower]) -> None:
+def _show(table: list[scaling.Arithmetic], follows: list[_Follower]) -> None:
     console = Console()
     if console.width >= _WIDE:
         console.print(_grid(table))
@@ -244,19 +229,13 @@ def _show(table: list[Arithmetic], follows: list[_Follower]) -> None:
         console.print(line, highlight=False, soft_wrap=True, markup=False)
 
 
-def _grid(table: list[Arithmetic]) -> Table:
+def _grid(table: list[scaling.Arithmetic]) -> Table:
     grid = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("ranks", "batch", "micro-batch", "steps", "on a rank"):
         grid.add_column(name, justify="right", no_wrap=True)
     grid.add_column("micro-batch × steps × ranks", overflow="fold")
     for one in table:
-        shares = sorted(set(one.shares), reverse=True)
-        grid.add_row(
-            str(one.ranks),
-            str(one.global_batch),
-            str(one.micro_batch),
-            str(one.steps),
-            " or ".join(map(str, shares)),
-            str(one),
-        )
+        shares = " or ".join(map(str, sorted(set(one.shares), reverse=True)))
+        numbers = (one.ranks, one.global_batch, one.micro_batch, one.steps)
+        grid.add_row(*map(str, numbers), shares, str(one))
     return grid

@@ -6,10 +6,8 @@ import os
 import signal
 import sys
 from contextlib import suppress
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
-
-__all__ = ["STOPPED", "StopRequest"]
 
 STOPPED = 130
 """The exit status of a run that was asked to stop (the shell's own for Ctrl-C)."""
@@ -33,12 +31,7 @@ class StopRequest:
                 self._before[number] = signal.signal(number, self._on_signal)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 

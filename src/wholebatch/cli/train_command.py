@@ -16,7 +16,14 @@ from rich.console import Console
 
 from wholebatch import __version__
 from wholebatch.cli.command_options import command
+from wholebatch.cli.report.terminal_output import (
+    Terminal,
+    path_from_here,
+    short_count,
+    short_duration,
+)
 from wholebatch.cli.run_settings import Config, Given, SettingsFile, given_of, read_settings_file
+from wholebatch.cli.stop_signal import STOPPED
 from wholebatch.errors import OptionError
 from wholebatch.tune.batch_scaling import Arithmetic
 from wholebatch.tune.batch_scaling.batch_arithmetic import runs_said
@@ -24,12 +31,9 @@ from wholebatch.tune.batch_scaling.batch_arithmetic import runs_said
 if TYPE_CHECKING:
     from wholebatch.cli.checkpoints import Found
     from wholebatch.cli.parallel_ranks import World
-    from wholebatch.cli.report.terminal_output import Terminal
     from wholebatch.cli.run_folder import RunFolder, RunStart
     from wholebatch.cli.train_loop import Outcome
     from wholebatch.cli.training_run import Session
-
-__all__ = ["batch_text", "train"]
 
 Rows = list[tuple[str, str]]
 
@@ -73,7 +77,6 @@ def train(typed: Given) -> None:
 
 def _train(given: Given, source: SettingsFile, world: World, *, typed: frozenset[str]) -> int:
     from wholebatch.cli.error_messages import training_failures
-    from wholebatch.cli.report.terminal_output import Terminal
     from wholebatch.cli.run_folder import checkpoint_of, find, resume_command
     from wholebatch.cli.training_run import build
 
@@ -170,9 +173,7 @@ def _begin(session: Session, folder: RunFolder, found: Found | None, terminal: T
 
 
 def _run(session: Session, folder: RunFolder, found: Found | None, terminal: Terminal) -> int:
-    from wholebatch.cli.report.terminal_output import path_from_here, short_duration
     from wholebatch.cli.run_folder import resume_command
-    from wholebatch.cli.stop_signal import STOPPED
     from wholebatch.cli.train_loop import run_loop
 
     world = session.world
@@ -210,8 +211,6 @@ def _run(session: Session, folder: RunFolder, found: Found | None, terminal: Ter
 
 def head_rows(session: Session, found: Found | None, *, folder: Path, chosen: str | None) -> Rows:
     """Return what will be done, with the arithmetic of the batch and how it was chosen."""
-    from wholebatch.cli.report.terminal_output import path_from_here
-
     config = session.config
     group = session.optimizer.param_groups[0]
     rate = float(group.get("initial_lr", group["lr"]))
@@ -345,8 +344,6 @@ def schedule_text(session: Session, found: Found) -> str | None:
 
 def summary_rows(session: Session, outcome: Outcome, *, memory: str, folder: Path) -> Rows:
     """Return the results of a run, and the folder they are in."""
-    from wholebatch.cli.report.terminal_output import path_from_here, short_count
-
     train = session.train
     rows = [("loss", f"{outcome.first_loss:.4f} → {outcome.last_loss:.4f}")]
     if train.skipped:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,6 @@ from wholebatch.core.noise_scale import NoiseScale
 from wholebatch.core.plain_files import read_json
 from wholebatch.core.splitting import batch_size_of
 from wholebatch.errors import StateError, WindowError
-
-__all__ = ["Outcome", "run_loop"]
-
 
 _MOST_SKIPPED_IN_A_ROW = 50
 
@@ -53,11 +50,7 @@ class _Stopped(Exception):
 
 
 def run_loop(
-    session: Session,
-    folder: RunFolder,
-    terminal: Terminal,
-    *,
-    mid_window: bool,
+    session: Session, folder: RunFolder, terminal: Terminal, *, mid_window: bool
 ) -> Outcome:
     """Train up to the configured number of updates, or until a signal asks to stop."""
     with ExitStack() as stack:
@@ -69,42 +62,41 @@ def run_loop(
         return _Loop(session, folder, terminal, sinks, stop).run(mid_window)
 
 
+@dataclass(eq=False)
 class _Loop:
-    def __init__(
-        self,
-        session: Session,
-        folder: RunFolder,
-        terminal: Terminal,
-        sinks: Sequence[Sink],  # of the first rank
-        stop: StopRequest,
-    ) -> None:
-        self._session = session
-        self._folder = folder
-        self._checkpoints = Checkpoints(folder.checkpoints)
-        self._terminal = terminal
-        self._memory = session.memory
-        self._sinks = sinks
-        self._log = WindowLog(session)
-        self._first_loss: float | None = None
-        self._last_loss: float | None = None
-        for sink in sinks:
+    session: Session
+    folder: RunFolder
+    terminal: Terminal
+    sinks: Sequence[Sink]  # of the first rank
+    stop: StopRequest
+    _first_loss: float | None = None
+    _last_loss: float | None = None
+    _units: float = 0.0
+    _seconds: float = 0.0
+    _metered: bool = True
+    _skipped_in_a_row: int = 0
+    _largest: tuple[int, Any] = (0, None)
+
+    def __post_init__(self) -> None:
+        self._checkpoints = Checkpoints(self.folder.checkpoints)
+        self._memory = self.session.memory
+        self._waited = self.session.train.waited
+        self._noise: NoiseScale | None = self.session.train.noise
+        self._began = time.perf_counter()
+        for sink in self.sinks:
             if isinstance(sink, MetricsFile):  # of a run that is resumed
                 self._note_losses(sink.first, sink.last)
                 if sink.lost:
-                    terminal.note(f"note: {sink.path.name} does not have windows 1 to {sink.lost}")
-        self._stop = stop
-        self._began = time.perf_counter()
-        self._units = self._seconds = 0.0
-        self._metered = True
-        self._skipped_in_a_row = 0
-        self._largest: tuple[int, Any] = (0, None)
+                    self.terminal.note(
+                        f"note: {sink.path.name} does not have windows 1 to {sink.lost}"
+                    )
 
     def run(self, mid_window: bool) -> Outcome:
-        session = self._session
+        session = self.session
         is_new = session.world.first(lambda: not self._checkpoints.paths())
         checkpoint = self._save() if is_new else None
         while session.train.updates < session.config.steps:
-            if session.world.any(self._stop.requested):
+            if session.world.any(self.stop.requested):
                 return self._outcome(self._save(), 0, 0)
             batch = session.batches.peek()
             session.position = session.batches.position
@@ -123,7 +115,7 @@ class _Loop:
         return self._outcome(checkpoint or self._save(), 0, 0, finished=True)
 
     def _window(self, batch: Any, rates: list[float], *, whole: bool) -> None:
-        session = self._session
+        session = self.session
         metered = not self._memory.settled
         began = time.perf_counter()
         with self._memory.around(whole_window=whole, full_batch=self._is_full(batch)):
@@ -137,31 +129,54 @@ class _Loop:
         self._metered = metered
         self._units += step.units
         self._seconds += seconds
-        session.pace.closed(step.units)
+        session.pace.tokens += step.units
         record = record_of(
             step,
             window=session.windows,
             epoch=session.position.epoch,
             lr=rates,
             now=time.time(),
-            more=self._log.more(seconds=seconds),
+            more=self._more(seconds),
         )
         self._write(record)
         self._note_losses(record, record)
         session.position = session.batches.position
-        self._terminal.update(
+        self.terminal.update(
             updates=session.train.updates,
             loss=step.loss,
             units_per_second=self._rate,
         )
         self._watch_skipped(step.skipped)
 
+    def _more(self, seconds: float) -> dict[str, Any]:
+        """Return what a window has to record beside its step; it took so many seconds."""
+        session, train = self.session, self.session.train
+        found: dict[str, Any] = {"skipped_windows": train.skipped}
+        if session.pace.schedule is not None:
+            found["batch_size"] = session.batches.batch_size
+        noise = train.noise
+        if noise is not None and noise != self._noise:
+            self._noise = noise
+            found.update(
+                noise_scale=_rounded(noise.critical),
+                noise_low=_rounded(noise.low),
+                noise_high=_rounded(noise.high),
+                advice=noise.verdict,
+            )
+        found["memory"] = session.memory.measured
+        found["recoveries"] = train.recoveries
+        waited = train.waited
+        if waited is not None and self._waited is not None and seconds > 0:
+            found["communication"] = round(min(1.0, (waited - self._waited) / seconds), 6)
+        self._waited = waited
+        return found
+
     def _write(self, record: Mapping[str, Any]) -> None:
         try:
-            for sink in self._sinks:
+            for sink in self.sinks:
                 sink.write(record)
         except StateError:
-            self._folder.check_there()  # the better reason
+            self.folder.check_there()  # the better reason
             raise
 
     def _note_losses(self, first: Mapping[str, Any] | None, last: Mapping[str, Any] | None) -> None:
@@ -171,24 +186,24 @@ class _Loop:
             self._last_loss = last["loss"]
 
     def _after_micro(self, done: int, of: int) -> None:
-        self._terminal.micro(done, of)
+        self.terminal.micro(done, of)
         # Several ranks stop together, between windows: see `run`.
-        if self._stop.requested and done < of and self._session.world.ranks == 1:
+        if self.stop.requested and done < of and self.session.world.ranks == 1:
             raise _Stopped(self._save(micro_batches=done), done, of)
 
     def _save(self, *, micro_batches: int = 0) -> Path:
-        if self._session.world.is_first:
-            self._folder.check_there()
-        for sink in self._sinks:
+        if self.session.world.is_first:
+            self.folder.check_there()
+        for sink in self.sinks:
             sink.sync()
-        return save_run(self._session, self._checkpoints, micro_batches=micro_batches)
+        return save_run(self.session, self._checkpoints, micro_batches=micro_batches)
 
     def _watch_skipped(self, reason: str | None) -> None:
         if reason is None:
             self._skipped_in_a_row = 0
             return
         self._skipped_in_a_row += 1
-        self._terminal.note(f"window {self._session.windows} made no update: {reason}")
+        self.terminal.note(f"window {self.session.windows} made no update: {reason}")
         if self._skipped_in_a_row == _MOST_SKIPPED_IN_A_ROW:
             raise WindowError(
                 f"{_MOST_SKIPPED_IN_A_ROW} windows in a row made no update ({reason}); the run "
@@ -197,7 +212,7 @@ class _Loop:
 
     def _remember(self, batch: Any) -> None:
         """Keep a full batch: how much memory it would have needed at once is asked at the end."""
-        if self._largest[0] < self._session.config.batch_size:
+        if self._largest[0] < self.session.config.batch_size:
             size = batch_size_of(batch)
             if size > self._largest[0]:
                 self._largest = (size, batch)
@@ -205,7 +220,7 @@ class _Loop:
     def _is_full(self, batch: Any) -> bool:
         if self._memory.settled or isinstance(batch, Nothing):
             return True
-        world, wanted = self._session.world, self._session.batches.batch_size
+        world, wanted = self.session.world, self.session.batches.batch_size
         return world.ranks > 1 or batch_size_of(batch) >= wanted
 
     @property
@@ -230,57 +245,16 @@ def open_sinks(stack: ExitStack, session: Session, folder: RunFolder) -> list[Si
     """Return the writers of the first rank's records, `metrics.jsonl` first; none on others."""
     if not session.world.is_first:
         return []
-    sinks: list[Sink] = []
-
-    def opened(sink: Sink) -> None:
-        sinks.append(sink)
-        stack.callback(sink.close)
-
-    opened(MetricsFile(folder.metrics, windows=session.windows))
-    opened(Events(folder.events, windows=session.windows))
-    if session.config.wandb is not None:
+    windows, project = session.windows, session.config.wandb
+    sinks: list[Sink] = [
+        stack.enter_context(closing(MetricsFile(folder.metrics, windows=windows))),
+        stack.enter_context(closing(Events(folder.events, windows=windows))),
+    ]
+    if project is not None:
         manifest = read_json(folder.manifest)
-        opened(
-            WandbRun(
-                session.config.wandb,
-                folder=folder.path,
-                manifest=manifest,
-                resumed=session.windows > 0,
-            )
-        )
+        run = WandbRun(project, folder=folder.path, manifest=manifest, resumed=windows > 0)
+        sinks.append(stack.enter_context(closing(run)))
     return sinks
-
-
-class WindowLog:
-    """Collects what a window has to record beside its step."""
-
-    def __init__(self, session: Session) -> None:
-        self._session = session
-        self._waited = session.train.waited
-        self._noise: NoiseScale | None = session.train.noise
-
-    def more(self, *, seconds: float) -> dict[str, Any]:
-        """Return fields for `record_of`; `seconds` is how long the window took."""
-        session, train = self._session, self._session.train
-        found: dict[str, Any] = {"skipped_windows": train.skipped}
-        if session.pace.schedule is not None:
-            found["batch_size"] = session.batches.batch_size
-        noise = train.noise
-        if noise is not None and noise != self._noise:
-            self._noise = noise
-            found.update(
-                noise_scale=_rounded(noise.critical),
-                noise_low=_rounded(noise.low),
-                noise_high=_rounded(noise.high),
-                advice=noise.verdict,
-            )
-        found["memory"] = session.memory.measured
-        found["recoveries"] = train.recoveries
-        waited = train.waited
-        if waited is not None and self._waited is not None and seconds > 0:
-            found["communication"] = round(min(1.0, (waited - self._waited) / seconds), 6)
-        self._waited = waited
-        return found
 
 
 def _rounded(value: float) -> float:

@@ -12,6 +12,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,18 +27,10 @@ from wholebatch.cli.run_settings import Config
 from wholebatch.core.loss import Loss
 from wholebatch.core.options import Close, Memory
 from wholebatch.core.safe_loading import load_tensors
+from wholebatch.core.splitting import to_device
 from wholebatch.core.window import Step
 from wholebatch.distributed.pipeline import Pipeline
 from wholebatch.errors import MissingExtraError, OptionError, RecipeError, StateError
-
-__all__ = [
-    "Staged",
-    "Zero",
-    "cut",
-    "micro_batch_of",
-    "move",
-    "train_with",
-]
 
 
 def train_with(
@@ -177,6 +170,7 @@ def _loads_without_code(engine: Any) -> Iterator[None]:
 _FORMAT = 1
 
 
+@dataclass(eq=False)
 class Staged:
     """`wb.Pipeline` with the face of `WholeBatch`, as far as the command looks at it."""
 
@@ -184,23 +178,18 @@ class Staged:
     noise = None
     waited = 0.0
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        config: Config,
-        world: World,
-        model: nn.Module,
-        parts: nn.ModuleList,
-        optimizer: torch.optim.Optimizer,
-    ) -> None:
+    recipe: Recipe
+    config: Config
+    world: World
+    model: nn.Module
+    parts: nn.ModuleList
+    optimizer: torch.optim.Optimizer
+
+    def __post_init__(self) -> None:
+        recipe, config, world, parts = self.recipe, self.config, self.world, self.parts
         assert isinstance(config.micro_batch, int)
         self.micro_batch = self.micro_batch_size = config.micro_batch
-        self._recipe = recipe
-        self._crew = world
-        self._model = model
-        self._parts = parts
-        self._optimizer = optimizer
-        self._order = recipe.build_optimizer(model, lr=config.lr)
+        self._order = recipe.build_optimizer(self.model, lr=config.lr)
         count = len(parts) * world.ranks
         stages = [
             PipelineStage(part, world.rank + place * world.ranks, count, world.device)
@@ -208,12 +197,12 @@ class Staged:
         ]
         self._pipeline = Pipeline(
             stages if len(stages) > 1 else stages[0],
-            optimizer,
+            self.optimizer,
             loss=self._loss,
             micro_batch=config.micro_batch,
             schedule=config.schedule,
             clip_norm=config.clip_norm,
-            scheduler=recipe.build_scheduler(optimizer, steps=config.horizon),
+            scheduler=recipe.build_scheduler(self.optimizer, steps=config.horizon),
         )
 
     @property
@@ -244,22 +233,22 @@ class Staged:
         """Return the inputs that the recipe's loss gives to its model."""
         listener = _Listener()
         try:
-            self._recipe.loss(listener, batch)
+            self.recipe.loss(listener, batch)
         except _Heard as heard:
             if not heard.inputs or not all(isinstance(one, Tensor) for one in heard.inputs):
                 raise RecipeError(
-                    f"--parallel pipeline: {self._recipe.path}: loss() must call model(...) with "
+                    f"--parallel pipeline: {self.recipe.path}: loss() must call model(...) with "
                     "tensors, by place and not by name"
                 ) from None
             return heard.inputs
         raise RecipeError(
-            f"--parallel pipeline: {self._recipe.path}: loss() never calls model(...), so what "
+            f"--parallel pipeline: {self.recipe.path}: loss() never calls model(...), so what "
             "goes into the first stage is not known"
         )
 
     def _loss(self, output: Any, micro: Any) -> Loss | Tensor:
         """Return the recipe's loss on the last stage: its model returns the known output."""
-        found: Loss | Tensor = self._recipe.loss(_KnownOutput(output), micro)
+        found: Loss | Tensor = self.recipe.loss(_KnownOutput(output), micro)
         return found
 
     # ------------------------------------------------------------------ state
@@ -293,24 +282,24 @@ class Staged:
 
     def gathered(self) -> dict[str, Any]:
         """Return model and optimizer of all stages, as one process would have them."""
-        names = {id(p): name for name, p in self._model.named_parameters()}
-        names |= {id(b): name for name, b in self._model.named_buffers()}
-        tensors = (*self._parts.parameters(), *self._parts.buffers())
+        names = {id(p): name for name, p in self.model.named_parameters()}
+        names |= {id(b): name for name, b in self.model.named_buffers()}
+        tensors = (*self.parts.parameters(), *self.parts.buffers())
         place = self._places()
         own: dict[str, dict[Any, Any]] = {
             "model": {names[id(t)]: t.detach().cpu() for t in tensors if id(t) in names},
             "state": {
-                place[id(parameter)]: _on_cpu(state)
-                for parameter, state in self._optimizer.state.items()
+                place[id(parameter)]: to_device(dict(state), "cpu")
+                for parameter, state in self.optimizer.state.items()
             },
         }
-        model = {name: value.cpu() for name, value in self._model.state_dict().items()}
+        model = {name: value.cpu() for name, value in self.model.state_dict().items()}
         state: dict[int, Any] = {}
-        for one in self._crew.gathered(own):
+        for one in self.world.gathered(own):
             model.update(one["model"])
             state.update(one["state"])
         saved = self._order.state_dict()
-        mine = self._optimizer.state_dict()["param_groups"]
+        mine = self.optimizer.state_dict()["param_groups"]
         groups = [
             {**now, "params": group["params"]}
             for group, now in zip(saved["param_groups"], mine, strict=True)
@@ -319,17 +308,17 @@ class Staged:
 
     def load(self, state: dict[str, Any]) -> None:
         """Take this rank's stages out of the state of one process."""
-        self._model.load_state_dict(state["model"])
+        self.model.load_state_dict(state["model"])
         saved, place = state["optimizer"], self._places()
-        groups = self._optimizer.param_groups
+        groups = self.optimizer.param_groups
         if len(groups) != len(saved["param_groups"]):
             raise StateError(
                 f"the optimizer has {len(groups)} parameter groups here and "
                 f"{len(saved['param_groups'])} in the checkpoint"
             )
-        packed = self._optimizer.state_dict()
+        packed = self.optimizer.state_dict()
         ordered = [p for group in groups for p in group["params"]]
-        self._optimizer.load_state_dict(
+        self.optimizer.load_state_dict(
             {
                 "state": {
                     index: saved["state"][place[id(parameter)]]
@@ -442,7 +431,3 @@ class _KnownOutput(nn.Module):
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         return self._output[0]
-
-
-def _on_cpu(state: dict[str, Any]) -> dict[str, Any]:
-    return {k: v.detach().cpu() if isinstance(v, Tensor) else v for k, v in state.items()}

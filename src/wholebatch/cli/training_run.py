@@ -17,26 +17,25 @@ from wholebatch.cli.parallel_ranks import World
 from wholebatch.cli.recipes import Batches, Nothing, Position, Recipe
 from wholebatch.cli.run_settings import Config
 from wholebatch.cli.training_engines import Staged, Zero, micro_batch_of, move, train_with
+from wholebatch.core.readable_sizes import bytes_said
 from wholebatch.core.splitting import batch_size_of, split
 from wholebatch.coupled import batchnorms
 from wholebatch.errors import OptionError, UnsupportedError, WholebatchError
 from wholebatch.memory.activation_checkpointing import with_checkpoints
-from wholebatch.memory.budget import bytes_said, parse_memory, sharing_processes
+from wholebatch.memory.budget import parse_memory, sharing_processes
 from wholebatch.memory.choose_micro_batch import resize_batch
 from wholebatch.memory.make_it_fit import Rung, ladder, refusal
-from wholebatch.memory.meter import MemoryMeter, reset_cuda_peak
+from wholebatch.memory.meter import MemoryMeter
 from wholebatch.memory.predict import predict_peak
 from wholebatch.memory.trial_step import held_bytes
 from wholebatch.tune.batch_scaling import Arithmetic, BatchSchedule, Follow, parse_amount
-
-__all__ = ["PeakMemory", "Session", "build", "fitted_to", "seed_generators"]
-
 
 # Windows, whatever they were: the meter is slow. Plain SGD never has a state, and batches may all
 # be short.
 _ENOUGH = 4
 
 
+@dataclass(eq=False)
 class PeakMemory:
     """Measures a run: CUDA's allocator keeps its own peak, on the CPU a few windows are metered.
 
@@ -45,44 +44,39 @@ class PeakMemory:
     batch, if it comes soon: the last one of an epoch may be short.
     """
 
-    def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, *, device: torch.device
-    ) -> None:
-        self._model = model
-        self._optimizer = optimizer
-        self._device = device
-        self._measured: int | None = None
-        self._is_first = True
-        self._metered = 0
-        self.settled = self._device.type != "cpu"
-        if self._device.type == "cuda":
-            reset_cuda_peak(self._device)
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    device: torch.device
+    measured: int | None = None
+    """The most bytes of tensors alive at one moment; None where nothing can tell."""
+    _is_first: bool = True
+    _metered: int = 0
+
+    def __post_init__(self) -> None:
+        self.settled = self.device.type != "cpu"
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
 
     @contextmanager
     def around(self, *, whole_window: bool, full_batch: bool = True) -> Iterator[None]:
         """Measure one window."""
         if self.settled:
             yield
-            if self._device.type == "cuda":  # a micro-batch that may grow starts it anew
-                self._measured = max(
-                    self._measured or 0, torch.cuda.max_memory_allocated(self._device)
+            if self.device.type == "cuda":  # a micro-batch that may grow starts it anew
+                self.measured = max(
+                    self.measured or 0, torch.cuda.max_memory_allocated(self.device)
                 )
             return
-        has_state = bool(self._optimizer.state)
-        with MemoryMeter(model=self._model, optimizer=self._optimizer) as meter:
+        has_state = bool(self.optimizer.state)
+        with MemoryMeter(model=self.model, optimizer=self.optimizer) as meter:
             yield
         self._metered += 1
         # A run's first window begins with a look at the model, which may take more than a step.
-        before = 0 if self._metered <= 2 or self._measured is None else self._measured
-        self._measured = max(meter.peak, before)
+        before = 0 if self._metered <= 2 or self.measured is None else self.measured
+        self.measured = max(meter.peak, before)
         self._is_first = not has_state
         is_usual = has_state and whole_window and full_batch and self._metered > 1
         self.settled = is_usual or self._metered >= _ENOUGH
-
-    @property
-    def measured(self) -> int | None:
-        """The most bytes of tensors alive at one moment; None where nothing can tell."""
-        return self._measured
 
     def share_text(self) -> str:
         """Return the measurement of a rank that has only its share of the batch."""
@@ -97,13 +91,13 @@ class PeakMemory:
         here = "not measured on this device" if measured is None else f"{bytes_said(measured)}"
         try:
             whole = predict_peak(
-                self._model,
+                self.model,
                 loss,
                 batch,
-                optimizer=self._optimizer,
+                optimizer=self.optimizer,
                 precision=precision,
                 micro_batches=1,
-                first=self._is_first and self._device.type == "cpu",
+                first=self._is_first and self.device.type == "cpu",
             ).peak
         except WholebatchError as error:
             return f"{here}; for the whole batch at once: {error}"
@@ -272,11 +266,27 @@ def fit_in(
     the gradients on the host: each makes the update of the whole batch. The model's
     blocks are checkpointed by `apply_checkpointing`, as in a run that is resumed.
     """
+    assert config.budget is not None
     chosen = _REFUSED
     rungs: list[Rung] = []
     problem: WholebatchError | None = None
     try:
-        rungs, budget = _rungs(recipe, config, model, batches, world, lowers=not keeps_precision)
+        budget = parse_memory(
+            config.budget,
+            device=world.device,
+            held=held_bytes(model),
+            processes=sharing_processes(world.device, world.ranks),
+        )
+        batch = batches.peek()
+        rungs = ladder(
+            model,
+            recipe.loss,
+            resize_batch(batch.like if isinstance(batch, Nothing) else batch, 1),
+            budget=budget,
+            optimizer=recipe.build_optimizer(model, lr=config.lr),
+            precision=config.autocast,
+            lowers=not keeps_precision and config.precision != "bf16-pure",
+        )
         own = (place for place, rung in enumerate(rungs) if rung.fits and rung.devices == 1)
         if world.parallel != "ddp":  # engines that shard or cut a model move gradients themselves
             own = (place for place in own if rungs[place].gradients == "device")
@@ -291,20 +301,20 @@ def fit_in(
     if _REFUSED in everyones:
         raise OptionError("--fit: the model does not fit the memory of another rank")
     chosen = max(everyones)
-    rung = rungs[chosen]
-    text = "nothing was needed: one sample fits as it is"
-    if chosen:
-        before, after = bytes_said(rungs[0].peak), bytes_said(rung.peak)
-        text = f"applied {rung.what}: one sample needs {after} instead of {before}"
-    gradients = config.gradients if rung.gradients == "device" else rung.gradients
-    return (
-        replace(
-            config,
-            precision=rung.precision,
-            checkpointing=rung.checkpoints,
-            gradients=gradients,
-        ),
-        text,
+    config = _with_rung(config, rungs[chosen])
+    if not chosen:
+        return config, "nothing was needed: one sample fits as it is"
+    before, after = bytes_said(rungs[0].peak), bytes_said(rungs[chosen].peak)
+    return config, f"applied {rungs[chosen].what}: one sample needs {after} instead of {before}"
+
+
+def _with_rung(config: Config, rung: Rung) -> Config:
+    is_pure = config.precision == "bf16-pure"  # runs without autocast, and keeps its name
+    return replace(
+        config,
+        precision=config.precision if is_pure else rung.precision,
+        checkpointing=rung.checkpoints,
+        gradients=config.gradients if rung.gradients == "device" else rung.gradients,
     )
 
 
@@ -314,38 +324,6 @@ def apply_checkpointing(model: nn.Module) -> None:
         with_checkpoints(model)
     except UnsupportedError as error:
         raise OptionError(f"--checkpointing: {error}") from error
-
-
-def _rungs(
-    recipe: Recipe,
-    config: Config,
-    model: nn.Module,
-    batches: Batches,
-    world: World,
-    *,
-    lowers: bool,
-) -> tuple[list[Rung], int]:
-    assert config.budget is not None
-    budget = parse_memory(
-        config.budget,
-        device=world.device,
-        held=held_bytes(model),
-        processes=sharing_processes(world.device, world.ranks),
-    )
-    batch = batches.peek()
-    whole = batch.like if isinstance(batch, Nothing) else batch
-    rungs = ladder(
-        model,
-        recipe.loss,
-        resize_batch(whole, 1),
-        budget=budget,
-        optimizer=recipe.build_optimizer(model, lr=config.lr),
-        precision=config.autocast,
-        lowers=lowers and config.precision != "bf16-pure",
-    )
-    # Pure 16-bit parameters run without autocast, and keep their name.
-    kept = config.precision if config.precision == "bf16-pure" else None
-    return [replace(rung, precision=kept or rung.precision) for rung in rungs], budget
 
 
 def paced(config: Config, recipe: Recipe, batches: Batches) -> Config:
@@ -414,10 +392,6 @@ class Pace:
             size = self._follow.base_batch
         self._follow.set(size, warmth=self._warmth(samples))
         return self._follow.rates()
-
-    def closed(self, units: float) -> None:
-        """Count the units of a closed window."""
-        self.tokens += units
 
     def _warmth(self, samples: int) -> float:
         if self._warmup is None or self._warmup.number == 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
+from wholebatch.cli import recipe_measuring as measuring
 from wholebatch.cli.command_options import (
     Check,
     command,
@@ -21,16 +23,6 @@ from wholebatch.cli.command_options import (
     recipe_argument,
     whole_number,
     whole_numbers,
-)
-from wholebatch.cli.recipe_measuring import (
-    CLOCKS,
-    clock_option,
-    full_batches,
-    made,
-    page_beside,
-    print_written,
-    result_option,
-    seconds_option,
 )
 from wholebatch.cli.report.terminal_output import (
     path_from_here,
@@ -48,9 +40,9 @@ if TYPE_CHECKING:
     from wholebatch.cli.recipes import Recipe
     from wholebatch.tune import Setting, Trial, Tuned
 
-__all__ = ["tune"]
-
-_WHAT, _HOW, _OUT = "What is tuned", "How long, and over what", "Output"
+_HOW, _OUT = "How long, and over what", "Output"
+_what = partial(option, panel="What is tuned")
+_how, _out = (partial(option, panel=panel) for panel in (_HOW, _OUT))
 _NUMBERS = whole_numbers("whole numbers with commas, such as 8,16,32")
 
 
@@ -72,26 +64,20 @@ class TuneOptions:
     """The options of `wholebatch tune`."""
 
     recipe: str | None = recipe_argument("A recipe as for [bold]wholebatch train[/].")
-    batch_size: int | None = option(
-        None, "N", "Samples that make one update.", _WHAT, check=whole_number()
-    )
-    memory: str = option(
-        "free", "SIZE", 'What may be used: "20GiB", "80%", or what is free.', _WHAT
-    )
-    device: str = option("auto", "auto|cpu|cuda", "Where to run.", _WHAT)
-    precision: tuple[str, ...] | None = option(
+    batch_size: int | None = _what(None, "N", "Samples that make one update.", check=whole_number())
+    memory: str = _what("free", "SIZE", 'What may be used: "20GiB", "80%", or what is free.')
+    device: str = _what("auto", "auto|cpu|cuda", "Where to run.")
+    precision: tuple[str, ...] | None = _how(
         None,
         "NAMES",
         "Of full, bf16, fp16, with commas. Default: the recipe's, and bf16 too on CUDA.",
-        _HOW,
         typed=str | None,
         check=_names(*PRECISIONS),
     )
-    execute: tuple[str, ...] | None = option(
+    execute: tuple[str, ...] | None = _how(
         None,
         "NAMES",
         "Of eager, compile, graph. Default: eager, and graph too on CUDA.",
-        _HOW,
         typed=str | None,
         check=_names("eager", "compile", "graph"),
     )
@@ -103,16 +89,13 @@ class TuneOptions:
         typed=str | None,
         check=_NUMBERS,
     )
-    seconds: float = seconds_option(300.0, "Begin no new setting after this long.", _HOW)
-    clock: str = clock_option(_HOW)
-    exhaustive: bool = option(
-        False, None, "Measure everything that fits.", _HOW, flag="--exhaustive"
-    )
-    bandwidth: str | None = option(
+    seconds: float = measuring.seconds_option(300.0, "Begin no new setting after this long.", _HOW)
+    clock: str = measuring.clock_option(_HOW)
+    exhaustive: bool = _how(False, None, "Measure everything that fits.", flag="--exhaustive")
+    bandwidth: str | None = _how(
         None,
         "RATE",
         'Of one rank\'s link, such as "25GB/s": adds a model of more ranks.',
-        _HOW,
     )
     ranks: list[int] | None = option(
         None,
@@ -122,12 +105,12 @@ class TuneOptions:
         typed=str | None,
         check=_NUMBERS,
     )
-    out: Path = result_option(
+    out: Path = measuring.result_option(
         "tune.json",
         "For [bold]wholebatch train --from[/]; the page is written beside it.",
         _OUT,
     )
-    as_json: bool = option(False, None, "Print what FILE.json has, too.", _OUT, flag="--json")
+    as_json: bool = _out(False, None, "Print what FILE.json has, too.", flag="--json")
 
 
 @command(TuneOptions)
@@ -146,7 +129,7 @@ def tune(options: TuneOptions) -> None:
     from wholebatch.cli.parallel_ranks import process_group
     from wholebatch.cli.recipes import load_recipe
     from wholebatch.memory.budget import parse_memory
-    from wholebatch.tune import Limits, parse_bandwidth
+    from wholebatch.tune import parse_bandwidth
 
     link = None if options.bandwidth is None else parse_bandwidth(options.bandwidth)
     with process_group(options.device) as (rank, where), short_warnings(shown=rank == 0):
@@ -156,85 +139,63 @@ def tune(options: TuneOptions) -> None:
         if rank:
             console = Console(quiet=True, force_terminal=False)
         with TuneProgress(console, unit=recipe.unit) as progress:
-            tuned = _tune(
-                recipe,
-                where=where,
-                rank=rank,
-                batch_size=options.batch_size,
-                precisions=options.precision,
-                memory=options.memory,
-                micro_batches=options.micro_batch,
-                executes=options.execute,
-                limits=Limits(total=options.seconds),
-                exhaustive=options.exhaustive,
-                bandwidth=link,
-                ranks=ranks or [2, 4, 8, 16, 32, 64],
-                watch=progress,
-                clock=CLOCKS[options.clock],
-            )
+            tuned = _tune(recipe, options, where=where, rank=rank, bandwidth=link, watch=progress)
     if rank:
         return
-    tuned.write(out)
-    page = page_beside(out)
-    if options.as_json:
-        print(out.read_text(encoding="utf-8"), end="")
-        return
-    _show(console, tuned, subject=recipe.name)
-    print_written(console, out, page)
-    console.print(
-        f"train so:  wholebatch train --from {escape(path_from_here(out))}",
-        highlight=False,
-        soft_wrap=True,
-    )
+    show = partial(_show, console, tuned, subject=recipe.name)
+    measuring.write_result(tuned, out, console, show, as_json=options.as_json)
+    if not options.as_json:
+        again = f"train so:  wholebatch train --from {escape(path_from_here(out))}"
+        console.print(again, highlight=False, soft_wrap=True)
 
 
 def _tune(
-    recipe: Recipe,
-    *,
-    where: torch.device,
-    rank: int,
-    batch_size: int | None,
-    precisions: tuple[str, ...] | None,
-    **options: Any,
+    recipe: Recipe, options: TuneOptions, *, where: torch.device, rank: int, **more: Any
 ) -> Tuned:
     import torch
 
     from wholebatch.cli.run_folder import about_here
+    from wholebatch.distributed.process_group import world_size
+    from wholebatch.tune import Limits
     from wholebatch.tune import tune as tuned_by
 
     # The micro-batch is what is looked for: the recipe's own does not bind.
-    given = {"batch_size": batch_size, "micro_batch": "auto"}
+    given = {"batch_size": options.batch_size, "micro_batch": "auto"}
     config = resolve(given, recipe.defaults, stored=None)
-    is_pure = config.precision == "bf16-pure"
+    is_pure, precisions = config.precision == "bf16-pure", options.precision
     if precisions is None:
-        more = ("bf16",) if where.type == "cuda" and not is_pure else ()
-        precisions = tuple(dict.fromkeys((config.autocast, *more)))
+        also = ("bf16",) if where.type == "cuda" and not is_pure else ()
+        precisions = tuple(dict.fromkeys((config.autocast, *also)))
     elif "bf16-pure" in precisions:
         raise OptionError("--precision bf16-pure: set it in the recipe's defaults; it is then kept")
-    world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-    config, take = full_batches(recipe, config, rank=rank, ranks=world)
-    inner: list[Any] = []
+    world = world_size()
+    config, take = measuring.full_batches(recipe, config, rank=rank, ranks=world)
+    ddp = torch.nn.parallel.DistributedDataParallel
 
     def make() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-        model, optimizer = made(recipe, config, where)
-        inner[:] = [model]
-        if world > 1:
-            return torch.nn.parallel.DistributedDataParallel(model), optimizer
-        return model, optimizer
+        model, optimizer = measuring.made(recipe, config, where)
+        return ddp(model) if world > 1 else model, optimizer
 
     def loss(model: Any, micro: Any) -> Any:
         # The recipe's own module, not DDP around it: the window reduces the gradients itself.
-        return recipe.loss(inner[0] if hasattr(model, "module") else model, micro)
+        return recipe.loss(model.module if isinstance(model, ddp) else model, micro)
 
     tuned = tuned_by(
         make,
         loss=recipe.loss if world == 1 else loss,
         batches=take,
         precisions=precisions,
+        memory=options.memory,
+        micro_batches=options.micro_batch,
+        executes=options.execute,
+        limits=Limits(total=options.seconds),
+        exhaustive=options.exhaustive,
+        ranks=options.ranks or [2, 4, 8, 16, 32, 64],
+        clock=measuring.CLOCKS[options.clock],
         unit=recipe.unit,
         units=recipe.units,
         clip_norm=config.clip_norm,
-        **options,
+        **more,
     )
     settings = {**tuned.settings, "batch_size": config.batch_size}
     if is_pure:

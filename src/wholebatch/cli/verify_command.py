@@ -23,6 +23,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -40,13 +41,11 @@ from wholebatch.cli.command_options import (
     flag_of,
     one_of,
     option,
-    positive_number,
     recipe_argument,
-    whole_number,
 )
 from wholebatch.cli.recipe_measuring import made
 from wholebatch.cli.report.terminal_output import plain_table
-from wholebatch.cli.run_settings import check, resolve
+from wholebatch.cli.run_settings import like_train, resolve
 from wholebatch.errors import OptionError, RecipeError, WholebatchError
 
 if TYPE_CHECKING:
@@ -55,9 +54,9 @@ if TYPE_CHECKING:
     from wholebatch.verification import Case, LoopTrial, LoopVerdict, Verdict
     from wholebatch.verification.run_comparison import Comparison
 
-__all__ = ["verify"]
-
-_BATCH, _LOOP, _OUT = "The batch and the update", "A loop of your own", "Output"
+_BATCH = "The batch and the update"
+_batch, _like_train = partial(option, panel=_BATCH), partial(like_train, panel=_BATCH)
+_loop = partial(option, panel="A loop of your own")
 
 
 @dataclass(frozen=True)
@@ -68,97 +67,71 @@ class VerifyOptions:
         "A Python file with model(), data() and loss(model, micro), or an embedded recipe: "
         "[bold]bytes-gpt[/] (the default) or [bold]digits-cnn[/]."
     )
-    batch_size: int | None = option(
-        None, "N", "Samples that make one update.", _BATCH, check=whole_number(), of_recipes=True
+    batch_size: int | None = _like_train(
+        "batch_size", "Samples that make one update.", metavar="N", of_recipes=True
     )
-    micro_batch: str | None = option(
-        None,
-        'N|"N tokens"',
+    micro_batch: str | None = _like_train(
+        "micro_batch",
         "How the batch is divided. Default: the recipe's, else about four, unevenly.",
-        _BATCH,
-        check=lambda value, label: check("micro_batch", value, label),
+        metavar='N|"N tokens"',
         of_recipes=True,
     )
-    precision: str | None = option(
-        None,
-        "NAME",
-        "full (or fp32), bf16, fp16.",
-        _BATCH,
-        check=lambda value, label: check("precision", value, label),
-        of_recipes=True,
-    )
-    clip_norm: float | None = option(
-        None,
-        "NORM",
+    precision: str | None = _like_train("precision", "full (or fp32), bf16, fp16.", of_recipes=True)
+    clip_norm: float | None = _like_train(
+        "clip_norm",
         "Clip to this norm. With --loop: what a loop that clips by hand clips to; torch's "
         "clip_grad_norm_ is noticed by itself.",
-        _BATCH,
-        check=positive_number,
     )
-    batchnorm: str = option(
+    batchnorm: str = _batch(
         "exact",
         "POLICY",
         "As in WholeBatch.",
-        _BATCH,
         check=one_of("exact", "statistics", "freeze", "group", "layer", "sync", "refuse"),
         of_recipes=True,
     )
-    execute: str | None = option(
-        None,
-        "MODE",
-        "As in WholeBatch.",
-        _BATCH,
-        check=lambda value, label: check("execute", value, label),
-        of_recipes=True,
+    execute: str | None = _like_train(
+        "execute", "As in WholeBatch.", metavar="MODE", of_recipes=True
     )
-    gradients: str | None = option(
-        None,
-        "device|host|swap|release|moments",
+    gradients: str | None = _like_train(
+        "gradients",
         "As in WholeBatch; release and moments without the recipe's clipping.",
-        _BATCH,
-        check=lambda value, label: check("gradients", value, label),
         of_recipes=True,
     )
-    float64: bool = option(
-        True, None, "Prove it in float64 too, on a copy of the model.", _BATCH, of_recipes=True
+    float64: bool = _batch(
+        True, None, "Prove it in float64 too, on a copy of the model.", of_recipes=True
     )
-    loop: str | None = option(
+    loop: str | None = _loop(
         None,
         "FILE.py:FUNCTION",
         "Hold function(model, optimizer, micro_batches), which trains one window, against the "
         "undivided batch and every known mistake.",
-        _LOOP,
     )
-    model: str = option(
+    model: str = _loop(
         "all",
         "mlp|lm|cnn|all",
         "The built-in models to try the loop on, if FILE.py has no model() of its own.",
-        _LOOP,
     )
-    steps: int | None = option(
+    steps: int | None = _loop(
         None,
         "N",
         "What the loop calls a full window, in micro-batches. Default: 4, or [bold]steps[/] in "
         "FILE.py.",
-        _LOOP,
     )
-    equal: bool = option(
+    equal: bool = _loop(
         False,
         None,
         "The loop's micro-batches always have equally many units: do not try uneven ones.",
-        _LOOP,
         flag="--equal",
     )
-    ddp: bool = option(
+    ddp: bool = _loop(
         False,
         None,
         "Under torchrun: hand the model over in DistributedDataParallel.",
-        _LOOP,
         flag="--ddp",
     )
-    seed: int = option(0, "N", "Of the weights and the data.", _BATCH, check=whole_number(0))
-    device: str = option("auto", "auto|cpu|cuda", "Where to run.", _BATCH)
-    as_json: bool = option(False, None, "Print JSON instead.", _OUT, flag="--json")
+    seed: int = _like_train("seed", "Of the weights and the data.", default=0)
+    device: str = _batch("auto", "auto|cpu|cuda", "Where to run.")
+    as_json: bool = option(False, None, "Print JSON instead.", "Output", flag="--json")
 
 
 @command(VerifyOptions)
@@ -389,6 +362,8 @@ def _show(title: str, verdict: Verdict | LoopVerdict, *, as_json: bool) -> None:
 
 def _show_verdict(console: Console, title: str, verdict: Verdict) -> None:
     """Print the proof on one model and batch: the answer, the evidence, what to do."""
+    from wholebatch.verification.run_comparison import listed
+
     size = f"{verdict.samples} samples in {verdict.micro_batches} micro-batches"
     if verdict.samples < verdict.of_samples:
         size += f" (the largest part of {verdict.of_samples} that fits undivided)"
@@ -404,7 +379,7 @@ def _show_verdict(console: Console, title: str, verdict: Verdict) -> None:
     console.print(_worst(verdict.gradient, 4 if verdict.same else 8))
     if not verdict.same:
         for cause in verdict.causes:
-            where = f" in [bold]{escape(_listed(cause.where))}[/]" if cause.where else ""
+            where = f" in [bold]{escape(listed(cause.where))}[/]" if cause.where else ""
             _block(console, f"[red bold]{escape(cause.kind)}[/]{where}", cause.evidence)
             _block(console, "[green]instead[/]", cause.advice)
     for note in verdict.notes:
@@ -471,15 +446,10 @@ def _show_loop(console: Console, verdict: LoopVerdict) -> None:
     from wholebatch.verification.mistakes import MISTAKES, RIGHT
 
     mistake = verdict.mistake
-    body: list[RenderableType] = []
-    if verdict.same:
-        body.append(_answer(True))
-    elif mistake is not None:
-        body.append(_answer(False, f": {mistake.name}"))
-        body.append(Text(mistake.does))
-        body.append(Text(f"Instead: {mistake.instead}", "green"))
-    else:
-        body.append(_answer(False, ", and no known mistake fits"))
+    body: list[RenderableType] = [_answer(verdict.same, ", and no known mistake fits")]
+    if mistake is not None:
+        does, instead = Text(mistake.does), Text(f"Instead: {mistake.instead}", "green")
+        body = [_answer(False, f": {mistake.name}"), does, instead]
     ranks = f" · {verdict.ranks} ranks" if verdict.ranks > 1 else ""
     about = f"{len(verdict.trials)} windows · {verdict.precision}{ranks} · {verdict.seconds:.1f} s"
     body.append(Text(about, "dim"))
@@ -538,8 +508,3 @@ def _evidence(trial: LoopTrial) -> Table:
 def _block(console: Console, head: str, text: str) -> None:
     console.print(head, highlight=False)
     console.print(Padding(escape(text), (0, 0, 0, 2)), highlight=False)
-
-
-def _listed(names: tuple[str, ...]) -> str:
-    shown = ", ".join(name or "(the model itself)" for name in names[:4])
-    return shown + (f" and {len(names) - 4} more" if len(names) > 4 else "")

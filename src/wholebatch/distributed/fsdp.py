@@ -55,7 +55,8 @@ class Sharded(Sync):
         self._every, self.policy = self._choose(sync, parameters)
 
     def _choose(self, sync: str, parameters: Sequence[Tensor]) -> tuple[bool, str]:
-        from wholebatch.memory.budget import bytes_said, free_memory
+        from wholebatch.core.readable_sizes import bytes_said
+        from wholebatch.memory.budget import free_memory
 
         whole = sum(p.numel() * max(p.element_size(), 4) for p in parameters)
         slices = whole // self.ranks

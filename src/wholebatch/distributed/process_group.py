@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from wholebatch.distributed.rank_failure import alarm
 
-__all__ = ["Group", "Waiting"]
+__all__ = ["Group", "Waiting", "largest_over_ranks", "sum_over_ranks", "world_size"]
 
 
 class Waiting:
@@ -108,3 +109,33 @@ class Group:
         for group in self._groups:
             self.wait(dist.all_reduce(tensor, op=operation, group=group, async_op=True))
         return tensor
+
+
+def world_size() -> int:
+    """Return the number of processes that train together."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+@torch.no_grad()
+def sum_over_ranks(tensor: Tensor) -> Tensor:
+    """Return the sum of a tensor over all ranks, on the tensor's device."""
+    if world_size() == 1:
+        return tensor
+    there = tensor.to(_device_of_collectives(), copy=True)
+    dist.all_reduce(there)
+    return there.to(tensor.device)
+
+
+def largest_over_ranks(value: float) -> float:
+    """Return the largest over all ranks: decisions must be the same on all of them."""
+    if world_size() == 1:
+        return value
+    there = torch.tensor(min(value, 1e30), dtype=torch.float64, device=_device_of_collectives())
+    dist.all_reduce(there, op=dist.ReduceOp.MAX)
+    found = float(there)
+    return math.inf if found >= 1e30 else found
+
+
+def _device_of_collectives() -> torch.device:
+    nccl = dist.get_backend() == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")

@@ -18,8 +18,6 @@ from .rules import RULES, Rule
 from .rules.rule_base import Edit
 from .source_files import Source, read_source
 
-__all__ = ["Finding", "check_source", "lint_files"]
-
 _SYNTAX = "WB001"
 _UNREAD = "WB002"
 
@@ -60,7 +58,8 @@ def lint_files(
     files: Sequence[str], settings: Settings, *, jobs: int | None = None
 ) -> list[Finding]:
     """Return the findings of all files, in the order of the files."""
-    workers = min(jobs or _cores(), max(1, len(files) // _CHUNK))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    workers = min(jobs or cores or 1, max(1, len(files) // _CHUNK))
     if workers <= 1 or (jobs is None and len(files) < _ALONE):
         return _check_chunk(files, settings)
     context = multiprocessing.get_context(_start_method())
@@ -77,23 +76,17 @@ def _start_method() -> str:
     return "spawn" if os.name == "nt" else "forkserver"
 
 
-def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0)) or 1
-    return os.cpu_count() or 1
-
-
 def _check_chunk(files: Sequence[str], settings: Settings) -> list[Finding]:
-    return [finding for file in files for finding in _check_file(file, settings)]
-
-
-def _check_file(path: str, settings: Settings) -> list[Finding]:
-    """Check a file; report an internal error as a finding and go on."""
-    try:
-        return check_source(read_source(path, max_bytes=settings.max_file_bytes), settings)
-    except Exception as error:
-        words = f"could not be checked ({type(error).__name__}: {error}); please report this file"
-        return [Finding(path, 1, 1, _UNREAD, words, "error")]
+    """Check files; report an internal error as a finding and go on."""
+    found: list[Finding] = []
+    for path in files:
+        try:
+            source = read_source(path, max_bytes=settings.max_file_bytes)
+            found += check_source(source, settings)
+        except Exception as error:
+            why = f"could not be checked ({type(error).__name__}: {error}); please report this file"
+            found.append(Finding(path, 1, 1, _UNREAD, why, "error"))
+    return found
 
 
 def check_source(source: Source, settings: Settings) -> list[Finding]:

@@ -15,8 +15,6 @@ from .output_formats import FORMATS
 from .rules import RULES
 from .source_files import collect
 
-__all__ = ["CLEAN", "FOUND", "USAGE", "LintArguments", "main", "run"]
-
 CLEAN, FOUND, USAGE = 0, 1, 2
 
 

@@ -18,8 +18,6 @@ from .lint_settings import Settings
 from .rules.rule_base import Edit
 from .source_files import Source, notebook_source, read_source
 
-__all__ = ["fix_files", "fix_text"]
-
 _ROUNDS = 8
 
 

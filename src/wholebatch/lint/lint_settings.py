@@ -11,8 +11,6 @@ from typing import Any
 
 from .rules import RULES
 
-__all__ = ["Settings", "SettingsError", "load_settings"]
-
 _ERROR_CODES = ("WB001", "WB002")
 
 

@@ -10,8 +10,6 @@ from typing import Any
 from .check_files import Finding
 from .rules import RULES
 
-__all__ = ["FORMATS"]
-
 
 def as_text(findings: Sequence[Finding]) -> str:
     """Return one line per finding; `[*]` marks those that `--fix` repairs."""

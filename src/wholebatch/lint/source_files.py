@@ -16,8 +16,6 @@ from pathlib import Path
 
 from .lint_settings import Settings
 
-__all__ = ["Source", "collect", "notebook_source", "read_source"]
-
 _SUFFIXES = (".py", ".ipynb")
 _SKIPPED = {
     ".git", ".hg", ".svn", ".venv", "venv", "__pycache__", ".mypy_cache", ".ruff_cache", ".tox",
@@ -85,7 +83,12 @@ def read_source(path: str, *, max_bytes: int) -> Source:
         if size > (max_bytes * _PICTURES if is_notebook else max_bytes):
             return _too_large(path, size, max_bytes)
         data = Path(path).read_bytes()
-        source = notebook_source(path, data) if is_notebook else Source(path, _decode(data))
+        if is_notebook:
+            source = notebook_source(path, data)
+        else:
+            encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
+            text = data.decode(encoding).replace("\r\n", "\n").replace("\r", "\n")
+            source = Source(path, text)
         if len(source.text) > max_bytes:
             return _too_large(path, len(source.text), max_bytes)
         return source
@@ -96,11 +99,6 @@ def read_source(path: str, *, max_bytes: int) -> Source:
 def _too_large(path: str, size: int, limit: int) -> Source:
     words = f"file is {size:,} bytes, over the limit of {limit:,}: not read"
     return Source(path, "", problems=[Problem(words)])
-
-
-def _decode(data: bytes) -> str:
-    encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
-    return data.decode(encoding).replace("\r\n", "\n").replace("\r", "\n")
 
 
 def notebook_source(path: str, data: bytes) -> Source:

@@ -22,14 +22,6 @@ from torch.utils.checkpoint import checkpoint
 
 from wholebatch.errors import OptionError, UnsupportedError
 
-__all__ = [
-    "checkpointed",
-    "is_checkpointed",
-    "repeated_blocks",
-    "with_checkpoints",
-    "without_checkpoints",
-]
-
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
@@ -55,7 +47,7 @@ def repeated_blocks(model: nn.Module) -> list[str]:
         if len(names) > 2 or (len(names) == 2 and not all(_is_stack(modules[n]) for n in names))
         for name in names
     }
-    outermost = [name for name in repeated if not _has_ancestor(name, repeated)]
+    outermost = [name for name in repeated if not repeated.intersection(_ancestors(name))]
     order = {name: place for place, name in enumerate(modules)}
     return sorted(outermost, key=order.__getitem__)
 
@@ -196,6 +188,6 @@ def _buffers_kept(module: nn.Module) -> Iterator[None]:
             buffer.data.copy_(value)
 
 
-def _has_ancestor(name: str, names: set[str]) -> bool:
-    parts = name.split(".")
-    return any(".".join(parts[:length]) in names for length in range(1, len(parts)))
+def _ancestors(name: str) -> Iterator[str]:
+    while name := name.rpartition(".")[0]:
+        yield name

@@ -12,18 +12,7 @@ from pathlib import Path
 
 import torch
 
-from wholebatch.core.readable_sizes import bytes_said
 from wholebatch.errors import OptionError
-
-__all__ = [
-    "Budget",
-    "bytes_said",
-    "device_memory",
-    "free_memory",
-    "is_share",
-    "parse_memory",
-    "sharing_processes",
-]
 
 Budget = int | float | str
 
@@ -50,28 +39,25 @@ def parse_memory(
     >>> parse_memory("1.5GiB"), parse_memory("50%", total=1000), parse_memory(4096)
     (1610612736, 500, 4096)
     """
-    if isinstance(memory, bool) or not isinstance(memory, (int, float, str)):
-        raise OptionError(_refusal(memory))
+    size, share = 0, memory if isinstance(memory, float) else None
     if isinstance(memory, str):
         if memory.strip() == "free":
             return free_memory(device) // processes + held
         match = _SIZE.fullmatch(memory)
-        if match is None:
-            raise OptionError(_refusal(memory))
-        number, unit = float(match[1]), match[2].lower()
-        if unit == "" and "." in match[1]:
-            return _fraction(number, memory, device, total) // processes
-        if unit == "%":
-            return _fraction(number / 100, memory, device, total) // processes
+        number, unit = (float(match[1]), match[2].lower()) if match else (0.0, "")
         size = int(number * _UNITS.get(unit, 0))
-        if size < 1:
-            raise OptionError(_refusal(memory))
-        return size
-    if isinstance(memory, float):
-        return _fraction(memory, memory, device, total) // processes
-    if memory < 1:
-        raise OptionError(_refusal(memory))
-    return memory
+        if unit == "%" or (match and unit == "" and "." in match[1]):
+            share = number / 100 if unit == "%" else number
+    elif isinstance(memory, int) and not isinstance(memory, bool):
+        size = memory
+    if share is not None and 0 < share <= 1:
+        return int(share * (device_memory(device) if total is None else total)) // processes
+    if share is not None or size < 1:
+        raise OptionError(
+            f'memory={memory!r}: must be a size such as "20GiB", a share of the device such as '
+            '"80%" or 0.8, "free" for what is free now, or a number of bytes'
+        )
+    return size
 
 
 def is_share(memory: str) -> bool:
@@ -82,12 +68,6 @@ def is_share(memory: str) -> bool:
     """
     text = memory.strip()
     return text == "free" or re.fullmatch(r"\d+\.\d+|.*%", text) is not None
-
-
-def _fraction(part: float, memory: Budget, device: torch.device | str, total: int | None) -> int:
-    if not 0 < part <= 1:
-        raise OptionError(_refusal(memory))
-    return int(part * (total if total is not None else device_memory(device)))
 
 
 def sharing_processes(device: torch.device | str, ranks: int) -> int:
@@ -143,10 +123,3 @@ def _control_group(name: str) -> int | None:
     except OSError:
         return None
     return int(text) if text.isdigit() else None
-
-
-def _refusal(memory: object) -> str:
-    return (
-        f'memory={memory!r}: must be a size such as "20GiB", a share of the device such as "80%" or'
-        ' 0.8, "free" for what is free now, or a number of bytes'
-    )

@@ -16,23 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from wholebatch.core.readable_sizes import bytes_said
 from wholebatch.core.splitting import Tokens, batch_size_of, split
 from wholebatch.core.splitting.micro_batches import lengths_of
 from wholebatch.core.splitting.samples import Static, layout_of, take
 from wholebatch.coupled.batchnorm.lock_step import Hold
 from wholebatch.coupled.batchnorm.recomputed_blocks import blocks_of
 from wholebatch.errors import OptionError
-from wholebatch.memory.budget import bytes_said
 from wholebatch.memory.predict import Prediction, Predictor
-
-__all__ = [
-    "Choice",
-    "choose_in_lock_step",
-    "choose_micro_batch",
-    "choose_tokens",
-    "largest_fitting",
-    "resize_batch",
-]
 
 CLOSE_ENOUGH = 0.04
 """A size is good enough if one larger by this share is known not to fit."""
@@ -114,9 +105,8 @@ def choose_micro_batch(
     if most < 1:
         raise OptionError(f"most={most}: must be at least 1 sample")
     predictor = Predictor(model, loss, optimizer=optimizer, device=device)
-    predictions: dict[int, Prediction] = {}
 
-    def peak_of(samples: int) -> int:
+    def predict(samples: int) -> Prediction:
         predicted = predictor.peak(
             resize_batch(batch, samples, static=static),
             precision=precision,
@@ -124,11 +114,28 @@ def choose_micro_batch(
             gradients=gradients,
             noise=noise,
         )
-        predictions[samples] = _corrected(predicted, samples, correct)
-        return needed(predictions[samples], predictor.device)
+        return _corrected(predicted, samples, correct)
+
+    return _largest(predict, predictor.device, budget=budget, most=most)
+
+
+def _largest(
+    predict: Callable[[int], Prediction],
+    device: torch.device,
+    *,
+    budget: int,
+    most: int,
+    least: int = 1,
+) -> Choice:
+    """Return the largest size whose prediction fits, or `least`."""
+    predictions: dict[int, Prediction] = {}
+
+    def need(size: int) -> int:
+        predictions[size] = predict(size)
+        return needed(predictions[size], device)
 
     tried: dict[int, int] = {}
-    size = largest_fitting(peak_of, budget=budget, most=most, tried=tried)
+    size = largest_fitting(need, budget=budget, most=most, tried=tried, least=least)
     return Choice(size, predictions[size], budget, size == most and tried[size] <= budget, tried)
 
 
@@ -247,7 +254,6 @@ def choose_tokens(
     longest, shortest = _extremes(batches, by, static)
     most_samples = max(batch_size_of(batch, static=static) for batch in batches)
     predictor = Predictor(model, loss, optimizer=optimizer, device=device)
-    predictions: dict[int, Prediction] = {}
     known: dict[tuple[bool, int], Prediction] = {}
 
     def of(sample: _Sample, samples: int) -> Prediction:
@@ -257,21 +263,12 @@ def choose_tokens(
             known[key] = _corrected(predictor.peak(micro, precision=precision), samples, correct)
         return known[key]
 
-    def peak_of(tokens: int) -> int:
+    def predict(tokens: int) -> Prediction:
         worst = [of(one, min(most_samples, tokens // one.length)) for one in (longest, shortest)]
-        predictions[tokens] = max(worst, key=lambda predicted: predicted.peak)
-        return needed(predictions[tokens], predictor.device)
+        return max(worst, key=lambda predicted: predicted.peak)
 
-    tried: dict[int, int] = {}
-    size = largest_fitting(
-        peak_of,
-        budget=budget,
-        most=most_samples * longest.length,
-        least=longest.length,
-        tried=tried,
-    )
-    is_whole = size == most_samples * longest.length and tried[size] <= budget
-    return Choice(size, predictions[size], budget, is_whole, tried)
+    most, least = most_samples * longest.length, longest.length
+    return _largest(predict, predictor.device, budget=budget, most=most, least=least)
 
 
 @dataclass(frozen=True)

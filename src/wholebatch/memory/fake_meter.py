@@ -20,8 +20,6 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from wholebatch.memory.fake_tensors import run_fake
 from wholebatch.memory.meter import MemoryMeter, storage_id
 
-__all__ = ["FakeMeter"]
-
 _MOST = 1 << 14
 """The number of cached results; a model asks for some hundred different ones at each size."""
 
@@ -79,15 +77,8 @@ _NUMBER_OF = torch.ops.aten._local_scalar_dense.default
 class FakeMeter(MemoryMeter):
     """The meter over fake tensors, which can also run an optimizer's step on them."""
 
-    def __init__(
-        self,
-        *,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer | None,
-        device: torch.device,
-        granule: int,
-    ) -> None:
-        super().__init__(model=model, optimizer=optimizer, device=device, granule=granule)
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
         self._answers = False
         self._mode: FakeTensorMode | None = None  # of the first fake tensor that is seen
         self._attributes: dict[torch.device, dict[str, Any]] = {}  # of fake tensors on a device
@@ -109,13 +100,7 @@ class FakeMeter(MemoryMeter):
         finally:
             self._answers = False
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE_OF:  # asked very often, and makes nothing
             of = args[0]
             return of.fake_device if isinstance(of, FakeTensor) else func(*args)

@@ -25,18 +25,6 @@ from torch.nn import functional
 from wholebatch.core.splitting.samples import Leaf, flatten
 from wholebatch.errors import UnsupportedError
 
-__all__ = [
-    "as_on_cuda",
-    "fake_batch",
-    "fake_mode_of",
-    "fake_model",
-    "fake_optimizer",
-    "fake_tensor",
-    "map_tensors",
-    "masks_as_for",
-    "run_fake",
-]
-
 
 def map_tensors(batch: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """Return the same nested batch with `function` applied to every tensor."""

@@ -18,16 +18,6 @@ from torch import nn
 from wholebatch.errors import OptionError, UnsupportedError
 from wholebatch.memory.activation_checkpointing import repeated_blocks
 
-__all__ = [
-    "Sharding",
-    "choose_sync",
-    "gathered",
-    "group_now",
-    "pretended_ranks",
-    "reduces_next",
-    "shard",
-]
-
 
 @dataclass(frozen=True)
 class Sharding:

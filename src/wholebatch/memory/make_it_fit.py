@@ -7,12 +7,13 @@ on the host, shard the model over devices. All but sharding can be applied here.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from wholebatch.core.readable_sizes import bytes_said
 from wholebatch.core.splitting.samples import Static
 from wholebatch.errors import OptionError
 from wholebatch.memory.activation_checkpointing import (
@@ -21,12 +22,9 @@ from wholebatch.memory.activation_checkpointing import (
     repeated_blocks,
     with_checkpoints,
 )
-from wholebatch.memory.budget import bytes_said
 from wholebatch.memory.choose_micro_batch import Choice, choose_micro_batch, needed, resize_batch
 from wholebatch.memory.fsdp_sharding import Sharding
 from wholebatch.memory.predict import Prediction, Predictor
-
-__all__ = ["Fit", "Rung", "fit", "ladder", "lower_precisions", "refusal"]
 
 _SHARDED = ("parameters", "gradients", "optimizer state")
 _MOST_DEVICES = 1024
@@ -64,27 +62,21 @@ def fit(
     batch: Any,
     *,
     budget: int,
-    optimizer: torch.optim.Optimizer | None = None,
     precision: str = "full",
     most: int | None = None,
-    device: torch.device | str | None = None,
     static: Static = (),
+    **options: Any,
 ) -> Fit:
     """Make one sample fit, then choose the micro-batch.
 
     It tries bf16 autocast, checkpointing and gradients on the host, in this order, and applies only
     what is needed. Checkpointing changes the model's blocks, but not its results. The caller must
-    apply the returned precision. If nothing helps, an OptionError lists the peak of each way.
+    apply the returned precision. `options` are `optimizer` and `device`. If nothing helps, an
+    OptionError lists the peak of each way.
     """
-    rungs = ladder(
-        model,
-        loss,
-        resize_batch(batch, 1, static=static),
-        budget=budget,
-        optimizer=optimizer,
-        precision=precision,
-        device=device,
-    )
+    options["budget"] = budget
+    sample = resize_batch(batch, 1, static=static)
+    rungs = ladder(model, loss, sample, precision=precision, **options)
     rung = next((one for one in rungs if one.fits and one.devices == 1), None)
     if rung is None:
         raise OptionError(refusal(rungs, budget))
@@ -93,13 +85,11 @@ def fit(
         model,
         loss,
         batch,
-        budget=budget,
-        optimizer=optimizer,
         precision=rung.precision,
         most=most,
-        device=device,
         static=static,
         gradients=rung.gradients,
+        **options,
     )
     return Fit(choice, rung.precision, blocks, rung.gradients)
 
@@ -123,16 +113,9 @@ def ladder(
     predictor = Predictor(model, loss, optimizer=optimizer, device=device)
     blocks = _blocks_to_checkpoint(model)
 
-    def predict(
-        precision: str, *, checkpoints: bool = False, gradients: str = "device"
-    ) -> Prediction:
-        around: AbstractContextManager[object] = nullcontext()
-        if checkpoints:
-            around = checkpointed(model, blocks)
-        with around:
-            return predictor.peak(
-                sample, precision=precision, gradients=gradients, sharding=sharding
-            )
+    def predict(precision: str, *, checkpoints: bool = False, **options: Any) -> Prediction:
+        with checkpointed(model, blocks) if checkpoints else nullcontext():
+            return predictor.peak(sample, precision=precision, sharding=sharding, **options)
 
     def fits(found: Prediction) -> bool:
         return needed(found, predictor.device) <= budget
@@ -143,7 +126,10 @@ def ladder(
     if lower is not None:
         best = predict(lower)
         rungs.append(Rung(f"{lower} autocast", best.peak, fits(best), lower, False))
-    for also in _precisions_to_checkpoint(lower, best, as_is) if blocks else []:
+    combined: list[str | None] = [lower]
+    if lower is not None and best.peak >= as_is.peak:
+        combined = [None, lower]  # The 16-bit copies of the weights cost more than they save.
+    for also in combined if blocks else []:
         found = predict(also or precision, checkpoints=True)
         what = f"{also} autocast and " if also else ""
         what += f"checkpointing of {len(blocks)} blocks"
@@ -162,18 +148,6 @@ def ladder(
         what = f"and sharding over {devices} devices"
         rungs.append(Rung(what, peak, True, lower or precision, bool(blocks), devices))
     return rungs
-
-
-def _precisions_to_checkpoint(
-    lower: str | None, best: Prediction, as_is: Prediction
-) -> list[str | None]:
-    """Return the lower precisions to combine with checkpointing; None keeps the precision.
-
-    Checkpointing alone is tried first if the 16-bit copies of the weights cost more than they save.
-    """
-    if lower is None:
-        return [None]
-    return [None, lower] if best.peak >= as_is.peak else [lower]
 
 
 def refusal(rungs: list[Rung], budget: int) -> str:
@@ -212,9 +186,5 @@ def _sharded(prediction: Prediction, devices: int) -> int:
 
 
 def _devices_needed(prediction: Prediction, budget: int) -> int | None:
-    devices = 2
-    while devices <= _MOST_DEVICES:
-        if _sharded(prediction, devices) <= budget:
-            return devices
-        devices *= 2
-    return None
+    powers = (2**power for power in range(1, _MOST_DEVICES.bit_length()))
+    return next((devices for devices in powers if _sharded(prediction, devices) <= budget), None)

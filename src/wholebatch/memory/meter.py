@@ -16,25 +16,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from types import TracebackType
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from wholebatch.core.readable_sizes import CATEGORIES
-
-__all__ = [
-    "CATEGORIES",
-    "MemoryMeter",
-    "Record",
-    "StorageLedger",
-    "peak_with_recordings",
-    "reset_cuda_peak",
-    "storage_id",
-    "storages_of",
-    "tensors_in",
-]
 
 
 class MemoryMeter(TorchDispatchMode):
@@ -129,28 +116,22 @@ class MemoryMeter(TorchDispatchMode):
             self.mark("parameters", self._model.parameters())
         self._mark_known()
         self._forward_began = self._ledger.clock
-        _watch_sizes(self._ledger)
+        # Report resized storages to the ledger: a resize is not a dispatched operation. FSDP2 frees
+        # its gathered parameters this way, and lock-step frees what it sends to the host.
+        _LEDGERS.append(self._ledger)
+        torch.UntypedStorage.resize_ = _resize_and_tell  # type: ignore[method-assign, assignment]
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        super().__exit__(exc_type, exc, traceback)  # type: ignore[no-untyped-call]
-        _unwatch_sizes(self._ledger)
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        _LEDGERS.remove(self._ledger)
+        if not _LEDGERS:
+            del torch.UntypedStorage.resize_  # This uncovers the method of the base class.
         self._follow(in_backward=False, recomputing=False)
         self._mark_known()
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self._counted(func, args, kwargs or {})
 
     def _counted(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -227,21 +208,6 @@ _LEDGERS: list[StorageLedger] = []
 """The ledgers of the active meters."""
 
 
-def _watch_sizes(ledger: StorageLedger) -> None:
-    """Report resized storages to the ledger: a resize is not a dispatched operation.
-
-    FSDP2 frees its gathered parameters this way, and lock-step frees what it sends to the host.
-    """
-    _LEDGERS.append(ledger)
-    torch.UntypedStorage.resize_ = _resize_and_tell  # type: ignore[method-assign, assignment]
-
-
-def _unwatch_sizes(ledger: StorageLedger) -> None:
-    _LEDGERS.remove(ledger)
-    if not _LEDGERS:
-        del torch.UntypedStorage.resize_  # This uncovers the method of the base class.
-
-
 def _resize_and_tell(storage: torch.UntypedStorage, size: int) -> Any:
     resized = super(torch.UntypedStorage, storage).resize_(size)
     for ledger in _LEDGERS:
@@ -282,11 +248,6 @@ def peak_with_recordings(device: torch.device) -> int:
         if segment["device"] == index and tuple(segment["segment_pool_id"]) != (0, 0)
     )
     return int(torch.cuda.max_memory_allocated(device)) + idle
-
-
-def reset_cuda_peak(device: torch.device | str | int | None = None) -> None:
-    """Reset CUDA's peaks to the current values."""
-    torch.cuda.reset_peak_memory_stats(device)
 
 
 class Record:

@@ -7,6 +7,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from wholebatch.core.precision import LossScale
-from wholebatch.core.splitting import Batches, Tokens, batch_size_of, split_numbered
+from wholebatch.core.splitting import Batches, Tokens, batch_size_of, joined, split_numbered
 from wholebatch.core.splitting.samples import readable_layout
 from wholebatch.coupled.batchnorm.lock_step import Hold
 from wholebatch.distributed import Sync
@@ -25,9 +26,6 @@ from wholebatch.memory.make_it_fit import ladder, refusal
 from wholebatch.memory.meter import MemoryMeter
 from wholebatch.memory.out_of_memory import Attempt, Recovered, Recovery, within
 from wholebatch.memory.trial_step import choose_on_device, held_bytes, try_out
-
-__all__ = ["Fitting", "Sizing"]
-
 
 _STEP_UP = 1.25
 _SPARE = 0.95
@@ -174,20 +172,36 @@ class Fitting:
         return self.sizing.size
 
     def split(self, batch: Any) -> list[Any]:
-        """Return the micro-batches of this batch, or of `Batches`, one batch after the other."""
+        """Return the micro-batches of this batch, or of several `Batches`.
+
+        A number of samples splits each batch by itself; "auto" and tokens join them first, if that
+        is possible.
+        """
         batches = batch if isinstance(batch, Batches) else (batch,)
-        size = self._chosen_size(batches) if self._micro_batch == "auto" else self._fitting_size()
+        whole = self._joined(batches)
+        given = batches if whole is None else (whole,)
+        size = self._chosen_size(given) if self._micro_batch == "auto" else self._fitting_size()
         split: list[tuple[Any, Sequence[int]]] = []
         self._ends = []
-        for one in batches:
+        for one in given:
             start = self._ends[-1] if self._ends else 0
             parts = self._parts(one, size)
             self._ends.append(start + sum(len(numbers) for _, numbers in parts))
             if start:
                 parts = [(micro, [start + n for n in numbers]) for micro, numbers in parts]
             split += parts
+        if whole is not None:
+            sizes = (batch_size_of(one, **self._layout) for one in batches)
+            self._ends = list(accumulate(sizes))
         self._split = [(id(micro), numbers) for micro, numbers in split]
         return [micro for micro, _ in split]
+
+    def _joined(self, batches: Sequence[Any]) -> Any:
+        """Return several batches as one, where micro-batches need not stay within one of them."""
+        by = self._micro_batch
+        if len(batches) == 1 or not (by == "auto" or isinstance(by, Tokens)):
+            return None
+        return joined(batches, by if isinstance(by, Tokens) else None, **self._layout)
 
     def _parts(self, batch: Any, size: int | Tokens | None) -> list[tuple[Any, Sequence[int]]]:
         """Return the micro-batches of one batch, with the places of their samples in it."""
@@ -363,41 +377,22 @@ class Fitting:
             return samples
         budget = self._budget or self._bytes("free")
         self._chosen_for = budget
-        options: dict[str, Any] = {
-            "optimizer": self._optimizer,
-            "precision": self._precision,
-            "static": self._layout["static"],
-        }
+        args, options = (self._model, self._loss, batch), self._how()
         if self._device.type == "cuda":  # in force from here on, for the trial step too
             within(self._budget, model=self._model)
         try:
             if self._is_coupled():
-                choice, hold = choose_in_lock_step(
-                    self._model, self._loss, batch, budget=budget, **options
-                )
+                choice, hold = choose_in_lock_step(*args, budget=budget, **options)
                 self._hold(hold)
-            elif self._gradients != "device":  # a trial step would keep them on the device
-                choice = choose_on_device(
-                    self._model,
-                    self._loss,
-                    batch,
-                    budget=budget,
-                    gradients=self._gradients,
-                    **options,
-                )
-                if not choice.fits:
-                    raise self._refused(batch, choice)
             else:
+                options["noise"] = self.measures_noise and self._gradients == "device"
                 choice = choose_on_device(
-                    self._model,
-                    self._loss,
-                    batch,
-                    budget=budget,
-                    noise=self.measures_noise,
-                    **options,
+                    *args, budget=budget, gradients=self._gradients, **options
                 )
-                choice = try_out(self._model, self._loss, batch, choice, **options)
-                if choice.measured is None:
+                del options["noise"]
+                if self._gradients == "device":  # a trial step would keep the others there too
+                    choice = try_out(*args, choice, **options)
+                if not choice.fits:
                     raise self._refused(batch, choice)
         except UnsupportedError as error:
             _log.warning("memory cannot be predicted, so the whole batch is tried: %s", error)
@@ -407,15 +402,18 @@ class Fitting:
         return choice.micro_batch
 
     def _refused(self, batch: Any, choice: Choice) -> OptionError:
-        rungs = ladder(
-            self._model,
-            self._loss,
-            resize_batch(batch, 1, static=self._layout["static"]),
-            budget=choice.budget,
-            optimizer=self._optimizer,
-            precision=self._precision,
-        )
+        how = self._how()
+        sample = resize_batch(batch, 1, static=how.pop("static"))
+        rungs = ladder(self._model, self._loss, sample, budget=choice.budget, **how)
         return OptionError(refusal(rungs, choice.budget))
+
+    def _how(self) -> dict[str, Any]:
+        """Return the options of every prediction and trial."""
+        return {
+            "optimizer": self._optimizer,
+            "precision": self._precision,
+            "static": self._layout["static"],
+        }
 
 
 def _share_left(recovered: Sequence[Recovered]) -> float:

@@ -15,8 +15,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass
-from types import TracebackType
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,8 +27,6 @@ from wholebatch.core.splitting import batch_size_of, split
 from wholebatch.core.splitting.samples import Static
 from wholebatch.errors import OptionError, SplitError
 from wholebatch.memory.meter import MemoryMeter
-
-__all__ = ["Attempt", "Recovered", "Recovery", "within"]
 
 
 @dataclass(frozen=True)
@@ -73,12 +70,7 @@ class Attempt:
             self.meter = self._inside.__enter__()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> bool:
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> bool:
         if self._inside is not None:
             self._inside.__exit__(kind, error, traceback)
         if error is None or self._before is None:
@@ -91,27 +83,24 @@ class Attempt:
         return False
 
 
+@dataclass(eq=False)
 class Recovery:
     """Runs windows so that running out of memory only makes their micro-batches smaller.
 
     `recovered` lists what happened, over all windows.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        scale: LossScale | None = None,
-        static: Static = (),
-        most: int = 64,
-    ) -> None:
-        if most < 0:
-            raise OptionError(f"most={most}: must be 0 (never recover) or more recoveries a window")
-        self.recovered: list[Recovered] = []
-        self._model = model
-        self._scale = scale
-        self._static = static
-        self._most = most
+    model: nn.Module
+    scale: LossScale | None = None
+    static: Static = ()
+    most: int = 64
+    recovered: list[Recovered] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.most < 0:
+            raise OptionError(
+                f"most={self.most}: must be 0 (never recover) or more recoveries a window"
+            )
         # Copying Python's and NumPy's generators costs 0.1 ms, and few forwards draw from them.
         self._draws_on_host: bool | None = None
 
@@ -129,10 +118,10 @@ class Recovery:
         within `inside()`. `discard()` drops what a failed attempt has added. `relieved()` returns
         True if it has given something up since, so that no micro-batch need be cut.
         """
-        before = ForwardState(self._model, every=self._draws_on_host is not False)
-        scale = None if self._scale is None else self._scale.state_dict()
+        before = ForwardState(self.model, every=self._draws_on_host is not False)
+        scale = None if self.scale is None else self.scale.state_dict()
         parts = list(micros)
-        for tried in range(self._most + 1):
+        for tried in range(self.most + 1):
             attempt = Attempt(parts, before, inside())
             yield attempt
             if attempt.failure is None:
@@ -141,20 +130,20 @@ class Recovery:
                 return
             discard()
             before.restore()
-            if self._scale is not None and scale is not None:
-                self._scale.load_state_dict(scale)
+            if self.scale is not None and scale is not None:
+                self.scale.load_state_dict(scale)
             if not relieved():
                 parts = self._smaller(parts, attempt.place, attempt.failure, all_alike=tried > 0)
             _release()
         raise torch.OutOfMemoryError(
-            f"out of memory {self._most + 1} times in one window, the last time with"
+            f"out of memory {self.most + 1} times in one window, the last time with"
             f" {len(parts)} micro-batches: something else is filling the memory; give a smaller"
             " micro-batch or a smaller memory= than what is free"
         )
 
     def _smaller(self, parts: list[Any], index: int, failure: str, *, all_alike: bool) -> list[Any]:
         """Cut the micro-batch that failed in two, and with it `all_alike` that are as large."""
-        samples = batch_size_of(parts[index], static=self._static)
+        samples = batch_size_of(parts[index], static=self.static)
         if samples == 1:
             raise torch.OutOfMemoryError(
                 f"micro-batch {index + 1} of {len(parts)} has one sample and does not fit"
@@ -166,13 +155,13 @@ class Recovery:
         smaller: list[Any] = []
         for place, part in enumerate(parts):
             cut = place == index or (all_alike and self._has(part, samples))
-            smaller += split(part, half, static=self._static) if cut else [part]
+            smaller += split(part, half, static=self.static) if cut else [part]
         return smaller
 
     def _has(self, part: Any, samples: int) -> bool:
         """True for a micro-batch of at least so many samples, as far as that can be told."""
         try:
-            return batch_size_of(part, static=self._static) >= samples
+            return batch_size_of(part, static=self.static) >= samples
         except SplitError:
             return False
 

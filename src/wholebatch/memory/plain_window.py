@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -24,54 +25,37 @@ from wholebatch.memory.fsdp_sharding import Sharding, reduces_next
 from wholebatch.offload.parameter_buckets import BUCKET_BYTES, bucket_bytes, only
 from wholebatch.offload.transfer_to_host import ring_bytes
 
-__all__ = [
-    "PlainWindow",
-    "Reduction",
-    "bucket_bytes_of",
-    "check_gradients",
-    "held_on_device",
-]
-
 Reduction: TypeAlias = Literal["overlap", "after"]
 
 
+@dataclass(eq=False)
 class PlainWindow:
     """Forwards and backwards, then the update; nothing is normalised."""
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        loss: Callable[[Any, Any], Any],
-        *,
-        optimizer: torch.optim.Optimizer | None = None,
-        precision: str = "full",
-        around_update: Callable[[], AbstractContextManager[object]] = nullcontext,
-        lock_step: Hold | None = None,
-        reduction: Reduction | None = None,
-        sent: Callable[[torch.Tensor], None] = lambda flat: None,
-        gradients: str = "device",
-        noise: bool = False,
-        sharding: Sharding | None = None,
-    ) -> None:
-        self._model = model
-        self._sharding = sharding
-        self._lock_step: LockStep | None = None
-        if lock_step is not None:
-            self._lock_step = LockStep(model, hold=lock_step)
-        self._reduction = reduction
-        self._incoming = Incoming() if noise else None
-        self._sent = sent
-        self._loss = loss
-        self._optimizer = optimizer
-        self._around_update = around_update
-        self._casts = precisions.choose(
-            precision, next(model.parameters()).device.type, keeps=sharding is None
-        )
-        self._sixteen_bit = precisions.SixteenBit([] if optimizer is None else [optimizer])
+    model: torch.nn.Module
+    loss: Callable[[Any, Any], Any]
+    optimizer: torch.optim.Optimizer | None = None
+    precision: str = "full"
+    around_update: Callable[[], AbstractContextManager[object]] = nullcontext
+    lock_step: Hold | None = None
+    reduction: Reduction | None = None
+    sent: Callable[[torch.Tensor], None] = lambda flat: None
+    gradients: str = "device"
+    noise: bool = False
+    sharding: Sharding | None = None
+
+    def __post_init__(self) -> None:
+        hold, device = self.lock_step, next(self.model.parameters()).device
+        self._in_lock_step = None if hold is None else LockStep(self.model, hold=hold)
+        self._incoming = Incoming() if self.noise else None
+        self._casts = precisions.choose(self.precision, device.type, keeps=self.sharding is None)
+        self._sixteen_bit = precisions.SixteenBit([self.optimizer] if self.optimizer else [])
         self._offloaded: _OffloadedGradients | None = None
-        self.steps_in_backward = gradients == "release"
-        if gradients != "device":
-            self._offloaded = _OffloadedGradients(gradients, model, optimizer, around_update)
+        self.steps_in_backward = self.gradients == "release"
+        if self.gradients != "device":
+            self._offloaded = _OffloadedGradients(
+                self.gradients, self.model, self.optimizer, self.around_update
+            )
 
     def run(self, micros: Sequence[Any]) -> None:
         """Train on these micro-batches once."""
@@ -102,24 +86,24 @@ class PlainWindow:
 
     def make_state(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Make the optimizer's state by one step, with gradients for these parameters."""
-        assert self._optimizer is not None
+        assert self.optimizer is not None
         for parameter in parameters:
             parameter.grad = torch.empty_like(parameter, requires_grad=False)
-        with self._around_update():
-            self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
+        with self.around_update():
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
 
     def _begin(self) -> None:
         self._sixteen_bit.begin()
         self._casts.begin()
 
     def _add(self, micros: Sequence[Any]) -> None:
-        if self._lock_step is not None and len(micros) > 1:
-            self._lock_step.run(micros, forward=self._forward, backward=torch.autograd.backward)
-            after = self._reduction is not None
+        if self._in_lock_step is not None and len(micros) > 1:
+            self._in_lock_step.run(micros, forward=self._forward, backward=torch.autograd.backward)
+            after = self.reduction is not None
         else:
             self._add_in_turn(micros)
-            after = self._reduction == "after"
+            after = self.reduction == "after"
         with self._reducing(after, overlap=False):
             pass
         self._casts.end()
@@ -127,14 +111,14 @@ class PlainWindow:
 
     def _add_in_turn(self, micros: Sequence[Any]) -> None:
         if self._incoming is not None:
-            self._incoming.attach([p for p in self._model.parameters() if p.requires_grad])
+            self._incoming.attach([p for p in self.model.parameters() if p.requires_grad])
         for place, micro in enumerate(micros):
             totals = self._forward(micro)
             is_last = place == len(micros) - 1
-            if self._sharding is not None:
-                reduces_next(self._model, is_last or self._sharding.sync == "every")
+            if self.sharding is not None:
+                reduces_next(self.model, is_last or self.sharding.sync == "every")
             leaving = self._offloaded.backward(last=is_last) if self._offloaded else nullcontext()
-            overlaps = self._reduction == "overlap" and is_last
+            overlaps = self.reduction == "overlap" and is_last
             with self._reducing(overlaps, overlap=True), leaving:
                 torch.autograd.backward(totals)
             if self._incoming is not None:
@@ -145,27 +129,26 @@ class PlainWindow:
 
     def _forward(self, micro: Any) -> list[torch.Tensor]:
         with self._casts.forward():
-            result = as_loss(self._loss(self._model, micro))
-        if isinstance(result, Loss):
-            return [result.total]
-        return [term.total for term in result.by_name.values()]
+            result = as_loss(self.loss(self.model, micro))
+        parts = [result] if isinstance(result, Loss) else result.by_name.values()
+        return [part.total for part in parts]
 
     def _reducing(self, reduces: bool, *, overlap: bool) -> AbstractContextManager[None]:
         if not reduces:
             return nullcontext()
-        trained = [p for p in self._model.parameters() if p.requires_grad]
-        return Buckets(trained, None, lambda work: None, send=self._sent).reducing(overlap=overlap)
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        return Buckets(trained, None, lambda work: None, send=self.sent).reducing(overlap=overlap)
 
     def step(self) -> None:
         """Run the optimizer's step; gradients stay."""
-        if self._optimizer is not None:
-            with self._around_update():
-                (self._offloaded or self._optimizer).step()
+        if self.optimizer is not None:
+            with self.around_update():
+                (self._offloaded or self.optimizer).step()
 
     def clear(self) -> None:
         """Drop the gradients."""
-        if self._optimizer is not None:
-            self._optimizer.zero_grad(set_to_none=True)
+        if self.optimizer is not None:
+            self.optimizer.zero_grad(set_to_none=True)
         self._sixteen_bit.end()
 
 
@@ -176,11 +159,6 @@ def check_gradients(gradients: str) -> None:
         raise OptionError(f"gradients={gradients!r}: must be one of {allowed}")
 
 
-def bucket_bytes_of(gradients: str) -> int:
-    """Return the bytes of gradients that are on the device at a time; 0 means all of them."""
-    return BUCKET_BYTES.get(gradients, 0)
-
-
 def held_on_device(gradients: str, model: nn.Module, device: torch.device) -> int:
     """Return the bytes that a way to keep gradients holds on the device all the time."""
     if gradients != "host" or device.type != "cuda":
@@ -188,29 +166,26 @@ def held_on_device(gradients: str, model: nn.Module, device: torch.device) -> in
     return ring_bytes(sum(4 * p.numel() for p in model.parameters() if p.requires_grad))
 
 
+@dataclass(eq=False)
 class _OffloadedGradients:
     """The hooks and the optimizer's step of a window whose gradients leave the device."""
 
-    def __init__(
-        self,
-        gradients: str,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
-        around_update: Callable[[], AbstractContextManager[object]],
-    ) -> None:
-        self._around_update = around_update
-        self._gradients = gradients
-        self._optimizer = optimizer
-        self._parameters = [p for p in model.parameters() if p.requires_grad]
-        self._most = bucket_bytes(self._parameters, BUCKET_BYTES[gradients])
+    gradients: str
+    model: nn.Module
+    optimizer: torch.optim.Optimizer | None
+    around_update: Callable[[], AbstractContextManager[object]]
+
+    def __post_init__(self) -> None:
+        self._parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self._most = bucket_bytes(self._parameters, BUCKET_BYTES[self.gradients])
         self._ready: list[nn.Parameter] = []
         self._bytes = 0
 
     @contextmanager
     def backward(self, *, last: bool) -> Iterator[None]:
         """Install the hooks around one backward; after the `last` one, gradients are final."""
-        made = self._release if self._gradients == "release" else _leave
-        if self._gradients == "release" and not last:
+        made = self._release if self.gradients == "release" else _leave
+        if self.gradients == "release" and not last:
             yield
             return
         handles = [p.register_post_accumulate_grad_hook(made) for p in self._parameters]
@@ -234,24 +209,24 @@ class _OffloadedGradients:
         for parameter in ready:
             if parameter.grad is not None and parameter.grad.dtype is not parameter.dtype:
                 precisions.round_gradient(parameter)
-        if ready and self._optimizer is not None:
-            with self._around_update(), only(self._optimizer, ready):
-                self._optimizer.step()
+        if ready and self.optimizer is not None:
+            with self.around_update(), only(self.optimizer, ready):
+                self.optimizer.step()
         for parameter, dtype in zip(ready, kept, strict=True):
             parameter.grad = None
             parameter.grad_dtype = dtype
 
     def step(self) -> None:
         """Step all parameters in buckets, with the gradients of one bucket at a time."""
-        if self._optimizer is None or self._gradients == "release":
+        if self.optimizer is None or self.gradients == "release":
             return
         for bucket in _buckets(self._parameters, self._most):
             kept = [parameter.grad_dtype for parameter in bucket]
             for parameter in bucket:
                 parameter.grad_dtype = parameter.dtype  # Sums are rounded to it before the step.
                 parameter.grad = torch.empty_like(parameter)
-            with only(self._optimizer, bucket):
-                self._optimizer.step()
+            with only(self.optimizer, bucket):
+                self.optimizer.step()
             for parameter, dtype in zip(bucket, kept, strict=True):
                 parameter.grad = None
                 parameter.grad_dtype = dtype

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -23,9 +23,6 @@ from wholebatch.memory.choose_micro_batch import largest_fitting, needed, resize
 from wholebatch.memory.fsdp_sharding import Sharding, pretended_ranks
 from wholebatch.memory.make_it_fit import Rung, ladder, lower_precisions
 from wholebatch.memory.predict import Prediction, Predictor
-
-__all__ = ["Plan", "Point", "Variant", "make_plan"]
-
 
 _POINTS = 4
 """The number of sizes to predict: enough to show a line and its bend."""
@@ -117,17 +114,17 @@ class _Planned:
         return resize_batch(self.batch, size, static=self.static)
 
 
+@dataclass(eq=False)
 class _PeaksBySize:
     """Cached predictions for one way of running, by the size of the micro-batch."""
 
-    def __init__(self, planned: _Planned, precision: str, gradients: str) -> None:
-        self.precision = precision
-        self.gradients = gradients
-        self._planned = planned
-        self.made: dict[int, Prediction] = {}
+    planned: _Planned
+    precision: str
+    gradients: str
+    made: dict[int, Prediction] = field(default_factory=dict)
 
     def at(self, size: int) -> Prediction:
-        planned = self._planned
+        planned = self.planned
         if size not in self.made:
             # Data-parallel ranks all-reduce buckets of gradients during the last backward.
             reduces = planned.ranks > 1 and planned.sharding is None
@@ -143,10 +140,10 @@ class _PeaksBySize:
 
     def need(self, size: int) -> int:
         """Return the bytes that a device must have for this size."""
-        return needed(self.at(size), self._planned.predictor.device)
+        return needed(self.at(size), self.planned.predictor.device)
 
     def fits(self, size: int) -> bool:
-        return self.need(size) <= self._planned.budget
+        return self.need(size) <= self.planned.budget
 
     def point(self, size: int) -> Point:
         found = self.at(size)
@@ -156,13 +153,13 @@ class _PeaksBySize:
         self, size: int, *, checkpointing: bool, like: _PeaksBySize | None = None
     ) -> Variant:
         """Return this way of running; `like` has the same slope and saves a prediction."""
-        size, budget = min(size, self._planned.most), self._planned.budget
+        size, budget = min(size, self.planned.most), self.planned.budget
         high = self.need(size)
         low = self.need(1) if like is None else high - like.need(size) + like.need(1)
         if low > budget:  # Never report "nothing fits" from an estimate.
             low = self.need(1)
         slope = max(1.0, (high - low) / max(1, size - 1))
-        about = 0 if low > budget else min(self._planned.most, 1 + int((budget - low) / slope))
+        about = 0 if low > budget else min(self.planned.most, 1 + int((budget - low) / slope))
         peak = self.at(size).peak
         return Variant(self.precision, checkpointing, size, peak, about, self.gradients)
 

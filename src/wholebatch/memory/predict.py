@@ -47,12 +47,10 @@ from wholebatch.memory.fsdp_sharding import Sharding, gathered, group_now, prete
 from wholebatch.memory.plain_window import (
     PlainWindow,
     Reduction,
-    bucket_bytes_of,
     check_gradients,
     held_on_device,
 )
-
-__all__ = ["CUDA_WORKSPACES", "Prediction", "Predictor", "predict_peak"]
+from wholebatch.offload.parameter_buckets import BUCKET_BYTES
 
 CUDA_GRANULE = 512
 """CUDA's caching allocator hands out blocks of multiples of this many bytes."""
@@ -224,8 +222,10 @@ class Predictor:
             self._copies[kinds] = self._copy(window.sharding)
         copy = self._copies[kinds]
         # Gradients that leave with buckets of the same size leave at the same moments.
-        alike = replace(window, gradients="device"), bucket_bytes_of(window.gradients)
-        key = (kinds, alike, _shapes_of(batch))
+        alike = replace(window, gradients="device"), BUCKET_BYTES.get(window.gradients, 0)
+        values = [leaf.value for leaf in flatten(batch)[0]]
+        shapes = [(v.shape, v.stride(), v.dtype) for v in values if isinstance(v, torch.Tensor)]
+        key = (kinds, alike, *shapes)
         leaves = self._place(window) in _LEAVING
         peaks = self._leaving.get(key) if leaves else None
         if peaks is None:
@@ -303,7 +303,12 @@ class Predictor:
                 DynamicOutputShapeException,
                 UnsupportedOperatorException,
             ) as error:
-                raise UnsupportedError(_why_not(error)) from error
+                raise UnsupportedError(
+                    f"memory cannot be predicted for this loss: {getattr(error, 'func', error)} "
+                    "reads numbers out of a tensor (.item(), .tolist(), an if on its values, "
+                    "indexing by a mask), and a prediction has shapes but no numbers; use "
+                    "torch.where or masks of fixed shape, or give the micro-batch size as a number"
+                ) from error
             finally:
                 window.clear()
 
@@ -332,7 +337,9 @@ class Predictor:
         """Run the forwards and backwards."""
         needs_state = window.steps_in_backward and not self._is_first(options)
         alike = options.lock_step is None and options.sharding is None
-        if alike and last_is_enough and len(micros) == 2 and not _has_sparse(copy.model):
+        # The size of a sparse gradient depends on the micro-batch.
+        has_sparse = any(getattr(one, "sparse", False) is True for one in copy.model.modules())
+        if alike and last_is_enough and len(micros) == 2 and not has_sparse:
             trained = copy.trained
             if trained is None:
                 trained = [p for p in copy.model.parameters() if p.requires_grad]
@@ -478,17 +485,6 @@ def _gradients_checked(copy: _Copy, there: Sequence[torch.nn.Parameter]) -> Iter
         raise _GradientIsView
 
 
-def _shapes_of(batch: Any) -> tuple[Any, ...]:
-    leaves, _ = flatten(batch)
-    values = [leaf.value for leaf in leaves]
-    return tuple((v.shape, v.stride(), v.dtype) for v in values if isinstance(v, torch.Tensor))
-
-
-def _has_sparse(model: torch.nn.Module) -> bool:
-    """True if a gradient may be sparse: its size then depends on the micro-batch."""
-    return any(getattr(module, "sparse", False) is True for module in model.modules())
-
-
 @contextmanager
 def _untouched(model: torch.nn.Module) -> Iterator[None]:
     """Refuse a loss that uses the real model from outside: it would get fake gradients."""
@@ -512,13 +508,3 @@ def _quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
         yield
-
-
-def _why_not(error: Exception) -> str:
-    operation = getattr(error, "func", error)
-    return (
-        f"memory cannot be predicted for this loss: {operation} reads numbers out of a tensor"
-        " (.item(), .tolist(), an if on its values, indexing by a mask), and a prediction has"
-        " shapes but no numbers; use torch.where or masks of fixed shape, or give the micro-batch"
-        " size as a number"
-    )

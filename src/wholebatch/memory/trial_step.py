@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,8 +29,6 @@ from wholebatch.memory.fake_tensors import map_tensors
 from wholebatch.memory.meter import MemoryMeter, storage_id, tensors_in
 from wholebatch.memory.plain_window import PlainWindow
 from wholebatch.memory.predict import CUDA_WORKSPACES, predict_peak
-
-__all__ = ["Correction", "calibrate", "choose_on_device", "held_bytes", "measure_step", "try_out"]
 
 _SMALLER = 7 / 8
 _MOST_TRIALS = 24  # An eighth less each time: down to a twentieth of the predicted size.
@@ -85,43 +85,23 @@ def choose_on_device(
     batch: Any,
     *,
     budget: int,
-    optimizer: torch.optim.Optimizer | None = None,
     precision: str = "full",
-    most: int | None = None,
     static: Static = (),
-    gradients: str = "device",
-    noise: bool = False,
+    **options: Any,
 ) -> Choice:
-    """Run `choose_micro_batch`, corrected by two smaller steps on the model's device.
+    """Run `choose_micro_batch` with its options, corrected by two steps on the model's device.
 
     The steps are a quarter and half of the size that was predicted to fit, so that they do not run
     out of memory. On the CPU nothing is measured: there the prediction is exact.
     """
-
-    def choose(correct: Correction | None = None) -> Choice:
-        return choose_micro_batch(
-            model,
-            loss,
-            batch,
-            budget=budget,
-            optimizer=optimizer,
-            precision=precision,
-            most=most,
-            static=static,
-            correct=correct,
-            gradients=gradients,
-            noise=noise,
-        )
-
-    choice = choose()
+    how: dict[str, Any] = {"precision": precision, "static": static}
+    choice = choose_micro_batch(model, loss, batch, budget=budget, **how, **options)
     on_cuda = next(model.parameters()).device.type == "cuda"
     if not choice.fits or choice.micro_batch < 2 or not on_cuda:
         return choice
     half = choice.micro_batch // 2
-    samples = (max(1, half // 2), half)
-    return choose(
-        calibrate(model, loss, batch, precision=precision, samples=samples, static=static)
-    )
+    correct = calibrate(model, loss, batch, samples=(max(1, half // 2), half), **how)
+    return choose_micro_batch(model, loss, batch, budget=budget, correct=correct, **how, **options)
 
 
 def measure_step(
@@ -149,9 +129,7 @@ def measure_step(
     try:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-            torch.clear_autocast_cache()
-            gc.collect()
-            torch.cuda.empty_cache()
+            _empty_caches(on_cuda=True)
             # cuBLAS keeps its workspaces. Free them, because the prediction counts them as new.
             torch._C._cuda_clearCublasWorkspaces()
             start = torch.cuda.memory_allocated(device)
@@ -196,10 +174,8 @@ def try_out(
     state = choice.prediction.by_category["optimizer state"]
     trial = _Trial(
         model,
-        loss,
-        batch,
-        precision=precision,
-        static=static,
+        partial(measure_step, model, loss, precision=precision),
+        partial(resize_batch, batch, static=static),
         # State that does not exist yet: allocate it on CUDA, and lower the limit on the CPU.
         kept=max(0, state - _state_bytes(optimizer)),
         limit=choice.budget - state,
@@ -292,6 +268,7 @@ def _filling(size: int, reserved: int, budget: int, *, most: int) -> int:
     return min(most, int(size * _FULL * budget / reserved)) if reserved else size
 
 
+@dataclass
 class _Trial:
     """Steps on a model's device whose effects are undone.
 
@@ -300,50 +277,31 @@ class _Trial:
     real state does not.
     """
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        loss: Callable[[Any, Any], Any],
-        batch: Any,
-        *,
-        precision: str,
-        static: Static,
-        kept: int,
-        limit: int,
-    ) -> None:
-        self._model = model
-        self._loss = loss
-        self._batch = batch
-        self._precision = precision
-        self._static = static
-        self._limit = limit
-        self._device = next(model.parameters()).device
+    model: torch.nn.Module
+    measure: Callable[..., int]
+    """`measure_step` for this model and loss."""
+    batch_of: Callable[[int], Any]
+    kept: int
+    limit: int
+    reserved: int = 0
+    """The bytes that CUDA's allocator reserved at the peak of the last step; else 0."""
+
+    def __post_init__(self) -> None:
+        self._device = next(self.model.parameters()).device
         self._state: list[Tensor] = []
         self.on_cuda = self._device.type == "cuda"
-        self.kept = kept
-        self.reserved = 0
-        """The bytes that CUDA's allocator reserved at the peak of the last step; else 0."""
 
     def run(self, size: int, *, micro_batches: int) -> int | None:
         """Run a step of this size and return the bytes used, or None if it ran out of memory."""
         # Copy it: a view would hold the whole batch.
-        micro = map_tensors(resize_batch(self._batch, size, static=self._static), torch.clone)
+        micro = map_tensors(self.batch_of(size), torch.clone)
         self.end()
-        options: dict[str, Any] = {"precision": self._precision}
-        try:
+        used: int | None = None
+        limit = None if self.on_cuda else self.limit
+        with suppress(torch.OutOfMemoryError):
             if self.on_cuda and self.kept:
-                then = self._take_state
-                measure_step(self._model, self._loss, micro, micro_batches=1, then=then, **options)
-            used = measure_step(
-                self._model,
-                self._loss,
-                micro,
-                micro_batches=micro_batches,
-                limit=None if self.on_cuda else self._limit,
-                **options,
-            )
-        except torch.OutOfMemoryError:
-            used = None
+                self.measure(micro, micro_batches=1, then=self._take_state)
+            used = self.measure(micro, micro_batches=micro_batches, limit=limit)
         self._state.clear()
         if self.on_cuda and used is not None:
             self.reserved = torch.cuda.max_memory_reserved(self._device)
@@ -351,7 +309,7 @@ class _Trial:
 
     def _take_state(self) -> None:
         """Allocate memory for the optimizer's state, parameter by parameter."""
-        parameters = list(self._model.parameters())
+        parameters = list(self.model.parameters())
         share = self.kept / max(1, sum(parameter.nbytes for parameter in parameters))
         for parameter in parameters:
             left = int(parameter.nbytes * share)
@@ -363,10 +321,14 @@ class _Trial:
     def end(self) -> None:
         """Free the memory that steps have left in caches."""
         self._state.clear()
-        gc.collect()
-        if self.on_cuda:
-            torch.clear_autocast_cache()
-            torch.cuda.empty_cache()
+        _empty_caches(on_cuda=self.on_cuda)
+
+
+def _empty_caches(*, on_cuda: bool) -> None:
+    torch.clear_autocast_cache()
+    gc.collect()
+    if on_cuda:
+        torch.cuda.empty_cache()
 
 
 def held_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> int:

@@ -17,33 +17,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from wholebatch.tune.bottleneck import Bottleneck
-    from wholebatch.tune.machine_speed import RanksModel, parse_bandwidth
-    from wholebatch.tune.search import Limits, SearchObserver
-    from wholebatch.tune.settings import PARTS, RunMode, Setting, Trial
-    from wholebatch.tune.tuning import Tuned, tune
-
-__all__ = [
-    "PARTS",
-    "Bottleneck",
-    "Limits",
-    "RanksModel",
-    "RunMode",
-    "SearchObserver",
-    "Setting",
-    "Trial",
-    "Tuned",
-    "parse_bandwidth",
-    "tune",
-]
+    from wholebatch.tune.machine_speed import parse_bandwidth as parse_bandwidth
+    from wholebatch.tune.setting_measurements import Limits as Limits
+    from wholebatch.tune.settings import RunMode as RunMode
+    from wholebatch.tune.settings import Setting as Setting
+    from wholebatch.tune.settings import Trial as Trial
+    from wholebatch.tune.tuning import Tuned as Tuned
+    from wholebatch.tune.tuning import tune as tune
 
 _HOMES = {
-    "PARTS": "settings",
-    "Bottleneck": "bottleneck",
-    "Limits": "search",
-    "RanksModel": "machine_speed",
+    "Limits": "setting_measurements",
     "RunMode": "settings",
-    "SearchObserver": "search",
     "Setting": "settings",
     "Trial": "settings",
     "Tuned": "tuning",

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from wholebatch.memory.budget import bytes_said
+from wholebatch.core.readable_sizes import bytes_said
 from wholebatch.tune.settings import Trial
-
-__all__ = ["Bottleneck", "Fixed", "accumulation", "fixed_cost", "name_bottleneck"]
 
 MUCH = 0.25
 """A part that takes more than this fraction of a window is the first suspect."""

@@ -8,6 +8,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,6 @@ from wholebatch.core.splitting import to_device
 from wholebatch.errors import OptionError
 from wholebatch.tune.training_loops import LOOPS, Job, TrainingLoop
 from wholebatch.tune.window_timing import free_device, settle, usual, wait_for
-
-__all__ = ["LoopComparison", "LoopRow", "Reference", "bench"]
-
 
 _ALIKE = 1e-3
 """Two gradients of one batch that differ by more were made with random numbers."""
@@ -127,9 +125,7 @@ class LoopRow:
     @property
     def window(self) -> float | None:
         """Return the seconds of a window: the median of the faster half, to exclude other work."""
-        if not self.seconds:
-            return None
-        return usual(sorted(self.seconds))
+        return usual(sorted(self.seconds)) if self.seconds else None
 
 
 @dataclass(frozen=True)
@@ -215,17 +211,17 @@ def bench(
     loops = _chosen(names)
     begin("the undivided batch's gradient")
     reference = Reference(job)
+    timed = partial(_timed_row, job, reference, seconds=seconds, least=least, clock=clock)
     rows: list[LoopRow] = []
     for loop in loops:
         begin(loop.name)
-        row = _measured(job, loop, reference, seconds=seconds, least=least, clock=clock)
+        row = _measured(loop, timed, job.device)
         rows.append(row)
         end(row)
     again = None
     if len(rows) > 1 and rows[0].seconds:
         begin(f"{loops[0].name}, once more")
-        once_more = _measured(job, loops[0], reference, seconds=seconds, least=least, clock=clock)
-        again = once_more.window
+        again = _measured(loops[0], timed, job.device).window
     return LoopComparison(
         tuple(rows), job.steps, job.micro_batch, again, reference.why, about or {}
     )
@@ -243,32 +239,26 @@ def _chosen(names: Sequence[str] | None) -> list[TrainingLoop]:
 
 
 def _measured(
-    job: Job,
-    loop: TrainingLoop,
-    reference: Reference,
-    *,
-    seconds: float,
-    least: int,
-    clock: Callable[[], float],
+    loop: TrainingLoop, timed: Callable[[TrainingLoop], LoopRow], device: torch.device
 ) -> LoopRow:
     if loop.package is not None and not find_spec(loop.package):
         return LoopRow(loop.name, why=f"not installed (pip install {loop.package})")
     try:
-        with _quiet(is_quiet=loop.package is not None):
-            return _timed_row(job, loop, reference, seconds=seconds, least=least, clock=clock)
+        with contextlib.nullcontext() if loop.package is None else _quiet():
+            return timed(loop)
     except torch.OutOfMemoryError:
         return LoopRow(loop.name, why="out of memory")
     except Exception as error:  # Another library's error fails its own row only.
         why = f"failed: {type(error).__name__}: {' '.join(str(error).split())}"
         return LoopRow(loop.name, why=why)
     finally:
-        free_device(job.device)
+        free_device(device)
 
 
 def _timed_row(
     job: Job,
-    loop: TrainingLoop,
     reference: Reference,
+    loop: TrainingLoop,
     *,
     seconds: float,
     least: int,
@@ -301,11 +291,8 @@ def _timed_row(
 
 
 @contextlib.contextmanager
-def _quiet(*, is_quiet: bool) -> Iterator[None]:
+def _quiet() -> Iterator[None]:
     """Silence warnings of other libraries about their own loops."""
-    if not is_quiet:
-        yield
-        return
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

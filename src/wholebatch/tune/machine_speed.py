@@ -18,21 +18,13 @@ from torch import nn
 
 from wholebatch.core.loss import Loss, as_loss
 from wholebatch.core.precision import choose as choose_precision
+from wholebatch.core.readable_sizes import bytes_said
 from wholebatch.core.splitting import batch_size_of, to_device
+from wholebatch.distributed.process_group import largest_over_ranks, world_size
 from wholebatch.errors import OptionError, WholebatchError
-from wholebatch.memory.budget import bytes_said
 from wholebatch.memory.choose_micro_batch import resize_batch
 from wholebatch.tune.settings import Trial
 from wholebatch.tune.window_timing import Clock, Workload
-
-__all__ = [
-    "RanksModel",
-    "copy_bandwidth",
-    "parse_bandwidth",
-    "reduce_bandwidth",
-    "share_of_arithmetic",
-]
-
 
 _WIDTH = {"cpu": 1024, "cuda": 8192}
 _DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -99,12 +91,8 @@ def _flops_of(
     with FlopCounterMode(display=False) as counter:
         with casts.forward():
             result = as_loss(loss(model, micro))
-        totals = (
-            [result.total]
-            if isinstance(result, Loss)
-            else [term.total for term in result.by_name.values()]
-        )
-        torch.autograd.backward(totals)
+        parts = [result] if isinstance(result, Loss) else result.by_name.values()
+        torch.autograd.backward([part.total for part in parts])
     model.zero_grad(set_to_none=True)
     return counter.get_total_flops() or None
 
@@ -114,15 +102,12 @@ def reduce_bandwidth(device: torch.device, numbers: int) -> float | None:
 
     It follows the model in `ranks_model`: a ring moves 2 (n − 1) / n of the bytes.
     """
-    dist = torch.distributed
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+    ranks = world_size()
+    if ranks == 1:
         return None
-    ranks = dist.get_world_size()
     sums = torch.zeros(numbers, device=device)
-    seconds = _seconds(device, lambda: dist.all_reduce(sums), times=3)
-    slowest = torch.tensor(seconds, dtype=torch.float64, device=device)
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    return 2 * (ranks - 1) / ranks * sums.nbytes / float(slowest)
+    seconds = _seconds(device, lambda: torch.distributed.all_reduce(sums), times=3)
+    return 2 * (ranks - 1) / ranks * sums.nbytes / largest_over_ranks(seconds)
 
 
 _UNITS = {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "kbit": 125.0, "Mbit": 125e3, "Gbit": 125e6}

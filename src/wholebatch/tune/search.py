@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from wholebatch.memory.budget import bytes_said
+from wholebatch.core.readable_sizes import bytes_said
 from wholebatch.tune.setting_measurements import (
     CLEARLY,
     Limits,
@@ -23,9 +23,6 @@ from wholebatch.tune.setting_measurements import (
 )
 from wholebatch.tune.settings import Predicted, RunMode, Setting, Trial
 from wholebatch.tune.window_timing import Workload
-
-__all__ = ["Limits", "Search", "SearchObserver"]
-
 
 SAME = 0.99
 """The fraction of the best speed above which a setting counts as equally fast."""

@@ -17,11 +17,13 @@ from typing import Any
 import torch
 
 from wholebatch.core.options import grouped
+from wholebatch.core.readable_sizes import bytes_said
 from wholebatch.core.whole_batch import WholeBatch
 from wholebatch.core.window import Step
+from wholebatch.distributed.process_group import largest_over_ranks
 from wholebatch.errors import WholebatchError
 from wholebatch.memory.activation_checkpointing import with_checkpoints
-from wholebatch.memory.budget import bytes_said, free_memory
+from wholebatch.memory.budget import free_memory
 from wholebatch.tune.settings import Predicted, Setting, Trial, steps_of
 from wholebatch.tune.window_timing import (
     Clock,
@@ -36,18 +38,6 @@ from wholebatch.tune.window_timing import (
     usual,
     wait_for,
 )
-
-__all__ = [
-    "CLEARLY",
-    "Limits",
-    "OverRanks",
-    "Running",
-    "SettingMeasurements",
-    "Timing",
-    "TooSlow",
-    "memory_of",
-    "rate_of",
-]
 
 _log = logging.getLogger("wholebatch")
 
@@ -127,22 +117,6 @@ class TooSlow(Exception):
     """Raised if the first window shows that a setting is too slow."""
 
 
-class OverRanks:
-    """The maximum over all ranks: decisions must be the same on all of them."""
-
-    def __init__(self, device: torch.device) -> None:
-        dist = torch.distributed
-        self._device = device
-        self._many = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-
-    def __call__(self, seconds: float) -> float:
-        if not self._many:
-            return seconds
-        here = torch.tensor(seconds, dtype=torch.float64, device=self._device)
-        torch.distributed.all_reduce(here, op=torch.distributed.ReduceOp.MAX)
-        return float(here)
-
-
 class Running:
     """A newly made model under one setting, ready to run windows."""
 
@@ -175,7 +149,6 @@ class Running:
         )
         self._ranks = self.train._window.sync.ranks
         self._runner = self.train._runner
-        self._over_ranks = OverRanks(self.device)
 
     def _loss(self, model: Any, micro: Any) -> Any:
         self._meter.follow_thread()
@@ -195,7 +168,7 @@ class Running:
         began = self._workload.clock()
         step = self.train.step(batch)
         wait_for(self.device)
-        return self._over_ranks(fetched + self._workload.clock() - began), step
+        return largest_over_ranks(fetched + self._workload.clock() - began), step
 
     def warm_up(self, *, most: float, patience: float | None = None) -> None:
         """Run windows until their time settles.
@@ -220,7 +193,7 @@ class Running:
         alone = self._ranks == 1  # Ranks leave a window together or not at all.
         self.train.step(self._workload.batches(), after_micro=after_micro if alone else None)
         wait_for(self.device)
-        return self._over_ranks(time.perf_counter() - began)
+        return largest_over_ranks(time.perf_counter() - began)
 
     def timed(
         self, *, least: int, seconds: float, most: int, too_slow: float | None = None
@@ -429,7 +402,7 @@ class SettingMeasurements:
             need = memory_of(one) if isinstance(one, Trial) else self.predicted.need(one)
             wanted += need or largest
         missing = wanted - ROOM * free_memory(self.predicted.device)
-        return OverRanks(self.predicted.device)(missing) <= 0
+        return largest_over_ranks(missing) <= 0
 
     def _let_go(self) -> None:
         if self._lead is not None:
@@ -511,7 +484,7 @@ class SettingMeasurements:
 
     def since(self, moment: float) -> float:
         """Return the seconds since then, on the slowest rank."""
-        return OverRanks(self.predicted.device)(self.now() - moment)
+        return largest_over_ranks(self.now() - moment)
 
 
 def _split_of(running: Running) -> dict[str, float]:

@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from wholebatch.core.readable_sizes import PARTS
 from wholebatch.core.splitting.samples import Static
-from wholebatch.errors import UnsupportedError
+from wholebatch.errors import OptionError, UnsupportedError
 from wholebatch.memory.activation_checkpointing import (
     checkpointed,
     is_checkpointed,
@@ -20,8 +19,6 @@ from wholebatch.memory.activation_checkpointing import (
 )
 from wholebatch.memory.choose_micro_batch import resize_batch, spare
 from wholebatch.memory.predict import Prediction, predict_peak
-
-__all__ = ["PARTS", "Predicted", "RunMode", "Setting", "Trial", "modes_of", "sizes_of", "steps_of"]
 
 
 class RunMode(NamedTuple):
@@ -130,7 +127,20 @@ def modes_of(
     syncs: Sequence[str],
     checkpointing: Sequence[bool],
 ) -> list[RunMode]:
-    """Return every mode in which this model can run, the first choice of every option first."""
+    """Return every mode in which this model can run, the first choice of every option first.
+
+    Names that are unknown are refused.
+    """
+    for name, given, allowed in (
+        ("precisions", precisions, ("full", "bf16", "fp16")),
+        ("executes", executes, ("eager", "compile", "graph")),
+        ("syncs", syncs, ("auto", "hold", "every")),
+    ):
+        for one in given:
+            if one not in allowed:
+                raise OptionError(f"{name}: {one!r} must be one of {', '.join(allowed)}")
+        if not given:
+            raise OptionError(f"{name}: must name at least one of {', '.join(allowed)}")
     can = bool(repeated_blocks(model)) and not any(is_checkpointed(m) for m in model.modules())
     return [
         RunMode(precision, again, execute, sync)

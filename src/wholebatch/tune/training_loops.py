@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, IterableDataset
 
 from wholebatch.core.loss import Loss, as_loss
@@ -18,17 +19,6 @@ from wholebatch.core.options import flattened, grouped
 from wholebatch.core.splitting import split, to_device
 from wholebatch.core.whole_batch import WholeBatch
 from wholebatch.tune.window_timing import Make, PeakMeter
-
-__all__ = [
-    "LOOPS",
-    "Job",
-    "TrainingLoop",
-    "accelerate",
-    "driven",
-    "fabric",
-    "lightning",
-    "transformers",
-]
 
 
 @dataclass
@@ -73,7 +63,7 @@ class Job:
             batch = self.batches()
 
     def loader(self) -> DataLoader[Any]:
-        """Return the same micro-batches as a DataLoader, for"""
+        """Return the same micro-batches as a DataLoader."""
         return DataLoader(self.dataset(), batch_size=None, pin_memory=self.device.type == "cuda")
 
     def dataset(self) -> IterableDataset[Any]:
@@ -228,15 +218,11 @@ def transformers(job: Job, model: nn.Module, optimizer: torch.optim.Optimizer) -
                 args=arguments,
                 train_dataset=job.dataset(),
                 data_collator=lambda one: {"micro": one[0]},
-                optimizers=(optimizer, _constant(optimizer)),
+                optimizers=(optimizer, LambdaLR(optimizer, lambda _: 1.0)),
                 callbacks=[Watch()],
             ).train()
 
     return driven(run)
-
-
-def _constant(optimizer: torch.optim.Optimizer) -> Any:
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
 
 
 class _Done(Exception):

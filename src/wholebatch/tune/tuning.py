@@ -13,10 +13,12 @@ from torch import nn
 
 from wholebatch.core.options import Memory, flattened
 from wholebatch.core.plain_files import finite, write_json
+from wholebatch.core.readable_sizes import bytes_said
 from wholebatch.core.splitting import batch_size_of
 from wholebatch.coupled import batchnorms
+from wholebatch.distributed.process_group import largest_over_ranks, world_size
 from wholebatch.errors import OptionError, WindowError
-from wholebatch.memory.budget import Budget, bytes_said, parse_memory, sharing_processes
+from wholebatch.memory.budget import Budget, parse_memory, sharing_processes
 from wholebatch.tune.bottleneck import Bottleneck, accumulation, fixed_cost, name_bottleneck
 from wholebatch.tune.machine_speed import (
     RanksModel,
@@ -24,16 +26,11 @@ from wholebatch.tune.machine_speed import (
     reduce_bandwidth,
     share_of_arithmetic,
 )
-from wholebatch.tune.search import Limits, Search, SearchObserver
-from wholebatch.tune.setting_measurements import OverRanks, memory_of, rate_of
-from wholebatch.tune.settings import Predicted, RunMode, Trial, modes_of, sizes_of
+from wholebatch.tune.search import Search, SearchObserver
+from wholebatch.tune.setting_measurements import Limits, memory_of, rate_of
+from wholebatch.tune.settings import Predicted, Trial, modes_of, sizes_of
 from wholebatch.tune.window_timing import Make, Workload
 
-__all__ = ["Tuned", "tune"]
-
-_PRECISIONS = ("full", "bf16", "fp16")
-_EXECUTES = ("eager", "compile", "graph")
-_SYNCS = ("auto", "hold", "every")
 _RANKS = (2, 4, 8, 16, 32, 64)
 
 
@@ -97,7 +94,9 @@ def tune(
     model, optimizer = make()
     facts = _ModelFacts.of(model)
     inner = getattr(model, "module", model)
-    modes = _modes(inner, facts.device, precisions, executes, syncs, checkpointing)
+    if executes is None:
+        executes = ("eager", "graph") if facts.device.type == "cuda" else ("eager",)
+    modes = modes_of(inner, precisions, executes, syncs, checkpointing)
     first = fetch()
     layout = {name: options[name] for name in ("batch_size", "static") if name in options}
     samples = batch_size_of(first, **layout)
@@ -115,23 +114,6 @@ def tune(
     search = Search(workload, samples, sizes, modes, predicted, budget, limits or Limits(), watch)
     search.run_all() if exhaustive else search.run()
     return _result(search, facts, first, unit=unit, bandwidth=bandwidth, ranks=ranks, began=began)
-
-
-def _modes(
-    model: nn.Module,
-    device: torch.device,
-    precisions: Sequence[str],
-    executes: Sequence[str] | None,
-    syncs: Sequence[str],
-    checkpointing: Sequence[bool],
-) -> list[RunMode]:
-    """Return the modes to try, or refuse names that are unknown."""
-    if executes is None:
-        executes = ("eager", "graph") if device.type == "cuda" else ("eager",)
-    _check("precisions", precisions, _PRECISIONS)
-    _check("executes", executes, _EXECUTES)
-    _check("syncs", syncs, _SYNCS)
-    return modes_of(model, precisions, executes, syncs, checkpointing)
 
 
 @dataclass(frozen=True)
@@ -158,9 +140,9 @@ class _ModelFacts:
 
     def budget(self, memory: Budget) -> int:
         """Return the budget of the rank that has the least: all ranks try the same settings."""
-        sharing = sharing_processes(self.device, _ranks_here())
+        sharing = sharing_processes(self.device, world_size())
         free = parse_memory(memory, device=self.device, held=self.held_bytes, processes=sharing)
-        return -int(OverRanks(self.device)(-float(free)))
+        return -int(largest_over_ranks(-float(free)))
 
 
 def _result(
@@ -219,14 +201,6 @@ def _result(
     )
 
 
-def _check(name: str, given: Sequence[str], allowed: Sequence[str]) -> None:
-    for one in given:
-        if one not in allowed:
-            raise OptionError(f"{name}: {one!r} must be one of {', '.join(allowed)}")
-    if not given:
-        raise OptionError(f"{name}: must name at least one of {', '.join(allowed)}")
-
-
 def _sizes(given: Sequence[int] | None, samples: int) -> list[int]:
     if given is None:
         return sizes_of(samples)
@@ -260,13 +234,8 @@ def _over_ranks(best: Trial, gradient_bytes: int, link: float, *, measured: bool
     backward = best.split.get("backward", 0.0) + 2 / 3 * best.split.get("micro-step", 0.0)
     alone = best.seconds - best.split.get("communication", 0.0)
     # A window's units are those of all ranks that measured it; the model counts those of one.
-    units = (best.units_per_second or 0.0) * best.seconds / _ranks_here()
+    units = (best.units_per_second or 0.0) * best.seconds / world_size()
     return RanksModel(alone, backward / best.steps, units, gradient_bytes, link, measured)
-
-
-def _ranks_here() -> int:
-    dist = torch.distributed
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def _device_said(device: torch.device) -> str:

@@ -15,40 +15,23 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _push_mode
 
+from wholebatch.core.readable_sizes import PARTS
 from wholebatch.core.window import Step
 from wholebatch.memory.meter import MemoryMeter, peak_with_recordings
-from wholebatch.tune.settings import PARTS
-
-__all__ = [
-    "Busy",
-    "Clock",
-    "Make",
-    "PeakMeter",
-    "Ratio",
-    "Stamps",
-    "Turns",
-    "Workload",
-    "additions",
-    "free_device",
-    "ratio_of",
-    "settle",
-    "split_of",
-    "usual",
-    "wait_for",
-]
 
 
+@dataclass(eq=False)
 class Busy:
     """The share of the observed time in which the device worked; None if unknown."""
 
-    def __init__(self) -> None:
-        self.share: float | None = None
+    share: float | None = None
 
     def taken_out(self, split: dict[str, float]) -> dict[str, float]:
         """Return the split with the device's gaps as idle time, taken from all parts alike."""
@@ -120,13 +103,13 @@ def _covered(spans: list[tuple[float, float]]) -> float:
     return covered
 
 
+@dataclass(eq=False)
 class Stamps:
     """The timestamps of one window: data, start, (forward, backward, done) × steps, end."""
 
-    def __init__(self, clock: Clock, *, tells_apart: bool) -> None:
-        self.clock = clock
-        self.tells_apart = tells_apart
-        self.marks: list[tuple[str, Any]] = []
+    clock: Clock
+    tells_apart: bool
+    marks: list[tuple[str, Any]] = field(default_factory=list)
 
     def mark(self, what: str) -> None:
         """Record that `what` begins now."""
@@ -147,29 +130,16 @@ def split_of(stamps: Stamps, *, ranks: int = 1) -> dict[str, float]:
     """
     split = dict.fromkeys(PARTS, 0.0)
     backwards: list[float] = []
-    between = stamps.clock.between
     # Between two micro-batches: on CUDA the copy of the next one, on a CPU only Python.
     ahead = "micro-step" if not stamps.tells_apart else "data" if stamps.clock.on_cuda else "idle"
-    for (what, moment), (after, next_moment) in zip(
-        stamps.marks[:-1], stamps.marks[1:], strict=True
-    ):
-        seconds = between(moment, next_moment)
-        if what == "data" or (what == "start" and stamps.tells_apart):
-            split["data"] += seconds
-        elif what == "start":
-            split["micro-step"] += seconds
+    parts = {"data": "data", "start": "data" if stamps.tells_apart else "micro-step"}
+    for (what, moment), (after, next_moment) in pairwise(stamps.marks):
+        seconds = stamps.clock.between(moment, next_moment)
+        part = what if what in ("forward", "backward") else parts.get(what)
+        part = part or ("optimizer" if after == "end" else ahead)
+        split[part] += seconds
+        if part in ("backward", "micro-step"):
             backwards.append(seconds)
-        elif what == "forward":
-            split["forward"] += seconds
-        elif what == "backward":
-            split["backward"] += seconds
-            backwards.append(seconds)
-        elif after == "end":
-            split["optimizer"] += seconds
-        else:
-            split[ahead] += seconds
-            if not stamps.tells_apart:
-                backwards.append(seconds)
     if ranks > 1 and len(backwards) > 1:
         *others, last = backwards
         beyond = max(0.0, last - statistics.median(others))

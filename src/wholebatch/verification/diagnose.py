@@ -26,8 +26,6 @@ from wholebatch.verification.run_comparison import Comparison, Vectors, distance
 from wholebatch.verification.undivided_batch import objective
 from wholebatch.verification.verdicts import Cause
 
-__all__ = ["Evidence", "diagnose", "moved_buffers"]
-
 _KEEP_STATE_OUT = "move the state once per update (an after-step hook), or keep it out of the loss"
 
 
@@ -52,49 +50,41 @@ def diagnose(evidence: Evidence) -> list[Cause]:
     elif evidence.runs.is_sharded:  # a forward alone is a collective that all must join
         questions = [_repeats, _order]
     for question in questions:
-        causes = question(evidence)
+        causes = list(question(evidence))
         if causes:
             return causes
     return [_unexplained(evidence)]
 
 
-def _repeats(evidence: Evidence) -> list[Cause]:
+def _repeats(evidence: Evidence) -> Iterator[Cause]:
     """Ask if the same start and the same random numbers give the same gradient twice."""
     apart = distance(evidence.again.gradients, evidence.whole.gradients, evidence.runs.devices)
-    if apart <= evidence.gradient.tolerance / 2:
-        return []
-    return [
-        Cause(
+    if not apart <= evidence.gradient.tolerance / 2:
+        yield Cause(
             "non-determinism",
             (),
             f"the undivided batch, run twice from the same start, is {percent(apart)} from itself",
             "torch.use_deterministic_algorithms(True) names the operation; a forward that reads "
             "the clock, a global counter or an unseeded generator does this too",
         )
-    ]
 
 
-def _order(evidence: Evidence) -> list[Cause]:
+def _order(evidence: Evidence) -> Iterator[Cause]:
     """Ask if another order of the samples matters."""
-    apart = max(
-        distance(run.gradients, evidence.whole.gradients, evidence.runs.devices)
-        for run in evidence.permuted
-    )
-    if apart <= evidence.gradient.tolerance:
-        return []
-    return [
-        Cause(
+    whole, devices = evidence.whole.gradients, evidence.runs.devices
+    apart = max(distance(run.gradients, whole, devices) for run in evidence.permuted)
+    if not apart <= evidence.gradient.tolerance:
+        yield Cause(
             "order of the samples",
             (),
             f"the undivided batch with its samples in another order is {percent(apart)} from "
             "itself",
             "the loss or a layer depends on where a sample stands; no division can keep that",
-        ),
-        *_coupling(evidence),
-    ]
+        )
+        yield from _coupling(evidence)
 
 
-def _state(evidence: Evidence) -> list[Cause]:
+def _state(evidence: Evidence) -> Iterator[Cause]:
     """Ask if a second forward, from where the first has left the modules, has the same gradient.
 
     The same loss is not enough: power iterations of a spectral norm hardly move it.
@@ -108,10 +98,8 @@ def _state(evidence: Evidence) -> list[Cause]:
         second, again = _mean(runs, micro)
     apart = distance(again, gradients, runs.devices)
     same_loss = abs(second - first) <= 100 * runs.unit * max(abs(first), 1e-30)
-    if same_loss and apart <= evidence.gradient.tolerance:
-        return []
-    return [
-        Cause(
+    if not (same_loss and apart <= evidence.gradient.tolerance):
+        yield Cause(
             "a stateful module",
             tuple(moved),
             f"the same micro-batch, forwarded a second time, has a gradient {percent(apart)} from "
@@ -119,25 +107,21 @@ def _state(evidence: Evidence) -> list[Cause]:
             "next one computes",
             _KEEP_STATE_OUT,
         )
-    ]
 
 
-def _left_moved(evidence: Evidence) -> list[Cause]:
+def _left_moved(evidence: Evidence) -> Iterator[Cause]:
     """Ask if a forward moves anything at all: one forward may move it too little to show."""
     runs = evidence.runs
     with _norms_frozen(runs):
         _mean(runs, evidence.batch.micro_batches()[0])
         moved = _moved(runs, same=_equal)
-    if not moved:
-        return []
-    return [
-        Cause(
+    if moved:
+        yield Cause(
             "a stateful module",
             tuple(moved),
             "every forward moves it, by little, and nothing else was found that could differ",
             _KEEP_STATE_OUT,
         )
-    ]
 
 
 @contextmanager
@@ -174,45 +158,37 @@ def _moved(runs: ModelRuns, *, same: Callable[[Tensor, Tensor], bool]) -> list[s
     return names + start.changed_attributes()
 
 
-def _coupling(evidence: Evidence) -> list[Cause]:
+def _coupling(evidence: Evidence) -> Iterator[Cause]:
     """Ask for layers whose output for a sample depends on the others of its batch."""
     runs = evidence.runs
     if runs.batchnorm in ("group", "layer", "freeze"):
-        return []
+        return
     found = _audit(evidence).findings
     norms = [f for f in found if f.kind in ("batchnorm", "custom", "sync")]
     custom = [f for f in norms if f.kind == "custom"]
     other = [f for f in found if f.kind == "probe"]
-    causes = []
     if other:
-        causes.append(
-            Cause(
-                "coupled samples",
-                tuple(f.name for f in other),
-                "the output for one sample moves when another sample of the batch changes",
-                other[0].advice,
-            )
+        yield Cause(
+            "coupled samples",
+            tuple(f.name for f in other),
+            "the output for one sample moves when another sample of the batch changes",
+            other[0].advice,
         )
     if norms and runs.batchnorm != "exact":
-        causes.append(
-            Cause(
-                "BatchNorm",
-                tuple(f.name for f in norms),
-                f'batchnorm="{runs.batchnorm}" normalises each micro-batch with its own '
-                "statistics, the undivided batch with those of all samples",
-                'batchnorm="exact" makes the update of the undivided batch',
-            )
+        yield Cause(
+            "BatchNorm",
+            tuple(f.name for f in norms),
+            f'batchnorm="{runs.batchnorm}" normalises each micro-batch with its own statistics, '
+            "the undivided batch with those of all samples",
+            'batchnorm="exact" makes the update of the undivided batch',
         )
     elif custom and not other:
-        causes.append(
-            Cause(
-                "BatchNorm of its own kind",
-                tuple(f.name for f in custom),
-                "it normalises with the statistics of its batch by code of its own",
-                custom[0].advice,
-            )
+        yield Cause(
+            "BatchNorm of its own kind",
+            tuple(f.name for f in custom),
+            "it normalises with the statistics of its batch by code of its own",
+            custom[0].advice,
         )
-    return causes
 
 
 def _audit(evidence: Evidence) -> Audit:
@@ -230,56 +206,49 @@ def _audit(evidence: Evidence) -> Audit:
         return audit(runs.inner)
 
 
-def _weights(evidence: Evidence) -> list[Cause]:
+def _weights(evidence: Evidence) -> Iterator[Cause]:
     """Ask about the loss; BatchNorms are frozen for it, since they couple samples themselves."""
     runs = evidence.runs
     runs.begin()
     _freeze_norms(runs.model)
     if any(uses_batch_statistics(module) for _, module in batchnorms_of(runs.model)):
-        return []
+        return
     runs.silences.append(_freeze_norms)
     try:
-        return _weighing(evidence)
+        yield from _weighing(evidence)
     finally:
         runs.silences.pop()
 
 
-def _weighing(evidence: Evidence) -> list[Cause]:
+def _weighing(evidence: Evidence) -> Iterator[Cause]:
     """Ask which weights of the micro-batches' gradients make that of the undivided batch."""
     runs = evidence.runs
     micros = [runs.gradient_of(micro) for micro in evidence.batch.micro_batches()[:64]]
     whole, whole_units = runs.gradient_of(evidence.batch.whole)
     weights, left = _fit([gradient for gradient, _ in micros], whole)
+    total = sum(units[0] for _, units in micros)
     # A fit of few vectors to many numbers leaves nothing only where it is the truth.
     if left > max(1e3 * runs.unit, 10 * evidence.gradient.tolerance):
-        return [
-            Cause(
-                "a loss that does not decompose",
-                (),
-                f"no weighting of the micro-batches' gradients gives the undivided batch's: "
-                f"{percent(left)} of it remains",
-                "samples are coupled in the loss (in-batch negatives, a quantile, a ratio of two "
-                "sums over the batch): wb.Coupled(encode, loss) computes it on the whole batch; or "
-                "means over different things are added up: wb.Loss.terms keeps them apart",
-            )
-        ]
-    total = sum(units[0] for _, units in micros)
-    if abs(total - whole_units[0]) > 1e-6 * max(total, 1.0):
-        return [
-            _mean_of_means(
-                f"the micro-batches have {total:g} units together, the undivided batch "
-                f"{whole_units[0]:g}"
-            )
-        ]
-    if max(abs(weight - 1.0) for weight in weights) > 1e-3:
+        yield Cause(
+            "a loss that does not decompose",
+            (),
+            f"no weighting of the micro-batches' gradients gives the undivided batch's: "
+            f"{percent(left)} of it remains",
+            "samples are coupled in the loss (in-batch negatives, a quantile, a ratio of two "
+            "sums over the batch): wb.Coupled(encode, loss) computes it on the whole batch; or "
+            "means over different things are added up: wb.Loss.terms keeps them apart",
+        )
+    elif abs(total - whole_units[0]) > 1e-6 * max(total, 1.0):
+        yield _mean_of_means(
+            f"the micro-batches have {total:g} units together, the undivided batch "
+            f"{whole_units[0]:g}"
+        )
+    elif max(abs(weight - 1.0) for weight in weights) > 1e-3:
         shown = ", ".join(f"{weight:.3g}" for weight in weights[:6])
-        return [
-            _mean_of_means(
-                f"the undivided batch weighs its micro-batches' totals by {shown}"
-                f"{', ...' if len(weights) > 6 else ''}, and sums would all weigh 1"
-            )
-        ]
-    return []
+        yield _mean_of_means(
+            f"the undivided batch weighs its micro-batches' totals by {shown}"
+            f"{', ...' if len(weights) > 6 else ''}, and sums would all weigh 1"
+        )
 
 
 def _mean_of_means(evidence: str) -> Cause:
@@ -331,22 +300,23 @@ def _unexplained(evidence: Evidence) -> Cause:
     )
 
 
-def moved_buffers(runs: ModelRuns, batch: DividedBatch, left: Mapping[str, Tensor]) -> list[str]:
-    """Return a note on buffers that the window `left` otherwise than the undivided batch does."""
+def moved_buffers(
+    runs: ModelRuns, batch: DividedBatch, left: Mapping[str, Tensor]
+) -> Iterator[str]:
+    """Yield a note on buffers that the window `left` otherwise than the undivided batch does."""
     if not left:
-        return []
+        return
     runs.whole(batch.whole)
     moved = [
         name
         for name, buffer in runs.model.named_buffers()
         if name in left and left[name].shape == buffer.shape and not _close(left[name], buffer)
     ]
-    if not moved:
-        return []
-    return [
-        f"the buffers {listed(moved)} are left otherwise than by the undivided batch: they move "
-        "with every forward, and later updates may depend on them"
-    ]
+    if moved:
+        yield (
+            f"the buffers {listed(moved)} are left otherwise than by the undivided batch: they "
+            "move with every forward, and later updates may depend on them"
+        )
 
 
 def _equal(ours: Tensor, other: Tensor) -> bool:

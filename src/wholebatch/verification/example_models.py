@@ -20,8 +20,6 @@ from wholebatch.core.loss import Loss, cross_entropy
 from wholebatch.core.splitting import batch_size_of
 from wholebatch.core.splitting.samples import layout_of
 
-__all__ = ["ZOO", "Case", "loss", "thinned"]
-
 Micro = dict[str, Tensor]
 
 

@@ -15,23 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from wholebatch.distributed.process_group import largest_over_ranks, sum_over_ranks, world_size
 from wholebatch.verification.model_runs import DividedBatch, ModelRuns, joined
 from wholebatch.verification.observed_window import SeenStep, WindowObserver, WindowRun
 from wholebatch.verification.run_comparison import TIMES_THE_FLOOR, Vectors, distance
-from wholebatch.verification.undivided_batch import any_rank, largest, over_ranks, ranks
-
-__all__ = [
-    "MISTAKES",
-    "RIGHT",
-    "Mistake",
-    "MistakeFit",
-    "always_active",
-    "apart",
-    "fits_of",
-    "flat",
-    "moved_otherwise",
-    "parts_of",
-]
 
 RIGHT = "right"
 
@@ -166,7 +153,7 @@ class WindowParts:
     @property
     def units_everywhere(self) -> float:
         """Return the units of all ranks."""
-        return float(over_ranks(torch.tensor([float(sum(self.units))], dtype=torch.float64)))
+        return float(sum_over_ranks(torch.tensor([float(sum(self.units))], dtype=torch.float64)))
 
     def weighted(self, weights: Sequence[float]) -> Tensor:
         """Return the weighted sum of the micro-batches' mean gradients."""
@@ -183,7 +170,7 @@ class WindowParts:
 
     def average(self, local: Tensor) -> Tensor:
         """Return the mean of every rank's own gradient."""
-        return over_ranks(local) / ranks()
+        return sum_over_ranks(local) / world_size()
 
     def weightings(self) -> dict[str, list[float]]:
         """Return the usual weights of the micro-batches' means, by what is added with them."""
@@ -210,13 +197,13 @@ def parts_of(
     parts = WindowParts(torch.zeros_like(means[0]), means, units, steps, clip_norm)
     everywhere = parts.units_everywhere
     added = torch.stack([m * u for m, u in zip(means, units, strict=True)]).sum(0)
-    added = over_ranks(added) / everywhere
+    added = sum_over_ranks(added) / everywhere
     right, floor = added, runs.unit
     whole = joined(micros)
     if whole is not None:
-        right = over_ranks(flat(runs.gradient_of(whole)[0], like)) / everywhere
+        right = sum_over_ranks(flat(runs.gradient_of(whole)[0], like)) / everywhere
         reversed_, _ = DividedBatch(whole).in_other_orders()
-        turned = over_ranks(flat(runs.gradient_of(reversed_)[0], like)) / everywhere
+        turned = sum_over_ranks(flat(runs.gradient_of(reversed_)[0], like)) / everywhere
         floor = max(floor, apart(turned, right))
     limit = math.sqrt(runs.unit) / TIMES_THE_FLOOR
     coupled = apart(added, right)
@@ -233,7 +220,7 @@ def fits_of(
     Return also if gradients or updates were compared, and the tolerance.
     """
     tolerance = TIMES_THE_FLOOR * floor
-    if (fit := _without_one_update(runs, run)) is not None:
+    if (fit := _without_one_update(run)) is not None:
         return [fit, MistakeFit(RIGHT, "the undivided batch", 1.0, False)], "steps", tolerance
     candidates = list(_hypotheses(parts))
     if len(run.steps) > 1 and len(run.steps) == parts.count:
@@ -252,21 +239,21 @@ def fits_of(
     best: dict[str, MistakeFit] = {}
     right = candidates[0].steps
     for one in candidates:
-        if one.key != RIGHT and largest(_steps_apart(one.steps, right)) <= tolerance:
+        if one.key != RIGHT and largest_over_ranks(_steps_apart(one.steps, right)) <= tolerance:
             continue  # cannot be told from the right one in this window
-        far = largest(_steps_apart(observed, one.steps))
+        far = largest_over_ranks(_steps_apart(observed, one.steps))
         if one.key not in best or far < best[one.key].distance:
             best[one.key] = MistakeFit(one.key, one.variant, far, far <= tolerance)
     ordered = sorted(best.values(), key=lambda fit: (fit.distance, fit.key != RIGHT))
     return ordered, by, tolerance
 
 
-def _without_one_update(runs: ModelRuns, run: WindowRun) -> MistakeFit | None:
+def _without_one_update(run: WindowRun) -> MistakeFit | None:
     """Return the mistake of a window with no step, or with other numbers of steps on the ranks."""
     moved = any(float(change.double().norm()) > 0 for change in run.update)
-    if not any_rank(bool(run.steps)) and not any_rank(moved):
+    if not largest_over_ranks(bool(run.steps) or moved):
         return MistakeFit("no-update", "no optimizer step", 0.0, True)
-    if largest(len(run.steps)) != -largest(-len(run.steps)):
+    if largest_over_ranks(len(run.steps)) != -largest_over_ranks(-len(run.steps)):
         return MistakeFit("unsynchronised-ranks", "another number of steps on each rank", 0.0, True)
     return None
 
@@ -295,7 +282,7 @@ def always_active(parts: WindowParts) -> float:
     """Return a limit of the norm at which every clipping, wherever it stands, cuts something."""
     smallest = min(float(mean.norm()) for mean in parts.means) / max(parts.count, parts.nominal)
     limit = 0.5 * min(float(parts.right.norm()), smallest)
-    return -largest(-limit)
+    return -largest_over_ranks(-limit)
 
 
 # ------------------------------------------------------------------- hypotheses
@@ -315,10 +302,10 @@ def _hypotheses(parts: WindowParts) -> Iterator[Hypothesis]:
     yield Hypothesis(
         "coupled",
         "each micro-batch on its own, weighted rightly",
-        (parts.clip(over_ranks(summed) / everywhere),),
+        (parts.clip(sum_over_ranks(summed) / everywhere),),
     )
     yield from _clipped_each(parts, everywhere)
-    if ranks() > 1:
+    if world_size() > 1:
         for key, variant, gradient in _wrong_over_ranks(parts, summed, everywhere):
             yield Hypothesis(key, variant, (parts.clip(gradient),))
 
@@ -334,10 +321,10 @@ def _wrong_over_ranks(parts: WindowParts, summed: Tensor, everywhere: float) -> 
     alone = "unsynchronised-ranks"
     yield alone, "this rank's own mean over units", added
     yield alone, "this rank's mean of means", means
-    yield alone, "this rank's share of all units", summed * (ranks() / everywhere)
+    yield alone, "this rank's share of all units", summed * (world_size() / everywhere)
     yield "mean-of-means", "each rank's own mean, averaged over the ranks", parts.average(added)
     for variant, gradient in (("means", means), ("means over units", added)):
-        yield "ranks-added", f"{variant} of the ranks, summed", over_ranks(gradient)
+        yield "ranks-added", f"{variant} of the ranks, summed", sum_over_ranks(gradient)
 
 
 def _wrong_weights(parts: WindowParts) -> _Wrong:
@@ -395,7 +382,9 @@ def _clipped_each(parts: WindowParts, everywhere: float) -> Iterator[Hypothesis]
         return
     key, count, total = "clipped-per-micro-batch", parts.count, sum(parts.units)
     scales = parts.weightings()
-    scales["shares of the units of all ranks"] = [u * ranks() / everywhere for u in parts.units]
+    scales["shares of the units of all ranks"] = [
+        u * world_size() / everywhere for u in parts.units
+    ]
     for variant, weights in scales.items():
         running = torch.zeros_like(parts.right)
         alone = torch.zeros_like(parts.right)

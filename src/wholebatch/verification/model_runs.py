@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from wholebatch.core.close import ClipNorm
-from wholebatch.core.forward_state import capture_random
+from wholebatch.core.forward_state import capture_random, same_random
 from wholebatch.core.options import grouped
 from wholebatch.core.splitting import batch_size_of, drop_samples, split, to_device
 from wholebatch.core.splitting.samples import flatten, layout_of
@@ -19,6 +19,7 @@ from wholebatch.core.whole_batch import WholeBatch
 from wholebatch.coupled import batchnorms
 from wholebatch.coupled import choose as choose_batchnorm
 from wholebatch.coupled.normalisation_layers import uses_batch_statistics
+from wholebatch.distributed.process_group import sum_over_ranks, world_size
 from wholebatch.errors import NonFiniteError, WholebatchError
 from wholebatch.verification.observed_window import StartingState, WindowObserver, WindowRun
 from wholebatch.verification.undivided_batch import (
@@ -26,12 +27,8 @@ from wholebatch.verification.undivided_batch import (
     Objective,
     clip,
     objective,
-    over_ranks,
-    ranks,
     sharded,
 )
-
-__all__ = ["DividedBatch", "ModelRuns", "joined"]
 
 # These policies change what the model is; its undivided batch is that of the changed model.
 _CHANGES_THE_MODEL = ("freeze", "group", "layer")
@@ -111,34 +108,25 @@ def joined(micros: Sequence[Any]) -> Any | None:
         return None
 
 
+@dataclass(eq=False)
 class ModelRuns:
     """Runs one model with its optimizer and loss, each time from the same start."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        loss: Callable[[Any, Any], Any],
-        *,
-        numbers: Numbers,
-        clip_norm: ClipNorm = None,
-        clip_value: float | None = None,
-        batchnorm: str = "exact",
-        options: Mapping[str, Any] | None = None,
-    ) -> None:
-        self.model = model
-        self.optimizer = optimizer
-        self.loss = loss
-        self.numbers = numbers
-        self.clip_norm = clip_norm
-        self.clip_value = clip_value
-        self.batchnorm = batchnorm
-        self.options = dict(options or {})
-        self.start = StartingState(model, optimizer)
-        self.is_sharded = sharded(model)  # now: a forward leaves the root's parameters whole
-        self.silences: list[Callable[[nn.Module], None]] = []
-        trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        named = [(n, p) for n, p in model.named_parameters() if id(p) in trained]
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    loss: Callable[[Any, Any], Any]
+    numbers: Numbers
+    clip_norm: ClipNorm = None
+    clip_value: float | None = None
+    batchnorm: str = "exact"
+    options: dict[str, Any] = field(default_factory=dict)
+    silences: list[Callable[[nn.Module], None]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.start = StartingState(self.model, self.optimizer)
+        self.is_sharded = sharded(self.model)  # now: a forward leaves the root's parameters whole
+        trained = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        named = [(n, p) for n, p in self.model.named_parameters() if id(p) in trained]
         self.names = [name for name, _ in named]
         self.parameters = [parameter for _, parameter in named]
         self.devices = [parameter.device for parameter in self.parameters]
@@ -176,18 +164,9 @@ class ModelRuns:
         model, optimizer = copy.deepcopy((self.model, self.optimizer))
         model.double()
         optimizer.load_state_dict(optimizer.state_dict())  # casts its state like the parameters
-        wide = ModelRuns(
-            model,
-            optimizer,
-            self.loss,
-            numbers=Numbers(),
-            clip_norm=self.clip_norm,
-            clip_value=self.clip_value,
-            batchnorm=self.batchnorm,
-            options={k: v for k, v in self.options.items() if k != "scaler"},
-        )
+        options = {k: v for k, v in self.options.items() if k != "scaler"}
+        wide = replace(self, model=model, optimizer=optimizer, numbers=Numbers(), options=options)
         wide.start.random = self.start.random
-        wide.silences = self.silences
         return wide
 
     # -------------------------------------------------------- the undivided batch
@@ -218,16 +197,16 @@ class ModelRuns:
             value = mean.detach().double()
         else:
             found = objective(model, self.loss, batch, self.numbers)
-            units = over_ranks(torch.tensor(found.units, dtype=torch.float64))
+            units = sum_over_ranks(torch.tensor(found.units, dtype=torch.float64))
             mean = found.mean(units.tolist())
             # Shards are averaged over the ranks by their own backward; that is undone here.
-            (mean * (scale * ranks() if self.is_sharded else scale)).backward()
-            if ranks() > 1 and not self.is_sharded:
+            (mean * (scale * world_size() if self.is_sharded else scale)).backward()
+            if world_size() > 1 and not self.is_sharded:
                 for parameter in self.parameters:
                     gradient = parameter.grad
                     gradient = torch.zeros_like(parameter) if gradient is None else gradient
-                    parameter.grad = over_ranks(gradient)
-            value = over_ranks(mean.detach().double())
+                    parameter.grad = sum_over_ranks(gradient)
+            value = sum_over_ranks(mean.detach().double())
         if scale != 1.0:
             with torch.no_grad():
                 for parameter in self.parameters:
@@ -237,9 +216,11 @@ class ModelRuns:
 
     def _global_batch(self, batch: Any) -> Any | None:
         """Return the batches of all ranks together, if BatchNorm wants the statistics of all."""
-        if ranks() == 1 or not any(uses_batch_statistics(m) for _, m in batchnorms(self.model)):
+        if world_size() == 1 or not any(
+            uses_batch_statistics(m) for _, m in batchnorms(self.model)
+        ):
             return None
-        gathered: list[Any] = [None] * ranks()
+        gathered: list[Any] = [None] * world_size()
         torch.distributed.all_gather_object(gathered, to_device(batch, "cpu"))
         return joined(gathered)
 
@@ -276,7 +257,7 @@ class ModelRuns:
             return True
         if self.silences and not any(total.requires_grad for total in found.totals):
             return True
-        return not _equal(capture_random(), self.start.random)
+        return not same_random(capture_random(), self.start.random)
 
     # ------------------------------------------------------------ in micro-batches
 
@@ -339,13 +320,3 @@ class ModelRuns:
             "precision='fp16': the gradients are not finite at any loss scale down to 1, so there "
             "is no update to prove: verify in 'full' or 'bf16'"
         )
-
-
-def _equal(now: Any, before: Any) -> bool:
-    if isinstance(now, Tensor):
-        return isinstance(before, Tensor) and torch.equal(now, before)
-    if isinstance(now, Mapping):
-        return now.keys() == before.keys() and all(_equal(now[k], before[k]) for k in now)
-    if isinstance(now, list | tuple):
-        return len(now) == len(before) and all(map(_equal, now, before))
-    return bool(now == before)

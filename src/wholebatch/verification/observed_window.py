@@ -20,8 +20,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from wholebatch.core.forward_state import capture_random, restore_random
 
-__all__ = ["SeenStep", "StartingState", "WindowObserver", "WindowRun"]
-
 # By its name: `torch.nn.utils` has a deprecated function that hides the module.
 _clip_grad: Any = importlib.import_module("torch.nn.utils.clip_grad")
 

@@ -26,9 +26,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from wholebatch.core.forward_state import capture_random, restore_random
 from wholebatch.coupled import Coupled
 
-__all__ = ["SILENCES", "Draws", "dropouts"]
-
-
 # Dropout and the like are not among them: their output is no number drawn but an input changed.
 _HELD = frozenset(
     {"bernoulli", "bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal"}

@@ -19,19 +19,6 @@ from torch import Tensor
 from wholebatch.verification.model_runs import ModelRuns
 from wholebatch.verification.observed_window import WindowRun
 
-__all__ = [
-    "Comparison",
-    "Line",
-    "Vectors",
-    "compare",
-    "compare_gradients",
-    "compare_updates",
-    "distance",
-    "listed",
-    "norm_of",
-    "percent",
-]
-
 Vectors = Sequence[Tensor | None]
 
 TIMES_THE_FLOOR = 10.0
@@ -123,10 +110,12 @@ def compare_updates(
     # An update is added to the parameter: what the sum rounds away cannot be seen.
     resolution = [
         math.hypot(
-            _roundoff(runs.parameters[i]) * norm_of(runs.start.before(runs.parameters[i])),
-            gradient.floor * norm_of(whole.update[i]),
+            # One rounding is half the distance from 1 to the next number.
+            torch.finfo(p.dtype).eps / 2 * norm_of(runs.start.before(p)),
+            gradient.floor * norm_of(change),
         )
-        for i in kept
+        for i, (p, change) in enumerate(zip(runs.parameters, whole.update, strict=True))
+        if i in kept
     ]
     devices = [runs.devices[i] for i in kept]
 
@@ -240,19 +229,14 @@ def _norms(
 
 def norm_of(tensor: Tensor | None, minus: Tensor | None = None) -> float:
     """Return the L2 norm of a tensor, or of its difference to another; None is zero."""
-    wide = [_in_float64(one) for one in (tensor, minus) if one is not None]
+    wide = [
+        one.to(torch.complex128 if one.is_complex() else torch.float64)
+        for one in (tensor, minus)
+        if one is not None
+    ]
     if not wide:
         return 0.0
     return float(torch.linalg.vector_norm(wide[0] - wide[1] if len(wide) > 1 else wide[0]))
-
-
-def _in_float64(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
-
-
-def _roundoff(tensor: Tensor) -> float:
-    """Return the relative error of one rounding: half the distance from 1 to the next number."""
-    return torch.finfo(tensor.dtype).eps / 2
 
 
 def _ratio(above: float, below: float) -> float:

@@ -6,7 +6,6 @@ the gradients of the sums are added over the ranks and divided by the units of a
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -19,18 +18,6 @@ from torch import Tensor, nn
 from wholebatch.core.close import ClipNorm
 from wholebatch.core.loss import Loss, as_loss
 from wholebatch.core.splitting import to_device
-
-__all__ = [
-    "Numbers",
-    "Objective",
-    "any_rank",
-    "clip",
-    "largest",
-    "objective",
-    "over_ranks",
-    "ranks",
-    "sharded",
-]
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -143,41 +130,3 @@ def clip(optimizer: torch.optim.Optimizer, clip_norm: ClipNorm, clip_value: floa
 def sharded(model: nn.Module) -> bool:
     """Tell if the parameters are shards, whose backward always reduces them."""
     return any(hasattr(parameter, "to_local") for parameter in model.parameters())
-
-
-def ranks() -> int:
-    """Return the number of processes that train together."""
-    distributed = torch.distributed
-    if not distributed.is_available() or not distributed.is_initialized():
-        return 1
-    return distributed.get_world_size()
-
-
-@torch.no_grad()
-def over_ranks(tensor: Tensor) -> Tensor:
-    """Return the sum of a tensor over the ranks."""
-    if ranks() == 1:
-        return tensor
-    there = tensor.to(_device_of_collectives(), copy=True)
-    torch.distributed.all_reduce(there)
-    return there.to(tensor.device)
-
-
-def largest(value: float) -> float:
-    """Return the largest over the ranks: a hypothesis fits only if it fits on every one."""
-    if ranks() == 1:
-        return value
-    there = torch.tensor(min(value, 1e30), dtype=torch.float64, device=_device_of_collectives())
-    torch.distributed.all_reduce(there, op=torch.distributed.ReduceOp.MAX)
-    found = float(there)
-    return math.inf if found >= 1e30 else found
-
-
-def any_rank(value: bool) -> bool:
-    """Tell if the value is true on any rank."""
-    return largest(float(value)) > 0
-
-
-def _device_of_collectives() -> torch.device:
-    nccl = torch.distributed.get_backend() == "nccl"
-    return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")

@@ -11,8 +11,6 @@ from wholebatch.core.plain_files import finite
 from wholebatch.verification.mistakes import MISTAKES, RIGHT, Mistake, MistakeFit
 from wholebatch.verification.run_comparison import Comparison, listed, percent
 
-__all__ = ["Cause", "LoopTrial", "LoopVerdict", "Verdict"]
-
 
 @dataclass(frozen=True)
 class Cause:
@@ -28,8 +26,24 @@ class Cause:
         return f"{self.kind}{where}: {self.evidence}. {self.advice}"
 
 
+class _Answer:
+    """The parts of a verdict that follow from its `same` and its `to_dict`."""
+
+    def __bool__(self: Any) -> bool:
+        return bool(self.same)
+
+    def to_json(self: Any, *, indent: int | None = 2) -> str:
+        """Return the verdict as JSON; `same` is the answer."""
+        return json.dumps(self.to_dict(), indent=indent)
+
+    @property
+    def exit_status(self: Any) -> int:
+        """Return 0 if the update is the same, 1 if it differs."""
+        return 0 if self.same else 1
+
+
 @dataclass(frozen=True)
-class Verdict:
+class Verdict(_Answer):
     """The answer if accumulation makes the update of the undivided batch, on this model and batch.
 
     It is true if it does. `gradient` and `update` compare what the optimizer saw and did, in the
@@ -53,9 +67,6 @@ class Verdict:
     seconds: float
     approximate: bool = False
     """True if an approximation was asked for (`gradients="moments"`): never the same."""
-
-    def __bool__(self) -> bool:
-        return self.same
 
     @property
     def line(self) -> str:
@@ -96,15 +107,6 @@ class Verdict:
         data: dict[str, Any] = finite(asdict(self))
         data["line"] = self.line
         return data
-
-    def to_json(self, *, indent: int | None = 2) -> str:
-        """Return the verdict as JSON; `same` is the answer."""
-        return json.dumps(self.to_dict(), indent=indent)
-
-    @property
-    def exit_status(self) -> int:
-        """Return 0 if the update is the same, 1 if it differs."""
-        return 0 if self.same else 1
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -147,7 +149,7 @@ class LoopTrial:
 
 
 @dataclass(frozen=True)
-class LoopVerdict:
+class LoopVerdict(_Answer):
     """The answer if a loop makes the update of the undivided batch; true if so in every trial."""
 
     loop: str
@@ -159,9 +161,6 @@ class LoopVerdict:
     @property
     def same(self) -> bool:
         return all(trial.found == RIGHT for trial in self.trials)
-
-    def __bool__(self) -> bool:
-        return self.same
 
     @property
     def mistakes(self) -> tuple[str, ...]:
@@ -220,12 +219,3 @@ class LoopVerdict:
         data: dict[str, Any] = finite(asdict(self))
         data |= {"same": self.same, "mistakes": list(self.mistakes), "line": self.line}
         return data
-
-    def to_json(self, *, indent: int | None = 2) -> str:
-        """Return the verdict as JSON; `same` is the answer."""
-        return json.dumps(self.to_dict(), indent=indent)
-
-    @property
-    def exit_status(self) -> int:
-        """Return 0 if the loop is right, 1 if it is not."""
-        return 0 if self.same else 1

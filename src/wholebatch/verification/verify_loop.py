@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from wholebatch.core.splitting import to_device
+from wholebatch.distributed.process_group import world_size
 from wholebatch.errors import OptionError
 from wholebatch.verification.example_models import ZOO, Case
 from wholebatch.verification.mistakes import (
@@ -34,10 +35,8 @@ from wholebatch.verification.mistakes import (
 from wholebatch.verification.model_runs import ModelRuns
 from wholebatch.verification.observed_window import StartingState, WindowObserver, WindowRun
 from wholebatch.verification.random_numbers import SILENCES
-from wholebatch.verification.undivided_batch import AUTOCAST, Numbers, ranks
+from wholebatch.verification.undivided_batch import AUTOCAST, Numbers
 from wholebatch.verification.verdicts import LoopTrial, LoopVerdict
-
-__all__ = ["Loop", "verify_loop"]
 
 Loop = Callable[[Any, Any, Any], object]
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
@@ -98,7 +97,7 @@ def verify_loop(
         loop=name or str(getattr(loop, "__name__", "the loop")),
         trials=tuple(_consistent(trials)),
         precision=precision,
-        ranks=ranks(),
+        ranks=world_size(),
         seconds=time.perf_counter() - began,
     )
 
@@ -145,7 +144,7 @@ class _CaseTrials:
 
     def __post_init__(self) -> None:
         self.model = self.case.model().to(self.device)
-        self.rank = torch.distributed.get_rank() if ranks() > 1 else 0
+        self.rank = torch.distributed.get_rank() if world_size() > 1 else 0
         self._silence()
 
     def _silence(self) -> None:
@@ -174,7 +173,7 @@ class _CaseTrials:
                 clips = clips or observer.clips
         if clips:
             trials.append(self._trial(_Window(True, full, clipped=True))[0])
-        if ranks() == 1 and all(trial.found == RIGHT for trial in trials):
+        if world_size() == 1 and all(trial.found == RIGHT for trial in trials):
             trials += self._in_a_row(trials[0])
         return trials
 
@@ -196,7 +195,10 @@ class _CaseTrials:
                 except Exception:  # one that sets things up cannot be called again: not our matter
                     return []
             left = [(one, one.grad) for one in model.parameters()]
-            if len(observer.steps) != 1 or not any(_holds(gradient) for _, gradient in left):
+            held = [gradient for _, gradient in left if gradient is not None]
+            if len(observer.steps) != 1 or not any(
+                bool(one.detach().abs().sum() > 0) for one in held
+            ):
                 return []
             seen.append(flat(observer.steps[0].gradients, trained))
             start.restore()
@@ -269,7 +271,7 @@ class _CaseTrials:
         start = StartingState(model, optimizer)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         handed: nn.Module = model
-        if self.ddp and ranks() > 1:
+        if self.ddp and world_size() > 1:
             handed = nn.parallel.DistributedDataParallel(model)
         with WindowObserver(model, trained, clip_to=clip_to) as observer:
             self.loop(handed, optimizer, self._copies(micros))
@@ -277,10 +279,6 @@ class _CaseTrials:
 
     def _copies(self, micros: Sequence[Any]) -> list[Any]:
         return [to_device(micro, self.device) for micro in copy.deepcopy(list(micros))]
-
-
-def _holds(gradient: Tensor | None) -> bool:
-    return gradient is not None and bool(gradient.detach().abs().sum() > 0)
 
 
 def _found(fits: Sequence[MistakeFit]) -> str | None:

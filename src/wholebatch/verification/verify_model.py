@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from wholebatch.core.close import ClipNorm
 from wholebatch.core.options import BatchNorm, Samples, flattened
 from wholebatch.core.splitting import Tokens
+from wholebatch.distributed.process_group import world_size
 from wholebatch.errors import LossError, OptionError, UnsupportedError, WholebatchError
 from wholebatch.verification.diagnose import Evidence, diagnose, moved_buffers
 from wholebatch.verification.model_runs import DividedBatch, ModelRuns, uneven
@@ -31,47 +32,12 @@ from wholebatch.verification.run_comparison import (
     norm_of,
     percent,
 )
-from wholebatch.verification.undivided_batch import Numbers, ranks
+from wholebatch.verification.undivided_batch import Numbers
 from wholebatch.verification.verdicts import Cause, Verdict
-
-__all__ = ["AdamAccumulationError", "adam_accumulation_error", "verify"]
-
 
 _BEFORE = 3
 """Updates of the undivided batch before the one that is compared: the first of all, from moments
 that are zero, has nothing to round."""
-
-
-@dataclass(frozen=True)
-class AdamAccumulationError:
-    """One update of both; `cause` says in a sentence what was measured."""
-
-    first_moment: Comparison
-    update: Comparison
-    losses: tuple[float | None, float | None]
-    cause: Cause
-
-
-def adam_accumulation_error(runs: ModelRuns, batch: DividedBatch) -> AdamAccumulationError:
-    """Compare the undivided batch and its Adam accumulation in moments and update."""
-    with _after_some_updates(runs, batch):
-        whole = runs.whole(batch.whole)
-        right_first, right_second = (_moments(runs, name) for name in ("exp_avg", "exp_avg_sq"))
-        ours = runs.accumulated(batch)
-        our_first, our_second = (_moments(runs, name) for name in ("exp_avg", "exp_avg_sq"))
-    first = _compared("first moment", runs, our_first, right_first)
-    update = _compared("update", runs, ours.update, whole.update)
-    second = distance(our_second, right_second, runs.devices)
-    exact = "exact" if first.same else f"{percent(first.distance)} off"
-    cause = Cause(
-        "approximation, as asked for",
-        (),
-        'gradients="moments" keeps the old moments in half their bits while a window is open: in '
-        f"update {_BEFORE + 1} of this batch the second moment is {percent(second)} off, the first "
-        f"moment is {exact}, and the update is {percent(update.distance)} off",
-        'For the update of the undivided batch use gradients="device", "host", "swap" or "release"',
-    )
-    return AdamAccumulationError(first, update, (whole.loss, ours.loss), cause)
 
 
 @contextmanager
@@ -112,6 +78,7 @@ def _compared(what: str, runs: ModelRuns, ours: Vectors, right: Vectors) -> Comp
     )
 
 
+_FLOAT64_UNIT = torch.finfo(torch.float64).eps / 2
 AS_FAR_AS_FLOAT64_ALLOWS = 1.25
 """Beyond so many times the undivided batch's own distance from float64 a note says so."""
 
@@ -230,7 +197,11 @@ class _Proof:
         self.notes += notes if gradient.same else []
         to_float64 = None
         if reference is not None:
-            to_float64 = _to_float64(runs, ours, [whole, *others], reference)
+            # The undivided batch in its worst order, and ours.
+            *right_off, off = (
+                distance(run.gradients, reference, runs.devices) for run in (whole, *others, ours)
+            )
+            to_float64 = (max(right_off), off)
             self.notes += _further_from_float64(runs, *to_float64)
         same = gradient.same and update.same and (float64 is None or float64.same)
         causes: list[Cause] = []
@@ -255,23 +226,69 @@ class _Proof:
         )
 
     def _in_float64(self, chance: list[Cause]) -> tuple[Comparison | None, Vectors | None]:
-        if chance or not self.wants_float64:
+        """Run all in float64, on as many samples as fit.
+
+        Return the comparison, and the gradient of the undivided batch if all samples fit.
+        """
+        runs, batch = self.runs, self.batch
+        is_float64 = runs.numbers.precision == "full" and runs.unit <= _FLOAT64_UNIT
+        if chance or not self.wants_float64 or is_float64:
             return None, None
-        comparison, reference, note = _in_float64(self.runs, self.batch)
-        self.notes += [note] if note else []
-        return comparison, reference
+        if runs.is_sharded or world_size() > 1:
+            self.notes.append("not run in float64: a model on several ranks is not copied")
+            return None, None
+        try:
+            wide, batch = runs.in_float64(), batch.in_float64()
+            part, whole = _whole_in_float64(wide, batch)
+            others, ours = wide.in_other_orders(part), wide.accumulated(part)
+            comparison = compare_gradients("gradient in float64", wide, ours, whole, others)
+            if part.samples == batch.samples:
+                return comparison, whole.gradients
+            self.notes.append(
+                f"in float64 on {part.samples} of {batch.samples} samples: more do not fit"
+            )
+            return comparison, None
+        except torch.OutOfMemoryError:
+            why = "there is not enough memory"
+        except Exception as error:  # what a module or loss says to being copied, or to float64
+            why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        finally:
+            _free_memory()
+        self.notes.append(f"not run in float64: {why}")
+        return None, None
 
     def _approximate(self, chance: list[Cause]) -> Verdict:
-        """Return how far the approximation that was asked for is from the undivided batch."""
-        found = adam_accumulation_error(self.runs, self.batch)
+        """Return how far the approximation that was asked for is from the undivided batch.
+
+        The undivided batch and its Adam accumulation are compared in moments and update.
+        """
+        runs = self.runs
+        with _after_some_updates(runs, self.batch):
+            whole = runs.whole(self.batch.whole)
+            right_first, right_second = (_moments(runs, name) for name in ("exp_avg", "exp_avg_sq"))
+            ours = runs.accumulated(self.batch)
+            our_first, our_second = (_moments(runs, name) for name in ("exp_avg", "exp_avg_sq"))
+        first = _compared("first moment", runs, our_first, right_first)
+        update = _compared("update", runs, ours.update, whole.update)
+        second = distance(our_second, right_second, runs.devices)
+        exact = "exact" if first.same else f"{percent(first.distance)} off"
+        cause = Cause(
+            "approximation, as asked for",
+            (),
+            'gradients="moments" keeps the old moments in half their bits while a window is open: '
+            f"in update {_BEFORE + 1} of this batch the second moment is {percent(second)} off, "
+            f"the first moment is {exact}, and the update is {percent(update.distance)} off",
+            'For the update of the undivided batch use gradients="device", "host", "swap" or '
+            '"release"',
+        )
         return Verdict(
             same=False,
-            gradient=found.first_moment,
-            update=found.update,
+            gradient=first,
+            update=update,
             float64=None,
             to_float64=None,
-            losses=(_number(found.losses[0]), _number(found.losses[1])),
-            causes=(found.cause, *chance),
+            losses=(_number(whole.loss), _number(ours.loss)),
+            causes=(cause, *chance),
             approximate=True,
             **self._about(),
         )
@@ -284,7 +301,7 @@ class _Proof:
             "micro_batches": len(self.batch.micro_batches()),
             "precision": self.runs.numbers.precision,
             "device": str(self.runs.parameters[0].device),
-            "ranks": ranks(),
+            "ranks": world_size(),
             "notes": tuple(self.notes),
             "seconds": time.perf_counter() - self.began,
         }
@@ -325,7 +342,7 @@ class _Proof:
                 run = self.runs.whole(part.whole)
                 fits, self.batch = size, part
             except torch.OutOfMemoryError:
-                if ranks() > 1 or size == 1:
+                if world_size() > 1 or size == 1:
                     raise  # several ranks cannot agree on less from inside a failure
                 fails = size
                 self.runs.begin()
@@ -424,37 +441,6 @@ def _raised_in(loss: Any, error: BaseException) -> bool:
     return frame is not None
 
 
-def _in_float64(
-    runs: ModelRuns, batch: DividedBatch
-) -> tuple[Comparison | None, Vectors | None, str | None]:
-    """Run all in float64, on as many samples as fit.
-
-    Return the comparison, the gradient of the undivided batch if all samples fit, and a note.
-    """
-    if runs.numbers.precision == "full" and runs.unit <= torch.finfo(torch.float64).eps / 2:
-        return None, None, None  # it is float64 already
-    if runs.is_sharded or ranks() > 1:
-        return None, None, "not run in float64: a model on several ranks is not copied"
-    try:
-        wide, batch = runs.in_float64(), batch.in_float64()
-        part, whole = _whole_in_float64(wide, batch)
-        others = wide.in_other_orders(part)
-        comparison = compare_gradients(
-            "gradient in float64", wide, wide.accumulated(part), whole, others
-        )
-        size, samples = part.samples, batch.samples
-        if size < samples:
-            return comparison, None, f"in float64 on {size} of {samples} samples: more do not fit"
-        return comparison, whole.gradients, None
-    except torch.OutOfMemoryError:
-        why = "there is not enough memory"
-    except Exception as error:  # what a module or loss says to being copied, or to float64
-        why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-    finally:
-        _free_memory()
-    return None, None, f"not run in float64: {why}"
-
-
 def _whole_in_float64(runs: ModelRuns, batch: DividedBatch) -> tuple[DividedBatch, WindowRun]:
     """Run the undivided batch, or half of its samples as often as they do not fit."""
     size = batch.samples
@@ -474,14 +460,6 @@ def _free_memory() -> None:
     """Give cached device memory back, so that the next try finds it in one piece."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-def _to_float64(
-    runs: ModelRuns, ours: WindowRun, right: Sequence[WindowRun], reference: Vectors
-) -> tuple[float, float]:
-    """Return how far the undivided batch (in its worst order) and ours are from float64."""
-    whole = max(distance(run.gradients, reference, runs.devices) for run in right)
-    return whole, distance(ours.gradients, reference, runs.devices)
 
 
 def _further_from_float64(runs: ModelRuns, whole: float, ours: float) -> list[str]:

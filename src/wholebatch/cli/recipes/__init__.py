@@ -9,7 +9,7 @@ from wholebatch.cli.recipes.recipe import (
     run_file,
     source_of,
 )
-from wholebatch.cli.recipes.recipe_batches import Batches, Nothing, Position, share_of
+from wholebatch.cli.recipes.recipe_batches import Batches, Nothing, Position
 
 __all__ = [
     "EMBEDDED",
@@ -21,6 +21,5 @@ __all__ = [
     "load_recipe",
     "place_of",
     "run_file",
-    "share_of",
     "source_of",
 ]

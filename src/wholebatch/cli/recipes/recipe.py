@@ -40,17 +40,6 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from wholebatch.cli.recipes.recipe_batches import Batches
 from wholebatch.errors import RecipeError, WholebatchError
 
-__all__ = [
-    "EMBEDDED",
-    "Horizon",
-    "Recipe",
-    "RecipeDefaults",
-    "load_recipe",
-    "place_of",
-    "run_file",
-    "source_of",
-]
-
 EMBEDDED = {"bytes-gpt": "bytes_gpt.py", "digits-cnn": "digits_cnn.py"}
 """The embedded recipes by name, the default first."""
 
@@ -207,7 +196,10 @@ def load_recipe(name: str | None) -> Recipe:
     """
     name = next(iter(EMBEDDED)) if name is None else name
     path = _find(name)
-    source = _read(path)
+    try:
+        source = path.read_bytes()
+    except OSError as error:
+        raise RecipeError(f"recipe {path} cannot be read: {error.strerror}") from error
     module = run_file(path)
     parts = _parts_of(module, path)
     return Recipe(
@@ -260,13 +252,6 @@ def _find(name: str) -> Path:
     raise RecipeError(
         f"recipe {name!r}: there is no such file{hint}; the embedded recipes are: {known}"
     )
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise RecipeError(f"recipe {path} cannot be read: {error.strerror}") from error
 
 
 def run_file(path: Path) -> ModuleType:
@@ -393,7 +378,10 @@ class Horizon:
         self.updates = updates
         self._made = 0  # updates so far, those beyond the last too
         # What the scheduler sets, at its beginning: rates, and momenta or betas of some.
-        self._start = [_numbers(group) for group in self.optimizer.param_groups]
+        self._start = [
+            {name: value for name, value in group.items() if name != "params"}
+            for group in self.optimizer.param_groups
+        ]
 
     def step(self) -> None:
         """Go on to the next update; nothing happens beyond the last."""
@@ -427,7 +415,3 @@ def with_horizon(scheduler: Any, updates: int) -> Any:
     if isinstance(scheduler, LRScheduler) and not isinstance(scheduler, ReduceLROnPlateau):
         return Horizon(scheduler, updates)
     return scheduler
-
-
-def _numbers(group: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in group.items() if name != "params"}

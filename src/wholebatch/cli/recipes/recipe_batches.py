@@ -29,8 +29,6 @@ from wholebatch.core.splitting.samples import layout_of
 from wholebatch.errors import RecipeError, StateError
 from wholebatch.tune.batch_scaling import share_of
 
-__all__ = ["Batches", "Nothing", "Position", "share_of"]
-
 
 @dataclass(frozen=True)
 class Position:

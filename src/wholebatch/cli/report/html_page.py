@@ -12,27 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
+from string import Template
 from typing import Any
 
 from wholebatch.core.plain_files import finite
 from wholebatch.errors import MissingExtraError, OptionError
-
-__all__ = [
-    "ROWS",
-    "SERIES",
-    "Callout",
-    "Chart",
-    "HtmlPage",
-    "Section",
-    "Table",
-    "Text",
-    "axis",
-    "bars",
-    "curve",
-    "render",
-    "series_color",
-    "write_page",
-]
 
 SERIES = 8
 """The number of series colours; `assets/page.css` defines each for light and dark."""
@@ -118,10 +102,6 @@ def series_color(index: int) -> str:
 
 
 _ASSETS = Path(__file__).parent / "assets"
-_POLICY = (
-    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
-    "img-src data: blob:; base-uri 'none'; form-action 'none'"
-)
 _SIGNS = {"good": "✓", "bad": "✗", "plain": "›"}
 
 
@@ -150,8 +130,10 @@ def axis(text: str, **more: Any) -> dict[str, Any]:
     return {"title": {"text": text}, **more}
 
 
-ROWS = {"autorange": "reversed", "type": "category", "showgrid": False}
-"""The y axis of a chart with a named row for each bar or point, from the top down."""
+def by_row(xaxis: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+    """Return the layout of a chart with a named row for each bar or point, from the top down."""
+    rows = {"autorange": "reversed", "type": "category", "showgrid": False}
+    return {"xaxis": xaxis, "yaxis": rows, "hovermode": "closest", **more}
 
 
 def write_page(page: HtmlPage, path: Path) -> Path:
@@ -176,29 +158,19 @@ def render(page: HtmlPage) -> str:
     )
     body = "\n".join(_section(section) for section in page.sections)
     plotting = f"<script>{_plotly()}</script>" if charts else ""
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{_POLICY}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<title>{escape(page.title)}</title>
-<link rel="icon" href="data:,">
-<style>{_asset("page.css")}</style>
-</head>
-<body>
-<header><h1>{escape(page.title)}</h1><p>{escape(page.subtitle)}</p><nav>{links}</nav></header>
-<main>
-{body}
-</main>
-<footer>Made by wholebatch. This file is complete in itself: it loads nothing.</footer>
-<script type="application/json" id="charts">{_json(charts)}</script>
-{plotting}
-<script>{_asset("page.js")}</script>
-</body>
-</html>
-"""
+    return Template(_asset("page.html")).substitute(
+        title=escape(page.title),
+        subtitle=escape(page.subtitle),
+        links=links,
+        style=_asset("page.css"),
+        body=body,
+        # Safe inside a script element.
+        charts=json.dumps(finite(charts), allow_nan=False, separators=(",", ":")).replace(
+            "<", "\\u003c"
+        ),
+        plotting=plotting,
+        script=_asset("page.js"),
+    )
 
 
 def _plotly() -> str:
@@ -230,11 +202,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(one) for one in value]
     return value
-
-
-def _json(value: Any) -> str:
-    """Return JSON that is safe inside a script element; non-finite numbers become null."""
-    return json.dumps(finite(value), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
 # --- the parts --------------------------------------------------------------------------------

@@ -13,8 +13,6 @@ from wholebatch.cli.report.result_sections import benchmarks, memory, split, tun
 from wholebatch.cli.report.training_section import overview, training
 from wholebatch.core.readable_sizes import PARTS
 
-__all__ = ["make_page", "write_report"]
-
 _MOST_SPLITS = 8
 _UNITS = {"bytes-gpt": "bytes", "digits-cnn": "images"}
 
@@ -28,11 +26,11 @@ def make_page(sources: Sources, *, title: str | None = None) -> HtmlPage:
     """Return a page with every section that has content."""
     units = [_unit_of(run) for run in sources.runs]
     verdicts: dict[str, dict[str, Any]] = dict(sources.verdicts)
-    plans = [*sources.plans, *_plans_of(sources.tunings)]
+    plans = [*sources.plans, *_plans_of(sources.tunes)]
     sections: list[Section | None] = [
         overview(sources.runs, units, verdicts),
         training(sources.runs, units),
-        tuning(sources.tunings),
+        tuning(sources.tunes),
         memory(plans),
         split(_splits(sources)),
         verification(sources.verdicts),
@@ -40,7 +38,7 @@ def make_page(sources: Sources, *, title: str | None = None) -> HtmlPage:
     ]
     names = [run.name for run in sources.runs] or [
         name
-        for found in (sources.tunings, sources.plans, sources.verdicts, sources.benchmarks)
+        for found in (sources.tunes, sources.plans, sources.verdicts, sources.benchmarks)
         for name, _ in found
     ]
     shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
@@ -72,7 +70,7 @@ def _plans_of(
 def _splits(sources: Sources) -> list[tuple[str, Mapping[str, float]]]:
     """Return the splits of each tuning's fastest settings, and of runs that recorded theirs."""
     found: list[tuple[str, Mapping[str, float]]] = []
-    for name, tuned in sources.tunings:
+    for name, tuned in sources.tunes:
         measured = [trial for trial in tuned["trials"] if trial.get("split")]
         measured.sort(key=lambda trial: -trial["units_per_second"])
         subject = tuned.get("subject") or name

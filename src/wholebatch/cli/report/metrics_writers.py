@@ -22,17 +22,6 @@ from wholebatch.core.plain_files import finite, read_json, reason
 from wholebatch.core.window import Step
 from wholebatch.errors import MissingExtraError, OptionError, StateError
 
-__all__ = [
-    "TIMING",
-    "Events",
-    "MetricsFile",
-    "Sink",
-    "WandbRun",
-    "record_of",
-    "scalars_of",
-    "writing",
-]
-
 TIMING = frozenset({"seconds", "units_per_second", "time", "memory", "recoveries", "communication"})
 """The fields of a record about time and resources: two identical runs differ in them."""
 

@@ -17,8 +17,6 @@ from typing import Any
 from wholebatch.core.plain_files import open_file, read_json, reason
 from wholebatch.errors import StateError
 
-__all__ = ["Sources", "TrainingRun", "kind_of", "read_sources"]
-
 Data = dict[str, Any]
 
 
@@ -45,18 +43,13 @@ class Sources:
 
     runs: list[TrainingRun] = field(default_factory=list)
     plans: list[tuple[str, Data]] = field(default_factory=list)
-    tunings: list[tuple[str, Data]] = field(default_factory=list)
+    tunes: list[tuple[str, Data]] = field(default_factory=list)
     verdicts: list[tuple[str, Data]] = field(default_factory=list)
     benchmarks: list[tuple[str, Data]] = field(default_factory=list)
 
     def add(self, kind: str, name: str, data: Data) -> None:
         """Add the content of a file to its kind."""
-        {
-            "plan": self.plans,
-            "tune": self.tunings,
-            "verdict": self.verdicts,
-            "benchmark": self.benchmarks,
-        }[kind].append((name, data))
+        getattr(self, f"{kind}s").append((name, data))
 
 
 def read_sources(paths: Sequence[Path]) -> Sources:
@@ -96,15 +89,12 @@ def kind_of(data: object) -> str | None:
 def _known(path: Path, data: object) -> str:
     kind = kind_of(data)
     if kind is None:
+        beside = f"; give {path.parent}" if (path.parent / "config.json").is_file() else ""
         raise StateError(
             f"{path}: is not what `wholebatch plan --json`, `verify --json`, `tune` or a benchmark "
-            f"writes, nor the folder of a run{_beside(path)}"
+            f"writes, nor the folder of a run{beside}"
         )
     return kind
-
-
-def _beside(path: Path) -> str:
-    return f"; give {path.parent}" if (path.parent / "config.json").is_file() else ""
 
 
 def _read_folder(path: Path, name: str, sources: Sources) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from wholebatch.cli.report.html_page import (
-    ROWS,
     Callout,
     Chart,
     Section,
@@ -14,18 +13,17 @@ from wholebatch.cli.report.html_page import (
     Text,
     axis,
     bars,
+    by_row,
     curve,
     series_color,
 )
 from wholebatch.cli.report.terminal_output import short_count
 from wholebatch.core.readable_sizes import CATEGORIES, PARTS, bytes_said
 
-__all__ = ["benchmarks", "memory", "scale_of", "split", "tuning", "verification"]
-
 Data = Mapping[str, Any]
 
 
-def memory(plans: Sequence[tuple[str, Mapping[str, Any]]]) -> Section | None:
+def memory(plans: Sequence[tuple[str, Data]]) -> Section | None:
     """Return one stacked chart for each plan, with its budget as a line."""
     parts: list[Chart | Table | Text] = []
     for at, (name, plan) in enumerate(plans):
@@ -43,7 +41,7 @@ def memory(plans: Sequence[tuple[str, Mapping[str, Any]]]) -> Section | None:
 
 
 def _chart(
-    name: str, title: str, caption: str, points: Sequence[Mapping[str, Any]], budget: int | None
+    name: str, title: str, caption: str, points: Sequence[Data], budget: int | None
 ) -> Chart:
     sizes = [str(point["micro_batch"]) for point in points]
     highest = max(point["peak"] for point in points)
@@ -90,7 +88,7 @@ def scale_of(most: float) -> tuple[float, str]:
     return 1.0, "bytes"
 
 
-def _numbers(points: Sequence[Mapping[str, Any]]) -> Table:
+def _numbers(points: Sequence[Data]) -> Table:
     shown = [name for name in CATEGORIES if any(p["by_category"].get(name) for p in points)]
     rows = tuple(
         (
@@ -107,30 +105,18 @@ def tuning(tunings: Sequence[tuple[str, Data]]) -> Section | None:
     """Return the recommendation, the reasons, and all measurements."""
     parts: list[Any] = []
     for at, (name, tuned) in enumerate(tunings):
-        bottleneck = tuned["bottleneck"]
-        parts.append(
-            Callout(
-                f"{tuned.get('subject') or name}: {tuned['advice'][0]}", tuple(tuned["advice"][1:])
-            )
-        )
-        parts.append(
-            Callout(
-                f"Bottleneck: {bottleneck['kind']}",
-                tuple(
-                    _sentence(line) for line in (*bottleneck["evidence"], *tuned["accumulation"])
-                ),
-            )
-        )
-        measured = [trial for trial in tuned["trials"] if trial.get("units_per_second")]
-        parts.append(_speeds(at, tuned, measured))
-        parts.append(_trials(tuned))
+        bottleneck, (answer, *more) = tuned["bottleneck"], tuned["advice"]
+        said = (*bottleneck["evidence"], *tuned["accumulation"])
+        sentences = (f"{line[:1].upper()}{line[1:].removesuffix('.')}." for line in said)
+        parts += [
+            Callout(f"{tuned.get('subject') or name}: {answer}", tuple(more)),
+            Callout(f"Bottleneck: {bottleneck['kind']}", tuple(sentences)),
+            _speeds(at, tuned),
+            _trials(tuned),
+        ]
         if tuned.get("ranks"):
             parts.append(_ranks(at, tuned["ranks"]))
     return Section("tuning", "Tuning", tuple(parts)) if parts else None
-
-
-def _sentence(text: str) -> str:
-    return text[:1].upper() + text[1:] + ("" if text.endswith(".") else ".")
 
 
 def _way(trial: Data) -> str:
@@ -141,7 +127,8 @@ def _way(trial: Data) -> str:
     return ", ".join(words)
 
 
-def _speeds(at: int, tuned: Data, measured: Sequence[Data]) -> Chart:
+def _speeds(at: int, tuned: Data) -> Chart:
+    measured = [trial for trial in tuned["trials"] if trial.get("units_per_second")]
     traces: list[dict[str, Any]] = []
     for number, way in enumerate(dict.fromkeys(_way(trial) for trial in measured)):
         ours = sorted(
@@ -246,12 +233,7 @@ def split(splits: Sequence[tuple[str, Mapping[str, float]]]) -> Section | None:
         color = series_color(number)
         hover = "%{x:.3g} ms"
         traces.append(bars(part, values, names, color, orientation="h", hovertemplate=hover))
-    layout = {
-        "barmode": "stack",
-        "xaxis": axis("milliseconds of a window"),
-        "yaxis": ROWS,
-        "hovermode": "closest",
-    }
+    layout = by_row(axis("milliseconds of a window"), barmode="stack")
     chart = Chart(
         "split",
         "Where the time of a window goes",
@@ -345,7 +327,7 @@ def _loop(at: int, verdict: Data) -> list[Chart | Table]:
                 name,
                 str(trial["optimizer_steps"]),
                 _distance(fit["distance"]),
-                _found(trial["found"]),
+                (trial["found"] or "no known mistake fits").replace("_", " ").replace("-", " "),
             )
             for name, trial, fit in zip(names, trials, right, strict=True)
         ),
@@ -353,10 +335,6 @@ def _loop(at: int, verdict: Data) -> list[Chart | Table]:
         frozenset(n for n, trial in enumerate(trials) if trial["found"] != "right"),
     )
     return [chart, table]
-
-
-def _found(key: str | None) -> str:
-    return "no known mistake fits" if key is None else key.replace("_", " ").replace("-", " ")
 
 
 def _distances(
@@ -371,11 +349,7 @@ def _distances(
         hover = "%{x:.1e}"
         return curve(what, x, [*labels], color, mode="markers", marker=mark, hovertemplate=hover)
 
-    layout = {
-        "xaxis": axis("relative distance (L2)", type="log", exponentformat="power"),
-        "yaxis": ROWS,
-        "hovermode": "closest",
-    }
+    layout = by_row(axis("relative distance (L2)", type="log", exponentformat="power"))
     traces = [
         points("off by", distances, series_color(0), "circle"),
         points("rounding explains up to", tolerances, series_color(1), "line-ns-open"),
@@ -395,10 +369,7 @@ def _distance(value: float | None) -> str:
     return "not finite" if value is None else "0" if value == 0 else f"{value:.1e}"
 
 
-Row = Mapping[str, Any]
-
-
-def benchmarks(found: Sequence[tuple[str, Mapping[str, Any]]]) -> list[Section]:
+def benchmarks(found: Sequence[tuple[str, Data]]) -> list[Section]:
     """Return one section for every file."""
     sections = []
     for at, (name, data) in enumerate(found):
@@ -407,7 +378,8 @@ def benchmarks(found: Sequence[tuple[str, Mapping[str, Any]]]) -> list[Section]:
         numbers = [key for key in columns if any(_is_number(row.get(key)) for row in rows)]
         parts: list[Any] = [Text(_about(data))]
         parts += [Text(str(note)) for note in data.get("notes", ())]
-        shown = [key for key in numbers if _is_time(key)][:3]
+        times = ("ms", "seconds")
+        shown = [key for key in numbers if key.rpartition("_")[2] in times][:3]
         if shown:
             parts.append(_times(f"benchmark-{at}", labels, rows, shown))
         parts.append(
@@ -423,7 +395,7 @@ def benchmarks(found: Sequence[tuple[str, Mapping[str, Any]]]) -> list[Section]:
     return sections
 
 
-def _rows(data: Mapping[str, Any]) -> tuple[list[str], list[Row]]:
+def _rows(data: Data) -> tuple[list[str], list[Data]]:
     """Return the rows with their labels: the keys of `results`, or the texts in each of `rows`."""
     results = data.get("results")
     if isinstance(results, Mapping):
@@ -431,7 +403,7 @@ def _rows(data: Mapping[str, Any]) -> tuple[list[str], list[Row]]:
         return [name for name, _ in items], [row for _, row in items]
     rows = [row for row in data.get("rows", ()) if isinstance(row, Mapping)]
     labels: list[str] = []
-    rest: list[Row] = []
+    rest: list[Data] = []
     for number, row in enumerate(rows, start=1):
         words = [key for key, value in row.items() if isinstance(value, str)][:2]
         text = ", ".join(str(row[key]) for key in words)
@@ -442,14 +414,14 @@ def _rows(data: Mapping[str, Any]) -> tuple[list[str], list[Row]]:
     return labels, rest
 
 
-def _about(data: Mapping[str, Any]) -> str:
+def _about(data: Data) -> str:
     nested = data.get("about")
     known = {**data, **(nested if isinstance(nested, Mapping) else {})}
     names = ("subject", "date", "device", "machine", "precision", "torch", "python", "threads")
     return ", ".join(f"{name} {known[name]}" for name in names if _is_plain(known.get(name)))
 
 
-def _times(name: str, labels: Sequence[str], rows: Sequence[Row], keys: Sequence[str]) -> Chart:
+def _times(name: str, labels: Sequence[str], rows: Sequence[Data], keys: Sequence[str]) -> Chart:
     traces = [
         bars(
             key.replace("_", " "),
@@ -462,19 +434,9 @@ def _times(name: str, labels: Sequence[str], rows: Sequence[Row], keys: Sequence
         )
         for at, key in enumerate(keys)
     ]
-    layout = {
-        "barmode": "group",
-        "xaxis": {"rangemode": "tozero"},
-        "yaxis": ROWS,
-        "hovermode": "closest",
-        "showlegend": True,
-    }
+    layout = by_row({"rangemode": "tozero"}, barmode="group", showlegend=True)
     height = 110 + len(labels) * (24 + 14 * len(keys))
     return Chart(name, "Times", traces, layout, height=height, wide=True)
-
-
-def _is_time(key: str) -> bool:
-    return key in ("ms", "seconds") or key.endswith(("_ms", "_seconds"))
 
 
 def _is_number(value: object) -> bool:

@@ -15,17 +15,6 @@ from rich.panel import Panel
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 
-from wholebatch.core.readable_sizes import bytes_said
-
-__all__ = [
-    "Terminal",
-    "bytes_said",
-    "path_from_here",
-    "plain_table",
-    "short_count",
-    "short_duration",
-]
-
 _SECONDS_BETWEEN_LINES = 5.0
 
 

@@ -6,6 +6,7 @@ import itertools
 import math
 import statistics
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from wholebatch.cli.report.html_page import Chart, Section, Table, Text, axis, series_color
@@ -13,8 +14,6 @@ from wholebatch.cli.report.page_sources import TrainingRun
 from wholebatch.cli.report.result_sections import scale_of
 from wholebatch.cli.report.terminal_output import short_count, short_duration
 from wholebatch.core.readable_sizes import bytes_said
-
-__all__ = ["MOST_POINTS", "overview", "thinned", "training"]
 
 MOST_BARS = 60
 """The most points of a curve that are drawn with their intervals."""
@@ -34,33 +33,30 @@ def training(runs: Sequence[TrainingRun], units: Sequence[str]) -> Section | Non
     peaks = [memory_of(record) or 0.0 for run, _ in shown for record in run.records]
     size, size_name = scale_of(max(peaks))
     zero: dict[str, Any] = {"rangemode": "tozero"}
+    chart = partial(_chart, shown)
     charts = [
-        _chart(shown, "loss", "Loss", axis("mean over the window's units"), _field("loss")),
-        _chart(
-            shown,
+        chart("loss", "Loss", axis("mean over the window's units"), _field("loss")),
+        chart(
             "throughput",
             "Throughput",
             axis(f"{unit} per second", **zero),
             _field("units_per_second"),
         ),
-        _chart(
-            shown,
+        chart(
             "memory-over-time",
             "Memory",
             axis(f"peak, {size_name}", **zero),
             lambda r: None if (bytes_ := memory_of(r)) is None else bytes_ / size,
         ),
-        _chart(shown, "grad-norm", "Gradient norm", axis("before clipping"), _field("grad_norm")),
-        _chart(shown, "rate", "Learning rate", axis("", **zero), _field("lr")),
-        _chart(
-            shown,
+        chart("grad-norm", "Gradient norm", axis("before clipping"), _field("grad_norm")),
+        chart("rate", "Learning rate", axis("", **zero), _field("lr")),
+        chart(
             "communication",
             "Communication",
             axis("% of the window's time", **zero),
             lambda r: None if not r.get("communication") else 100 * r["communication"],
         ),
-        _chart(
-            shown,
+        chart(
             "noise",
             "Critical batch by the gradient noise scale",
             axis(f"{unit}, with the 95% interval", type="log"),
@@ -88,7 +84,12 @@ def memory_of(record: Record) -> float | None:
 
 def _field(name: str) -> Callable[[Record], Any]:
     """Return a function that reads a field; of several parameter groups the first one's."""
-    return lambda record: _first(record.get(name))
+
+    def read(record: Record) -> Any:
+        value = record.get(name)
+        return value[0] if isinstance(value, list) and value else value
+
+    return read
 
 
 def _chart(
@@ -213,40 +214,63 @@ def overview(
     """Return a table with the runs as columns; rows in which they differ are marked."""
     if not runs:
         return None
-    unit_of = dict(zip((run.name for run in runs), units, strict=True))
-    settings: dict[str, Callable[[TrainingRun], str]] = {
-        "recipe": lambda run: str(run.config.get("recipe", "–")),
-        "batch": _batch_text,
-        "precision": lambda run: _setting(run, "precision"),
-        "clipped to norm": lambda run: _setting(run, "clip_norm"),
-        "learning rate": lambda run: _setting(run, "lr"),
-        "seed": lambda run: _setting(run, "seed"),
-        "device": _device_text,
-    }
-    results: dict[str, Callable[[TrainingRun], str]] = {
-        "windows": lambda run: f"{len(run.records):,} of {_setting(run, 'steps')}",
-        "loss, first → last": _losses_text,
-        "losses that are not finite": lambda run: _count(run, _is_lost),
-        "speed (median)": lambda run: _speed_text(run, unit_of[run.name]),
-        "peak memory": _memory_text,
-        "time in windows": _time_text,
-        "skipped windows": lambda run: _count(run, lambda record: bool(record.get("skipped"))),
-        "recoveries from out of memory": _recoveries,
-        "verified": lambda run: _verified(verdicts.get(run.name)),
-    }
-    shown = {**settings, **results, "versions": _versions}
-    made = {label: [say(run) for run in runs] for label, say in shown.items()}
+    settings = [_settings_of(run) for run in runs]
+    results = [
+        _results_of(run, unit, verdicts.get(run.name))
+        for run, unit in zip(runs, units, strict=True)
+    ]
+    columns = [{**one, **other} for one, other in zip(settings, results, strict=True)]
+    versions = [_versions(run) for run in runs]
+    made = {label: [column[label] for column in columns] for label in columns[0]}
+    made["versions"] = versions
     if set(made["losses that are not finite"]) == {"0"}:
         del made["losses that are not finite"]
     rows = [(label, *cells) for label, cells in made.items() if not set(cells) <= {"", "–"}]
     marked = frozenset(
         place
         for place, (label, *cells) in enumerate(rows)
-        if label not in results and len(set(cells)) > 1
+        if label not in results[0] and len(set(cells)) > 1
     )
     head = ("", *(run.name for run in runs))
     caption = "What differs between the runs is in bold." if len(runs) > 1 else ""
     return Section("runs", "At a glance", (Table(head, tuple(rows), caption, marked),))
+
+
+def _settings_of(run: TrainingRun) -> dict[str, str]:
+    ranks = run.config.get("ranks", 1)
+    return {
+        "recipe": str(run.config.get("recipe", "–")),
+        "batch": _batch_text(run),
+        "precision": _setting(run, "precision"),
+        "clipped to norm": _setting(run, "clip_norm"),
+        "learning rate": _setting(run, "lr"),
+        "seed": _setting(run, "seed"),
+        "device": f"{run.config.get('device', '–')}" + (f" × {ranks} ranks" if ranks != 1 else ""),
+    }
+
+
+def _results_of(run: TrainingRun, unit: str, verdict: Record | None) -> dict[str, str]:
+    losses, rates = _numbers(run, "loss"), _numbers(run, "units_per_second")
+    peaks = [peak for record in run.records if (peak := memory_of(record)) is not None]
+    lost = [r for r in run.records if _number(r.get("loss")) is None and r.get("units") != 0]
+    recovered = [r["recoveries"] for r in run.records if isinstance(r.get("recoveries"), int)]
+    verified = "–" if verdict is None else "✗ another update"
+    return {
+        "windows": f"{len(run.records):,} of {_setting(run, 'steps')}",
+        "loss, first → last": f"{losses[0]:.4f} → {losses[-1]:.4f}" if losses else "–",
+        "losses that are not finite": str(len(lost)),
+        "speed (median)": f"{short_count(statistics.median(rates))} {unit}/s" if rates else "–",
+        "peak memory": bytes_said(max(peaks)) if peaks else "–",
+        "time in windows": short_duration(sum(_numbers(run, "seconds"))),
+        "skipped windows": str(sum(bool(record.get("skipped")) for record in run.records)),
+        "recoveries from out of memory": str(max(recovered)) if recovered else "–",
+        "verified": "✓ the same update" if verdict is not None and verdict["same"] else verified,
+    }
+
+
+def _versions(run: TrainingRun) -> str:
+    known = [(name, run.config.get(name)) for name in ("wholebatch", "torch", "python")]
+    return ", ".join(f"{name} {version}" for name, version in known if version)
 
 
 def _batch_text(run: TrainingRun) -> str:
@@ -271,59 +295,11 @@ def _setting(run: TrainingRun, name: str) -> str:
     return "–" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _device_text(run: TrainingRun) -> str:
-    ranks = run.config.get("ranks", 1)
-    return f"{run.config.get('device', '–')}" + (f" × {ranks} ranks" if ranks != 1 else "")
-
-
-def _losses_text(run: TrainingRun) -> str:
-    losses = [r["loss"] for r in run.records if _number(r.get("loss")) is not None]
-    return f"{losses[0]:.4f} → {losses[-1]:.4f}" if losses else "–"
-
-
-def _is_lost(record: Record) -> bool:
-    return _number(record.get("loss")) is None and record.get("units") != 0
-
-
-def _speed_text(run: TrainingRun, unit: str) -> str:
-    rates = [rate for r in run.records if (rate := _number(r.get("units_per_second"))) is not None]
-    return f"{short_count(statistics.median(rates))} {unit}/s" if rates else "–"
-
-
-def _memory_text(run: TrainingRun) -> str:
-    peaks = [peak for r in run.records if (peak := memory_of(r)) is not None]
-    return bytes_said(max(peaks)) if peaks else "–"
-
-
-def _time_text(run: TrainingRun) -> str:
-    return short_duration(sum(_number(r.get("seconds")) or 0.0 for r in run.records))
-
-
-def _count(run: TrainingRun, counts: Callable[[Record], bool]) -> str:
-    return str(sum(counts(record) for record in run.records))
-
-
-def _recoveries(run: TrainingRun) -> str:
-    found = [r["recoveries"] for r in run.records if isinstance(r.get("recoveries"), int)]
-    return str(max(found)) if found else "–"
-
-
-def _verified(verdict: dict[str, Any] | None) -> str:
-    return (
-        "–" if verdict is None else "✓ the same update" if verdict["same"] else "✗ another update"
-    )
-
-
-def _versions(run: TrainingRun) -> str:
-    known = [(name, run.config.get(name)) for name in ("wholebatch", "torch", "python")]
-    return ", ".join(f"{name} {version}" for name, version in known if version)
-
-
-def _first(value: Any) -> Any:
-    return value[0] if isinstance(value, list) and value else value
-
-
 def _number(value: Any) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return None
     return float(value)
+
+
+def _numbers(run: TrainingRun, name: str) -> list[float]:
+    return [value for r in run.records if (value := _number(r.get(name))) is not None]

@@ -18,20 +18,6 @@ from types import MappingProxyType
 
 from .expressions import dotted, keyword, last_part, positional
 
-__all__ = [
-    "Act",
-    "Context",
-    "Def",
-    "Env",
-    "Event",
-    "Guard",
-    "Loop",
-    "PathItem",
-    "Symbol",
-    "classify",
-    "constructor",
-]
-
 
 @dataclass(frozen=True, eq=False)
 class Def:
@@ -122,19 +108,25 @@ class Symbol:
 
 
 @dataclass(frozen=True, eq=False)
-class Event:
-    """Something relevant to accumulation, with its place and its conditions."""
+class Act:
+    """The effect of one call."""
 
     kind: str
+    receiver: ast.expr | None = None
+    argument: ast.expr | None = None
+    detail: str = ""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Event(Act):
+    """An act, with its place in the file and its conditions."""
+
     node: ast.AST
     stmt: ast.stmt
     path: tuple[PathItem, ...]
     env: Env
     order: int
-    receiver: ast.expr | None = None
     receiver_text: str = ""
-    argument: ast.expr | None = None
-    detail: str = ""
 
     @property
     def loops(self) -> tuple[Loop, ...]:
@@ -177,24 +169,15 @@ _MODEL_NAME = re.compile(
     re.I,
 )
 _CLIPS = {
-    "clip_grad_norm_",
-    "clip_grad_norm",
-    "clip_grad_value_",
-    "clip_grad_value",
-    "clip_gradients",
+    "clip_grad_norm_", "clip_grad_norm", "clip_grad_value_", "clip_grad_value", "clip_gradients",
     "dispatch_clip_grad",
+}  # fmt: skip
+_SIMPLE = {
+    "zero_grad": "zero",
+    "unscale_": "unscale",
+    "set_requires_gradient_sync": "fsdp_sync",
 }
 _NATIVE_SCALERS = re.compile(r"loss_scaler|NativeScaler", re.I)
-
-
-@dataclass(frozen=True)
-class Act:
-    """The effect of one call."""
-
-    kind: str
-    receiver: ast.expr | None = None
-    argument: ast.expr | None = None
-    detail: str = ""
 
 
 def constructor(definition: Def) -> tuple[str, int | None]:
@@ -262,7 +245,8 @@ def classify(call: ast.Call, env: Env) -> Act | None:
     func = call.func
     name = last_part(func)
     if name in _CLIPS:
-        return None if _only_measures(call) else Act("clip", _owner(func), detail=name)
+        owner = func.value if isinstance(func, ast.Attribute) else None
+        return None if _only_measures(call) else Act("clip", owner, detail=name)
     if name == "optimizer_step":
         return Act("step", positional(call, 0), detail="xla")
     if isinstance(func, ast.Name):
@@ -274,17 +258,13 @@ def classify(call: ast.Call, env: Env) -> Act | None:
         return _backward(call, owner, env)
     if name == "manual_backward":
         return Act("backward", owner, positional(call, 0), "lightning")
-    if name == "zero_grad":
-        return Act("zero", owner)
-    if name == "unscale_":
-        return Act("unscale", owner, positional(call, 0))
+    if name in _SIMPLE:
+        return Act(_SIMPLE[name], owner, positional(call, 0))
     if name == "step":
         return _step(call, owner, env)
     if name == "update" and role(owner, env) == "scaler":
         return Act("scaler_update", owner)
-    if name == "set_requires_gradient_sync":
-        return Act("fsdp_sync", owner, positional(call, 0))
-    if _is_model(name):
+    if _MODEL_NAME.match(name):
         return Act("forward", func)
     return _native_scaler(call, func)
 
@@ -293,20 +273,12 @@ def _plain_call(call: ast.Call, func: ast.Name, env: Env) -> Act | None:
     native = _native_scaler(call, func)
     if native is not None:
         return native
-    if _is_model(func.id) or any(
+    if _MODEL_NAME.match(func.id) or any(
         made.rpartition(".")[2] in {"DistributedDataParallel", "DDP", "FSDP", "DataParallel"}
         for made, _ in constructors(func, env)
     ):
         return Act("forward", func)
     return None
-
-
-def _is_model(name: str) -> bool:
-    return bool(_MODEL_NAME.match(name))
-
-
-def _owner(func: ast.expr) -> ast.expr | None:
-    return func.value if isinstance(func, ast.Attribute) else None
 
 
 def _native_scaler(call: ast.Call, func: ast.expr) -> Act | None:
@@ -352,6 +324,6 @@ def _step(call: ast.Call, owner: ast.expr, env: Env) -> Act | None:
     if kind == "optimizer":
         closure = positional(call, 0) or keyword(call, "closure")
         return Act("step", owner, detail="closure" if closure is not None else "")
-    if kind == "engine" or (not call.args and _is_model(last_part(owner))):
+    if kind == "engine" or (not call.args and _MODEL_NAME.match(last_part(owner))):
         return Act("engine_step", owner)
     return None

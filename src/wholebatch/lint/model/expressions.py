@@ -7,28 +7,6 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import TypeGuard
 
-__all__ = [
-    "FunctionNode",
-    "assigned_names",
-    "bind_pairs",
-    "calls_in",
-    "children",
-    "divisor_of",
-    "dotted",
-    "is_accumulation_name",
-    "is_binary",
-    "is_call",
-    "is_not",
-    "keyword",
-    "last_part",
-    "number",
-    "place",
-    "positional",
-    "root",
-    "text",
-    "walk",
-]
-
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 
 # Spellings of "micro-batches per update". Kept strict: a bare "steps" or "freq" means nothing.

@@ -21,13 +21,10 @@ from .expressions import (
     walk,
 )
 
-__all__ = ["ClassFacts", "Facts", "class_env", "gather"]
-
 _ACTS = {
     "backward", "manual_backward", "loss_scaler", "zero_grad", "unscale_", "clip_grad_norm_",
     "clip_grad_value_", "optimizer_step",
 }  # fmt: skip
-_DDP = {"DistributedDataParallel", "DDP"}
 _FSDP = {"FullyShardedDataParallel", "FSDP", "fully_shard"}
 # A helper from another file, recognised by its name: `wrap_model_with_fsdp(model)`.
 _FSDP_HELPER = re.compile(
@@ -63,11 +60,6 @@ class Facts:
     def made(self, *names: str) -> list[ast.Call]:
         """Return the calls whose last name is one of these: `DDP(...)`, `nn.BatchNorm2d(...)`."""
         return [c for c in self.calls if last_part(c.func) in names]
-
-    @property
-    def ddp_calls(self) -> list[ast.Call]:
-        """Return the calls that wrap a model in DistributedDataParallel."""
-        return self.made(*_DDP)
 
     @property
     def wraps_fsdp(self) -> bool:

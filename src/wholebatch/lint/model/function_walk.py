@@ -24,9 +24,8 @@ from .expressions import (
 from .file_facts import Facts, class_env
 from .name_resolution import Resolver
 
-__all__ = ["Walker", "walk_file"]
-
 _LoopNode = ast.For | ast.AsyncFor | ast.While
+_Path = tuple[PathItem, ...]
 
 _MAX_INLINE_DEPTH = 6
 _MAX_INLINES = 250
@@ -74,9 +73,7 @@ class Walker:
 
     # -- blocks ------------------------------------------------------------------------------
 
-    def block(
-        self, body: Sequence[ast.stmt], env: Env, path: tuple[PathItem, ...], scope: Scope
-    ) -> list[_Exit]:
+    def block(self, body: Sequence[ast.stmt], env: Env, path: _Path, scope: Scope) -> list[_Exit]:
         """Walk statements in order; a conditional `continue` guards all that follows it."""
         exits: list[_Exit] = []
         for stmt in body:
@@ -88,9 +85,7 @@ class Walker:
                 path = (*path, *_negated(leaving, self.resolver))
         return exits
 
-    def _statement(
-        self, stmt: ast.stmt, env: Env, path: tuple[PathItem, ...], scope: Scope
-    ) -> list[_Exit]:
+    def _statement(self, stmt: ast.stmt, env: Env, path: _Path, scope: Scope) -> list[_Exit]:
         if isinstance(stmt, (ast.Assign, ast.AnnAssign, ast.AugAssign)):
             self._assign(stmt, env, path, scope)
         elif isinstance(stmt, ast.Expr):
@@ -102,7 +97,7 @@ class Walker:
         elif isinstance(stmt, (ast.With, ast.AsyncWith)):
             return self._with(stmt, env, path, scope)
         elif isinstance(stmt, ast.Try):
-            return self._try(stmt, env, path, scope)
+            self._try(stmt, env, path, scope)
         elif isinstance(stmt, ast.Match):
             for case in stmt.cases:
                 branch = Env(env)
@@ -111,25 +106,20 @@ class Walker:
         elif isinstance(stmt, (ast.FunctionDef, ast.AsyncFunctionDef)):
             scope.functions[stmt.name] = stmt
             self.nested.append((stmt, env, scope))
-        elif isinstance(stmt, ast.Return):
-            self._return(stmt, env, path, scope)
-            return [_Exit("return", ())]
-        elif isinstance(stmt, ast.Raise):
-            return [_Exit("raise", ())]
-        elif isinstance(stmt, ast.Break):
-            return [_Exit("break", ())]
-        elif isinstance(stmt, ast.Continue):
-            return [_Exit("continue", ())]
+        elif isinstance(stmt, (ast.Return, ast.Raise, ast.Break, ast.Continue)):
+            if isinstance(stmt, ast.Return):
+                self._return(stmt, env, path, scope)
+            return [_Exit(type(stmt).__name__.lower(), ())]
         return []
 
-    def _return(self, stmt: ast.Return, env: Env, path: tuple[PathItem, ...], scope: Scope) -> None:
+    def _return(self, stmt: ast.Return, env: Env, path: _Path, scope: Scope) -> None:
         if stmt.value is None:
             return
         self._calls(stmt.value, env, path, scope)
         if self._returns:
             self._returns[-1].append(Def(stmt.value, env.frozen(), _loops(path), stmt))
 
-    def _if(self, stmt: ast.If, env: Env, path: tuple[PathItem, ...], scope: Scope) -> list[_Exit]:
+    def _if(self, stmt: ast.If, env: Env, path: _Path, scope: Scope) -> list[_Exit]:
         self._calls(stmt.test, env, path, scope)
         before = env.frozen()
         exits: list[_Exit] = []
@@ -152,11 +142,7 @@ class Walker:
         return exits
 
     def _with(
-        self,
-        stmt: ast.With | ast.AsyncWith,
-        env: Env,
-        path: tuple[PathItem, ...],
-        scope: Scope,
+        self, stmt: ast.With | ast.AsyncWith, env: Env, path: _Path, scope: Scope
     ) -> list[_Exit]:
         for item in stmt.items:
             self._calls(item.context_expr, env, path, scope)
@@ -165,9 +151,7 @@ class Walker:
             path = (*path, Context(item.context_expr, env.frozen(), stmt))
         return self.block(stmt.body, env, path, scope)
 
-    def _try(
-        self, stmt: ast.Try, env: Env, path: tuple[PathItem, ...], scope: Scope
-    ) -> list[_Exit]:
+    def _try(self, stmt: ast.Try, env: Env, path: _Path, scope: Scope) -> None:
         self.block(stmt.body, env, path, scope)
         for handler in stmt.handlers:
             branch = Env(env)
@@ -175,9 +159,8 @@ class Walker:
             self.block(handler.body, branch, (*path, guard), scope)
         self.block(stmt.orelse, env, path, scope)
         self.block(stmt.finalbody, env, path, scope)
-        return []
 
-    def _loop(self, stmt: _LoopNode, env: Env, path: tuple[PathItem, ...], scope: Scope) -> None:
+    def _loop(self, stmt: _LoopNode, env: Env, path: _Path, scope: Scope) -> None:
         iterable = None if isinstance(stmt, ast.While) else stmt.iter
         target = None if isinstance(stmt, ast.While) else stmt.target
         self._calls(stmt.test if isinstance(stmt, ast.While) else stmt.iter, env, path, scope)
@@ -209,11 +192,7 @@ class Walker:
     # -- assignments and calls ---------------------------------------------------------------
 
     def _assign(
-        self,
-        stmt: ast.Assign | ast.AnnAssign | ast.AugAssign,
-        env: Env,
-        path: tuple[PathItem, ...],
-        scope: Scope,
+        self, stmt: ast.Assign | ast.AnnAssign | ast.AugAssign, env: Env, path: _Path, scope: Scope
     ) -> None:
         if stmt.value is None:
             return
@@ -235,14 +214,12 @@ class Walker:
             self._bind(target, stmt.value, env, path)
         self._emit(Act("assign", targets[0], stmt.value), stmt, stmt, env, path)
 
-    def _bind(
-        self, target: ast.expr, value: ast.expr, env: Env, path: tuple[PathItem, ...]
-    ) -> None:
+    def _bind(self, target: ast.expr, value: ast.expr, env: Env, path: _Path) -> None:
         before = env.frozen()
         for name, expr in bind_pairs(target, value):
             env.bind(name, (Def(expr, before, _loops(path), target),))
 
-    def _calls(self, expr: ast.expr, env: Env, path: tuple[PathItem, ...], scope: Scope) -> None:
+    def _calls(self, expr: ast.expr, env: Env, path: _Path, scope: Scope) -> None:
         for call in calls_in(expr):
             helper = self._helper(call, scope)
             if helper is not None and self._inline(call, helper, env, path, scope):
@@ -255,36 +232,30 @@ class Walker:
             else:
                 self._emit(act, call, self._stmt, env, path)
 
-    def _native(self, call: ast.Call, act: Act, env: Env, path: tuple[PathItem, ...]) -> None:
+    def _native(self, call: ast.Call, act: Act, env: Env, path: _Path) -> None:
         self._emit(Act("backward", None, act.argument, "native"), call, self._stmt, env, path)
         condition = keyword(call, "update_grad") or keyword(call, "need_update")
         if condition is not None:
             path = (*path, Guard(condition, env.frozen(), True))
         self._emit(Act("step", call.args[1], detail="native"), call, self._stmt, env, path)
 
-    def _emit(
-        self, act: Act, node: ast.AST, stmt: ast.stmt, env: Env, path: tuple[PathItem, ...]
-    ) -> None:
+    def _emit(self, act: Act, node: ast.AST, stmt: ast.stmt, env: Env, path: _Path) -> None:
         # The environment already holds calls and assignments outside loops.
         if act.kind in {"call", "assign", "augment"} and not _loops(path):
             return
         spelled = ""
         if act.receiver is not None and act.kind not in {"call", "assign", "augment"}:
             spelled = re.sub(r"@\d+", "", text(self.resolver.resolve(act.receiver, env)))
-        self.events.append(
-            Event(
-                act.kind,
-                node,
-                stmt,
-                path,
-                env.frozen(),
-                len(self.events),
-                act.receiver,
-                spelled,
-                act.argument,
-                act.detail,
-            )
+        event = Event(
+            **vars(act),
+            node=node,
+            stmt=stmt,
+            path=path,
+            env=env.frozen(),
+            order=len(self.events),
+            receiver_text=spelled,
         )
+        self.events.append(event)
 
     # -- helpers -----------------------------------------------------------------------------
 
@@ -294,7 +265,7 @@ class Walker:
             return scope.methods.get(name[5:])
         return scope.functions.get(name)
 
-    def _worth(self, helper: FunctionNode, path: tuple[PathItem, ...], scope: Scope) -> bool:
+    def _worth(self, helper: FunctionNode, path: _Path, scope: Scope) -> bool:
         """True if a helper should be inlined: relevant, tiny, or short and inside a loop."""
         if helper in scope.relevant:
             return True
@@ -304,12 +275,7 @@ class Walker:
         return bool(_loops(path)) and (helper.end_lineno or 0) - helper.lineno <= short
 
     def _inline(
-        self,
-        call: ast.Call,
-        helper: FunctionNode,
-        env: Env,
-        path: tuple[PathItem, ...],
-        scope: Scope,
+        self, call: ast.Call, helper: FunctionNode, env: Env, path: _Path, scope: Scope
     ) -> bool:
         if (
             helper in self._stack

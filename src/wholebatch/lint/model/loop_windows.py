@@ -26,8 +26,6 @@ from .loss_origin import Chain, Divisor, trace
 from .name_resolution import Resolver, strip_casts
 from .window_boundary import Boundary, iterated, of_guard, says_accumulating
 
-__all__ = ["LoopWindow", "steps_after"]
-
 _MICRO_NAME = re.compile(r"micro|chunk|split|mini_?batch|sub_?batch|accum", re.I)
 _FETCH = {"next", "get_batch", "next_batch", "sample_batch", "get_next_batch"}
 
@@ -131,7 +129,7 @@ class LoopWindow:
 
     def counts(self, divisor: Divisor) -> bool:
         """True if a divisor of the loss is the number of micro-batches of a window."""
-        return divisor.names_accumulation or self.is_count(divisor.key)
+        return is_accumulation_name(divisor.written) or self.is_count(divisor.key)
 
     def is_count(self, key: str) -> bool:
         """True if a text means the number of micro-batches of a window."""
@@ -150,13 +148,6 @@ class LoopWindow:
             for event in self.backwards
             for chain in trace(event.argument, event.env, self.resolver)
         ]
-
-    @cached_property
-    def text(self) -> str:
-        """Return the source of the loop."""
-        node = self.loop.node
-        lines = self.facts.source.splitlines()[node.lineno - 1 : node.end_lineno]
-        return "\n".join(lines)
 
     @cached_property
     def finite(self) -> bool:
@@ -208,6 +199,10 @@ class File:
     def accumulating(self) -> list[LoopWindow]:
         """Return the windows that accumulate the gradients of several micro-batches."""
         return [w for w in self.windows if w.accumulates]
+
+    def shaped(self, *shapes: str) -> list[LoopWindow]:
+        """Return the windows of these shapes."""
+        return [w for w in self.windows if w.shape in shapes]
 
 
 def read(source: str) -> File:
@@ -358,16 +353,13 @@ def _repeats_micro_batches(window: LoopWindow, args: list[ast.expr]) -> bool:
 def steps_after(window: LoopWindow) -> list[Event]:
     """Return the optimizer steps after an inner loop, also in a loop over several optimizers."""
     parents = window.loop.parents
-    return [
-        e
-        for e in window.after
-        if e.kind == "step"
-        and (e.loops == parents or (e.loops[:-1] == parents and _over_optimizers(e.loops[-1])))
-    ]
 
+    def is_ours(loops: tuple[Loop, ...]) -> bool:
+        over = loops[-1].iterable if loops[:-1] == parents and loops else None
+        over_optimizers = over is not None and re.search(r"opt", text(over), re.I)
+        return loops == parents or bool(over_optimizers)
 
-def _over_optimizers(loop: Loop) -> bool:
-    return loop.iterable is not None and bool(re.search(r"opt", text(loop.iterable), re.I))
+    return [e for e in window.after if e.kind == "step" and is_ours(e.loops)]
 
 
 def _times(args: list[ast.expr]) -> ast.expr | None:

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from .events import Env
 from .expressions import (
     dotted,
-    is_accumulation_name,
     is_binary,
     last_part,
     number,
@@ -19,8 +18,6 @@ from .expressions import (
     text,
 )
 from .name_resolution import Resolver, strip_casts
-
-__all__ = ["Chain", "Divisor", "trace"]
 
 _THROUGH = {
     "scale", "float", "double", "half", "to", "cuda", "cpu", "mean", "sum", "squeeze", "view",
@@ -45,11 +42,6 @@ class Divisor:
     node: ast.AST
     key: str
     written: str
-
-    @property
-    def names_accumulation(self) -> bool:
-        """True if the name of the divisor says that it counts micro-batches."""
-        return is_accumulation_name(self.key) or is_accumulation_name(self.written)
 
     @property
     def own_size(self) -> bool:

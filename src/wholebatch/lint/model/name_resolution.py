@@ -12,8 +12,6 @@ from typing import Any
 from .events import Def, Env, Loop, Symbol
 from .expressions import children, dotted, is_accumulation_name, number, place, text, walk
 
-__all__ = ["Resolver", "strip_casts"]
-
 _PURE_CALLS = {"int", "float", "max", "min", "len", "bool", "abs", "round"}
 _OPERATIONS = (ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.Compare, ast.IfExp)
 _MAX_NODES = 80
@@ -82,7 +80,8 @@ class Resolver:
         if defs is None:
             head, _, rest = name.rpartition(".")
             # `cfg.accum` where only `cfg` is known: resolve that part.
-            if head and isinstance(expr, ast.Attribute) and _known_prefix(head, env):
+            known = any(head == one or head.startswith(one + ".") for one in env)
+            if head and isinstance(expr, ast.Attribute) and known:
                 return ast.Attribute(self.resolve(expr.value, env, depth + 1), rest, ctx=ast.Load())
             return expr
         followed = [
@@ -128,10 +127,6 @@ class Resolver:
     def key(self, expr: ast.expr, env: Env) -> str:
         """Return a text that is equal for two spellings of the same number of micro-batches."""
         return text(strip_casts(self.resolve(expr, env)))
-
-
-def _known_prefix(name: str, env: Env) -> bool:
-    return any(name == known or name.startswith(known + ".") for known in env)
 
 
 def is_simple(expr: ast.AST) -> bool:

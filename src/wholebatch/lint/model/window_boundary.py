@@ -28,8 +28,6 @@ from .expressions import (
 )
 from .name_resolution import Resolver, strip_casts
 
-__all__ = ["Boundary", "iterated", "of_guard", "peel", "says_accumulating"]
-
 _LAST_NAME = re.compile(r"last|final|end\b|is_end|len\(|num_batches|total|epoch_steps|nb\b", re.I)
 # Calls that wrap an iterable without changing its items.
 _WRAPPERS = {"tqdm", "trange", "track", "notebook_tqdm", "TQDM", "Progbar", "progress_bar", "iter"}
@@ -82,12 +80,12 @@ def _negated(found: Boundary | None) -> Boundary | None:
     return None if found is None else replace(found, inverse=not found.inverse)
 
 
+@dataclass(eq=False)
 class _LoopConditions:
     """Reads the resolved conditions of one loop."""
 
-    def __init__(self, loop: Loop, resolver: Resolver) -> None:
-        self.loop = loop
-        self.resolver = resolver
+    loop: Loop
+    resolver: Resolver
 
     def boundary(self, expr: ast.expr) -> Boundary | None:
         """Return the boundary in a resolved condition, or None if it is another condition."""

@@ -1,4 +1,4 @@
-"""All rules, in the order of their codes: every module `wbNNN_name` of this folder holds one."""
+"""All rules, in the order of their codes: `check` of every `wbNNN_name` here."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .rule_base import Rule
 __all__ = ["RULES", "Rule"]
 
 RULES: tuple[Rule, ...] = tuple(
-    import_module(f".{module.name}", __name__).RULE
+    import_module(f".{module.name}", __name__).check
     for module in sorted(iter_modules(__path__), key=lambda module: module.name)
     if module.name.startswith("wb")
 )

@@ -3,28 +3,15 @@
 from __future__ import annotations
 
 import ast
-import inspect
 import re
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.resources import files
 
 from ..model import Event, File, Guard, LoopWindow
 from ..model.expressions import keyword, last_part, number, text
 from ..model.loop_windows import steps_after
-
-__all__ = [
-    "Edit",
-    "Report",
-    "Rule",
-    "exclusive",
-    "framework_accumulates",
-    "gradients_rescaled",
-    "is_optimizer_of",
-    "same_receiver",
-    "scaled_by_count",
-    "stepped",
-    "steps_every_micro_batch",
-]
 
 
 @dataclass(frozen=True)
@@ -77,14 +64,22 @@ class Rule:
     def page(self) -> str:
         """Return the rule's page in Markdown.
 
-        It says what the rule does, why it matters, its known problems, an example, and what to use
-        instead.
+        The file beside the rule's module says what the rule does, why it matters, its known
+        problems, an example, and what to use instead. The module's docstring is the lead.
         """
-        module = inspect.getmodule(self.check)
-        body = inspect.cleandoc(module.__doc__ or "") if module is not None else ""
+        module = sys.modules[self.check.__module__]
+        file = files(__package__) / f"{module.__name__.rpartition('.')[2]}.md"
+        body = f"{module.__doc__}\n\n{file.read_text(encoding='utf-8')}"
         grade = "note" if self.level == "note" else "warning"
         fix = "`--fix` repairs the certain cases." if self.fixable else "No automatic fix."
-        return f"# {self.code}: {self.name}\n\n*{grade} · {fix}*\n\n{body}\n"
+        return f"# {self.code}: {self.name}\n\n*{grade} · {fix}*\n\n{body}"
+
+
+def rule(
+    code: str, name: str, summary: str, *, level: str = "warning", fixable: bool = False
+) -> Callable[[Callable[[File], Iterator[Report]]], Rule]:
+    """Make a check into the rule of its module."""
+    return lambda check: Rule(code, name, summary, check, level, fixable)
 
 
 _ARGUMENTS = {"TrainingArguments", "Seq2SeqTrainingArguments", "SFTConfig", "DPOConfig"}
@@ -137,11 +132,6 @@ def gradients_rescaled(file: File) -> bool:
             file.facts.source,
         )
     )
-
-
-def scaled_by_count(window: LoopWindow) -> bool:
-    """True if some path divides the loss by the number of micro-batches of a window."""
-    return any(window.counts(d) for _, chain in window.chains for d in chain.divisors)
 
 
 def framework_accumulates(file: File) -> bool:

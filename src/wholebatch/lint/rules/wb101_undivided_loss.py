@@ -1,37 +1,4 @@
-"""The loss is added up over the micro-batches of a window but never divided.
-
-## What it does
-Finds loops that call `backward` for several micro-batches before one `optimizer.step()` and divide
-neither the loss nor the gradients by their number.
-
-## Why is this bad?
-`backward` adds gradients. K micro-batches, each with a mean loss, give K times the gradient of the
-whole batch. With SGD the learning rate is silently K times larger. Clipping by norm cuts K times
-too early. Adam hides it almost entirely until weight decay or epsilon matter.
-
-## Known problems
-Not reported if the loss comes from a function that is given the number of steps, if the loss is a
-sum, or if gradients are rescaled by hand: the division may be there.
-
-## Example
-```python
-for i, (x, y) in enumerate(loader):
-    loss = F.cross_entropy(model(x), y)
-    loss.backward()
-    if (i + 1) % accum == 0:
-        optimizer.step()
-        optimizer.zero_grad()
-```
-
-## Use instead
-```python
-acc = wb.Accumulator(model, optimizer, steps=accum)
-for x, y in acc.over(loader):
-    total = F.cross_entropy(model(x), y, reduction="sum")
-    acc.backward(total, units=y.numel())
-```
-or, where every micro-batch has the same number of samples, `(loss / accum).backward()`.
-"""
+"""The loss is added up over the micro-batches of a window but never divided."""
 
 from __future__ import annotations
 
@@ -50,9 +17,7 @@ from ..model.expressions import (
     walk,
 )
 from ..model.loss_origin import Chain
-from .rule_base import Edit, Report, Rule, gradients_rescaled, scaled_by_count
-
-__all__ = ["RULE"]
+from .rule_base import Edit, Report, gradients_rescaled, rule
 
 _SCALING_FACTOR = re.compile(r"scale|accum|norm|inv|ratio|factor|coef|gas|micro|steps", re.I)
 _SUMS = re.compile(r"reduction\s*=\s*['\"](sum|none)|size_average\s*=\s*False|\.sum\(", re.I)
@@ -67,12 +32,21 @@ _MODELISH = re.compile(
 )
 
 
+@rule(
+    "WB101",
+    "loss not divided",
+    "The loss of each micro-batch is added up without division by their number.",
+    fixable=True,
+)
 def check(file: File) -> Iterator[Report]:
     """Yield one report per window whose loss is never divided."""
     if not file.accumulating or gradients_rescaled(file) or _ELSEWHERE.search(file.facts.source):
         return
     for window in file.accumulating:
-        if not _judged(window, file) or scaled_by_count(window) or _divides_by_count(window):
+        divisors = [divisor for _, chain in window.chains for divisor in chain.divisors]
+        if not _judged(window, file) or any(map(window.counts, divisors)):
+            continue
+        if _divides_by_count(window):
             continue
         if all(_undivided(chain, window) for _, chain in window.chains):
             event = window.backwards[0]
@@ -176,12 +150,3 @@ def _written_count(window: LoopWindow) -> str | None:
         if is_binary(node, ast.Mod):
             return text(node.right)
     return None
-
-
-RULE = Rule(
-    code="WB101",
-    name="loss not divided",
-    summary="The loss of each micro-batch is added up without division by their number.",
-    check=check,
-    fixable=True,
-)

@@ -1,33 +1,4 @@
-"""The loss is divided by the number of micro-batches twice.
-
-## What it does
-Finds a division by the accumulation steps where Accelerate, DeepSpeed, Lightning or the HF Trainer
-already divides, and loops that divide the same loss (or the loss and the gradients) twice.
-
-## Why is this bad?
-The gradient is K times too small. The run looks healthy and learns slowly: with SGD the learning
-rate is K times smaller than written.
-
-## Known problems
-An `Accelerator` created in another file, without `accumulate()` here, is not judged: this file does
-not show whether it divides.
-
-## Example
-```python
-accelerator = Accelerator(gradient_accumulation_steps=accum)
-for batch in loader:
-    with accelerator.accumulate(model):
-        loss = model(**batch).loss / accum
-        accelerator.backward(loss)      # divides by accum again
-```
-
-## Use instead
-```python
-with accelerator.accumulate(model):
-    loss = model(**batch).loss
-    accelerator.backward(loss)
-```
-"""
+"""The loss is divided by the number of micro-batches twice."""
 
 from __future__ import annotations
 
@@ -37,11 +8,15 @@ from collections.abc import Iterator
 from ..model import File, LoopWindow
 from ..model.expressions import divisor_of, is_accumulation_name, is_binary, text, walk
 from ..model.loss_origin import Divisor
-from .rule_base import Edit, Report, Rule
-
-__all__ = ["RULE"]
+from .rule_base import Edit, Report, rule
 
 
+@rule(
+    "WB102",
+    "loss divided twice",
+    "The loss is divided by the accumulation steps, and the framework divides it again.",
+    fixable=True,
+)
 def check(file: File) -> Iterator[Report]:
     """Yield loops that divide where a framework does, and classes that do so inside one."""
     for window in file.accumulating:
@@ -123,12 +98,3 @@ def _fix(divisor: Divisor) -> tuple[Edit, ...]:
     if not isinstance(node.left, (ast.Name, ast.Attribute, ast.Call, ast.Subscript)):
         return ()
     return (Edit.at("replace", node, text(node.left)),)
-
-
-RULE = Rule(
-    code="WB102",
-    name="loss divided twice",
-    summary="The loss is divided by the accumulation steps, and the framework divides it again.",
-    check=check,
-    fixable=True,
-)

@@ -1,31 +1,4 @@
-"""A mean over masked or padded tokens is averaged again over micro-batches.
-
-## What it does
-Finds windows in which each micro-batch's loss is a mean over its own valid tokens (`ignore_index`,
-a mask, labels of -100) and these means are then averaged with equal weight.
-
-## Why is this bad?
-Micro-batches hold different numbers of valid tokens, so a token in a short micro-batch weighs more
-than one in a long micro-batch. The result is not the loss of the whole batch. The difference grows
-with the spread of lengths and does not average out.
-
-## Known problems
-Padded labels are recognised only if the file shows them (a collator, -100, a mask). Files that
-build their data elsewhere are not reported.
-
-## Example
-```python
-loss = F.cross_entropy(logits, labels, ignore_index=-100)
-(loss / accum).backward()
-```
-
-## Use instead
-```python
-total = F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
-acc.backward(total, units=(labels != -100).sum())
-```
-Sum over the tokens of the window and divide once by their number.
-"""
+"""A mean over masked or padded tokens is averaged again over micro-batches."""
 
 from __future__ import annotations
 
@@ -36,9 +9,7 @@ from collections.abc import Iterator
 from ..model import File, LoopWindow
 from ..model.expressions import keyword, last_part, number, text, walk
 from ..model.loss_origin import Chain
-from .rule_base import Report, Rule, framework_accumulates, gradients_rescaled
-
-__all__ = ["RULE"]
+from .rule_base import Report, framework_accumulates, gradients_rescaled, rule
 
 _LANGUAGE_MODEL = re.compile(
     r"\w*(CausalLM|LMHeadModel|ForConditionalGeneration|ForMaskedLM|ForTokenClassification"
@@ -65,6 +36,11 @@ _OWN_CROSS_ENTROPY = re.compile(r"^(masked_|smooth_)?(ce|cross_entropy|nll)_loss
 _CROSS_ENTROPY = {"cross_entropy", "nll_loss", "CrossEntropyLoss", "NLLLoss", "LabelSmoothingLoss"}
 
 
+@rule(
+    "WB103",
+    "mean of means",
+    "Means over different numbers of valid tokens are averaged with equal weight.",
+)
 def check(file: File) -> Iterator[Report]:
     """Yield at most one report per window, and per `compute_loss` of a Trainer that accumulates."""
     yield from _in_trainers(file)
@@ -94,10 +70,8 @@ def _in_trainers(file: File) -> Iterator[Report]:
             continue
         if "num_items_in_batch" in text(method):
             continue
-        for node in walk(method):
-            if isinstance(node, ast.Call) and _masks_mean(node):
-                yield Report(node, _MESSAGE)
-                break
+        found = [n for n in walk(method) if isinstance(n, ast.Call) and _masks_mean(n)]
+        yield from (Report(node, _MESSAGE) for node in found[:1])
 
 
 def _in_lightning(file: File) -> Iterator[Report]:
@@ -108,13 +82,13 @@ def _in_lightning(file: File) -> Iterator[Report]:
         method = owner.methods.get("training_step")
         if method is None or "automatic_optimization = False" in text(owner.node):
             continue
-        for node in walk(method):
-            if isinstance(node, ast.Call) and _masks_mean(node):
-                yield Report(node, _MESSAGE)
-                break
-            if isinstance(node, ast.Return) and _returns_masked_loss(node, method, file):
-                yield Report(node, _MESSAGE)
-                break
+        found = [
+            node
+            for node in walk(method)
+            if (isinstance(node, ast.Call) and _masks_mean(node))
+            or (isinstance(node, ast.Return) and _returns_masked_loss(node, method, file))
+        ]
+        yield from (Report(node, _MESSAGE) for node in found[:1])
 
 
 def _returns_masked_loss(node: ast.Return, method: ast.AST, file: File) -> bool:
@@ -245,11 +219,3 @@ def _is_language_model(call: ast.Call, file: File) -> bool:
     if _MASKED_LABELS.search(source):  # Whatever the model is, its labels are masked here.
         return True
     return bool(_LANGUAGE_MODEL.search(source) and _MASKED_DATA.search(source))
-
-
-RULE = Rule(
-    code="WB103",
-    name="mean of means",
-    summary="Means over different numbers of valid tokens are averaged with equal weight.",
-    check=check,
-)

@@ -1,33 +1,4 @@
-"""Gradients are cleared on every micro-batch.
-
-## What it does
-Finds `zero_grad()` (or `p.grad = None`) that runs for every micro-batch in a loop whose
-`optimizer.step()` runs only at the end of a window.
-
-## Why is this bad?
-Nothing is accumulated: the update is made from the last micro-batch alone, and the work on all the
-others is lost. If the loss is divided by K, the gradient is K times too small as well.
-
-## Known problems
-None known. Under `accelerator.accumulate()` the call is correct, because Accelerate skips it inside
-a window.
-
-## Example
-```python
-for i, (x, y) in enumerate(loader):
-    optimizer.zero_grad()
-    (criterion(model(x), y) / accum).backward()
-    if (i + 1) % accum == 0:
-        optimizer.step()
-```
-
-## Use instead
-```python
-    if (i + 1) % accum == 0:
-        optimizer.step()
-        optimizer.zero_grad()
-```
-"""
+"""Gradients are cleared on every micro-batch."""
 
 from __future__ import annotations
 
@@ -36,16 +7,18 @@ from collections.abc import Iterator
 
 from ..model import Event, File, LoopWindow
 from ..model.expressions import text
-from .rule_base import Edit, Report, Rule, is_optimizer_of, same_receiver, stepped
-
-__all__ = ["RULE"]
+from .rule_base import Edit, Report, is_optimizer_of, rule, same_receiver, stepped
 
 
+@rule(
+    "WB104",
+    "gradients cleared every micro-batch",
+    "zero_grad runs for every micro-batch, so only the last one of a window counts.",
+    fixable=True,
+)
 def check(file: File) -> Iterator[Report]:
     """Yield every clearing call that is not at the boundary."""
-    for window in file.accumulating:
-        if window.shape not in {"boundary", "nested"}:
-            continue
+    for window in file.shaped("boundary", "nested"):
         steps = stepped(window)
         zeros = window.of("zero")
         for zero in zeros:
@@ -89,12 +62,3 @@ def _fix(
                 last = update.stmt
         edits.append(Edit.at("after", last, text(zero.stmt)))
     return tuple(edits)
-
-
-RULE = Rule(
-    code="WB104",
-    name="gradients cleared every micro-batch",
-    summary="zero_grad runs for every micro-batch, so only the last one of a window counts.",
-    check=check,
-    fixable=True,
-)

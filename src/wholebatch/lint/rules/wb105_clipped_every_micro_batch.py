@@ -1,34 +1,4 @@
-"""Gradients are clipped on every micro-batch.
-
-## What it does
-Finds gradient clipping that runs for every micro-batch of a window instead of once before the
-update.
-
-## Why is this bad?
-Clipping a partial gradient is not clipping the gradient of the whole batch. Early micro-batches are
-clipped again and again, late ones are not, and the final gradient has the direction of no batch. It
-also costs a pass over all parameters for each micro-batch.
-
-## Known problems
-Calls that only measure the norm (`max_norm=float("inf")`) are not reported.
-
-## Example
-```python
-loss.backward()
-torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-if (step + 1) % accum == 0:
-    optimizer.step()
-```
-
-## Use instead
-```python
-loss.backward()
-if (step + 1) % accum == 0:
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-```
-Under Accelerate: `if accelerator.sync_gradients:` around the clipping.
-"""
+"""Gradients are clipped on every micro-batch."""
 
 from __future__ import annotations
 
@@ -38,20 +8,23 @@ from collections.abc import Iterator
 from ..model import Event, File, LoopWindow
 from ..model.events import Context
 from ..model.expressions import text
-from .rule_base import Edit, Report, Rule, stepped
-
-__all__ = ["RULE"]
+from .rule_base import Edit, Report, rule, stepped
 
 
+@rule(
+    "WB105",
+    "clipped every micro-batch",
+    "Gradients are clipped for every micro-batch instead of once per update.",
+    fixable=True,
+)
 def check(file: File) -> Iterator[Report]:
     """Yield every clipping call that is not at the boundary."""
-    for window in file.accumulating:
-        if window.shape == "deepspeed":
-            continue
+    for window in file.shaped("boundary", "nested", "accelerate"):
         for clip in window.of("clip"):
             if window.when(clip) != "always":
                 continue
-            if window.shape == "accelerate" and not _in_accumulate(clip):
+            contexts = [text(c.expr) for c in clip.path if isinstance(c, Context)]
+            if window.shape == "accelerate" and not any(".accumulate(" in c for c in contexts):
                 continue
             yield Report(
                 clip.node,
@@ -59,10 +32,6 @@ def check(file: File) -> Iterator[Report]:
                 "before the optimizer steps",
                 _fix(window, clip),
             )
-
-
-def _in_accumulate(clip: Event) -> bool:
-    return any(isinstance(c, Context) and ".accumulate(" in text(c.expr) for c in clip.path)
 
 
 def _fix(window: LoopWindow, clip: Event) -> tuple[Edit, ...]:
@@ -76,12 +45,3 @@ def _fix(window: LoopWindow, clip: Event) -> tuple[Edit, ...]:
     if clip.order > steps[0].order:
         return ()
     return (Edit.at("delete", clip.stmt), Edit.at("before", steps[0].stmt, text(clip.stmt)))
-
-
-RULE = Rule(
-    code="WB105",
-    name="clipped every micro-batch",
-    summary="Gradients are clipped for every micro-batch instead of once per update.",
-    check=check,
-    fixable=True,
-)

@@ -1,33 +1,4 @@
-"""Gradients are clipped while they are still multiplied by the loss scale.
-
-## What it does
-Finds clipping of gradients from `scaler.scale(loss).backward()` without
-`scaler.unscale_(optimizer)` before it.
-
-## Why is this bad?
-With fp16 the gradients are scaled by something like 65536. A limit of 1.0 on them is a limit of
-1.5e-5 on the real ones: nearly every update is cut to almost nothing, and the limit changes
-whenever the scale does.
-
-## Known problems
-`accelerator.clip_grad_norm_` and `fabric.clip_gradients` unscale by themselves and are not
-reported. A scaler that is disabled at run time with `enabled=False` is not recognised.
-
-## Example
-```python
-scaler.scale(loss).backward()
-torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-scaler.step(optimizer)
-```
-
-## Use instead
-```python
-scaler.scale(loss).backward()
-scaler.unscale_(optimizer)
-torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-scaler.step(optimizer)
-```
-"""
+"""Gradients are clipped while they are still multiplied by the loss scale."""
 
 from __future__ import annotations
 
@@ -38,13 +9,17 @@ from collections.abc import Iterator
 from ..model import Event, File, LoopWindow
 from ..model.events import Env
 from ..model.expressions import dotted, last_part, text
-from .rule_base import Edit, Report, Rule, exclusive
-
-__all__ = ["RULE"]
+from .rule_base import Edit, Report, exclusive, rule
 
 _UNSCALES_ITSELF = re.compile(r"accelerator|fabric|scaler|amp\.|trainer|self\.clip", re.I)
 
 
+@rule(
+    "WB106",
+    "clipped before unscale",
+    "Gradients are clipped while they are still multiplied by the loss scale.",
+    fixable=True,
+)
 def check(file: File) -> Iterator[Report]:
     """Yield clipping after a scaled backward without unscaling in between."""
     for window in file.windows:
@@ -101,12 +76,3 @@ def _fix(
         return ()
     call = f"{_scaler(source)}.unscale_({text(steps[0].receiver)})"
     return (Edit.at("before", clip.stmt, call),)
-
-
-RULE = Rule(
-    code="WB106",
-    name="clipped before unscale",
-    summary="Gradients are clipped while they are still multiplied by the loss scale.",
-    check=check,
-    fixable=True,
-)

@@ -1,34 +1,4 @@
-"""The learning-rate schedule steps on every micro-batch.
-
-## What it does
-Finds `scheduler.step()` that runs for every micro-batch of a window instead of once per update.
-
-## Why is this bad?
-The schedule runs K times too fast: warm-up is over after 1/K of the updates it was planned for,
-and the learning rate reaches its end long before training does.
-
-## Known problems
-Calls with an argument (`scheduler.step(epoch + i / n)`) follow another clock and are not reported.
-If the schedule was built for the number of micro-batches, its shape is right, but the learning rate
-still changes inside a window.
-
-## Example
-```python
-loss.backward()
-if (step + 1) % accum == 0:
-    optimizer.step()
-    optimizer.zero_grad()
-scheduler.step()
-```
-
-## Use instead
-```python
-if (step + 1) % accum == 0:
-    optimizer.step()
-    scheduler.step()
-    optimizer.zero_grad()
-```
-"""
+"""The learning-rate schedule steps on every micro-batch."""
 
 from __future__ import annotations
 
@@ -38,18 +8,21 @@ from collections.abc import Iterator
 
 from ..model import Event, File
 from ..model.expressions import text
-from .rule_base import Report, Rule
-
-__all__ = ["RULE"]
+from .rule_base import Report, rule
 
 
+@rule(
+    "WB107",
+    "scheduler stepped every micro-batch",
+    "The learning-rate schedule steps for every micro-batch instead of every update.",
+)
 def check(file: File) -> Iterator[Report]:
     """Yield every schedule step that is not at the boundary."""
-    for window in file.accumulating:
-        if window.shape == "deepspeed":
-            continue
+    for window in file.shaped("boundary", "nested", "accelerate"):
         for event in window.of("sched"):
-            if window.when(event) != "always" or _has_argument(event):
+            call = event.node
+            has_argument = isinstance(call, ast.Call) and bool(call.args or call.keywords)
+            if window.when(event) != "always" or has_argument:
                 continue
             if window.shape == "accelerate" and _prepared(event, file):
                 continue
@@ -58,10 +31,6 @@ def check(file: File) -> Iterator[Report]:
                 f"`{text(event.node)}` runs on every micro-batch: the schedule goes "
                 f"`{window.every_name}` times too fast",
             )
-
-
-def _has_argument(event: Event) -> bool:
-    return isinstance(event.node, ast.Call) and bool(event.node.args or event.node.keywords)
 
 
 def _prepared(event: Event, file: File) -> bool:
@@ -76,11 +45,3 @@ def _prepared(event: Event, file: File) -> bool:
         if re.search(rf"\b{re.escape(name)}\b", text(call)):
             return True
     return not any(len(call.args) > 1 for call in calls)
-
-
-RULE = Rule(
-    code="WB107",
-    name="scheduler stepped every micro-batch",
-    summary="The learning-rate schedule steps for every micro-batch instead of every update.",
-    check=check,
-)

@@ -1,34 +1,4 @@
-"""The gradient scaler steps or updates inside a window.
-
-## What it does
-Finds `scaler.update()` or `scaler.step(optimizer)` that runs for every micro-batch while the rest
-of the update waits for the end of the window.
-
-## Why is this bad?
-`update()` may change the loss scale in the middle of a window: gradients with different scales are
-then added together and unscaled with only one of them. `step()` on every micro-batch is no
-accumulation at all: each update re-uses the gradients of the earlier micro-batches.
-
-## Known problems
-None known.
-
-## Example
-```python
-scaler.scale(loss / accum).backward()
-if (i + 1) % accum == 0:
-    scaler.step(optimizer)
-    optimizer.zero_grad()
-scaler.update()
-```
-
-## Use instead
-```python
-if (i + 1) % accum == 0:
-    scaler.step(optimizer)
-    scaler.update()
-    optimizer.zero_grad()
-```
-"""
+"""The gradient scaler steps or updates inside a window."""
 
 from __future__ import annotations
 
@@ -37,16 +7,18 @@ from collections.abc import Iterator
 
 from ..model import Event, File, LoopWindow
 from ..model.expressions import text
-from .rule_base import Edit, Report, Rule
-
-__all__ = ["RULE"]
+from .rule_base import Edit, Report, rule
 
 
+@rule(
+    "WB108",
+    "scaler off the boundary",
+    "The gradient scaler steps or updates inside a window.",
+    fixable=True,
+)
 def check(file: File) -> Iterator[Report]:
     """Yield scaler calls, and steps beside a conditional clearing, that are not at the boundary."""
-    for window in file.accumulating:
-        if window.shape not in {"boundary", "nested"}:
-            continue
+    for window in file.shaped("boundary", "nested"):
         for update in window.of("scaler_update"):
             if window.when(update) == "always":
                 yield Report(
@@ -55,18 +27,14 @@ def check(file: File) -> Iterator[Report]:
                     "different scales",
                     _fix(window, update),
                 )
+        cleared = {window.when(zero) for zero in window.of("zero")}
         for step in window.of("step"):
-            if window.when(step) == "always" and _clears_at_boundary(window):
+            if window.when(step) == "always" and cleared == {"boundary"}:
                 yield Report(
                     step.node,
                     f"`{text(step.node)}` runs on every micro-batch but gradients are cleared "
                     f"every `{window.every_name}`: each step re-uses the earlier ones",
                 )
-
-
-def _clears_at_boundary(window: LoopWindow) -> bool:
-    zeros = window.of("zero")
-    return bool(zeros) and all(window.when(z) == "boundary" for z in zeros)
 
 
 def _fix(window: LoopWindow, update: Event) -> tuple[Edit, ...]:
@@ -82,12 +50,3 @@ def _fix(window: LoopWindow, update: Event) -> tuple[Edit, ...]:
         Edit.at("delete", update.stmt),
         Edit.at("after", steps[0].stmt, text(update.stmt)),
     )
-
-
-RULE = Rule(
-    code="WB108",
-    name="scaler off the boundary",
-    summary="The gradient scaler steps or updates inside a window.",
-    check=check,
-    fixable=True,
-)

@@ -1,36 +1,4 @@
-"""The last, short window of an epoch is dropped, leaks, or is divided by the wrong number.
-
-## What it does
-Finds loops over a finite loader whose windows end only at multiples of K and ignore the remaining
-micro-batches, and loops that handle them but still divide by K.
-
-## Why is this bad?
-Up to K-1 micro-batches of every epoch are lost if gradients are cleared before the next epoch.
-Otherwise they leak into the first window of the next epoch; those of the last epoch are never used.
-A short window divided by the nominal K gives an update that is too small: 8 times with one
-micro-batch of 8 left.
-
-## Known problems
-Counters that continue over epochs are not reported: their windows span epochs and only the very
-last one is lost. They are reported if gradients are cleared at the start of every epoch. A loader
-whose length is a multiple of K is recognised only if the file enforces it.
-
-## Example
-```python
-for i, (x, y) in enumerate(loader):
-    (criterion(model(x), y) / accum).backward()
-    if (i + 1) % accum == 0:
-        optimizer.step()
-        optimizer.zero_grad()
-```
-
-## Use instead
-```python
-acc = wb.Accumulator(model, optimizer, steps=accum)
-for x, y in acc.over(loader):               # knows the tail and divides by what was there
-    acc.backward(criterion_sum(model(x), y), units=len(y))
-```
-"""
+"""The last, short window of an epoch is dropped, leaks, or is divided by the wrong number."""
 
 from __future__ import annotations
 
@@ -39,18 +7,23 @@ from collections.abc import Iterator
 
 from ..model import File, LoopWindow
 from ..model.window_boundary import Boundary
-from .rule_base import Report, Rule, steps_every_micro_batch
-
-__all__ = ["RULE"]
+from .rule_base import Report, rule, steps_every_micro_batch
 
 
+@rule(
+    "WB109",
+    "tail of the epoch",
+    "The short last window is dropped, leaks, or is divided by the nominal count.",
+)
 def check(file: File) -> Iterator[Report]:
     """Yield at most one report per window."""
     for window in file.accumulating:
         boundary = window.boundary
         if boundary is None or not _ends_short(window, boundary):
             continue
-        handled = boundary.tail or _flushed(window)
+        parents = window.loop.parents
+        flushed = any(e.kind == "step" and e.loops == parents for e in window.after)
+        handled = boundary.tail or flushed
         if handled and _nominal(window):
             yield Report(
                 boundary.expr,
@@ -82,10 +55,6 @@ def _is_multiple(window: LoopWindow) -> bool:
     return bool(re.search(pattern, window.facts.source))
 
 
-def _flushed(window: LoopWindow) -> bool:
-    return any(e.kind == "step" and e.loops == window.loop.parents for e in window.after)
-
-
 def _nominal(window: LoopWindow) -> bool:
     return any(
         d.key == window.every_name and not window.resolver.varies(d.expr, window.loop)
@@ -96,11 +65,3 @@ def _nominal(window: LoopWindow) -> bool:
 
 def _cleared_before(window: LoopWindow) -> bool:
     return bool(window.loop.parents) and any(e.kind == "zero" for e in window.before)
-
-
-RULE = Rule(
-    code="WB109",
-    name="tail of the epoch",
-    summary="The short last window is dropped, leaks, or is divided by the nominal count.",
-    check=check,
-)

@@ -1,31 +1,4 @@
-"""The boundary is off by one: the first window has the wrong number of micro-batches.
-
-## What it does
-Follows the counter of the boundary condition from its first value. It finds conditions such as
-`i % K == 0` with a counter that starts at 0: they are true after one micro-batch.
-
-## Why is this bad?
-The first update of every epoch (or of the run) is made from one micro-batch, or from K-1 or K+1,
-while the loss was divided by K. All later windows are shifted, and the tail has another length than
-planned.
-
-## Known problems
-Counters with an unknown start (a resumed step, a framework's counter) are not judged.
-
-## Example
-```python
-for i, batch in enumerate(loader):
-    (loss_fn(batch) / accum).backward()
-    if i % accum == 0:                  # true at i = 0
-        optimizer.step()
-        optimizer.zero_grad()
-```
-
-## Use instead
-```python
-    if (i + 1) % accum == 0:
-```
-"""
+"""The boundary is off by one: the first window has the wrong number of micro-batches."""
 
 from __future__ import annotations
 
@@ -34,11 +7,15 @@ from collections.abc import Iterator
 
 from ..model import File, LoopWindow
 from ..model.expressions import is_binary, number, text
-from .rule_base import Edit, Report, Rule, stepped
-
-__all__ = ["RULE"]
+from .rule_base import Edit, Report, rule, stepped
 
 
+@rule(
+    "WB110",
+    "boundary off by one",
+    "The condition that ends a window is true one micro-batch too early or too late.",
+    fixable=True,
+)
 def check(file: File) -> Iterator[Report]:
     """Yield boundaries whose first window does not have K micro-batches."""
     for window in file.accumulating:
@@ -92,12 +69,3 @@ def _fix(window: LoopWindow) -> tuple[Edit, ...]:
     if number(expr.comparators[0]) != 0 or not isinstance(expr.ops[0], ast.Eq):
         return ()
     return (Edit.at("replace", left.left, f"({text(left.left)} + 1)"),)
-
-
-RULE = Rule(
-    code="WB110",
-    name="boundary off by one",
-    summary="The condition that ends a window is true one micro-batch too early or too late.",
-    check=check,
-    fixable=True,
-)

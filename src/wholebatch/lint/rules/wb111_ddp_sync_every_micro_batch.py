@@ -1,36 +1,4 @@
-"""DistributedDataParallel synchronises on every micro-batch.
-
-## What it does
-Finds accumulating loops over a model that the same file wraps in `DistributedDataParallel`, without
-`no_sync()` and `require_backward_grad_sync`. It also finds loops that disable the synchronisation
-too late: the flag or the context comes after the forward that reads it.
-
-## Why is this bad?
-All gradients are all-reduced K times per update instead of once. DDP decides in the *forward*
-whether the next backward will synchronise. So a flag set between forward and backward, or a
-`no_sync()` around the backward alone, has no effect or the wrong one.
-
-## Known problems
-A model that is wrapped in another file is not seen. For very small models the cost may not matter.
-
-## Example
-```python
-model = DistributedDataParallel(model)
-for i, (x, y) in enumerate(loader):
-    (criterion(model(x), y) / accum).backward()
-    if (i + 1) % accum == 0:
-        optimizer.step()
-        optimizer.zero_grad()
-```
-
-## Use instead
-```python
-    hold = nullcontext() if (i + 1) % accum == 0 else model.no_sync()
-    with hold:
-        (criterion(model(x), y) / accum).backward()
-```
-`wb.Accumulator` does this by itself.
-"""
+"""DistributedDataParallel synchronises on every micro-batch."""
 
 from __future__ import annotations
 
@@ -40,23 +8,27 @@ from collections.abc import Iterator
 
 from ..model import Event, File, LoopWindow
 from ..model.events import Context
-from ..model.expressions import dotted, is_accumulation_name, text, walk
-from .rule_base import Report, Rule, steps_every_micro_batch
-
-__all__ = ["RULE", "holds_sync"]
+from ..model.expressions import dotted, is_accumulation_name, is_not, text, walk
+from .rule_base import Report, rule, steps_every_micro_batch
 
 _HELD = re.compile(
     r"no_sync|require_backward_grad_sync|no_backward_sync|disable_allreduce|set_requires_gradient_sync"
 )
 
+_LOCAL = {"tensor", "native", "wrapper", "lightning"}
 
+
+@rule(
+    "WB111",
+    "DDP synchronises every micro-batch",
+    "Gradients are reduced over the network for every micro-batch, or held too late.",
+)
 def check(file: File) -> Iterator[Report]:
     """Yield windows under DDP that never disable the synchronisation, or do so too late."""
-    for window in file.accumulating:
-        if window.shape not in {"boundary", "nested"}:
-            continue
+    for window in file.shaped("boundary", "nested"):
         if not _HELD.search(file.facts.source):
-            if _wrapped(file) and _local_backward(window) and not steps_every_micro_batch(window):
+            local = {e.detail for e in window.backwards} <= _LOCAL
+            if _wrapped(file) and local and not steps_every_micro_batch(window):
                 yield Report(
                     window.backwards[0].node,
                     "DistributedDataParallel reduces the gradients on every micro-batch: hold it "
@@ -77,37 +49,23 @@ def _wrapped(file: File) -> bool:
     otherwise = {
         id(call)
         for node in walk(file.tree)
-        if isinstance(node, ast.If) and _declines_accumulation(node.test)
+        if isinstance(node, ast.If)
+        and is_not(node.test)
+        and is_accumulation_name(text(node.test.operand))
         for stmt in node.body
         for call in walk(stmt)
     }
-    return any(id(call) not in otherwise for call in file.facts.ddp_calls)
-
-
-def _declines_accumulation(test: ast.expr) -> bool:
-    return (
-        isinstance(test, ast.UnaryOp)
-        and isinstance(test.op, ast.Not)
-        and is_accumulation_name(text(test.operand))
-    )
-
-
-def _local_backward(window: LoopWindow) -> bool:
-    return all(e.detail in {"tensor", "native", "wrapper", "lightning"} for e in window.backwards)
+    wraps = file.facts.made("DistributedDataParallel", "DDP")
+    return any(id(call) not in otherwise for call in wraps)
 
 
 def _late_flag(window: LoopWindow) -> Event | None:
     for flag in window.of("ddp_flag"):
-        name = (flag.receiver_text or "").rpartition(".")[0]
-        before = [f for f in window.of("forward") if f.order < flag.order]
-        after = [f for f in window.of("forward") if f.order > flag.order]
-        backward = [b for b in window.backwards if b.order > flag.order]
         # Only forwards of the same model count, and none may follow the flag.
-        if (
-            any(_root(f) == _first(name) for f in before)
-            and backward
-            and not any(_root(f) == _first(name) for f in after)
-        ):
+        model = flag.receiver_text.rpartition(".")[0].partition(".")[0]
+        forwards = [f for f in window.of("forward") if f.receiver_text.partition(".")[0] == model]
+        is_late = bool(forwards) and all(f.order < flag.order for f in forwards)
+        if is_late and any(b.order > flag.order for b in window.backwards):
             return flag
     return None
 
@@ -121,13 +79,10 @@ def _late_context(window: LoopWindow) -> Event | None:
         forwards = window.of("forward")
         inside = [f for f in forwards if owner in f.path]
         before = [f for f in forwards if owner not in f.path and f.order < backward.order]
-        if not inside and before and all(_in_no_hold(f) for f in before):
+        around = [c for f in before for c in f.path if isinstance(c, Context)]
+        if not inside and before and not any(holds_sync(c) for c in around):
             return backward
     return None
-
-
-def _in_no_hold(event: Event) -> bool:
-    return not any(isinstance(c, Context) and holds_sync(c) for c in event.path)
 
 
 def holds_sync(context: Context) -> bool:
@@ -139,19 +94,3 @@ def holds_sync(context: Context) -> bool:
     if name is None and hasattr(context.expr, "func"):
         name = dotted(context.expr.func)
     return any("no_sync" in text(d.expr) for d in context.env.get(name or "", ()))
-
-
-def _first(name: str) -> str:
-    return name.partition(".")[0]
-
-
-def _root(event: Event) -> str:
-    return _first(event.receiver_text)
-
-
-RULE = Rule(
-    code="WB111",
-    name="DDP synchronises every micro-batch",
-    summary="Gradients are reduced over the network for every micro-batch, or held too late.",
-    check=check,
-)

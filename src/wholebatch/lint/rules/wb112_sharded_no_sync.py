@@ -1,27 +1,4 @@
-"""A sharded model delays its gradient reduction, which costs a whole unsharded gradient.
-
-## What it does
-Notes `no_sync()` or `set_requires_gradient_sync(False)` in an accumulating loop of a file that
-shards its model with FSDP.
-
-## Why is this bad?
-FSDP keeps gradients sharded by reducing them after every backward. Delaying the reduction keeps the
-full, unsharded gradient on every rank until the end of the window. The memory that sharding saved
-is used again, and large models run out of it. Under FSDP2 the parameters stay unsharded as well.
-
-## Known problems
-This is a note: on few ranks, or with memory to spare, delaying the reduction is faster.
-
-## Example
-```python
-model = FSDP(model)
-with model.no_sync():
-    (loss_fn(model(x)) / accum).backward()
-```
-
-## Use instead
-Reduce on every micro-batch, or delay the reduction only if the unsharded gradient fits.
-"""
+"""A sharded model delays its gradient reduction, which costs a whole unsharded gradient."""
 
 from __future__ import annotations
 
@@ -30,12 +7,16 @@ from collections.abc import Iterator
 
 from ..model import File
 from ..model.expressions import text
-from .rule_base import Report, Rule
+from .rule_base import Report, rule
 from .wb111_ddp_sync_every_micro_batch import holds_sync
 
-__all__ = ["RULE"]
 
-
+@rule(
+    "WB112",
+    "FSDP held",
+    "Holding FSDP's reduction keeps a whole unsharded gradient in memory.",
+    level="note",
+)
 def check(file: File) -> Iterator[Report]:
     """Yield at most one note per window."""
     if not file.facts.wraps_fsdp:
@@ -58,12 +39,3 @@ def check(file: File) -> Iterator[Report]:
                 "FSDP holds its reduction: the full unsharded gradient stays in memory until the "
                 "end of the window",
             )
-
-
-RULE = Rule(
-    code="WB112",
-    name="FSDP held",
-    summary="Holding FSDP's reduction keeps a whole unsharded gradient in memory.",
-    check=check,
-    level="note",
-)

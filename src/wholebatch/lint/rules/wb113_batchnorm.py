@@ -1,33 +1,4 @@
-"""A model with BatchNorm is trained with accumulated micro-batches.
-
-## What it does
-Finds accumulating loops in a file that builds BatchNorm layers, or a model known to have them
-(torchvision's and timm's ResNets, EfficientNets and the like).
-
-## Why is this bad?
-BatchNorm normalises by the statistics of the batch it sees, which is the micro-batch. So neither
-the forward nor the gradient is that of the whole batch, however the loss is divided. Training
-visibly suffers with micro-batches of 2 or 4, and the running statistics are updated K times per
-update.
-
-## Known problems
-A model that is built in another file is not recognised. Layers that are frozen by an unknown helper
-may be reported.
-
-## Example
-```python
-model = torchvision.models.resnet50()
-for i, (x, y) in enumerate(loader):
-    (criterion(model(x), y) / accum).backward()
-    if (i + 1) % accum == 0:
-        optimizer.step()
-        optimizer.zero_grad()
-```
-
-## Use instead
-`wb.WholeBatch(..., batchnorm="exact")`, which normalises over the whole batch; or GroupNorm, or
-frozen BatchNorm.
-"""
+"""A model with BatchNorm is trained with accumulated micro-batches."""
 
 from __future__ import annotations
 
@@ -37,9 +8,7 @@ from collections.abc import Iterator
 
 from ..model import File
 from ..model.expressions import dotted, last_part
-from .rule_base import Report, Rule, framework_accumulates
-
-__all__ = ["RULE"]
+from .rule_base import Report, framework_accumulates, rule
 
 _FAMILIES = (
     r"resnet\d+\w*|resnext\d+\w*|wide_resnet\w+|densenet\d+|mobilenet_?v\d\w*|efficientnet_\w+"
@@ -56,6 +25,11 @@ _FROZEN = re.compile(
 )
 
 
+@rule(
+    "WB113",
+    "BatchNorm under accumulation",
+    "BatchNorm sees micro-batches, so the update is not that of the whole batch.",
+)
 def check(file: File) -> Iterator[Report]:
     """Yield one report per file, where the layers are created."""
     if not _SPEAKS.search(file.facts.source) or _FROZEN.search(file.facts.source):
@@ -104,11 +78,3 @@ def _known_model(call: ast.Call, name: str, full: str, file: File) -> str:
 def _literal(call: ast.Call, index: int) -> str:
     value = getattr(call.args[index], "value", None) if len(call.args) > index else None
     return value if isinstance(value, str) else ""
-
-
-RULE = Rule(
-    code="WB113",
-    name="BatchNorm under accumulation",
-    summary="BatchNorm sees micro-batches, so the update is not that of the whole batch.",
-    check=check,
-)

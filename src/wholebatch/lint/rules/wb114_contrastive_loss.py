@@ -1,28 +1,4 @@
-"""A contrastive loss with in-batch negatives is accumulated over micro-batches.
-
-## What it does
-Finds accumulating loops whose loss compares every sample with every other sample of the same
-micro-batch: CLIP-like losses, InfoNCE, NT-Xent, multiple-negatives ranking.
-
-## Why is this bad?
-The other samples of the batch are the negatives. A micro-batch of 8 has 7 of them, whatever K is.
-Eight accumulated micro-batches of 8 are eight easy problems, not one hard problem of 64. Dividing
-by K does not help: the loss does not decompose.
-
-## Known problems
-A loss that is built in another file under an unknown name is not recognised.
-
-## Example
-```python
-logits = image_features @ text_features.T * scale
-loss = F.cross_entropy(logits, torch.arange(len(logits))) / accum
-loss.backward()
-```
-
-## Use instead
-Two passes with cached representations (GradCache): `wb.WholeBatch` with
-`loss=wb.Coupled(encode, loss)`.
-"""
+"""A contrastive loss with in-batch negatives is accumulated over micro-batches."""
 
 from __future__ import annotations
 
@@ -32,9 +8,7 @@ from collections.abc import Iterator
 
 from ..model import Event, File, LoopWindow
 from ..model.expressions import keyword, last_part, text, walk
-from .rule_base import Report, Rule, framework_accumulates
-
-__all__ = ["RULE"]
+from .rule_base import Report, framework_accumulates, rule
 
 _COUPLED_NAME = re.compile(
     r"ClipLoss|CLIPLoss|clip_loss|InfoNCE|info_nce|NTXent|NT_Xent|nt_xent|MultipleNegatives"
@@ -51,6 +25,11 @@ _CACHED = re.compile(
 _SIMILARITY = re.compile(r"@|matmul|einsum|\.mm\(|similarity|\.bmm\(")
 
 
+@rule(
+    "WB114",
+    "in-batch negatives accumulated",
+    "A loss that compares samples of a batch with each other does not accumulate.",
+)
 def check(file: File) -> Iterator[Report]:
     """Yield at most one report per window."""
     if not _SPEAKS.search(file.facts.source) or _CACHED.search(file.facts.source):
@@ -90,8 +69,12 @@ def _named(window: LoopWindow) -> ast.AST | None:
         name = last_part(call.func)
         if _COUPLED_NAME.search(name):
             return call
-        asked = event.kind == "forward" and _true(keyword(call, "return_loss"))
-        if asked and re.search(r"CLIP|SigLip|Clap", window.facts.source):
+        asked = getattr(keyword(call, "return_loss"), "value", None) is True
+        if (
+            event.kind == "forward"
+            and asked
+            and re.search(r"CLIP|SigLip|Clap", window.facts.source)
+        ):
             return call
         for definition in event.env.get(text(call.func), ()):
             if isinstance(definition.expr, ast.Call):
@@ -109,10 +92,6 @@ def _is_coupled_class(name: str, window: LoopWindow) -> bool:
             has_labels = "arange(" in body and re.search(r"cross_entropy|CrossEntropy", body)
             return bool(has_labels and _SIMILARITY.search(body))
     return False
-
-
-def _true(expr: ast.expr | None) -> bool:
-    return isinstance(expr, ast.Constant) and expr.value is True
 
 
 def _by_arange(window: LoopWindow) -> ast.AST | None:
@@ -146,11 +125,3 @@ def _base(expr: ast.expr) -> str:
     if isinstance(expr, ast.BinOp):
         return _base(expr.left)
     return text(expr)
-
-
-RULE = Rule(
-    code="WB114",
-    name="in-batch negatives accumulated",
-    summary="A loss that compares samples of a batch with each other does not accumulate.",
-    check=check,
-)

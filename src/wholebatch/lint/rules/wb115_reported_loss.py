@@ -1,36 +1,4 @@
-"""The reported loss is the divided one, or only that of the last micro-batch.
-
-## What it does
-Finds a `loss.item()` in a log, a progress bar or an average after the loss was divided by K. It
-also finds logs at the end of a window that show the loss of the last micro-batch as the window's.
-
-## Why is this bad?
-The first kind of curve is K times too low, so runs with different K cannot be compared. The second
-shows one K-th of the data, with the noise of a micro-batch.
-
-## Known problems
-Sums that are later divided by the number of *updates* are correct and not reported. The undivided
-loss of each micro-batch is not reported either.
-
-## Example
-```python
-loss = criterion(model(x), y) / accum
-loss.backward()
-if (i + 1) % accum == 0:
-    optimizer.step()
-    optimizer.zero_grad()
-    print(f"loss {loss.item():.3f}")
-```
-
-## Use instead
-```python
-window_loss += loss.item()              # already divided: the sum is the window's mean
-if (i + 1) % accum == 0:
-    ...
-    print(f"loss {window_loss:.3f}")
-    window_loss = 0.0
-```
-"""
+"""The reported loss is the divided one, or only that of the last micro-batch."""
 
 from __future__ import annotations
 
@@ -50,9 +18,7 @@ from ..model.expressions import (
     walk,
 )
 from ..model.loss_origin import Chain, trace
-from .rule_base import Report, Rule
-
-__all__ = ["RULE"]
+from .rule_base import Report, rule
 
 _SINKS = {
     "print", "info", "debug", "log", "log_metrics", "add_scalar", "set_postfix", "warning",
@@ -65,6 +31,11 @@ _BAR = re.compile(r"p_?bar|prog(ress)?_?bar|progress", re.I)
 _LAST = "reported loss is that of the last micro-batch, not of the window"
 
 
+@rule(
+    "WB115",
+    "reported loss",
+    "The loss that is logged is the divided one, or that of the last micro-batch.",
+)
 def check(file: File) -> Iterator[Report]:
     """Yield at most one report of each kind per window."""
     shown: set[int] = set()
@@ -165,17 +136,16 @@ def _values(call: ast.Call, env: Env) -> Iterator[tuple[ast.expr, Env]]:
         if depth > 5:
             continue
         made = where.get(expr.id, ()) if isinstance(expr, ast.Name) else ()
-        if len(made) == 1 and _holds_values(made[0].expr):
-            todo.append((made[0].expr, made[0].env, depth + 1))
+        held = made[0].expr if len(made) == 1 else None
+        if held is not None and (
+            isinstance(held, (ast.Dict, ast.JoinedStr)) or is_call(held, "dict")
+        ):
+            todo.append((held, made[0].env, depth + 1))
             continue
         inner = _values_inside(expr)
         todo += [(i, where, depth + 1) for i in inner]
         if not inner:
             yield expr, where
-
-
-def _holds_values(expr: ast.expr) -> bool:
-    return isinstance(expr, (ast.Dict, ast.JoinedStr)) or is_call(expr, "dict")
 
 
 def _values_inside(expr: ast.expr) -> list[ast.expr]:
@@ -217,15 +187,12 @@ def _kept_at_boundary(window: LoopWindow, bases: set[int]) -> Iterator[Report]:
             continue
         if event.loops[-1] is not window.loop:
             continue  # An evaluation has losses of its own.
-        if any(window.when(e) != "boundary" for e in window.of("augment") if _same(e, name)):
+        same = [e for e in window.of("augment") if e.receiver and dotted(e.receiver) == name]
+        if any(window.when(e) != "boundary" for e in same):
             continue  # The other micro-batches are added on another branch.
         if _loss_chains(event.argument, event.env, window, bases):
             yield Report(event.node, _LAST)
             return
-
-
-def _same(event: Event, name: str) -> bool:
-    return event.receiver is not None and dotted(event.receiver) == name
 
 
 def _averaged(window: LoopWindow, bases: set[int], file: File) -> Iterator[Report]:
@@ -293,11 +260,3 @@ def _micro_counters(window: LoopWindow) -> set[str]:
 def _function_of(window: LoopWindow, file: File) -> ast.AST:
     around = file.facts.functions_around(window.loop.node.lineno)
     return max(around, key=lambda f: f.lineno, default=file.tree)
-
-
-RULE = Rule(
-    code="WB115",
-    name="reported loss",
-    summary="The loss that is logged is the divided one, or that of the last micro-batch.",
-    check=check,
-)

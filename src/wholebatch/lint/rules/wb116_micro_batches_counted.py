@@ -1,34 +1,4 @@
-"""Micro-batches are counted where updates are meant.
-
-## What it does
-Finds schedules whose length is the number of micro-batches although they step once per update, and
-counters with an update's name (`global_step`, `num_updates`, `completed_steps`) that go up on every
-micro-batch and are then compared with a number of updates.
-
-## Why is this bad?
-A schedule of `len(loader) * epochs` steps that advances once every K batches gets only 1/K of the
-way: warm-up lasts K times too long and the decay never comes. A counter that runs K times too fast
-stops the training at 1/K of its updates.
-
-## Known problems
-Only counters that are compared with a limit by name are judged. A counter that is used for
-micro-batches is fine, whatever its name.
-
-## Example
-```python
-scheduler = get_linear_schedule_with_warmup(optimizer, 100, len(loader) * epochs)
-...
-if (step + 1) % accum == 0:
-    optimizer.step()
-    scheduler.step()
-```
-
-## Use instead
-```python
-updates = math.ceil(len(loader) / accum) * epochs
-scheduler = get_linear_schedule_with_warmup(optimizer, 100, updates)
-```
-"""
+"""Micro-batches are counted where updates are meant."""
 
 from __future__ import annotations
 
@@ -49,9 +19,7 @@ from ..model.expressions import (
     walk,
 )
 from ..model.window_boundary import peel
-from .rule_base import Report, Rule
-
-__all__ = ["RULE"]
+from .rule_base import Report, rule
 
 _UPDATES = re.compile(
     r"(^|[._])(global_?steps?|num_updates|n_updates|updates|update_steps?|optim(izer)?_steps?"
@@ -73,6 +41,11 @@ _LENGTH = re.compile(
 )
 
 
+@rule(
+    "WB116",
+    "micro-batches counted as updates",
+    "A schedule or a counter counts micro-batches where updates are meant.",
+)
 def check(file: File) -> Iterator[Report]:
     """Yield the schedules and counters of each window that count micro-batches."""
     for window in file.accumulating:
@@ -190,11 +163,3 @@ def _is_compared(name: str, window: LoopWindow) -> bool:
         if name in sides and any(_LIMIT.search(s) for s in sides - {name}):
             return True
     return False
-
-
-RULE = Rule(
-    code="WB116",
-    name="micro-batches counted as updates",
-    summary="A schedule or a counter counts micro-batches where updates are meant.",
-    check=check,
-)

@@ -1,32 +1,4 @@
-"""Gradients are cleared between `backward` and `step`.
-
-## What it does
-Finds `zero_grad()` after the backward and before the `step()` that should use its gradients. It
-also finds clearing at the end of a window just before its last backward.
-
-## Why is this bad?
-In the first case the optimizer sees zeros (or None), and only weight decay and momentum move the
-model. In the second case the update is made from the last micro-batch alone.
-
-## Known problems
-Loops with several optimizers are judged only if `zero_grad` and `step` have the same receiver.
-
-## Example
-```python
-loss.backward()
-if (i + 1) % accum == 0:
-    optimizer.zero_grad()
-    optimizer.step()
-```
-
-## Use instead
-```python
-loss.backward()
-if (i + 1) % accum == 0:
-    optimizer.step()
-    optimizer.zero_grad()
-```
-"""
+"""Gradients are cleared between `backward` and `step`."""
 
 from __future__ import annotations
 
@@ -36,11 +8,15 @@ from collections.abc import Iterator
 
 from ..model import Event, File, LoopWindow
 from ..model.expressions import text
-from .rule_base import Edit, Report, Rule, exclusive, is_optimizer_of, stepped
-
-__all__ = ["RULE"]
+from .rule_base import Edit, Report, exclusive, is_optimizer_of, rule, stepped
 
 
+@rule(
+    "WB117",
+    "cleared before the step",
+    "Gradients are cleared between the backward that made them and the step.",
+    fixable=True,
+)
 def check(file: File) -> Iterator[Report]:
     """Yield clearing calls between a backward and its step."""
     for window in file.windows:
@@ -126,12 +102,3 @@ def _swap(zero: Event, step: Event) -> tuple[Edit, ...]:
     if zero.path != step.path or zero.stmt.value is not zero.node:
         return ()
     return (Edit.at("delete", zero.stmt), Edit.at("after", step.stmt, text(zero.stmt)))
-
-
-RULE = Rule(
-    code="WB117",
-    name="cleared before the step",
-    summary="Gradients are cleared between the backward that made them and the step.",
-    check=check,
-    fixable=True,
-)

@@ -1,28 +1,4 @@
-"""Gradients are accumulated although the whole batch would fit.
-
-## What it does
-Notes accumulation with a literal number of steps and a literal batch size, over a model of a few
-small linear layers whose sizes are all literals in the same file.
-
-## Why is this bad?
-Accumulation trades time for memory. If the whole batch needs a few megabytes, it only costs time: K
-small launches instead of one, and a loop that is easier to get wrong.
-
-## Known problems
-This is a note. Only models whose size can be computed from literals are judged.
-
-## Example
-```python
-model = nn.Sequential(nn.Linear(784, 128), nn.ReLU(), nn.Linear(128, 10))
-loader = DataLoader(data, batch_size=8)
-accum = 4
-```
-
-## Use instead
-```python
-loader = DataLoader(data, batch_size=32)
-```
-"""
+"""Gradients are accumulated although the whole batch would fit."""
 
 from __future__ import annotations
 
@@ -32,9 +8,7 @@ from collections.abc import Iterator
 
 from ..model import File
 from ..model.expressions import keyword, number, positional, walk
-from .rule_base import Report, Rule
-
-__all__ = ["RULE"]
+from .rule_base import Report, rule
 
 _SMALL_PARAMETERS = 2_000_000
 _SMALL_BATCH = 1024
@@ -44,9 +18,15 @@ _LARGE_PARTS = re.compile(
 )
 
 
+@rule(
+    "WB118",
+    "batch fits anyway",
+    "Accumulation over a model and batch so small that the whole batch fits.",
+    level="note",
+)
 def check(file: File) -> Iterator[Report]:
     """Yield at most one note per file."""
-    windows = [w for w in file.accumulating if w.shape in {"boundary", "nested"}]
+    windows = file.shaped("boundary", "nested")
     if not windows or _LARGE_PARTS.search(file.facts.source):
         return
     parameters = _parameters(file)
@@ -92,12 +72,3 @@ def _value(expr: ast.expr | None, file: File) -> float | None:
         and any(isinstance(t, ast.Name) and t.id == expr.id for t in node.targets)
     }
     return values.pop() if len(values) == 1 else None
-
-
-RULE = Rule(
-    code="WB118",
-    name="batch fits anyway",
-    summary="Accumulation over a model and batch so small that the whole batch fits.",
-    check=check,
-    level="note",
-)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from wholebatch.errors import OptionError
-
-__all__ = ["Arithmetic", "check_count", "over_ranks", "pieces_of", "runs_said", "share_of", "solve"]
 
 
 def share_of(samples: int, *, rank: int, ranks: int) -> slice:
@@ -116,12 +115,8 @@ def solve(
     >>> solve(global_batch=64, micro_batch=8).steps
     8
     """
-    given = {
-        "global_batch": global_batch,
-        "micro_batch": micro_batch,
-        "steps": steps,
-        "ranks": ranks,
-    }
+    given = {"global_batch": global_batch, "micro_batch": micro_batch}
+    given |= {"steps": steps, "ranks": ranks}
     known = {name: value for name, value in given.items() if value is not None}
     for name, value in known.items():
         check_count(name, value)
@@ -183,7 +178,7 @@ def runs_said(by_rank: Sequence[Sequence[int]]) -> str:
     alike = Counter(map(tuple, by_rank))  # In the order of the first rank of each kind.
     terms = []
     for sizes, ranks in alike.items():
-        runs = _runs(sizes or (0,))
+        runs = [(size, len(list(same))) for size, same in groupby(sizes or (0,))]
         inner = " + ".join(
             f"{size}" if count == 1 and index else f"{size} × {count}"
             for index, (size, count) in enumerate(runs)
@@ -192,17 +187,6 @@ def runs_said(by_rank: Sequence[Sequence[int]]) -> str:
             inner = f"({inner})"
         terms.append(f"{inner} × {ranks} rank{'' if ranks == 1 else 's'}")
     return f"{' + '.join(terms)} = {sum(map(sum, by_rank))}"
-
-
-def _runs(values: Sequence[Any]) -> list[tuple[Any, int]]:
-    """Group equal neighbours; return each value with its count."""
-    runs: list[tuple[Any, int]] = []
-    for value in values:
-        if runs and runs[-1][0] == value:
-            runs[-1] = (value, runs[-1][1] + 1)
-        else:
-            runs.append((value, 1))
-    return runs
 
 
 def check_count(name: str, value: object) -> None:

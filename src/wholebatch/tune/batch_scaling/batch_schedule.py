@@ -16,8 +16,6 @@ from typing import Literal, TypeAlias
 from wholebatch.errors import OptionError
 from wholebatch.tune.batch_scaling.batch_arithmetic import check_count
 
-__all__ = ["Amount", "BatchSchedule", "parse_amount"]
-
 By: TypeAlias = Literal["updates", "epochs", "tokens"]
 
 _AMOUNT = re.compile(r"(\d+(?:\.\d+)?(?:[eE]\+?\d+)?)([kKMBGT]?)(ep|epochs?|tok|tokens?)?")

@@ -18,19 +18,6 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 from wholebatch.errors import OptionError
 
-__all__ = [
-    "Follow",
-    "Rule",
-    "adam_betas",
-    "check_rule",
-    "epochs_in_updates",
-    "half_life",
-    "lr_factor",
-    "scale_lr",
-    "scale_warmup",
-]
-
-
 Rule: TypeAlias = Literal["linear", "sqrt", "none"]
 
 

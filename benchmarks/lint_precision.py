@@ -1,12 +1,12 @@
 """Precision and recall, measured on files with comments that say what should be found.
 
-`python -m wholebatch.lint.precision_recall tests/lint/fixtures` compares every finding with the
+`python benchmarks/lint_precision.py tests/lint/fixtures` compares every finding with the
 comments `# expect: WB101, WB109` in the files. `# expect-missed: WB101` marks a mistake that is
 known to be missed; it counts against recall. With `--pages docs/lint` it also writes the rules'
 pages, and the table of scores into their README.md.
 
-The page of a rule is the docstring of its module, so that `--explain` works wherever the linter is
-installed. The documentation holds copies, and a test compares them.
+The page of a rule is the Markdown file beside its module, so that `--explain` works wherever the
+linter is installed. The documentation holds copies, and a test compares them.
 """
 
 from __future__ import annotations
@@ -19,14 +19,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .check_files import lint_files
-from .lint_settings import Settings
-from .rules import RULES
-from .source_files import collect
+from wholebatch.lint.check_files import lint_files
+from wholebatch.lint.lint_settings import Settings
+from wholebatch.lint.rules import RULES
+from wholebatch.lint.source_files import collect
 
-__all__ = ["Score", "expected", "main", "measure", "pages", "table"]
-
-BEGIN = "<!-- measured by `python -m wholebatch.lint.precision_recall --pages`: begin -->"
+BEGIN = "<!-- measured by `python benchmarks/lint_precision.py --pages`: begin -->"
 END = "<!-- measured: end -->"
 _EXPECT = re.compile(r"#\s*expect(?P<missed>-missed)?:\s*(?P<codes>WB\d+(?:\s*,\s*WB\d+)*)")
 
