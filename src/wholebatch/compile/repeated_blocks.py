@@ -45,6 +45,8 @@ _WORTH = 0.7
 """Blocks pay if at most this share of the operations is left to compile."""
 _SHORTEST = 12
 """The fewest operations of a block."""
+_LEAST = 0.05
+"""The least share of the operations that another kind of block must save."""
 _WINDOW = 8
 """The number of operations in a row by which a repetition is recognised."""
 _CANDIDATES = 8
@@ -355,7 +357,7 @@ def find_pieces(nodes: Sequence[fx.Node]) -> list[Part]:
         free = _gaps(taken, len(nodes))
         runs = [_best_run(labels, part.start, part.end) for part in free]
         best = max(runs, key=lambda run: run.saved, default=None)
-        if best is None or best.saved < _SHORTEST:
+        if best is None or best.saved < max(_SHORTEST, _LEAST * len(nodes)):
             break
         cut = _best_cut(nodes, place, best, bonds)
         if cut is None:
@@ -446,20 +448,20 @@ def _occurrences(
 def _bonds(nodes: Sequence[fx.Node], place: dict[fx.Node, int]) -> set[int]:
     """Return the places at which no cut is allowed.
 
-    A tuple must not cross a cut, nor a tensor that the graph computes and then writes into.
+    A tuple must not cross a cut, nor a tensor that the graph computes and will still write into.
     """
-    groups: dict[fx.Node, list[int]] = {}
-    written = {base_of(one) for node in nodes for one in written_by(node)}
+    last: dict[fx.Node, int] = {}
     for node in nodes:
         if node.target is operator.getitem:
-            groups.setdefault(node.all_input_nodes[0], []).append(place[node])
-        for source in {base_of(one) for one in (node, *node.all_input_nodes)} & written:
-            if source in place:
-                groups.setdefault(source, []).append(place[node])
-    bonds: set[int] = set()
-    for source, members in groups.items():
-        bonds.update(range(place[source] + 1, max(members) + 1))
-    return bonds
+            last[node.all_input_nodes[0]] = place[node]
+        for one in written_by(node):
+            last[base_of(one)] = place[node]
+    return {
+        cut
+        for source, end in last.items()
+        if source in place
+        for cut in range(place[source] + 1, end + 1)
+    }
 
 
 def _best_cut(
