@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
 
-from wholebatch.core.splitting import Tokens, split, tokens
+from wholebatch.core.splitting import Tokens, joined, split, tokens
 from wholebatch.errors import OptionError, SplitError
 
 
@@ -342,3 +342,21 @@ def test_a_multiple_never_widens_the_batch_or_breaks_the_budget() -> None:
 def test_an_impossible_multiple_is_refused(multiple: Any) -> None:
     with pytest.raises(OptionError, match="multiple="):
         tokens(128, multiple=multiple)
+
+
+def test_batches_of_several_widths_are_joined() -> None:
+    """Narrow ones are padded on the right; what differs in another way stays apart."""
+    wide = {"input_ids": torch.arange(1, 9).view(2, 4), "labels": torch.ones(2, 4).long()}
+    narrow = {"input_ids": torch.tensor([[7, 8]]), "labels": torch.tensor([[-100, 3]])}
+    by = tokens(8, pad={"labels": -100, "input_ids": 9})
+    whole = joined([wide, narrow], by)
+    assert whole["input_ids"].tolist() == [[1, 2, 3, 4], [5, 6, 7, 8], [7, 8, 9, 9]]
+    assert whole["labels"][2].tolist() == [-100, 3, -100, -100]
+    assert joined([wide, narrow]) is None  # nothing says what is padding
+    assert joined([wide, narrow], tokens(8)) is None
+    assert joined([wide, {**narrow, "more": 1}], by) is None
+    assert joined([{**wide, "t": 1}, {**narrow, "t": 2}], by) is None
+    assert joined([{**wide, "z": torch.ones(2, 3)}, {**narrow, "z": torch.ones(1, 5)}], by) is None
+    assert joined([{"x": torch.ones(2, 3)}, {"x": torch.ones(1, 3).long()}]) is None
+    masked = [{**one, "mask": torch.ones_like(one["labels"])} for one in (wide, narrow)]
+    assert joined(masked, tokens(8, mask="mask"))["mask"].sum() == 10

@@ -85,7 +85,7 @@ def compilations(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The number of operations of each piece; the pieces run as traced."""
     found: list[int] = []
 
-    def as_traced(graph: Any, arguments: Any, more: Any, *, whole_rows: int) -> Any:
+    def as_traced(graph: Any, arguments: Any, **_: Any) -> Any:
         found.append(sum(node.op == "call_function" for node in graph.graph.nodes))
         return graph
 
@@ -93,9 +93,10 @@ def compilations(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-def blocks_of(train: wb.WholeBatch) -> BlockProgram | None:
+def blocks_of(train: wb.WholeBatch) -> BlockProgram:
     joint = next(iter(train._runner.executor._steps.values())).joint
-    return joint._run if isinstance(joint._run, BlockProgram) else None
+    assert isinstance(joint._run, BlockProgram)
+    return joint._run
 
 
 def trained(model: nn.Module, **options: Any) -> wb.WholeBatch:
@@ -126,7 +127,6 @@ def test_layers_that_are_alike_are_compiled_once(kind: str, compilations: list[i
     build, distinct = KINDS[kind]
     train = trained(build(9).double())
     program = blocks_of(train)
-    assert program is not None
     assert program.compiled <= distinct, compilations
     assert program.pieces > 12
 
@@ -136,7 +136,6 @@ def test_the_number_of_compilations_does_not_grow_with_the_depth(compilations: l
     for depth in (4, 12):
         compilations.clear()
         program = blocks_of(trained(Deep(depth).double()))
-        assert program is not None
         found.append((compilations[: program.compiled], program.compiled))
     assert found[0] == found[1]
 
@@ -152,7 +151,7 @@ def test_blocks_can_be_switched_off(
     compilations: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(JointStep, "blocks", False)
-    assert blocks_of(trained(Deep(6).double())) is None
+    assert blocks_of(trained(Deep(6).double())).pieces == 1
     assert min(compilations) > 600
 
 
@@ -181,7 +180,7 @@ def drops_fresh_numbers() -> None:
     model = nn.Sequential(*(Drop() for _ in range(16)))
     train = wb.WholeBatch(model, sgd(model), loss=spread, micro_batch=4, execute="compile")
     losses = [train.step(torch.zeros(8, 64, dtype=torch.float64)).loss for _ in range(4)]
-    assert blocks_of(train) is not None
+    assert blocks_of(train).pieces > 16
     assert mode_of(train) == "compile"
     assert all(0.03 < float(one) < 0.1 for one in losses)  # 1 / 16 on average.
     assert len({float(one) for one in losses}) == 4
@@ -205,5 +204,4 @@ def test_compiled_blocks_make_the_update_of_the_undivided_batch() -> None:
         warnings.simplefilter("default")
         train = trained(Deep(5).double())
     program = blocks_of(train)
-    assert program is not None
     assert program.compiled == 5

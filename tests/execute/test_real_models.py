@@ -18,7 +18,9 @@ from tests.execute.nets import mode_of, traced
 from tests.support import EXACT, Whole, distance, mlp, samples, sgd
 from wholebatch.compile import ExecuteWarning
 from wholebatch.compile.captured_state import Fingerprint
+from wholebatch.compile.execute_mode import CannotTrace
 from wholebatch.compile.host_constants import lift_host_constants
+from wholebatch.compile.repeated_draws import RepeatedDraws
 
 
 class Wrapped(nn.Module):
@@ -232,6 +234,19 @@ def test_a_checkpoint_with_dropout_uses_the_numbers_of_its_forward() -> None:
             assert all(step.joint.random for step in train._runner.executor._steps.values())
     assert distance(found[2], found[1]) <= EXACT
     assert distance(found[0], found[1]) <= EXACT
+
+
+def test_a_checkpoint_leaves_the_generators_of_devices_alone() -> None:
+    """Their states are not read in a trace: those of CUDA would be set from fake tensors."""
+    from torch.utils import checkpoint as module
+
+    before = module.get_device_states, torch.get_rng_state
+    with RepeatedDraws().as_generator():
+        assert module.get_device_states(torch.ones(1)) == ([], [])
+        torch.set_rng_state(torch.get_rng_state())
+        with pytest.raises(CannotTrace, match="sets the state of the random generator"):
+            torch.set_rng_state(torch.zeros(4))
+    assert (module.get_device_states, torch.get_rng_state) == before
 
 
 def test_a_checkpoint_that_draws_new_numbers_is_refused() -> None:

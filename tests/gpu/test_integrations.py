@@ -20,10 +20,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
+import wholebatch as wb
+
 STEPS, MICRO, WINDOWS, LENGTH, WORDS = 4, 4, 3, 16, 64
 LONG = 2**14
 """Samples so long that a few of them outweigh the 64 MiB that a prediction counts for cuBLAS."""
 RATE = 0.2
+GRAPH = 3
+"""Times that the samples are repeated where graphs run, which are made in the second window."""
 _LIBRARIES = r"(accelerate|lightning|transformers|torch\.distributed)\b"
 
 
@@ -76,13 +80,13 @@ def flat(model: nn.Module) -> Tensor:
     return torch.cat(parts)
 
 
-def undivided(autocast: torch.dtype | None = None, length: int = LENGTH) -> Tensor:
+def undivided(autocast: torch.dtype | None = None, length: int = LENGTH, times: int = 1) -> Tensor:
     """Plain torch on whole batches; in float64, or in autocast with fp16's loss scale."""
     model = Model().cuda()
     model = model.double() if autocast is None else model
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     scaler = torch.amp.GradScaler("cuda", enabled=autocast is torch.float16, init_scale=1024.0)
-    for batch in DataLoader(samples(length), batch_size=MICRO * STEPS):
+    for batch in DataLoader(samples(length) * times, batch_size=MICRO * STEPS):
         batch = {name: leaf.cuda() for name, leaf in batch.items()}
         with torch.autocast("cuda", autocast or torch.bfloat16, enabled=autocast is not None):
             loss = model(**batch)["loss"]
@@ -100,9 +104,9 @@ def error(trained: Tensor, reference: Tensor) -> float:
     return float((trained - reference).norm() / (reference - start).norm())
 
 
-def hold(trained: Tensor, autocast: torch.dtype, length: int = LENGTH) -> None:
-    exact = undivided(length=length)
-    ours, whole = error(trained, exact), error(undivided(autocast, length), exact)
+def hold(trained: Tensor, autocast: torch.dtype, length: int = LENGTH, times: int = 1) -> None:
+    exact = undivided(length=length, times=times)
+    ours, whole = error(trained, exact), error(undivided(autocast, length, times), exact)
     print(f"  {str(autocast)[6:]}: {ours:.2e} from float64, the undivided batch {whole:.2e}")
     assert ours <= 1.25 * whole + 1e-6, (ours, whole)
 
@@ -124,7 +128,13 @@ def one_process() -> Iterator[None]:
             torch.distributed.destroy_process_group()
 
 
-def accelerated(**options: Any) -> Tensor:
+def is_recorded(executor: Any) -> None:
+    """Hold that the last micro-steps were a CUDA graph."""
+    assert executor.mode == "graph of compile", (executor.mode, executor.notes.history)
+    assert executor._plan.changes == 0
+
+
+def accelerated(*, graph: bool = False, **options: Any) -> Tensor:
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, GradientState
 
@@ -136,17 +146,27 @@ def accelerated(**options: Any) -> Tensor:
     inner = Model()
     optimizer = torch.optim.SGD(inner.parameters(), lr=RATE)
     model, optimizer, loader = accelerator.prepare(
-        inner, optimizer, DataLoader(samples(), batch_size=MICRO)
+        inner, optimizer, DataLoader(samples() * (GRAPH if graph else 1), batch_size=MICRO)
     )
     windows = ExactWindows(accelerator, model, optimizer)
+
+    def loss_of(batch: dict[str, Tensor]) -> wb.Loss:
+        return wb.mean_loss(model(**batch)["loss"], (batch["labels"] != -100).sum())
+
+    compiled = windows.compile(loss_of, execute="graph") if graph else None
     for batch in loader:
         with accelerator.accumulate(model):
-            loss = model(**batch)["loss"]
-            windows.backward(mean=loss, units=(batch["labels"] != -100).sum())
+            if compiled is not None:
+                windows.backward(compiled(batch))
+            else:
+                loss = model(**batch)["loss"]
+                windows.backward(mean=loss, units=(batch["labels"] != -100).sum())
             if accelerator.sync_gradients:
                 accelerator.clip_grad_norm_(model.parameters(), 0.5)
             optimizer.step()
             optimizer.zero_grad()
+    if compiled is not None:
+        is_recorded(compiled.executor)
     if hasattr(model, "summon_full_params"):
         with type(model).summon_full_params(model):
             return flat(model)
@@ -160,6 +180,56 @@ def test_accelerate_fp16_and_bf16() -> None:
     scale = [GradScalerKwargs(init_scale=1024.0)]
     hold(accelerated(mixed_precision="fp16", kwargs_handlers=scale), torch.float16)
     hold(accelerated(mixed_precision="bf16"), torch.bfloat16)
+    hold(accelerated(mixed_precision="bf16", graph=True), torch.bfloat16, times=GRAPH)
+    fp16 = accelerated(mixed_precision="fp16", kwargs_handlers=scale, graph=True)
+    hold(fp16, torch.float16, times=GRAPH)
+
+
+def test_own_loop_with_a_compiled_loss() -> None:
+    need()
+    for dtype in (torch.float64, torch.bfloat16):
+        model = Model().cuda()
+        model = model.double() if dtype is torch.float64 else model
+        optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+        acc = wb.Accumulator(model, optimizer, steps=STEPS, clip_norm=0.5)
+
+        def loss_of(
+            batch: dict[str, Tensor], model: nn.Module = model, dtype: torch.dtype = dtype
+        ) -> wb.Loss:
+            units = (batch["labels"] != -100).sum()
+            with torch.autocast("cuda", torch.bfloat16, enabled=dtype is torch.bfloat16):
+                return wb.mean_loss(model(**batch)["loss"], units)
+
+        loss = acc.compile(loss_of, execute="graph")
+        # The last window of every pass is a short one.
+        for _ in range(GRAPH):
+            for batch in acc.over(DataLoader(samples(), batch_size=MICRO)):
+                acc.backward(loss({name: leaf.cuda() for name, leaf in batch.items()}))
+        is_recorded(loss.executor)
+        if dtype is torch.float64:
+            found = error(flat(model), passes())
+            print(f"  float64: {found:.2e}")
+            assert found <= 1e-12, found
+        else:
+            exact = passes()
+            allowed = 1.25 * error(passes(torch.bfloat16), exact) + 1e-6
+            assert error(flat(model), exact) <= allowed
+
+
+def passes(autocast: torch.dtype | None = None) -> Tensor:
+    """Whole batches in passes of their own, each with a short last batch."""
+    model = Model().cuda()
+    model = model.double() if autocast is None else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    for _ in range(GRAPH):
+        for batch in DataLoader(samples(), batch_size=MICRO * STEPS):
+            with torch.autocast("cuda", autocast or torch.bfloat16, enabled=autocast is not None):
+                loss = model(**{name: leaf.cuda() for name, leaf in batch.items()})["loss"]
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+    return flat(model)
 
 
 def test_accelerate_fsdp() -> None:
@@ -179,7 +249,7 @@ def test_accelerate_fsdp() -> None:
 
 def test_lightning_fp16_and_bf16() -> None:
     need("lightning")
-    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.plugins.precision import MixedPrecision
 
     from wholebatch.integrations.lightning import ExactWindows
@@ -197,11 +267,20 @@ def test_lightning_fp16_and_bf16() -> None:
             return torch.optim.SGD(self.parameters(), lr=RATE)
 
     scaler = torch.amp.GradScaler("cuda", init_scale=1024.0)
-    for plugin, dtype in (
-        (MixedPrecision("16-mixed", "cuda", scaler), torch.float16),
-        (MixedPrecision("bf16-mixed", "cuda"), torch.bfloat16),
+    units = lambda batch: (batch["labels"] != -100).sum()  # noqa: E731
+    for plugin, dtype, execute in (
+        (MixedPrecision("16-mixed", "cuda", scaler), torch.float16, "eager"),
+        (MixedPrecision("bf16-mixed", "cuda"), torch.bfloat16, "eager"),
+        (MixedPrecision("bf16-mixed", "cuda"), torch.bfloat16, "graph"),
     ):
-        module = Module()
+        module, times = Module(), GRAPH if execute == "graph" else 1
+        windows = ExactWindows(units=units, execute=execute)  # type: ignore[arg-type]
+        seen: list[Any] = []
+
+        class Look(Callback):
+            def on_train_batch_end(self, *_: Any, windows: Any = windows, seen: Any = seen) -> None:
+                seen.append(windows._compiled._loss.executor)
+
         with libraries_may_warn():
             Trainer(
                 max_epochs=1,
@@ -210,13 +289,15 @@ def test_lightning_fp16_and_bf16() -> None:
                 plugins=[plugin],
                 accumulate_grad_batches=STEPS,
                 gradient_clip_val=0.5,
-                callbacks=[ExactWindows(units=lambda batch: (batch["labels"] != -100).sum())],
+                callbacks=[windows, Look()],
                 logger=False,
                 enable_checkpointing=False,
                 enable_progress_bar=False,
                 enable_model_summary=False,
-            ).fit(module, DataLoader(samples(), batch_size=MICRO))
-        hold(flat(module), dtype)
+            ).fit(module, DataLoader(samples() * times, batch_size=MICRO))
+        if execute == "graph":
+            is_recorded(seen[-1])
+        hold(flat(module), dtype, times=times)
 
 
 def trainer_on(data: Any, folder: str, options: dict[str, Any], **arguments: Any) -> Any:
@@ -256,10 +337,15 @@ def test_transformers_bf16_and_auto_micro_batch() -> None:
         trainer = trainer_on(samples(), folder, {}, bf16=True)
         trainer.train()
         hold(flat(trainer.model), torch.bfloat16)
+        trainer = trainer_on(samples() * GRAPH, folder, {"execute": "graph"}, bf16=True)
+        trainer.train()
+        is_recorded(trainer._whole._runner.executor)
+        hold(flat(trainer.model), torch.bfloat16, times=GRAPH)
         whole = {"per_device_train_batch_size": MICRO * STEPS, "gradient_accumulation_steps": 1}
         options = {"micro_batch": "auto", "memory": "200MiB"}
         cut = trainer_on(samples(LONG), folder, options, **whole, bf16=True)
         cut.train()
-        print(f"  auto: micro-batch {cut._chosen} of {MICRO * STEPS}")
-        assert 1 < cut._chosen < MICRO * STEPS
+        chosen = cut._whole.micro_batch_size
+        print(f"  auto: micro-batch {chosen} of {MICRO * STEPS}")
+        assert 1 < chosen < MICRO * STEPS
         hold(flat(cut.model), torch.bfloat16, LONG)

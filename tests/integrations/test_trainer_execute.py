@@ -20,6 +20,7 @@ from tests.memory.inject import OutOfMemoryAt
 from tests.support import EXACT
 from wholebatch.compile import micro_step
 from wholebatch.compile.execute_mode import ExecutePlan, ExecuteWarning
+from wholebatch.core.splitting import split
 from wholebatch.errors import OptionError
 
 pytest.importorskip("transformers")
@@ -41,6 +42,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning"),
 ]
 FLOAT32 = 1e-6
+TOKENS = wb.tokens(16, pad={"labels": -100})
 
 
 @pytest.fixture
@@ -176,7 +178,7 @@ class Padded:
 
 @pytest.mark.parametrize(
     "micro_batch",
-    [None, 3, wb.tokens(8, pad={"labels": -100}), wb.samples(1), "auto"],
+    [None, 3, TOKENS, wb.samples(1), "auto"],
 )
 @pytest.mark.parametrize("execute", ["eager", "compile"])
 def test_batches_of_several_widths(
@@ -189,8 +191,21 @@ def test_batches_of_several_widths(
     ours = run(exact(Trainer, execute=execute, micro_batch=micro_batch), "ours", **given)
     assert run.distance(ours, whole) <= EXACT
     assert traces.made == 0 or execute == "compile"
-    if isinstance(micro_batch, wb.Tokens if hasattr(wb, "Tokens") else type(wb.tokens(1))):
-        assert ours._whole.last_step.micro_batches > 4
+    if micro_batch == TOKENS:  # sorted over the whole window, not within each batch
+        each = [Padded.collate(data.rows[at : at + 4]) for at in range(16, 32, 4)]
+        number = len(split(Padded.collate(data.rows[16:]), TOKENS))
+        assert ours._whole.last_step.micro_batches == number
+        assert number < sum(len(split(batch, TOKENS)) for batch in each)
+
+
+@pytest.mark.parametrize(("memory", "least"), [(None, 16), ("150KiB", 5)])
+def test_auto_may_join_the_batches_of_a_loader(run: Run, memory: Any, least: int) -> None:
+    given: dict[str, Any] = {"logging_strategy": "steps", "logging_steps": 1}
+    whole = run(Trainer, "whole", **given)
+    ours = run(exact(Trainer, micro_batch="auto", memory=memory), "ours", **given)
+    assert run.distance(ours, whole) <= EXACT
+    assert losses_of(ours) == pytest.approx(losses_of(whole), rel=1e-6)
+    assert ours._whole.micro_batch_size in range(least, 17)  # the loader's batches have 4
 
 
 class Weighted(Trainer):
@@ -554,12 +569,17 @@ def step_above(self: Any, *given: Any, **named: Any) -> Any:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("execute", ["compile", "eager"])
-def test_two_ranks(run: Run, tmp_path: Path, execute: str) -> None:
+@pytest.mark.parametrize(("execute", "how"), [("compile", ""), ("eager", ""), ("eager", "resume")])
+def test_two_ranks(run: Run, tmp_path: Path, execute: str, how: str) -> None:
     here = Path(__file__).parent
-    result = tmp_path / "weights.pt"
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    script = (str(here / "end_at_once.py"), str(here / "trainer_worker.py"), execute, str(result))
+    script = (
+        str(here / "end_at_once.py"),
+        str(here / "trainer_worker.py"),
+        execute,
+        how,
+        str(tmp_path),
+    )
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -580,4 +600,6 @@ def test_two_ranks(run: Run, tmp_path: Path, execute: str) -> None:
     whole = run(Trainer, "whole", case="two processes", max_grad_norm=0.05)
     flat: Callable[[Any], Tensor] = run.problem.flat
     start = flat(run.hosts.ReaderForTokenClassification())
-    assert run.problem.distance(torch.load(result), flat(whole.model), start) <= EXACT
+    assert (
+        run.problem.distance(torch.load(tmp_path / "weights.pt"), flat(whole.model), start) <= EXACT
+    )

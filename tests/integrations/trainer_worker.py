@@ -1,10 +1,12 @@
-"""Run under torchrun: `exact(Trainer)` as traced on two ranks; rank 0 keeps the weights."""
+"""Run under torchrun: `exact(Trainer)` as traced on two ranks; rank 0 keeps the weights.
+
+With "resume" it leaves in the middle of the second window, and goes on from its checkpoint.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +15,35 @@ import torch
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-if __name__ == "__main__":
+
+def trained(execute: str, folder: str, **options: Any) -> Any:
+    """Train one epoch, from a checkpoint if one is given."""
     import compare.transformers as hosts
-    from compare.problem import PROBLEMS, Tokens, flat
+    from compare.problem import PROBLEMS, Tokens
     from transformers import Trainer, TrainingArguments
 
-    from wholebatch.compile.execute_mode import ExecutePlan
     from wholebatch.integrations.transformers import exact
 
-    _, execute, result = sys.argv
+    problem = PROBLEMS["two processes"]
+    saves = "steps" if options else "no"
+    given = hosts.arguments(problem, "ours", folder, max_grad_norm=0.05, save_strategy=saves)
+    trainer = exact(Trainer, execute=execute)(  # type: ignore[arg-type]
+        model=hosts.ReaderForTokenClassification(),
+        args=TrainingArguments(**given),
+        train_dataset=Tokens(problem),
+    )
+    if options.get("stops"):
+        trainer.add_callback(hosts.Stop())
+    trainer.train(resume_from_checkpoint=options.get("checkpoint"))
+    return trainer
+
+
+if __name__ == "__main__":
+    from compare.problem import flat
+
+    from wholebatch.compile.execute_mode import ExecutePlan
+
+    _, execute, how, folder = sys.argv
     plan: Any = ExecutePlan.of
 
     def traced(execute: str, device: torch.device) -> ExecutePlan:
@@ -30,16 +52,19 @@ if __name__ == "__main__":
         return made
 
     ExecutePlan.of = staticmethod(traced)  # type: ignore[method-assign]
-    problem = PROBLEMS["two processes"]
-    with tempfile.TemporaryDirectory() as folder:
-        args = TrainingArguments(**hosts.arguments(problem, "ours", folder, max_grad_norm=0.05))
-        model = hosts.ReaderForTokenClassification()
-        trainer = exact(Trainer, execute=execute)(  # type: ignore[arg-type]
-            model=model, args=args, train_dataset=Tokens(problem)
-        )
-        trainer.train()
-    executor = trainer._whole._runner.executor
-    assert executor.mode == ("operations" if execute == "compile" else "eager"), executor.notes
+    if how == "resume":
+        left = trained(execute, folder, stops=True)
+        assert left.state.global_step == 1
+        checkpoint = Path(folder) / "checkpoint-1"
+        assert {f"wholebatch_window_{rank}.pt" for rank in (0, 1)} <= {
+            file.name for file in checkpoint.iterdir()
+        }
+        trainer = trained(execute, folder, checkpoint=str(checkpoint))
+        assert trainer._whole.last_step is None  # no forward was made again
+    else:
+        trainer = trained(execute, folder)
+        executor = trainer._whole._runner.executor
+        assert executor.mode == ("operations" if execute == "compile" else "eager"), executor.notes
     assert trainer.accelerator.num_processes == 2
     if os.environ["RANK"] == "0":
-        torch.save(flat(model), result)
+        torch.save(flat(trainer.model), Path(folder) / "weights.pt")

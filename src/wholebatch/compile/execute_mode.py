@@ -268,6 +268,8 @@ class ExecutePlan:
     def upgrades(self, operations: int, compiled: int, runs: int) -> bool:
         """True if a traced graph that has run `runs` times should be compiled now.
 
+        `operations` are those to compile; layers that are alike count once.
+
         It should once the run has spent on its kind of micro-batch as long as compilation takes.
         """
         if not self.compiles or compiled >= _COMPILED:

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils._python_dispatch import _disable_current_modes
 
 from wholebatch.compile.value_reads import computed
 
@@ -64,8 +63,8 @@ def _constant(module: fx.GraphModule, node: fx.Node, value: Tensor, number: int)
     module.register_buffer(name, value, persistent=False)
     with module.graph.inserting_after(node):
         constant = module.graph.get_attr(name)
-    mode = getattr(node.meta.get("val"), "fake_mode", None)
+    values = (one.meta.get("val") for one in module.graph.nodes)
+    mode = next((one.fake_mode for one in values if hasattr(one, "fake_mode")), None)
     if mode is not None:
-        with _disable_current_modes():
-            constant.meta["val"] = mode.from_tensor(value)
+        constant.meta["val"] = mode.from_tensor(value)
     return constant

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, ClassVar, TypeAlias
 
 import torch
@@ -22,7 +22,7 @@ from wholebatch.compile.gelu import can_fuse_gelu
 from wholebatch.compile.gradient_buffers import Casts, Gradients
 from wholebatch.compile.graph_rewrite import Fusions, rewrite
 from wholebatch.compile.layer_norm import can_fuse_norms
-from wholebatch.compile.repeated_blocks import compiled_in_blocks
+from wholebatch.compile.repeated_blocks import Blocks, calls_other_graphs
 from wholebatch.compile.trace import Form, State, Traced
 
 __all__ = [
@@ -48,7 +48,7 @@ def start_compiler() -> None:
 
 
 def compiled_by_inductor(
-    graph: Any, arguments: list[Any], more: Mapping[str, Any], *, whole_rows: int
+    graph: Any, arguments: list[Any], *, more: Mapping[str, Any], whole_rows: int
 ) -> Callable[..., Any]:
     """Compile `graph` for arguments like these; `more` are options of Inductor.
 
@@ -168,8 +168,6 @@ class JointStep:
         self.operations = sum(node.op == "call_function" for node in rewritten.graph.graph.nodes)
         self._tail = [*casts.of(rewritten.casts), *buffers]
         self._run: Callable[..., Any] = rewritten.graph
-        if not compiled:
-            return
         arguments: list[Any]
         if self.sizes is None:
             seeds = [torch.ones((), dtype=dtype, device=device) for dtype in self.form.dtypes]
@@ -177,14 +175,19 @@ class JointStep:
         else:
             tail = map(self.sizes.alike, self._tail)
             arguments = [*self.sizes.symbols, *self.sizes.flat, *tail]
-
-        def compile_graph(graph: Any, arguments: list[Any]) -> Callable[..., Any]:
-            return compiled_by_inductor(graph, arguments, self.inductor, whole_rows=self.whole_rows)
-
-        run: Callable[..., Any] | None = None
-        if self.blocks:
-            run = compiled_in_blocks(rewritten.graph, arguments, compile_graph)
-        self._run = compile_graph(rewritten.graph, arguments) if run is None else run
+        self.to_compile = self.operations
+        """The number of operations that a compiler has to compile: layers that are alike once."""
+        compile_graph = partial(
+            compiled_by_inductor, more=self.inductor, whole_rows=self.whole_rows
+        )
+        if calls_other_graphs(rewritten.graph):
+            if compiled:
+                self._run = compile_graph(rewritten.graph, arguments)
+            return
+        blocks = Blocks(rewritten.graph, arguments, repeats=self.blocks)
+        self.to_compile = blocks.operations
+        if compiled:
+            self._run = blocks.compiled(compile_graph)
 
     def _possible_fusions(self, device: torch.device) -> Fusions:
         """Return the fusions that this device has and that pay for this way of running."""

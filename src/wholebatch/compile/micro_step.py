@@ -275,7 +275,7 @@ class Executor:
         if joint.sizes is not None and self._shapes.ready(inputs):
             # It is compiled already and only needs a new CUDA graph capture.
             return self._plan.compiles
-        return self._plan.upgrades(joint.operations, self._compiled(), joint.runs)
+        return self._plan.upgrades(joint.to_compile, self._compiled(), joint.runs)
 
     def _look_at_the_window(self) -> None:
         """At the start of a window, check that the graphs are still valid."""

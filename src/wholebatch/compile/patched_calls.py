@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import builtins
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch import _VF, Tensor, nn
 from wholebatch.compile.execute_mode import CannotTrace
 from wholebatch.compile.recurrent_layers import RECURRENT, traceable
 
-__all__ = ["refuse_recurrent_dropout", "symbolic_lengths", "traceable_calls"]
+__all__ = ["refuse_recurrent_dropout", "replaced", "symbolic_lengths", "traceable_calls"]
 
 _LEN = builtins.len
 _ONE_AT_A_TIME = threading.RLock()
@@ -33,17 +33,16 @@ def traceable_calls() -> Iterator[None]:
     - Recurrent layers are one operation, and do not lay out their weights anew for cuDNN.
     - Distributions do not check the values of their parameters.
     """
-    with _ONE_AT_A_TIME, ExitStack() as patches:
-        for owner, name, function in (
-            (torch, "_check_tensor_all_with", _assert_in_graph),
-            (nn.Module, "_apply", _convert_nothing),
-            (nn.RNNBase, "flatten_parameters", _keep_layout),
-            (nn.RNNBase, "_apply", _convert_nothing),
-            # torch.compile also leaves out these checks, which read the parameters.
-            (torch.distributions.Distribution, "_validate_args", False),
-            *((_VF, kind, traceable(kind)) for kind in RECURRENT),
-        ):
-            patches.enter_context(_replaced(owner, name, function))
+    recurrent = {"flatten_parameters": _keep_layout, "_apply": _convert_nothing}
+    with (
+        _ONE_AT_A_TIME,
+        replaced(torch, {"_check_tensor_all_with": _assert_in_graph}),
+        replaced(nn.Module, {"_apply": _convert_nothing}),
+        replaced(nn.RNNBase, recurrent),
+        replaced(_VF, {kind: traceable(kind) for kind in RECURRENT}),
+        # torch.compile also leaves out these checks, which read the parameters.
+        replaced(torch.distributions.Distribution, {"_validate_args": False}),
+    ):
         yield
 
 
@@ -85,15 +84,18 @@ def symbolic_lengths() -> Iterator[None]:
             return of.shape[0]
         return _LEN(of)
 
-    with _ONE_AT_A_TIME, _replaced(builtins, "len", length):
+    with _ONE_AT_A_TIME, replaced(builtins, {"len": length}):
         yield
 
 
 @contextmanager
-def _replaced(owner: Any, name: str, function: Any) -> Iterator[None]:
-    before = getattr(owner, name)
-    setattr(owner, name, function)
+def replaced(owner: Any, values: Mapping[str, Any]) -> Iterator[None]:
+    """Set these attributes within this context."""
+    before = {name: getattr(owner, name) for name in values}
     try:
+        for name, value in values.items():
+            setattr(owner, name, value)
         yield
     finally:
-        setattr(owner, name, before)
+        for name, value in before.items():
+            setattr(owner, name, value)

@@ -36,7 +36,7 @@ from wholebatch.compile.fusion import (
     written_by,
 )
 
-__all__ = ["BlockProgram", "compiled_in_blocks", "find_pieces"]
+__all__ = ["BlockProgram", "Blocks", "Part", "calls_other_graphs", "find_pieces"]
 
 Compile: TypeAlias = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 
@@ -147,34 +147,55 @@ class BlockProgram:
         return [values[place] for place in self._results]
 
 
-def compiled_in_blocks(
-    module: fx.GraphModule, arguments: Sequence[Any], compile_piece: Compile
-) -> BlockProgram | None:
-    """Compile the graph in pieces, each kind once; return None if it does not repeat enough.
+class Blocks:
+    """A graph cut into pieces, to be compiled for arguments like these.
 
-    `arguments` are tensors like those that it will be called with.
+    All attributes that the graph refers to must be tensors.
+    Without `repeats`, or if the graph does not repeat enough, it is one piece.
     """
-    inputs = [*module.graph.find_nodes(op="placeholder"), *module.graph.find_nodes(op="get_attr")]
-    constants = [_constant(module, node) for node in inputs if node.op == "get_attr"]
-    if not all(isinstance(value, Tensor) for value in constants):
-        return None
-    mode = fill_values(module.graph, dict(zip(inputs, (*arguments, *constants), strict=True)))
-    nodes = [node for node in module.graph.nodes if node.op == "call_function"]
-    parts = find_pieces(nodes)
-    sizes = list(filter(_is_size, inputs))
-    pieces = _Cutter(nodes, parts, sizes).pieces()
-    keys = [piece.key() for piece in pieces]
-    first = {key: piece for piece, key in reversed(list(zip(pieces, keys, strict=True)))}
-    if sum(len(piece.operations) for piece in first.values()) > _WORTH * len(nodes):
-        return None
-    results: Any = module.graph.output_node().args[0]
-    outputs = _outputs(pieces, keys, results)
-    runs = {}
-    for key in dict.fromkeys(keys):
-        with mode:
-            examples = [_alike(node.meta["val"]) for node in first[key].inputs]
-        runs[key] = _taking_a_list(compile_piece(first[key].module(outputs[key]), examples))
-    return _program(pieces, [(runs[key], outputs[key]) for key in keys], inputs, constants, results)
+
+    def __init__(
+        self, module: fx.GraphModule, arguments: Sequence[Any], *, repeats: bool = True
+    ) -> None:
+        graph = module.graph
+        constants = graph.find_nodes(op="get_attr")
+        self._constants = [_attribute(module, node) for node in constants]
+        self._inputs = [*graph.find_nodes(op="placeholder"), *constants]
+        values = dict(zip(self._inputs, (*arguments, *self._constants), strict=True))
+        self._mode = fill_values(graph, values)
+        self._results: Any = graph.output_node().args[0]
+        nodes = [node for node in graph.nodes if node.op == "call_function"]
+        sizes = list(filter(_is_size, self._inputs))
+        self._cut(nodes, find_pieces(nodes) if repeats else [Part(0, len(nodes))], sizes)
+        if self.operations > _WORTH * len(nodes):
+            self._cut(nodes, [Part(0, len(nodes))], sizes)
+
+    def _cut(
+        self, nodes: Sequence[fx.Node], parts: Sequence[Part], sizes: Sequence[fx.Node]
+    ) -> None:
+        self._pieces = _Cutter(nodes, parts, sizes).pieces()
+        self._keys = [piece.key() for piece in self._pieces]
+        self._kinds: dict[Any, _Piece] = {}
+        """One piece of each kind."""
+        for key, piece in zip(self._keys, self._pieces, strict=True):
+            self._kinds.setdefault(key, piece)
+
+    @property
+    def operations(self) -> int:
+        """The number of operations to compile."""
+        return sum(len(piece.operations) for piece in self._kinds.values())
+
+    def compiled(self, compile_piece: Compile) -> BlockProgram:
+        """Compile one piece of each kind, and return the program that calls them."""
+        outputs = _outputs(self._pieces, self._keys, self._results)
+        runs = {}
+        for key, piece in self._kinds.items():
+            with self._mode:
+                examples = [_alike(node.meta["val"]) for node in piece.inputs]
+            run = compile_piece(piece.module(outputs[key]), examples)
+            runs[key] = _taking_a_list(run), outputs[key]
+        calls = [runs[key] for key in self._keys]
+        return _program(self._pieces, calls, self._inputs, self._constants, self._results)
 
 
 def _is_size(node: fx.Node) -> bool:
@@ -195,11 +216,14 @@ def _taking_a_list(run: Callable[..., Any]) -> Callable[[list[Any]], Any]:
     return lambda arguments: run(*arguments)
 
 
-def _constant(module: fx.GraphModule, node: fx.Node) -> Any:
-    value: Any = module
-    for name in str(node.target).split("."):
-        value = getattr(value, name)
-    return value
+def calls_other_graphs(module: fx.GraphModule) -> bool:
+    """True if an attribute that the graph refers to is not a tensor."""
+    nodes = module.graph.find_nodes(op="get_attr")
+    return not all(isinstance(_attribute(module, node), Tensor) for node in nodes)
+
+
+def _attribute(module: fx.GraphModule, node: fx.Node) -> Any:
+    return operator.attrgetter(str(node.target))(module)
 
 
 def _outputs(

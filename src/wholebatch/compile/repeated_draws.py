@@ -14,11 +14,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from wholebatch.compile.execute_mode import CannotTrace
+from wholebatch.compile.patched_calls import replaced
 from wholebatch.compile.value_reads import draws
 
 __all__ = ["RepeatedDraws"]
@@ -65,17 +67,17 @@ class RepeatedDraws(TorchDispatchMode):
                 raise CannotTrace("its forward sets the state of the random generator")
             self._place = state.number
 
-        names = {"get_rng_state": get, "set_rng_state": put}
-        before = {name: getattr(torch.random, name) for name in names}
-        try:
-            for module in (torch, torch.random):
-                for name, function in names.items():
-                    setattr(module, name, function)
+        def no_devices(*_: Any, **__: Any) -> tuple[list[int], list[Any]]:
+            return [], []  # The draws of all devices are in one order.
+
+        states = {"get_rng_state": get, "set_rng_state": put}
+        devices = {"get_device_states": no_devices, "set_device_states": no_devices}
+        with (
+            replaced(torch, states),
+            replaced(torch.random, states),
+            replaced(torch.utils.checkpoint, devices),
+        ):
             yield
-        finally:
-            for module in (torch, torch.random):
-                for name, function in before.items():
-                    setattr(module, name, function)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -13,8 +13,8 @@ import sys
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cache, cached_property
-from typing import Any, cast
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -90,11 +90,7 @@ class ForwardState:
         self._modules = list(dict.fromkeys(m for model in models for m in model.modules()))
         # Every window makes one: what needs no copy is only listed here, and read in `items`.
         self._found = [
-            (
-                module,
-                dict(module._buffers),
-                {} if _is_wrapper(cast(Any, type(module))) else dict(vars(module)),
-            )
+            (module, dict(module._buffers), {} if _is_wrapper(module) else dict(vars(module)))
             for module in self._modules
         ]
         self._copies: dict[Key, Kept] = {}
@@ -167,16 +163,15 @@ def _plain(module: nn.Module) -> Iterator[tuple[str, Any]]:
     for name, value in module._buffers.items():
         if value is None or not nn.parameter.is_lazy(value):
             yield name, value
-    if _is_wrapper(cast(Any, type(module))):
+    if _is_wrapper(module):
         return
     for name, value in vars(module).items():
         if name not in _TORCHS and _is_plain(value):
             yield name, value
 
 
-@cache
-def _is_wrapper(kind: Any) -> bool:
-    return str(kind.__module__).startswith(_WRAPPERS)
+def _is_wrapper(module: nn.Module) -> bool:
+    return type(module).__module__.startswith(_WRAPPERS)
 
 
 def _is_plain(value: Any) -> bool:

@@ -136,7 +136,7 @@ class Runner:
     @property
     def is_checked(self) -> bool:
         """True if no look is to come."""
-        return self._guard is None
+        return self._guard is None or not self._guard.pending
 
     def look_at(self, batch: Any, micros: Sequence[Any], layout: Mapping[str, Any]) -> None:
         """Refuse what does not add up, before the first window that is split."""

@@ -7,6 +7,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from wholebatch.core.precision import LossScale
-from wholebatch.core.splitting import Batches, Tokens, batch_size_of, split_numbered
+from wholebatch.core.splitting import Batches, Tokens, batch_size_of, joined, split_numbered
 from wholebatch.core.splitting.samples import readable_layout
 from wholebatch.coupled.batchnorm.lock_step import Hold
 from wholebatch.distributed import Sync
@@ -171,20 +172,36 @@ class Fitting:
         return self.sizing.size
 
     def split(self, batch: Any) -> list[Any]:
-        """Return the micro-batches of this batch, or of `Batches`, one batch after the other."""
+        """Return the micro-batches of this batch, or of several `Batches`.
+
+        A number of samples splits each batch by itself; "auto" and tokens join them first, if that
+        is possible.
+        """
         batches = batch if isinstance(batch, Batches) else (batch,)
-        size = self._chosen_size(batches) if self._micro_batch == "auto" else self._fitting_size()
+        whole = self._joined(batches)
+        given = batches if whole is None else (whole,)
+        size = self._chosen_size(given) if self._micro_batch == "auto" else self._fitting_size()
         split: list[tuple[Any, Sequence[int]]] = []
         self._ends = []
-        for one in batches:
+        for one in given:
             start = self._ends[-1] if self._ends else 0
             parts = self._parts(one, size)
             self._ends.append(start + sum(len(numbers) for _, numbers in parts))
             if start:
                 parts = [(micro, [start + n for n in numbers]) for micro, numbers in parts]
             split += parts
+        if whole is not None:
+            sizes = (batch_size_of(one, **self._layout) for one in batches)
+            self._ends = list(accumulate(sizes))
         self._split = [(id(micro), numbers) for micro, numbers in split]
         return [micro for micro, _ in split]
+
+    def _joined(self, batches: Sequence[Any]) -> Any:
+        """Return several batches as one, where micro-batches need not stay within one of them."""
+        by = self._micro_batch
+        if len(batches) == 1 or not (by == "auto" or isinstance(by, Tokens)):
+            return None
+        return joined(batches, by if isinstance(by, Tokens) else None, **self._layout)
 
     def _parts(self, batch: Any, size: int | Tokens | None) -> list[tuple[Any, Sequence[int]]]:
         """Return the micro-batches of one batch, with the places of their samples in it."""

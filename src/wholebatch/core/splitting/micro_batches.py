@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from wholebatch.core.splitting.samples import (
     BatchSize,
@@ -34,6 +35,7 @@ __all__ = [
     "Tokens",
     "check_micro_batch",
     "drop_samples",
+    "joined",
     "lengths_of",
     "named",
     "split",
@@ -44,7 +46,7 @@ __all__ = [
 
 
 class Batches(tuple[Any, ...]):
-    """A window that is given as several batches; each is split by itself."""
+    """A window that is given as several batches."""
 
 
 def split(
@@ -93,6 +95,81 @@ def split_numbered(
         (layout.take(slice(start, start + micro_batch)), rows[start : start + micro_batch])
         for start in rows[::micro_batch]
     ]
+
+
+def joined(
+    batches: Sequence[Any],
+    by: Tokens | None = None,
+    *,
+    batch_size: BatchSize = None,
+    static: Static = (),
+) -> Any:
+    """Return these batches as one; None if they differ in more than their number of samples.
+
+    With `by`, they may differ in width as well, if that says where their padding is: narrower ones
+    are padded on the right, labels with -100, everything else with `by.pad` or zeros.
+
+    >>> import torch
+    >>> parts = [{"x": torch.ones(2, 3), "t": 0.5}, {"x": torch.zeros(1, 3), "t": 0.5}]
+    >>> joined(parts)["x"].shape, joined([*parts, {"x": torch.zeros(1, 4), "t": 0.5}])
+    (torch.Size([3, 3]), None)
+    """
+    layouts = [layout_of(one, batch_size=batch_size, static=static) for one in batches]
+    first, *others = layouts
+    names = [leaf.name for leaf in first.leaves]
+    for other in others:
+        if first.batched != other.batched or names != [leaf.name for leaf in other.leaves]:
+            return None
+    widths = [None if by is None else _padded_width(layout, by) for layout in layouts]
+    values = []
+    for index, (leaf, batched) in enumerate(zip(first.leaves, first.batched, strict=True)):
+        found = [layout.leaves[index].value for layout in layouts]
+        if not batched:
+            if any(value is not leaf.value and not _is_equal(value, leaf.value) for value in found):
+                return None
+            values.append(leaf.value)
+            continue
+        if not all(isinstance(value, Tensor) and value.dtype is found[0].dtype for value in found):
+            return None
+        pad = dict(by.pad or {}) if by is not None else {}
+        filler = pad.get(leaf.name, _IGNORED if leaf.name == "labels" else 0)
+        parts = _of_one_width(found, widths, filler)
+        if parts is None:
+            return None
+        values.append(torch.cat(parts))
+    return first.structure.build(values)
+
+
+def _padded_width(layout: Layout, by: Tokens) -> int | None:
+    """Return how wide a batch is that says where its padding is."""
+    lengths, width = lengths_of(layout, by)
+    return None if lengths is None else width
+
+
+def _of_one_width(
+    tensors: list[Tensor], widths: Sequence[int | None], filler: float
+) -> list[Tensor] | None:
+    """Pad the tokens of each tensor to the widest; None if they differ in another dimension."""
+    if len({tensor.shape[1:] for tensor in tensors}) == 1:
+        return tensors
+    if len({tensor.shape[2:] for tensor in tensors}) > 1 or any(
+        tensor.dim() < 2 or tensor.shape[1] != width
+        for tensor, width in zip(tensors, widths, strict=True)
+    ):
+        return None
+    widest = max(tensor.shape[1] for tensor in tensors)
+    return [
+        functional.pad(
+            tensor, (0, 0) * (tensor.dim() - 2) + (0, widest - tensor.shape[1]), value=filler
+        )
+        for tensor in tensors
+    ]
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
+    return type(one) is type(other) and bool(one == other)
 
 
 def drop_samples(

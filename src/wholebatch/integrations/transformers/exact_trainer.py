@@ -330,6 +330,7 @@ class ExactWindows(_Trainer):
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         """End the training; graphs leave the device's memory to what follows."""
+        self._open = OpenWindow()
         if self._whole is not None:
             self._whole.release()
         return super()._finalize_training(*args, **kwargs)  # type: ignore[no-untyped-call]

@@ -83,9 +83,9 @@ class GivenWindows(WholeBatch):
         return [parameter for group in self._window.target.groups() for parameter in group]
 
     def _look(self, batch: Any, micros: Sequence[Any]) -> None:
-        if self._runner.is_checked:
-            return
-        with nullcontext() if self._host is None else attributes_restored(self._host):
+        in_parts = len(micros) > 1 or self._window.sync.ranks > 1
+        runs = in_parts and self._host is not None and not self._runner.is_checked
+        with attributes_restored(self._host) if runs else nullcontext():
             super()._look(batch, micros)
 
     def _close(self, micros: Sequence[Any], start: dict[str, Any] | None, steps: bool) -> Step:
