@@ -129,6 +129,10 @@ def test_layers_that_are_alike_are_compiled_once(kind: str, compilations: list[i
     program = blocks_of(train)
     assert program.compiled <= distinct, compilations
     assert program.pieces > 12
+    # The graph of open sizes too.
+    joints = {id(step.joint): step.joint for step in train._runner.executor._steps.values()}
+    assert [one.sizes is not None for one in joints.values()] == [False, True]
+    assert all(one._run.pieces > 12 for one in joints.values())  # type: ignore[attr-defined]
 
 
 def test_the_number_of_compilations_does_not_grow_with_the_depth(compilations: list[int]) -> None:
@@ -163,7 +167,7 @@ class Drop(nn.Module):
         self.weight = nn.Parameter(torch.zeros(64, dtype=torch.float64))
 
     def forward(self, x: Tensor) -> Tensor:
-        one = self.weight
+        one: Tensor = self.weight
         for _ in range(6):
             one = one.sin().tanh()
         return x + functional.dropout(torch.ones_like(x) + one, 0.5)

@@ -108,7 +108,7 @@ class _Thrice(nn.Module):
         for part in self.parts:
             hidden = part(x).masked_fill((tokens == 0).unsqueeze(-1), 0.0)
             x = x + hidden.sum(-1, keepdim=True)
-            y = part(x) + part(x)
+            y: Tensor = part(x) + part(x)
         return y
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from wholebatch.compile.cross_entropy import can_fuse_entropy
 from wholebatch.compile.fused_weight_grad import can_add_products
+from wholebatch.compile.fusion import collection_paused
 from wholebatch.compile.gelu import can_fuse_gelu
 from wholebatch.compile.gradient_buffers import Casts, Gradients
 from wholebatch.compile.graph_rewrite import Fusions, rewrite
@@ -137,6 +138,7 @@ class JointStep:
     inductor: ClassVar[dict[str, Any]] = {}
     """More options of Inductor, for measurements."""
 
+    @collection_paused()
     def __init__(
         self,
         traced: Traced,

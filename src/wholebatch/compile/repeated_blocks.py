@@ -21,6 +21,7 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from inspect import Parameter, signature
 from typing import Any, TypeAlias
 
 import torch
@@ -212,7 +213,9 @@ def _taking_a_list(run: Callable[..., Any]) -> Callable[[list[Any]], Any]:
     plain = getattr(run, "_torchdynamo_orig_callable", run)
     inner: Callable[[list[Any]], Any] | None = getattr(plain, "__wrapped__", None)
     if inner is not None and getattr(inner, "_boxed_call", False):
-        return inner
+        kinds = [one.kind for one in signature(inner, follow_wrapped=False).parameters.values()]
+        if kinds == [Parameter.POSITIONAL_OR_KEYWORD]:
+            return inner
     return lambda arguments: run(*arguments)
 
 

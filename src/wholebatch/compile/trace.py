@@ -21,6 +21,7 @@ from torch import Tensor, fx, nn
 
 from wholebatch.compile.captured_state import only_reads, refuse_hooks
 from wholebatch.compile.execute_mode import CannotTrace, reason_of
+from wholebatch.compile.fusion import collection_paused
 from wholebatch.compile.graph_inputs import Inputs
 from wholebatch.compile.grouped_products import GroupedProducts
 from wholebatch.compile.host_constants import lift_host_constants
@@ -316,6 +317,7 @@ def trace(
     return Traced(graph, form, step.used, random, sizes, step.units, sources)
 
 
+@collection_paused()
 def _written_down(step: _MicroStep, flat: list[Tensor]) -> fx.GraphModule:
     """Run the step on fake tensors, and return the graph of its operations."""
     # These modules are slow to import: paid only when tracing.
