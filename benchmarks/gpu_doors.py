@@ -32,6 +32,7 @@ import torch
 from torch.utils.data import Dataset
 
 import wholebatch as wb
+from wholebatch.compile import ExecuteWarning
 
 WARM = 4  # windows that are not counted
 MEASURED = 8
@@ -479,6 +480,7 @@ def main() -> None:
     parser.add_argument("--write", help="a markdown file for the table")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
+    warnings.simplefilter("always", ExecuteWarning)
     logging.getLogger("transformers").setLevel(logging.ERROR)
     torch.set_float32_matmul_precision("high")
     ends = time.perf_counter() + options.budget
