@@ -192,11 +192,11 @@ class _Fallbacks:
                 self.tracebacks.append(traceback.format_exc())
             tell(notes, from_, to, reason)
 
-        Notes.fell_back = fell_back  # type: ignore[method-assign]
+        setattr(Notes, "fell_back", fell_back)  # noqa: B010
         return self
 
     def __exit__(self, *_: object) -> None:
-        Notes.fell_back = self._tell  # type: ignore[method-assign]
+        setattr(Notes, "fell_back", self._tell)  # noqa: B010
 
 
 def _gradient(

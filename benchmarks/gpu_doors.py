@@ -32,6 +32,7 @@ import torch
 from torch.utils.data import Dataset
 
 import wholebatch as wb
+from wholebatch.compile import ExecuteWarning
 
 WARM = 4  # windows that are not counted
 MEASURED = 8
@@ -61,6 +62,11 @@ class Job:
     @property
     def on_cuda(self) -> bool:
         return torch.cuda.is_available()
+
+    @property
+    def mode(self) -> Any:
+        """How micro-steps of ours run."""
+        return self.execute
 
     @property
     def vocabulary(self) -> int:
@@ -101,11 +107,12 @@ def llama(job: Job) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    sizes: dict[str, Any] = dict(zip(names, SIZES[job.name], strict=True))
     config = LlamaConfig(
         vocab_size=job.vocabulary,
         max_position_embeddings=job.length,
         use_cache=False,
-        **dict(zip(names, SIZES[job.name], strict=True)),
+        **sizes,
     )
     return LlamaForCausalLM(config)
 
@@ -208,11 +215,11 @@ def own_loop_compiled(job: Job) -> None:
 
     on_cuda = job.on_cuda
 
-    @acc.compile(execute=job.execute)  # type: ignore[call-overload]
-    def loss(batch: Any) -> wb.Loss:
+    def loss_in_bf16(batch: Any) -> wb.Loss:
         with torch.autocast("cuda", torch.bfloat16, enabled=on_cuda):
             return loss_of(model, batch)
 
+    loss = acc.compile(loss_in_bf16, execute=job.mode)
     job.start()
     for batch in batches(job, job.micro):
         if acc.backward(loss(batch)) is not None and job.window_done():
@@ -236,9 +243,9 @@ def accelerate(job: Job, *, ours: bool = False, **options: Any) -> None:
     model = job.model()
     model, optimizer = accelerator.prepare(model, adamw(model, job))
     windows = ExactWindows(accelerator, model, optimizer) if ours else None
-    loss = None
+    loss: Any = None
     if windows is not None:
-        loss = windows.compile(lambda batch: loss_of(model, batch), execute=job.execute)  # type: ignore[call-overload]
+        loss = windows.compile(lambda batch: loss_of(model, batch), execute=job.mode)
     job.start()
     for batch in batches(job, job.micro):
         with accelerator.accumulate(model):
@@ -264,12 +271,13 @@ def fabric(job: Job, *, ours: bool = False, compiled: bool = False) -> None:
         devices=1,
         precision="bf16-mixed" if job.on_cuda else "32-true",
     )
-    model = job.model()
-    model, optimizer = host.setup(torch.compile(model) if compiled else model, adamw(model, job))
+    plain = job.model()
+    given: Any = torch.compile(plain) if compiled else plain
+    model, optimizer = host.setup(given, adamw(plain, job))
     windows = FabricWindows(host, model, optimizer) if ours else None
-    loss = None
+    loss: Any = None
     if windows is not None:
-        loss = windows.compile(lambda batch: loss_of(model, batch), execute=job.execute)  # type: ignore[call-overload]
+        loss = windows.compile(lambda batch: loss_of(model, batch), execute=job.mode)
     steps = job.window // job.micro
     job.start()
     for place, batch in enumerate(batches(job, job.micro)):
@@ -479,6 +487,7 @@ def main() -> None:
     parser.add_argument("--write", help="a markdown file for the table")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
+    warnings.simplefilter("always", ExecuteWarning)
     logging.getLogger("transformers").setLevel(logging.ERROR)
     torch.set_float32_matmul_precision("high")
     ends = time.perf_counter() + options.budget

@@ -94,7 +94,8 @@ def build(model: Model) -> Any:
             nn.init.zeros_(self.up.weight)
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.base(x) + 2.0 * self.up(self.down(x))
+            made: Tensor = self.base(x) + 2.0 * self.up(self.down(x))
+            return made
 
     config = LlamaConfig(
         hidden_size=model.width,
@@ -183,7 +184,7 @@ def child(row: str, windows: int) -> dict[str, Any]:
         )
         return wb.Loss(total, batch["y"].numel())
 
-    execute = "graph" if device == "cuda" else "compile"
+    execute: Any = "graph" if device == "cuda" else "compile"
     generator = torch.Generator().manual_seed(1)
     shape = (model.window, model.length)
     ids = torch.randint(0, model.vocabulary, shape, generator=generator)

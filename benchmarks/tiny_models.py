@@ -19,7 +19,7 @@ __all__ = ["MODELS", "Tiny"]
 
 Batch = dict[str, Tensor]
 VOCABULARY, LENGTH, CLASSES, IMAGE = 64, 24, 5, 32
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
     "num_hidden_layers": 2,
@@ -38,7 +38,7 @@ _RATES = """
     hidden_dropout_rate attention_dropout_rate pooler_dropout qa_dropout seq_classif_dropout
     head_dropout positional_dropout path_dropout ff_dropout
 """
-NO_DROPOUT = dict.fromkeys(_RATES.split(), 0.0)
+NO_DROPOUT: dict[str, Any] = dict.fromkeys(_RATES.split(), 0.0)
 
 
 @dataclass(frozen=True)
@@ -234,9 +234,9 @@ def vision(name: str, prefix: str, loss: Any = whole_class, **more: Any) -> Tiny
     return Tiny(name, "vision", build, images, loss, options)
 
 
-KV = {"num_key_value_heads": 2}
-HEADS = {"head_dim": 8, **KV}
-BART = {
+KV: dict[str, Any] = {"num_key_value_heads": 2}
+HEADS: dict[str, Any] = {"head_dim": 8, **KV}
+BART: dict[str, Any] = {
     "d_model": 32,
     "encoder_layers": 2,
     "decoder_layers": 2,
@@ -247,8 +247,8 @@ BART = {
     "decoder_start_token_id": 2,
 }
 T5 = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
-EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, **KV}
-SOUND = {
+EXPERTS: dict[str, Any] = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, **KV}
+SOUND: dict[str, Any] = {
     "conv_dim": (16, 16),
     "conv_stride": (8, 8),
     "conv_kernel": (16, 16),
@@ -260,7 +260,7 @@ SOUND = {
     "mask_time_prob": 0.0,
     "mask_feature_prob": 0.0,
 }
-SERIES = {
+SERIES: dict[str, Any] = {
     "prediction_length": 8,
     "context_length": 32,
     "lags_sequence": [1, 2, 8],
@@ -272,8 +272,8 @@ SERIES = {
     "decoder_ffn_dim": 32,
     "scaling": "mean",
 }
-SMALL_TEXT = {k: v for k, v in SIZES.items() if not k.endswith("_id")}
-SMALL_IMAGE = {
+SMALL_TEXT: dict[str, Any] = {k: v for k, v in SIZES.items() if not k.endswith("_id")}
+SMALL_IMAGE: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 64,
     "num_hidden_layers": 2,
@@ -286,7 +286,7 @@ SMALL_IMAGE = {
 class Recurrent(nn.Module):
     """A byte-level model with torch's own LSTM or GRU."""
 
-    def __init__(self, kind: type[nn.RNNBase], dropout: float = 0.0) -> None:
+    def __init__(self, kind: Any, dropout: float = 0.0) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.embed = nn.Embedding(VOCABULARY, 32)
@@ -319,7 +319,7 @@ def checkpointed(*, reentrant: bool, **more: Any) -> Callable[[], nn.Module]:
 
 def with_lora(*, checkpoint: bool = False) -> nn.Module:
     """Return a Llama with PEFT's LoRA, set up as PEFT's guides say."""
-    from peft import LoraConfig, get_peft_model  # type: ignore[import-not-found]
+    from peft import LoraConfig, get_peft_model
 
     base: Any = llama()
     base.enable_input_require_grads()

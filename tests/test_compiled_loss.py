@@ -274,3 +274,58 @@ def test_without_gradients_it_is_the_function_as_written() -> None:
         acc.compile(3)  # type: ignore[call-overload]
     with pytest.raises(wb.errors.OptionError, match="execute='fast'"):
         acc.compile(loss, execute="fast")  # type: ignore[call-overload]
+
+
+def test_a_micro_step_that_fails_in_a_graph_breaks_its_window(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = mlp()
+    acc = wb.Accumulator(model, sgd(model), steps=2)
+
+    @acc.compile(execute="compile")
+    def loss(micro: dict[str, Tensor]) -> wb.Loss:
+        if micro["x"].shape[0] == 5:
+            raise RuntimeError("a sample that cannot be read")
+        return wb.cross_entropy(model(micro["x"]), micro["y"])
+
+    traced(loss)
+    for _ in range(6):
+        acc.backward(loss(samples(3)))
+    assert loss.executor.mode == "operations"
+    acc.backward(loss(samples(3)))
+    with pytest.raises(RuntimeError, match="cannot be read"):
+        loss(samples(5))  # before anything was added: the window goes on
+    whole = Whole(model)
+    twice = {name: torch.cat([leaf, leaf]) for name, leaf in samples(3).items()}
+    acc.backward(loss(samples(3)))
+    whole.step(twice)
+    whole.assert_same(model)
+    [prepared] = loss.executor._steps.values()
+
+    def half(*_: Any) -> Any:
+        next(model.parameters()).grad.add_(1.0)  # type: ignore[union-attr]
+        raise torch.OutOfMemoryError("half way")
+
+    acc.backward(loss(samples(3)))
+    monkeypatch.setattr(type(prepared.joint), "__call__", half)
+    with pytest.raises(torch.OutOfMemoryError):
+        loss(samples(3))
+    monkeypatch.undo()
+    with pytest.raises(wb.errors.WindowError, match="failed half way"):
+        loss(samples(3))
+    acc.discard()
+    for _ in range(2):
+        acc.backward(loss(samples(3)))
+    whole.step(twice)
+    whole.assert_same(model)
+
+
+def test_a_loss_that_was_not_entered_is_not_saved() -> None:
+    model = mlp()
+    acc = wb.Accumulator(model, sgd(model), steps=2)
+    loss = acc.compile(lambda micro: wb.cross_entropy(model(micro["x"]), micro["y"]))
+    added = loss(samples(3))
+    with pytest.raises(wb.errors.WindowError, match="was not given to backward"):
+        acc.state_dict()
+    acc.backward(added)
+    assert acc.state_dict()["places"] == 1

@@ -184,6 +184,43 @@ def test_an_assertion_that_fails_later_is_an_error() -> None:
         train.step(batch)
 
 
+class Scaled(nn.Module):
+    """Tensors that are neither parameters nor buffers, one of which decides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = mlp()
+        self.scale = torch.ones(5, dtype=torch.float64)
+        self._shift = torch.zeros(5, dtype=torch.float64)
+        self._on = torch.ones(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(x * self.scale + self._shift if self._on * 1 > 0 else x)
+        return out
+
+
+@pytest.mark.parametrize("name", ["scale", "_shift", "_on"])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_changed_tensor_of_a_module_makes_a_new_graph_once(name: str, in_place: bool) -> None:
+    model = Scaled()
+    whole = Whole(model)
+    train = traced(model)
+    modes = []
+    for step in range(7):
+        if step == 4:
+            for one in (model, whole.model):
+                tensor = getattr(one, name)
+                if in_place:
+                    tensor.sub_(2.0)
+                else:
+                    setattr(one, name, tensor - 2.0)
+        train.step(samples(8))
+        whole.step(samples(8))
+        modes.append(mode_of(train))
+    assert modes == ["eager", *["operations"] * 6]
+    whole.assert_same(model)
+
+
 # ------------------------------------------------------ checkpoints with dropout
 
 

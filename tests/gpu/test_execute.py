@@ -226,16 +226,47 @@ def test_dropout_is_drawn_anew_at_every_replay() -> None:
         assert abs(float(seen[-1].mean()) - 1.0) < 0.15
 
 
-def test_checkpointing_is_in_the_graph_and_with_dropout_it_is_not() -> None:
+def test_checkpointing_is_in_the_graph_with_the_masks_of_the_forward() -> None:
     wanted, _ = trained(fresh(torch.float64), "eager")
     found, train = trained(fresh(torch.float64, recompute=True), "graph", as_traced=True)
     assert modes(train)[0] == "graph of operations"
     assert error(found, wanted) <= 1e-12
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        _, train = trained(fresh(dropout=0.1, recompute=True), "graph", as_traced=True)
-    assert any("would not be those of the forward" in str(warning.message) for warning in said)
-    assert train._runner.executor.mode == "eager"
+    # The loss is linear in the weight: it is the product of the weight and its gradient, if the
+    # backward has the masks of the forward.
+    torch.manual_seed(0)
+    model = Dropped().cuda().double()
+    train = wb.WholeBatch(
+        model,
+        None,
+        loss=lambda model, micro: wb.Loss(model(micro).sum(), len(micro)),
+        micro_batch=4,
+        execute="graph",
+        audit=False,
+    )
+    train._runner.executor._plan.compiles = False
+    losses = set()
+    for _ in range(4):
+        step = train.gradient(torch.ones(12, 64, dtype=torch.float64, device="cuda"))
+        gradient = model.read.weight.grad
+        assert gradient is not None
+        product = float((gradient * model.read.weight).sum())
+        assert abs(product - step.loss) <= 1e-12 * abs(step.loss)
+        losses.add(step.loss)
+        model.zero_grad()
+    assert train._runner.executor.mode == "graph of operations"
+    assert len(losses) == 4  # new masks in every window
+
+
+class Dropped(nn.Module):
+    """Drops half of its inputs in a checkpointed block, and weighs the rest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop, self.read = nn.Dropout(0.5), nn.Linear(64, 1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = checkpoint(lambda x: self.read(self.drop(x)), x, use_reentrant=False)
+        return made
 
 
 def test_no_replay_waits_for_the_host() -> None:

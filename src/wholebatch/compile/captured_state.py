@@ -99,6 +99,11 @@ class Reach:
         """Return the same right after a trace, which may also have written into tensors."""
         return next((t.name for t in self._things if t.differs() or t.is_written()), None)
 
+    def accept_tensors(self) -> None:
+        """Take the tensors' present versions as those of the snapshot."""
+        for thing in self._things:
+            thing.accept_tensor()
+
     def restore(self) -> None:
         """Restore the state of the snapshot."""
         for thing in self._things:
@@ -208,14 +213,18 @@ class _Thing:
         self._value = value
         self._look = look
         self._was = look(value)
-        self._version = value._version if isinstance(value, Tensor) else 0
+        self._version = _version(value) if isinstance(value, Tensor) else 0
         self._copy = _copied(value)
 
     def differs(self) -> bool:
         return bool(self._look(self._value) != self._was)
 
+    def accept_tensor(self) -> None:
+        if isinstance(self._value, Tensor):
+            self._was, self._version = self._look(self._value), _version(self._value)
+
     def is_written(self) -> bool:
-        return isinstance(self._value, Tensor) and self._value._version != self._version
+        return isinstance(self._value, Tensor) and _version(self._value) != self._version
 
     def restore(self) -> None:
         value, copy = self._value, self._copy
@@ -224,7 +233,7 @@ class _Thing:
         if isinstance(value, Tensor):
             with torch.no_grad():
                 value.copy_(copy)
-            self._was, self._version = self._look(value), value._version
+            self.accept_tensor()
         elif isinstance(value, FUNCTIONS):
             for place, name, was in copy:
                 if isinstance(place, types.CellType):
@@ -277,7 +286,12 @@ def _numbers(module: nn.Module) -> Any:
 
 
 def _tensor(tensor: Tensor) -> int:
-    return tensor._version if tensor.numel() <= SMALL else 0
+    return _version(tensor) if tensor.numel() <= SMALL else 0
+
+
+def _version(tensor: Tensor) -> int:
+    """Return the number of writes into a tensor; those of inference mode are not counted."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _plain(value: Any) -> Any:
@@ -403,7 +417,14 @@ class Fingerprint:
 
     def watch(self, tensors: Iterable[Tensor]) -> None:
         """Count a write into one of these tensors as a change from now on."""
-        self._watched += [(tensor, tensor._version) for tensor in tensors]
+        self._watched += [(tensor, _version(tensor)) for tensor in tensors]
+
+    def accept_tensors(self) -> None:
+        """Take tensors as unchanged: all were put back, which counts as a write into each."""
+        for module in self._modules:
+            module.accept_tensors()
+        self._reach.accept_tensors()
+        self._watched = [(tensor, _version(tensor)) for tensor, _ in self._watched]
 
     def changed(self) -> str | None:
         """Return the name of the first thing that has changed, or None."""
@@ -412,7 +433,7 @@ class Fingerprint:
         for module in self._modules:
             if not module.hold():
                 return module.name
-        if any(tensor._version != version for tensor, version in self._watched):
+        if any(_version(tensor) != version for tensor, version in self._watched):
             return "a tensor on the host"
         return self._reach.changed()
 
@@ -434,12 +455,24 @@ class _Attributes:
         self._values = self._read(self._all)
         self._parts = (module._parameters, module._buffers, module._modules)
         self._ids = self._identities()
+        self._tensors = [name for name, value in self._all.items() if isinstance(value, Tensor)]
+        self.accept_tensors()
+
+    def accept_tensors(self) -> None:
+        """Compare tensor attributes with what they are now from here on."""
+        self._states = self._tensor_states()
 
     def _identities(self) -> list[int]:
         return [id(value) for part in self._parts for value in part.values()]
 
+    def _tensor_states(self) -> list[tuple[int, int]]:
+        held = (self._all.get(name) for name in self._tensors)
+        return [(id(one), _tensor(one) if isinstance(one, Tensor) else 0) for one in held]
+
     def hold(self) -> bool:
         if len(self._all) != self._number or self._identities() != self._ids:
+            return False
+        if self._tensors and self._tensor_states() != self._states:
             return False
         try:
             return bool(self._read(self._all) == self._values)

@@ -347,6 +347,8 @@ class Executor:
             return added
         finally:
             after.restore()
+            if self._fingerprint is not None:
+                self._fingerprint.accept_tensors()
             self._plan.spent += time.perf_counter() - began
         # The memory of eager code and of the trial run is not needed again.
         empty_cache(self._device)

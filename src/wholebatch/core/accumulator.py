@@ -315,10 +315,15 @@ class Accumulator:
         """Make room for a micro-step of a compiled loss function (this is a `Door` of it)."""
         self.pending.refuse()
         self._begin_backward()
+        self._window.refuse_broken()
         self._window.closing = False  # another backward may follow: the close reduces
         self._untouched.check()
         yield not self._look.active
         self._untouched.remember()
+
+    def mark_broken(self) -> None:
+        """Let the window be discarded: a compiled function failed and may have added gradients."""
+        self._window.broken = True
 
     def add_eagerly(self, loss: Loss) -> None:
         """Make the backward of a compiled function's loss by eager code."""
@@ -503,6 +508,7 @@ class Accumulator:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what to resume from, in the middle of a window too (not model and optimizer)."""
+        self.pending.refuse()
         saved = state.progress("Accumulator", self._window)
         feed = self._feed
         saved.update(

@@ -123,6 +123,9 @@ class Door(Protocol):
     def add_eagerly(self, loss: Loss) -> None:
         """Make the backward of a loss, and record it in the window."""
 
+    def mark_broken(self) -> None:
+        """Take note that a micro-step failed, and may have added some of its gradients."""
+
 
 class CompiledLoss:
     """A loss function that adds the gradient of its micro-batch when it is called.
@@ -147,7 +150,7 @@ class CompiledLoss:
         if not callable(loss):
             raise OptionError(f"compile({loss!r}): must be a function that returns a wb.Loss")
         functools.update_wrapper(self, loss, updated=())
-        self._loss, self._door, self._device = loss, door, device
+        self._loss, self._door, self._window, self._device = loss, door, window, device
         self._given: Any = None
         self._call = _on_micro_batch(loss, models, reads or loss)
         self.executor = Executor(
@@ -190,7 +193,13 @@ class CompiledLoss:
         if not may_compile:
             loss = self._eager_step(micro, self._call)
             return AddedLoss(loss.total.detach(), loss.units, _detached(loss.extras), self._door)
-        made = self.executor.micro_step(micro)
+        entered = self._window.entered
+        try:
+            made = self.executor.micro_step(micro)
+        except BaseException:
+            if self._window.entered != entered or self.executor.mode != "eager":
+                self._door.mark_broken()
+            raise
         return AddedLoss(made.totals[SINGLE], made.units[SINGLE], made.extras, self._door)
 
     def _eager_step(self, _: Any, function: Callable[[Any, Any], Any]) -> Loss:

@@ -390,11 +390,7 @@ class Window:
         self, totals: Sequence[Tensor], seeds: Sequence[Tensor], also: Sequence[Tensor] = ()
     ) -> None:
         """Add the gradients of totals, times their seeds, into the parameters and into `also`."""
-        if self.broken:
-            raise WindowError(
-                "the last backward of this window failed half way and left part of its gradients "
-                "behind: call discard() before going on"
-            )
+        self.refuse_broken()
         sync = self.sync
         if self._backward_into is None:
             self._backward_into = (
@@ -417,6 +413,14 @@ class Window:
             raise
         self.reduced = reduces
         self._backward_into = None if also else self._backward_into  # other graphs follow
+
+    def refuse_broken(self) -> None:
+        """Refuse to go on with a window that holds a part of a micro-batch."""
+        if self.broken:
+            raise WindowError(
+                "the last backward of this window failed half way and left part of its gradients "
+                "behind: call discard() before going on"
+            )
 
     def record(
         self,

@@ -20,7 +20,6 @@ from wholebatch.core.loss import Loss, as_loss
 from wholebatch.core.noise_scale import Incoming
 from wholebatch.coupled.batchnorm.lock_step import Hold, LockStep
 from wholebatch.distributed.ddp import Buckets
-from wholebatch.errors import OptionError
 from wholebatch.memory.fsdp_sharding import Sharding, reduces_next
 from wholebatch.offload.parameter_buckets import BUCKET_BYTES, bucket_bytes, only
 from wholebatch.offload.transfer_to_host import ring_bytes
@@ -150,13 +149,6 @@ class PlainWindow:
         if self.optimizer is not None:
             self.optimizer.zero_grad(set_to_none=True)
         self._sixteen_bit.end()
-
-
-def check_gradients(gradients: str) -> None:
-    """Refuse an unknown place of the gradients."""
-    if gradients not in ("device", *BUCKET_BYTES):
-        allowed = ", ".join(map(repr, ("device", *BUCKET_BYTES)))
-        raise OptionError(f"gradients={gradients!r}: must be one of {allowed}")
 
 
 def held_on_device(gradients: str, model: nn.Module, device: torch.device) -> int:

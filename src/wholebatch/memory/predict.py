@@ -44,12 +44,7 @@ from wholebatch.memory.fake_tensors import (
     masks_as_for,
 )
 from wholebatch.memory.fsdp_sharding import Sharding, gathered, group_now, pretended_ranks, shard
-from wholebatch.memory.plain_window import (
-    PlainWindow,
-    Reduction,
-    check_gradients,
-    held_on_device,
-)
+from wholebatch.memory.plain_window import PlainWindow, Reduction, held_on_device
 from wholebatch.offload.parameter_buckets import BUCKET_BYTES
 
 CUDA_GRANULE = 512
@@ -97,7 +92,10 @@ class _WindowOptions:
     def __post_init__(self) -> None:
         if self.micro_batches < 1:
             raise OptionError(f"micro_batches={self.micro_batches}: must be at least 1")
-        check_gradients(self.gradients)
+        places = ("device", *BUCKET_BYTES)
+        if self.gradients not in places:
+            allowed = ", ".join(map(repr, places))
+            raise OptionError(f"gradients={self.gradients!r}: must be one of {allowed}")
         if self.sharding is not None and (self.gradients != "device" or self.lock_step is not None):
             raise OptionError(
                 f"sharding with gradients={self.gradients!r} or micro-batches in lock-step:"

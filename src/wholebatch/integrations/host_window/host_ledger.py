@@ -380,17 +380,20 @@ class HostLedger:
 
     def _begin_loss(self, given: HostLoss, *, is_whole: bool = False) -> None:
         """Refuse a loss that does not belong into this window."""
-        if self._open.broken:
-            raise WindowError(
-                "the last backward of this window failed half way and left part of its gradients "
-                "behind: call discard() and optimizer.zero_grad() before going on"
-            )
+        self._refuse_broken()
         loss = {"mean" if given.is_mean else "total": given.loss}
         self._look.at_backward(**loss, units=given.units, in_parts=not is_whole)
         if not self.is_open:
             for policy in self._batchnorms:
                 if isinstance(policy, Refuse):  # others have recorded the first forward already
                     policy.begin_window()
+
+    def _refuse_broken(self) -> None:
+        if self._open.broken:
+            raise WindowError(
+                "the last backward of this window failed half way and left part of its gradients "
+                "behind: call discard() and optimizer.zero_grad() before going on"
+            )
 
     def _count_micro_batch(self) -> None:
         self._open.micro_batches += 1
@@ -452,6 +455,7 @@ class HostLedger:
     def micro_step(self) -> Iterator[bool]:
         """Make room for a micro-step of a compiled loss function (this is a `Door` of it)."""
         self.pending.refuse()
+        self._refuse_broken()
         self.before_backward()
         with ExitStack() as stack:
             stack.enter_context(self._inside())
@@ -474,6 +478,10 @@ class HostLedger:
             self._open.broken = True
             raise
         self.record({SINGLE: total.detach()}, {SINGLE: given.units}, {SINGLE: 1.0})
+
+    def mark_broken(self) -> None:
+        """Let the window be discarded: a compiled function failed and may have added gradients."""
+        self._open.broken = True
 
     def take(self, loss: AddedLoss) -> None:
         """Enter the loss of a compiled function, whose gradient is in the window."""
@@ -688,6 +696,7 @@ class HostLedger:
         backward. Their sum, given to one rank on the way back, leads to the same update: call it
         on all ranks. Without `parameters` the gradients are the host's to keep.
         """
+        self.pending.refuse()
         saved = {
             "updates": self.updates,
             "next_seed": self._next_seed,
