@@ -109,7 +109,8 @@ def _statistics(library: str, run: Run, micros: Any, wholes: Any) -> Row:
     whole = found(wholes, 1, "own")
     own = distance(found(micros, STEPS, "own"), whole)
     ours = distance(found(micros, STEPS, "ours", batchnorm="statistics"), whole)
-    note = 'running statistics, batchnorm="statistics"; refused by default'
+    default = '"exact"' if library.startswith("Transformers") else "refused"
+    note = f'running statistics, batchnorm="statistics"; {default} by default'
     return Row(library, "BatchNorm statistics", own, ours, "float64", note)
 
 

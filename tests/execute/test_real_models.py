@@ -21,6 +21,7 @@ from wholebatch.compile.captured_state import Fingerprint
 from wholebatch.compile.execute_mode import CannotTrace
 from wholebatch.compile.host_constants import lift_host_constants
 from wholebatch.compile.repeated_draws import RepeatedDraws
+from wholebatch.compile.value_reads import draws
 
 
 class Wrapped(nn.Module):
@@ -458,3 +459,13 @@ def test_host_constants_are_computed_once() -> None:
     assert watched.holds()
     table.add_(1.0)
     assert watched.changed() == "a tensor on the host"
+
+
+def test_backwards_of_attention_have_the_seed_of_their_forward() -> None:
+    aten = torch.ops.aten
+    for name in ("efficient", "cudnn", "flash"):
+        forward = getattr(aten, f"_scaled_dot_product_{name}_attention").default
+        backward = getattr(aten, f"_scaled_dot_product_{name}_attention_backward").default
+        assert draws(forward, (), {"dropout_p": 0.1})
+        assert not draws(forward, (), {"dropout_p": 0.0})
+        assert not draws(backward, (), {"dropout_p": 0.1})

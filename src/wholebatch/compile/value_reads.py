@@ -136,6 +136,8 @@ def draws(target: Any, args: Any, kwargs: Any) -> bool:
     if torch.Tag.nondeterministic_seeded not in target.tags:
         return False
     for position, argument in enumerate(target._schema.arguments):
+        if argument.name == "philox_seed":  # A backward of attention: it has the forward's seed.
+            return False
         if argument.name == "dropout_p":  # Attention draws only with dropout.
             given = args[position] if position < len(args) else None
             return bool(kwargs.get("dropout_p", given if given is not None else 0.0))
