@@ -71,6 +71,8 @@ class Notes:
 
     def __init__(self, *, asked: bool) -> None:
         self._asked = asked
+        self.prints = True
+        """Set to False where many settings are tried, and shown in another way."""
         self.history: list[str] = []
 
     def fell_back(self, from_: str, to: str, reason: str) -> None:
@@ -95,7 +97,9 @@ class Notes:
         self.history.append(text)
         if _LOG.isEnabledFor(logging.INFO):
             _LOG.info(text)
-        elif not dist.is_available() or not dist.is_initialized() or dist.get_rank() == 0:
+        elif self.prints and not (
+            dist.is_available() and dist.is_initialized() and dist.get_rank()
+        ):
             print(f"wholebatch: {text}", file=sys.stderr)
 
 

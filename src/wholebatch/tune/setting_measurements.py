@@ -149,6 +149,7 @@ class Running:
         )
         self._ranks = self.train._window.sync.ranks
         self._runner = self.train._runner
+        self._runner.executor.notes.prints = False
 
     def _loss(self, model: Any, micro: Any) -> Any:
         self._meter.follow_thread()
