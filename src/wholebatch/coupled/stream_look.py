@@ -31,12 +31,22 @@ from wholebatch.coupled.local_collectives import local_collectives
 from wholebatch.coupled.loss_graph import check_mean, check_sum, divisors, linked_samples
 from wholebatch.errors import LossError, SplitError
 
-__all__ = ["StreamLook"]
+__all__ = ["StreamLook", "warn_of_divisor"]
 
 _log = logging.getLogger("wholebatch")
 
 _MOST_OUTPUTS = 32
 _READS = 3  # of divisors: one may be the size of a micro-batch, and not of the next
+
+
+def warn_of_divisor(micro_batches: int) -> None:
+    """Warn of a loss that is divided by the number of micro-batches of its window."""
+    _log.warning(
+        "the loss is divided by %d, and the window has as many micro-batches. If that is for the "
+        "accumulation, remove it: the window divides by its units, and nothing by the number of "
+        "steps",
+        micro_batches,
+    )
 
 
 class StreamLook:
@@ -147,12 +157,7 @@ class StreamLook:
         """End the first window; warn of losses divided by its number of micro-batches."""
         self.active = False
         if micro_batches in self._divisors:
-            _log.warning(
-                "the loss is divided by %d, and the window has as many micro-batches. If that is "
-                "for the accumulation, remove it: the window divides by its units, and nothing by "
-                "the number of steps",
-                micro_batches,
-            )
+            warn_of_divisor(micro_batches)
             self._divisors.clear()
         if self._handles:
             self._remove_hooks()

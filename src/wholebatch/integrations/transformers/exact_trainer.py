@@ -459,7 +459,8 @@ def trainer_loss(trainer: Any) -> dict[str, Any]:
         over=over,
     )
     loss.__name__ = "the loss"  # type: ignore[attr-defined]
-    return {"loss": loss, "units": over or count}
+    mean = functools.partial(loss, units=lambda _: 1, over=None)
+    return {"loss": loss, "units": over or count, "mean": mean}
 
 
 def _as_loss(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
@@ -11,11 +11,15 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from wholebatch.core.foreign_writes import Watch
+from wholebatch.core.forward_state import ForwardState
 from wholebatch.core.gradient_store import DeviceStore
-from wholebatch.core.loss import SINGLE
-from wholebatch.core.splitting import Batches
+from wholebatch.core.loss import SINGLE, Loss
+from wholebatch.core.runner import LossFunction
+from wholebatch.core.splitting import Batches, batch_size_of
 from wholebatch.core.whole_batch import WholeBatch
 from wholebatch.core.window import Step
+from wholebatch.coupled.loss_graph import divisors
+from wholebatch.coupled.stream_look import warn_of_divisor
 from wholebatch.errors import StateError, WindowError
 from wholebatch.integrations.host_window import attributes_restored
 
@@ -26,7 +30,8 @@ class GivenWindows(WholeBatch):
     """A WholeBatch whose window is a list of batches; the trainer clips, steps and clears.
 
     A run of the loss may change attributes of `host`, such as a trainer's metrics; after the first
-    look, numbers and small containers among them are put back.
+    look, numbers and small containers among them are put back. `mean` is the loss function with
+    the mean as its total, to look for a division by the number of batches.
 
     >>> import wholebatch as wb
     >>> model = nn.Linear(3, 2)
@@ -44,9 +49,15 @@ class GivenWindows(WholeBatch):
     True
     """
 
-    def __init__(self, *given: Any, host: object = None, **options: Any) -> None:
+    def __init__(
+        self,
+        *given: Any,
+        host: object = None,
+        mean: LossFunction | None = None,
+        **options: Any,
+    ) -> None:
         super().__init__(*given, **options)
-        self._host = host
+        self._host, self._mean = host, mean
         self._announced: dict[str, float] | None = None
         if isinstance(self._window.store, DeviceStore):
             self._window.store.lends = True  # the trainer clears them before the next window
@@ -87,6 +98,18 @@ class GivenWindows(WholeBatch):
         runs = in_parts and self._host is not None and not self._runner.is_checked
         with attributes_restored(self._host) if runs else nullcontext():
             super()._look(batch, micros)
+            if runs and self._mean is not None:
+                self._look_for_divisor(micros[0], self._mean)
+
+    def _look_for_divisor(self, micro: Any, mean: LossFunction) -> None:
+        """Warn of a loss that is divided by the number of the trainer's batches."""
+        before = ForwardState(self._root)
+        with suppress(torch.OutOfMemoryError):  # the window itself recovers from that
+            loss = self._runner.forward(micro, mean)
+            assert isinstance(loss, Loss)
+            if self._batches in divisors(loss.total, batch_size_of(micro)):
+                warn_of_divisor(self._batches)
+        before.restore()
 
     def _close(self, micros: Sequence[Any], start: dict[str, Any] | None, steps: bool) -> Step:
         totals, owners = self._window.totals.get(SINGLE, ()), list(self._window.owners)
@@ -108,6 +131,7 @@ class GivenWindows(WholeBatch):
         """Refuse to go on if others have written the gradient since `make_gradient`."""
         found = self._watch.changed(self._trained())
         if found is None:
+            self._watch.warn_of_rates()
             return
         parameter, what = found
         raise WindowError(
