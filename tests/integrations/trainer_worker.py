@@ -1,7 +1,4 @@
-"""Run under torchrun: `exact(Trainer)` as traced on two ranks; rank 0 keeps the weights.
-
-With "resume" it leaves in the middle of the second window, and goes on from its checkpoint.
-"""
+"""Run under torchrun: `exact(Trainer)` as traced on two ranks; rank 0 keeps the weights."""
 
 from __future__ import annotations
 
@@ -38,12 +35,33 @@ def trained(execute: str, folder: str, **options: Any) -> Any:
     return trainer
 
 
+def straight(execute: str, folder: str) -> Any:
+    """Train without a stop, by graphs or by eager code."""
+    trainer = trained(execute, folder)
+    executor = trainer._whole._runner.executor
+    assert executor.mode == ("operations" if execute == "compile" else "eager"), executor.notes
+    return trainer
+
+
+def resumed(folder: str) -> Any:
+    """Stop in the middle of the second window, and go on from the checkpoint."""
+    left = trained("eager", folder, stops=True)
+    assert left.state.global_step == 1
+    checkpoint = Path(folder) / "checkpoint-1"
+    assert {f"wholebatch_window_{rank}.pt" for rank in (0, 1)} <= {
+        file.name for file in checkpoint.iterdir()
+    }
+    trainer = trained("eager", folder, checkpoint=str(checkpoint))
+    assert trainer._whole.last_step is None  # no forward was made again
+    return trainer
+
+
 if __name__ == "__main__":
     from compare.problem import flat
 
     from wholebatch.compile.execute_mode import ExecutePlan
 
-    _, execute, how, folder = sys.argv
+    folder = sys.argv[1]
     plan: Any = ExecutePlan.of
 
     def traced(execute: str, device: torch.device) -> ExecutePlan:
@@ -52,19 +70,12 @@ if __name__ == "__main__":
         return made
 
     ExecutePlan.of = staticmethod(traced)  # type: ignore[method-assign]
-    if how == "resume":
-        left = trained(execute, folder, stops=True)
-        assert left.state.global_step == 1
-        checkpoint = Path(folder) / "checkpoint-1"
-        assert {f"wholebatch_window_{rank}.pt" for rank in (0, 1)} <= {
-            file.name for file in checkpoint.iterdir()
-        }
-        trainer = trained(execute, folder, checkpoint=str(checkpoint))
-        assert trainer._whole.last_step is None  # no forward was made again
-    else:
-        trainer = trained(execute, folder)
-        executor = trainer._whole._runner.executor
-        assert executor.mode == ("operations" if execute == "compile" else "eager"), executor.notes
-    assert trainer.accelerator.num_processes == 2
-    if os.environ["RANK"] == "0":
-        torch.save(flat(trainer.model), Path(folder) / "weights.pt")
+    trainers = {
+        "compile": straight("compile", folder),
+        "eager": straight("eager", folder),
+        "resumed": resumed(folder),
+    }
+    for name, trainer in trainers.items():
+        assert trainer.accelerator.num_processes == 2
+        if os.environ["RANK"] == "0":
+            torch.save(flat(trainer.model), Path(folder) / f"{name}.pt")

@@ -45,8 +45,9 @@ class AddedLoss:
     @property
     def mean(self) -> Tensor:
         """The mean over the units, on the device; 0 where there are none."""
-        units = torch.as_tensor(self.units, device=self.total.device)
-        return self.total / units.clamp(min=torch.finfo(torch.float32).tiny)
+        total = self.total
+        units = torch.as_tensor(self.units, device=total.device, dtype=total.dtype)
+        return total / units.clamp(min=torch.finfo(total.dtype).tiny)
 
     def detach(self) -> Tensor:
         """Return the mean, to log it."""
