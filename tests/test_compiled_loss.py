@@ -329,3 +329,15 @@ def test_a_loss_that_was_not_entered_is_not_saved() -> None:
         acc.state_dict()
     acc.backward(added)
     assert acc.state_dict()["places"] == 1
+
+
+def test_a_loss_of_several_terms_is_refused() -> None:
+    model = mlp()
+    acc = wb.Accumulator(model, sgd(model), steps=2)
+
+    @acc.compile
+    def loss(x: Tensor) -> Any:
+        return wb.Loss.terms({"size": (model(x).square().sum(), len(x))})
+
+    with pytest.raises(wb.errors.LossError, match="terms"):
+        loss(samples(3)["x"])

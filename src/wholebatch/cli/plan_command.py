@@ -5,10 +5,7 @@ A plan is made of a recipe, or of a Hugging Face model from its configuration al
 
 from __future__ import annotations
 
-import gc
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from textwrap import shorten
@@ -97,6 +94,7 @@ def plan(options: PlanOptions) -> None:
     _check_sync(options)
 
     # Torch is imported from here on: a wrong option was told at once.
+    from wholebatch.compile.fusion import collection_paused
     from wholebatch.memory.fsdp_sharding import choose_sync
     from wholebatch.memory.plan import make_plan
 
@@ -120,7 +118,7 @@ def plan(options: PlanOptions) -> None:
             soft_wrap=True,
         )
     precision = options.precision or subject.precision
-    with _no_collections():
+    with collection_paused():
         made = make_plan(
             subject.model,
             subject.loss,
@@ -150,18 +148,6 @@ def _check_sync(options: PlanOptions) -> None:
         raise OptionError(
             f"--parallel fsdp2 with --gpus {options.gpus}: give the number of GPUs, from 2"
         )
-
-
-@contextmanager
-def _no_collections() -> Iterator[None]:
-    """Stop the garbage collector: predictions make many small objects and no cycles."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def _budget(gpu_memory: str | None) -> tuple[str, int, str]:

@@ -66,7 +66,7 @@ class CannotTrace(Exception):
 class Notes:
     """Gives each message once: fallbacks from a requested mode as warnings, the rest in the log.
 
-    What changes the speed is shown to a user who has set up no logging, too.
+    Messages about speed are printed if the user has not set up logging.
     """
 
     def __init__(self, *, asked: bool) -> None:

@@ -10,9 +10,8 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from numbers import Integral
-from typing import Any, overload
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 from wholebatch.compile import Execute
 from wholebatch.core import state_dict as state
 from wholebatch.core.close import ClipNorm
-from wholebatch.core.compiled_loss import AddedLoss, CompiledLoss, Pending
+from wholebatch.core.compiled_loss import AddedLoss, CompiledLoss, CompilesLosses, Pending
 from wholebatch.core.foreign_writes import Untouched
 from wholebatch.core.forward_state import ForwardState, restore_random
 from wholebatch.core.lookahead_loader import Feed
@@ -94,7 +93,7 @@ def _schedule(schedule: Mapping[int, int], *, per_epoch: bool) -> Steps:
 _log = logging.getLogger("wholebatch")
 
 
-class Accumulator:
+class Accumulator(CompilesLosses):
     """Every window of `steps` micro-batches makes the update of the undivided batch.
 
     >>> import torch, wholebatch as wb
@@ -270,36 +269,8 @@ class Accumulator:
 
     # ------------------------------------------------- compiled loss functions
 
-    @overload
-    def compile(self, loss: Callable[..., Any], *, execute: Execute = "auto") -> CompiledLoss: ...
-
-    @overload
-    def compile(
-        self, loss: None = None, *, execute: Execute = "auto"
-    ) -> Callable[[Callable[..., Any]], CompiledLoss]: ...
-
-    def compile(
-        self, loss: Callable[..., Any] | None = None, *, execute: Execute = "auto"
-    ) -> CompiledLoss | Callable[[Callable[..., Any]], CompiledLoss]:
-        """Return the loss function as one that runs at the speed of `WholeBatch`.
-
-        ```python
-        @acc.compile
-        def loss(micro):
-            logits = model(micro["x"])
-            return wb.cross_entropy(logits, micro["y"])
-
-        for micro in acc.over(loader):
-            acc.backward(loss(micro))
-        ```
-
-        The function returns a `wb.Loss` (or a tensor of per-unit losses). A call runs forward,
-        backward and addition as one graph, where that is possible, and by eager code where it is
-        not. `backward` then only enters the loss. Tensors to look at (an accuracy) go into
-        `wb.Loss(total, units, extras={...})`, and come back in `loss.extras`.
-        """
-        if loss is None:
-            return partial(self.compile, execute=execute)
+    def compiled(self, loss: Callable[..., Any], execute: Execute) -> CompiledLoss:
+        """Return a compiled loss function of this accumulator's windows."""
         return CompiledLoss(
             loss,
             door=self,
@@ -325,9 +296,9 @@ class Accumulator:
         """Let the window be discarded: a compiled function failed and may have added gradients."""
         self._window.broken = True
 
-    def add_eagerly(self, loss: Loss) -> None:
+    def add_eagerly(self, loss: Loss | Terms) -> None:
         """Make the backward of a compiled function's loss by eager code."""
-        if self._look.active:
+        if self._look.active and isinstance(loss, Loss):
             self._look.at_backward(loss, in_parts=self._in_parts)
         with self._turn:
             self._window.add_loss(loss)

@@ -9,9 +9,10 @@ everything else, so that no gradient is in it without its units.
 from __future__ import annotations
 
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, overload
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,7 @@ from wholebatch.core.loss import SINGLE, Loss, Terms, Units, as_loss
 from wholebatch.core.precision import Full
 from wholebatch.errors import LossError, OptionError, WindowError
 
-__all__ = ["AddedLoss", "CompiledLoss", "Door", "Pending"]
+__all__ = ["AddedLoss", "CompiledLoss", "CompilesLosses", "Door", "Pending"]
 
 
 class AddedLoss:
@@ -121,11 +122,51 @@ class Door(Protocol):
     def micro_step(self) -> AbstractContextManager[bool]:
         """Return the context of a micro-step; it gives False if only plain eager code may run."""
 
-    def add_eagerly(self, loss: Loss) -> None:
-        """Make the backward of a loss, and record it in the window."""
+    def add_eagerly(self, loss: Loss | Terms) -> None:
+        """Make the backward of a loss, and record it in the window; refuse several terms."""
 
     def mark_broken(self) -> None:
         """Take note that a micro-step failed, and may have added some of its gradients."""
+
+
+class CompilesLosses(ABC):
+    """The base of objects with windows for which a loss function can be compiled."""
+
+    @abstractmethod
+    def compiled(self, loss: Callable[..., Any], execute: Execute) -> CompiledLoss:
+        """Return a compiled loss function of this object's windows."""
+
+    @overload
+    def compile(self, loss: Callable[..., Any], *, execute: Execute = "auto") -> CompiledLoss: ...
+
+    @overload
+    def compile(
+        self, loss: None = None, *, execute: Execute = "auto"
+    ) -> Callable[[Callable[..., Any]], CompiledLoss]: ...
+
+    def compile(
+        self, loss: Callable[..., Any] | None = None, *, execute: Execute = "auto"
+    ) -> CompiledLoss | Callable[[Callable[..., Any]], CompiledLoss]:
+        """Return the loss function as one that runs at the speed of `WholeBatch`.
+
+        ```python
+        @acc.compile
+        def loss(micro):
+            logits = model(micro["x"])
+            return wb.cross_entropy(logits, micro["y"])
+
+        for micro in acc.over(loader):
+            acc.backward(loss(micro))
+        ```
+
+        The function returns a `wb.Loss` (or a tensor of per-unit losses). A call runs forward,
+        backward and addition as one graph, where that is possible, and by eager code where it is
+        not. `backward` then only enters the loss. Tensors to look at (an accuracy) go into
+        `wb.Loss(total, units, extras={...})`, and come back in `loss.extras`.
+        """
+        if loss is None:
+            return functools.partial(self.compile, execute=execute)
+        return self.compiled(loss, execute)
 
 
 class CompiledLoss:
@@ -206,13 +247,8 @@ class CompiledLoss:
     def _eager_step(self, _: Any, function: Callable[[Any, Any], Any]) -> Loss:
         """Run the micro-step on the arguments as they were given: some may belong on the host."""
         loss = as_loss(function(None, self._given))
-        if isinstance(loss, Terms):
-            raise LossError(
-                f"a loss of several terms ({', '.join(loss.by_name)}) in a stream: each is divided "
-                "by its own total over the window, which must be known before the first backward; "
-                "use wb.WholeBatch with units="
-            )
-        self._door.add_eagerly(loss)
+        self._door.add_eagerly(loss)  # a stream refuses a loss of several terms
+        assert isinstance(loss, Loss)
         return loss
 
 

@@ -24,8 +24,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, overload
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -45,7 +44,7 @@ from wholebatch.core.close import (
     scalar_on,
     where_nonfinite,
 )
-from wholebatch.core.compiled_loss import AddedLoss, CompiledLoss, Pending
+from wholebatch.core.compiled_loss import AddedLoss, CompiledLoss, CompilesLosses, Pending
 from wholebatch.core.gradient_store import Store
 from wholebatch.core.loss import SINGLE, Loss, Terms, Units, check_units
 from wholebatch.core.splitting.samples import readable_layout
@@ -466,9 +465,10 @@ class HostLedger:
         self._look.done()
         self._open.reduced, self._open.compiled = self.group.ranks == 1, True
 
-    def add_eagerly(self, loss: Loss) -> None:
+    def add_eagerly(self, loss: Loss | Terms) -> None:
         """Make the backward of a compiled function's loss by eager code."""
-        given, total = HostLoss.of(loss, audit=self.options.audit), loss.total
+        given = HostLoss.of(loss, audit=self.options.audit)
+        total = given.loss
         self._begin_loss(given)
         self._seed(given.units)
         into = backward_into(self.inputs, self._models, [total])
@@ -752,7 +752,7 @@ def _clear(holders: Iterable[Holder]) -> None:
         holder.grad = None
 
 
-class LoopWindows:
+class LoopWindows(CompilesLosses):
     """The base of adapters whose user writes the loop (Accelerate's, Fabric's).
 
     `engine` names what keeps gradients within a window where they are not whole; `save_when` and
@@ -773,30 +773,8 @@ class LoopWindows:
         for optimizer in optimizers:
             optimizer.register_step_pre_hook(self._refuse_open_window)
 
-    @overload
-    def compile(self, loss: Callable[..., Any], *, execute: Execute = "auto") -> CompiledLoss: ...
-
-    @overload
-    def compile(
-        self, loss: None = None, *, execute: Execute = "auto"
-    ) -> Callable[[Callable[..., Any]], CompiledLoss]: ...
-
-    def compile(
-        self, loss: Callable[..., Any] | None = None, *, execute: Execute = "auto"
-    ) -> CompiledLoss | Callable[[Callable[..., Any]], CompiledLoss]:
-        """Return the loss function as one that runs at the speed of `WholeBatch`.
-
-        ```python
-        @windows.compile
-        def loss(batch):
-            return wb.cross_entropy(model(batch["x"]), batch["y"])
-        ```
-
-        It returns a `wb.Loss`, and its result is given to `windows.backward`. A call makes forward,
-        backward and addition as one graph, where that is possible.
-        """
-        if loss is None:
-            return partial(self.compile, execute=execute)
+    def compiled(self, loss: Callable[..., Any], execute: Execute) -> CompiledLoss:
+        """Return a compiled loss function of these windows."""
         return self._window.compile(loss, execute)
 
     def _refuse_open_window(self, *_: Any) -> None:

@@ -41,7 +41,7 @@ class OpenWindow:
     counted: float | None = None
     """The units of the window on all ranks."""
     divisor: float = 1.0
-    """What the Trainer divides the whole batch's sum by; nearly always the units."""
+    """The Trainer divides the sum over the whole batch by this number, usually the units."""
     operations: dict[Any, Any] = field(default_factory=dict)
     """The floating-point operations of a batch, by the shapes of its tensors."""
 
