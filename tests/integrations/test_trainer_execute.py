@@ -45,20 +45,6 @@ FLOAT32 = 1e-6
 TOKENS = wb.tokens(16, pad={"labels": -100})
 
 
-@pytest.fixture
-def hosts(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    import compare.transformers as module
-
-    return module
-
-
-@pytest.fixture
-def problem(hosts: Any) -> Any:
-    return sys.modules["compare.problem"]
-
-
 class Traces:
     """How many graphs were traced."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -50,20 +49,6 @@ IN_TWO = (
     str(Path(__file__).with_name("end_at_once.py")),
 )
 FLOAT32 = 1e-6
-
-
-@pytest.fixture
-def hosts(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    import compare.transformers as module
-
-    return module
-
-
-@pytest.fixture
-def problem(hosts: Any) -> Any:
-    return sys.modules["compare.problem"]
 
 
 @pytest.mark.parametrize("case", ["equal", "uneven", "short tail", "masked tokens", "clipped"])
