@@ -50,6 +50,7 @@ MODELS = {
     "llama-48": Model(48, 768, 12, 2048, seconds=90.0),
     "llama-22": Model(22, 2048, 32, 5632, window=16, seconds=80.0),
     "lora-22": Model(22, 2048, 32, 5632, window=16, lora=True, seconds=100.0),
+    "narrow-12": Model(12, 64, 4, 128, vocabulary=256, length=32, micro=2, window=4),
     "tiny": Model(6, 32, 4, 64, vocabulary=64, length=16, micro=2, window=4),
 }
 ROWS = [

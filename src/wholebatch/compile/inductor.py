@@ -1,0 +1,100 @@
+"""Inductor, the compiler of torch, with the options that pay for joint graphs."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+__all__ = ["compiled_by_inductor", "import_compiler", "start_compiler"]
+
+
+@cache
+def start_compiler(*, with_processes: bool) -> None:
+    """Import Inductor in a thread, and start its processes for Triton's kernels.
+
+    Both take seconds. Until the processes run, this process compiles one kernel after the other.
+    """
+    import_module("torch._dynamo")  # torch needs it too, at the first step of an optimizer.
+    threading.Thread(target=import_compiler, args=(with_processes,)).start()
+
+
+def import_compiler(with_processes: bool) -> None:
+    """Import all of Inductor, and start its processes for Triton's kernels."""
+    with suppress(ImportError):  # Another version of Inductor.
+        for name in ("choices", "compile_fx"):
+            import_module(f"torch._inductor.{name}")
+        from torch._inductor.async_compile import maybe_warm_pool
+        from torch._inductor.codecache import torch_key
+
+        if with_processes:
+            maybe_warm_pool()
+        torch_key()  # A hash of all of torch's files.
+
+
+def compiled_by_inductor(
+    graph: Any, arguments: list[Any], *, more: Mapping[str, Any], whole_rows: int
+) -> Callable[..., Any]:
+    """Compile `graph` for arguments like these; `more` are options of Inductor.
+
+    A kernel that reduces rows of up to `whole_rows` numbers reads each row once and keeps it.
+    """
+    import torch._inductor  # Slow to import: paid only when compiling.
+    from torch._inductor import config
+
+    # Inductor would compute the gradients of a layer norm's weights, as partial sums, in the kernel
+    # of its input's gradient. On an H200 that slowed a window of a GPT (64 sequences in
+    # micro-batches of 8) by 2 ms of 132.
+    options = {"triton.mix_order_reduction": False, **more}
+    known = {name: value for name, value in options.items() if _has(config, name)}
+    with torch.no_grad(), config.patch(known), _whole_rows(whole_rows):
+        compiled: Callable[..., Any] = torch._inductor.compile(graph, arguments)
+        return compiled
+
+
+@contextmanager
+def _whole_rows(longest: int) -> Iterator[None]:
+    """Raise Inductor's limit for persistent reductions from 1024 to `longest` within this context.
+
+    Longer rows are read two or three times.
+    """
+    from torch._inductor.choices import InductorChoices
+    from torch._inductor.runtime.hints import ReductionHint
+    from torch._inductor.virtualized import V
+    from torch.compiler import config
+
+    name = "should_use_persistent_reduction"
+    by_itself = getattr(InductorChoices, name, None)
+    # A version of Inductor without these names.
+    if by_itself is None or not hasattr(config, "cache_key_tag"):
+        yield
+        return
+
+    def decide(features: Any, cooperative_reduction: bool) -> bool:
+        if by_itself(features, cooperative_reduction):
+            return True
+        if features.get_reduction_hint() != ReductionHint.INNER:
+            return False
+        return bool(V.graph.sizevars.statically_known_leq(features.reduction_numel, longest))
+
+    tag = config.cache_key_tag
+    setattr(InductorChoices, name, staticmethod(decide))
+    # Inductor's cache key does not include this choice.
+    config.cache_key_tag = f"{tag}wholebatch: rows of {longest}"
+    try:
+        yield
+    finally:
+        setattr(InductorChoices, name, staticmethod(by_itself))
+        config.cache_key_tag = tag
+
+
+def _has(config: Any, name: str) -> bool:
+    """True if this version of Inductor has the option."""
+    for part in name.split("."):
+        if not hasattr(config, part):
+            return False
+        config = getattr(config, part)
+    return True
