@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ import torch
 from wholebatch.compile.inductor import compiled_by_inductor, import_compiler
 from wholebatch.compile.repeated_blocks import PieceProgram
 
-__all__ = ["CompileWorkers", "Job", "Pending", "compile_workers", "job_of", "serve"]
+__all__ = ["CompileWorkers", "Job", "Pending", "compile_workers", "job_of", "marks", "serve"]
 
 _OURS = ("aten", "prims", "wholebatch")
 """Namespaces of operations that every worker has."""
@@ -97,9 +98,22 @@ class Job:
     operations: int
 
     @property
-    def digest(self) -> str:
-        """The name of this job among those of all processes with this version of torch."""
-        return hashlib.sha256(torch.__version__.encode() + self.message).hexdigest()[:32]
+    def known(self) -> bool:
+        """True if a worker has compiled it before: the disk cache probably still holds it."""
+        return _mark(self.message).exists()
+
+
+def _mark(message: bytes) -> Path:
+    """Return the file that says that this message was compiled into the disk cache."""
+    versions = f"{torch.__version__} {sys.version}".encode()
+    return marks() / hashlib.sha256(versions + message).hexdigest()[:32]
+
+
+def marks() -> Path:
+    """Return the folder of the marks, within Inductor's cache: who clears that clears them."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return Path(cache_dir()) / "wholebatch"
 
 
 def job_of(program: PieceProgram, options: Mapping[str, Any]) -> Job:
@@ -183,7 +197,8 @@ class CompileWorkers:
             threading.Thread(target=self._serve_one, daemon=True).start()
 
     def compile(self, jobs: Sequence[Job]) -> Pending:
-        """Give these jobs to the workers, the largest first."""
+        """Give those of these jobs to the workers that are not in the cache, the largest first."""
+        jobs = [job for job in jobs if not job.known]
         longest = max((job.operations for job in jobs), default=0)
         each = sum(job.operations for job in jobs) / self.number
         pending = Pending(jobs, SECONDS_TO_START + max(longest, each) * SECONDS_PER_OPERATION)
@@ -356,11 +371,13 @@ def _read(stream: Any, size: int) -> bytes:
 
 def _compile(message: bytes) -> None:
     """Compile one piece; only the disk cache is left of it."""
+    from torch._dynamo.utils import counters
     from torch._inductor import config
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     program, settings = pickle.loads(message)
+    counters.clear()
     for name, value in settings["torch"].items():
         get, set_ = _GLOBALS[name]
         if get() != value:
@@ -369,3 +386,7 @@ def _compile(message: bytes) -> None:
         examples = program.examples()
     with config.patch(settings["inductor"]):
         compiled_by_inductor(program.module(), examples, **settings["options"])
+    if counters["inductor"]["fxgraph_cache_bypass"]:
+        raise RuntimeError("Inductor does not keep it in its cache")
+    _mark(message).parent.mkdir(exist_ok=True)
+    _mark(message).touch()
