@@ -119,8 +119,8 @@ def build(model: Model) -> Any:
         config = tf.ViTConfig(
             hidden_size=model.width, num_hidden_layers=model.layers, image_size=model.length,
             num_attention_heads=model.heads, intermediate_size=model.inner,
-            num_labels=model.vocabulary,
         )  # fmt: skip
+        config.num_labels = model.vocabulary
         return tf.ViTForImageClassification(config)
     config = tf.LlamaConfig(
         hidden_size=model.width,
