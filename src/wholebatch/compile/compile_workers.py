@@ -21,7 +21,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -192,6 +192,7 @@ class CompileWorkers:
     def __init__(self, number: int, device: torch.device) -> None:
         self._jobs: queue.SimpleQueue[tuple[Job, Pending]] = queue.SimpleQueue()
         self._device = device
+        self._counting = threading.Lock()
         self.number = number
         for _ in range(number):
             threading.Thread(target=self._serve_one, daemon=True).start()
@@ -212,10 +213,40 @@ class CompileWorkers:
         while True:
             job, pending = self._jobs.get()
             if pending.problem is None:
-                problem = worker.compile(job)
+                with _claimed(job) as ours:
+                    problem = worker.compile(job) if ours else None
                 if problem is not None:
                     pending.problem = problem
-            pending.left -= 1
+            with self._counting:
+                pending.left -= 1
+
+
+@contextlib.contextmanager
+def _claimed(job: Job) -> Iterator[bool]:
+    """Claim a job among the processes that share the cache; False if another has compiled it.
+
+    While another one holds it, wait: ranks of one machine compile every piece once.
+    """
+    mark = _mark(job.message)
+    claim = mark.with_suffix(".busy")
+    ours = False
+    while not (ours or job.known):
+        try:
+            claim.parent.mkdir(parents=True, exist_ok=True)
+            os.close(os.open(claim, os.O_CREAT | os.O_EXCL))
+            ours = True
+        except FileExistsError:
+            with contextlib.suppress(OSError):
+                if time.time() - claim.stat().st_mtime > _PATIENCE:
+                    claim.unlink()  # Its process has ended.
+            time.sleep(0.1)
+        except OSError:  # The cache cannot be written.
+            break
+    try:
+        yield not job.known
+    finally:
+        if ours:
+            claim.unlink(missing_ok=True)
 
 
 SECONDS_PER_OPERATION = 0.03

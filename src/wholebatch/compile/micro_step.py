@@ -42,6 +42,7 @@ from wholebatch.compile.graph_check import Check, EagerResult, gradients_in_full
 from wholebatch.compile.graph_inputs import DeviceCopies, Inputs, Key, take_apart
 from wholebatch.compile.inductor import start_compiler
 from wholebatch.compile.joint_graph import JointStep, Prepared, Runnable
+from wholebatch.compile.switch_together import SwitchTogether
 from wholebatch.compile.symbolic_sizes import SharedGraph, SharedGraphs, Sizes
 from wholebatch.compile.trace import Added, Form, State, Traced, totals_of, trace
 from wholebatch.core.forward_state import ForwardState
@@ -147,6 +148,7 @@ class Executor:
         self._next_place = 0
         self._pool: Any = None
         self._forward: CompiledForward | None = None
+        self._ranks = SwitchTogether()
         self._reset()
         reason = window.only_eager
         if reason is None and keeps_moments:
@@ -372,9 +374,10 @@ class Executor:
             return None
 
     def _has_come(self, key: Key) -> bool:
-        """True if this joint step is compiled, or must be compiled here."""
+        """True if this joint step is compiled, or must be compiled here, on all ranks."""
         pending = self._coming[key].pending
-        return pending is None or pending.done
+        ready = pending is None or pending.done
+        return ready and self._ranks.may_switch(self._window.updates)
 
     def _compile(self, joint: JointStep, key: Key) -> None:
         """Compile a joint step: load what the workers have compiled, and compile what is left."""
@@ -595,6 +598,7 @@ class Executor:
     def _give_up(self, reason: str) -> None:
         """Stop using joint graphs; if compilation was asked for, use a compiled forward instead."""
         self._plan.eager = True
+        self._ranks.announce()
         self._reset()
         if self.execute in ("compile", "graph") and self._plan.compiles:
             eager = self._eager.plain
