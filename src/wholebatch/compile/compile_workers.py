@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 
+from wholebatch.compile.disk_cache import trim
 from wholebatch.compile.inductor import compiled_by_inductor, import_compiler
 from wholebatch.compile.repeated_blocks import PieceProgram
 
@@ -386,6 +387,7 @@ def serve(device: str) -> None:
         except BaseException as error:  # Whatever it is, the training process compiles it itself.
             problem = f"{type(error).__name__}: {str(error)[:300]}"
         answers.write(json.dumps({"problem": problem}).encode() + b"\n")
+    trim()
 
 
 def _read(stream: Any, size: int) -> bytes:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from copy import deepcopy
 from functools import cache
 from importlib import import_module
+from pickle import UnpicklingError
 from typing import Any
+
+_LOG = logging.getLogger("wholebatch.compile")
 
 __all__ = ["compiled_by_inductor", "import_compiler", "start_compiler"]
 
@@ -44,6 +49,7 @@ def compiled_by_inductor(
     """
     import torch._inductor  # Slow to import: paid only when compiling.
     from torch._inductor import config
+    from torch._inductor.utils import fresh_cache
 
     # Inductor would compute the gradients of a layer norm's weights, as partial sums, in the kernel
     # of its input's gradient. On an H200 that slowed a window of a GPT (64 sequences in
@@ -51,8 +57,40 @@ def compiled_by_inductor(
     options = {"triton.mix_order_reduction": False, **more}
     known = {name: value for name, value in options.items() if _has(config, name)}
     with torch.no_grad(), config.patch(known), _whole_rows(whole_rows):
-        compiled: Callable[..., Any] = torch._inductor.compile(graph, arguments)
-        return compiled
+        try:
+            return _compiled(deepcopy(graph), arguments)
+        except Exception as problem:  # A compiler may raise anything.
+            if not _may_be_the_cache(problem):
+                raise
+            reason = f"{type(problem).__name__}: {str(problem)[:200]}"
+        _LOG.warning("the disk cache cannot be used (%s); compiling without it", reason)
+        with fresh_cache(delete=False):
+            return _compiled(graph, arguments)
+
+
+def _compiled(graph: Any, arguments: list[Any]) -> Callable[..., Any]:
+    import torch._inductor
+
+    compiled: Callable[..., Any] = torch._inductor.compile(graph, arguments)
+    return compiled
+
+
+_OF_FILES = (OSError, EOFError, UnpicklingError, SyntaxError, AttributeError, NameError)
+"""Errors by which a file shows that is damaged, foreign, or cannot be written."""
+
+
+def _may_be_the_cache(problem: BaseException | None) -> bool:
+    """True if a damaged, foreign, read-only or full cache may be the cause."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    while problem is not None:
+        if cache_dir() in str(problem):
+            return True
+        inner = getattr(problem, "inner_exception", None)
+        if isinstance(problem, _OF_FILES) or isinstance(inner, _OF_FILES):
+            return True
+        problem = problem.__cause__ or problem.__context__
+    return False
 
 
 @contextmanager
