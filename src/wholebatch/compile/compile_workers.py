@@ -191,12 +191,22 @@ class CompileWorkers:
     """A few processes that compile the jobs that they are given."""
 
     def __init__(self, number: int, device: torch.device) -> None:
-        self._jobs: queue.SimpleQueue[tuple[Job, Pending]] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[Job, Pending] | None] = queue.SimpleQueue()
         self._device = device
         self._counting = threading.Lock()
         self.number = number
-        for _ in range(number):
-            threading.Thread(target=self._serve_one, daemon=True).start()
+        self._threads = [
+            threading.Thread(target=self._serve_one, daemon=True) for _ in range(number)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> None:
+        """End all processes after their present job."""
+        for _ in self._threads:
+            self._jobs.put(None)
+        for thread in self._threads:
+            thread.join()
 
     def compile(self, jobs: Sequence[Job]) -> Pending:
         """Give those of these jobs to the workers that are not in the cache, the largest first."""
@@ -211,8 +221,8 @@ class CompileWorkers:
     def _serve_one(self) -> None:
         """Keep one process, and give it one job after the other."""
         worker = _Worker(self._device)
-        while True:
-            job, pending = self._jobs.get()
+        while (given := self._jobs.get()) is not None:
+            job, pending = given
             if pending.problem is None:
                 with _claimed(job) as ours:
                     problem = worker.compile(job) if ours else None
@@ -220,6 +230,7 @@ class CompileWorkers:
                     pending.problem = problem
             with self._counting:
                 pending.left -= 1
+        worker.end()
 
 
 @contextlib.contextmanager
@@ -276,14 +287,15 @@ class _Worker:
             )
         except OSError:
             return None
-        _running.append(process)
+        _running.add(process)
         return process
 
     def compile(self, job: Job) -> str | None:
         """Compile it; return the reason if that failed."""
         for _ in range(2):
             if self._process is None or self._process.poll() is not None:
-                self._process = self._started()  # It has ended because it had nothing to do.
+                self.end()  # It has ended by itself because it had nothing to do.
+                self._process = self._started()
             if self._process is None:
                 return "no process can be started"
             process = self._process
@@ -303,23 +315,35 @@ class _Worker:
                 pass
             finally:
                 killer.cancel()
-            with contextlib.suppress(OSError):
-                process.kill()
-            process.wait()
-            _running.remove(process)
-            self._process = None
+            self.end()
         return "its process ended"
+
+    def end(self) -> None:
+        """End its process."""
+        if self._process is not None:
+            _end(self._process)
+            _running.discard(self._process)
+            self._process = None
 
 
 _CHILD = "import sys; from wholebatch.compile.compile_workers import serve; serve(sys.argv[1])"
-_running: list[subprocess.Popen[bytes]] = []
+_running: set[subprocess.Popen[bytes]] = set()
 
 
 @atexit.register
 def _end_all() -> None:
-    for process in _running:
+    for process in list(_running):
+        _end(process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(OSError):
+        process.kill()
+    for stream in (process.stdin, process.stdout):
         with contextlib.suppress(OSError):
-            process.kill()
+            if stream is not None:
+                stream.close()
+    process.wait()
 
 
 def _environment() -> dict[str, str]:
