@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import operator
+import os
 import pickle
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +17,6 @@ from torch import nn
 
 import wholebatch as wb
 from tests.execute.nets import Tagger, loss, mean_of_tokens, mode_of, tagged
-from tests.execute.test_blocks import Deep
 from tests.support import Seen, Whole, sgd
 from wholebatch.compile import compile_workers, execute_mode, joint_graph, micro_step
 from wholebatch.compile.compile_workers import CompileWorkers, Pending, job_of
@@ -67,8 +68,13 @@ def as_traced(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-def trained(model: nn.Module, *, execute: Any = "auto", patience: float) -> wb.WholeBatch:
-    """Train until compiled code runs; every update is that of the undivided batch."""
+def trained(
+    model: nn.Module, *, execute: Any = "auto", patience: float, pause: float = 0.01
+) -> wb.WholeBatch:
+    """Train until compiled code runs; every update is that of the undivided batch.
+
+    `pause`: seconds between windows. Rounding grows with the number of updates.
+    """
     whole = Whole(model, loss=mean_of_tokens)
     optimizer = sgd(model)
     seen = Seen(model, optimizer)
@@ -79,7 +85,7 @@ def trained(model: nn.Module, *, execute: Any = "auto", patience: float) -> wb.W
             whole.step(tagged(number))
             train.step(tagged(number))
         modes.append(mode_of(train))
-        time.sleep(0.01)
+        time.sleep(pause)
     assert modes[-1] == "compile", train._runner.executor.notes.history
     whole.assert_same(model, seen, 1e-12)
     return train
@@ -90,8 +96,8 @@ def test_a_worker_fills_the_cache_and_the_run_loads_it(beside: None) -> None:
     from torch._dynamo.utils import counters
 
     counters.clear()
-    train = trained(Deep(4).double(), patience=250.0)
-    assert counters["inductor"]["fxgraph_cache_hit"] >= 4
+    train = trained(Tagger().double(), patience=250.0, pause=2.0)
+    assert counters["inductor"]["fxgraph_cache_hit"] >= 1
     assert not counters["inductor"]["fxgraph_cache_miss"]
     history = train._runner.executor.notes.history
     assert history[0].startswith("compiling beside the run, about")
@@ -153,6 +159,36 @@ def test_windows_do_not_wait(
     train.step(tagged(6))
     assert mode_of(train) == "compile"
     assert executor.progress is None
+
+
+def test_processes_that_share_a_disk_compile_a_piece_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    job = job_of(PieceProgram([(aten.tanh.default, (_Input(0),), {})], [MATRIX], [0]), OPTIONS)
+    entered: list[bool] = []
+
+    def other() -> None:
+        with compile_workers._claimed(job) as ours:
+            entered.append(ours)
+
+    thread = threading.Thread(target=other)
+    with compile_workers._claimed(job) as ours:
+        assert ours
+        thread.start()
+        time.sleep(0.3)
+        assert not entered  # It waits.
+        compile_workers._mark(job.message).touch()
+    thread.join()
+    assert entered == [False]
+    assert job.known
+    compile_workers._mark(job.message).unlink()
+    claim = compile_workers._mark(job.message).with_suffix(".busy")
+    claim.touch()
+    os.utime(claim, (0, 0))  # Whoever claimed it has ended.
+    with compile_workers._claimed(job) as ours:
+        assert ours
+    assert not claim.exists()
 
 
 def test_a_piece_is_plain_data_and_makes_the_same_graph() -> None:
