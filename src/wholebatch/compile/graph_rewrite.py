@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from wholebatch.compile import fused_weight_grad as fused
 from wholebatch.compile.cross_entropy import fuse_entropy
@@ -32,6 +32,9 @@ __all__ = ["Fusions", "Rewritten", "rewrite"]
 aten = torch.ops.aten
 _NEAR = 32
 """Operations at most this far apart belong to one layer."""
+_CROWDED = 512
+"""Indices per row of an embedding from which its gradient is summed in several copies."""
+_COPIES = 256
 
 
 @dataclass(frozen=True)
@@ -249,9 +252,30 @@ class _Adder:
                 at_padding = self._graph.call_function(aten.eq.Scalar, (indices, padding))
                 there = self._graph.call_function(aten.unsqueeze.default, (at_padding, -1))
                 rows = self._graph.call_function(aten.masked_fill.Scalar, (rows, there, 0.0))
-            self._graph.call_function(aten.index_put_.default, (buffer, [indices], rows, True))
+            self._scatter(buffer, indices, rows, part.meta["val"])
         self.embeddings += 1
         return True
+
+    def _scatter(self, buffer: fx.Node, indices: Any, rows: Any, table: Tensor) -> None:
+        """Add each row of `rows` to the row of `buffer` that its index names.
+
+        Many indices and few rows would wait for each other at every addition, as in the relative
+        positions of T5: there they add into several copies of the table, which are summed.
+        """
+        at, call = indices.meta["val"], self._graph.call_function
+        count = at.numel()
+        if not isinstance(count, int) or count < _CROWDED * table.shape[0]:
+            call(aten.index_put_.default, (buffer, [indices], rows, True))
+            return
+        place: dict[str, Any] = {"dtype": torch.int64, "device": table.device}
+        numbers = call(aten.arange.default, (count,), place)
+        copy = call(
+            aten.view.default, (call(aten.remainder.Scalar, (numbers, _COPIES)), [*at.shape])
+        )
+        filled: dict[str, Any] = {"dtype": table.dtype, "device": table.device}
+        copies = call(aten.full.default, ([_COPIES, *table.shape], 0.0), filled)
+        sums = call(aten.index_put.default, (copies, [copy, indices], rows, True))
+        call(aten.add_.Tensor, (buffer, call(aten.sum.dim_IntList, (sums, [0]))))
 
 
 def _summands(
