@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, fx
 
 from wholebatch.compile import fused_weight_grad as fused
+from wholebatch.compile.biased_attention import fuse_attention
 from wholebatch.compile.cross_entropy import fuse_entropy
 from wholebatch.compile.fusion import base_of, cast_to, fixed, is_cheap, same_shape, written_by
 from wholebatch.compile.gelu import fuse_gelu, simplify_gelu
@@ -51,6 +52,8 @@ class Fusions:
     """Compute a layer norm's backward, its sums and the residual in one kernel (CUDA only)."""
     gelu_sums: bool = False
     """Compute a GELU's gradient and that of the bias before it in one kernel (CUDA only)."""
+    attention: bool = False
+    """Use kernels of our own for attention with a learnt bias, where the device has them."""
     gelu: bool = False
     """Compute 16-bit GELUs with one exponential; pays if kernels are fused."""
 
@@ -114,6 +117,8 @@ def rewrite(
         adder.add(buffer, gradient, dtype)
     graph.output(tuple(results[:kept]))
     graph.eliminate_dead_code()
+    if options.attention:
+        fuse_attention(graph)
     norms = fuse_norms(graph) if options.norms else 0
     gelus = fuse_gelu(graph) if options.gelu_sums else 0
     if options.gelu:
