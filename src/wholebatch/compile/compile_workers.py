@@ -71,6 +71,7 @@ def _operation(namespace: str, name: str, overload: str) -> Any:
 def define_operations() -> None:
     """Define this package's operations. The training process defines each when it uses it."""
     from wholebatch.compile import (
+        biased_attention,
         cross_entropy,
         fused_weight_grad,
         gelu,
@@ -80,6 +81,8 @@ def define_operations() -> None:
     )
 
     for define in (
+        biased_attention._forward_operation,
+        biased_attention._backward_operation,
         cross_entropy._operation,
         fused_weight_grad.add_product,
         gelu._operation,

@@ -252,10 +252,11 @@ class Executor:
             self._start_compiler()
             self._seen[inputs.key] = self._seen.get(inputs.key, 0) + 1
             if inputs.key in self._coming:
-                first = not self._window.micro_batches
-                if not first or not self._has_come(inputs.key):
+                compiled = self._has_come(inputs.key)
+                # Until it has come, replay the operations as traced.
+                if self._window.micro_batches or not (compiled or self._plan.captures):
                     return None
-                return self._prepare(inputs, micro, compiled=True)
+                return self._prepare(inputs, micro, compiled=compiled)
             shared = self._shapes.find(inputs)
             if not self._prepares(inputs, shared):
                 return None
@@ -298,15 +299,16 @@ class Executor:
         if joint.sizes is not None and self._shapes.ready(inputs):
             # It is compiled already and only needs a new CUDA graph capture.
             return self._plan.compiles
+        if inputs.key in self._coming:
+            return not self._window.micro_batches and self._has_come(inputs.key)
         if not self._plan.upgrades(joint.to_compile, self._compiled(), joint.runs):
             return False
         if self._workers is None or joint.sizes is not None:
             return True
-        if inputs.key not in self._coming:
-            state = State.of(self._model, self._parameters)
-            traced = self._traced[inputs.key]
-            self._send(self._made_of(traced, state, inputs, compiled=True), inputs)
-        return self._has_come(inputs.key)
+        state = State.of(self._model, self._parameters)
+        traced = self._traced[inputs.key]
+        self._send(self._made_of(traced, state, inputs, compiled=True), inputs)
+        return False
 
     def _look_at_the_window(self) -> None:
         """At the start of a window, check that the graphs are still valid."""
@@ -358,10 +360,7 @@ class Executor:
         pending = self._pending(joint)
         self._coming[inputs.key] = _Coming(joint, pending)
         if pending is not None and not pending.done:
-            self.notes.show(
-                f"compiling beside the run, about {pending.seconds_left:.0f} s to go; micro-steps "
-                "run eagerly until then"
-            )
+            self.notes.show(f"compiling beside the run, about {pending.seconds_left:.0f} s left")
 
     def _pending(self, joint: JointStep) -> Pending | None:
         """Give the pieces of a joint step to the workers, if there are any that can read them."""
