@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -11,6 +12,8 @@ from functools import cache
 from importlib import import_module
 from pickle import UnpicklingError
 from typing import Any
+
+import torch
 
 _LOG = logging.getLogger("wholebatch.compile")
 
@@ -47,8 +50,7 @@ def compiled_by_inductor(
 
     A kernel that reduces rows of up to `whole_rows` numbers reads each row once and keeps it.
     """
-    import torch._inductor  # Slow to import: paid only when compiling.
-    from torch._inductor import config
+    from torch._inductor import config  # Slow to import: paid only when compiling.
     from torch._inductor.utils import fresh_cache
 
     # Inductor would compute the gradients of a layer norm's weights, as partial sums, in the kernel
@@ -56,7 +58,7 @@ def compiled_by_inductor(
     # micro-batches of 8) by 2 ms of 132.
     options = {"triton.mix_order_reduction": False, **more}
     known = {name: value for name, value in options.items() if _has(config, name)}
-    with torch.no_grad(), config.patch(known), _whole_rows(whole_rows):
+    with torch.no_grad(), config.patch(known), _whole_rows(whole_rows), _keys_of_all_programs():
         try:
             return _compiled(deepcopy(graph), arguments)
         except Exception as problem:  # A compiler may raise anything.
@@ -69,9 +71,7 @@ def compiled_by_inductor(
 
 
 def _compiled(graph: Any, arguments: list[Any]) -> Callable[..., Any]:
-    import torch._inductor
-
-    compiled: Callable[..., Any] = torch._inductor.compile(graph, arguments)
+    compiled: Callable[..., Any] = import_module("torch._inductor").compile(graph, arguments)
     return compiled
 
 
@@ -91,6 +91,33 @@ def _may_be_the_cache(problem: BaseException | None) -> bool:
             return True
         problem = problem.__cause__ or problem.__context__
     return False
+
+
+@contextmanager
+def _keys_of_all_programs() -> Iterator[None]:
+    """Within this context, Inductor's cache keys do not depend on the program that compiles.
+
+    A memory format is pickled into a key under the name of the first module that has imported
+    torch: that of the user's own package, for example. A worker would look for another key.
+    """
+    kind = torch.memory_format
+    before = copyreg.dispatch_table.get(kind)
+    copyreg.pickle(kind, _by_name)
+    try:
+        yield
+    finally:
+        del copyreg.dispatch_table[kind]
+        if before is not None:
+            copyreg.dispatch_table[kind] = before
+
+
+def _by_name(one: torch.memory_format) -> tuple[Callable[[str], Any], tuple[str]]:
+    return memory_format, (str(one).removeprefix("torch."),)
+
+
+def memory_format(name: str) -> Any:
+    """Return the memory format of this name."""
+    return getattr(torch, name)
 
 
 @contextmanager
