@@ -79,7 +79,8 @@ def trained(
     optimizer = sgd(model)
     seen = Seen(model, optimizer)
     train = wb.WholeBatch(model, optimizer, loss=loss, micro_batch=3, execute=execute)
-    began, modes = time.perf_counter(), []
+    began = time.perf_counter()
+    modes: list[str] = []
     while modes[-2:] != ["compile"] * 2 and time.perf_counter() - began < patience:
         for number in (6, 9):
             whole.step(tagged(number))
