@@ -122,6 +122,8 @@ class Adding:
         self.plain = eager
         self.allowed = allowed
         """Set to False to measure the gain."""
+        self.reduces = False
+        """True if the next backward reduces the gradients over the ranks."""
         self.added = 0
         """The number of gradients added without autograd."""
         self._window = window
@@ -149,9 +151,8 @@ class Adding:
 
     def __call__(self, micro: Any, loss: LossFunction) -> Loss | Terms:
         """Run one micro-step eagerly."""
-        window = self._window
         # Buckets of gradients are sent to the other ranks as autograd produces them.
-        if not self.replaces or (window.closing and window.sync.ranks > 1):
+        if not self.replaces or (self.reduces and self._window.sync.ranks > 1):
             return self.plain(micro, loss)
         self._look_at_the_window()
 

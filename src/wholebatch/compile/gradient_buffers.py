@@ -75,7 +75,7 @@ def eager_into(gradients: Gradients, window: Any) -> Iterator[None]:
         yield
         return
     store = window.store
-    if window.is_open:
+    if window.open is not None:
         gradients.lend()
     else:
         store.opened = gradients.lend

@@ -164,9 +164,13 @@ class Executor:
 
     # ------------------------------------------------------------- micro-step
 
-    def micro_step(self, micro: Any) -> Added:
-        """Add one micro-batch's gradients, record its sums in the window, and return them."""
+    def micro_step(self, micro: Any, *, reduces: bool = False) -> Added:
+        """Add one micro-batch's gradients, record its sums in the window, and return them.
+
+        `reduces`: a backward of eager code is to reduce the gradients over the ranks.
+        """
         micro = self._copies(micro)
+        self._eager.reduces = reduces
         if not self._plan.eager:
             try:
                 self._reserve()

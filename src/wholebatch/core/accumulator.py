@@ -170,6 +170,7 @@ class Accumulator(CompilesLosses):
         self._size = 0  # how many it will have
         self._driver: Feed | None = None
         self._is_last = False
+        self._counts = True  # False while a micro-batch only takes part in others' collectives
         self._has_more = False  # whether this rank has data for another window
         self._place_done = False
         self._feed: Feed | None = None
@@ -240,15 +241,14 @@ class Accumulator(CompilesLosses):
         else:
             self.pending.refuse()
             summed, counted = self._read(total, units, mean)
-            self._window.closing = is_last and not more
             self._untouched.check()
-            self._window.add(summed, counted)
+            self._window.add(summed, counted, last=is_last and not more, counts=self._counts)
             self._untouched.remember()
         if more:
             return None
         if self._look.active:
             self._look.done()
-        if not self._window.weightless:
+        if self._counts:
             self._window.micro_batch_done()
         for policy in self._counting:
             policy.micro()
@@ -286,22 +286,23 @@ class Accumulator(CompilesLosses):
         """Make room for a micro-step of a compiled loss function (this is a `Door` of it)."""
         self.pending.refuse()
         self._begin_backward()
-        self._window.refuse_broken()
-        self._window.closing = False  # another backward may follow: the close reduces
+        if self._window.open is not None:
+            self._window.open.refuse_broken()
         self._untouched.check()
         yield not self._look.active
         self._untouched.remember()
 
     def mark_broken(self) -> None:
         """Let the window be discarded: a compiled function failed and may have added gradients."""
-        self._window.broken = True
+        if self._window.open is not None:
+            self._window.open.broken = True
 
     def add_eagerly(self, loss: Loss | Terms) -> None:
         """Make the backward of a compiled function's loss by eager code."""
         if self._look.active and isinstance(loss, Loss):
             self._look.at_backward(loss, in_parts=self._in_parts)
-        with self._turn:
-            self._window.add_loss(loss)
+        with self._turn:  # another backward may follow, so that the close reduces
+            self._window.add_loss(loss, counts=self._counts)
 
     def _read(
         self, total: Tensor | Loss | Terms | None, units: Units | None, mean: Tensor | None
@@ -362,7 +363,7 @@ class Accumulator(CompilesLosses):
         """Close the window with what it holds (a short last one); None when it holds nothing."""
         with self._turn:
             self.pending.refuse()
-            if not self._window.is_open:
+            if self._window.open is None:
                 self._places = 0
                 return None
             return self._close()
@@ -405,7 +406,7 @@ class Accumulator(CompilesLosses):
         return over(loader, self, continue_window=continue_window)
 
     def _may_start(self, continue_window: bool) -> None:
-        if self._window.is_open and not continue_window and self._resume is None:
+        if self._window.open is not None and not continue_window and self._resume is None:
             raise WindowError(
                 f"a window is still open with {self._places} of {self._size} micro-batches from "
                 "an earlier loop: flush() to close it, discard() to drop it, or "
@@ -437,7 +438,7 @@ class Accumulator(CompilesLosses):
 
         Its forward leaves no trace: what it changes is put back before the window closes.
         """
-        self._window.weightless = weightless
+        self._counts = not weightless
         self._restore_buffers()
         if weightless:
             self._before = [ForwardState(model) for model in self._window.target.models]
@@ -457,8 +458,11 @@ class Accumulator(CompilesLosses):
         self._places += 1
         if not self._is_last:
             return
-        if self._window.is_open or self._window.sync.ranks > 1:
-            self._close() if self._window.is_open else self._join()
+        if self._window.open is not None:
+            self._close()
+            return
+        if self._window.sync.ranks > 1:
+            self._join()
             return
         self._places = 0
         if self._window.options.zero_units == "raise":
@@ -622,7 +626,7 @@ def _agreed_places(feed: Feed, accumulators: Sequence[Accumulator]) -> Iterator[
         for index in range(count):
             accumulator._enter_place(is_last=index == count - 1)
             accumulator._stand_in(index >= len(items))
-            yield stand_in if window.weightless else items[index]
+            yield items[index] if index < len(items) else stand_in
             accumulator._leave_place()
             accumulator._stand_in(False)
 

@@ -167,7 +167,7 @@ class Untouched:
         """Refuse to go on with a window that is no longer what its backwards made."""
         window = self._window
         found = self._watch.changed(window.inputs)
-        if found is None or not window.is_open or window.broken:
+        if found is None or window.open is None or window.broken:
             self._watch.warn_of_rates()
             return
         parameter, what = found

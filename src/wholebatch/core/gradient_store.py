@@ -33,7 +33,7 @@ from wholebatch.errors import LossError, StateError, UnsupportedError, WindowErr
 if TYPE_CHECKING:
     from wholebatch.core.model_and_optimizer import Target
 
-__all__ = ["DeviceStore", "Store", "can_close_ahead", "refuse_foreign_code", "refuse_stray"]
+__all__ = ["DeviceStore", "Store", "can_close_ahead", "refuse_foreign_code"]
 
 
 class Store(ABC):
@@ -75,6 +75,21 @@ class Store(ABC):
         self._hooked: dict[int, Any] = {}  # by the parameter's id
 
     # Open window
+
+    def refuse_stray(self) -> None:
+        """Refuse gradients that the window has not made, and would add to."""
+        for parameter in (one for group in self.target.groups() for one in group):
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            if gradient.is_sparse or bool(gradient.any()):
+                raise WindowError(
+                    f"{self.target.name_of(parameter)} already holds a gradient that this window "
+                    "did not make (one that gradient() has left is to be used and cleared), and it "
+                    "would be added in: call optimizer.zero_grad() first, or give that loss to the "
+                    "window too (backward(..., more=True))"
+                )
+            parameter.grad = None
 
     def begin(
         self, parameters: list[nn.Parameter], known: Mapping[str, float] | None = None
@@ -251,23 +266,6 @@ class Store(ABC):
         for parameter in self.parameters:
             parameter.grad = None
         self.parameters = []
-
-
-def refuse_stray(target: Target) -> None:
-    """Refuse gradients that the window has not made, and would add to."""
-    for group in target.groups():
-        for parameter in group:
-            gradient = parameter.grad
-            if gradient is None:
-                continue
-            if gradient.is_sparse or bool(gradient.any()):
-                raise WindowError(
-                    f"{target.name_of(parameter)} already holds a gradient that this window did "
-                    "not make (one that gradient() has left is to be used and cleared), and it "
-                    "would be added in: call optimizer.zero_grad() first, or give that loss to the "
-                    "window too (backward(..., more=True))"
-                )
-            parameter.grad = None
 
 
 def refuse_foreign_code(optimizers: Sequence[torch.optim.Optimizer], option: str) -> None:

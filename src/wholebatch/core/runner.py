@@ -98,6 +98,9 @@ class Runner:
         self._first_number = 0
         self._audits, self._in_parts = audit, False
         self._undivided: Mapping[str, Any] | None = None
+        # Of the micro-step that runs now, for its eager code:
+        self._is_last = False  # its backward reduces
+        self._counts = True  # False if it only takes part in the other ranks' collectives
         self._window = window
         self._precision = precision
         self._device = window.target.device
@@ -211,7 +214,7 @@ class Runner:
         micro_step = self._eager_step if self._is_plain else self.micro_step
         places = self.agreed_places(len(micros))
         for index in range(how.first, places):
-            window.closing = how.reduces and index == places - 1
+            self._is_last = how.reduces and index == places - 1
             how.before_micro(index)
             if index < len(micros):
                 micro_step(micros[index])
@@ -236,11 +239,10 @@ class Runner:
 
     def _run_weightless(self, micro: Any) -> None:
         """Take part in the collectives of a micro-batch, and leave no trace of it."""
-        window = self._window
-        before = [ForwardState(model) for model in window.target.models]
-        window.weightless = True
+        before = [ForwardState(model) for model in self._window.target.models]
+        self._counts = False
         self.micro_step(micro)
-        window.weightless = False
+        self._counts = True
         for state in before:
             state.restore()
 
@@ -278,7 +280,7 @@ class Runner:
     def micro_step(self, micro: Any) -> None:
         """Run forward and backward of a micro-batch, and enter it in the window."""
         with self._sampling(micro):
-            self.executor.micro_step(micro)
+            self.executor.micro_step(micro, reduces=self._is_last)
 
     def forward(self, micro: Any, loss_function: LossFunction | None = None) -> Loss | Terms:
         """Return the loss of a micro-batch, in the window's precision and on its device."""
@@ -290,10 +292,10 @@ class Runner:
         loss = self._loss_of(micro, loss_function or self._loss)
         if self._is_plain or self.executor.by_autograd:
             self._untouched.check()
-            self._window.add_loss(loss)
+            self._window.add_loss(loss, last=self._is_last, counts=self._counts)
             self._untouched.remember()
         else:  # a graph may have added to the gradients since the last eager micro-step
-            self._window.add_loss(loss)
+            self._window.add_loss(loss, last=self._is_last, counts=self._counts)
         return loss
 
     def _loss_of(self, micro: Any, loss_function: LossFunction | Coupled) -> Loss | Terms:

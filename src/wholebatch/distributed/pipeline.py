@@ -116,18 +116,18 @@ class Pipeline:
         window, runner = self._window, self._runner
         samples = runner.prepare(inputs, keywords, target)
         self._refuse_batch_statistics()
-        window.begin(samples)
+        now = window.begin(samples)
         try:
             entries = runner.run(inputs, keywords, self._seed)
             for entry in entries:
-                window.record({SINGLE: entry.total}, {SINGLE: entry.units}, {SINGLE: 1.0})
-                window.micro_batch_done()
-            window.micro_batches = runner.micro_batches  # Also on ranks that compute no loss.
+                now.record({SINGLE: entry.total}, {SINGLE: entry.units}, {SINGLE: 1.0})
+                now.micro_batches += 1
+            now.micro_batches = runner.micro_batches  # Also on ranks that compute no loss.
             self._drop_strangers()
             self.last_step = window.close()
             return self.last_step
         finally:
-            if window.is_open:
+            if window.open is not None:
                 window.discard()
 
     def _seed(self, total: Tensor) -> Tensor:

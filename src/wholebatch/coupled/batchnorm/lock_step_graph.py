@@ -173,10 +173,8 @@ class Recorder:
     def _recording(self, apart: list[Inputs]) -> _Recording | None:
         """Return the recording for these micro-batches if there is one and it is still valid."""
         window = self._window
-        if not window.is_open:
-            if window.next_seed is None:
-                return None
-            window.begin()
+        if not window.open_early():
+            return None
         same = len(self._parameters) == len(window.inputs) and all(
             a is b for a, b in zip(self._parameters, window.inputs, strict=True)
         )
@@ -251,7 +249,7 @@ class Recorder:
             raise CannotTrace("an engine for several ranks holds parts of its graph")
         refuse_hooks(self._model)
         wanted = [parameter.grad for parameter in self._parameters]
-        totals = {name: made[-len(apart) :] for name, made in window.totals.items()}
+        totals = {name: made[-len(apart) :] for name, made in window.current.totals.items()}
         after = ForwardState(self._model)
         try:
             recording = self._captured(apart, {n: _dtype(made[0]) for n, made in totals.items()})
@@ -329,7 +327,7 @@ class Recorder:
         totals: Mapping[str, Sequence[Tensor | float]],
     ) -> None:
         """Refuse a recording whose losses or gradients are not those of the threads."""
-        weights = self._window.weights
+        weights = self._window.current.weights
         for form in recording.forms:
             if dict(zip(form.names, form.weights, strict=True)) != weights:
                 raise CannotTrace("its loss differs in form from one call to the next")

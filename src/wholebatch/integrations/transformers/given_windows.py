@@ -112,7 +112,8 @@ class GivenWindows(WholeBatch):
         before.restore()
 
     def _close(self, micros: Sequence[Any], start: dict[str, Any] | None, steps: bool) -> Step:
-        totals, owners = self._window.totals.get(SINGLE, ()), list(self._window.owners)
+        window = self._window.current
+        totals, owners = window.totals.get(SINGLE, ()), list(window.owners)
         step = super()._close(micros, start, steps)
         device = self._window.target.device
         if self._runner.whole_loss is not None or not totals:  # one loss of the whole batch
