@@ -25,15 +25,15 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset(
         {"cli.recipes", "cli.report", "integrations", "lint", "testing", "tune", "verification"}
     ),
-    frozenset({"core.accumulator", "core.whole_batch"}),
+    frozenset({"core.accumulator", "core.whole_batch", "integrations.host_window"}),
     frozenset(
         {
             "cli.checkpoints",
             "core.runner",
             "core.state_dict",
+            "core.stream",
             "distributed.pipeline",
             "distributed.pipeline_stages",
-            "integrations.host_window",
             "memory",
             "core.noise_scale",
         }

@@ -6,8 +6,7 @@ take part in the updates of the others.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Integral
@@ -17,21 +16,16 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from wholebatch.compile import Execute
 from wholebatch.core import state_dict as state
 from wholebatch.core.close import ClipNorm
-from wholebatch.core.compiled_loss import AddedLoss, CompiledLoss, CompilesLosses, Pending
-from wholebatch.core.foreign_writes import Untouched
+from wholebatch.core.compiled_loss import AddedLoss
 from wholebatch.core.forward_state import ForwardState, restore_random
 from wholebatch.core.lookahead_loader import Feed
 from wholebatch.core.loss import Loss, Terms, Units, mean_loss
 from wholebatch.core.model_and_optimizer import Scheduler
 from wholebatch.core.options import Close, Memory
+from wholebatch.core.stream import Stream
 from wholebatch.core.window import Step, Turn, make_window
-from wholebatch.coupled import choose as choose_batchnorm
-from wholebatch.coupled.audit import audit as audit_model
-from wholebatch.coupled.batchnorm.policies import Refuse, Statistics
-from wholebatch.coupled.stream_look import StreamLook
 from wholebatch.errors import EmptyWindowError, LossError, OptionError, RankError, WindowError
 
 __all__ = ["Accumulator", "Steps", "by_epoch", "over"]
@@ -90,10 +84,7 @@ def _schedule(schedule: Mapping[int, int], *, per_epoch: bool) -> Steps:
     return Steps(tuple(changes), per_epoch)
 
 
-_log = logging.getLogger("wholebatch")
-
-
-class Accumulator(CompilesLosses):
+class Accumulator(Stream):
     """Every window of `steps` micro-batches makes the update of the undivided batch.
 
     >>> import torch, wholebatch as wb
@@ -141,7 +132,7 @@ class Accumulator(CompilesLosses):
                 "and Accumulator owns no forward: use WholeBatch, or name another policy"
             )
         self._steps = Steps.of(steps)
-        self._window = make_window(
+        window = make_window(
             model,
             optimizer,
             clip_norm=clip_norm,
@@ -149,52 +140,21 @@ class Accumulator(CompilesLosses):
             memory=_without_budget(memory),
             close=Close.of(close),
         )
-        target, sync = self._window.target, self._window.sync
-        self._untouched = Untouched(self._window)
-        reduce = sync.sum_tensor if sync.ranks > 1 else None
-        self._batchnorms = [
-            choose_batchnorm(batchnorm, model, reduce=reduce) for model in target.models
-        ]
-        for finding in (
-            finding for model in target.models for finding in audit_model(model).findings
-        ):
-            if finding.kind == "spectral":
-                _log.warning("%s", finding)
-        # Only these have something to do at every micro-batch.
-        self._counting = [one for one in self._batchnorms if isinstance(one, Statistics)]
-        self._refusing = [one for one in self._batchnorms if isinstance(one, Refuse) and one.norms]
-        self._look = StreamLook(target.models, audit=audit, policies=self._batchnorms)
+        super().__init__(window, batchnorm=batchnorm, audit=audit)
         self.epoch = 0
         self.last_step: Step | None = None
         self._places = 0  # micro-batches of this window so far, also those without a backward
         self._size = 0  # how many it will have
         self._driver: Feed | None = None
         self._is_last = False
-        self._counts = True  # False while a micro-batch only takes part in others' collectives
         self._has_more = False  # whether this rank has data for another window
         self._place_done = False
         self._feed: Feed | None = None
         self._resume: dict[str, Any] | None = None
         self._before: list[ForwardState] = []  # models as they were before a stand-in's forward
-        self.pending = Pending()
         self._watch(self._next_size())
 
     # ------------------------------------------------------------- the window
-
-    @property
-    def updates(self) -> int:
-        """Updates made so far."""
-        return self._window.updates
-
-    @property
-    def skipped(self) -> int:
-        """Windows that made no update (not finite, or without units)."""
-        return self._window.skipped
-
-    @property
-    def micro_batches(self) -> int:
-        """Micro-batches that the open window holds."""
-        return self._window.micro_batches
 
     @property
     def steps(self) -> int:
@@ -269,40 +229,18 @@ class Accumulator(CompilesLosses):
 
     # ------------------------------------------------- compiled loss functions
 
-    def compiled(self, loss: Callable[..., Any], execute: Execute) -> CompiledLoss:
-        """Return a compiled loss function of this accumulator's windows."""
-        return CompiledLoss(
-            loss,
-            door=self,
-            window=self._window,
-            models=self._window.target.models,
-            device=self._window.target.device,
-            execute=execute,
-            keeps_moments=bool(self._counting),
-        )
-
     @contextmanager
     def micro_step(self) -> Iterator[bool]:
-        """Make room for a micro-step of a compiled loss function (this is a `Door` of it)."""
+        """Make room for a micro-step of a compiled loss function; see `Door`."""
         self.pending.refuse()
         self._begin_backward()
-        if self._window.open is not None:
-            self._window.open.refuse_broken()
-        self._untouched.check()
-        yield not self._look.active
-        self._untouched.remember()
-
-    def mark_broken(self) -> None:
-        """Let the window be discarded: a compiled function failed and may have added gradients."""
-        if self._window.open is not None:
-            self._window.open.broken = True
+        with super().micro_step() as may_compile:
+            yield may_compile
 
     def add_eagerly(self, loss: Loss | Terms) -> None:
         """Make the backward of a compiled function's loss by eager code."""
-        if self._look.active and isinstance(loss, Loss):
-            self._look.at_backward(loss, in_parts=self._in_parts)
-        with self._turn:  # another backward may follow, so that the close reduces
-            self._window.add_loss(loss, counts=self._counts)
+        with self._turn:
+            super().add_eagerly(loss)
 
     def _read(
         self, total: Tensor | Loss | Terms | None, units: Units | None, mean: Tensor | None
@@ -370,29 +308,18 @@ class Accumulator(CompilesLosses):
 
     def discard(self) -> None:
         """Drop what the window holds; the next micro-batch begins a new one."""
-        self._window.discard()
-        self._untouched.forget()
-        self.pending.forget()
+        super().discard()
         self._places = 0
-        for policy in self._counting:
-            policy.discard_window()
 
     def _close(self) -> Step:
         self._untouched.check()
-        self._untouched.forget()
         if self._look.active:
             self._look.end_window(self._window.micro_batches)
         self._restore_buffers()
         self._places = 0
         if self._driver is not None:
             self._driver.closed.append(self)
-        try:
-            self.last_step = self._window.close(has_more=self._has_more)
-            for policy in self._counting:
-                policy.end_window()
-        finally:
-            for policy in self._counting:
-                policy.discard_window()
+        self.last_step = self._close_window(has_more=self._has_more)
         self._watch(self._next_size())
         return self.last_step
 

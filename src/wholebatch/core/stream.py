@@ -1,0 +1,131 @@
+"""Windows in a loop whose forwards are not ours: what `Accumulator` and the adapters share.
+
+Such a loop gives its losses one by one. So BatchNorm has no lock-step, what cannot be the update of
+the whole batch is looked for in the first window, and nobody else may write the open window.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+from wholebatch.compile import Execute
+from wholebatch.core.compiled_loss import CompiledLoss, CompilesLosses, Pending
+from wholebatch.core.foreign_writes import Untouched
+from wholebatch.core.loss import Loss, Terms
+from wholebatch.core.window import Step, Window
+from wholebatch.coupled import choose as choose_batchnorm
+from wholebatch.coupled.audit import audit as audit_model
+from wholebatch.coupled.batchnorm.policies import Refuse, Statistics
+from wholebatch.coupled.stream_look import StreamLook
+
+_log = logging.getLogger("wholebatch")
+
+
+class Stream(CompilesLosses):
+    """The base of objects with windows that a loop fills; a `Door` of compiled loss functions."""
+
+    by: ClassVar[str] = "the loop"
+    """Who writes what an open window must be left alone with."""
+    adds: ClassVar[bool] = True
+    """True if eager code may add weight gradients by the matrix product itself."""
+
+    def __init__(self, window: Window, *, batchnorm: str, audit: bool) -> None:
+        target, sync = window.target, window.sync
+        self._window = window
+        self._untouched = Untouched(window, self.by)
+        reduce = sync.sum_tensor if sync.ranks > 1 else None
+        self._batchnorms = [
+            choose_batchnorm(batchnorm, model, reduce=reduce) for model in target.models
+        ]
+        for finding in (one for model in target.models for one in audit_model(model).findings):
+            if finding.kind == "spectral":
+                _log.warning("%s", finding)
+        # Only these have something to do at every micro-batch.
+        self._counting = [one for one in self._batchnorms if isinstance(one, Statistics)]
+        self._refusing = [one for one in self._batchnorms if isinstance(one, Refuse) and one.norms]
+        self._look = StreamLook(target.models, audit=audit, policies=self._batchnorms)
+        self.pending = Pending()
+        self._counts = True  # False while a micro-batch only takes part in others' collectives
+
+    @property
+    def updates(self) -> int:
+        """Updates made so far."""
+        return self._window.updates
+
+    @property
+    def skipped(self) -> int:
+        """Windows that made no update (not finite, or without units)."""
+        return self._window.skipped
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches that the open window holds."""
+        return self._window.micro_batches
+
+    def compiled(
+        self, loss: Callable[..., Any], execute: Execute, reads: Callable[..., Any] | None = None
+    ) -> CompiledLoss:
+        """Return a compiled loss function of these windows (`reads`: see `CompiledLoss`)."""
+        return CompiledLoss(
+            loss,
+            door=self,
+            window=self._window,
+            models=self._window.target.models,
+            device=self._window.target.device,
+            execute=execute,
+            keeps_moments=bool(self._counting),
+            adds=self.adds,
+            reads=reads,
+        )
+
+    @contextmanager
+    def micro_step(self) -> Iterator[bool]:
+        """Make room for a micro-step of a compiled loss function; see `Door`."""
+        self.pending.refuse()
+        if self._window.open is not None:
+            self._window.open.refuse_broken()
+        self._untouched.check()
+        yield not self._look.active
+        self._untouched.remember()
+
+    def add_eagerly(self, loss: Loss | Terms) -> None:
+        """Make the backward of a compiled function's loss by eager code.
+
+        Another backward may follow, so that the close reduces.
+        """
+        if self._look.active and isinstance(loss, Loss):
+            self._look.at_backward(loss, in_parts=self._in_parts)
+        self._window.add_loss(loss, counts=self._counts)
+
+    @property
+    def _in_parts(self) -> bool:
+        """True if this micro-batch is not the whole global batch."""
+        return True
+
+    def mark_broken(self) -> None:
+        """Let the window be discarded: some gradients of a micro-batch are in, others are not."""
+        if self._window.open is not None:
+            self._window.open.broken = True
+
+    def discard(self) -> None:
+        """Drop what the window holds; the next micro-batch begins a new one."""
+        self._window.discard()
+        self._untouched.forget()
+        self.pending.forget()
+        for policy in self._counting:
+            policy.discard_window()
+
+    def _close_window(self, **how: Any) -> Step:
+        """Close the window, and merge its running statistics."""
+        self._untouched.forget()
+        try:
+            step = self._window.close(**how)
+            for policy in self._counting:
+                policy.end_window()
+            return step
+        finally:
+            for policy in self._counting:
+                policy.discard_window()
