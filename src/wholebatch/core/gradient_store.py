@@ -185,6 +185,10 @@ class Store(ABC):
     ) -> Closed:
         """Bring the gradients to what the optimizer must see."""
 
+    def skip(self) -> None:
+        """Take note that a window makes no update, and that the user's own step follows."""
+        return
+
     def check_hand_over(self) -> None:
         """Refuse to leave the gradients to the user if they are never whole in `.grad`."""
         raise WindowError(

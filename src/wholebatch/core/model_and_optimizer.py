@@ -104,7 +104,7 @@ def build_target(
     given = sync.optimizer(optimizer)
     if given is None:
         _refuse_beside_own_step(scheduler=scheduler, ema=ema)
-        given = _stand_in(models)
+        given = stand_in(models)
     optimizers = tuple(
         _as_list(given, torch.optim.Optimizer, "optimizer", "a torch.optim.Optimizer")
     )
@@ -154,7 +154,7 @@ def _refuse_beside_own_step(**options: object) -> None:
             )
 
 
-def _stand_in(models: Sequence[nn.Module]) -> torch.optim.Optimizer:
+def stand_in(models: Sequence[nn.Module]) -> torch.optim.Optimizer:
     """Hold the models' parameters where the user steps them; it is never stepped itself."""
     parameters = {id(p): p for model in models for p in model.parameters()}
     if not parameters:

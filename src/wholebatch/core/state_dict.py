@@ -13,11 +13,10 @@ from torch import nn
 
 from wholebatch.core.close import read_scalars
 from wholebatch.core.forward_state import capture_random, restore_random
-from wholebatch.core.model_and_optimizer import Target
-from wholebatch.core.window import OpenWindow, Window
+from wholebatch.core.window import Window
 from wholebatch.errors import StateError
 
-__all__ = ["load_progress", "progress"]
+__all__ = ["check_window", "load_progress", "load_window", "progress", "window_state"]
 
 _FORMAT = 1
 
@@ -31,7 +30,7 @@ def progress(kind: str, window: Window) -> dict[str, Any]:
         "updates": window.updates,
         "skipped": window.skipped,
         "next_seed": window.next_seed,
-        "window": None if window.open is None else _window_state(window, window.open),
+        "window": None if window.open is None else window_state(window),
         "scaler": None if target.scale is None else target.scale.state_dict(),
         "schedulers": [scheduler.state_dict() for scheduler in target.schedulers],
         "ema": target.ema.state_dict() if isinstance(target.ema, nn.Module) else None,
@@ -61,9 +60,7 @@ def load_progress(kind: str, window: Window, state: dict[str, Any]) -> None:
             f"the state holds {len(state['schedulers'])} schedulers, and {len(target.schedulers)} "
             "are here: pass the same ones"
         )
-    if state["window"] is not None:
-        window.store.check(state["window"]["gradients"])
-        _check_gradients(target, state["window"]["gradients"])
+    check_window(window, state["window"])
     if window.open is not None:
         window.discard()
 
@@ -76,12 +73,13 @@ def load_progress(kind: str, window: Window, state: dict[str, Any]) -> None:
         scheduler.load_state_dict(saved)
     if isinstance(target.ema, nn.Module) and state["ema"] is not None:
         target.ema.load_state_dict(state["ema"])
-    if state["window"] is not None:
-        _load_window(window, state["window"])
+    load_window(window, state["window"])
     restore_random(state["random"])
 
 
-def _window_state(window: Window, now: OpenWindow) -> dict[str, Any]:
+def window_state(window: Window) -> dict[str, Any]:
+    """Return the open window, with its gradients."""
+    now = window.current
     if now.broken:
         raise StateError(
             "the last backward of this window failed half way: discard() it before saving"
@@ -105,7 +103,12 @@ def _window_state(window: Window, now: OpenWindow) -> dict[str, Any]:
     }
 
 
-def _check_gradients(target: Target, gradients: Any) -> None:
+def check_window(window: Window, saved: dict[str, Any] | None) -> None:
+    """Raise a StateError if a saved window does not belong here; there may be none."""
+    if saved is None:
+        return
+    target, gradients = window.target, saved["gradients"]
+    window.store.check(gradients)
     if not isinstance(gradients, list):
         return  # kept in the optimizer's own state, which checks itself
     parameters = [parameter for group in target.groups() for parameter in group]
@@ -123,7 +126,10 @@ def _check_gradients(target: Target, gradients: Any) -> None:
             )
 
 
-def _load_window(window: Window, state: dict[str, Any]) -> None:
+def load_window(window: Window, state: dict[str, Any] | None) -> None:
+    """Open the window that `window_state` has saved, if there was one."""
+    if state is None:
+        return
     for group in window.target.groups():
         for parameter in group:
             parameter.grad = None

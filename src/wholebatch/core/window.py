@@ -272,6 +272,8 @@ class OpenWindow:
     reduced: bool = False
     """True if the last backward has reduced the gradients over the ranks."""
     started: float = field(default_factory=time.perf_counter)
+    unmade: int = 0
+    """Losses that were weighed, and whose backward somebody else has still to make."""
     _last_seed: tuple[str, float, Tensor] | None = None
 
     def __post_init__(self) -> None:
@@ -323,6 +325,18 @@ class OpenWindow:
         if counts:
             self._last_seed = (name, weight, value)
         return value
+
+    def weigh(self, loss: Tensor, weight: Units = 1.0) -> None:
+        """Multiply what a backward of `loss` that is not ours starts from."""
+        self.unmade += 1
+
+        def weighed(gradient: Tensor) -> Tensor:
+            self.unmade -= 1
+            if isinstance(weight, Tensor):
+                return gradient * weight.to(gradient.device, gradient.dtype)
+            return gradient * weight
+
+        loss.register_hook(weighed)
 
     def round_seed(self, total: Tensor) -> None:
         """Take a power of two as the seed of a 16-bit total, and leave the rest to the close.
@@ -381,7 +395,7 @@ class Window:
             raise WindowError("every parameter of the optimizer is frozen: nothing to train")
         self.store.begin(inputs, known)
         self.sync.begin(inputs)
-        self._hooks.take(inputs)
+        self._hooks.take(self.store.parameters)
         seed: float | Tensor = 1.0
         if known is None:
             seed = self.next_seed or first_seed(units, self.sync, self.target.device)
@@ -552,7 +566,10 @@ class Window:
         """
         try:
             self.leaves_gradients = not (steps and self.target.steps)
-            return self._close(self.current, not self.leaves_gradients, has_more, while_waiting)
+            step = self._close(self.current, not self.leaves_gradients, has_more, while_waiting)
+            if step.skipped is not None and self.leaves_gradients:
+                self.store.skip()
+            return step
         finally:
             self.discard()
 
@@ -718,6 +735,10 @@ class Window:
         )
 
     # ---------------------------------------------------------------- discard
+
+    def give_back_hooks(self) -> None:
+        """Put the user's hooks back on the parameters, whatever becomes of the window."""
+        self._hooks.give_back()
 
     def discard(self) -> None:
         """Drop what the window holds. Parameters and optimizer state stay as they are."""

@@ -1,11 +1,11 @@
 """A window in a loop that is somebody else's: the ledger of the adapters over torch."""
 
 from wholebatch.integrations.host_window.host_gradients import GradientsIn
-from wholebatch.integrations.host_window.host_ledger import (
+from wholebatch.integrations.host_window.host_windows import (
     AdapterOptions,
     FirstLook,
-    HostLedger,
     HostLoss,
+    HostWindows,
     LoopWindows,
     Settled,
     attributes_restored,
@@ -17,8 +17,8 @@ __all__ = [
     "AdapterOptions",
     "FirstLook",
     "GradientsIn",
-    "HostLedger",
     "HostLoss",
+    "HostWindows",
     "LoopWindows",
     "Settled",
     "attributes_restored",

@@ -245,7 +245,7 @@ class ExactWindows(_Trainer):
         if self._whole is not None:
             self._whole.detach()
         if self._host is not None:
-            self._host.ledger.detach()
+            self._host.windows.detach()
         self._whole = self._host = None
         why = why_by_host(self)
         if why is None:
@@ -320,7 +320,7 @@ class ExactWindows(_Trainer):
             if window.place < saved["done"]:  # its gradient is in the checkpoint
                 return torch.zeros((), device=self.args.device)
             self._resume = None
-            self._host.ledger.load_state_dict(saved["window"], list(model.parameters()))
+            self._host.windows.load_state_dict(saved["window"])
             self._shares = saved["shares"].to(self.args.device)
             self._tr_loss += self._shares
             restore_random(saved["random"])
@@ -351,7 +351,7 @@ class ExactWindows(_Trainer):
             saved["gradients"] = self._whole.saved_gradient()
         elif self._host is not None and self._host.keeps_whole:
             saved["done"] = window.place
-            saved["window"] = self._host.ledger.state_dict(list(model.parameters()))
+            saved["window"] = self._host.windows.state_dict()
         else:
             _log.warning(
                 "the gradients of an open window are inside %s: the window begins again after a "
