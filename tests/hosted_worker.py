@@ -14,8 +14,9 @@ from torch.distributed.fsdp import fully_shard
 import wholebatch as wb
 from tests.support import Whole, distance, mean, mlp, pieces, samples
 from wholebatch.core.compiled_loss import CompiledLoss
+from wholebatch.core.stream import GivenLoss
 from wholebatch.errors import WindowError
-from wholebatch.integrations.host_window import AdapterOptions, HostWindows, HostLoss
+from wholebatch.integrations.host_window import AdapterOptions, HostWindows
 
 CPU = torch.device("cpu")
 SIZES = {0: [4, 1, 3], 1: [2, 4, 2]}
@@ -41,7 +42,7 @@ def run(
         else:
             hosted.set_requires_gradient_sync(last)
         loss = mean(hosted, micro)
-        window.weigh(HostLoss.of(mean=loss, units=len(micro["y"])))
+        window.weigh(GivenLoss.of(mean=loss, units=len(micro["y"])))
         with window.host_backward():
             loss.backward()
         if again is not None and place == 1:
@@ -178,7 +179,7 @@ def held_back() -> float:
     window = HostWindows([hosted], [torch.optim.SGD(hosted.parameters(), lr=0.1)], device=CPU)
     with hosted.no_sync():
         loss = mean(hosted, samples(4))
-        window.weigh(HostLoss.of(mean=loss, units=4))
+        window.weigh(GivenLoss.of(mean=loss, units=4))
         with window.host_backward():
             loss.backward()
     try:

@@ -13,8 +13,9 @@ from torch import nn
 import wholebatch as wb
 from tests.distributed.launch import reports
 from tests.support import EXACT, Whole, mean, mlp, pieces, samples
+from wholebatch.core.stream import GivenLoss
 from wholebatch.errors import EmptyWindowError, LossError, OptionError, StateError, WindowError
-from wholebatch.integrations.host_window import AdapterOptions, FirstLook, HostWindows, HostLoss
+from wholebatch.integrations.host_window import AdapterOptions, FirstLook, HostWindows
 
 CPU = torch.device("cpu")
 
@@ -22,7 +23,7 @@ CPU = torch.device("cpu")
 def run(window: HostWindows, model: nn.Module, micros: Any, divided_by: float = 1.0) -> None:
     for micro in micros:
         loss = mean(model, micro)
-        window.weigh(HostLoss.of(mean=loss, units=len(micro["y"])))
+        window.weigh(GivenLoss.of(mean=loss, units=len(micro["y"])))
         with window.host_backward():
             (loss / divided_by).backward()
 
@@ -80,7 +81,7 @@ def test_a_loss_of_16_bits_is_totalled_in_32() -> None:
     weight = torch.nn.Parameter(torch.ones((), dtype=torch.float16))
     window = HostWindows([], [torch.optim.SGD([weight])], device=CPU)
     loss = weight * 8.0
-    window.weigh(HostLoss.of(mean=loss, units=10_000))  # 80,000 is beyond float16
+    window.weigh(GivenLoss.of(mean=loss, units=10_000))  # 80,000 is beyond float16
     with window.host_backward():
         loss.backward()
     settled = window.settle()
@@ -93,7 +94,7 @@ def test_sparse_gradients_are_settled_too() -> None:
     window = HostWindows([table], [], device=CPU)
     for rows in ([0, 0, 3], [0]):
         loss = table(torch.tensor(rows)).sum(1).mean()
-        window.weigh(HostLoss.of(mean=loss, units=len(rows)))
+        window.weigh(GivenLoss.of(mean=loss, units=len(rows)))
         with window.host_backward():
             loss.backward()
     window.settle()
@@ -141,15 +142,15 @@ def test_what_does_not_fit_is_said() -> None:
     with pytest.raises(WindowError, match="no backward was weighed"):
         window.settle()
     with pytest.raises(LossError, match=r"of shape \(3,\)"):
-        HostLoss.of(torch.zeros(3, requires_grad=True) * 1, 3)
+        window.weigh(GivenLoss.of(torch.zeros(3, requires_grad=True) * 1, 3))
     with pytest.raises(LossError, match="does not require a gradient"):
-        HostLoss.of(torch.zeros(()), 3)
+        window.weigh(GivenLoss.of(torch.zeros(()), 3))
     loss = mean(model, samples(2))
-    window.weigh(HostLoss.of(mean=loss, units=0))
+    window.weigh(GivenLoss.of(mean=loss, units=0))
     with window.host_backward():
         loss.backward()
     with pytest.raises(WindowError, match="divided by 4, this one is by 2"):
-        window.weigh(HostLoss.of(mean=mean(model, samples(2)), units=2))
+        window.weigh(GivenLoss.of(mean=mean(model, samples(2)), units=2))
     with pytest.raises(EmptyWindowError, match="have zero units"):
         window.settle()
     with pytest.raises(StateError, match="not the state of a window"):

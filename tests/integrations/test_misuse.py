@@ -24,8 +24,8 @@ from lightning.fabric import Fabric
 from lightning.pytorch import LightningModule
 from transformers import Trainer, TrainerCallback
 
+from wholebatch.core.stream import GivenLoss
 from wholebatch.integrations.accelerate import ExactWindows, accumulator
-from wholebatch.integrations.host_window import HostLoss
 from wholebatch.integrations.lightning import FabricWindows
 from wholebatch.integrations.transformers import exact
 from wholebatch.integrations.transformers.host_steps import stepped_here
@@ -90,7 +90,7 @@ def test_a_mean_that_is_given_as_a_sum_is_refused(library: str) -> None:
         loop.backward(mean(loop.model, samples(4)), units=4)
     with pytest.raises(LossError, match="mean"):
         loop.backward(mean=summed(loop.model, samples(4)), units=4)
-    with pytest.raises(LossError, match=r"neither of total and mean="):
+    with pytest.raises(LossError, match=r"backward\(\) without a loss: give total"):
         loop.backward(units=4)
     with pytest.raises(LossError, match=r"both of total and mean="):
         loop.backward(summed(loop.model, samples(4)), mean=torch.zeros(()), units=4)
@@ -189,7 +189,7 @@ def test_a_backward_that_failed_is_not_gone_on_with(library: str) -> None:
 @loops
 def test_a_loss_without_its_backward_is_refused(library: str) -> None:
     loop = Loop(library, steps=2)
-    given = HostLoss.of(mean=mean(loop.model, samples(4)), units=4)
+    given = GivenLoss.of(mean=mean(loop.model, samples(4)), units=4)
     loop.windows.weigh(given)
     loop.add()
     with pytest.raises(WindowError, match="3 losses were weighed in this window, and 2 backwards"):

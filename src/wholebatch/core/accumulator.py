@@ -21,12 +21,13 @@ from wholebatch.core.close import ClipNorm
 from wholebatch.core.compiled_loss import AddedLoss
 from wholebatch.core.forward_state import ForwardState, restore_random
 from wholebatch.core.lookahead_loader import Feed
-from wholebatch.core.loss import Loss, Terms, Units, mean_loss
+from wholebatch.core.loss import Loss, Terms, Units
 from wholebatch.core.model_and_optimizer import Scheduler
 from wholebatch.core.options import Close, Memory
-from wholebatch.core.stream import Stream
+from wholebatch.core.stream import GivenLoss, Stream
 from wholebatch.core.window import Step, Turn, make_window
-from wholebatch.errors import EmptyWindowError, LossError, OptionError, RankError, WindowError
+from wholebatch.coupled.contrastive.losses import OfTheBatch
+from wholebatch.errors import EmptyWindowError, OptionError, RankError, WindowError
 
 __all__ = ["Accumulator", "Steps", "by_epoch", "over"]
 
@@ -200,9 +201,12 @@ class Accumulator(Stream):
             self.pending.take(total, self)
         else:
             self.pending.refuse()
-            summed, counted = self._read(total, units, mean)
+            given = GivenLoss.of(total, units, mean)
+            if self._look.active or isinstance(total, OfTheBatch):
+                given.look_at(self._look, in_parts=self._in_parts)
             self._untouched.check()
-            self._window.add(summed, counted, last=is_last and not more, counts=self._counts)
+            last = is_last and not more
+            self._window.add(given.summed, given.units, last=last, counts=self._counts)
             self._untouched.remember()
         if more:
             return None
@@ -241,49 +245,6 @@ class Accumulator(Stream):
         """Make the backward of a compiled function's loss by eager code."""
         with self._turn:
             super().add_eagerly(loss)
-
-    def _read(
-        self, total: Tensor | Loss | Terms | None, units: Units | None, mean: Tensor | None
-    ) -> tuple[Tensor, Units]:
-        """Return the sum and its units, from whichever way they were given."""
-        if mean is not None:
-            if total is not None:
-                raise LossError(
-                    "backward(total, mean=...): total is the sum over the units and mean is the "
-                    "mean over them; give one of the two"
-                )
-            if units is None:
-                raise LossError(
-                    "backward(mean=...) without units=: say what it is the mean over "
-                    "(units=samples, tokens or weights)"
-                )
-            if self._look.active:
-                self._look.at_backward(mean=mean, units=units, in_parts=self._in_parts)
-            loss = mean_loss(mean, units)
-            return loss.total, loss.units
-        if isinstance(total, Loss):
-            if units is not None:
-                raise LossError("units= beside a wb.Loss, which carries its own: give one")
-            if self._look.active or type(total) is not Loss:
-                self._look.at_backward(total, in_parts=self._in_parts)
-            return total.total, total.units
-        if isinstance(total, Terms):
-            self._window.add_loss(total)  # refuses: a stream cannot know the terms' totals
-            raise AssertionError("a stream took a loss of several terms")
-        if total is None:
-            raise LossError(
-                "backward() without a loss: give total, the sum over its units, or mean=, the mean "
-                "over them, with units="
-            )
-        if units is None:
-            raise LossError(
-                "backward(total) without units=: total is a sum; say what it is a sum over "
-                "(units=samples, tokens or weights), or say that it is a mean: "
-                "backward(mean=..., units=), or pass wb.Loss / wb.mean_loss(mean, units)"
-            )
-        if self._look.active:
-            self._look.at_backward(total, units, in_parts=self._in_parts)
-        return total, units
 
     @property
     def _in_parts(self) -> bool:

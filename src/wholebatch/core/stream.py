@@ -9,19 +9,114 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor
 
 from wholebatch.compile import Execute
+from wholebatch.core.close import check_terms
 from wholebatch.core.compiled_loss import CompiledLoss, CompilesLosses, Pending
 from wholebatch.core.foreign_writes import Untouched
-from wholebatch.core.loss import Loss, Terms
+from wholebatch.core.loss import Loss, Terms, Units, check_units, mean_loss
+from wholebatch.core.precision import SIXTEEN_BIT
 from wholebatch.core.window import Step, Window
 from wholebatch.coupled import choose as choose_batchnorm
 from wholebatch.coupled.audit import audit as audit_model
 from wholebatch.coupled.batchnorm.policies import Refuse, Statistics
 from wholebatch.coupled.stream_look import StreamLook
+from wholebatch.errors import LossError
 
 _log = logging.getLogger("wholebatch")
+
+
+@dataclass(frozen=True)
+class GivenLoss:
+    """The loss of one micro-batch as a loop gives it: a sum or a mean over its units.
+
+    >>> weight = torch.ones((), requires_grad=True)
+    >>> GivenLoss.of(weight * 6, units=3).total.item()
+    6.0
+    >>> GivenLoss.of(mean=weight * 2, units=3).total.item()
+    6.0
+    """
+
+    loss: Tensor
+    units: Units
+    is_mean: bool = False
+    whole: Loss | None = None
+    """The `wb.Loss` that it was given as, if it was."""
+
+    @classmethod
+    def of(
+        cls,
+        total: Tensor | Loss | Terms | None = None,
+        units: Units | None = None,
+        mean: Tensor | None = None,
+    ) -> GivenLoss:
+        """Return the loss that `backward(total, units=)` or `backward(mean=, units=)` was given."""
+        if mean is not None and total is not None:
+            raise LossError(
+                "backward() with both of total and mean=: total is the sum over the units and mean "
+                "is the mean over them; give one of the two"
+            )
+        if isinstance(total, Loss):
+            if units is not None:
+                raise LossError("units= beside a wb.Loss, which carries its own: give one")
+            return cls(total.total, total.units, whole=total)
+        if isinstance(total, Terms):
+            check_terms(None, total.by_name)  # refuses: a stream cannot know the terms' totals
+        loss = total if mean is None else mean
+        if loss is None:
+            raise LossError(
+                "backward() without a loss: give total, the sum over its units, or mean=, the mean "
+                "over them, with units="
+            )
+        if units is None:
+            raise LossError(
+                "backward(mean=...) without units=: say what it is the mean over (units=samples, "
+                "tokens or weights)"
+                if mean is not None
+                else "backward(total) without units=: total is a sum; say what it is a sum over "
+                "(units=samples, tokens or weights), or say that it is a mean: "
+                "backward(mean=..., units=), or pass wb.Loss / wb.mean_loss(mean, units)"
+            )
+        return cls(cast("Tensor", loss), check_units(units), mean is not None)
+
+    def look_at(self, look: StreamLook, *, in_parts: bool) -> None:
+        """Refuse a loss whose graph shows that micro-batches do not add up to the whole batch."""
+        if self.is_mean:
+            look.at_backward(mean=self.loss, units=self.units, in_parts=in_parts)
+        else:
+            look.at_backward(self.whole or self.loss, self.units, in_parts=in_parts)
+
+    @property
+    def summed(self) -> Tensor:
+        """The sum, with its graph."""
+        return mean_loss(self.loss, self.units).total if self.is_mean else self.loss
+
+    @property
+    def weight(self) -> Units:
+        """The factor that makes the loss a sum; a tensor in float64."""
+        if not self.is_mean:
+            return 1.0
+        return self.units.double() if isinstance(self.units, Tensor) else self.units
+
+    @property
+    def total(self) -> Tensor | float:
+        """The sum, detached; a mean over no units (0/0) adds nothing."""
+        value = self.loss.detach().reshape(())
+        if value.dtype in SIXTEEN_BIT:
+            value = value.float()  # times 10,000 is beyond fp16, and 1001 is 1000 in bf16
+        units = self.units
+        if not self.is_mean:
+            return value
+        if isinstance(units, Tensor):
+            units = units.to(value.device)
+            # Not 0.0: where() would copy it from the host, and wait for the device.
+            return torch.where(units == 0, value.new_zeros(()), value * units)
+        return value * units if units else 0.0
 
 
 class Stream(CompilesLosses):

@@ -37,12 +37,12 @@ from wholebatch.core.compiled_loss import AddedLoss
 from wholebatch.core.loss import Loss, Units
 from wholebatch.core.optional_packages import require
 from wholebatch.core.options import Close, Memory
+from wholebatch.core.stream import GivenLoss
 from wholebatch.core.window import Step, make_window
 from wholebatch.errors import OptionError, UnsupportedError, WindowError
 from wholebatch.integrations.host_window import (
     AdapterOptions,
     GradientsIn,
-    HostLoss,
     LoopWindows,
     Settled,
     refuse_shared_batches,
@@ -144,7 +144,7 @@ class ExactWindows(LoopWindows):
             self._refuse_loop_without_accumulate(is_last)
             self.take(total)
             return self.settle() if is_last else None
-        given = HostLoss.of(total, units, mean, audit=self.options.audit)
+        given = GivenLoss.of(total, units, mean)
         self._refuse_loop_without_accumulate(is_last)
         if self.kept == "elsewhere":  # its engine makes the update too
             self.add(given, last=is_last)

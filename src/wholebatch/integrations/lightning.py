@@ -27,12 +27,12 @@ from wholebatch.core.close import Policy
 from wholebatch.core.compiled_loss import AddedLoss
 from wholebatch.core.loss import Loss, Units, mean_loss
 from wholebatch.core.optional_packages import require
+from wholebatch.core.stream import GivenLoss
 from wholebatch.errors import LossError, OptionError, UnsupportedError
 from wholebatch.integrations.host_window import (
     AdapterOptions,
     FirstLook,
     GradientsIn,
-    HostLoss,
     HostWindows,
     LoopWindows,
     Settled,
@@ -142,7 +142,7 @@ class FabricWindows(LoopWindows):
         if isinstance(total, AddedLoss):
             self.take(total)
         else:
-            given = HostLoss.of(total, units, mean, audit=self.options.audit)
+            given = GivenLoss.of(total, units, mean)
             self.weigh(given, is_last=last)
             with self.host_backward():
                 self._fabric.backward(given.loss, **kwargs)
@@ -193,7 +193,7 @@ class ExactWindows(Callback):
         self._units, self._execute = units, execute
         self._options = AdapterOptions(batchnorm, zero_units, nonfinite, audit)
         self._windows: HostWindows | None = None
-        self._given: HostLoss | None = None  # the loss whose backward comes next
+        self._given: GivenLoss | None = None  # the loss whose backward comes next
         self._look: FirstLook | None = None
         self._saved: dict[str, Any] | None = None
         self._replaced: tuple[LightningModule, dict[str, Any]] | None = None
@@ -294,7 +294,7 @@ class ExactWindows(Callback):
         mean = _mean_in(output)
         if not isinstance(mean, Tensor):
             return  # Lightning says what is wrong with it
-        self._given = HostLoss.of(mean=mean, units=self._units_of(output, batch))
+        self._given = GivenLoss.of(mean=mean, units=self._units_of(output, batch))
 
     def on_before_backward(
         self, trainer: Trainer, pl_module: LightningModule, loss: Tensor

@@ -1,10 +1,9 @@
-"""A window in a loop that is somebody else's: the ledger of the adapters over torch."""
+"""A window in a loop that is somebody else's: what the adapters over torch share."""
 
 from wholebatch.integrations.host_window.host_gradients import GradientsIn
 from wholebatch.integrations.host_window.host_windows import (
     AdapterOptions,
     FirstLook,
-    HostLoss,
     HostWindows,
     LoopWindows,
     Settled,
@@ -17,7 +16,6 @@ __all__ = [
     "AdapterOptions",
     "FirstLook",
     "GradientsIn",
-    "HostLoss",
     "HostWindows",
     "LoopWindows",
     "Settled",

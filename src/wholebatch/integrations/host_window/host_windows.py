@@ -28,19 +28,18 @@ from torch import Tensor, nn
 
 from wholebatch.core.close import CloseOptions, Policy
 from wholebatch.core.compiled_loss import AddedLoss
-from wholebatch.core.loss import SINGLE, Loss, Terms, Units, check_units, mean_loss
+from wholebatch.core.loss import SINGLE, Loss, Terms, check_total
 from wholebatch.core.model_and_optimizer import Target, stand_in
 from wholebatch.core.precision import SixteenBit
 from wholebatch.core.splitting.samples import readable_layout
 from wholebatch.core.state_dict import check_window, load_window, window_state
-from wholebatch.core.stream import Stream
+from wholebatch.core.stream import GivenLoss, Stream
 from wholebatch.core.window import OpenWindow, Window
 from wholebatch.coupled.adds_up import LookResult, check_adds_up
-from wholebatch.coupled.contrastive.losses import refuse_in_parts
 from wholebatch.coupled.local_collectives import local_collectives
 from wholebatch.distributed import Sync
 from wholebatch.distributed.fsdp import check_dtypes
-from wholebatch.errors import LossError, OptionError, StateError, UnsupportedError, WindowError
+from wholebatch.errors import OptionError, StateError, UnsupportedError, WindowError
 from wholebatch.integrations.host_window.host_gradients import (
     GradientsIn,
     HostEngine,
@@ -76,99 +75,6 @@ class AdapterOptions:
 
 
 @dataclass(frozen=True)
-class HostLoss:
-    """The loss of one micro-batch, as the host computed it: a sum or a mean over its units.
-
-    >>> weight = torch.ones((), requires_grad=True)
-    >>> HostLoss.of(weight * 6, units=3).total.item()
-    6.0
-    >>> HostLoss.of(mean=weight * 2, units=3).total.item()
-    6.0
-    """
-
-    loss: Tensor
-    units: Units
-    is_mean: bool
-
-    @classmethod
-    def of(
-        cls,
-        total: Tensor | Loss | Terms | None = None,
-        units: Units | None = None,
-        mean: Tensor | None = None,
-        *,
-        audit: bool = True,
-    ) -> HostLoss:
-        """Return the loss that `backward(total, units=)` or `backward(mean=, units=)` was given."""
-        if (total is None) == (mean is None):
-            raise LossError(
-                f"backward() with {'neither' if total is None else 'both'} of total and mean=: "
-                "give the sum as backward(total, units=...), or the mean as "
-                "backward(mean=..., units=...)"
-            )
-        if isinstance(total, Terms):
-            raise LossError(
-                f"a loss of several terms ({', '.join(total.by_name)}) in a stream: each is "
-                "divided by its own total over the window, which must be known before the first "
-                "backward; use wb.WholeBatch with units="
-            )
-        if isinstance(total, Loss):
-            if units is not None:
-                raise LossError("units= beside a wb.Loss, which carries its own: give one")
-            if audit:
-                refuse_in_parts(total)
-            units, total = total.units, total.total
-        if units is None:
-            raise LossError(
-                "backward() without units=: say what the loss is a sum or a mean over "
-                "(units=samples, tokens or weights), or pass a wb.Loss"
-            )
-        loss = _check_loss(total if mean is None else mean)
-        return cls(loss, check_units(units), is_mean=mean is not None)
-
-    @property
-    def summed(self) -> Tensor:
-        """The sum, with its graph."""
-        return mean_loss(self.loss, self.units).total if self.is_mean else self.loss
-
-    @property
-    def weight(self) -> Units:
-        """The factor that makes the loss a sum; a tensor in float64."""
-        if not self.is_mean:
-            return 1.0
-        return self.units.double() if isinstance(self.units, Tensor) else self.units
-
-    @property
-    def total(self) -> Tensor | float:
-        """The sum, detached; a mean over no units (0/0) adds nothing."""
-        value = self.loss.detach().reshape(())
-        if value.dtype in (torch.float16, torch.bfloat16):
-            value = value.float()  # times 10,000 is beyond fp16, and 1001 is 1000 in bf16
-        units = self.units
-        if not self.is_mean:
-            return value
-        if isinstance(units, Tensor):
-            units = units.to(value.device)
-            # Not 0.0: where() would copy it from the host, and wait for the device.
-            return torch.where(units == 0, value.new_zeros(()), value * units)
-        return value * units if units else 0.0
-
-
-def _check_loss(loss: object) -> Tensor:
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        what = f"of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
-        raise LossError(
-            f"loss {what}: must be one number, the sum or the mean over the micro-batch's units"
-        )
-    if not loss.requires_grad:
-        raise LossError(
-            "the loss does not require a gradient: it is detached from the model, was computed "
-            "under torch.no_grad(), or every parameter that it depends on is frozen"
-        )
-    return loss
-
-
-@dataclass(frozen=True)
 class Settled:
     """A completed window: its exact mean loss over all units of all ranks."""
 
@@ -185,7 +91,7 @@ class HostWindows(Stream):
     >>> windows = HostWindows([], [torch.optim.SGD([weight], lr=0.1)], device=torch.device("cpu"))
     >>> for samples in (torch.tensor([1.0, 2.0, 3.0]), torch.tensor([8.0])):
     ...     mean = (weight * samples).mean()
-    ...     windows.weigh(HostLoss.of(mean=mean, units=len(samples)))
+    ...     windows.weigh(GivenLoss.of(mean=mean, units=len(samples)))
     ...     with windows.host_backward():
     ...         mean.backward()                          # the host's
     >>> settled = windows.settle()
@@ -262,7 +168,7 @@ class HostWindows(Stream):
 
     def weigh(
         self,
-        given: HostLoss,
+        given: GivenLoss,
         flowing: Tensor | None = None,
         *,
         announced: float | None = None,
@@ -284,7 +190,7 @@ class HostWindows(Stream):
             scale = window.averaged_by * self._divisor
             window.weigh(given.loss, given.weight * window.seed * scale)
 
-    def add(self, given: HostLoss, *, last: bool) -> None:
+    def add(self, given: GivenLoss, *, last: bool) -> None:
         """Make the backward of a loss by the window's own engine."""
         self._begin_loss(given)
         self._window.add(given.summed, given.units, last=last)
@@ -292,14 +198,15 @@ class HostWindows(Stream):
         self._count_micro_batch()
 
     def _begin_loss(
-        self, given: HostLoss, *, is_whole: bool = False, announced: float | None = None
+        self, given: GivenLoss, *, is_whole: bool = False, announced: float | None = None
     ) -> OpenWindow:
         """Open the window for its first loss; refuse a loss that does not belong here."""
         self.pending.refuse()
         if self.open is not None:
             self.open.refuse_broken()
-        loss = {"mean" if given.is_mean else "total": given.loss}
-        self._look.at_backward(**loss, units=given.units, in_parts=not is_whole)
+        one_number = isinstance(given.loss, Tensor) and given.loss.numel() == 1
+        check_total(given.loss.reshape(()) if one_number else given.loss)
+        given.look_at(self._look, in_parts=not is_whole)
         divisor, known = self._divided_by(), None if announced is None else {SINGLE: announced}
         if self.open is None:
             for policy in self._refusing:
@@ -345,7 +252,7 @@ class HostWindows(Stream):
 
     def add_eagerly(self, loss: Loss | Terms) -> None:
         """Make the backward of a compiled function's loss by eager code."""
-        given = HostLoss.of(loss, audit=self.options.audit)
+        given = GivenLoss.of(loss)
         self._begin_loss(given)
         self._window.add(given.loss, given.units)
 

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 from wholebatch.core.loss import Loss, Units, mean_loss
 from wholebatch.core.splitting import batch_size_of, split
+from wholebatch.core.stream import GivenLoss
 from wholebatch.errors import OptionError, UnsupportedError
 from wholebatch.integrations.host_window import (
     AdapterOptions,
     FirstLook,
     GradientsIn,
-    HostLoss,
     HostWindows,
     replaced_attributes,
 )
@@ -135,7 +135,7 @@ class HostSteps:
             units = trainer.count_units(inputs)
             result = inner(model, inputs, return_outputs=return_outputs, num_items_in_batch=None)
             mean: Any = result[0] if return_outputs else result
-            given = HostLoss.of(mean=mean, units=units, audit=trainer.audit)
+            given = GivenLoss.of(mean=mean, units=units)
             loss = self._share_of(mean, units, window)
             self.windows.weigh(given, loss, announced=window.counted, is_last=is_last)
             if is_last and self._kept == "elsewhere":
