@@ -113,7 +113,12 @@ class ExactWindows(LoopWindows):
                 )
             close = Close(zero_units=zero_units, nonfinite=nonfinite)
             window = make_window(
-                models, optimizers, clip_norm=None, scheduler=None, memory=Memory(), close=close
+                models[0],
+                optimizers[0],
+                clip_norm=None,
+                scheduler=None,
+                memory=Memory(),
+                close=close,
             )
             optimizers = []
         super().__init__(
