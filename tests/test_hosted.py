@@ -12,7 +12,7 @@ from torch import nn
 
 import wholebatch as wb
 from tests.distributed.launch import reports
-from tests.support import EXACT, Whole, mean, mlp, pieces, samples
+from tests.support import EXACT, Whole, distance, mean, mlp, pieces, samples
 from wholebatch.core.stream import GivenLoss
 from wholebatch.errors import EmptyWindowError, LossError, OptionError, StateError, WindowError
 from wholebatch.integrations.host_window import AdapterOptions, FirstLook, HostWindows
@@ -168,3 +168,61 @@ def test_two_ranks_that_replicate_or_shard(tmp_path: Path) -> None:
     assert set(found) == kinds | {"compiled", "mixed", "own loop"}
     assert max(found.values()) <= EXACT, found
     assert rounded < 1e-4  # 1e-2 where bf16 is added
+
+
+def test_a_hook_on_a_parameter_sees_the_whole_gradient_once() -> None:
+    """One that is not linear would be another function if every micro-batch called it."""
+    model, alone = mlp(), mlp()
+    seen: list[torch.Tensor] = []
+
+    def clamp(gradient: torch.Tensor) -> torch.Tensor:
+        seen.append(gradient)
+        return gradient.clamp(-0.01, 0.01)
+
+    for one in (model, alone):
+        next(one.parameters()).register_hook(clamp)
+    window = HostWindows([model], [], device=CPU)
+    run(window, model, pieces(samples(12), [5, 4, 3]))
+    window.settle()
+    assert len(seen) == 1
+    mean(alone, samples(12)).backward()
+    ours, whole = ([p.grad for p in one.parameters()] for one in (model, alone))
+    assert distance(ours, whole) <= EXACT  # type: ignore[arg-type]
+    assert next(model.parameters())._backward_hooks  # they are back
+
+
+def test_parameters_that_nobody_steps_are_scaled_too() -> None:
+    """A host may clip by the norm over all parameters of the model."""
+    model, alone = mlp(), mlp()
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    window = HostWindows([model], [optimizer], device=CPU)
+    run(window, model, pieces(samples(12), [5, 4, 3]))
+    window.settle()
+    mean(alone, samples(12)).backward()
+    ours, whole = ([p.grad for p in one.parameters()] for one in (model, alone))
+    assert distance(ours, whole) <= EXACT  # type: ignore[arg-type]
+
+
+def test_a_scale_that_is_too_large_is_left_to_the_scaler() -> None:
+    model = mlp(dtype=torch.float32)
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1e38)
+
+    class Host:
+        pass
+
+    host: Any = Host()
+    host.scaler = scaler
+    window = HostWindows([model], [optimizer], device=CPU, scaled_by=host)
+    for micro in pieces(samples(12, dtype=torch.float32), [8, 4]):
+        total = 1e6 * mean(model, micro) * len(micro["y"])
+        window.weigh(GivenLoss.of(total, len(micro["y"])))
+        with window.host_backward():
+            scaler.scale(total).backward()  # type: ignore[no-untyped-call]
+    assert window.settle() is None
+    assert (window.updates, window.skipped) == (0, 1)
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() < 1e38
+    assert all(map(torch.equal, before, model.parameters()))
