@@ -30,7 +30,6 @@ LAYERS: tuple[frozenset[str], ...] = (
         {
             "cli.checkpoints",
             "core.runner",
-            "core.state_dict",
             "core.stream",
             "distributed.pipeline",
             "distributed.pipeline_stages",
@@ -38,7 +37,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "core.noise_scale",
         }
     ),
-    frozenset({"core.compiled_loss", "coupled"}),
+    frozenset({"core.compiled_loss", "core.state_dict", "coupled"}),
     frozenset({"compile", "compile.triton_kernels", "core.foreign_writes", "core.window"}),
     frozenset(
         {

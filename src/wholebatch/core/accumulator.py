@@ -235,7 +235,7 @@ class Accumulator(Stream):
 
     @contextmanager
     def micro_step(self) -> Iterator[bool]:
-        """Make room for a micro-step of a compiled loss function; see `Door`."""
+        """Return the context of a compiled function's micro-step; see `Stream`."""
         self.pending.refuse()
         self._begin_backward()
         with super().micro_step() as may_compile:

@@ -6,18 +6,19 @@ the whole batch is looked for in the first window, and nobody else may write the
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, cast, overload
 
 import torch
 from torch import Tensor
 
 from wholebatch.compile import Execute
 from wholebatch.core.close import check_terms
-from wholebatch.core.compiled_loss import CompiledLoss, CompilesLosses, Pending
+from wholebatch.core.compiled_loss import CompiledLoss, Pending
 from wholebatch.core.foreign_writes import Untouched
 from wholebatch.core.loss import Loss, Terms, Units, check_units, mean_loss
 from wholebatch.core.precision import SIXTEEN_BIT
@@ -119,8 +120,8 @@ class GivenLoss:
         return value * units if units else 0.0
 
 
-class Stream(CompilesLosses):
-    """The base of objects with windows that a loop fills; a `Door` of compiled loss functions."""
+class Stream:
+    """The base of objects with windows that a loop fills."""
 
     by: ClassVar[str] = "the loop"
     """Who writes what an open window must be left alone with."""
@@ -164,6 +165,38 @@ class Stream(CompilesLosses):
         """Micro-batches that the open window holds."""
         return self._window.micro_batches
 
+    @overload
+    def compile(self, loss: Callable[..., Any], *, execute: Execute = "auto") -> CompiledLoss: ...
+
+    @overload
+    def compile(
+        self, loss: None = None, *, execute: Execute = "auto"
+    ) -> Callable[[Callable[..., Any]], CompiledLoss]: ...
+
+    def compile(
+        self, loss: Callable[..., Any] | None = None, *, execute: Execute = "auto"
+    ) -> CompiledLoss | Callable[[Callable[..., Any]], CompiledLoss]:
+        """Return the loss function as one that runs at the speed of `WholeBatch`.
+
+        ```python
+        @acc.compile
+        def loss(micro):
+            logits = model(micro["x"])
+            return wb.cross_entropy(logits, micro["y"])
+
+        for micro in acc.over(loader):
+            acc.backward(loss(micro))
+        ```
+
+        The function returns a `wb.Loss` (or a tensor of per-unit losses). A call runs forward,
+        backward and addition as one graph, where that is possible, and by eager code where it is
+        not. `backward` then only enters the loss. Tensors to look at (an accuracy) go into
+        `wb.Loss(total, units, extras={...})`, and come back in `loss.extras`.
+        """
+        if loss is None:
+            return functools.partial(self.compile, execute=execute)
+        return self.compiled(loss, execute)
+
     def compiled(
         self, loss: Callable[..., Any], execute: Execute, reads: Callable[..., Any] | None = None
     ) -> CompiledLoss:
@@ -182,7 +215,7 @@ class Stream(CompilesLosses):
 
     @contextmanager
     def micro_step(self) -> Iterator[bool]:
-        """Make room for a micro-step of a compiled loss function; see `Door`."""
+        """Return the context of a compiled function's micro-step; False if only eager code may."""
         self.pending.refuse()
         if self._window.open is not None:
             self._window.open.refuse_broken()
@@ -191,7 +224,7 @@ class Stream(CompilesLosses):
         self._untouched.remember()
 
     def add_eagerly(self, loss: Loss | Terms) -> None:
-        """Make the backward of a compiled function's loss by eager code.
+        """Make the backward of a compiled function's loss; refuse several terms.
 
         Another backward may follow, so that the close reduces.
         """

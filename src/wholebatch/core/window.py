@@ -435,7 +435,7 @@ class Window:
         sparse = any(isinstance(one, torch.optim.SparseAdam) for one in self.target.optimizers)
         return self.sync.ranks == 1 and type(self.store) is DeviceStore and not sparse
 
-    # The open window as graphs see it (`compile.Ledger`).
+    # The open window as graphs see it.
 
     @property
     def inputs(self) -> list[nn.Parameter]:

@@ -246,7 +246,7 @@ class HostWindows(Stream):
 
     @contextmanager
     def micro_step(self) -> Iterator[bool]:
-        """Make room for a micro-step of a compiled loss function; see `Door`."""
+        """Return the context of a compiled function's micro-step; see `Stream`."""
         with super().micro_step() as may_compile, self._engine.held():
             yield may_compile
 
