@@ -210,7 +210,7 @@ class Executor:
         with self.speed.timed(self.mode):
             results = prepared.run(inputs.tensors, self._seeds(prepared.form))
         added = prepared.form.read(*results)
-        self._window.record(added.totals, added.units, added.weights)
+        self._window.current.record(added.totals, added.units, added.weights)
         return added
 
     def _seeds(self, form: Form) -> list[Tensor]:
@@ -219,7 +219,7 @@ class Executor:
             if dtype not in self._likes:
                 self._likes[dtype] = torch.zeros((), dtype=dtype, device=self._device)
         return [
-            self._window.seed_of(name, self._likes[dtype], weight)
+            self._window.current.seed_of(name, self._likes[dtype], weight)
             for name, dtype, weight in zip(form.names, form.dtypes, form.weights, strict=True)
         ]
 

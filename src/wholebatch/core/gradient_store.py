@@ -23,7 +23,14 @@ from torch.optim.optimizer import (
     _global_optimizer_pre_hooks,
 )
 
-from wholebatch.core.close import Closed, CloseOptions, DeferredHooks, close_gradients
+from wholebatch.core.close import (
+    Closed,
+    CloseOptions,
+    DeferredHooks,
+    close_gradients,
+    dense_gradients,
+    read_scalars,
+)
 from wholebatch.core.close_on_device import Ahead, Numbers, WindowSums, close_ahead
 from wholebatch.core.optimizer_step import foreign_code, stepping, takes_grad_scale
 from wholebatch.core.precision import SIXTEEN_BIT
@@ -63,6 +70,13 @@ class Store(ABC):
     )
     """The end of the error message for gradients that are not finite."""
 
+    stray: str = (
+        "already holds a gradient that this window did not make (one that gradient() has left is "
+        "to be used and cleared), and it would be added in: call optimizer.zero_grad() first, or "
+        "give that loss to the window too (backward(..., more=True))"
+    )
+    """The end of the error message for gradients that are there before the first backward."""
+
     def __init__(self, target: Target, options: CloseOptions, sync: Sync) -> None:
         self.target = target
         self.options = options
@@ -78,17 +92,14 @@ class Store(ABC):
 
     def refuse_stray(self) -> None:
         """Refuse gradients that the window has not made, and would add to."""
-        for parameter in (one for group in self.target.groups() for one in group):
-            gradient = parameter.grad
-            if gradient is None:
-                continue
-            if gradient.is_sparse or bool(gradient.any()):
-                raise WindowError(
-                    f"{self.target.name_of(parameter)} already holds a gradient that this window "
-                    "did not make (one that gradient() has left is to be used and cleared), and it "
-                    "would be added in: call optimizer.zero_grad() first, or give that loss to the "
-                    "window too (backward(..., more=True))"
-                )
+        trained = [parameter for group in self.target.groups() for parameter in group]
+        holders = [parameter for parameter in trained if parameter.grad is not None]
+        local = [getattr(one, "_local_tensor", one) for one in dense_gradients(holders)]
+        dirty = read_scalars([gradient.any() for gradient in local])
+        for parameter, is_dirty in zip(holders, dirty, strict=True):
+            if is_dirty:
+                raise WindowError(f"{self.target.name_of(parameter)} {self.stray}")
+        for parameter in holders:
             parameter.grad = None
 
     def begin(

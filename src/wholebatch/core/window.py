@@ -462,19 +462,6 @@ class Window:
         """The units of the whole window, if they were counted before."""
         return None if self.open is None else self.open.known
 
-    def seed_of(self, name: str, total: Tensor, weight: float) -> Tensor:
-        """Return the number that the backward of this total starts from."""
-        return self.current.seed_of(name, total, weight)
-
-    def record(
-        self,
-        totals: Mapping[str, Tensor],
-        units: Mapping[str, Units],
-        weights: Mapping[str, float],
-    ) -> None:
-        """Record the totals and units of a micro-batch whose gradient is in."""
-        self.current.record(totals, units, weights)
-
     # -------------------------------------------------------------------- add
 
     def add(self, total: Tensor, units: Units, *, last: bool = False, counts: bool = True) -> None:

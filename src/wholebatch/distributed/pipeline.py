@@ -131,7 +131,7 @@ class Pipeline:
                 window.discard()
 
     def _seed(self, total: Tensor) -> Tensor:
-        return self._window.seed_of(SINGLE, total, 1.0)
+        return self._window.current.seed_of(SINGLE, total, 1.0)
 
     def _refuse_batch_statistics(self) -> None:
         for name, module in self._norms:

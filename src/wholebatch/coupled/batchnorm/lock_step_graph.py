@@ -209,7 +209,7 @@ class Recorder:
             parameter.grad = gradient
         for form, (totals, units) in zip(recording.forms, recording.results, strict=True):
             counted = iter(units)
-            self._window.record(
+            self._window.current.record(
                 {n: t.clone() for n, t in zip(form.names, totals, strict=True)},
                 {
                     name: next(counted).clone() if number is None else number
@@ -229,7 +229,7 @@ class Recorder:
         form = recording.forms[0]
         for name, weight in zip(form.names, form.weights, strict=True):
             seed = recording.seeds[name]
-            seed.copy_(self._window.seed_of(name, seed, weight))
+            seed.copy_(self._window.current.seed_of(name, seed, weight))
 
     def _addresses(self) -> list[int]:
         tensors: list[Tensor] = [*self._model.parameters(), *self._model.buffers()]

@@ -17,14 +17,12 @@ from wholebatch.core.close import (
     DeferredHooks,
     close_gradients,
     dense_gradients,
-    read_scalars,
 )
 from wholebatch.core.gradient_store import DeviceStore, Store
 from wholebatch.core.precision import SIXTEEN_BIT, LossScale
 from wholebatch.distributed import Sync
 from wholebatch.distributed.ddp import Buckets
 from wholebatch.distributed.process_group import Group, world_size
-from wholebatch.errors import WindowError
 
 GradientsIn: TypeAlias = Literal["whole", "sharded", "elsewhere"]
 """Where a host's engine keeps gradients between two backwards of a window: whole ones in `.grad`;
@@ -167,28 +165,22 @@ class HostGradients(DeviceStore):
     def _stepped(self, *_: Any) -> None:
         self._unused = False
 
+    @property
+    def stray(self) -> str:  # type: ignore[override]
+        why = (
+            "the window before was completed, but no optimizer.step() was made from it"
+            if self._unused
+            else "this window did not make it"
+        )
+        return (
+            "holds a gradient at the first backward of a window, and it would be counted in "
+            f"({why}): call optimizer.zero_grad() after every optimizer.step(), and give every "
+            "loss to the window"
+        )
+
     def refuse_stray(self) -> None:
-        if self.sync.kept == "elsewhere":
-            return
-        trained = [parameter for group in self.target.groups() for parameter in group]
-        holders = [parameter for parameter in trained if parameter.grad is not None]
-        local = [getattr(one, "_local_tensor", one) for one in dense_gradients(holders)]
-        for parameter, is_dirty in zip(
-            holders, read_scalars([g.any() for g in local]), strict=True
-        ):
-            if is_dirty:
-                why = (
-                    "the window before was completed, but no optimizer.step() was made from it"
-                    if self._unused
-                    else "this window did not make it"
-                )
-                raise WindowError(
-                    f"{self.target.name_of(parameter)} holds a gradient at the first backward of "
-                    f"a window, and it would be counted in ({why}): call optimizer.zero_grad() "
-                    "after every optimizer.step(), and give every loss to the window"
-                )
-        for parameter in self.target.sixteen_bit.parameters:
-            parameter.grad = None  # zeros may be in another dtype than this window's gradients
+        if self.sync.kept != "elsewhere":
+            super().refuse_stray()
 
     def begin(
         self, parameters: list[nn.Parameter], known: Mapping[str, float] | None = None

@@ -34,7 +34,7 @@ from wholebatch.integrations.host_window import refuse_shared_batches
 from wholebatch.integrations.transformers.given_windows import GivenWindows
 from wholebatch.integrations.transformers.host_steps import (
     HostSteps,
-    OpenWindow,
+    TrainerWindow,
     engine_keeps,
     stepped_here,
 )
@@ -101,7 +101,7 @@ class ExactWindows(_Trainer):
     _batches = 0  # of the epoch
     _shift: bool | None = None
     _is_counting = False
-    _open = OpenWindow()
+    _open = TrainerWindow()
     _whole: GivenWindows | None = None
     _host: HostSteps | None = None
     _stepped_by: Any = None  # the optimizer that the windows were made for
@@ -149,7 +149,7 @@ class ExactWindows(_Trainer):
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """Return the batches of the next window; count their units on the way."""
-        self._open, self._is_counting = OpenWindow(), True
+        self._open, self._is_counting = TrainerWindow(), True
         try:
             samples, _ = found = super().get_batch_samples(*args, **kwargs)
         finally:
@@ -330,7 +330,7 @@ class ExactWindows(_Trainer):
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         """End the training; graphs leave the device's memory to what follows."""
-        self._open = OpenWindow()
+        self._open = TrainerWindow()
         if self._whole is not None:
             self._whole.release()
         return super()._finalize_training(*args, **kwargs)  # type: ignore[no-untyped-call]

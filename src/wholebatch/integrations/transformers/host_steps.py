@@ -27,11 +27,11 @@ from wholebatch.integrations.host_window import (
     replaced_attributes,
 )
 
-__all__ = ["HostSteps", "OpenWindow", "engine_keeps", "stepped_here", "zero_loss"]
+__all__ = ["HostSteps", "TrainerWindow", "engine_keeps", "stepped_here", "zero_loss"]
 
 
 @dataclass
-class OpenWindow:
+class TrainerWindow:
     """The batches from which the Trainer makes its next update."""
 
     batches: Sequence[Any] = ()
@@ -83,7 +83,7 @@ class HostSteps:
         """True if the gradients of an open window can be saved."""
         return self._kept == "whole"
 
-    def step(self, model: nn.Module, inputs: Any, window: OpenWindow, run: Any) -> Tensor:
+    def step(self, model: nn.Module, inputs: Any, window: TrainerWindow, run: Any) -> Tensor:
         """Make the forward and backward of one batch by `run(model, inputs)`."""
         trainer, windows = self._trainer, self.windows
         if window.place == 0 and windows.open is not None:  # the Trainer has begun anew
@@ -120,7 +120,7 @@ class HostSteps:
 
         self._look.at(run, trainer._prepared(inputs), micro_batch=trainer.micro_batch)
 
-    def _weighing(self, window: OpenWindow, *, is_last: bool) -> AbstractContextManager[None]:
+    def _weighing(self, window: TrainerWindow, *, is_last: bool) -> AbstractContextManager[None]:
         """Return a context in which every loss is weighted by its share of the window's units.
 
         It replaces compute_loss on the instance, so that one that a subclass has overridden is
@@ -147,7 +147,7 @@ class HostSteps:
             replaced["_prepare_inputs"] = lambda inputs: inputs
         return replaced_attributes(trainer, compute_loss=weighed, **replaced)
 
-    def _share_of(self, mean: Tensor, units: Units, window: OpenWindow) -> Tensor:
+    def _share_of(self, mean: Tensor, units: Units, window: TrainerWindow) -> Tensor:
         """Return what a loss adds to the window's mean; the engine will average over the ranks."""
         ranks = self._trainer.accelerator.num_processes
         if ranks > 1 and not units:
