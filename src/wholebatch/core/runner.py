@@ -33,6 +33,7 @@ from wholebatch.coupled.batchnorm.lock_step_graph import Recorder
 from wholebatch.coupled.batchnorm.policies import Policy, Statistics
 from wholebatch.coupled.contrastive.losses import Coupled, OfTheBatch, refuse_in_parts
 from wholebatch.coupled.contrastive.two_pass import WholeLoss
+from wholebatch.coupled.normalisation_layers import running_buffers
 from wholebatch.coupled.per_sample_dropout import PerSample, check_dropout
 from wholebatch.errors import OptionError, UnsupportedError
 
@@ -349,6 +350,8 @@ class LockStepRunner(Runner):
     ) -> None:
         super().__init__(*given, root=root, **options)
         window, sync = self._window, self._window.sync
+        self._norms = [norm for _, norm in (*batchnorms(root), *tracked_instance_norms(root))]
+        self._before: list[tuple[Tensor, Tensor]] = []  # running statistics, and copies of them
         reduce = sync.sum_tensor if sync.ranks > 1 else None
         waits = self._untouched.remember
         self._lock_step = LockStep(root, hold=hold, reduce=reduce, waits=waits)
@@ -379,6 +382,23 @@ class LockStepRunner(Runner):
         if self.needs_lock_step():
             return 'batchnorm="exact" needs every rank at every BatchNorm'
         return super().needs_every_rank()
+
+    def begin_window(self, samples: int = 0) -> None:
+        super().begin_window(samples)
+        moving = self._norms if self.needs_lock_step() else ()
+        buffers = [b for norm in moving for b in running_buffers(norm).values()]
+        self._before = [(buffer, buffer.clone()) for buffer in buffers]
+
+    def end_window(self) -> None:
+        super().end_window()
+        self._before = []
+
+    def discard_window(self) -> None:
+        """Forget the window; one without an update leaves no trace in running statistics."""
+        super().discard_window()
+        for buffer, before in self._before:
+            buffer.copy_(before)
+        self._before = []
 
     def run(self, micros: Sequence[Any], how: WindowRun) -> None:
         """Run all micro-batches together where they must meet, else one after the other."""

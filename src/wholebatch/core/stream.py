@@ -251,11 +251,11 @@ class Stream:
             policy.discard_window()
 
     def _close_window(self, **how: Any) -> Step:
-        """Close the window, and merge its running statistics."""
+        """Close the window, and merge its running statistics, unless it is skipped."""
         self._untouched.forget()
         try:
             step = self._window.close(**how)
-            for policy in self._counting:
+            for policy in self._counting if step.skipped is None else ():
                 policy.end_window()
             return step
         finally:

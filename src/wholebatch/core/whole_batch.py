@@ -419,7 +419,8 @@ class WholeBatch:
             )
             if self._probe is not None:
                 self._probe.closed(seen, step)
-            self._runner.end_window()
+            if step.skipped is None:
+                self._runner.end_window()
             return step
         except NonFiniteError as error:
             if error.micro_batch is not None or start is None:
