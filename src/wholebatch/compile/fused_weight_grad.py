@@ -35,7 +35,6 @@ from torch.nn import functional
 from wholebatch.core.loss import Loss, Terms
 from wholebatch.core.precision import SIXTEEN_BIT, Precision
 
-__all__ = ["Adding", "add_product", "can_add_any_product", "can_add_products"]
 _CAN_LOOK = (
     hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks")
     and hasattr(torch._C, "_are_functorch_transforms_active")

@@ -47,8 +47,6 @@ from wholebatch.core.precision import SIXTEEN_BIT, Precision
 if TYPE_CHECKING:
     from wholebatch.core.window import Window
 
-__all__ = ["CompiledForward", "Executor"]
-
 
 class Executor:
     """Runs the micro-steps of one window after the other.

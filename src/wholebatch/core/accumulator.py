@@ -29,8 +29,6 @@ from wholebatch.core.window import Step, Turn, make_window
 from wholebatch.coupled.contrastive.losses import OfTheBatch
 from wholebatch.errors import EmptyWindowError, OptionError, RankError, WindowError
 
-__all__ = ["Accumulator", "Steps", "by_epoch", "over"]
-
 
 @dataclass(frozen=True)
 class Steps:

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from wholebatch.core.stream import Stream
     from wholebatch.core.window import Window
 
-__all__ = ["AddedLoss", "CompiledLoss", "Pending"]
-
 
 class AddedLoss:
     """The loss of a micro-batch whose gradient is in the window already.

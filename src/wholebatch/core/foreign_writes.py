@@ -25,7 +25,6 @@ from wholebatch.errors import WindowError
 if TYPE_CHECKING:
     from wholebatch.core.window import Window
 
-__all__ = ["Untouched", "Watch"]
 
 _log = logging.getLogger("wholebatch")
 

@@ -40,8 +40,6 @@ from wholebatch.errors import LossError, StateError, UnsupportedError, WindowErr
 if TYPE_CHECKING:
     from wholebatch.core.model_and_optimizer import Target
 
-__all__ = ["DeviceStore", "Store", "can_close_ahead", "refuse_foreign_code"]
-
 
 class Store(ABC):
     """One way to keep the gradients of an open window, and to make the update from them."""

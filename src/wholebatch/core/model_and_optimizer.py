@@ -16,16 +16,6 @@ from wholebatch.core.precision import LossScale, SixteenBit
 from wholebatch.distributed import Single, Sync
 from wholebatch.errors import OptionError, UnsupportedError
 
-__all__ = [
-    "Ema",
-    "Scheduler",
-    "Target",
-    "build_target",
-    "check_device",
-    "name_of",
-    "step_scheduler",
-]
-
 UNTESTED_DEVICE = "WHOLEBATCH_UNTESTED_DEVICE"
 """The environment variable that allows devices on which no test of ours has run."""
 _TESTED_DEVICES = ("cpu", "cuda")

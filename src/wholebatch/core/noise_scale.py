@@ -48,8 +48,6 @@ from wholebatch.errors import OptionError, UnsupportedError
 if TYPE_CHECKING:
     from wholebatch.core.window import Step, Window
 
-__all__ = ["Estimator", "Incoming", "Noise", "NoiseScale", "Observation", "Probe", "check_noise"]
-
 
 _Z = 1.96  # For the 95% interval.
 _AGREE = 2.0  # Stretches of windows that differ by fewer standard deviations agree.

@@ -37,20 +37,6 @@ from wholebatch.coupled.normalisation_layers import running_buffers
 from wholebatch.coupled.per_sample_dropout import PerSample, check_dropout
 from wholebatch.errors import OptionError, UnsupportedError
 
-__all__ = [
-    "AfterMicro",
-    "BeforeMicro",
-    "LockStepRunner",
-    "LossFunction",
-    "Runner",
-    "TwoPassRunner",
-    "WindowRun",
-    "check_functions",
-    "choose_runner",
-    "find_nonfinite",
-    "modules_of",
-]
-
 LossFunction: TypeAlias = Callable[[Any, Any], Loss | Terms | Tensor]
 AfterMicro: TypeAlias = Callable[[int, int], None]
 BeforeMicro: TypeAlias = Callable[[int], None]

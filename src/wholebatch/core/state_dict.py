@@ -16,8 +16,6 @@ from wholebatch.core.forward_state import capture_random, restore_random
 from wholebatch.core.window import Window
 from wholebatch.errors import StateError
 
-__all__ = ["check_window", "load_progress", "load_window", "progress", "window_state"]
-
 _FORMAT = 1
 
 

@@ -35,8 +35,6 @@ from wholebatch.memory.out_of_memory import Attempt
 if TYPE_CHECKING:
     pass
 
-__all__ = ["WholeBatch"]
-
 
 _NOTHING = object()
 

@@ -53,21 +53,6 @@ from wholebatch.errors import (
 )
 from wholebatch.offload import choose as choose_store
 
-__all__ = [
-    "Backward",
-    "OpenWindow",
-    "Step",
-    "Turn",
-    "UnitsCount",
-    "UnitsFunction",
-    "Window",
-    "backward_into",
-    "count_units",
-    "is_reentrant",
-    "make_window",
-]
-
-
 _engine = getattr(torch.autograd.Variable, "_execution_engine", None)
 _run_backward: Any = getattr(_engine, "run_backward", None)
 """The engine's own function. `torch.autograd.backward` checks its arguments first, which takes a

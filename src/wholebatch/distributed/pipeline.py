@@ -22,8 +22,6 @@ from wholebatch.coupled.normalisation_layers import uses_batch_statistics
 from wholebatch.distributed.pipeline_stages import LossFunction, Pipelined, PipelineRunner
 from wholebatch.errors import OptionError, UnsupportedError
 
-__all__ = ["Pipeline"]
-
 
 class Pipeline:
     """A pipeline with a stage on every rank; `step` makes the update of the undivided batch.

@@ -34,9 +34,6 @@ from wholebatch.coupled.batchnorm.lock_step import LockStep
 from wholebatch.coupled.batchnorm.turn_taking_threads import RecordedStreams, draw
 from wholebatch.distributed.sync_strategy import Single
 
-__all__ = ["MOST_MICRO_BATCHES", "Recorder"]
-
-
 R = TypeVar("R")
 T = TypeVar("T")
 Micro = tuple[list[Tensor], list[Tensor]]

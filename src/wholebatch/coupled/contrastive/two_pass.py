@@ -37,8 +37,6 @@ from wholebatch.coupled.contrastive.representations import (
 )
 from wholebatch.errors import LossError, UnsupportedError, WindowError
 
-__all__ = ["TwoPasses", "WholeLoss"]
-
 T = TypeVar("T")
 R = TypeVar("R")
 

@@ -51,7 +51,6 @@ if TYPE_CHECKING:
 else:  # A mixin stands before the Trainer, or one of its descendants, in the bases.
     _Trainer = object
 
-__all__ = ["ExactWindows", "exact"]
 
 _log = logging.getLogger("wholebatch")
 

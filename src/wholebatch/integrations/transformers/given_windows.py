@@ -23,8 +23,6 @@ from wholebatch.coupled.stream_look import warn_of_divisor
 from wholebatch.errors import StateError, WindowError
 from wholebatch.integrations.host_window import attributes_restored
 
-__all__ = ["GivenWindows"]
-
 
 class GivenWindows(WholeBatch):
     """A WholeBatch whose window is a list of batches; the trainer clips, steps and clears.

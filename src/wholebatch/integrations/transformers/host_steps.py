@@ -27,8 +27,6 @@ from wholebatch.integrations.host_window import (
     replaced_attributes,
 )
 
-__all__ = ["HostSteps", "TrainerWindow", "engine_keeps", "stepped_here", "zero_loss"]
-
 
 @dataclass
 class TrainerWindow:
