@@ -226,3 +226,26 @@ def test_a_scale_that_is_too_large_is_left_to_the_scaler() -> None:
     scaler.update()
     assert scaler.get_scale() < 1e38
     assert all(map(torch.equal, before, model.parameters()))
+
+
+def test_the_number_of_micro_batches_may_change_between_windows_of_graphs() -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    steps = [2]
+    window = HostWindows([model], [optimizer], device=CPU, divided_by=lambda: steps[0])
+    whole = Whole(model)
+    loss = window.compiled(lambda micro: wb.cross_entropy(model(micro["x"]), micro["y"]), "compile")
+    loss.executor._plan.compiles = False
+    modes = set()
+    for number in (2, 2, 2, 3, 1):
+        steps[0] = number
+        cut = {1: [12], 2: [8, 4], 3: [8, 3, 1]}[number]
+        for micro in pieces(samples(12), cut):
+            window.take(loss(micro))
+            modes.add(loss.executor.mode)
+        window.settle()
+        optimizer.step()
+        optimizer.zero_grad()
+        whole.step(samples(12))
+    whole.assert_same(model)
+    assert "operations" in modes

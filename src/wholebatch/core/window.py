@@ -564,7 +564,7 @@ class Window:
         units = max(units_of.values())
         if units == 0.0:
             return self._empty(window)
-        means = {name: sum_of[name] / units_of[name] if units_of[name] else 0.0 for name in names}
+        means = _means(sum_of, units_of)
         loss = math.fsum(weights[name] * means[name] for name in names)
 
         losses_finite = all(map(math.isfinite, sum_of.values()))
@@ -718,6 +718,11 @@ class Window:
         self.sync.discard()
         self._hooks.give_back()
         self.open = self._backward_into = None
+
+
+def _means(totals: Mapping[str, float], units: Mapping[str, float]) -> dict[str, float]:
+    """Return the mean of each term; 0 for one without units."""
+    return {name: total / units[name] if units[name] else 0.0 for name, total in totals.items()}
 
 
 def make_window(

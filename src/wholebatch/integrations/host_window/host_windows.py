@@ -207,20 +207,24 @@ class HostWindows(Stream):
         one_number = isinstance(given.loss, Tensor) and given.loss.numel() == 1
         check_total(given.loss.reshape(()) if one_number else given.loss)
         given.look_at(self._look, in_parts=not is_whole)
-        divisor, known = self._divided_by(), None if announced is None else {SINGLE: announced}
         if self.open is None:
-            for policy in self._refusing:
-                policy.begin_window()
-            window, self._divisor = self._window.begin(given.units, known=known), divisor
-        else:
-            self._untouched.check()
-            window = self.open
+            self._begin_window()
+            known = None if announced is None else {SINGLE: announced}
+            return self._window.begin(given.units, known=known)
+        self._untouched.check()
+        divisor = self._divided_by()
         if divisor != self._divisor:
             raise WindowError(
                 f"the window's first loss was divided by {self._divisor:g}, this one is by "
                 f"{divisor:g}: change the number of micro-batches between windows"
             )
-        return window
+        return self.open
+
+    def _begin_window(self) -> None:
+        """Refuse a BatchNorm that is in train mode by now; note what the host divides by."""
+        for policy in self._refusing:
+            policy.begin_window()
+        self._divisor = self._divided_by()
 
     def _count_micro_batch(self) -> None:
         self._window.micro_batch_done()
@@ -247,6 +251,8 @@ class HostWindows(Stream):
     @contextmanager
     def micro_step(self) -> Iterator[bool]:
         """Return the context of a compiled function's micro-step; see `Stream`."""
+        if self.open is None:
+            self._begin_window()
         with super().micro_step() as may_compile, self._engine.held():
             yield may_compile
 
