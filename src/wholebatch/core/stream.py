@@ -151,10 +151,6 @@ class Stream:
         """Updates made so far."""
         return self._window.updates
 
-    @updates.setter
-    def updates(self, number: int) -> None:
-        self._window.updates = number
-
     @property
     def skipped(self) -> int:
         """Windows that made no update (not finite, or without units)."""

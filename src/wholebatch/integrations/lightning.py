@@ -202,6 +202,7 @@ class ExactWindows(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         _check(trainer, pl_module)
+        saved, self._saved = self._saved or {}, None
         windows = self._windows = HostWindows(
             [pl_module],
             trainer.optimizers,
@@ -211,10 +212,9 @@ class ExactWindows(Callback):
             options=self._options,
             owns_forward=True,
             divided_by=lambda: trainer.accumulate_grad_batches,
+            updates=saved.get("updates", 0),
         )
         self._look = FirstLook(pl_module, windows, host=self, off="ExactWindows(..., audit=False)")
-        saved, self._saved = self._saved or {}, None
-        windows.updates = saved.get("updates", 0)
         if "window" in saved:
             windows.load_state_dict(saved["window"])
         self._take_training_step(trainer, pl_module)

@@ -103,7 +103,8 @@ class HostWindows(Stream):
     GradScaler as its attribute `scaler`, if there is one. `divided_by()` is what the host itself
     divides a loss by on the way (its number of micro-batches), to be undone. Backwards of ours run
     within `inside()`. Where an engine lets only its own `window` make backwards and updates
-    (DeepSpeed), that is given, and `add` takes the place of `weigh` and `backward`.
+    (DeepSpeed), that is given, and `add` takes the place of `weigh` and `host_backward`. `updates`
+    were made before.
     """
 
     by = "the host"
@@ -122,6 +123,7 @@ class HostWindows(Stream):
         divided_by: Callable[[], float] = lambda: 1.0,
         inside: Callable[[], AbstractContextManager[None]] = nullcontext,
         window: Window | None = None,
+        updates: int = 0,
     ) -> None:
         self.options = options or AdapterOptions()
         self.last: Settled | None = None
@@ -139,6 +141,7 @@ class HostWindows(Stream):
             store = HostGradients(target, self.options.close, self._engine)
             window = Window(target, self.options.close, self._engine, store)
         super().__init__(window, batchnorm=self.options.batchnorm, audit=self.options.audit)
+        self._window.updates = updates
         # An engine that shards has collectives in its forwards and backwards.
         self.may_look = gradients == "whole" and self.options.audit
         if gradients == "whole" and not owns_forward:
