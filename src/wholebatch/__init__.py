@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from wholebatch.core.splitting import split, tokens
     from wholebatch.core.whole_batch import WholeBatch
     from wholebatch.core.window import Step
-    from wholebatch.coupled import Coupled, clip_loss, info_nce, siglip_loss, supcon_loss
+    from wholebatch.coupled import Coupled, clip_loss, info_nce, moe_loss, siglip_loss, supcon_loss
     from wholebatch.coupled.audit import audit
     from wholebatch.distributed.pipeline import Pipeline
     from wholebatch.verification import verify
@@ -58,6 +58,7 @@ __all__ = [
     "errors",
     "info_nce",
     "mean_loss",
+    "moe_loss",
     "over",
     "samples",
     "siglip_loss",
@@ -88,6 +89,7 @@ _HOMES = {
     "errors": "errors",
     "info_nce": "coupled",
     "mean_loss": "core.loss",
+    "moe_loss": "coupled",
     "over": "core.accumulator",
     "samples": "core.options",
     "siglip_loss": "coupled",

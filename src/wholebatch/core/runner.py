@@ -148,8 +148,10 @@ class Runner:
         self._undivided = layout if len(micros) == 1 else None
         if not guard.pending or (len(micros) == 1 and sync.ranks == 1):
             return
-        encodes = isinstance(self._loss, Coupled)
-        function = self._loss.encode if isinstance(self._loss, Coupled) else self._loss
+        function = self._loss
+        encodes = isinstance(function, Coupled) and function.addends is None
+        if isinstance(function, Coupled):
+            function = function.addends or function.encode
 
         def run(few: Any) -> Any:
             with self._precision.forward():
