@@ -24,6 +24,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "batchnorm.md",
         "contrastive.md",
         "moe.md",
+        "diffusion.md",
         "gradients.md",
         "whole-gradient.md",
         "distributed.md",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
@@ -301,7 +302,7 @@ class WholeBatch:
 
         # A rank that must begin again would leave the others in a reduction.
         alone = self._fitting.recovers or (probe is not None and probe.active)
-        numbers = self._fitting.numbers_of(micros) if self._runner.numbers_samples else ()
+        numbers = partial(self._fitting.numbers_of, micros)
         reduces = self._window.sync.ranks == 1 or not alone
         self._runner.run(micros, WindowRun(first, reduces, before, after, numbers))
 
