@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -118,7 +119,7 @@ def test_nothing_is_lost_and_shapes_are_few() -> None:
         assert int(micro["position_ids"].max()) < 40
         for ids, places in zip(micro["input_ids"], micro["position_ids"], strict=True):
             starts = [0, *((places.diff() != 1).nonzero().flatten() + 1).tolist(), len(ids)]
-            found += [tuple(ids[a:b].tolist()) for a, b in zip(starts, starts[1:], strict=False)]
+            found += [tuple(ids[a:b].tolist()) for a, b in pairwise(starts)]
         assert bool((micro["labels"][micro["position_ids"] == 0] == -100).all())
     assert sorted(one for one in found if any(one)) == wanted
     labels = sum(int((micro["labels"] != -100).sum()) for micro in micros)
