@@ -9,9 +9,10 @@ row is filled with a sequence that has no labels.
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -156,12 +157,13 @@ def _padded(leaves: Mapping[str, Tensor], lengths: Sequence[int]) -> list[Segmen
     """Return the samples of a padded batch, which must begin with a real token and have no hole."""
     mask = leaves.get("attention_mask")
     if mask is not None:
-        for row, (real, length) in enumerate(zip(mask.cpu() != 0, lengths, strict=True)):
-            if not bool(real[:length].all()):
-                raise SplitError(
-                    f"tokens(pack=...): sample {row} has padding before its last token; pad on the "
-                    "right"
-                )
+        real, places = mask.cpu() != 0, torch.arange(mask.shape[1])
+        holes = (~real & (places < torch.tensor(lengths)[:, None])).any(1)
+        if bool(holes.any()):
+            raise SplitError(
+                f"tokens(pack=...): sample {int(holes.nonzero()[0])} has padding before its last "
+                "token; pad on the right"
+            )
     return [Segment(row, 0, length) for row, length in enumerate(lengths) if length]
 
 
@@ -185,21 +187,18 @@ def _row_length(longest: int, by: Tokens) -> int:
 
 def _filled(sequences: Sequence[Segment], length: int) -> list[list[Segment]]:
     """Return rows of whole sequences: the longest first, each into the fullest row that it fits."""
-    by_space: dict[int, list[list[Segment]]] = {}
     rows: list[list[Segment]] = []
+    spaces: list[tuple[int, int]] = []  # what is left of a row, and which, in order
     for one in sorted(sequences, key=lambda one: -one.length):
-        space = min((left for left in by_space if left >= one.length), default=None)
-        if space is None:
-            row: list[Segment] = []
-            rows.append(row)
-            left = length - one.length
+        at = bisect_left(spaces, (one.length, -1))
+        if at == len(spaces):
+            left, row = length, len(rows)
+            rows.append([])
         else:
-            row = by_space[space].pop()
-            if not by_space[space]:
-                del by_space[space]
-            left = space - one.length
-        row.append(one)
-        by_space.setdefault(left, []).append(row)
+            left, row = spaces.pop(at)
+        rows[row].append(one)
+        if left > one.length:
+            insort(spaces, (left - one.length, row))
     return rows
 
 
@@ -211,14 +210,19 @@ def _places(
     Fillers are sequences, too, none longer than the longest real one: a model may know no more
     positions.
     """
-    places = torch.full((len(rows), length), -1, dtype=torch.long)
-    positions = torch.zeros(len(rows), length, dtype=torch.long)
-    for index, row in enumerate(rows):
-        at = 0
-        for one in row:
-            begin = one.row * width + one.start
-            places[index, at : at + one.length] = torch.arange(begin, begin + one.length)
-            positions[index, at : at + one.length] = torch.arange(one.length)
-            at += one.length
-        positions[index, at:] = torch.arange(length - at) % longest
-    return places, positions
+    segments = [one for row in rows for one in row]
+    offsets = [list(accumulate((one.length for one in row), initial=0)) for row in rows]
+    into = torch.tensor(
+        [index * length + at for index, own in enumerate(offsets) for at in own[:-1]]
+    )
+    source = torch.tensor([one.row * width + one.start for one in segments])
+    lengths = torch.tensor([one.length for one in segments], dtype=torch.long)
+    within = torch.arange(int(lengths.sum()))
+    within -= (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
+    target = into.long().repeat_interleave(lengths) + within
+    places = torch.full((len(rows) * length,), -1, dtype=torch.long)
+    places[target] = source.long().repeat_interleave(lengths) + within
+    filled = torch.tensor([own[-1] for own in offsets])[:, None]
+    positions = ((torch.arange(length) - filled) % longest).flatten()
+    positions[target] = within
+    return places.view(len(rows), length), positions.view(len(rows), length)
