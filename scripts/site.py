@@ -25,6 +25,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "contrastive.md",
         "moe.md",
         "diffusion.md",
+        "packing.md",
         "gradients.md",
         "whole-gradient.md",
         "distributed.md",
