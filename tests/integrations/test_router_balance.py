@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
-from tests.coupled.mixtures import mixture, texts, trained, undivided
+from tests.coupled.mixtures import SIZES, mixture, texts, trained, undivided
 from tests.support import EXACT, distance
 from wholebatch.errors import UnsupportedError
 
@@ -89,3 +90,26 @@ def test_a_step_of_the_trainers_own_is_refused(tmp_path: Path) -> None:
     options = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3}
     with pytest.raises(UnsupportedError, match=r"balance of each batch in it, .*Own.training_step"):
         trained(exact(Own), mixture("Mixtral"), texts(6), str(tmp_path), **options)
+
+
+def test_trls_sft_trainer(problem: Any, hosts: Any, tmp_path: Path) -> None:
+    """TRL adds the balance itself, with a coefficient of its own."""
+    pytest.importorskip("trl")
+    import compare.trl
+    import transformers
+
+    case, ends = problem.PROBLEMS["masked tokens"], {}
+    sizes = {**SIZES, "vocab_size": 32, "router_aux_loss_coef": 0.001}
+    counted = set()
+    for mode in ("whole", "ours", "own"):
+        torch.manual_seed(0)
+        model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**sizes))
+        start = problem.flat(model)
+        trainer = compare.trl.trainer_of(model, case, mode, str(tmp_path))
+        trainer.train()
+        assert trainer.aux_loss_enabled
+        ends[mode] = problem.flat(model)
+        counted.add(trainer._total_train_tokens)
+    assert problem.distance(ends["ours"], ends["whole"], start) <= 1e-6
+    assert problem.distance(ends["own"], ends["whole"], start) > 2e-5
+    assert len(counted) == 1  # a first pass is not counted

@@ -8,6 +8,7 @@ the whole window, over all ranks, in its place.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from wholebatch.core.loss import Loss
 from wholebatch.coupled import Coupled, moe_loss
 from wholebatch.coupled.moe import RecordedRouting, balance_of, recorded_routing, routing_sums
 from wholebatch.errors import UnsupportedError
+from wholebatch.integrations.host_window import attributes_restored
 
 __all__ = ["balanced", "refuse_balance"]
 
@@ -32,7 +34,9 @@ def balanced(trainer: Any, as_loss: Callable[..., Loss]) -> Coupled | None:
         return None
 
     def loss(given: Any, inputs: Any) -> tuple[Loss, Any, Tensor | None]:
-        with recorded_routing(given) as seen:
+        # A first pass must leave no metrics behind: the second one makes them again.
+        again = nullcontext() if torch.is_grad_enabled() else attributes_restored(trainer)
+        with again, recorded_routing(given) as seen:
             made = as_loss(given, inputs, change=lambda mean: balance.taken_out(mean, seen))
         return made, seen.router_logits, seen.attention_mask
 
