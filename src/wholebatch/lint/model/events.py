@@ -14,6 +14,7 @@ import ast
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import MappingProxyType
 
 from .expressions import dotted, keyword, last_part, positional
@@ -128,7 +129,7 @@ class Event(Act):
     order: int
     receiver_text: str = ""
 
-    @property
+    @cached_property
     def loops(self) -> tuple[Loop, ...]:
         """Return the loops around the event, outermost first."""
         return tuple(item for item in self.path if isinstance(item, Loop))

@@ -6,7 +6,7 @@ import ast
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import cast
 
 from .events import Def, Env
@@ -56,6 +56,15 @@ class Facts:
     imports: set[str]
     relevant: set[FunctionNode]
     every_function: list[FunctionNode]
+    # Every value that is assigned to a name anywhere in the file.
+    assigned: dict[str, list[ast.expr]]
+    _searched: dict[re.Pattern[str], bool] = field(default_factory=dict)
+
+    def mentions(self, pattern: re.Pattern[str]) -> bool:
+        """True if the source matches a pattern; each pattern is searched for once."""
+        if pattern not in self._searched:
+            self._searched[pattern] = pattern.search(self.source) is not None
+        return self._searched[pattern]
 
     def made(self, *names: str) -> list[ast.Call]:
         """Return the calls whose last name is one of these: `DDP(...)`, `nn.BatchNorm2d(...)`."""
@@ -88,7 +97,9 @@ class Facts:
 
     def functions_around(self, line: int) -> list[FunctionNode]:
         """Return the functions that contain a line."""
-        return [f for f in self.every_function if f.lineno <= line <= (f.end_lineno or f.lineno)]
+        last = bisect_right(self.every_function, line, key=lambda f: f.lineno)
+        near = self.every_function[max(0, last - 50) : last]
+        return [f for f in near if line <= (f.end_lineno or f.lineno)]
 
 
 def gather(tree: ast.Module, source: str) -> Facts:
@@ -97,6 +108,7 @@ def gather(tree: ast.Module, source: str) -> Facts:
     imports: set[str] = set()
     owners: list[ast.ClassDef] = []
     uses: dict[FunctionNode, set[str]] = {}
+    assigned: dict[str, list[ast.expr]] = {}
     todo: list[ast.AST] = [tree]
     while todo:
         node = todo.pop()
@@ -105,6 +117,9 @@ def gather(tree: ast.Module, source: str) -> Facts:
             calls.append(cast(ast.Call, node))
         elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             uses[node] = set()
+        elif isinstance(node, ast.Assign):
+            for target in node.targets:
+                assigned.setdefault(dotted(target) or "", []).append(node.value)
         elif isinstance(node, ast.ImportFrom):
             imports.add(node.module or "")
             imports.update(f"{node.module}.{a.name}" for a in node.names)
@@ -121,7 +136,10 @@ def gather(tree: ast.Module, source: str) -> Facts:
     called = {last_part(c.func) for c in calls}
     relevant = _relevant(uses)
     classes = [_class(o) for o in sorted(owners, key=lambda o: o.lineno)]
-    return Facts(tree, source, functions, classes, calls, called, imports, relevant, list(uses))
+    ordered = sorted(uses, key=lambda f: f.lineno)
+    return Facts(
+        tree, source, functions, classes, calls, called, imports, relevant, ordered, assigned
+    )
 
 
 def _fill_uses(uses: dict[FunctionNode, set[str]], calls: list[ast.Call]) -> None:

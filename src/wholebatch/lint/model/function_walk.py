@@ -118,6 +118,8 @@ class Walker:
         self._calls(stmt.value, env, path, scope)
         if self._returns:
             self._returns[-1].append(Def(stmt.value, env.frozen(), _loops(path), stmt))
+        else:
+            self._emit(Act("return", None, stmt.value), stmt, stmt, env, path)
 
     def _if(self, stmt: ast.If, env: Env, path: _Path, scope: Scope) -> list[_Exit]:
         self._calls(stmt.test, env, path, scope)
@@ -240,8 +242,8 @@ class Walker:
         self._emit(Act("step", call.args[1], detail="native"), call, self._stmt, env, path)
 
     def _emit(self, act: Act, node: ast.AST, stmt: ast.stmt, env: Env, path: _Path) -> None:
-        # The environment already holds calls and assignments outside loops.
-        if act.kind in {"call", "assign", "augment"} and not _loops(path):
+        # Before the first loop nothing is logged that a loop has computed.
+        if act.kind in {"call", "assign", "augment"} and not _loops(path) and not self.loops:
             return
         spelled = ""
         if act.receiver is not None and act.kind not in {"call", "assign", "augment"}:

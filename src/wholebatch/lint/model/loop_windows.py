@@ -27,6 +27,8 @@ from .name_resolution import Resolver, strip_casts
 from .window_boundary import Boundary, iterated, of_guard, says_accumulating
 
 _MICRO_NAME = re.compile(r"micro|chunk|split|mini_?batch|sub_?batch|accum", re.I)
+# A loop is read with the events around it; the limit keeps long files linear.
+_NEAR = 400
 _FETCH = {"next", "get_batch", "next_batch", "sample_batch", "get_next_batch"}
 
 
@@ -217,21 +219,22 @@ def read(source: str) -> File:
 
 def find_windows(walker: Walker, facts: Facts) -> list[LoopWindow]:
     """Return every training loop of the file that is understood."""
+    inside: dict[Loop, list[Event]] = {}
+    for event in walker.events:
+        for loop in event.loops:
+            inside.setdefault(loop, []).append(event)
     found: list[LoopWindow] = []
     for loop in walker.loops:
+        events = inside.get(loop, [])
         # The innermost loop around a backward iterates over micro-batches.
-        inner = [e for e in walker.events if e.kind == "backward" and e.loops[-1:] == (loop,)]
+        inner = [e for e in events if e.kind == "backward" and e.loops[-1] is loop]
         if not inner:
             continue
-        events = [e for e in walker.events if loop in e.path]
-        last = max(e.order for e in events)
-        after = [
-            e
-            for e in walker.events
-            if e.order > last and e.loops[: len(loop.parents)] == loop.parents
-        ]
-        first = min(e.order for e in events)
-        before = [e for e in walker.events if e.order < first and e.loops == loop.parents]
+        first, last = events[0].order, events[-1].order
+        near = walker.events[max(0, first - _NEAR) : first]
+        before = [e for e in near if e.loops == loop.parents]
+        near = walker.events[last + 1 : last + _NEAR]
+        after = [e for e in near if e.loops[: len(loop.parents)] == loop.parents]
         window = LoopWindow(loop, "plain", events, before, after, walker.resolver, facts)
         if _decide(window, inner):
             found.append(window)

@@ -80,7 +80,7 @@ class Resolver:
         if defs is None:
             head, _, rest = name.rpartition(".")
             # `cfg.accum` where only `cfg` is known: resolve that part.
-            known = any(head == one or head.startswith(one + ".") for one in env)
+            known = any(part in env for part in _prefixes(head))
             if head and isinstance(expr, ast.Attribute) and known:
                 return ast.Attribute(self.resolve(expr.value, env, depth + 1), rest, ctx=ast.Load())
             return expr
@@ -127,6 +127,12 @@ class Resolver:
     def key(self, expr: ast.expr, env: Env) -> str:
         """Return a text that is equal for two spellings of the same number of micro-batches."""
         return text(strip_casts(self.resolve(expr, env)))
+
+
+def _prefixes(name: str) -> list[str]:
+    """Return `a.b.c`, `a.b` and `a` for `a.b.c`."""
+    parts = name.split(".")
+    return [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
 
 
 def is_simple(expr: ast.AST) -> bool:

@@ -40,7 +40,7 @@ _MODELISH = re.compile(
 )
 def check(file: File) -> Iterator[Report]:
     """Yield one report per window whose loss is never divided."""
-    if not file.accumulating or gradients_rescaled(file) or _ELSEWHERE.search(file.facts.source):
+    if not file.accumulating or gradients_rescaled(file) or file.facts.mentions(_ELSEWHERE):
         return
     for window in file.accumulating:
         divisors = [divisor for _, chain in window.chains for divisor in chain.divisors]

@@ -139,12 +139,7 @@ def _made_elsewhere(name: str, file: File) -> list[ast.expr]:
     """Return the calls that assign this name elsewhere, for a criterion passed as an argument."""
     if not _CRITERION.search(name):
         return []
-    made = [
-        node.value
-        for node in walk(file.tree)
-        if isinstance(node, ast.Assign) and len(node.targets) == 1 and text(node.targets[0]) == name
-    ]
-    calls = [m for m in made if isinstance(m, ast.Call)]
+    calls = [m for m in file.facts.assigned.get(name, ()) if isinstance(m, ast.Call)]
     return list(calls) if len({text(c.func) for c in calls}) == 1 else []
 
 

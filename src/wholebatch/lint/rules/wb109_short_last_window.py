@@ -52,7 +52,7 @@ def _is_multiple(window: LoopWindow) -> bool:
     """True if the file itself makes the loader's length a multiple of the window."""
     name = re.escape(window.every_name.rpartition(".")[2])
     pattern = rf"len\([^)\n]*\)\s*%\s*[\w.]*{name}|//\s*[\w.]*{name}\s*\)?\s*\*\s*[\w.]*{name}"
-    return bool(re.search(pattern, window.facts.source))
+    return window.facts.mentions(re.compile(pattern))
 
 
 def _nominal(window: LoopWindow) -> bool:

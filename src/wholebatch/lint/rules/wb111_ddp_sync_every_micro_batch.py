@@ -25,10 +25,12 @@ _LOCAL = {"tensor", "native", "wrapper", "lightning"}
 )
 def check(file: File) -> Iterator[Report]:
     """Yield windows under DDP that never disable the synchronisation, or do so too late."""
-    for window in file.shaped("boundary", "nested"):
-        if not _HELD.search(file.facts.source):
+    windows = file.shaped("boundary", "nested")
+    wrapped = bool(windows) and _wrapped(file)
+    for window in windows:
+        if not file.facts.mentions(_HELD):
             local = {e.detail for e in window.backwards} <= _LOCAL
-            if _wrapped(file) and local and not steps_every_micro_batch(window):
+            if wrapped and local and not steps_every_micro_batch(window):
                 yield Report(
                     window.backwards[0].node,
                     "DistributedDataParallel reduces the gradients on every micro-batch: hold it "

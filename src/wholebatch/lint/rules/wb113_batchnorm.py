@@ -32,7 +32,7 @@ _FROZEN = re.compile(
 )
 def check(file: File) -> Iterator[Report]:
     """Yield one report per file, where the layers are created."""
-    if not _SPEAKS.search(file.facts.source) or _FROZEN.search(file.facts.source):
+    if not file.facts.mentions(_SPEAKS) or file.facts.mentions(_FROZEN):
         return
     if not any(w.shape != "deepspeed" for w in file.accumulating) and not framework_accumulates(
         file

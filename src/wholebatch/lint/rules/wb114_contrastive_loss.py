@@ -32,7 +32,7 @@ _SIMILARITY = re.compile(r"@|matmul|einsum|\.mm\(|similarity|\.bmm\(")
 )
 def check(file: File) -> Iterator[Report]:
     """Yield at most one report per window."""
-    if not _SPEAKS.search(file.facts.source) or _CACHED.search(file.facts.source):
+    if not file.facts.mentions(_SPEAKS) or file.facts.mentions(_CACHED):
         return
     yield from _in_training_steps(file)
     for window in file.accumulating:
