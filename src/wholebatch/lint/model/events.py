@@ -261,7 +261,7 @@ def classify(call: ast.Call, env: Env) -> Act | None:
         return Act("backward", owner, positional(call, 0), "lightning")
     if name in _SIMPLE:
         return Act(_SIMPLE[name], owner, positional(call, 0))
-    if name == "step":
+    if name == "step" or (name == "optimize" and call.args):
         return _step(call, owner, env)
     if name == "update" and role(owner, env) == "scaler":
         return Act("scaler_update", owner)
@@ -297,7 +297,7 @@ def _only_measures(call: ast.Call) -> bool:
 
 
 def _backward(call: ast.Call, owner: ast.expr, env: Env) -> Act:
-    first = positional(call, 0)
+    first = positional(call, 0) or keyword(call, "loss")
     owner_name = last_part(owner).lower()
     if dotted(owner) == "torch.autograd":
         return Act("backward", None, first, "tensor")
@@ -309,7 +309,7 @@ def _backward(call: ast.Call, owner: ast.expr, env: Env) -> Act:
         return Act("backward", owner, first, "fabric")
     if first is None or "loss" in owner_name:
         return Act("backward", None, owner, "tensor")
-    if role(owner, env) == "optimizer" or "booster" in owner_name or owner_name == "amp":
+    if role(owner, env) == "optimizer" or re.search(r"booster|^amp$|mp_trainer", owner_name):
         return Act("backward", owner, first, "wrapper")
     if role(owner, env) == "engine":
         return Act("backward", owner, first, "deepspeed")
@@ -325,6 +325,10 @@ def _step(call: ast.Call, owner: ast.expr, env: Env) -> Act | None:
     if kind == "optimizer":
         closure = positional(call, 0) or keyword(call, "closure")
         return Act("step", owner, detail="closure" if closure is not None else "")
+    # A wrapper that is handed the optimizer: `amp.step(model, optimizer)`.
+    held = next((a for a in call.args if role(a, env) == "optimizer"), None)
+    if held is not None:
+        return Act("step", held, detail="wrapper")
     if kind == "engine" or (not call.args and _MODEL_NAME.match(last_part(owner))):
         return Act("engine_step", owner)
     return None

@@ -25,7 +25,7 @@ _ACTS = {
     "backward", "manual_backward", "loss_scaler", "zero_grad", "unscale_", "clip_grad_norm_",
     "clip_grad_value_", "optimizer_step",
 }  # fmt: skip
-_FSDP = {"FullyShardedDataParallel", "FSDP", "fully_shard"}
+_FSDP = {"FullyShardedDataParallel", "FSDP", "fully_shard", "FSDPStrategy"}
 # A helper from another file, recognised by its name: `wrap_model_with_fsdp(model)`.
 _FSDP_HELPER = re.compile(
     r"(wrap|apply|setup|shard|parallelize)\w*(?<!xla)_fsdp2?$|^fsdp2?_(wrap|shard)", re.I

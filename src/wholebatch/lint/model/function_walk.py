@@ -33,6 +33,8 @@ _SHORT = 120
 _MAX_ALTERNATIVES = 4
 _EMPTY = Env()
 _BACKWARD = {"backward", "manual_backward"}
+# Helpers that log: what they are handed counts, whatever they do with it.
+_SHOWS = re.compile(r"log|print|report")
 _COUNTED_BY_FRAMEWORK = {"batch_idx", "batch_index", "batch_nb"}
 
 
@@ -224,6 +226,8 @@ class Walker:
     def _calls(self, expr: ast.expr, env: Env, path: _Path, scope: Scope) -> None:
         for call in calls_in(expr):
             helper = self._helper(call, scope)
+            if helper is not None and _SHOWS.search(helper.name):
+                self._emit(Act("call", call.func), call, self._stmt, env, path)
             if helper is not None and self._inline(call, helper, env, path, scope):
                 continue
             act = classify(call, env)

@@ -113,7 +113,7 @@ class LoopWindow:
     def is_ours(self, found: Boundary) -> bool:
         """True if a condition ends these windows and is not, say, a logging interval."""
         if self.shape == "accelerate" or self.boundary is None:
-            return found.kind in {"accelerate", "deepspeed", "last"}
+            return found.kind in {"accelerate", "deepspeed"}
         if found.kind == "accelerate" or self.boundary.kind == found.kind == "last":
             return True
         return found.key == self.every_key
@@ -224,10 +224,12 @@ def find_windows(walker: Walker, facts: Facts) -> list[LoopWindow]:
         for loop in event.loops:
             inside.setdefault(loop, []).append(event)
     found: list[LoopWindow] = []
-    for loop in walker.loops:
+    unread: set[Loop] = set()
+    # Inner loops first: a loop inside that is not read as a window is a part of one micro-batch.
+    for loop in sorted(walker.loops, key=lambda loop: -len(loop.parents)):
         events = inside.get(loop, [])
         # The innermost loop around a backward iterates over micro-batches.
-        inner = [e for e in events if e.kind == "backward" and e.loops[-1] is loop]
+        inner = [e for e in events if e.kind == "backward" and _within(e, loop, unread)]
         if not inner:
             continue
         first, last = events[0].order, events[-1].order
@@ -238,7 +240,14 @@ def find_windows(walker: Walker, facts: Facts) -> list[LoopWindow]:
         window = LoopWindow(loop, "plain", events, before, after, walker.resolver, facts)
         if _decide(window, inner):
             found.append(window)
-    return found
+        else:
+            unread.add(loop)
+    return sorted(found, key=lambda window: window.events[0].order)
+
+
+def _within(event: Event, loop: Loop, unread: set[Loop]) -> bool:
+    """True if only loops that are no windows lie between a loop and an event."""
+    return all(between in unread for between in event.loops[event.loops.index(loop) + 1 :])
 
 
 def _decide(window: LoopWindow, inner: list[Event]) -> bool:
@@ -342,7 +351,8 @@ def _repeats_micro_batches(window: LoopWindow, args: list[ast.expr]) -> bool:
     """Set the number of micro-batches of `for _ in range(accum)`; False if it is another loop."""
     times = _times(args)
     if times is None:
-        return False
+        # `for i in range(0, len(batch), micro_batch_size)`: slices of one batch.
+        return len(args) == 3 and bool(_MICRO_NAME.search(text(args[2])))
     count = strip_casts(window.resolver.resolve(times, window.loop.entry))
     window.end_every(count, "nested", None)
     size = number(count)

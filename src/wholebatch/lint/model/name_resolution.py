@@ -12,7 +12,7 @@ from typing import Any
 from .events import Def, Env, Loop, Symbol
 from .expressions import children, dotted, is_accumulation_name, number, place, text, walk
 
-_PURE_CALLS = {"int", "float", "max", "min", "len", "bool", "abs", "round"}
+_PURE_CALLS = {"int", "float", "max", "min", "len", "bool", "abs", "round", "divmod"}
 _OPERATIONS = (ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.Compare, ast.IfExp)
 _MAX_NODES = 80
 _MAX_DEPTH = 12

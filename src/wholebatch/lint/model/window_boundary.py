@@ -146,6 +146,8 @@ class _LoopConditions:
 
     def _is_tail(self, expr: ast.expr) -> bool:
         """True for one particular iteration: `i == max_iters`, `step + 1 == len(loader)`."""
+        if isinstance(expr, ast.BoolOp) and any(_is_short(value) for value in expr.values):
+            return False  # `len(loader) <= k and last`: only where one window is the whole epoch.
         if isinstance(expr, ast.Compare) and isinstance(expr.ops[0], ast.Eq):
             sides = (expr.left, expr.comparators[0])
             if any(self._position(side) is not None for side in sides):
@@ -172,6 +174,7 @@ class _LoopConditions:
         left, op, right = expr.left, expr.ops[0], expr.comparators[0]
         if is_binary(right, ast.Mod) and number(left) is not None:
             left, right = right, left
+        left = _remainder(left)
         if is_binary(left, ast.Mod):
             if not isinstance(op, (ast.Eq, ast.Is, ast.NotEq, ast.Gt)):
                 return None
@@ -379,12 +382,27 @@ class _LoopConditions:
         return any(isinstance(d.expr, ast.Constant) for d in self.loop.exit.get(symbol.name, ()))
 
 
+def _remainder(expr: ast.expr) -> ast.expr:
+    """Return `a % b` for `divmod(a, b)[1]`, and any other expression as it is."""
+    if isinstance(expr, ast.Subscript) and number(expr.slice) == 1 and is_call(expr.value, "divmod"):
+        return ast.BinOp(expr.value.args[0], ast.Mod(), expr.value.args[1])
+    return expr
+
+
 def _framework_boundary(expr: ast.expr) -> Boundary | None:
     if isinstance(expr, ast.Attribute) and expr.attr == "sync_gradients":
         return Boundary("accelerate", None, expr)
     if last_part(getattr(expr, "func", expr)) == "is_gradient_accumulation_boundary":
         return Boundary("deepspeed", None, expr)
     return None
+
+
+def _is_short(expr: ast.expr) -> bool:
+    return (
+        isinstance(expr, ast.Compare)
+        and isinstance(expr.ops[0], (ast.LtE, ast.Lt))
+        and is_accumulation_name(text(expr.comparators[0]))
+    )
 
 
 def _constant_part(expr: ast.expr) -> int:

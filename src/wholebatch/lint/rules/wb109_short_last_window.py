@@ -50,8 +50,9 @@ def _ends_short(window: LoopWindow, boundary: Boundary) -> bool:
 
 def _is_multiple(window: LoopWindow) -> bool:
     """True if the file itself makes the loader's length a multiple of the window."""
-    name = re.escape(window.every_name.rpartition(".")[2])
-    pattern = rf"len\([^)\n]*\)\s*%\s*[\w.]*{name}|//\s*[\w.]*{name}\s*\)?\s*\*\s*[\w.]*{name}"
+    words = re.findall(r"\w+", window.every_name)
+    name = words[-1] if words else ""
+    pattern = rf"len\([^)\n]*\)\s*%\s*[^)\n]*{name}|//\s*[\w.]*{name}\s*\)?\s*\*\s*[\w.]*{name}"
     return window.facts.mentions(re.compile(pattern))
 
 

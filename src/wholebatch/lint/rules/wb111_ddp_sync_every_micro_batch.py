@@ -12,7 +12,7 @@ from ..model.expressions import dotted, is_accumulation_name, is_not, text, walk
 from .rule_base import Report, rule, steps_every_micro_batch
 
 _HELD = re.compile(
-    r"no_sync|require_backward_grad_sync|no_backward_sync|disable_allreduce|set_requires_gradient_sync"
+    r"no_sync|require_backward_grad_sync|no_backward_sync|disable_allreduce|set_requires_gradient_sync|ddp_sync"
 )
 
 _LOCAL = {"tensor", "native", "wrapper", "lightning"}
@@ -74,7 +74,7 @@ def _late_flag(window: LoopWindow) -> Event | None:
 
 def _late_context(window: LoopWindow) -> Event | None:
     for backward in window.backwards:
-        held = [c for c in backward.contexts(window.loop) if holds_sync(c)]
+        held = [c for c in backward.contexts(window.loop) if holds_sync(c) and not _of_engine(c)]
         if not held:
             continue
         owner = held[-1]
@@ -87,10 +87,16 @@ def _late_context(window: LoopWindow) -> Event | None:
     return None
 
 
+def _of_engine(context: Context) -> bool:
+    """True for `booster.no_sync(model, optimizer)`, which an engine reads in the backward."""
+    made = [context.expr, *(d.expr for d in context.env.get(dotted(context.expr) or "", ()))]
+    return any(re.search(r"no_sync\(\w", text(m)) for m in made)
+
+
 def holds_sync(context: Context) -> bool:
     """True if a `with` item is (or was assigned from) a `no_sync()`."""
     spelled = text(context.expr)
-    if re.search(r"\bno_sync\b", spelled):
+    if re.search(r"\bno_(backward_)?sync\b", spelled):
         return True
     name = dotted(context.expr)
     if name is None and hasattr(context.expr, "func"):

@@ -113,11 +113,13 @@ def _shown(window: LoopWindow) -> Iterator[tuple[Event, list[ast.expr]]]:
         if event.kind == "call" and isinstance(call, ast.Call) and _is_sink(call):
             yield event, [*call.args, *(k.value for k in call.keywords)]
         elif event.kind == "return" and event.argument is not None:
-            yield event, [v for v in _numbers(event.argument, event.env) if v is not None]
+            yield event, _numbers(event.argument, event.env)
 
 
 def _numbers(expr: ast.expr, env: Env) -> list[ast.expr]:
     """Return the plain numbers in a returned value: `loss.item()`, not the loss itself."""
+    if isinstance(expr, ast.Call) and last_part(expr.func)[:1].isupper():
+        expr = ast.Tuple([*expr.args, *(k.value for k in expr.keywords)])  # A named tuple.
     values = [value for value, _ in _values([expr], env)]
     return [v for v in values if any(is_call(n, "item", "float", "tolist") for n in walk(v))]
 
