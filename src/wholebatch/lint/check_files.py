@@ -105,7 +105,7 @@ def check_source(source: Source, settings: Settings) -> list[Finding]:
 
 def _parse_and_check(source: Source, settings: Settings) -> list[Finding]:
     try:
-        file = read(source.text)
+        file = read(source.text, source.path)
     except SyntaxError as error:
         words = f"syntax error: {error.msg}"
         return [Finding(source.path, error.lineno or 1, error.offset or 1, _SYNTAX, words, "error")]

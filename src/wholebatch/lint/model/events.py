@@ -127,6 +127,7 @@ class Event(Act):
     path: tuple[PathItem, ...]
     env: Env
     order: int
+    root: int  # The function whose walk came here: events of two walks are unrelated.
     receiver_text: str = ""
 
     @cached_property
@@ -164,7 +165,7 @@ _SCHEDULER_NAME = re.compile(r"sched|warm_?up|anneal|lr_policy|lr_decay|\blrs$",
 _OPTIMIZER_NAME = re.compile(r"optim|(^|_)opts?($|_|\d)|^opt[A-Z_]?|_opt$|^sgd$|^adam\w*$", re.I)
 _SCALER_NAME = re.compile(r"scaler", re.I)
 _ENGINE_NAME = re.compile(r"(^|_)engine$|^ds_model$|^model_engine", re.I)
-_MODEL_NAME = re.compile(
+MODEL_NAME = re.compile(
     r"^(\w*model|\w*_module|net|network|\w*_net|unet\w*|transformer|module|encoder|decoder|dit"
     r"|backbone|net[A-Z]\w*|gpt|vae|controlnet|generator|discriminator|policy|actor|critic)$",
     re.I,
@@ -220,7 +221,7 @@ def role(receiver: ast.expr, env: Env) -> str:
             return "scaler"
         if index is not None:
             continue  # One of several values that a helper returned: its own name decides.
-        if _SCHEDULER_MADE.search(made):
+        if _SCHEDULER_MADE.search(made) and "Optim" not in made.rpartition(".")[2]:
             return "scheduler"
         if _OPTIMIZER_MADE.search(made):
             return "optimizer"
@@ -265,7 +266,7 @@ def classify(call: ast.Call, env: Env) -> Act | None:
         return _step(call, owner, env)
     if name == "update" and role(owner, env) == "scaler":
         return Act("scaler_update", owner)
-    if _MODEL_NAME.match(name):
+    if MODEL_NAME.match(name):
         return Act("forward", func)
     return _native_scaler(call, func)
 
@@ -274,7 +275,7 @@ def _plain_call(call: ast.Call, func: ast.Name, env: Env) -> Act | None:
     native = _native_scaler(call, func)
     if native is not None:
         return native
-    if _MODEL_NAME.match(func.id) or any(
+    if MODEL_NAME.match(func.id) or any(
         made.rpartition(".")[2] in {"DistributedDataParallel", "DDP", "FSDP", "DataParallel"}
         for made, _ in constructors(func, env)
     ):
@@ -329,6 +330,6 @@ def _step(call: ast.Call, owner: ast.expr, env: Env) -> Act | None:
     held = next((a for a in call.args if role(a, env) == "optimizer"), None)
     if held is not None:
         return Act("step", held, detail="wrapper")
-    if kind == "engine" or (not call.args and _MODEL_NAME.match(last_part(owner))):
+    if kind == "engine" or (not call.args and MODEL_NAME.match(last_part(owner))):
         return Act("engine_step", owner)
     return None

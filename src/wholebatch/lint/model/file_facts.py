@@ -20,6 +20,7 @@ from .expressions import (
     number,
     walk,
 )
+from .imported_code import module_source
 
 _ACTS = {
     "backward", "manual_backward", "loss_scaler", "zero_grad", "unscale_", "clip_grad_norm_",
@@ -58,6 +59,7 @@ class Facts:
     every_function: list[FunctionNode]
     # Every value that is assigned to a name anywhere in the file.
     assigned: dict[str, list[ast.expr]]
+    path: str = ""
     _searched: dict[re.Pattern[str], bool] = field(default_factory=dict)
 
     def mentions(self, pattern: re.Pattern[str]) -> bool:
@@ -65,6 +67,11 @@ class Facts:
         if pattern not in self._searched:
             self._searched[pattern] = pattern.search(self.source) is not None
         return self._searched[pattern]
+
+    def imported_source(self, call: ast.Call) -> str:
+        """Return the source of the local module that defines what is called, or ""."""
+        name = dotted(call.func) or ""
+        return module_source(self.tree, self.path, name) if self.path and "." not in name else ""
 
     def made(self, *names: str) -> list[ast.Call]:
         """Return the calls whose last name is one of these: `DDP(...)`, `nn.BatchNorm2d(...)`."""
@@ -102,7 +109,7 @@ class Facts:
         return [f for f in near if line <= (f.end_lineno or f.lineno)]
 
 
-def gather(tree: ast.Module, source: str) -> Facts:
+def gather(tree: ast.Module, source: str, path: str = "") -> Facts:
     """Collect everything from the file that is not about one loop."""
     calls: list[ast.Call] = []
     imports: set[str] = set()
@@ -138,7 +145,7 @@ def gather(tree: ast.Module, source: str) -> Facts:
     classes = [_class(o) for o in sorted(owners, key=lambda o: o.lineno)]
     ordered = sorted(uses, key=lambda f: f.lineno)
     return Facts(
-        tree, source, functions, classes, calls, called, imports, relevant, ordered, assigned
+        tree, source, functions, classes, calls, called, imports, relevant, ordered, assigned, path
     )
 
 

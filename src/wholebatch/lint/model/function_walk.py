@@ -68,6 +68,7 @@ class Walker:
         self.covered: set[FunctionNode] = set()
         # Functions inside functions, with their environment: a framework may call them.
         self.nested: list[tuple[FunctionNode, Env, Scope]] = []
+        self.root = 0
         self._inlines = 0
         self._stack: list[FunctionNode] = []
         self._returns: list[list[Def]] = []
@@ -259,6 +260,7 @@ class Walker:
             path=path,
             env=env.frozen(),
             order=len(self.events),
+            root=self.root,
             receiver_text=spelled,
         )
         self.events.append(event)
@@ -395,6 +397,7 @@ def walk_file(tree: ast.Module, facts: Facts) -> Walker:
 
 def _walk_root(walker: Walker, function: FunctionNode, env: Env, scope: Scope) -> None:
     walker.covered.add(function)
+    walker.root += 1
     inner = Env(env)
     spec = function.args
     names = [a.arg for a in (*spec.posonlyargs, *spec.args, *spec.kwonlyargs)]

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from .events import Event, Guard, Loop
+from .events import MODEL_NAME, Event, Guard, Loop
 from .expressions import (
     dotted,
     is_accumulation_name,
@@ -202,18 +202,28 @@ class File:
         """Return the windows that accumulate the gradients of several micro-batches."""
         return [w for w in self.windows if w.accumulates]
 
+    @cached_property
+    def models(self) -> set[int]:
+        """Return the ids of the calls that build something called a model."""
+        return {
+            id(value)
+            for name, values in self.facts.assigned.items()
+            if MODEL_NAME.match(name.rpartition(".")[2])
+            for value in values
+        }
+
     def shaped(self, *shapes: str) -> list[LoopWindow]:
         """Return the windows of these shapes."""
         return [w for w in self.windows if w.shape in shapes]
 
 
-def read(source: str) -> File:
+def read(source: str, path: str = "") -> File:
     """Parse and model one file; raise SyntaxError as Python does."""
     with warnings.catch_warnings():
         # Ignore warnings about invalid escapes in the file's strings.
         warnings.simplefilter("ignore")
         tree = ast.parse(source)
-    facts = gather(tree, source)
+    facts = gather(tree, source, path)
     return File(tree, facts, find_windows(walk_file(tree, facts), facts))
 
 
@@ -233,10 +243,11 @@ def find_windows(walker: Walker, facts: Facts) -> list[LoopWindow]:
         if not inner:
             continue
         first, last = events[0].order, events[-1].order
+        root, parents = events[0].root, loop.parents
         near = walker.events[max(0, first - _NEAR) : first]
-        before = [e for e in near if e.loops == loop.parents]
+        before = [e for e in near if e.loops == parents and e.root == root]
         near = walker.events[last + 1 : last + _NEAR]
-        after = [e for e in near if e.loops[: len(loop.parents)] == loop.parents]
+        after = [e for e in near if e.loops[: len(parents)] == parents and e.root == root]
         window = LoopWindow(loop, "plain", events, before, after, walker.resolver, facts)
         if _decide(window, inner):
             found.append(window)
@@ -344,7 +355,13 @@ def _nested(window: LoopWindow) -> bool:
     window.shape = "nested"
     if is_call(iterable, "range", "trange"):
         return _repeats_micro_batches(window, iterable.args)
-    return bool(_MICRO_NAME.search(text(iterable)))
+    if _MICRO_NAME.search(text(iterable)):
+        return True
+    # A loss that is divided by their number, and stepped with after the loop.
+    counts = [d for _, chain in window.chains for d in chain.divisors if window.counts(d)]
+    if counts:
+        window.end_every(counts[0].expr, "nested", None)
+    return bool(counts)
 
 
 def _repeats_micro_batches(window: LoopWindow, args: list[ast.expr]) -> bool:

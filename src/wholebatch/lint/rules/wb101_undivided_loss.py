@@ -13,11 +13,12 @@ from ..model.expressions import (
     is_accumulation_name,
     is_binary,
     last_part,
+    number,
     text,
     walk,
 )
 from ..model.loss_origin import Chain
-from .rule_base import Edit, Report, gradients_rescaled, rule
+from .rule_base import Edit, Report, exclusive, gradients_rescaled, rule
 
 _SCALING_FACTOR = re.compile(r"scale|accum|norm|inv|ratio|factor|coef|gas|micro|steps", re.I)
 _SUMS = re.compile(r"reduction\s*=\s*['\"](sum|none)|size_average\s*=\s*False|\.sum\(", re.I)
@@ -43,19 +44,37 @@ def check(file: File) -> Iterator[Report]:
     if not file.accumulating or gradients_rescaled(file) or file.facts.mentions(_ELSEWHERE):
         return
     for window in file.accumulating:
-        divisors = [divisor for _, chain in window.chains for divisor in chain.divisors]
-        if not _judged(window, file) or any(map(window.counts, divisors)):
+        if not _judged(window, file):
             continue
-        if _divides_by_count(window):
-            continue
-        if all(_undivided(chain, window) for _, chain in window.chains):
-            event = window.backwards[0]
+        event = _first_undivided(window)
+        if event is not None:
             yield Report(
                 event.node,
                 f"loss is not divided by `{window.every_name}`: gradients of the micro-batches add "
                 f"up to `{window.every_name}` times the mean",
                 _fix(window, event),
             )
+
+
+def _first_undivided(window: LoopWindow) -> Event | None:
+    """Return the first backward of a loss that is not divided, although the others may be."""
+    chains: dict[Event, list[Chain]] = {}
+    for event, chain in window.chains:
+        if number(chain.base) is None:  # A term that is 0 unless it is switched on.
+            chains.setdefault(event, []).append(chain)
+    divided = any(window.counts(d) for _, chain in window.chains for d in chain.divisors)
+    if not divided and _divides_by_count(window):
+        return None
+    for event, ways in chains.items():
+        if all(_undivided(way, window) for way in ways) and (not divided or _is_extra(event, window)):
+            return event
+    return None
+
+
+def _is_extra(event: Event, window: LoopWindow) -> bool:
+    """True for a second loss of the same micro-batch, beside one that is divided."""
+    others = [e for e in window.backwards if e is not event and not exclusive(e, event)]
+    return window.when(event) == "always" and bool(others)
 
 
 def _judged(window: LoopWindow, file: File) -> bool:
@@ -86,7 +105,7 @@ def _divides_by_count(window: LoopWindow) -> bool:
 def _plain(event: Event, file: File) -> bool:
     if event.detail == "accelerate":
         return file.facts.accelerator_divides is False
-    return event.detail in {"tensor", "native", "fabric", "lightning"}
+    return event.detail in {"tensor", "native", "fabric", "lightning", "wrapper"}
 
 
 def _undivided(chain: Chain, window: LoopWindow) -> bool:
@@ -98,8 +117,9 @@ def _undivided(chain: Chain, window: LoopWindow) -> bool:
     if chain.base is None or ("sum" in chain.reducers and not is_mean):
         return False
     call = chain.base_call
-    if call is None:
-        return False
+    if call is None or (call is not None and "mean" in chain.reducers and "loss" in text(chain.base)):
+        # A mean of what is called a loss needs no further look.
+        return "mean" in chain.reducers and "loss" in text(chain.base).lower()
     spelled = f"{text(chain.base)} {text(call)}"
     if _SUMS.search(spelled) or is_accumulation_name(spelled) or _is_sum(call, chain, window):
         return False

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from ..model import File, LoopWindow
-from ..model.expressions import keyword, last_part, number, text, walk
+from ..model.expressions import is_call, keyword, last_part, number, text, walk
 from ..model.loss_origin import Chain
 from .rule_base import Report, framework_accumulates, gradients_rescaled, rule
 
@@ -19,7 +19,11 @@ _MASKED_DATA = re.compile(
     r"(?<![\w.])-100(?![\w.])|ignore_index|label_pad_token_id"
     r"|DataCollatorFor(LanguageModeling|Seq2Seq|TokenClassification|WholeWordMask|Completion\w+)"
 )
-_MASKED_LABELS = re.compile(r"label\w*\W[^\n]*(?<![\w.])-100(?![\w.])")
+# Labels that are left out, whatever the model is.
+_MASKED_LABELS = re.compile(
+    r"(?<![\w.])-100(?![\w.%])|masked_lm_labels|(label|target)s?\w*\[[^\]\n]*\]\s*=\s*-1\b"
+)
+_COLLATES = re.compile(r"collat|dataset|loader", re.I)
 _MASK_COUNT = re.compile(
     r"mask\w*(\.\w+\(\))*\.sum\(\)|torch\.sum\(\w*mask\w*\)|n_?valid|num_valid|\.ne\(.*sum\(\)"
     r"|\bmask_?(sum|count|total)|\w_mask_?(sum|count|total)"
@@ -132,7 +136,15 @@ def _ignores(call: ast.Call, chain: Chain, file: File) -> bool:
     ]
     if not made or all(isinstance(m, ast.Name) for m in made):
         made += _made_elsewhere(text(call.func), file)
+    made = [_unmoved(m) for m in made]
     return any(isinstance(m, ast.Call) and (_masks_mean(m) or _is_masking(m, file)) for m in made)
+
+
+def _unmoved(made: ast.expr) -> ast.expr:
+    """Return `CrossEntropyLoss(...)` for `CrossEntropyLoss(...).to(device)`."""
+    while is_call(made, "to", "cuda", "float") and isinstance(made.func, ast.Attribute):
+        made = made.func.value
+    return made
 
 
 def _made_elsewhere(name: str, file: File) -> list[ast.expr]:
@@ -210,7 +222,9 @@ def _masks_mean(call: ast.Call, defaults: dict[str, ast.expr] | None = None) -> 
 def _is_language_model(call: ast.Call, file: File) -> bool:
     if not re.search(r"model|net", text(call.func), re.I):
         return False
-    source = file.facts.source
-    if _MASKED_LABELS.search(source):  # Whatever the model is, its labels are masked here.
+    if file.facts.mentions(_MASKED_LABELS):
         return True
-    return bool(_LANGUAGE_MODEL.search(source) and _MASKED_DATA.search(source))
+    if file.facts.mentions(_LANGUAGE_MODEL) and file.facts.mentions(_MASKED_DATA):
+        return True
+    collators = [c for c in file.facts.calls if _COLLATES.search(last_part(c.func))]
+    return any(_MASKED_LABELS.search(file.facts.imported_source(c)) for c in collators)

@@ -17,7 +17,6 @@ _FAMILIES = (
 )
 _KNOWN_MODEL = re.compile(rf"^({_FAMILIES})$")
 _SEGMENTERS = {"Unet", "UnetPlusPlus", "FPN", "DeepLabV3", "DeepLabV3Plus", "Linknet"}
-_SPEAKS = re.compile(r"BatchNorm|models|timm|smp|segmentation_models|hub\.load|EfficientNet")
 _FROZEN = re.compile(
     r"FrozenBatchNorm|freeze_?bn|freeze_batch_?norm|bn_?eval|BatchNorm\w*\)?:?\s*\n?\s*\w+\.eval\(\)"
     r"|set_bn_eval|fix_bn|frozen_bn",
@@ -32,7 +31,7 @@ _FROZEN = re.compile(
 )
 def check(file: File) -> Iterator[Report]:
     """Yield one report per file, where the layers are created."""
-    if not file.facts.mentions(_SPEAKS) or file.facts.mentions(_FROZEN):
+    if file.facts.mentions(_FROZEN):
         return
     if not any(w.shape != "deepspeed" for w in file.accumulating) and not framework_accumulates(
         file
@@ -53,7 +52,11 @@ def _batchnorm(call: ast.Call, file: File) -> str:
     name = last_part(call.func)
     if name in {"BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "LazyBatchNorm2d"}:
         return f"`{name}`"
+    if name == "convert_sync_batchnorm":
+        return "the model's BatchNorm"
     model = _known_model(call, name, dotted(call.func) or "", file)
+    if not model and id(call) in file.models and "BatchNorm" in file.facts.imported_source(call):
+        model = name
     return f"`{model}` has BatchNorm, which" if model else ""
 
 

@@ -18,7 +18,6 @@ _MESSAGE = (
     "loss uses the other samples of the micro-batch as negatives: accumulation does not give the "
     "negatives of the whole batch"
 )
-_SPEAKS = re.compile(rf"arange\(|return_loss|{_COUPLED_NAME.pattern}")
 _CACHED = re.compile(
     r"grad_?cache|accum_\w*features|cached_(multiple|rep|emb)|accum_features", re.I
 )
@@ -32,11 +31,11 @@ _SIMILARITY = re.compile(r"@|matmul|einsum|\.mm\(|similarity|\.bmm\(")
 )
 def check(file: File) -> Iterator[Report]:
     """Yield at most one report per window."""
-    if not file.facts.mentions(_SPEAKS) or file.facts.mentions(_CACHED):
+    if file.facts.mentions(_CACHED):
         return
     yield from _in_training_steps(file)
     for window in file.accumulating:
-        node = _named(window) or _by_arange(window)
+        node = _named(window) or _by_arange(window) or _imported(window, file)
         if node is not None:
             yield Report(node, _MESSAGE)
 
@@ -56,6 +55,25 @@ def _in_training_steps(file: File) -> Iterator[Report]:
                 if _COUPLED_NAME.search(last_part(node.func)) or _COUPLED_NAME.search(name):
                     yield Report(node, _MESSAGE)
                     break
+
+
+def _imported(window: LoopWindow, file: File) -> ast.AST | None:
+    """Return the call that builds a model whose own loss compares the samples of a batch."""
+    losses = {id(chain.base_call) for _, chain in window.chains}
+    forwards = [e for e in window.of("forward", "call") if id(e.node) in losses]
+    if not forwards:
+        return None
+    for call in file.facts.calls:
+        if id(call) in file.models and _compares(file.facts.imported_source(call)):
+            return forwards[0].node
+    return None
+
+
+def _compares(source: str) -> bool:
+    labels = re.search(r"\barange\(|torch\.diag\(|CrossEn\(", source)
+    loss = re.search(r"cross_entropy\(|CrossEn(tropyLoss)?\(", source)
+    pairs = re.search(r"sim_matrix|similarity|scores\b|logits_per", source)
+    return bool(labels and loss and pairs and re.search(r"\bmm\(|matmul\(|@", source))
 
 
 def _calls(window: LoopWindow) -> Iterator[tuple[Event, ast.Call]]:

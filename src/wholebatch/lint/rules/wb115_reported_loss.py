@@ -139,6 +139,8 @@ def _where(event: Event, value: ast.expr, env: Env, window: LoopWindow, file: Fi
 
 def _is_sink(call: ast.Call) -> bool:
     name = last_part(call.func)
+    if "accum" in name:
+        return False  # A helper that adds up.
     if isinstance(call.func, ast.Name) and _BAR.fullmatch(name):
         return len(call.args) > 1  # A callable progress bar: `pbar(step, {"loss": ...})`.
     owner = text(call.func.value) if isinstance(call.func, ast.Attribute) else ""
