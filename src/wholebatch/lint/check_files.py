@@ -45,7 +45,10 @@ class Finding:
     name: str = ""
     cell: int | None = None
     end_line: int | None = None
+    end_column: int | None = None
     fix: tuple[Edit, ...] = ()
+    unsafe: bool = False
+    source_line: str = ""
 
     @property
     def place(self) -> str:
@@ -138,7 +141,10 @@ def _check_rule(rule: Rule, file: File, source: Source, lines: list[str]) -> lis
             rule.name,
             cell,
             end_line=end - line + inside,
+            end_column=_end_column(report.node, line),
             fix=report.fix,
+            unsafe=report.unsafe,
+            source_line=lines[line - 1] if line <= len(lines) else "",
         )
         found.setdefault((line, column), finding)
     return list(found.values())
@@ -152,6 +158,14 @@ def _position(node: ast.AST) -> tuple[int, int, int]:
     if isinstance(node, (ast.For, ast.While, ast.With, ast.AsyncWith, ast.If)):
         end = line
     return line, column, end
+
+
+def _end_column(node: ast.AST, line: int) -> int | None:
+    """Return the column behind the node if it ends on its first line."""
+    if isinstance(node, (ast.For, ast.While, ast.With, ast.AsyncWith, ast.If)):
+        return None
+    end = getattr(node, "end_col_offset", None)
+    return end + 1 if end is not None and getattr(node, "end_lineno", line) == line else None
 
 
 def _is_silenced(lines: list[str], first: int, last: int, code: str) -> bool:

@@ -39,11 +39,14 @@ def fix_files(findings: Sequence[Finding], settings: Settings) -> int:
     return fixed
 
 
-def fix_text(text: str, settings: Settings, *, path: str = "<source>") -> tuple[str, int]:
+def fix_text(
+    text: str, settings: Settings, *, path: str = "<source>", unsafe: bool = False
+) -> tuple[str, int]:
     """Apply one fix after another until none is left; return the text and how many."""
     count = 0
     for _ in range(_ROUNDS):
-        findings = [f for f in check_source(Source(path, text), settings) if f.fix]
+        found = check_source(Source(path, text), settings)
+        findings = [f for f in found if f.fix and (unsafe or not f.unsafe)]
         if not findings:
             break
         changed = _apply_edits(text, findings[0].fix)

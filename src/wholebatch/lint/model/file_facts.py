@@ -70,8 +70,8 @@ class Facts:
 
     def imported_source(self, call: ast.Call) -> str:
         """Return the source of the local module that defines what is called, or ""."""
-        name = dotted(call.func) or ""
-        return module_source(self.tree, self.path, name) if self.path and "." not in name else ""
+        name = (dotted(call.func) or "").partition(".")[0]
+        return module_source(self.tree, self.path, name) if self.path else ""
 
     def made(self, *names: str) -> list[ast.Call]:
         """Return the calls whose last name is one of these: `DDP(...)`, `nn.BatchNorm2d(...)`."""

@@ -48,6 +48,7 @@ class LoopWindow:
     after: list[Event]
     resolver: Resolver
     facts: Facts
+    inner: list[Event] = field(default_factory=list)  # Its own backwards, not those of a window inside.
     boundary: Boundary | None = None
     every: ast.expr | None = None
     _when: dict[Event, str] = field(default_factory=dict)
@@ -140,7 +141,7 @@ class LoopWindow:
     @cached_property
     def backwards(self) -> list[Event]:
         """Return the backward calls that add to the window."""
-        return [e for e in self.of("backward") if self.when(e) != "never"]
+        return [e for e in self.inner if self.when(e) != "never"]
 
     @cached_property
     def chains(self) -> list[tuple[Event, Chain]]:
@@ -248,7 +249,7 @@ def find_windows(walker: Walker, facts: Facts) -> list[LoopWindow]:
         before = [e for e in near if e.loops == parents and e.root == root]
         near = walker.events[last + 1 : last + _NEAR]
         after = [e for e in near if e.loops[: len(parents)] == parents and e.root == root]
-        window = LoopWindow(loop, "plain", events, before, after, walker.resolver, facts)
+        window = LoopWindow(loop, "plain", events, before, after, walker.resolver, facts, inner)
         if _decide(window, inner):
             found.append(window)
         else:

@@ -116,6 +116,8 @@ class _LoopConditions:
         return inner if values[0] is True else _negated(inner)
 
     def _compound(self, expr: ast.BoolOp) -> Boundary | None:
+        if _is_short_epoch(expr):
+            return None
         parts = [(value, self.boundary(value)) for value in expr.values]
         known = [b for _, b in parts if b is not None]
         others = [v for v, b in parts if b is None]
@@ -129,7 +131,8 @@ class _LoopConditions:
         if is_or != main.inverse:
             ends = any(b.kind == "last" for b in known[1:])
             tail = ends or main.tail or any(self._is_tail(v) for v in others)
-            return replace(self._beside(main, others, self._is_tail), tail=tail, expr=expr)
+            found = self._beside(main, others, lambda v: self._is_tail(v) or _is_short_epoch(v))
+            return replace(found, tail=tail, expr=expr)
         if is_or:
             return None
         after_first = any(self._excludes_zero(v) for v in others)
@@ -146,7 +149,7 @@ class _LoopConditions:
 
     def _is_tail(self, expr: ast.expr) -> bool:
         """True for one particular iteration: `i == max_iters`, `step + 1 == len(loader)`."""
-        if isinstance(expr, ast.BoolOp) and any(_is_short(value) for value in expr.values):
+        if _is_short_epoch(expr):
             return False  # `len(loader) <= k and last`: only where one window is the whole epoch.
         if isinstance(expr, ast.Compare) and isinstance(expr.ops[0], ast.Eq):
             sides = (expr.left, expr.comparators[0])
@@ -395,6 +398,10 @@ def _framework_boundary(expr: ast.expr) -> Boundary | None:
     if last_part(getattr(expr, "func", expr)) == "is_gradient_accumulation_boundary":
         return Boundary("deepspeed", None, expr)
     return None
+
+
+def _is_short_epoch(expr: ast.expr) -> bool:
+    return isinstance(expr, ast.BoolOp) and any(_is_short(value) for value in expr.values)
 
 
 def _is_short(expr: ast.expr) -> bool:

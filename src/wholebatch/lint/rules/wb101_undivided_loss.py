@@ -18,7 +18,7 @@ from ..model.expressions import (
     walk,
 )
 from ..model.loss_origin import Chain
-from .rule_base import Edit, Report, exclusive, gradients_rescaled, rule
+from .rule_base import Edit, Report, exclusive, gradients_rescaled, replaces_one, rule
 
 _SCALING_FACTOR = re.compile(r"scale|accum|norm|inv|ratio|factor|coef|gas|micro|steps", re.I)
 _SUMS = re.compile(r"reduction\s*=\s*['\"](sum|none)|size_average\s*=\s*False|\.sum\(", re.I)
@@ -44,15 +44,16 @@ def check(file: File) -> Iterator[Report]:
     if not file.accumulating or gradients_rescaled(file) or file.facts.mentions(_ELSEWHERE):
         return
     for window in file.accumulating:
-        if not _judged(window, file):
+        if not _judged(window, file) or replaces_one(window):
             continue
         event = _first_undivided(window)
         if event is not None:
             yield Report(
                 event.node,
                 f"loss is not divided by `{window.every_name}`: gradients of the micro-batches add "
-                f"up to `{window.every_name}` times the mean",
-                _fix(window, event),
+                f"up to `{window.every_name}` times the mean; write "
+                f"`(loss / {window.every_name}).backward()`",
+                *_fix(window, event),
             )
 
 
@@ -117,9 +118,10 @@ def _undivided(chain: Chain, window: LoopWindow) -> bool:
     if chain.base is None or ("sum" in chain.reducers and not is_mean):
         return False
     call = chain.base_call
-    if call is None or (call is not None and "mean" in chain.reducers and "loss" in text(chain.base)):
-        # A mean of what is called a loss needs no further look.
-        return "mean" in chain.reducers and "loss" in text(chain.base).lower()
+    if "mean" in chain.reducers and "loss" in text(chain.base).lower():
+        return True  # A mean of what is called a loss needs no further look.
+    if call is None:
+        return False
     spelled = f"{text(chain.base)} {text(call)}"
     if _SUMS.search(spelled) or is_accumulation_name(spelled) or _is_sum(call, chain, window):
         return False
@@ -146,20 +148,22 @@ def _is_sum(base: ast.Call, chain: Chain, window: LoopWindow) -> bool:
     return False
 
 
-def _fix(window: LoopWindow, event: Event) -> tuple[Edit, ...]:
-    # Certain only for one plain `loss.backward()` of a loss that is a mean by definition.
+def _fix(window: LoopWindow, event: Event) -> tuple[tuple[Edit, ...], bool]:
+    """Return the edits for one plain `loss.backward()`, and True if the loss may be a sum."""
     if window.shape != "boundary" or len(window.backwards) != 1 or window.boundary is None:
-        return ()
+        return (), False
     if window.boundary.kind != "modulo" or event.detail != "tensor":
-        return ()
+        return (), False
+    # Gradients that are cleared on every micro-batch are those of one: they must not be divided.
+    if any(window.when(zero) != "boundary" for zero in window.of("zero")):
+        return (), False
     argument = event.argument
     count = _written_count(window)
     if not isinstance(argument, ast.Name) or count is None or len(window.chains) != 1:
-        return ()
+        return (), False
     base = window.chains[0][1].base
-    if not isinstance(base, ast.Call) or not _KNOWN_MEANS.match(text(base.func)):
-        return ()
-    return (Edit.at("replace", argument, f"({argument.id} / {count})"),)
+    is_mean = isinstance(base, ast.Call) and bool(_KNOWN_MEANS.match(text(base.func)))
+    return (Edit.at("replace", argument, f"({argument.id} / {count})"),), not is_mean
 
 
 def _written_count(window: LoopWindow) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from ..model import File, LoopWindow
+from ..model import Event, File, LoopWindow
 from ..model.expressions import divisor_of, is_accumulation_name, is_binary, text, walk
 from ..model.loss_origin import Divisor
 from .rule_base import Edit, Report, rule
@@ -46,7 +46,7 @@ def _by_hand(window: LoopWindow, framework: str) -> Iterator[Report]:
             yield Report(
                 counts[0].node,
                 f"loss is divided by `{counts[0].key}`, and {framework} divides it again",
-                _fix(counts[0]) if framework == "Accelerate" else (),
+                _fix(counts[0], event) if framework == "Accelerate" else (),
             )
         elif len(counts) > 1 and counts[0].key == counts[1].key and counts[0].node not in seen:
             seen.add(counts[0].node)
@@ -90,10 +90,10 @@ def _divisions(method: ast.AST, framework: str, name: str) -> Iterator[Report]:
             return
 
 
-def _fix(divisor: Divisor) -> tuple[Edit, ...]:
+def _fix(divisor: Divisor, event: Event) -> tuple[Edit, ...]:
     node = divisor.node
-    # `accelerator.backward(loss / k)` or `loss = model(...).loss / k`: keep the left side.
-    if getattr(node, "augmented", False) or not is_binary(node, ast.Div):
+    # Only `accelerator.backward(loss / k)`: what is divided elsewhere is logged elsewhere too.
+    if node is not event.argument or getattr(node, "augmented", False) or not is_binary(node, ast.Div):
         return ()
     if not isinstance(node.left, (ast.Name, ast.Attribute, ast.Call, ast.Subscript)):
         return ()

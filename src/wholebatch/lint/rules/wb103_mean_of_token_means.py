@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from ..model import File, LoopWindow
-from ..model.expressions import is_call, keyword, last_part, number, text, walk
+from ..model.expressions import dotted, is_call, keyword, last_part, number, text, walk
 from ..model.loss_origin import Chain
 from .rule_base import Report, framework_accumulates, gradients_rescaled, rule
 
@@ -37,6 +37,8 @@ _EXACT = re.compile(
 )
 _CRITERION = re.compile(r"criterion|loss|entropy|(?<![a-z])ce(?![a-z])", re.I)
 _OWN_CROSS_ENTROPY = re.compile(r"^(masked_|smooth_)?(ce|cross_entropy|nll)_loss$", re.I)
+# Helpers of RLHF code: a mean over the mask of one micro-batch.
+_MASKED_MEAN = re.compile(r"masked?_mean|mean_masked")
 _CROSS_ENTROPY = {"cross_entropy", "nll_loss", "CrossEntropyLoss", "NLLLoss", "LabelSmoothingLoss"}
 
 
@@ -120,6 +122,10 @@ def _masked_mean(chain: Chain, window: LoopWindow, file: File) -> ast.AST | None
     call = chain.base_call
     if call is None:
         return None
+    if _MASKED_MEAN.fullmatch(last_part(call.func)):
+        return chain.base
+    if _is_packed(call, chain, window):
+        return None
     is_masked = _ignores(call, chain, file) or _selects(call, chain)
     return chain.base if is_masked or _is_language_model(call, file) else None
 
@@ -138,6 +144,25 @@ def _ignores(call: ast.Call, chain: Chain, file: File) -> bool:
         made += _made_elsewhere(text(call.func), file)
     made = [_unmoved(m) for m in made]
     return any(isinstance(m, ast.Call) and (_masks_mean(m) or _is_masking(m, file)) for m in made)
+
+
+def _is_packed(call: ast.Call, chain: Chain, window: LoopWindow) -> bool:
+    """True if the labels are a slice of the data with a literal ignore_index: no label is left out."""
+    if number(keyword(call, "ignore_index")) is None or len(call.args) < 2:
+        return False
+    labels: ast.expr = call.args[1]
+    while isinstance(labels, ast.Call) and isinstance(labels.func, ast.Attribute):
+        labels = labels.func.value
+    for definition in chain.base_env.get(dotted(labels) or "", ()):
+        made = definition.expr
+        while isinstance(made, ast.Call) and isinstance(made.func, ast.Attribute):
+            made = made.func.value
+        if isinstance(made, ast.Subscript) and isinstance(made.slice, ast.Tuple):
+            return dotted(made.value) == dotted(window.loop.target or made) or any(
+                dotted(made.value) == dotted(e)
+                for e in getattr(window.loop.target, "elts", ())
+            )
+    return False
 
 
 def _unmoved(made: ast.expr) -> ast.expr:

@@ -55,9 +55,19 @@ def first_window(window: LoopWindow) -> str:
     return f"{'+' if shift > 0 else '-'} {abs(shift)}"
 
 
+def _is_alone(window: LoopWindow) -> bool:
+    """True if this one condition decides all that happens once per window."""
+    events = window.of("step", "zero", "sched", "clip", "unscale", "scaler_update")
+    at_boundary = [e for e in events if window.when(e) in {"boundary", "inside"}]
+    return all(
+        any(guard.expr is window.boundary.expr for guard in e.guards(window.loop))  # type: ignore[union-attr]
+        for e in at_boundary
+    )
+
+
 def _fix(window: LoopWindow) -> tuple[Edit, ...]:
     boundary = window.boundary
-    if boundary is None or boundary.tail or boundary.after_first:
+    if boundary is None or boundary.tail or boundary.after_first or not _is_alone(window):
         return ()
     # `i % k == 0` with an enumerate from 0: write `(i + 1)` instead of `i`.
     expr = boundary.expr

@@ -70,7 +70,7 @@ def _imported(window: LoopWindow, file: File) -> ast.AST | None:
 
 
 def _compares(source: str) -> bool:
-    labels = re.search(r"\barange\(|torch\.diag\(|CrossEn\(", source)
+    labels = re.search(r"(label|target)\w*\s*=[^\n]*arange\(|torch\.diag\(|CrossEn\(", source)
     loss = re.search(r"cross_entropy\(|CrossEn(tropyLoss)?\(", source)
     pairs = re.search(r"sim_matrix|similarity|scores\b|logits_per", source)
     return bool(labels and loss and pairs and re.search(r"\bmm\(|matmul\(|@", source))
