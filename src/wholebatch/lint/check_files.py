@@ -24,7 +24,7 @@ _UNREAD = "WB002"
 # A file without a backward, a step function or a Trainer subclass cannot accumulate.
 _TRAINS = re.compile(r"backward\s*\(|loss_scaler\s*\(|def (training_step|compute_loss)\b")
 _UPDATES = re.compile(
-    r"\.\s*step\s*\(|optimizer_step|update_grad|def (training_step|compute_loss)\b|loss_scaler"
+    r"\.\s*(step|optimize)\s*\(|optimizer_step|update_grad|def (training_step|compute_loss)\b|loss_scaler"
 )
 _NOQA = re.compile(r"#\s*noqa(?:\s*:\s*(?P<codes>[A-Z]+\d+(?:[,\s]+[A-Z]+\d+)*))?", re.IGNORECASE)
 # Starting workers takes about as long as checking this many files.

@@ -163,7 +163,7 @@ _OPTIMIZER_MADE = re.compile(
 )
 _SCHEDULER_NAME = re.compile(r"sched|warm_?up|anneal|lr_policy|lr_decay|\blrs$", re.I)
 _OPTIMIZER_NAME = re.compile(r"optim|(^|_)opts?($|_|\d)|^opt[A-Z_]?|_opt$|^sgd$|^adam\w*$", re.I)
-_SCALER_NAME = re.compile(r"scaler", re.I)
+_SCALER_NAME = re.compile(r"scaler(?!\w*(meter|metric|avg|stat))", re.I)
 _ENGINE_NAME = re.compile(r"(^|_)engine$|^ds_model$|^model_engine", re.I)
 MODEL_NAME = re.compile(
     r"^(\w*model|\w*_module|net|network|\w*_net|unet\w*|transformer|module|encoder|decoder|dit"

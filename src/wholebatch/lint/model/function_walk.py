@@ -225,6 +225,18 @@ class Walker:
             env.bind(name, (Def(expr, before, _loops(path), target),))
 
     def _calls(self, expr: ast.expr, env: Env, path: _Path, scope: Scope) -> None:
+        """Record the calls of an expression; `step() if last else None` is a condition too."""
+        if isinstance(expr, ast.IfExp):
+            self._calls(expr.test, env, path, scope)
+            for branch, positive in ((expr.body, True), (expr.orelse, False)):
+                guard = Guard(expr.test, env.frozen(), positive)
+                self._calls(branch, env, (*path, guard), scope)
+            return
+        if isinstance(expr, ast.BoolOp):
+            for value in expr.values:
+                self._calls(value, env, path, scope)
+                path = (*path, Guard(value, env.frozen(), isinstance(expr.op, ast.And)))
+            return
         for call in calls_in(expr):
             helper = self._helper(call, scope)
             if helper is not None and _SHOWS.search(helper.name):
@@ -418,6 +430,8 @@ def _walk_root(walker: Walker, function: FunctionNode, env: Env, scope: Scope) -
 
 
 def _steps_outside_loops(function: FunctionNode) -> bool:
+    if function.name == "training_step":
+        return True  # Lightning calls it once per batch, wherever its helpers are.
     todo: list[ast.AST] = list(function.body)
     while todo:
         node = todo.pop()

@@ -68,6 +68,22 @@ class LoopWindow:
         """Return the number of micro-batches as written in the source."""
         return re.sub(r"@\d+", "", self.every_key) or "K"
 
+    @cached_property
+    def count_name(self) -> str:
+        """Return the number of micro-batches by the name that the user gave it, for messages."""
+        written = [self.boundary.expr] if self.boundary is not None else []
+        written += [] if self.loop.iterable is None else [self.loop.iterable]
+        for expr in written:
+            for node in walk(expr):
+                if is_binary(node, ast.Mod) and dotted(node.right):
+                    return text(node.right)
+                if is_call(node, "range") and node.args and dotted(node.args[-1]):
+                    if text(strip_casts(self.resolver.resolve(node.args[-1], self.loop.entry))) == self.every_key:
+                        return text(node.args[-1])
+        counts = [d.written for _, chain in self.chains for d in chain.divisors if self.counts(d)]
+        named = [name for name in counts if not name.replace(".", "").isdigit()]
+        return named[0] if named and self.every_name.isdigit() else self.every_name
+
     def of(self, *kinds: str) -> list[Event]:
         """Return the events of these kinds inside the loop, in order."""
         return [e for e in self.events if e.kind in kinds]

@@ -460,6 +460,8 @@ def peel(iterable: ast.expr | None, env: Env) -> ast.expr | None:
             if inner is None or last_part(iterable.func) == "trange":
                 break
             iterable = inner
+        elif isinstance(iterable, ast.IfExp):
+            iterable = iterable.body  # `tqdm(loader) if is_main else loader`
         else:
             alias = _alias(iterable, env)
             if alias is None:
@@ -485,9 +487,10 @@ def _is_wrapper(expr: ast.expr) -> TypeGuard[ast.Call]:
 def _alias(iterable: ast.expr, env: Env) -> Def | None:
     """Return the definition of a name that stands for another name or a wrapped iterable."""
     name = dotted(iterable)
-    made = [d for d in env.get(name or "", ()) if isinstance(d.expr, (ast.Call, ast.Name))]
+    kinds = (ast.Call, ast.Name, ast.IfExp)
+    made = [d for d in env.get(name or "", ()) if isinstance(d.expr, kinds)]
     if not made or dotted(made[-1].expr) == name:
         return None
     expr = made[-1].expr
     known = _is_wrapper(expr) or is_call(expr, "enumerate", "range", "zip", "cycle")
-    return made[-1] if known or isinstance(expr, ast.Name) else None
+    return made[-1] if known or isinstance(expr, (ast.Name, ast.IfExp)) else None

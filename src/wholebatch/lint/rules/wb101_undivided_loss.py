@@ -29,7 +29,7 @@ _KNOWN_MEANS = re.compile(
 # Losses that are normalised over the whole window elsewhere.
 _ELSEWHERE = re.compile(r"accum_\w*features|grad_?cache|num_items_in_batch", re.I)
 _MODELISH = re.compile(
-    r"model|net\b|network|criterion|loss|cross_entropy|nll|mse|l1|bce|ce\b|engine", re.I
+    r"model|net\b|network|crit|loss|cross_entropy|nll|mse|l1|bce|ce\b|engine", re.I
 )
 
 
@@ -50,9 +50,9 @@ def check(file: File) -> Iterator[Report]:
         if event is not None:
             yield Report(
                 event.node,
-                f"loss is not divided by `{window.every_name}`: gradients of the micro-batches add "
-                f"up to `{window.every_name}` times the mean; write "
-                f"`(loss / {window.every_name}).backward()`",
+                f"loss is not divided by `{window.count_name}`: gradients of the micro-batches add "
+                f"up to `{window.count_name}` times the mean; write "
+                f"`(loss / {window.count_name}).backward()`",
                 *_fix(window, event),
             )
 

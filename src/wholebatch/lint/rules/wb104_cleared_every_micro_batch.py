@@ -27,7 +27,7 @@ def check(file: File) -> Iterator[Report]:
             yield Report(
                 zero.node,
                 f"gradients are cleared on every micro-batch but used every "
-                f"`{window.every_name}`: only the last micro-batch counts",
+                f"`{window.count_name}`: only the last micro-batch counts",
                 _fix(window, zero, zeros, steps),
             )
 

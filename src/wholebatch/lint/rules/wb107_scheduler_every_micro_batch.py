@@ -30,7 +30,7 @@ def check(file: File) -> Iterator[Report]:
             yield Report(
                 event.node,
                 f"`{text(event.node)}` runs on every micro-batch: the schedule goes "
-                f"`{window.every_name}` times too fast; step it once per update",
+                f"`{window.count_name}` times too fast; step it once per update",
                 _fix(window, event),
                 unsafe=True,
             )

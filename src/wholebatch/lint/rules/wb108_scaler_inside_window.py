@@ -33,7 +33,7 @@ def check(file: File) -> Iterator[Report]:
                 yield Report(
                     step.node,
                     f"`{text(step.node)}` runs on every micro-batch but gradients are cleared "
-                    f"every `{window.every_name}`: each step re-uses the earlier ones",
+                    f"every `{window.count_name}`: each step re-uses the earlier ones",
                 )
 
 

@@ -27,14 +27,14 @@ def check(file: File) -> Iterator[Report]:
         if handled and _nominal(window):
             yield Report(
                 boundary.expr,
-                f"the short last window is divided by the nominal `{window.every_name}`, not "
+                f"the short last window is divided by the nominal `{window.count_name}`, not "
                 "by the micro-batches that it has",
             )
         elif not handled and not _is_multiple(window):
             fate = "dropped" if _cleared_before(window) else "left over for the next window"
             yield Report(
                 boundary.expr,
-                f"micro-batches after the last multiple of `{window.every_name}` never reach an "
+                f"micro-batches after the last multiple of `{window.count_name}` never reach an "
                 f"update of their own: they are {fate} at the end of the loader",
             )
 

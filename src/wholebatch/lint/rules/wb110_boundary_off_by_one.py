@@ -27,7 +27,7 @@ def check(file: File) -> Iterator[Report]:
         size = first_window(window)
         if not size:
             continue
-        name = window.every_name
+        name = window.count_name
         words = "one micro-batch" if size == "one" else f"`{name}` {size} micro-batches"
         yield Report(
             boundary.expr,

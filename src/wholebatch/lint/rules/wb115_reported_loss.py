@@ -87,7 +87,7 @@ def _logged(window: LoopWindow, bases: set[int], file: File) -> Iterator[Report]
             chains = _loss_chains(value, env, window, bases)
             if any(_is_divided(c, window) for c in chains):
                 words = (
-                    f"reported loss was divided by `{window.every_name}`: it is that many times "
+                    f"reported loss was divided by `{window.count_name}`: it is that many times "
                     "too small"
                 )
             elif chains and _is_last(event, window):
@@ -235,7 +235,7 @@ def _averaged(window: LoopWindow, bases: set[int], file: File) -> Iterator[Repor
         if means:
             yield Report(
                 min(means, key=lambda node: int(getattr(node, "lineno", 0))),
-                f"`{name}` adds up losses that were divided by `{window.every_name}`, and is "
+                f"`{name}` adds up losses that were divided by `{window.count_name}`, and is "
                 "divided by the number of micro-batches: it is that many times too small",
             )
             return

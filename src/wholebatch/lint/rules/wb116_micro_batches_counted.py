@@ -73,7 +73,7 @@ def _schedules(window: LoopWindow) -> Iterator[Report]:
                 yield Report(
                     call,
                     f"schedule is as long as the micro-batches but steps once every "
-                    f"`{window.every_name}`: divide its length by it",
+                    f"`{window.count_name}`: divide its length by it",
                 )
 
 
@@ -145,7 +145,7 @@ def _counters(window: LoopWindow) -> Iterator[Report]:
         yield Report(
             event.node,
             f"`{name}` goes up on every micro-batch but is compared with a number of updates: "
-            f"it runs `{window.every_name}` times too fast",
+            f"it runs `{window.count_name}` times too fast",
         )
 
 

@@ -30,6 +30,6 @@ def check(file: File) -> Iterator[Report]:
             yield Report(
                 window.backwards[0].node,
                 f"every micro-batch differentiates the loss of the whole batch: `{name}` gets its "
-                f"gradient `{window.every_name}` times; divide that gradient by "
-                f"`{window.every_name}` before the step, or detach `{name}` in all but one",
+                f"gradient `{window.count_name}` times; divide that gradient by "
+                f"`{window.count_name}` before the step, or detach `{name}` in all but one",
             )
