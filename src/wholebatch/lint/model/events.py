@@ -179,6 +179,7 @@ _SIMPLE = {
     "unscale_": "unscale",
     "set_requires_gradient_sync": "fsdp_sync",
 }
+_OURS = {"ExactWindows", "Accumulator", "WholeBatch", "accumulator"}
 _NATIVE_SCALERS = re.compile(r"loss_scaler|NativeScaler", re.I)
 
 
@@ -297,7 +298,11 @@ def _only_measures(call: ast.Call) -> bool:
     return limit is not None and (dotted(limit) or "").endswith("inf")
 
 
-def _backward(call: ast.Call, owner: ast.expr, env: Env) -> Act:
+def _backward(call: ast.Call, owner: ast.expr, env: Env) -> Act | None:
+    if keyword(call, "units") is not None or any(
+        made.rpartition(".")[2] in _OURS for made, _ in constructors(owner, env)
+    ):
+        return None  # wholebatch's own: it weighs by units and closes the window itself.
     first = positional(call, 0) or keyword(call, "loss")
     owner_name = last_part(owner).lower()
     if dotted(owner) == "torch.autograd":

@@ -51,8 +51,7 @@ def check(file: File) -> Iterator[Report]:
             yield Report(
                 event.node,
                 f"loss is not divided by `{window.count_name}`: gradients of the micro-batches add "
-                f"up to `{window.count_name}` times the mean; write "
-                f"`(loss / {window.count_name}).backward()`",
+                f"up to `{window.count_name}` times the mean; divide it before the backward",
                 *_fix(window, event),
             )
 

@@ -45,12 +45,15 @@ def _by_hand(window: LoopWindow, framework: str) -> Iterator[Report]:
             seen.add(counts[0].node)
             yield Report(
                 counts[0].node,
-                f"loss is divided by `{counts[0].key}`, and {framework} divides it again",
+                f"loss is divided by `{counts[0].key}`, and {framework} divides it again: "
+                "leave the division to it",
                 _fix(counts[0], event) if framework == "Accelerate" else (),
             )
         elif len(counts) > 1 and counts[0].key == counts[1].key and counts[0].node not in seen:
             seen.add(counts[0].node)
-            yield Report(counts[0].node, f"loss is divided by `{counts[0].key}` twice")
+            yield Report(
+                counts[0].node, f"loss is divided by `{counts[0].key}` twice: divide it once"
+            )
         elif counts and not framework:
             yield from _gradients_too(window, counts[0], seen)
 
@@ -65,7 +68,8 @@ def _gradients_too(window: LoopWindow, divisor: Divisor, seen: set[ast.AST]) -> 
             seen.add(event.node)
             yield Report(
                 event.node,
-                f"gradients are divided by `{by}` although the loss was divided by it already",
+                f"gradients are divided by `{by}` although the loss was divided by it already: divide "
+                "one of them",
             )
 
 
@@ -86,7 +90,11 @@ def _divisions(method: ast.AST, framework: str, name: str) -> Iterator[Report]:
     for node in walk(method):
         by = divisor_of(node)
         if by is not None and (name in text(by) or is_accumulation_name(text(by))):
-            yield Report(node, f"loss is divided by `{text(by)}`, and {framework} divides it again")
+            yield Report(
+                node,
+                f"loss is divided by `{text(by)}`, and {framework} divides it again: leave the "
+                "division to it",
+            )
             return
 
 

@@ -23,6 +23,10 @@ _MASKED_DATA = re.compile(
 _MASKED_LABELS = re.compile(
     r"(?<![\w.])-100(?![\w.%])|masked_lm_labels|(label|target)s?\w*\[[^\]\n]*\]\s*=\s*-1\b"
 )
+_IGNORED = re.compile(r"(?<![\w.])-100(?![\w.%])")
+_JAX_MASK_COUNT = re.compile(
+    r"/\s*(jnp\.(maximum|clip)\()?\(?(jnp\.sum\(\w*(mask|valid|weights)|\w*(mask|valid|weights)\w*\.sum\(\))"
+)
 _COLLATES = re.compile(r"collat|dataset|loader", re.I)
 _MASK_COUNT = re.compile(
     r"mask\w*(\.\w+\(\))*\.sum\(\)|torch\.sum\(\w*mask\w*\)|n_?valid|num_valid|\.ne\(.*sum\(\)"
@@ -50,6 +54,7 @@ _CROSS_ENTROPY = {"cross_entropy", "nll_loss", "CrossEntropyLoss", "NLLLoss", "L
 def check(file: File) -> Iterator[Report]:
     """Yield at most one report per window, and per `compute_loss` of a Trainer that accumulates."""
     yield from _in_trainers(file)
+    yield from _in_optax(file)
     yield from _in_lightning(file)
     if (
         not file.accumulating
@@ -78,6 +83,13 @@ def _in_trainers(file: File) -> Iterator[Report]:
             continue
         found = [n for n in walk(method) if isinstance(n, ast.Call) and _masks_mean(n)]
         yield from (Report(node, _MESSAGE) for node in found[:1])
+
+
+def _in_optax(file: File) -> Iterator[Report]:
+    """Check `optax.MultiSteps`, which averages the gradients of its calls with equal weight."""
+    if file.facts.mentions(_JAX_MASK_COUNT):
+        for call in file.facts.made("MultiSteps")[:1]:
+            yield Report(call, _MESSAGE)
 
 
 def _in_lightning(file: File) -> Iterator[Report]:
@@ -132,7 +144,7 @@ def _masked_mean(chain: Chain, window: LoopWindow, file: File) -> ast.AST | None
 
 def _ignores(call: ast.Call, chain: Chain, file: File) -> bool:
     """True for a cross-entropy with an ignored label and reduction "mean"."""
-    if _masks_mean(call):
+    if _masks_mean(call) or _ignores_by_default(call, file):
         return True
     made = [d.expr for d in chain.base_env.get(text(call.func), ())]
     made += [
@@ -142,8 +154,18 @@ def _ignores(call: ast.Call, chain: Chain, file: File) -> bool:
     ]
     if not made or all(isinstance(m, ast.Name) for m in made):
         made += _made_elsewhere(text(call.func), file)
-    made = [_unmoved(m) for m in made]
-    return any(isinstance(m, ast.Call) and (_masks_mean(m) or _is_masking(m, file)) for m in made)
+    calls = [m for m in map(_unmoved, made) if isinstance(m, ast.Call)]
+    return any(
+        _masks_mean(m) or _is_masking(m, file) or _ignores_by_default(m, file) for m in calls
+    )
+
+
+def _ignores_by_default(call: ast.Call, file: File) -> bool:
+    """True for a cross-entropy with its default ignore_index, -100, in a file that uses it."""
+    known = last_part(call.func) in {"cross_entropy", "nll_loss", "CrossEntropyLoss", "NLLLoss"}
+    if not known or keyword(call, "ignore_index") is not None or keyword(call, "reduction"):
+        return False
+    return file.facts.mentions(_IGNORED)
 
 
 def _is_packed(call: ast.Call, chain: Chain, window: LoopWindow) -> bool:

@@ -27,7 +27,8 @@ def check(file: File) -> Iterator[Report]:
             yield Report(
                 zero.node,
                 f"gradients are cleared on every micro-batch but used every "
-                f"`{window.count_name}`: only the last micro-batch counts",
+                f"`{window.count_name}`: only the last micro-batch counts; clear once, "
+                "after the step",
                 _fix(window, zero, zeros, steps),
             )
 

@@ -28,14 +28,16 @@ def check(file: File) -> Iterator[Report]:
             yield Report(
                 boundary.expr,
                 f"the short last window is divided by the nominal `{window.count_name}`, not "
-                "by the micro-batches that it has",
+                "by the micro-batches that it has: multiply its gradient by "
+                f"`{window.count_name}` over that number, or drop it",
             )
         elif not handled and not _is_multiple(window):
             fate = "dropped" if _cleared_before(window) else "left over for the next window"
             yield Report(
                 boundary.expr,
                 f"micro-batches after the last multiple of `{window.count_name}` never reach an "
-                f"update of their own: they are {fate} at the end of the loader",
+                f"update of their own: they are {fate} at the end of the loader; step once after "
+                "it, divided by the micro-batches that are left",
             )
 
 

@@ -31,7 +31,8 @@ def check(file: File) -> Iterator[Report]:
         words = "one micro-batch" if size == "one" else f"`{name}` {size} micro-batches"
         yield Report(
             boundary.expr,
-            f"boundary is off by one: the first window has {words} instead of `{name}`",
+            f"boundary is off by one: the first window has {words} instead of `{name}`; "
+            "count micro-batches from 1",
             _fix(window) if size == "one" else (),
         )
 

@@ -17,6 +17,7 @@ _FAMILIES = (
 )
 _KNOWN_MODEL = re.compile(rf"^({_FAMILIES})$")
 _SEGMENTERS = {"Unet", "UnetPlusPlus", "FPN", "DeepLabV3", "DeepLabV3Plus", "Linknet"}
+_KERAS_ACCUMULATES = re.compile(r"optimizers\.\w+\([^)]*gradient_accumulation_steps\s*=")
 _FROZEN = re.compile(
     r"FrozenBatchNorm|freeze_?bn|freeze_batch_?norm|bn_?eval|BatchNorm\w*\)?:?\s*\n?\s*\w+\.eval\(\)"
     r"|set_bn_eval|fix_bn|frozen_bn",
@@ -33,7 +34,9 @@ def check(file: File) -> Iterator[Report]:
     """Yield one report per file, where the layers are created."""
     if file.facts.mentions(_FROZEN):
         return
-    if not any(w.shape != "deepspeed" for w in file.accumulating) and not framework_accumulates(
+    if file.facts.mentions(_KERAS_ACCUMULATES):
+        pass  # The optimizer adds up the gradients of its calls.
+    elif not any(w.shape != "deepspeed" for w in file.accumulating) and not framework_accumulates(
         file
     ):
         return
@@ -43,13 +46,15 @@ def check(file: File) -> Iterator[Report]:
             yield Report(
                 call,
                 f"{what} normalises over each micro-batch, not over the window: the update is not "
-                "that of the whole batch",
+                "that of the whole batch; use GroupNorm, freeze it, or `wb.WholeBatch`'s exact one",
             )
             return
 
 
 def _batchnorm(call: ast.Call, file: File) -> str:
     name = last_part(call.func)
+    if name == "BatchNormalization" and file.facts.mentions(_KERAS_ACCUMULATES):
+        return "`BatchNormalization`"
     if name in {"BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "LazyBatchNorm2d"}:
         return f"`{name}`"
     if name == "convert_sync_batchnorm":

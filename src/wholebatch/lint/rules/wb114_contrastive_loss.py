@@ -16,7 +16,7 @@ _COUPLED_NAME = re.compile(
 )
 _MESSAGE = (
     "loss uses the other samples of the micro-batch as negatives: accumulation does not give the "
-    "negatives of the whole batch"
+    "negatives of the whole batch; cache the features (GradCache, `wb.WholeBatch`)"
 )
 _CACHED = re.compile(
     r"grad_?cache|accum_\w*features|cached_(multiple|rep|emb)|accum_features", re.I

@@ -27,7 +27,10 @@ _SINK = re.compile(
 _KEEPERS = re.compile(r"loss|meter|metric|avg|average|tracker|history|record|stat|^logs?$", re.I)
 _MATH = re.compile(r"log_(softmax|prob|sigmoid|every|likelihood|sum)\w*|\w*softmax\w*")
 _BAR = re.compile(r"p_?bar|prog(ress)?_?bar|progress", re.I)
-_LAST = "reported loss is that of the last micro-batch, not of the window"
+_LAST = (
+    "reported loss is that of the last micro-batch, not of the window: log the mean over its "
+    "micro-batches"
+)
 
 
 @rule(
@@ -88,7 +91,7 @@ def _logged(window: LoopWindow, bases: set[int], file: File) -> Iterator[Report]
             if any(_is_divided(c, window) for c in chains):
                 words = (
                     f"reported loss was divided by `{window.count_name}`: it is that many times "
-                    "too small"
+                    "too small; log the loss before the division, averaged over the window"
                 )
             elif chains and _is_last(event, window):
                 words = _LAST
@@ -236,7 +239,8 @@ def _averaged(window: LoopWindow, bases: set[int], file: File) -> Iterator[Repor
             yield Report(
                 min(means, key=lambda node: int(getattr(node, "lineno", 0))),
                 f"`{name}` adds up losses that were divided by `{window.count_name}`, and is "
-                "divided by the number of micro-batches: it is that many times too small",
+                "divided by the number of micro-batches: it is that many times too small; add up the "
+                "losses before the division",
             )
             return
 

@@ -145,7 +145,7 @@ def _counters(window: LoopWindow) -> Iterator[Report]:
         yield Report(
             event.node,
             f"`{name}` goes up on every micro-batch but is compared with a number of updates: "
-            f"it runs `{window.count_name}` times too fast",
+            f"it runs `{window.count_name}` times too fast; count it where the optimizer steps",
         )
 
 

@@ -28,14 +28,14 @@ def check(file: File) -> Iterator[Report]:
             if step is not None:
                 yield Report(
                     zero.node,
-                    f"gradients are cleared before `{text(step.node)}` uses them",
+                    f"gradients are cleared before `{text(step.node)}` uses them: clear after the step",
                     _swap(zero, step),
                 )
             elif _before_last_backward(zero, steps, window):
                 yield Report(
                     zero.node,
                     "gradients are cleared just before the last backward of the window: only that "
-                    "micro-batch counts",
+                    "micro-batch counts; clear after the step",
                 )
 
 

@@ -39,7 +39,7 @@ def check(file: File) -> Iterator[Report]:
             yield Report(
                 window.backwards[0].node,
                 f"a batch of {int(batch * steps)} fits this model of about {int(parameters):,} "
-                "parameters at once: accumulation only costs time here",
+                "parameters at once: accumulation only costs time here; raise the batch size",
             )
             return
 
