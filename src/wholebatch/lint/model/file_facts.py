@@ -20,7 +20,7 @@ from .expressions import (
     number,
     walk,
 )
-from .imported_code import module_source
+from .imported_code import definition, module_source
 
 _ACTS = {
     "backward", "manual_backward", "loss_scaler", "zero_grad", "unscale_", "clip_grad_norm_",
@@ -72,6 +72,10 @@ class Facts:
         """Return the source of the local module that defines what is called, or ""."""
         name = (dotted(call.func) or "").partition(".")[0]
         return module_source(self.tree, self.path, name) if self.path else ""
+
+    def imported_definition(self, call: ast.Call) -> str:
+        """Return the source of the imported class or function that is called, or ""."""
+        return definition(self.imported_source(call), (dotted(call.func) or "").partition(".")[0])
 
     def made(self, *names: str) -> list[ast.Call]:
         """Return the calls whose last name is one of these: `DDP(...)`, `nn.BatchNorm2d(...)`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from functools import lru_cache
 from pathlib import Path
 
@@ -17,6 +18,12 @@ def module_source(tree: ast.Module, path: str, name: str) -> str:
             original = next(a.name for a in node.names if (a.asname or a.name) == name)
             return _defining(path, node.module or "", node.level, original)
     return ""
+
+
+def definition(source: str, name: str) -> str:
+    """Return the class or function of this name out of a module's source, or ""."""
+    match = re.search(rf"^(class|def) {re.escape(name)}\b.*(\n(?=[ \t)#\n]).*)*", source, re.M)
+    return match.group() if match else ""
 
 
 def _defining(path: str, module: str, level: int, name: str, depth: int = 0) -> str:

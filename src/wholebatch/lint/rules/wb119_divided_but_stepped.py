@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..model import File, LoopWindow
+from ..model import Event, File, LoopWindow
+from ..model.expressions import is_accumulation_name, text
 from .rule_base import Report, rule
 
 
@@ -17,10 +18,18 @@ def check(file: File) -> Iterator[Report]:
     """Yield at most one report per loop that updates on every batch."""
     for window in file.shaped("plain"):
         steps = window.of("step")
-        if window.loop.virtual or not steps or any(window.when(s) != "always" for s in steps):
+        if window.loop.virtual or not steps or any(_may_wait(s, window) for s in steps):
             continue
         yield from _by_hand(window)
         yield from _by_accelerate(window, file)
+
+
+def _may_wait(step: Event, window: LoopWindow) -> bool:
+    """True if anything on the way to a step may be a boundary that is not understood."""
+    return window.when(step) != "always" or any(
+        guard.origin in {"skip", "break"} or is_accumulation_name(text(guard.expr))
+        for guard in step.guards(window.loop)
+    )
 
 
 def _by_hand(window: LoopWindow) -> Iterator[Report]:
