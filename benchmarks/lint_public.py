@@ -30,7 +30,8 @@ class Labelled:
 
     repository: str
     path: str
-    codes: frozenset[str]
+    first: frozenset[str]
+    second: frozenset[str]  # After a second look at each difference: +WB101 and -WB101.
 
     @property
     def half(self) -> str:
@@ -43,7 +44,10 @@ def labelled() -> Iterator[Labelled]:
     for line in LABELS.read_text(encoding="utf-8").splitlines():
         if line and not line.startswith("#"):
             repository, _, path, *codes = line.split()
-            yield Labelled(repository, path, frozenset(codes))
+            added = {c[1:] for c in codes if c.startswith("+")}
+            removed = {c[1:] for c in codes if c.startswith("-")}
+            first = {c for c in codes if c.startswith("WB")} | removed
+            yield Labelled(repository, path, frozenset(first), frozenset(first - removed | added))
 
 
 def compare(files: Sequence[Labelled], folder: Path) -> tuple[Counter[str], list[str]]:
@@ -59,7 +63,9 @@ def compare(files: Sequence[Labelled], folder: Path) -> tuple[Counter[str], list
         counts["right"] += len(codes & file.codes)
         for kind, extra in (("missed", file.codes - codes), ("wrong", codes - file.codes)):
             counts[kind] += len(extra)
-            differences += [f"{kind} {code} {file.repository} {file.path}" for code in sorted(extra)]
+            differences += [
+                f"{kind} {code} {file.repository} {file.path}" for code in sorted(extra)
+            ]
     return counts, differences
 
 
@@ -85,9 +91,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         "|---|---|---|---|---|",
     ]
     for half in HALVES[: 2 if given.aside else 1]:
-        counts, differences = compare([f for f in labelled() if f.half == half], given.folder)
-        print("\n".join(differences))
+        found = findings([f for f in labelled() if f.half == half], given.folder)
+        counts, differences = compare(found, second=False)
         lines.append(row(half, counts))
+        print("\n".join(differences))
+        counts, _ = compare(found, second=True)
+        lines.append(row(f"{half}, after a second look at each difference", counts))
     print("\n".join(lines))
     if given.page is not None:
         before, _, rest = given.page.read_text(encoding="utf-8").partition(BEGIN)

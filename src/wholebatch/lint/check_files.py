@@ -25,11 +25,14 @@ _OTHER_FRAMEWORK = "WB003"
 # A file without a backward, a step function or a Trainer subclass cannot accumulate.
 _TRAINS = re.compile(r"backward\s*\(|loss_scaler\s*\(|def (training_step|compute_loss)\b")
 _UPDATES = re.compile(
-    r"\.\s*(step|optimize)\s*\(|optimizer_step|update_grad|def (training_step|compute_loss)\b|loss_scaler"
+    r"\.\s*(step|optimize)\s*\(|optimizer_step|update_grad|loss_scaler"
+    r"|def (training_step|compute_loss)\b"
 )
 # Loops that other rules than those of torch read, or none does.
 _ELSEWHERE = re.compile(r"^\s*(?:import|from)\s+(tensorflow|keras|jax|flax|mlx|paddle)\b", re.M)
-_ACCUMULATES = re.compile(r"MultiSteps\s*\(|gradient_accumulation_steps\s*=|accum\w*_grad|grad\w*_accum")
+_ACCUMULATES = re.compile(
+    r"MultiSteps\s*\(|gradient_accumulation_steps\s*=|accum\w*_grad|grad\w*_accum"
+)
 _APPLIES = re.compile(r"apply_gradients\s*\(|apply_updates\s*\(|MultiSteps\s*\(|optimizers\.\w+\(")
 _NOQA = re.compile(r"#\s*noqa(?:\s*:\s*(?P<codes>[A-Z]+\d+(?:[,\s]+[A-Z]+\d+)*))?", re.IGNORECASE)
 # Starting workers takes about as long as checking this many files.

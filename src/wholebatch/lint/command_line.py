@@ -98,9 +98,7 @@ def _lint_input(options: LintArguments, settings: Settings) -> int:
     return _report(options, check_source(Source("-", text), settings), 1, 0)
 
 
-def _report(
-    options: LintArguments, findings: Sequence[Finding], files: int, repaired: int
-) -> int:
+def _report(options: LintArguments, findings: Sequence[Finding], files: int, repaired: int) -> int:
     """Write the findings in the format that was asked for, and return the exit status."""
     shown = as_statistics if options.statistics else FORMATS[options.form]
     _write(shown(findings), options.output)

@@ -14,7 +14,9 @@ _MAX_BYTES = 500_000
 def module_source(tree: ast.Module, path: str, name: str) -> str:
     """Return the source of the local module that defines an imported name, or ""."""
     for node in tree.body:
-        if isinstance(node, ast.ImportFrom) and any((a.asname or a.name) == name for a in node.names):
+        if isinstance(node, ast.ImportFrom) and any(
+            (a.asname or a.name) == name for a in node.names
+        ):
             original = next(a.name for a in node.names if (a.asname or a.name) == name)
             return _defining(path, node.module or "", node.level, original)
     return ""
@@ -50,7 +52,10 @@ def _locate(path: str, module: str, level: int) -> Path | None:
     parts = module.split(".") if module else []
     starts = [here.parents[level - 2] if level > 1 else here] if level else [here, *here.parents]
     for start in starts[: _LEVELS_UP + 1]:
-        for file in (start.joinpath(*parts).with_suffix(".py"), start.joinpath(*parts, "__init__.py")):
+        for file in (
+            start.joinpath(*parts).with_suffix(".py"),
+            start.joinpath(*parts, "__init__.py"),
+        ):
             if parts and file.is_file():
                 return file
     return None

@@ -48,7 +48,9 @@ class LoopWindow:
     after: list[Event]
     resolver: Resolver
     facts: Facts
-    inner: list[Event] = field(default_factory=list)  # Its own backwards, not those of a window inside.
+    inner: list[Event] = field(
+        default_factory=list
+    )  # Its own backwards, not those of a window inside.
     boundary: Boundary | None = None
     every: ast.expr | None = None
     _when: dict[Event, str] = field(default_factory=dict)
@@ -73,16 +75,21 @@ class LoopWindow:
         """Return the number of micro-batches by the name that the user gave it, for messages."""
         written = [self.boundary.expr] if self.boundary is not None else []
         written += [] if self.loop.iterable is None else [self.loop.iterable]
-        for expr in written:
-            for node in walk(expr):
-                if is_binary(node, ast.Mod) and dotted(node.right):
-                    return text(node.right)
-                if is_call(node, "range") and node.args and dotted(node.args[-1]):
-                    if text(strip_casts(self.resolver.resolve(node.args[-1], self.loop.entry))) == self.every_key:
-                        return text(node.args[-1])
-        counts = [d.written for _, chain in self.chains for d in chain.divisors if self.counts(d)]
-        named = [name for name in counts if not name.replace(".", "").isdigit()]
-        return named[0] if named and self.every_name.isdigit() else self.every_name
+        names = [name for expr in written for name in self._counts_in(expr)]
+        divisors = [d for _, chain in self.chains for d in chain.divisors if self.counts(d)]
+        if self.every_name.isdigit():
+            names += [d.written for d in divisors if not d.written.isdigit()]
+        return names[0] if names else self.every_name
+
+    def _counts_in(self, expr: ast.expr) -> Iterator[str]:
+        """Yield the names in a condition or an iterable that stand for the number."""
+        for node in walk(expr):
+            if is_binary(node, ast.Mod) and dotted(node.right):
+                yield text(node.right)
+            elif is_call(node, "range") and node.args and dotted(node.args[-1]):
+                last = strip_casts(self.resolver.resolve(node.args[-1], self.loop.entry))
+                if text(last) == self.every_key:
+                    yield text(node.args[-1])
 
     def of(self, *kinds: str) -> list[Event]:
         """Return the events of these kinds inside the loop, in order."""
@@ -220,14 +227,15 @@ class File:
         return [w for w in self.windows if w.accumulates]
 
     @cached_property
-    def models(self) -> set[int]:
-        """Return the ids of the calls that build something called a model."""
-        return {
-            id(value)
+    def models(self) -> list[ast.Call]:
+        """Return the calls that build something called a model."""
+        return [
+            value
             for name, values in self.facts.assigned.items()
             if MODEL_NAME.match(name.rpartition(".")[2])
             for value in values
-        }
+            if isinstance(value, ast.Call)
+        ]
 
     def shaped(self, *shapes: str) -> list[LoopWindow]:
         """Return the windows of these shapes."""

@@ -24,9 +24,18 @@ _THROUGH = {
     "contiguous", "clone", "unsqueeze", "scale_loss", "nan_to_num", "reshape", "requires_grad_",
     "detach", "item", "data", "clamp", "clamp_",
 }  # fmt: skip
-_OF_TORCH = {"torch.mean", "torch.sum", "torch.clamp", "torch.clip", "torch.nan_to_num", "torch.sqrt"}
+_OF_TORCH = {
+    "torch.mean",
+    "torch.sum",
+    "torch.clamp",
+    "torch.clip",
+    "torch.nan_to_num",
+    "torch.sqrt",
+}
 # Helpers that average a value over ranks: what goes in is what comes out, for one rank.
-_OVER_RANKS = re.compile(r"reduce|gather|average|dist_mean|mean_scalar|pmean|^float$|^to_python", re.I)
+_OVER_RANKS = re.compile(
+    r"reduce|gather|average|dist_mean|mean_scalar|pmean|^float$|^to_python", re.I
+)
 _REDUCERS = {"item", "detach", "mean", "sum"}
 _LOSSY = re.compile(r"loss|nll|criterion|objective|ce$|mse", re.I)
 # Divisors that are unrelated to the number of micro-batches of a window.

@@ -387,7 +387,11 @@ class _LoopConditions:
 
 def _remainder(expr: ast.expr) -> ast.expr:
     """Return `a % b` for `divmod(a, b)[1]`, and any other expression as it is."""
-    if isinstance(expr, ast.Subscript) and number(expr.slice) == 1 and is_call(expr.value, "divmod"):
+    if (
+        isinstance(expr, ast.Subscript)
+        and number(expr.slice) == 1
+        and is_call(expr.value, "divmod")
+    ):
         return ast.BinOp(expr.value.args[0], ast.Mod(), expr.value.args[1])
     return expr
 

@@ -66,7 +66,9 @@ def _first_undivided(window: LoopWindow) -> Event | None:
     if not divided and _divides_by_count(window):
         return None
     for event, ways in chains.items():
-        if all(_undivided(way, window) for way in ways) and (not divided or _is_extra(event, window)):
+        if all(_undivided(way, window) for way in ways) and (
+            not divided or _is_extra(event, window)
+        ):
             return event
     return None
 

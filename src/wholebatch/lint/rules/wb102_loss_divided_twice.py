@@ -68,8 +68,8 @@ def _gradients_too(window: LoopWindow, divisor: Divisor, seen: set[ast.AST]) -> 
             seen.add(event.node)
             yield Report(
                 event.node,
-                f"gradients are divided by `{by}` although the loss was divided by it already: divide "
-                "one of them",
+                f"gradients are divided by `{by}` although the loss was divided by it already: "
+                "divide one of them",
             )
 
 
@@ -101,7 +101,11 @@ def _divisions(method: ast.AST, framework: str, name: str) -> Iterator[Report]:
 def _fix(divisor: Divisor, event: Event) -> tuple[Edit, ...]:
     node = divisor.node
     # Only `accelerator.backward(loss / k)`: what is divided elsewhere is logged elsewhere too.
-    if node is not event.argument or getattr(node, "augmented", False) or not is_binary(node, ast.Div):
+    if (
+        node is not event.argument
+        or getattr(node, "augmented", False)
+        or not is_binary(node, ast.Div)
+    ):
         return ()
     if not isinstance(node.left, (ast.Name, ast.Attribute, ast.Call, ast.Subscript)):
         return ()

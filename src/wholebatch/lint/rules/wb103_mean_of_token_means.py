@@ -169,7 +169,7 @@ def _ignores_by_default(call: ast.Call, file: File) -> bool:
 
 
 def _is_packed(call: ast.Call, chain: Chain, window: LoopWindow) -> bool:
-    """True if the labels are a slice of the data with a literal ignore_index: no label is left out."""
+    """True if the labels are a slice of the data and ignore_index a literal: none is left out."""
     if number(keyword(call, "ignore_index")) is None or len(call.args) < 2:
         return False
     labels: ast.expr = call.args[1]
@@ -181,8 +181,7 @@ def _is_packed(call: ast.Call, chain: Chain, window: LoopWindow) -> bool:
             made = made.func.value
         if isinstance(made, ast.Subscript) and isinstance(made.slice, ast.Tuple):
             return dotted(made.value) == dotted(window.loop.target or made) or any(
-                dotted(made.value) == dotted(e)
-                for e in getattr(window.loop.target, "elts", ())
+                dotted(made.value) == dotted(e) for e in getattr(window.loop.target, "elts", ())
             )
     return False
 

@@ -33,7 +33,8 @@ def check(file: File) -> Iterator[Report]:
                 yield Report(
                     step.node,
                     f"`{text(step.node)}` runs on every micro-batch but gradients are cleared "
-                    f"every `{window.count_name}`: each step re-uses the earlier ones; step there too",
+                    f"every `{window.count_name}`: each step re-uses the earlier ones; step there "
+                    "too",
                 )
 
 

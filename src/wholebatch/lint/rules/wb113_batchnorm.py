@@ -60,7 +60,7 @@ def _batchnorm(call: ast.Call, file: File) -> str:
     if name == "convert_sync_batchnorm":
         return "the model's BatchNorm"
     model = _known_model(call, name, dotted(call.func) or "", file)
-    if not model and id(call) in file.models and "BatchNorm" in file.facts.imported_source(call):
+    if not model and call in file.models and "BatchNorm" in file.facts.imported_source(call):
         model = name
     return f"`{model}` has BatchNorm, which" if model else ""
 

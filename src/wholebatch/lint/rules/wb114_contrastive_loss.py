@@ -34,8 +34,10 @@ def check(file: File) -> Iterator[Report]:
     if file.facts.mentions(_CACHED):
         return
     yield from _in_training_steps(file)
-    for window in file.accumulating:
-        node = _named(window) or _by_arange(window) or _imported(window, file)
+    windows = file.accumulating
+    coupled = bool(windows) and any(_compares(file.facts.imported_source(m)) for m in file.models)
+    for window in windows:
+        node = _named(window) or _by_arange(window) or (_model_loss(window) if coupled else None)
         if node is not None:
             yield Report(node, _MESSAGE)
 
@@ -57,19 +59,14 @@ def _in_training_steps(file: File) -> Iterator[Report]:
                     break
 
 
-def _imported(window: LoopWindow, file: File) -> ast.AST | None:
-    """Return the call that builds a model whose own loss compares the samples of a batch."""
+def _model_loss(window: LoopWindow) -> ast.AST | None:
+    """Return the call whose result is differentiated: the model computes its own loss."""
     losses = {id(chain.base_call) for _, chain in window.chains}
-    forwards = [e for e in window.of("forward", "call") if id(e.node) in losses]
-    if not forwards:
-        return None
-    for call in file.facts.calls:
-        if id(call) in file.models and _compares(file.facts.imported_source(call)):
-            return forwards[0].node
-    return None
+    return next((e.node for e in window.of("forward", "call") if id(e.node) in losses), None)
 
 
 def _compares(source: str) -> bool:
+    """True if a module computes a cross-entropy over the similarities of a batch."""
     labels = re.search(r"(label|target)\w*\s*=[^\n]*arange\(|torch\.diag\(|CrossEn\(", source)
     loss = re.search(r"cross_entropy\(|CrossEn(tropyLoss)?\(", source)
     pairs = re.search(r"sim_matrix|similarity|scores\b|logits_per", source)

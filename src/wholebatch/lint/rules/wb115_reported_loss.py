@@ -148,7 +148,14 @@ def _is_sink(call: ast.Call) -> bool:
         return len(call.args) > 1  # A callable progress bar: `pbar(step, {"loss": ...})`.
     owner = text(call.func.value) if isinstance(call.func, ast.Attribute) else ""
     if _SINK.fullmatch(name):
-        return not _MATH.fullmatch(name) and owner not in {"math", "torch", "np", "numpy", "F", "jnp"}
+        return not _MATH.fullmatch(name) and owner not in {
+            "math",
+            "torch",
+            "np",
+            "numpy",
+            "F",
+            "jnp",
+        }
     if name in {"append", "update", "add"} and owner:
         return bool(_KEEPERS.search(owner)) and bool(call.args)
     return False
@@ -239,8 +246,8 @@ def _averaged(window: LoopWindow, bases: set[int], file: File) -> Iterator[Repor
             yield Report(
                 min(means, key=lambda node: int(getattr(node, "lineno", 0))),
                 f"`{name}` adds up losses that were divided by `{window.count_name}`, and is "
-                "divided by the number of micro-batches: it is that many times too small; add up the "
-                "losses before the division",
+                "divided by the number of micro-batches: it is that many times too small; add up "
+                "the losses before the division",
             )
             return
 

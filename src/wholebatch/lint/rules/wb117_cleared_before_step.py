@@ -28,7 +28,7 @@ def check(file: File) -> Iterator[Report]:
             if step is not None:
                 yield Report(
                     zero.node,
-                    f"gradients are cleared before `{text(step.node)}` uses them: clear after the step",
+                    f"gradients are cleared before `{text(step.node)}` uses them: clear after it",
                     _swap(zero, step),
                 )
             elif _before_last_backward(zero, steps, window):
