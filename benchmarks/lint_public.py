@@ -50,18 +50,24 @@ def labelled() -> Iterator[Labelled]:
             yield Labelled(repository, path, frozenset(first), frozenset(first - removed | added))
 
 
-def compare(files: Sequence[Labelled], folder: Path) -> tuple[Counter[str], list[str]]:
-    """Return how many labels were found, missed and wrongly reported, and each difference."""
-    found: dict[str, set[str]] = {}
+def findings(files: Sequence[Labelled], folder: Path) -> dict[Labelled, set[str]]:
+    """Return the rules that report something in each file."""
     places = {str(folder / f.repository / f.path): f for f in files}
+    found: dict[Labelled, set[str]] = {f: set() for f in files}
     for finding in lint_files(list(places), Settings()):
-        found.setdefault(finding.path, set()).add(finding.code)
-    counts: Counter[str] = Counter(files=len(files))
+        if finding.code.startswith("WB1"):
+            found[places[finding.path]].add(finding.code)
+    return found
+
+
+def compare(found: dict[Labelled, set[str]], *, second: bool) -> tuple[Counter[str], list[str]]:
+    """Return how many labels were found, missed and wrongly reported, and each difference."""
+    counts: Counter[str] = Counter(files=len(found))
     differences = []
-    for place, file in places.items():
-        codes = found.get(place, set())
-        counts["right"] += len(codes & file.codes)
-        for kind, extra in (("missed", file.codes - codes), ("wrong", codes - file.codes)):
+    for file, codes in found.items():
+        labels = file.second if second else file.first
+        counts["right"] += len(codes & labels)
+        for kind, extra in (("missed", labels - codes), ("wrong", codes - labels)):
             counts[kind] += len(extra)
             differences += [
                 f"{kind} {code} {file.repository} {file.path}" for code in sorted(extra)
