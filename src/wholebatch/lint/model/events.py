@@ -144,6 +144,12 @@ class Event(Act):
         """Return the path between a loop and the event."""
         return self.path[self.path.index(loop) + 1 :] if loop in self.path else ()
 
+    def excludes(self, other: Event) -> bool:
+        """True if the two are on opposite branches of one condition."""
+        mine = {(ast.unparse(g.expr), g.positive) for g in self.path if isinstance(g, Guard)}
+        theirs = [g for g in other.path if isinstance(g, Guard)]
+        return any((ast.unparse(g.expr), not g.positive) in mine for g in theirs)
+
     def guards(self, loop: Loop) -> list[Guard]:
         """Return the conditions between a loop and the event."""
         return [item for item in self.inside(loop) if isinstance(item, Guard)]
@@ -167,7 +173,7 @@ _SCALER_NAME = re.compile(r"scaler(?!\w*(meter|metric|avg|stat))", re.I)
 _ENGINE_NAME = re.compile(r"(^|_)engine$|^ds_model$|^model_engine", re.I)
 MODEL_NAME = re.compile(
     r"^(\w*model|\w*_module|net|network|\w*_net|unet\w*|transformer|module|encoder|decoder|dit"
-    r"|backbone|net[A-Z]\w*|gpt|vae|controlnet|generator|discriminator|policy|actor|critic)$",
+    r"|backbone|net[A-Z]\w*|gpt|vae|controlnet|\w*ranker|generator|discriminator|policy|actor|critic)$",
     re.I,
 )
 _CLIPS = {

@@ -291,7 +291,7 @@ class Walker:
             return True
         if len(helper.body) <= 2:
             return True
-        short = 2 * _SHORT if "loss" in helper.name else _SHORT
+        short = 3 * _SHORT if re.search(r"loss|forward|step", helper.name) else _SHORT
         return bool(_loops(path)) and (helper.end_lineno or 0) - helper.lineno <= short
 
     def _inline(

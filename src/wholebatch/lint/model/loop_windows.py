@@ -344,6 +344,7 @@ def _boundary(window: LoopWindow, steps: list[Event], inner: list[Event]) -> boo
     # Another step on every micro-batch: several optimizers, or a loop we do not understand.
     # But `if accum == 1: step() elif boundary: step()` is one optimizer with two spellings.
     others = [e for e in steps if e not in ends and window.when(e) in {"always", "inside"}]
+    others = [e for e in others if not all(e.excludes(end) for end in ends)]
     return all(
         any(window.every_key in text(guard.expr) for guard in e.guards(window.loop)) for e in others
     )
@@ -400,7 +401,7 @@ def _repeats_micro_batches(window: LoopWindow, args: list[ast.expr]) -> bool:
     size = number(count)
     if size is not None and size <= 1:
         return False
-    if is_accumulation_name(f"{text(count)} {text(times)}"):
+    if is_accumulation_name(f"{text(count)} {text(times)}") or _MICRO_NAME.search(text(times)):
         return True
     return bool(window.loop.parents) and any(is_call(e.node, *_FETCH) for e in window.events)
 

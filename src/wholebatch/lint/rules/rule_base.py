@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.resources import files
 
-from ..model import Event, File, Guard, LoopWindow
+from ..model import Event, File, LoopWindow
 from ..model.expressions import dotted, is_binary, is_call, keyword, last_part, number, text, walk
 from ..model.loop_windows import steps_after
 
@@ -127,8 +127,7 @@ def is_divided(window: LoopWindow) -> bool:
 
 def exclusive(first: Event, second: Event) -> bool:
     """True if two events are on opposite branches of one condition."""
-    mine = {(text(g.expr), g.positive) for g in first.path if isinstance(g, Guard)}
-    return any(isinstance(g, Guard) and (text(g.expr), not g.positive) in mine for g in second.path)
+    return first.excludes(second)
 
 
 def gradients_rescaled(file: File) -> bool:

@@ -66,11 +66,21 @@ def _first_undivided(window: LoopWindow) -> Event | None:
     if not divided and _divides_by_count(window):
         return None
     for event, ways in chains.items():
+        if all(_divided_by_less(way, window) for way in ways):
+            return event
         if all(_undivided(way, window) for way in ways) and (
             not divided or _is_extra(event, window)
         ):
             return event
     return None
+
+
+def _divided_by_less(chain: Chain, window: LoopWindow) -> bool:
+    """True if a loop of `k * n` micro-batches divides by `k` alone."""
+    if window.shape != "nested" or not is_binary(window.every, ast.Mult):
+        return False
+    factors = {text(window.every.left), text(window.every.right)}
+    return len(chain.divisors) == 1 and text(chain.divisors[0].expr) in factors
 
 
 def _is_extra(event: Event, window: LoopWindow) -> bool:
@@ -116,7 +126,7 @@ def _undivided(chain: Chain, window: LoopWindow) -> bool:
     if any(_SCALING_FACTOR.search(f) for f in chain.factors):
         return False
     is_mean = any(d.own_size for d in chain.divisors)
-    if chain.base is None or ("sum" in chain.reducers and not is_mean):
+    if chain.base is None or ({"sum", "mean"} & chain.reducers == {"sum"} and not is_mean):
         return False
     call = chain.base_call
     if "mean" in chain.reducers and "loss" in text(chain.base).lower():

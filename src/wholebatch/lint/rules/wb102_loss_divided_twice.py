@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 
 from ..model import Event, File, LoopWindow
 from ..model.expressions import divisor_of, is_accumulation_name, is_binary, text, walk
 from ..model.loss_origin import Divisor
 from .rule_base import Edit, Report, rule
+
+
+_DEEPSPEED = re.compile(r"deepspeed(?![^\n]*scale_wrt_gas)", re.I)
 
 
 @rule(
@@ -41,6 +45,8 @@ def _by_hand(window: LoopWindow, framework: str) -> Iterator[Report]:
     seen: set[ast.AST] = set()
     for event, chain in window.chains:
         counts = [d for d in chain.divisors if window.counts(d)]
+        if event.detail in {"deepspeed", "engine"} and window.facts.mentions(_DEEPSPEED):
+            framework = "DeepSpeed"
         if framework and event.detail != "tensor" and counts and counts[0].node not in seen:
             seen.add(counts[0].node)
             yield Report(

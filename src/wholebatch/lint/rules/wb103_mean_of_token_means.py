@@ -27,6 +27,8 @@ _IGNORED = re.compile(r"(?<![\w.])-100(?![\w.%])")
 _JAX_MASK_COUNT = re.compile(
     r"/\s*(jnp\.(maximum|clip)\()?\(?(jnp\.sum\(\w*(mask|valid|weights)|\w*(mask|valid|weights)\w*\.sum\(\))"
 )
+_MASKING_CLASS = re.compile(r"CrossEntropyLoss\((?![^)]*reduction)[^)]*ignore_index")
+_MOVES = ("to", "cuda", "float", "long", "contiguous", "view", "reshape", "flatten")
 _COLLATES = re.compile(r"collat|dataset|loader", re.I)
 _MASK_COUNT = re.compile(
     r"mask\w*(\.\w+\(\))*\.sum\(\)|torch\.sum\(\w*mask\w*\)|n_?valid|num_valid|\.ne\(.*sum\(\)"
@@ -170,15 +172,14 @@ def _ignores_by_default(call: ast.Call, file: File) -> bool:
 
 def _is_packed(call: ast.Call, chain: Chain, window: LoopWindow) -> bool:
     """True if the labels are a slice of the data and ignore_index a literal: none is left out."""
-    if number(keyword(call, "ignore_index")) is None or len(call.args) < 2:
+    if len(call.args) < 2:
         return False
     labels: ast.expr = call.args[1]
-    while isinstance(labels, ast.Call) and isinstance(labels.func, ast.Attribute):
-        labels = labels.func.value
+    if is_call(labels, "squeeze"):
+        return True  # One label per sample.
+    labels = _unmoved(labels)
     for definition in chain.base_env.get(dotted(labels) or "", ()):
-        made = definition.expr
-        while isinstance(made, ast.Call) and isinstance(made.func, ast.Attribute):
-            made = made.func.value
+        made = _unmoved(definition.expr)
         if isinstance(made, ast.Subscript) and isinstance(made.slice, ast.Tuple):
             return dotted(made.value) == dotted(window.loop.target or made) or any(
                 dotted(made.value) == dotted(e) for e in getattr(window.loop.target, "elts", ())
@@ -188,7 +189,7 @@ def _is_packed(call: ast.Call, chain: Chain, window: LoopWindow) -> bool:
 
 def _unmoved(made: ast.expr) -> ast.expr:
     """Return `CrossEntropyLoss(...)` for `CrossEntropyLoss(...).to(device)`."""
-    while is_call(made, "to", "cuda", "float") and isinstance(made.func, ast.Attribute):
+    while is_call(made, *_MOVES) and isinstance(made.func, ast.Attribute):
         made = made.func.value
     return made
 
@@ -203,6 +204,8 @@ def _made_elsewhere(name: str, file: File) -> list[ast.expr]:
 
 def _is_masking(made: ast.Call, file: File) -> bool:
     """True if a loss class of the file computes a cross-entropy that ignores labels."""
+    if _MASKING_CLASS.search(file.facts.imported_definition(made)):
+        return True
     owners = [c.node for c in file.facts.classes if c.node.name == last_part(made.func)]
     return any(
         isinstance(node, ast.Call) and _masks_mean(node, _defaults(owner))

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 
 from ..model import File, LoopWindow
+from ..model.expressions import text
 from ..model.window_boundary import Boundary
 from .rule_base import Report, rule, steps_every_micro_batch
 
@@ -43,7 +44,7 @@ def check(file: File) -> Iterator[Report]:
 
 def _ends_short(window: LoopWindow, boundary: Boundary) -> bool:
     """True if only the count ends windows, and the loader can end before the count is full."""
-    if window.shape != "boundary" or not boundary.pure or boundary.kind not in {"modulo", "reset"}:
+    if window.shape != "boundary" or not boundary.pure or boundary.kind == "last":
         return False
     if not window.finite or steps_every_micro_batch(window):
         return False
@@ -67,4 +68,7 @@ def _nominal(window: LoopWindow) -> bool:
 
 
 def _cleared_before(window: LoopWindow) -> bool:
-    return bool(window.loop.parents) and any(e.kind == "zero" for e in window.before)
+    around = window.facts.functions_around(window.loop.node.lineno)
+    per_epoch = any("epoch" in f"{f.name} {text(f.args)}" for f in around[-1:])
+    cleared = any(e.kind == "zero" for e in window.before)
+    return cleared and (bool(window.loop.parents) or per_epoch)

@@ -8,13 +8,14 @@ from collections.abc import Iterator
 
 from ..model import Event, File, LoopWindow
 from ..model.events import Context
-from ..model.expressions import dotted, is_accumulation_name, is_not, text, walk
+from ..model.expressions import dotted, is_accumulation_name, is_not, last_part, text, walk
 from .rule_base import Report, rule, steps_every_micro_batch
 
 _HELD = re.compile(
     r"no_sync|require_backward_grad_sync|no_backward_sync|disable_allreduce|set_requires_gradient_sync|ddp_sync"
 )
 
+_WRAPS = re.compile(r"DistributedDataParallel|DDP|(smart|wrap\w*)_(DDP|ddp)")
 _LOCAL = {"tensor", "native", "wrapper", "lightning"}
 
 
@@ -57,7 +58,7 @@ def _wrapped(file: File) -> bool:
         for stmt in node.body
         for call in walk(stmt)
     }
-    wraps = file.facts.made("DistributedDataParallel", "DDP")
+    wraps = [c for c in file.facts.calls if _WRAPS.fullmatch(last_part(c.func))]
     return any(id(call) not in otherwise for call in wraps)
 
 

@@ -16,6 +16,7 @@ _FAMILIES = (
     r"|tf_efficientnet\w*|resnest\w*|mobilenetv\d\w*|deeplabv3_resnet\w+|fcn_resnet\w+"
 )
 _KNOWN_MODEL = re.compile(rf"^({_FAMILIES})$")
+_LAYERS = {"BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "LazyBatchNorm2d"}
 _SEGMENTERS = {"Unet", "UnetPlusPlus", "FPN", "DeepLabV3", "DeepLabV3Plus", "Linknet"}
 _KERAS_ACCUMULATES = re.compile(r"optimizers\.\w+\([^)]*gradient_accumulation_steps\s*=")
 _FROZEN = re.compile(
@@ -40,7 +41,8 @@ def check(file: File) -> Iterator[Report]:
         file
     ):
         return
-    for call in file.facts.calls:
+    names = [v for values in file.facts.assigned.values() for v in values if dotted(v)]
+    for call in (*file.facts.calls, *names):
         what = _batchnorm(call, file)
         if what:
             yield Report(
@@ -51,11 +53,14 @@ def check(file: File) -> Iterator[Report]:
             return
 
 
-def _batchnorm(call: ast.Call, file: File) -> str:
+def _batchnorm(call: ast.expr, file: File) -> str:
+    if not isinstance(call, ast.Call):
+        # `norm_class = nn.BatchNorm2d`
+        return f"`{last_part(call)}`" if last_part(call) in _LAYERS else ""
     name = last_part(call.func)
     if name == "BatchNormalization" and file.facts.mentions(_KERAS_ACCUMULATES):
         return "`BatchNormalization`"
-    if name in {"BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "LazyBatchNorm2d"}:
+    if name in _LAYERS:
         return f"`{name}`"
     if name == "convert_sync_batchnorm":
         return "the model's BatchNorm"

@@ -106,7 +106,7 @@ def _logged(window: LoopWindow, bases: set[int], file: File) -> Iterator[Report]
 def _shown(window: LoopWindow) -> Iterator[tuple[Event, list[ast.expr]]]:
     """Yield what is logged, and the numbers that the function returns to its caller."""
     events = list(window.events)
-    if window.shape == "nested":
+    if _is_inner(window):
         events += [e for e in window.after if e.loops == window.loop.parents]
     for event in events:
         # An inner loop (an evaluation, say) has losses of its own.
@@ -206,8 +206,16 @@ def _is_divided(chain: Chain, window: LoopWindow) -> bool:
     return any(window.counts(d) for d in chain.divisors)
 
 
-def _is_last(event: Event, window: LoopWindow) -> bool:
+def _is_inner(window: LoopWindow) -> bool:
+    """True if the loop runs over the micro-batches of one batch, so that it ends with a window."""
     if window.shape == "nested":
+        return True
+    sliced = is_call(window.loop.iterable, "range") and len(window.loop.iterable.args) == 3
+    return window.shape == "deepspeed" and sliced and bool(window.loop.parents)
+
+
+def _is_last(event: Event, window: LoopWindow) -> bool:
+    if _is_inner(window):
         return window.loop not in event.path
     return window.when(event) == "boundary"
 
@@ -255,6 +263,12 @@ def _averaged(window: LoopWindow, bases: set[int], file: File) -> Iterator[Repor
 def _means_over_micro_batches(name: str, window: LoopWindow, file: File) -> list[ast.AST]:
     counters = _micro_counters(window)
     nodes = list(walk(_function_of(window, file)))
+    # `if n % (every * accum) == 0: total / (every * accum)` is a mean over micro-batches.
+    products = {
+        text(node.right)
+        for node in nodes
+        if is_binary(node, ast.Mod) and is_binary(node.right, ast.Mult)
+    }
     restored = {
         id(node.left)
         for node in nodes
@@ -263,17 +277,21 @@ def _means_over_micro_batches(name: str, window: LoopWindow, file: File) -> list
     return [
         node
         for node in nodes
-        if _divides_by_micro_batches(node, name, counters) and id(node) not in restored
+        if _divides_by_micro_batches(node, name, counters, products) and id(node) not in restored
     ]
 
 
-def _divides_by_micro_batches(node: ast.AST, name: str, counters: set[str]) -> bool:
+def _divides_by_micro_batches(
+    node: ast.AST, name: str, counters: set[str], products: set[str]
+) -> bool:
     if not is_binary(node, ast.Div):
         return False
     left, right = text(node.left), text(node.right)
     # Only the name itself: `(total - before) / steps` uses another count.
-    if left not in {name, f"{name}.item()"} or is_accumulation_name(right):
+    if left not in {name, f"{name}.item()"}:
         return False
+    if is_accumulation_name(right):
+        return right in products
     if re.fullmatch(r"len\([\w.]*(loader|dataloader|iterator|batches|dl)\)", right):
         return True
     return right in counters or any(right == f"{c} + 1" for c in counters)
