@@ -3,7 +3,8 @@
 `python benchmarks/lint_public.py FOLDER` compares the findings, by file and rule, with the labels
 in lint_labels.txt. FOLDER holds a checkout of each repository as owner/name at the commit of the
 labels; none of their code is kept here. The repositories are split by a hash of their names: rules
-were changed with one half at hand, and the other half was measured once, at the end (`--aside`).
+were changed with one half at hand, and the other half was measured once, at the end (`--aside`);
+what it taught was then measured on a new, smaller set.
 `--page FILE` writes both as a table.
 """
 
@@ -22,6 +23,7 @@ from wholebatch.lint.lint_settings import Settings
 
 LABELS = Path(__file__).with_name("lint_labels.txt")
 HALVES = ("tuned on", "put aside")
+NEW = "new, after both halves"
 
 
 @dataclass(frozen=True)
@@ -32,22 +34,27 @@ class Labelled:
     path: str
     first: frozenset[str]
     second: frozenset[str]  # After a second look at each difference: +WB101 and -WB101.
+    part: str
 
-    @property
-    def half(self) -> str:
-        """Return the half of the set, by a hash of the repository's name."""
-        return HALVES[int(hashlib.sha256(self.repository.encode()).hexdigest(), 16) % 2]
+
+def half_of(repository: str) -> str:
+    """Return the half of the set that a repository is in, by a hash of its name."""
+    return HALVES[int(hashlib.sha256(repository.encode()).hexdigest(), 16) % 2]
 
 
 def labelled() -> Iterator[Labelled]:
     """Yield every labelled file."""
+    is_new = False
     for line in LABELS.read_text(encoding="utf-8").splitlines():
+        is_new = is_new or 'the set "new"' in line
         if line and not line.startswith("#"):
             repository, _, path, *codes = line.split()
             added = {c[1:] for c in codes if c.startswith("+")}
             removed = {c[1:] for c in codes if c.startswith("-")}
             first = {c for c in codes if c.startswith("WB")} | removed
-            yield Labelled(repository, path, frozenset(first), frozenset(first - removed | added))
+            second = frozenset(first - removed | added)
+            part = NEW if is_new else half_of(repository)
+            yield Labelled(repository, path, frozenset(first), second, part)
 
 
 def findings(files: Sequence[Labelled], folder: Path) -> dict[Labelled, set[str]]:
@@ -96,8 +103,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "| half | files | right / wrong / missed | precision | recall |",
         "|---|---|---|---|---|",
     ]
-    for half in HALVES[: 2 if given.aside else 1]:
-        found = findings([f for f in labelled() if f.half == half], given.folder)
+    for half in (*HALVES, NEW)[: 3 if given.aside else 1]:
+        found = findings([f for f in labelled() if f.part == half], given.folder)
         counts, differences = compare(found, second=False)
         lines.append(row(half, counts))
         print("\n".join(differences))
