@@ -34,6 +34,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "distributed.pipeline",
             "distributed.pipeline_stages",
             "integrations.host_window",
+            "losses",
             "memory",
             "core.noise_scale",
         }

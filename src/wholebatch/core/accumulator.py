@@ -27,7 +27,7 @@ from wholebatch.core.lookahead_loader import Feed
 from wholebatch.core.loss import Loss, Terms, Units, mean_loss
 from wholebatch.core.model_and_optimizer import Scheduler
 from wholebatch.core.options import Close, Memory
-from wholebatch.core.window import Step, Turn, make_window
+from wholebatch.core.window import Step, Turn, count_units, make_window
 from wholebatch.coupled import choose as choose_batchnorm
 from wholebatch.coupled.audit import audit as audit_model
 from wholebatch.coupled.batchnorm.policies import Refuse, Statistics
@@ -176,6 +176,7 @@ class Accumulator(CompilesLosses):
         self._resume: dict[str, Any] | None = None
         self._before: list[ForwardState] = []  # models as they were before a stand-in's forward
         self.pending = Pending()
+        self._terms: list[str] = []  # that were announced
         self._watch(self._next_size())
 
     # ------------------------------------------------------------- the window
@@ -218,10 +219,11 @@ class Accumulator(CompilesLosses):
     ) -> Step | None:
         """Add one micro-batch's gradient; the window's last backward closes it.
 
-        Give `total`, the sum over `units` (or a wb.Loss, which is both), or `mean=`, the mean over
-        them. The loss of a function of `compile` is only entered. `more=True` says that another
-        backward of the same micro-batch follows. The units of a micro-batch are the sum over its
-        backwards: give 0 with all but one if they are terms over the same units.
+        Give `total`, the sum over `units` (or a wb.Loss, which is both; or wb.Loss.terms, after
+        `announce`), or `mean=`, the mean over them. The loss of a function of `compile` is only
+        entered. `more=True` says that another backward of the same micro-batch follows. The units
+        of a micro-batch are the sum over its backwards: give 0 with all but one if they are terms
+        over the same units.
         """
         with self._turn:
             return self._backward(total, units, mean, more)
@@ -239,10 +241,13 @@ class Accumulator(CompilesLosses):
             self.pending.take(total, self)
         else:
             self.pending.refuse()
-            summed, counted = self._read(total, units, mean)
+            loss = total if isinstance(total, Terms) else self._read(total, units, mean)
             self._window.closing = is_last and not more
             self._untouched.check()
-            self._window.add(summed, counted)
+            if isinstance(loss, Terms):
+                self._window.add_loss(loss)
+            else:
+                self._window.add(*loss)
             self._untouched.remember()
         if more:
             return None
@@ -267,6 +272,32 @@ class Accumulator(CompilesLosses):
         if self._places == 0 and self._driver is None:
             self._open_place()
 
+    def announce(self, units: Mapping[str, Units]) -> None:
+        """Give the units of a window by term, before its first backward: it may then have terms.
+
+        `units` are those of all micro-batches that this rank will add to the window; they are
+        summed over the ranks, so every rank announces every window (and has data for the first).
+
+        ```python
+        acc.announce({"policy": masks.sum(), "kl": len(masks)})
+        for micro in micros:
+            acc.backward(wb.Loss.terms({"policy": policy(micro), "kl": (kl(micro), 0.05)}))
+        ```
+        """
+        if self._window.is_open:
+            raise WindowError(
+                "announce() in an open window: its units must be known before its first backward"
+            )
+        if not isinstance(units, Mapping) or not units:
+            raise OptionError(f"announce({units!r}): must be the units by term, {{name: units}}")
+        self._terms = sorted(units)
+        self._window.begin(known=self._over_ranks(count_units(lambda _: units, [None])))
+
+    def _over_ranks(self, counted: Mapping[str, float]) -> dict[str, float]:
+        """Return the sums of these units over the ranks, for the terms that were announced."""
+        sums = self._window.sync.sum([counted.get(name, 0.0) for name in self._terms])
+        return dict(zip(self._terms, sums, strict=True))
+
     # ------------------------------------------------- compiled loss functions
 
     def compiled(self, loss: Callable[..., Any], execute: Execute) -> CompiledLoss:
@@ -287,6 +318,11 @@ class Accumulator(CompilesLosses):
         self.pending.refuse()
         self._begin_backward()
         self._window.refuse_broken()
+        if self._window.is_open and self._window.known is not None:
+            raise LossError(
+                "announce() with a compiled loss function, which has one total and its units: "
+                "give backward() the wb.Loss.terms(...) of a function that is not compiled"
+            )
         self._window.closing = False  # another backward may follow: the close reduces
         self._untouched.check()
         yield not self._look.active
@@ -304,7 +340,7 @@ class Accumulator(CompilesLosses):
             self._window.add_loss(loss)
 
     def _read(
-        self, total: Tensor | Loss | Terms | None, units: Units | None, mean: Tensor | None
+        self, total: Tensor | Loss | None, units: Units | None, mean: Tensor | None
     ) -> tuple[Tensor, Units]:
         """Return the sum and its units, from whichever way they were given."""
         if mean is not None:
@@ -328,9 +364,6 @@ class Accumulator(CompilesLosses):
             if self._look.active or type(total) is not Loss:
                 self._look.at_backward(total, in_parts=self._in_parts)
             return total.total, total.units
-        if isinstance(total, Terms):
-            self._window.add_loss(total)  # refuses: a stream cannot know the terms' totals
-            raise AssertionError("a stream took a loss of several terms")
         if total is None:
             raise LossError(
                 "backward() without a loss: give total, the sum over its units, or mean=, the mean "
@@ -471,7 +504,7 @@ class Accumulator(CompilesLosses):
     def _join(self) -> None:
         """Take part in a window of the other ranks, having nothing to add."""
         self._places = 0
-        self.last_step = self._window.join()
+        self.last_step = self._window.join(self._over_ranks({}) if self._terms else None)
         for policy in self._counting:
             policy.end_window()  # a meeting of the ranks
 

@@ -100,7 +100,7 @@ def refuse_in_parts(loss: object) -> None:
     if isinstance(loss, OfTheBatch):
         raise LossError(
             "a loss that compares all samples with each other (clip_loss, info_nce, siglip_loss, "
-            "supcon_loss), computed of one micro-batch, is not that of the whole batch: give "
+            "supcon_loss, kto_loss), computed of one micro-batch, is not that of the batch: give "
             "loss=wb.Coupled(encode, loss) (plain models and DDP), where encode(model, micro) "
             "returns the representations and loss(all) is given those of the whole batch "
             "(audit=False: accept it of each micro-batch by itself)"
