@@ -133,7 +133,7 @@ def by_hand(mean: str, losses: list[list[Tensor]], groups: list[int]) -> Tensor:
 
 
 def undivided(mean: str) -> Callable[[nn.Module, Batch], Tensor]:
-    """The loss of the batch that it is given, by hand; of a micro-batch: what a plain loop takes."""
+    """The loss of what it is given, by hand; of a micro-batch: what a plain loop would take."""
 
     def loss(model: nn.Module, data: Batch) -> Tensor:
         return by_hand(mean, token_losses(model, data), data["group"].tolist())

@@ -151,7 +151,7 @@ def kto_loss(
     z = kl.detach().mean().clamp(min=0)
     good = desirable.bool()
     gain = torch.where(good, ratio - z, z - ratio)
-    weight = torch.where(good, desirable_weight, undesirable_weight).to(ratio.dtype)
+    weight = torch.full_like(ratio, undesirable_weight).masked_fill(good, desirable_weight)
     total = (weight * (1 - functional.sigmoid(beta * gain))).sum()
     kind = Loss if kl.dim() == 0 else OfTheBatch
     return kind(total, len(ratio))
