@@ -157,9 +157,7 @@ def gkd(make: Any, batches: int, **more: Any) -> Any:
         return make(GKDTrainer)(
             model=llama(),
             teacher_model=llama(seed=6),
-            args=GKDConfig(
-                **given, train_sampling_strategy="sequential", **{"lmbda": 0.0, **more}
-            ),
+            args=GKDConfig(**given, train_sampling_strategy="sequential", **{"lmbda": 0.0, **more}),
             train_dataset=Dataset.from_list(rows),
             processing_class=tokenizer(),
         )
@@ -182,31 +180,42 @@ def grpo(make: Any, batches: int, *, rloo: bool = False, **more: Any) -> Any:
     )
     draw = random.Random(4)
     rows = [{"prompt": text(draw, 1, 4)} for _ in range(4)]
+    beta = more.pop("beta", 0.0)
     with tempfile.TemporaryDirectory() as folder:
         given = settings(batches, 16, folder)
-        return make(trainer)(
+        made = make(trainer)(
             model=llama(),
             reward_funcs=lengths,
             args=config(
-                **given, num_generations=4, max_completion_length=8, shuffle_dataset=False, **more
+                **{**given, **more},
+                beta=0.0,
+                num_generations=4,
+                max_completion_length=8,
+                shuffle_dataset=False,
             ),
             train_dataset=Dataset.from_list(rows),
             processing_class=tokenizer(),
         )
+    if beta:  # TRL would load the reference by its name
+        from trl.trainer.utils import add_fused_lm_head
+
+        made.beta, made.ref_model = beta, llama(seed=6).eval()
+        add_fused_lm_head(made.ref_model, temperature=made.temperature)
+    return made
 
 
 TRAINERS = {"DPO": dpo, "Reward": reward, "KTO": kto, "GKD": gkd, "GRPO": grpo}
 
 
-def trained(trainer: Any) -> tuple[Tensor, Tensor]:
-    """The update that the trainer makes, and the weights before it."""
+def trained(trainer: Any, updates: int = 1) -> Tensor:
+    """What the trainer adds to the weights."""
     start = flat(trainer.model)
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as folder:
         trainer.args.output_dir = folder
         trainer.train()
-    assert trainer.state.global_step == 1
-    return flat(trainer.model) - start, start
+    assert trainer.state.global_step == updates
+    return flat(trainer.model) - start
 
 
 def off(ours: Tensor, whole: Tensor) -> float:

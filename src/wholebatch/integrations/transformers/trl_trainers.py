@@ -100,10 +100,11 @@ class ExactKTO(ExactWindows):
         _refuse_vision(self)
 
     def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, name: str) -> Any:
-        window = copy.copy(args)
-        window.per_device_train_batch_size *= args.gradient_accumulation_steps
         trl: Any = super()
-        return trl._prepare_dataset(dataset, processing_class, window, name)
+        if name == "train":
+            args = copy.copy(args)
+            args.per_device_train_batch_size *= args.gradient_accumulation_steps
+        return trl._prepare_dataset(dataset, processing_class, args, name)
 
     def prepare_window(self, batches: list[Any]) -> None:
         """Estimate the KL divergence over all batches of the window and all ranks."""
