@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 import wholebatch as wb
+from tests.distributed.launch import reports
 from tests.support import EXACT
 
 pytest.importorskip("trl")
@@ -202,6 +204,20 @@ def test_other_trainers_that_draw_their_batches_are_refused() -> None:
 
     with pytest.raises(wb.errors.UnsupportedError, match="what its loss is a mean over"):
         exact(DistillationTrainer)
+
+
+def test_two_ranks_make_the_update_of_one_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two ranks with two batches each; GRPO draws by rank, so it is held against one batch each."""
+    monkeypatch.setenv("TRL_SAMPLES", "16")
+    found = reports(Path(__file__).with_name("trl_worker.py"), 2, tmp_path)
+    assert found["GRPO own"] > 0.01
+    assert found["GRPO"] <= FLOAT32
+    monkeypatch.setattr(runs, "SAMPLES", 16)
+    for name in ("DPO", "Reward", "KTO", "GKD"):
+        ours = torch.load(tmp_path / f"{name}.pt")
+        assert off(ours, trained(TRAINERS[name](plain, 1))) <= FLOAT32, name
 
 
 # ------------------------------------------------------- our losses have TRL's values

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import tempfile
 from typing import Any
@@ -20,6 +21,7 @@ from transformers import (
 )
 
 WORDS = 24
+SAMPLES = int(os.environ.get("TRL_SAMPLES", "14"))
 TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
 
 
@@ -61,9 +63,10 @@ def flat(model: Any) -> Tensor:
 
 def settings(batches: int, samples: int, folder: str) -> dict[str, Any]:
     """The arguments of one update from all samples, in so many batches (the last one smaller)."""
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
     return {
         "output_dir": folder,
-        "per_device_train_batch_size": -(-samples // batches),
+        "per_device_train_batch_size": -(-samples // (batches * ranks)),
         "gradient_accumulation_steps": batches,
         "num_train_epochs": 1,
         "learning_rate": 8.0,  # float32 must round the update, not the weights
@@ -81,12 +84,12 @@ def settings(batches: int, samples: int, folder: str) -> dict[str, Any]:
     }
 
 
-def pairs(number: int = 14) -> Dataset:
+def pairs() -> Dataset:
     draw = random.Random(1)
     return Dataset.from_list(
         [
             {"prompt": text(draw, 1, 4), "chosen": text(draw, 1, 9), "rejected": text(draw, 1, 9)}
-            for _ in range(number)
+            for _ in range(SAMPLES)
         ]
     )
 
@@ -126,7 +129,7 @@ def kto(make: Any, batches: int, **more: Any) -> Any:
     draw = random.Random(2)
     rows = [
         {"prompt": text(draw, 1, 4), "completion": text(draw, 1, 9), "label": at % 3 != 1}
-        for at in range(14)
+        for at in range(SAMPLES)
     ]
     with tempfile.TemporaryDirectory() as folder:
         given = settings(batches, len(rows), folder)
@@ -150,7 +153,7 @@ def gkd(make: Any, batches: int, **more: Any) -> Any:
                 {"role": "assistant", "content": text(draw, 1, 9)},
             ]
         }
-        for _ in range(14)
+        for _ in range(SAMPLES)
     ]
     with tempfile.TemporaryDirectory() as folder:
         given = settings(batches, len(rows), folder)
