@@ -23,6 +23,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "speed.md",
         "batchnorm.md",
         "contrastive.md",
+        "which-mean.md",
         "gradients.md",
         "whole-gradient.md",
         "distributed.md",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import random
 import tempfile
@@ -95,7 +96,8 @@ def pairs() -> Dataset:
 
 
 def dpo(make: Any, batches: int, **more: Any) -> Any:
-    from trl import DPOConfig, DPOTrainer
+    from trl.trainer.dpo_config import DPOConfig
+    from trl.trainer.dpo_trainer import DPOTrainer
 
     data = pairs()
     with tempfile.TemporaryDirectory() as folder:
@@ -110,7 +112,8 @@ def dpo(make: Any, batches: int, **more: Any) -> Any:
 
 
 def reward(make: Any, batches: int, **more: Any) -> Any:
-    from trl import RewardConfig, RewardTrainer
+    from trl.trainer.reward_config import RewardConfig
+    from trl.trainer.reward_trainer import RewardTrainer
 
     data = pairs()
     with tempfile.TemporaryDirectory() as folder:
@@ -124,7 +127,8 @@ def reward(make: Any, batches: int, **more: Any) -> Any:
 
 
 def kto(make: Any, batches: int, **more: Any) -> Any:
-    from trl import KTOConfig, KTOTrainer
+    from trl.trainer.kto_config import KTOConfig
+    from trl.trainer.kto_trainer import KTOTrainer
 
     draw = random.Random(2)
     rows = [
@@ -176,7 +180,7 @@ def hash_of(words: str) -> int:
 
 
 def grpo(make: Any, batches: int, *, rloo: bool = False, **more: Any) -> Any:
-    import trl
+    trl: Any = importlib.import_module("trl")
 
     config, trainer = (
         (trl.RLOOConfig, trl.RLOOTrainer) if rloo else (trl.GRPOConfig, trl.GRPOTrainer)

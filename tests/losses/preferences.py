@@ -172,8 +172,9 @@ def _orpo_over_tokens(model: Policy, data: Batch) -> Tensor:
 
 def _reward(model: Policy, data: Batch, i: int) -> Tensor:
     chosen, rejected = (model(data[w][i : i + 1])[1][0, -1] for w in ("chosen", "rejected"))
-    gap = chosen - rejected - data["margin"][i]
-    return -torch.sigmoid(gap).log() + 0.1 * (chosen + rejected) ** 2
+    gap: Tensor = chosen - rejected - data["margin"][i]
+    both: Tensor = chosen + rejected
+    return -torch.sigmoid(gap).log() + 0.1 * both**2
 
 
 def _kto_by_hand(model: Policy, data: Batch) -> Tensor:

@@ -15,7 +15,7 @@ LENGTHS = (7, 1, 4, 2, 7, 3, 0, 5, 6, 1, 2, 4)
 GROUPS = (0, 0, 1, 1, 1, 1, 2, 3, 3, 3, 0, 2)  # the last two are far from their groups
 UNEVEN = ((12,), (1, 2, 3, 6), (5, 1, 4, 2), (1,) * 12)
 Batch = dict[str, Tensor]
-MEANS = {
+MEANS: dict[str, dict[str, Any]] = {
     "tokens": {},
     "sequences": {},
     "sequence_sums": {},
@@ -44,7 +44,8 @@ class Policy(nn.Module):
 
 def logprobs(model: nn.Module, micro: Batch) -> Tensor:
     logits, _ = model(micro["words"])
-    return logits[:, :-1].log_softmax(-1).gather(-1, micro["words"][:, 1:, None])[..., 0]
+    logs: Tensor = logits[:, :-1].log_softmax(-1)
+    return logs.gather(-1, micro["words"][:, 1:, None])[..., 0]
 
 
 def batch() -> Batch:
@@ -73,8 +74,8 @@ def batch() -> Batch:
 
 def options_of(mean: str, micro: Batch) -> dict[str, Any]:
     """The options of a mean, with its columns of the micro-batch."""
-    given: dict[str, Any] = MEANS[mean]
-    return {n: micro[value] if isinstance(value, str) else value for n, value in given.items()}
+    given = MEANS[mean].items()
+    return {name: micro[value] if isinstance(value, str) else value for name, value in given}
 
 
 def ours(mean: str, **more: Any) -> Callable[[nn.Module, Batch], wb.Loss]:
@@ -82,8 +83,8 @@ def ours(mean: str, **more: Any) -> Callable[[nn.Module, Batch], wb.Loss]:
 
     def loss(model: nn.Module, micro: Batch) -> wb.Loss:
         found = logprobs(model, micro)
-        given = {"old": micro["old"], **more, **options_of(mean, micro)}
-        return wb.policy_loss(found, micro["advantages"], micro["mask"], mean=mean, **given)
+        given = {"old": micro["old"], "mean": mean, **more, **options_of(mean, micro)}
+        return wb.policy_loss(found, micro["advantages"], micro["mask"], **given)
 
     return loss
 
