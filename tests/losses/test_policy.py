@@ -373,3 +373,36 @@ def test_the_look_and_verify_agree(mean: str) -> None:
     verdict = wb.verify(Policy(), ours(mean), batch(), micro_batch=5)
     assert verdict.same, verdict
     assert options_of(mean, batch()).keys() == MEANS[mean].keys()
+
+
+def test_terms_are_looked_at_as_other_losses_are() -> None:
+    model, (first, second) = Policy(), pieces(batch(), (5, 7))
+
+    def mean_as_a_sum(model: nn.Module, micro: Batch) -> Any:
+        policy = ours("tokens")(model, micro)
+        error = model(micro["words"])[1].square().mean()
+        return wb.Loss.terms({"policy": policy, "value": (error, len(micro["words"]))})
+
+    acc = wb.Accumulator(model, sgd(model), steps=2)
+    acc.announce({"policy": 42, "value": 12})
+    with pytest.raises(wb.errors.LossError, match="mean"):
+        acc.backward(mean_as_a_sum(model, first))
+
+    def compared(model: nn.Module, micro: Batch) -> Any:
+        found = logprobs(model, micro).sum(1)
+        kto = wb.kto_loss(found, found.detach() - 1, micro["advantages"] > 0, found)
+        return wb.Loss.terms({"policy": ours("tokens")(model, micro), "kto": (kto, 0.5)})
+
+    acc = wb.Accumulator(model, sgd(model), steps=2)
+    acc.announce({"policy": 42, "kto": 12})
+    with pytest.raises(wb.errors.LossError, match="kto_loss"):
+        acc.backward(compared(model, second))
+    train = wb.WholeBatch(
+        model,
+        sgd(model),
+        loss=compared,
+        units=lambda m: {"policy": m["mask"].sum(), "kto": len(m["mask"])},
+        micro_batch=5,
+    )
+    with pytest.raises(wb.errors.LossError, match="kto_loss"):
+        train.step(batch())

@@ -245,7 +245,7 @@ class Accumulator(CompilesLosses):
             self._window.closing = is_last and not more
             self._untouched.check()
             if isinstance(loss, Terms):
-                self._window.add_loss(loss)
+                self._add_terms(loss)
             else:
                 self._window.add(*loss)
             self._untouched.remember()
@@ -292,6 +292,11 @@ class Accumulator(CompilesLosses):
             raise OptionError(f"announce({units!r}): must be the units by term, {{name: units}}")
         self._terms = sorted(units)
         self._window.begin(known=self._over_ranks(count_units(lambda _: units, [None])))
+
+    def _add_terms(self, terms: Terms) -> None:
+        if self._window.known is not None and self._look.active:
+            self._look.at_backward(terms, in_parts=self._in_parts)
+        self._window.add_loss(terms)  # refuses terms that were not announced
 
     def _over_ranks(self, counted: Mapping[str, float]) -> dict[str, float]:
         """Return the sums of these units over the ranks, for the terms that were announced."""

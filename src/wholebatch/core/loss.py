@@ -107,6 +107,8 @@ class Term:
     total: Tensor
     units: Units
     weight: float = 1.0
+    of_the_batch: bool = False
+    """True if the loss compares samples, so that it is wrong for a micro-batch alone."""
 
 
 @dataclass(frozen=True)
@@ -154,8 +156,9 @@ class Loss:
         parsed = {}
         for name, term in terms.items():
             term = term if isinstance(term, tuple) else (term,)
-            if isinstance(term[0], Loss):
-                term = (term[0].total, term[0].units, *term[1:])
+            given = term[0] if term else None
+            if isinstance(given, Loss):
+                term = (given.total, given.units, *term[1:])
             if len(term) not in (2, 3):
                 raise LossError(
                     f"term {name!r} is {term!r}: must be (total, units) or (total, units, weight), "
@@ -164,7 +167,8 @@ class Loss:
             weight = term[2] if len(term) == 3 else 1.0
             if isinstance(weight, bool) or not isinstance(weight, Real):
                 raise LossError(f"term {name!r} has weight {weight!r}: must be a number")
-            parsed[name] = Term(check_total(term[0]), check_units(term[1]), float(weight))
+            whole = isinstance(given, Loss) and type(given) is not Loss
+            parsed[name] = Term(check_total(term[0]), check_units(term[1]), float(weight), whole)
         return Terms(parsed)
 
 

@@ -97,7 +97,8 @@ class OfTheBatch(Loss):
 
 def refuse_in_parts(loss: object) -> None:
     """Refuse an `OfTheBatch` loss, for a micro-batch that is not the whole batch."""
-    if isinstance(loss, OfTheBatch):
+    terms = loss.by_name.values() if isinstance(loss, Terms) else ()
+    if isinstance(loss, OfTheBatch) or any(term.of_the_batch for term in terms):
         raise LossError(
             "a loss that compares all samples with each other (clip_loss, info_nce, siglip_loss, "
             "supcon_loss, kto_loss), computed of one micro-batch, is not that of the batch: give "
