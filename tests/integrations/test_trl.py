@@ -160,12 +160,13 @@ def test_gkd_steps_by_its_own_hand_draw_once(monkeypatch: pytest.MonkeyPatch) ->
     assert off(four, one) <= FLOAT32
 
 
-@pytest.mark.parametrize("name", ["DPO", "Reward", "KTO"])
+@pytest.mark.parametrize("name", TRAINERS)
 def test_batches_can_be_cut_further(name: str) -> None:
     """Pairs stay together, and a micro-batch of KTO knows the window's estimate."""
     whole = trained(TRAINERS[name](plain, 1))
-    ours = trained(TRAINERS[name](lambda kind: exact(kind, micro_batch=3), 2))
-    assert off(ours, whole) <= FLOAT32
+    for size in (3, *([wb.tokens(40)] if name != "GRPO" else [])):
+        ours = trained(TRAINERS[name](lambda kind, size=size: exact(kind, micro_batch=size), 2))
+        assert off(ours, whole) <= FLOAT32
 
 
 def test_completions_that_serve_several_windows() -> None:
@@ -201,9 +202,11 @@ def test_what_is_not_exact_is_refused_by_name(
 
 def test_other_trainers_that_draw_their_batches_are_refused() -> None:
     from trl import DistillationTrainer
+    from trl.experimental.gmpo import GMPOTrainer  # GRPO's batches with a loss of its own
 
-    with pytest.raises(wb.errors.UnsupportedError, match="what its loss is a mean over"):
-        exact(DistillationTrainer)
+    for kind in (DistillationTrainer, GMPOTrainer):
+        with pytest.raises(wb.errors.UnsupportedError, match="what its loss is a mean over"):
+            exact(kind)
 
 
 def test_two_ranks_make_the_update_of_one_process(

@@ -100,7 +100,5 @@ def exact(
 
 def _windows_of(trainer: type[Any]) -> type[ExactWindows]:
     """Return the windows that know the loss of the TRL class that the trainer descends from."""
-    for kind in trainer.__mro__:
-        if kind.__module__.startswith("trl.") and kind.__name__ in _OF_TRL:
-            return _OF_TRL[kind.__name__]
-    return ExactWindows
+    of_trl = (kind.__name__ for kind in trainer.__mro__ if kind.__module__.startswith("trl."))
+    return _OF_TRL.get(next(of_trl, ""), ExactWindows)

@@ -196,12 +196,13 @@ class ExactPolicy(ExactWindows):
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Return TRL's loss as the mean over the tokens or sequences of these inputs."""
         trainer: Any = self
-        if getattr(trainer, "loss_type", None) in _TOKEN_MEANS and trainer.model.training:
-            # TRL divides by count / processes × its steps / steps_per_generation.
-            share = trainer.args.steps_per_generation / trainer.current_gradient_accumulation_steps
-            count = _completion_mask(inputs).sum() * trainer.accelerator.num_processes * share
-            inputs = {**inputs, "num_items_in_batch": count}
-        return super().compute_loss(model, inputs, *args, **kwargs)
+        if not trainer.model.training:
+            return super().compute_loss(model, inputs, *args, **kwargs)
+        # TRL divides a sum over tokens by count / processes × batches / steps_per_generation.
+        count = _completion_mask(inputs).sum() * trainer.accelerator.num_processes
+        inputs = {**inputs, "num_items_in_batch": count * trainer.args.steps_per_generation}
+        with replaced_attributes(self, current_gradient_accumulation_steps=1):
+            return super().compute_loss(model, inputs, *args, **kwargs)
 
 
 def _completion_mask(inputs: Mapping[str, Any]) -> Tensor:
