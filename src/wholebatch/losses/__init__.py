@@ -1,1 +1,1 @@
-"""Losses by name, each with the units that it is a mean over; docs/which-mean.md has the formulas."""
+"""Losses by name, each with the units that it is a mean over (docs/which-mean.md)."""
