@@ -26,15 +26,6 @@ from wholebatch.compile.layer_norm import can_fuse_norms
 from wholebatch.compile.repeated_blocks import Blocks, calls_other_graphs
 from wholebatch.compile.trace import Form, State, Traced
 
-__all__ = [
-    "JointStep",
-    "Prepared",
-    "Results",
-    "Runnable",
-    "compiled_by_inductor",
-    "start_compiler",
-]
-
 
 @cache
 def start_compiler() -> None:

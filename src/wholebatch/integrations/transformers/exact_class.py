@@ -23,8 +23,6 @@ from wholebatch.integrations.transformers.trl_trainers import (
 )
 from wholebatch.memory.budget import Budget
 
-__all__ = ["exact"]
-
 _OF_TRL: dict[str, type[ExactWindows]] = {
     "DPOTrainer": ExactPairs,
     "RewardTrainer": ExactPairs,

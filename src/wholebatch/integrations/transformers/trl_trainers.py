@@ -25,8 +25,6 @@ from wholebatch.integrations.host_window import replaced_attributes
 from wholebatch.integrations.transformers.exact_trainer import ExactWindows
 from wholebatch.integrations.transformers.host_steps import engine_keeps
 
-__all__ = ["ExactDistillation", "ExactKTO", "ExactPairs", "ExactPolicy"]
-
 _COUPLED = {
     "aot": "sorts the pairs of a batch",
     "aot_unpaired": "sorts the pairs of a batch",
