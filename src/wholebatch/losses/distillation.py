@@ -12,8 +12,6 @@ from wholebatch.core.loss import Loss
 from wholebatch.errors import LossError, OptionError
 from wholebatch.losses.policy import Mean, aggregate
 
-__all__ = ["distillation_loss"]
-
 
 def distillation_loss(
     student: Tensor,

@@ -28,17 +28,6 @@ from torch import Tensor
 from wholebatch.core.loss import Loss, Units
 from wholebatch.errors import LossError, OptionError
 
-__all__ = [
-    "Estimator",
-    "Mean",
-    "aggregate",
-    "aggregate_units",
-    "group_sizes",
-    "policy_loss",
-    "token_kl",
-    "value_loss",
-]
-
 Mean: TypeAlias = Literal[
     "tokens", "sequences", "sequence_sums", "constant", "groups", "group_sequences"
 ]

@@ -14,16 +14,6 @@ from wholebatch.core.loss import Loss, Terms
 from wholebatch.coupled.contrastive.losses import OfTheBatch
 from wholebatch.errors import LossError
 
-__all__ = [
-    "dpo_loss",
-    "ipo_loss",
-    "kto_loss",
-    "orpo_loss",
-    "reward_loss",
-    "sequence_logprobs",
-    "simpo_loss",
-]
-
 
 def sequence_logprobs(
     logits: Tensor, labels: Tensor, *, mean: bool = False, ignore_index: int = -100
