@@ -32,8 +32,9 @@ if TYPE_CHECKING:
     from wholebatch.core.splitting import split, tokens
     from wholebatch.core.whole_batch import WholeBatch
     from wholebatch.core.window import Step
-    from wholebatch.coupled import Coupled, clip_loss, info_nce, siglip_loss, supcon_loss
+    from wholebatch.coupled import Coupled, clip_loss, info_nce, moe_loss, siglip_loss, supcon_loss
     from wholebatch.coupled.audit import audit
+    from wholebatch.coupled.sample_draws import rand_like, randint_like, randn_like
     from wholebatch.distributed.pipeline import Pipeline
     from wholebatch.losses.distillation import distillation_loss
     from wholebatch.losses.policy import (
@@ -83,9 +84,13 @@ __all__ = [
     "ipo_loss",
     "kto_loss",
     "mean_loss",
+    "moe_loss",
     "orpo_loss",
     "over",
     "policy_loss",
+    "rand_like",
+    "randint_like",
+    "randn_like",
     "reward_loss",
     "samples",
     "sequence_logprobs",
@@ -127,9 +132,13 @@ _HOMES = {
     "ipo_loss": "losses.preference",
     "kto_loss": "losses.preference",
     "mean_loss": "core.loss",
+    "moe_loss": "coupled",
     "orpo_loss": "losses.preference",
     "over": "core.accumulator",
     "policy_loss": "losses.policy",
+    "rand_like": "coupled.sample_draws",
+    "randint_like": "coupled.sample_draws",
+    "randn_like": "coupled.sample_draws",
     "reward_loss": "losses.preference",
     "samples": "core.options",
     "sequence_logprobs": "losses.preference",

@@ -51,12 +51,17 @@ class Coupled:
     `keep` micro-batches are encoded once: their graphs stay in memory until the gradient is known.
     "auto" keeps as many graphs as fit in the memory that a window leaves free (in one process, on
     CUDA or with `memory=`).
+
+    Before the first split window, the rows of `encode` are held against those of half the samples.
+    Where they are sums over the micro-batch, `addends(model, micro)` returns a Loss of them, and
+    its totals are compared instead.
     """
 
     encode: Callable[[Any, Any], Any]
     loss: Callable[[Any], Loss | Terms | Tensor]
     tolerance: float | None = None
     keep: int | Literal["auto"] = 1
+    addends: Callable[[Any, Any], Loss | Terms] | None = None
 
     def __post_init__(self) -> None:
         for name in ("encode", "loss"):
