@@ -35,7 +35,7 @@ from wholebatch.coupled.audit import SplitGuard
 from wholebatch.coupled.batchnorm.lock_step import Hold, LockStep
 from wholebatch.coupled.batchnorm.lock_step_graph import Recorder
 from wholebatch.coupled.batchnorm.policies import Policy, Statistics
-from wholebatch.coupled.contrastive.losses import Coupled, OfTheBatch, refuse_in_parts
+from wholebatch.coupled.contrastive.losses import Coupled, refuse_in_parts
 from wholebatch.coupled.contrastive.two_pass import WholeLoss
 from wholebatch.coupled.normalisation_layers import running_buffers
 from wholebatch.coupled.per_sample_dropout import PerSample, check_dropout
@@ -339,7 +339,7 @@ class Runner:
         micro = to_device(micro, self._device)
         with self._precision.forward():
             loss = as_loss(loss_function(self.model, micro))
-        if self._in_parts and self._audits and isinstance(loss, OfTheBatch):
+        if self._in_parts and self._audits and type(loss) is not Loss:
             refuse_in_parts(loss)
         if self.policy is not None:
             self.policy.micro()
