@@ -40,6 +40,7 @@ __all__ = [
     "check_units",
     "cross_entropy",
     "mean_loss",
+    "terms_of",
 ]
 
 
@@ -174,6 +175,11 @@ def as_loss(result: object) -> Loss | Terms:
         f"the loss function returned {type(result).__name__}: must be wb.Loss(total, units), "
         "wb.Loss.terms({...}) or a tensor of per-unit losses"
     )
+
+
+def terms_of(loss: Loss | Terms) -> dict[str, Term]:
+    """Return the terms of a loss by name; those of a plain one are a single term."""
+    return {SINGLE: Term(loss.total, loss.units)} if isinstance(loss, Loss) else dict(loss.by_name)
 
 
 def mean_loss(mean: Tensor, units: Units) -> Loss:
