@@ -173,7 +173,8 @@ class Runner:
     def look_at_packing(self, batch: Any, by: Tokens, layout: Mapping[str, Any]) -> None:
         """Refuse a model to which a sequence in a row of several is not the one by itself."""
         function = self._loss.addends if isinstance(self._loss, Coupled) else self._loss
-        if self._looked_at_packing or not self._audits or function is None:
+        sharded = self._window.sync.counts_must_agree  # a forward would need the other ranks
+        if self._looked_at_packing or not self._audits or sharded or function is None:
             return
         self._looked_at_packing = True
 

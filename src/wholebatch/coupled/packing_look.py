@@ -18,6 +18,7 @@ from wholebatch.core.splitting import Tokens
 from wholebatch.core.splitting.micro_batches import lengths_of
 from wholebatch.core.splitting.packing import alone
 from wholebatch.core.splitting.samples import Layout
+from wholebatch.coupled.local_collectives import local_collectives
 from wholebatch.coupled.sample_runs import CalledModules
 from wholebatch.errors import UnsupportedError
 
@@ -41,7 +42,7 @@ def check_packing(
     try:
         for module in training:
             module.training = False
-        with torch.no_grad(), called:
+        with torch.no_grad(), called, local_collectives():
             apart, packed = _sums(map(run, ones)), _sums([run(together)])
     finally:
         for module in training:
