@@ -24,8 +24,6 @@ from wholebatch.core.splitting import batch_size_of
 from wholebatch.coupled.contrastive.losses import Coupled
 from wholebatch.errors import LossError, OptionError
 
-__all__ = ["RecordedRouting", "balance_of", "moe_loss", "recorded_routing", "routing_sums"]
-
 Routers: TypeAlias = Sequence[Tensor | tuple[Tensor, Tensor]]
 """For each layer, the router's logits (tokens, experts); or probabilities and chosen experts."""
 Sums: TypeAlias = dict[str, Tensor]

@@ -22,8 +22,6 @@ from wholebatch.coupled.local_collectives import local_collectives
 from wholebatch.coupled.sample_runs import CalledModules
 from wholebatch.errors import UnsupportedError
 
-__all__ = ["check_packing"]
-
 _SEQUENCES = 4
 
 

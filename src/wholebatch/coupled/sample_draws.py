@@ -19,8 +19,6 @@ from torch import Tensor
 from wholebatch.coupled.per_sample_dropout import PerSample, mixed, sample_bits
 from wholebatch.errors import OptionError, UnsupportedError
 
-__all__ = ["WindowDraws", "rand_like", "randint_like", "randn_like", "undivided"]
-
 _BITS = 52  # (2^52 - 1 + 1/2) / 2^52 is still below 1 in float64
 _here = threading.local()
 

@@ -24,8 +24,6 @@ from wholebatch.errors import SplitError
 if TYPE_CHECKING:
     from wholebatch.core.splitting.micro_batches import Tokens
 
-__all__ = ["alone", "packed_micro_batches"]
-
 _IGNORED = -100
 # Told by the positions, or by another length than that of the tokens.
 _LEFT_OUT = ("attention_mask", "position_ids", "seq_idx")

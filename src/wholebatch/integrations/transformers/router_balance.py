@@ -20,8 +20,6 @@ from wholebatch.coupled.moe import RecordedRouting, balance_of, recorded_routing
 from wholebatch.errors import UnsupportedError
 from wholebatch.integrations.host_window import attributes_restored
 
-__all__ = ["balanced", "refuse_balance"]
-
 
 def balanced(trainer: Any, as_loss: Callable[..., Loss]) -> Coupled | None:
     """Return the trainer's loss with the window's balance; None where no balance loss is on.
