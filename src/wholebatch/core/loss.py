@@ -172,6 +172,11 @@ def as_loss(result: object) -> Loss | Terms:
     )
 
 
+def terms_of(loss: Loss | Terms) -> dict[str, Term]:
+    """Return the terms of a loss by name; those of a plain one are a single term."""
+    return {SINGLE: Term(loss.total, loss.units)} if isinstance(loss, Loss) else dict(loss.by_name)
+
+
 def mean_loss(mean: Tensor, units: Units) -> Loss:
     """Return the Loss of a mean over `units`.
 
