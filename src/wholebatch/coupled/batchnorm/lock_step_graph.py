@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from wholebatch.compile.captured_state import Fingerprint, only_reads, refuse_hooks
+from wholebatch.compile.cuda_graph import capturing
 from wholebatch.compile.execute_mode import CannotTrace, Notes, first_line
 from wholebatch.compile.graph_check import differs
 from wholebatch.compile.graph_inputs import Inputs, Key, take_apart
@@ -32,9 +33,6 @@ from wholebatch.core.window import Backward, Window, backward_into
 from wholebatch.coupled.batchnorm.lock_step import LockStep
 from wholebatch.coupled.batchnorm.turn_taking_threads import RecordedStreams, draw
 from wholebatch.distributed.sync_strategy import Single
-
-__all__ = ["MOST_MICRO_BATCHES", "Recorder"]
-
 
 R = TypeVar("R")
 T = TypeVar("T")
@@ -173,10 +171,8 @@ class Recorder:
     def _recording(self, apart: list[Inputs]) -> _Recording | None:
         """Return the recording for these micro-batches if there is one and it is still valid."""
         window = self._window
-        if not window.is_open:
-            if window.next_seed is None:
-                return None
-            window.begin()
+        if not window.open_early():
+            return None
         same = len(self._parameters) == len(window.inputs) and all(
             a is b for a, b in zip(self._parameters, window.inputs, strict=True)
         )
@@ -210,7 +206,7 @@ class Recorder:
             parameter.grad = gradient
         for form, (totals, units) in zip(recording.forms, recording.results, strict=True):
             counted = iter(units)
-            self._window.record(
+            self._window.current.record(
                 {n: t.clone() for n, t in zip(form.names, totals, strict=True)},
                 {
                     name: next(counted).clone() if number is None else number
@@ -230,7 +226,7 @@ class Recorder:
         form = recording.forms[0]
         for name, weight in zip(form.names, form.weights, strict=True):
             seed = recording.seeds[name]
-            seed.copy_(self._window.seed_of(name, seed, weight))
+            seed.copy_(self._window.current.seed_of(name, seed, weight))
 
     def _addresses(self) -> list[int]:
         tensors: list[Tensor] = [*self._model.parameters(), *self._model.buffers()]
@@ -251,7 +247,7 @@ class Recorder:
             raise CannotTrace("an engine for several ranks holds parts of its graph")
         refuse_hooks(self._model)
         wanted = [parameter.grad for parameter in self._parameters]
-        totals = {name: made[-len(apart) :] for name, made in window.totals.items()}
+        totals = {name: made[-len(apart) :] for name, made in window.current.totals.items()}
         after = ForwardState(self._model)
         try:
             recording = self._captured(apart, {n: _dtype(made[0]) for n, made in totals.items()})
@@ -329,7 +325,7 @@ class Recorder:
         totals: Mapping[str, Sequence[Tensor | float]],
     ) -> None:
         """Refuse a recording whose losses or gradients are not those of the threads."""
-        weights = self._window.weights
+        weights = self._window.current.weights
         for form in recording.forms:
             if dict(zip(form.names, form.weights, strict=True)) != weights:
                 raise CannotTrace("its loss differs in form from one call to the next")
@@ -391,10 +387,8 @@ class CudaTape:
     def record(self, run: Callable[[], R], generators: Sequence[torch.Generator]) -> R:
         for generator in generators:
             self._graph.register_generator_state(generator)
-        # Other threads launch into the captured stream too. With "thread_local", CUDA refuses
-        # calls that are unsafe during capture on this thread only.
         try:
-            with torch.cuda.graph(self._graph, pool=self._pool, capture_error_mode="thread_local"):
+            with capturing(self._graph, self._pool):  # Other threads launch into it too.
                 return run()
         except BaseException:
             _reset_after_failed_capture(self._pool)
@@ -415,5 +409,5 @@ def _reset_after_failed_capture(pool: Any) -> None:
     with suppress(RuntimeError):
         blank = torch.cuda.CUDAGraph()
         number = torch.zeros(1, device="cuda")
-        with torch.cuda.graph(blank, capture_error_mode="thread_local"):
+        with capturing(blank, None):
             number.add_(1)

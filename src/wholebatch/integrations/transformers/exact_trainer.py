@@ -34,7 +34,7 @@ from wholebatch.integrations.host_window import refuse_shared_batches
 from wholebatch.integrations.transformers.given_windows import GivenWindows
 from wholebatch.integrations.transformers.host_steps import (
     HostSteps,
-    OpenWindow,
+    TrainerWindow,
     engine_keeps,
     stepped_here,
 )
@@ -44,6 +44,7 @@ from wholebatch.integrations.transformers.label_units import (
     known_shift,
     measured_shift,
 )
+from wholebatch.integrations.transformers.router_balance import balanced, refuse_balance
 from wholebatch.memory.budget import Budget
 
 if TYPE_CHECKING:
@@ -51,7 +52,6 @@ if TYPE_CHECKING:
 else:  # A mixin stands before the Trainer, or one of its descendants, in the bases.
     _Trainer = object
 
-__all__ = ["ExactWindows", "exact"]
 
 _log = logging.getLogger("wholebatch")
 
@@ -101,7 +101,7 @@ class ExactWindows(_Trainer):
     _batches = 0  # of the epoch
     _shift: bool | None = None
     _is_counting = False
-    _open = OpenWindow()
+    _open = TrainerWindow()
     _whole: GivenWindows | None = None
     _host: HostSteps | None = None
     _stepped_by: Any = None  # the optimizer that the windows were made for
@@ -149,7 +149,7 @@ class ExactWindows(_Trainer):
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """Return the batches of the next window; count their units on the way."""
-        self._open, self._is_counting = OpenWindow(), True
+        self._open, self._is_counting = TrainerWindow(), True
         try:
             samples, _ = found = super().get_batch_samples(*args, **kwargs)
         finally:
@@ -245,12 +245,14 @@ class ExactWindows(_Trainer):
         if self._whole is not None:
             self._whole.detach()
         if self._host is not None:
-            self._host.ledger.detach()
+            self._host.windows.detach()
         self._whole = self._host = None
         why = why_by_host(self)
         if why is None:
             self._whole = self._whole_windows(uncompiled(model))
         else:
+            if self.audit and self.coupled is None:
+                refuse_balance(self, why)
             self._host = HostSteps(self, why)
             _log.info("micro-steps run eagerly, by the Trainer itself: %s", why)
         self._stepped_by = self.optimizer
@@ -263,6 +265,9 @@ class ExactWindows(_Trainer):
         options: dict[str, Any] = {"loss": self.coupled}
         if self.coupled is None:
             options = trainer_loss(self)
+            with_balance = balanced(self, options["loss"])
+            if with_balance is not None:
+                options, execute = {"loss": with_balance}, self.execute
         return GivenWindows(
             model,
             stepped_here(self)[0],
@@ -320,7 +325,7 @@ class ExactWindows(_Trainer):
             if window.place < saved["done"]:  # its gradient is in the checkpoint
                 return torch.zeros((), device=self.args.device)
             self._resume = None
-            self._host.ledger.load_state_dict(saved["window"], list(model.parameters()))
+            self._host.windows.load_state_dict(saved["window"])
             self._shares = saved["shares"].to(self.args.device)
             self._tr_loss += self._shares
             restore_random(saved["random"])
@@ -330,7 +335,7 @@ class ExactWindows(_Trainer):
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         """End the training; graphs leave the device's memory to what follows."""
-        self._open = OpenWindow()
+        self._open = TrainerWindow()
         if self._whole is not None:
             self._whole.release()
         return super()._finalize_training(*args, **kwargs)  # type: ignore[no-untyped-call]
@@ -351,7 +356,7 @@ class ExactWindows(_Trainer):
             saved["gradients"] = self._whole.saved_gradient()
         elif self._host is not None and self._host.keeps_whole:
             saved["done"] = window.place
-            saved["window"] = self._host.ledger.state_dict(list(model.parameters()))
+            saved["window"] = self._host.windows.state_dict()
         else:
             _log.warning(
                 "the gradients of an open window are inside %s: the window begins again after a "
@@ -471,10 +476,13 @@ def _as_loss(
     context: Callable[[], AbstractContextManager[Any]],
     units: UnitsFunction,
     over: UnitsFunction | None,
+    change: Callable[[Tensor], Tensor] | None = None,
 ) -> Loss:
     counted = check_units(units(inputs))
     with context():  # compute_loss may take its labels out of the inputs
         mean = compute_loss(model, copy.copy(inputs), num_items_in_batch=None)
+    if change is not None:
+        mean = change(mean)
     loss = mean_loss(mean, counted)
     return loss if over is None else Loss(loss.total, over(inputs))
 
