@@ -14,7 +14,9 @@ from wholebatch.lint.command_line import LintArguments, run
 class LintOptions:
     """The options of `wholebatch lint`, which become those of the linter."""
 
-    paths: list[str] | None = argument(None, "PATH...", "Scripts, notebooks, folders, or - for standard input.")
+    paths: list[str] | None = argument(
+        None, "PATH...", "Scripts, notebooks, folders, or - for standard input."
+    )
     form: str = option("text", None, "text, json, sarif or github.", flag="--format")
     select: list[str] | None = option(None, None, "Only these codes, such as WB101,WB103 or WB1.")
     ignore: list[str] | None = option(None, None, "All but these codes.")

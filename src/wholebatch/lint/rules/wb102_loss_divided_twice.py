@@ -11,7 +11,6 @@ from ..model.expressions import divisor_of, is_accumulation_name, is_binary, tex
 from ..model.loss_origin import Divisor
 from .rule_base import Edit, Report, rule
 
-
 _DEEPSPEED = re.compile(r"deepspeed(?![^\n]*scale_wrt_gas)", re.I)
 
 
