@@ -32,9 +32,28 @@ if TYPE_CHECKING:
     from wholebatch.core.splitting import split, tokens
     from wholebatch.core.whole_batch import WholeBatch
     from wholebatch.core.window import Step
-    from wholebatch.coupled import Coupled, clip_loss, info_nce, siglip_loss, supcon_loss
+    from wholebatch.coupled import Coupled, clip_loss, info_nce, moe_loss, siglip_loss, supcon_loss
     from wholebatch.coupled.audit import audit
+    from wholebatch.coupled.sample_draws import rand_like, randint_like, randn_like
     from wholebatch.distributed.pipeline import Pipeline
+    from wholebatch.losses.distillation import distillation_loss
+    from wholebatch.losses.policy import (
+        aggregate,
+        aggregate_units,
+        group_sizes,
+        policy_loss,
+        token_kl,
+        value_loss,
+    )
+    from wholebatch.losses.preference import (
+        dpo_loss,
+        ipo_loss,
+        kto_loss,
+        orpo_loss,
+        reward_loss,
+        sequence_logprobs,
+        simpo_loss,
+    )
     from wholebatch.verification import verify
 
 __version__ = "0.1.0"
@@ -50,21 +69,39 @@ __all__ = [
     "Step",
     "WholeBatch",
     "__version__",
+    "aggregate",
+    "aggregate_units",
     "audit",
     "by_epoch",
     "causal_lm",
     "clip_loss",
     "cross_entropy",
+    "distillation_loss",
+    "dpo_loss",
     "errors",
+    "group_sizes",
     "info_nce",
+    "ipo_loss",
+    "kto_loss",
     "mean_loss",
+    "moe_loss",
+    "orpo_loss",
     "over",
+    "policy_loss",
+    "rand_like",
+    "randint_like",
+    "randn_like",
+    "reward_loss",
     "samples",
+    "sequence_logprobs",
     "siglip_loss",
+    "simpo_loss",
     "split",
     "supcon_loss",
+    "token_kl",
     "tokens",
     "unpadded",
+    "value_loss",
     "verify",
 ]
 
@@ -80,21 +117,39 @@ _HOMES = {
     "Pipeline": "distributed.pipeline",
     "Step": "core.window",
     "WholeBatch": "core.whole_batch",
+    "aggregate": "losses.policy",
+    "aggregate_units": "losses.policy",
     "audit": "coupled.audit",
     "by_epoch": "core.accumulator",
     "causal_lm": "core.loss",
     "clip_loss": "coupled",
     "cross_entropy": "core.loss",
+    "distillation_loss": "losses.distillation",
+    "dpo_loss": "losses.preference",
     "errors": "errors",
+    "group_sizes": "losses.policy",
     "info_nce": "coupled",
+    "ipo_loss": "losses.preference",
+    "kto_loss": "losses.preference",
     "mean_loss": "core.loss",
+    "moe_loss": "coupled",
+    "orpo_loss": "losses.preference",
     "over": "core.accumulator",
+    "policy_loss": "losses.policy",
+    "rand_like": "coupled.sample_draws",
+    "randint_like": "coupled.sample_draws",
+    "randn_like": "coupled.sample_draws",
+    "reward_loss": "losses.preference",
     "samples": "core.options",
+    "sequence_logprobs": "losses.preference",
     "siglip_loss": "coupled",
+    "simpo_loss": "losses.preference",
     "split": "core.splitting",
     "supcon_loss": "coupled",
+    "token_kl": "losses.policy",
     "tokens": "core.splitting",
     "unpadded": "core.lookahead_loader",
+    "value_loss": "losses.policy",
     "verify": "verification",
 }
 

@@ -33,8 +33,6 @@ from wholebatch.compile.disk_cache import trim
 from wholebatch.compile.inductor import compiled_by_inductor, import_compiler
 from wholebatch.compile.repeated_blocks import PieceProgram
 
-__all__ = ["CompileWorkers", "Job", "Pending", "compile_workers", "job_of", "marks", "serve"]
-
 _OURS = ("aten", "prims", "wholebatch")
 """Namespaces of operations that every worker has."""
 _MOST = 4

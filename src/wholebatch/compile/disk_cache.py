@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from getpass import getuser
 from pathlib import Path
 
-__all__ = ["LIMIT", "CacheFolder", "cache_folders", "clear", "trim"]
-
 LIMIT = 20 << 30
 """The size of all folders together above which a compile worker removes the oldest files."""
 

@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["grouped", "grouped_product"]
-
 
 def grouped(func: Any, args: Any, kwargs: Any) -> Any:
     """Record a grouped product that is not in bfloat16 as an operation with a known shape."""

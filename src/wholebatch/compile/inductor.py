@@ -17,8 +17,6 @@ import torch
 
 _LOG = logging.getLogger("wholebatch.compile")
 
-__all__ = ["compiled_by_inductor", "import_compiler", "start_compiler"]
-
 
 @cache
 def start_compiler(*, with_processes: bool) -> None:

@@ -28,14 +28,6 @@ from wholebatch.compile.layer_norm import can_fuse_norms
 from wholebatch.compile.repeated_blocks import Blocks, calls_other_graphs
 from wholebatch.compile.trace import Form, State, Traced
 
-__all__ = [
-    "JointStep",
-    "Prepared",
-    "Results",
-    "Runnable",
-]
-
-
 Results: TypeAlias = tuple[list[Tensor], list[Tensor]]
 Runnable: TypeAlias = Callable[[Sequence[Tensor], Sequence[Tensor]], Results]
 

@@ -17,8 +17,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["SwitchTogether"]
-
 _PATIENCE = 120.0
 """Seconds after which a rank that is ready switches alone."""
 _numbers = count()

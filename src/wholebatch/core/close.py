@@ -33,27 +33,6 @@ from torch import Tensor, nn
 from wholebatch.core.optimizer_step import takes_grad_scale
 from wholebatch.errors import LossError, OptionError, RankError
 
-__all__ = [
-    "CloseOptions",
-    "Closed",
-    "DeferredHooks",
-    "Holder",
-    "OnGradient",
-    "check_counts",
-    "check_same_norm",
-    "check_terms",
-    "close_gradients",
-    "dense_gradients",
-    "first_nonfinite",
-    "first_seed",
-    "power_of_two_near",
-    "read_scalars",
-    "read_units",
-    "scalar_on",
-    "where_nonfinite",
-]
-
-
 ClipNorm: TypeAlias = float | Sequence[float | None] | None
 Policy: TypeAlias = Literal["raise", "skip"]
 
@@ -293,9 +272,9 @@ def check_terms(known: Mapping[str, float] | None, terms: Mapping[str, object]) 
     if known is None:
         raise LossError(
             f"a loss of several terms ({', '.join(terms)}) in a stream: each term is divided by "
-            "its own total over the window, which must be known before the first backward; use "
+            "its own units over the window, which must be known before the first backward; use "
             "WholeBatch with units=, a function of the micro-batch that counts the units of each "
-            "term"
+            "term, or Accumulator.announce({term: units}) before a window's first backward"
         )
     if known.keys() != terms.keys():
         raise LossError(

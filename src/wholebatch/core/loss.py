@@ -29,20 +29,6 @@ from torch.nn import functional
 from wholebatch.core import sliced_cross_entropy
 from wholebatch.errors import LossError
 
-__all__ = [
-    "Loss",
-    "Term",
-    "Terms",
-    "Units",
-    "as_loss",
-    "causal_lm",
-    "check_total",
-    "check_units",
-    "cross_entropy",
-    "mean_loss",
-]
-
-
 Units: TypeAlias = int | float | Tensor
 SINGLE = "loss"
 """The name under which a loss without named terms is kept."""
@@ -65,7 +51,7 @@ def check_total(total: object) -> Tensor:
         )
     if total.is_complex():
         raise LossError(f"total of dtype {total.dtype}: must be real, or it has no smallest value")
-    if not total.requires_grad:
+    if not total.requires_grad and torch.is_grad_enabled():  # a first pass makes no graph
         raise LossError(
             "total does not require a gradient: it is detached from the model, was computed under "
             "torch.no_grad(), or every parameter that it depends on is frozen"
@@ -107,6 +93,8 @@ class Term:
     total: Tensor
     units: Units
     weight: float = 1.0
+    of_the_batch: bool = False
+    """True if the loss compares samples, so that it is wrong for a micro-batch alone."""
 
 
 @dataclass(frozen=True)
@@ -141,24 +129,32 @@ class Loss:
                 raise LossError(f"extras[{name!r}] is {extra!r}: must be a tensor")
 
     @staticmethod
-    def terms(terms: Mapping[str, tuple[Any, ...]]) -> Terms:
+    def terms(terms: Mapping[str, Loss | tuple[Any, ...]]) -> Terms:
         """Return terms with units: `{"lm": (total, units), "aux": (total, units, weight)}`.
 
-        Each is normalised by its own total over the window and over all ranks, so those totals
-        must be countable before the first backward: give `WholeBatch` a `units=` function.
+        A `Loss` stands for its total and units: `{"policy": loss, "kl": (other, weight)}`. Each
+        term is normalised by its own units over the window and over all ranks, which must be
+        counted before the first backward: give `WholeBatch` a `units=` function, or call
+        `Accumulator.announce`.
         """
         if not terms:
             raise LossError("wb.Loss.terms({}): give at least one term")
         parsed = {}
         for name, term in terms.items():
-            if not isinstance(term, tuple) or len(term) not in (2, 3):
+            term = term if isinstance(term, tuple) else (term,)
+            given = term[0] if term else None
+            if isinstance(given, Loss):
+                term = (given.total, given.units, *term[1:])
+            if len(term) not in (2, 3):
                 raise LossError(
-                    f"term {name!r} is {term!r}: must be (total, units) or (total, units, weight)"
+                    f"term {name!r} is {term!r}: must be (total, units) or (total, units, weight), "
+                    "or a wb.Loss, or (wb.Loss, weight)"
                 )
             weight = term[2] if len(term) == 3 else 1.0
             if isinstance(weight, bool) or not isinstance(weight, Real):
                 raise LossError(f"term {name!r} has weight {weight!r}: must be a number")
-            parsed[name] = Term(check_total(term[0]), check_units(term[1]), float(weight))
+            whole = isinstance(given, Loss) and type(given) is not Loss
+            parsed[name] = Term(check_total(term[0]), check_units(term[1]), float(weight), whole)
         return Terms(parsed)
 
 
@@ -174,6 +170,11 @@ def as_loss(result: object) -> Loss | Terms:
         f"the loss function returned {type(result).__name__}: must be wb.Loss(total, units), "
         "wb.Loss.terms({...}) or a tensor of per-unit losses"
     )
+
+
+def terms_of(loss: Loss | Terms) -> dict[str, Term]:
+    """Return the terms of a loss by name; those of a plain one are a single term."""
+    return {SINGLE: Term(loss.total, loss.units)} if isinstance(loss, Loss) else dict(loss.by_name)
 
 
 def mean_loss(mean: Tensor, units: Units) -> Loss:

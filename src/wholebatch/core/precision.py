@@ -21,18 +21,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from wholebatch.errors import OptionError
 
-__all__ = [
-    "SIXTEEN_BIT",
-    "Autocast",
-    "Full",
-    "LossScale",
-    "OwnAutocast",
-    "Precision",
-    "SixteenBit",
-    "choose",
-    "round_gradient",
-]
-
 
 class Precision(ABC):
     """One number format for the forward passes of a window."""

@@ -10,9 +10,10 @@ Which one a `WholeBatch` needs is decided once, when it is made (`choose_runner`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -23,7 +24,8 @@ from wholebatch.core.foreign_writes import Untouched
 from wholebatch.core.forward_state import ForwardState, restore_random
 from wholebatch.core.loss import SINGLE, Loss, Terms, as_loss
 from wholebatch.core.precision import Precision
-from wholebatch.core.splitting import batch_size_of, to_device
+from wholebatch.core.splitting import Tokens, batch_size_of, to_device
+from wholebatch.core.splitting.samples import layout_of
 from wholebatch.core.window import Window
 from wholebatch.coupled import batchnorms, tracked_instance_norms
 from wholebatch.coupled import choose as choose_batchnorm
@@ -31,24 +33,13 @@ from wholebatch.coupled.audit import SplitGuard
 from wholebatch.coupled.batchnorm.lock_step import Hold, LockStep
 from wholebatch.coupled.batchnorm.lock_step_graph import Recorder
 from wholebatch.coupled.batchnorm.policies import Policy, Statistics
-from wholebatch.coupled.contrastive.losses import Coupled, OfTheBatch, refuse_in_parts
+from wholebatch.coupled.contrastive.losses import Coupled, refuse_in_parts
 from wholebatch.coupled.contrastive.two_pass import WholeLoss
+from wholebatch.coupled.normalisation_layers import running_buffers
+from wholebatch.coupled.packing_look import check_packing
 from wholebatch.coupled.per_sample_dropout import PerSample, check_dropout
+from wholebatch.coupled.sample_draws import WindowDraws
 from wholebatch.errors import OptionError, UnsupportedError
-
-__all__ = [
-    "AfterMicro",
-    "BeforeMicro",
-    "LockStepRunner",
-    "LossFunction",
-    "Runner",
-    "TwoPassRunner",
-    "WindowRun",
-    "check_functions",
-    "choose_runner",
-    "find_nonfinite",
-    "modules_of",
-]
 
 LossFunction: TypeAlias = Callable[[Any, Any], Loss | Terms | Tensor]
 AfterMicro: TypeAlias = Callable[[int, int], None]
@@ -65,8 +56,8 @@ class WindowRun:
     """The last backward reduces the gradients over the ranks; otherwise the close does."""
     before_micro: BeforeMicro = lambda index: None
     after_micro: AfterMicro = lambda done, of: None
-    numbers: Sequence[Sequence[int]] = ()
-    """The places of each micro-batch's samples in this rank's batch."""
+    numbers: Callable[[], Sequence[Sequence[int]]] = tuple
+    """Return the places of each micro-batch's samples in this rank's batch."""
     stand_in: Any = None
     """A micro-batch that is not counted, for a rank that has none."""
 
@@ -94,10 +85,16 @@ class Runner:
         self.policy = policy
         self._loss = loss
         self._drop = dropout
-        self._numbers: dict[int, Sequence[int]] = {}
+        self._draws = WindowDraws()
+        self._places: dict[int, int] = {}
+        self._numbers: Callable[[], Sequence[Sequence[int]]] = tuple
         self._first_number = 0
         self._audits, self._in_parts = audit, False
+        self._looked_at_packing = False
         self._undivided: Mapping[str, Any] | None = None
+        # Of the micro-step that runs now, for its eager code:
+        self._is_last = False  # its backward reduces
+        self._counts = True  # False if it only takes part in the other ranks' collectives
         self._window = window
         self._precision = precision
         self._device = window.target.device
@@ -148,56 +145,81 @@ class Runner:
         self._undivided = layout if len(micros) == 1 else None
         if not guard.pending or (len(micros) == 1 and sync.ranks == 1):
             return
-        encodes = isinstance(self._loss, Coupled)
-        function = self._loss.encode if isinstance(self._loss, Coupled) else self._loss
+        function = self._loss
+        encodes = isinstance(function, Coupled) and function.addends is None
+        if isinstance(function, Coupled):
+            function = function.addends or function.encode
 
         def run(few: Any) -> Any:
-            with self._precision.forward():
+            with self._precision.forward(), self._draws.micro(lambda: None):
                 return function(self.model, to_device(few, self._device))
 
         name = getattr(function, "__name__", "a function")
         guard.look(run, batch, micros, **layout, outputs=encodes, name=name, sync=sync)
+        self._share_that_draws_are_used()
         if not guard.pending:
             self._guard = None
 
+    def look_at_packing(self, batch: Any, by: Tokens, layout: Mapping[str, Any]) -> None:
+        """Refuse a model to which a sequence in a row of several is not the one by itself."""
+        function = self._loss.addends if isinstance(self._loss, Coupled) else self._loss
+        sharded = self._window.sync.counts_must_agree  # a forward would need the other ranks
+        if self._looked_at_packing or not self._audits or sharded or function is None:
+            return
+        self._looked_at_packing = True
+
+        def run(micro: Any) -> Loss | Terms:  # in full precision, where it is the loop's to choose
+            return as_loss(function(self.model, to_device(micro, self._device)))
+
+        check_packing(run, layout_of(batch, **layout), by, self._window.target.models)
+
     def join_look(self) -> None:
         """Take part in the other ranks' look, without a sample."""
-        if self._guard is not None:
+        if self._guard is not None and self._guard.pending:
             self._guard.join(self._window.sync)
+            self._share_that_draws_are_used()
+
+    def _share_that_draws_are_used(self) -> None:
+        """Let all ranks know if the loss draws numbers that follow their samples."""
+        self._draws.used = bool(self._window.sync.sum([float(self._draws.used)])[0])
 
     # ------------------------------------------------------------ the windows
 
     @property
     def numbers_samples(self) -> bool:
-        """True if `begin_window` and `run` need to know which samples are where."""
-        return self._drop is not None
+        """True if `begin_window` needs to know how many samples there are."""
+        return self._drop is not None or self._draws.used
 
     def begin_window(self, samples: int = 0) -> None:
         """Begin an attempt at a window of so many samples."""
         self._untouched.forget()
         if self.policy is not None:
             self.policy.begin_window()
+        seed = self._agree_on_samples(samples) if self.numbers_samples else None
+        self._draws.begin_window(seed, self._window.sync.ranks)
         if self._drop is not None:
-            self._agree_on_samples(self._drop, samples)
+            self._drop.begin_window(seed)
 
-    def _agree_on_samples(self, drop: PerSample, samples: int) -> None:
+    def _agree_on_samples(self, samples: int) -> int:
         """Agree on one seed for all ranks, and a number for every sample of the global batch."""
         sync = self._window.sync
-        seed = drop.draw_seed()
+        seed = PerSample.draw_seed()
         values = [0.0] * (1 + sync.ranks)
         values[0] = float(seed) if sync.rank == 0 else 0.0
         values[1 + sync.rank] = float(samples)
         values = sync.sum(values)
-        drop.begin_window(int(values[0]))
         self._first_number = int(sum(values[1 : 1 + sync.rank]))
+        return int(values[0])
 
     def end_window(self) -> None:
         """Take note that the window's update is made."""
+        self._draws.end_window()
         if self.policy is not None:
             self.policy.end_window()
 
     def discard_window(self) -> None:
         """Forget the window, whatever became of it."""
+        self._draws.leave()
         if self.policy is not None:
             self.policy.discard_window()
 
@@ -211,10 +233,12 @@ class Runner:
         micro_step = self._eager_step if self._is_plain else self.micro_step
         places = self.agreed_places(len(micros))
         for index in range(how.first, places):
-            window.closing = how.reduces and index == places - 1
+            self._is_last = how.reduces and index == places - 1
             how.before_micro(index)
             if index < len(micros):
+                self._draws.enter(partial(self._numbers_at, index))
                 micro_step(micros[index])
+                self._draws.leave()
                 window.micro_batch_done()
                 how.after_micro(index + 1, len(micros))
             else:
@@ -222,25 +246,27 @@ class Runner:
         if drawn is not None:
             torch.set_rng_state(drawn)
 
-    def _prepare(self, micros: Sequence[Any], numbers: Sequence[Sequence[int]]) -> Tensor | None:
+    def _prepare(
+        self, micros: Sequence[Any], numbers: Callable[[], Sequence[Sequence[int]]]
+    ) -> Tensor | None:
         """Look at a batch that is cut only now; return the random state to put back afterwards."""
         sync = self._window.sync
         self._in_parts = len(micros) > 1 or sync.ranks > 1
         is_cut = self._undivided is not None and len(micros) > 1 and sync.ranks == 1
         if is_cut and self._guard is not None:
             self.look_at(micros[0], micros, {**(self._undivided or {}), "batch_size": None})
+        self._places = {id(micro): place for place, micro in enumerate(micros)}
+        self._numbers = cache(numbers)
         if self._drop is None:
             return None
-        self._numbers = {id(micro): own for micro, own in zip(micros, numbers, strict=False)}
         return torch.get_rng_state()  # the window has drawn its seed, and nothing else counts
 
     def _run_weightless(self, micro: Any) -> None:
         """Take part in the collectives of a micro-batch, and leave no trace of it."""
-        window = self._window
-        before = [ForwardState(model) for model in window.target.models]
-        window.weightless = True
+        before = [ForwardState(model) for model in self._window.target.models]
+        self._counts = False
         self.micro_step(micro)
-        window.weightless = False
+        self._counts = True
         for state in before:
             state.restore()
 
@@ -277,8 +303,8 @@ class Runner:
 
     def micro_step(self, micro: Any) -> None:
         """Run forward and backward of a micro-batch, and enter it in the window."""
-        with self._sampling(micro):
-            self.executor.micro_step(micro)
+        with nullcontext() if self._drop is None else self._sampling(micro):
+            self.executor.micro_step(micro, reduces=self._is_last)
 
     def forward(self, micro: Any, loss_function: LossFunction | None = None) -> Loss | Terms:
         """Return the loss of a micro-batch, in the window's precision and on its device."""
@@ -290,10 +316,10 @@ class Runner:
         loss = self._loss_of(micro, loss_function or self._loss)
         if self._is_plain or self.executor.by_autograd:
             self._untouched.check()
-            self._window.add_loss(loss)
+            self._window.add_loss(loss, last=self._is_last, counts=self._counts)
             self._untouched.remember()
         else:  # a graph may have added to the gradients since the last eager micro-step
-            self._window.add_loss(loss)
+            self._window.add_loss(loss, last=self._is_last, counts=self._counts)
         return loss
 
     def _loss_of(self, micro: Any, loss_function: LossFunction | Coupled) -> Loss | Terms:
@@ -301,20 +327,30 @@ class Runner:
         micro = to_device(micro, self._device)
         with self._precision.forward():
             loss = as_loss(loss_function(self.model, micro))
-        if self._in_parts and self._audits and isinstance(loss, OfTheBatch):
+        if self._in_parts and self._audits and type(loss) is not Loss:
             refuse_in_parts(loss)
         if self.policy is not None:
             self.policy.micro()
         return loss
 
-    def _sampling(self, micro: Any) -> AbstractContextManager[None]:
-        """Return a context in which dropout's masks are those of the samples of `micro`."""
-        if self._drop is None:
-            return nullcontext()
-        numbers = self._numbers.get(id(micro))
-        if numbers is None:  # a stand-in, which is not counted
-            numbers = range(batch_size_of(micro))
-        return self._drop.micro(torch.tensor(numbers) + self._first_number)
+    @contextmanager
+    def _sampling(self, micro: Any) -> Iterator[None]:
+        """Give dropout's masks, and draws that follow their samples, those of `micro`."""
+        place = self._places.get(id(micro))
+        if place is None:  # a stand-in, which is not counted
+            numbers: Callable[[], Sequence[int]] = partial(range, batch_size_of(micro))
+        else:
+            numbers = partial(self._numbers_at, place)
+        with self._draws.micro(numbers):
+            if self._drop is None:
+                yield
+                return
+            with self._drop.micro(torch.tensor(numbers())):
+                yield
+
+    def _numbers_at(self, place: int) -> list[int]:
+        """Return the numbers in the global batch of the samples of a micro-batch."""
+        return [number + self._first_number for number in self._numbers()[place]]
 
     # ----------------------------------------------------------------- state
 
@@ -322,17 +358,19 @@ class Runner:
         """Return what an open window holds beside its gradients."""
         return {
             "batchnorm": None if self.policy is None else self.policy.state_dict(),
-            "dropout": None if self._drop is None else (self._drop.seed, self._first_number),
+            "draws": self._draws.state(),
+            "first_number": self._first_number,
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Go on with the window of `state_dict`."""
         if self.policy is not None and saved["batchnorm"] is not None:
             self.policy.load_state_dict(saved["batchnorm"])
-        if self._drop is not None and saved.get("dropout") is not None:
-            seed, self._first_number = saved["dropout"]
-            if seed is not None:
-                self._drop.begin_window(seed)
+        self._first_number = saved["first_number"]
+        self._draws.used, seed = saved["draws"]
+        self._draws.begin_window(seed, self._window.sync.ranks)
+        if self._drop is not None and seed is not None:
+            self._drop.begin_window(seed)
 
 
 class LockStepRunner(Runner):
@@ -347,6 +385,8 @@ class LockStepRunner(Runner):
     ) -> None:
         super().__init__(*given, root=root, **options)
         window, sync = self._window, self._window.sync
+        self._norms = [norm for _, norm in (*batchnorms(root), *tracked_instance_norms(root))]
+        self._before: list[tuple[Tensor, Tensor]] = []  # running statistics, and copies of them
         reduce = sync.sum_tensor if sync.ranks > 1 else None
         waits = self._untouched.remember
         self._lock_step = LockStep(root, hold=hold, reduce=reduce, waits=waits)
@@ -377,6 +417,23 @@ class LockStepRunner(Runner):
         if self.needs_lock_step():
             return 'batchnorm="exact" needs every rank at every BatchNorm'
         return super().needs_every_rank()
+
+    def begin_window(self, samples: int = 0) -> None:
+        super().begin_window(samples)
+        moving = self._norms if self.needs_lock_step() else ()
+        buffers = [b for norm in moving for b in running_buffers(norm).values()]
+        self._before = [(buffer, buffer.clone()) for buffer in buffers]
+
+    def end_window(self) -> None:
+        super().end_window()
+        self._before = []
+
+    def discard_window(self) -> None:
+        """Forget the window; one without an update leaves no trace in running statistics."""
+        super().discard_window()
+        for buffer, before in self._before:
+            buffer.copy_(before)
+        self._before = []
 
     def run(self, micros: Sequence[Any], how: WindowRun) -> None:
         """Run all micro-batches together where they must meet, else one after the other."""

@@ -1,7 +1,8 @@
 """Batches whose samples depend on each other."""
 
-from wholebatch.coupled.audit import Audit, AuditFinding, audit
+from wholebatch.coupled.audit import Audit, audit
 from wholebatch.coupled.batchnorm.policies import Choice, Policy, choose, convert, groups_for
+from wholebatch.coupled.causes import AuditFinding
 from wholebatch.coupled.contrastive.losses import (
     Coupled,
     clip_loss,
@@ -9,6 +10,7 @@ from wholebatch.coupled.contrastive.losses import (
     siglip_loss,
     supcon_loss,
 )
+from wholebatch.coupled.moe import moe_loss
 from wholebatch.coupled.normalisation_layers import batchnorms, tracked_instance_norms
 
 __all__ = [
@@ -24,6 +26,7 @@ __all__ = [
     "convert",
     "groups_for",
     "info_nce",
+    "moe_loss",
     "siglip_loss",
     "supcon_loss",
     "tracked_instance_norms",

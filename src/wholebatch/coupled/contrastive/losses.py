@@ -33,15 +33,6 @@ from wholebatch.core.loss import Loss, Terms
 from wholebatch.core.splitting.samples import flatten
 from wholebatch.errors import LossError, OptionError
 
-__all__ = [
-    "Coupled",
-    "clip_loss",
-    "info_nce",
-    "refuse_in_parts",
-    "siglip_loss",
-    "supcon_loss",
-]
-
 _CHUNK = 1 << 25  # Similarities at a time: 128 MiB in float32.
 
 
@@ -60,12 +51,17 @@ class Coupled:
     `keep` micro-batches are encoded once: their graphs stay in memory until the gradient is known.
     "auto" keeps as many graphs as fit in the memory that a window leaves free (in one process, on
     CUDA or with `memory=`).
+
+    Before the first split window, the rows of `encode` are held against those of half the samples.
+    Where they are sums over the micro-batch, `addends(model, micro)` returns a Loss of them, and
+    its totals are compared instead.
     """
 
     encode: Callable[[Any, Any], Any]
     loss: Callable[[Any], Loss | Terms | Tensor]
     tolerance: float | None = None
     keep: int | Literal["auto"] = 1
+    addends: Callable[[Any, Any], Loss | Terms] | None = None
 
     def __post_init__(self) -> None:
         for name in ("encode", "loss"):
@@ -97,10 +93,11 @@ class OfTheBatch(Loss):
 
 def refuse_in_parts(loss: object) -> None:
     """Refuse an `OfTheBatch` loss, for a micro-batch that is not the whole batch."""
-    if isinstance(loss, OfTheBatch):
+    terms = loss.by_name.values() if isinstance(loss, Terms) else ()
+    if isinstance(loss, OfTheBatch) or any(term.of_the_batch for term in terms):
         raise LossError(
             "a loss that compares all samples with each other (clip_loss, info_nce, siglip_loss, "
-            "supcon_loss), computed of one micro-batch, is not that of the whole batch: give "
+            "supcon_loss, kto_loss), computed of one micro-batch, is not that of the batch: give "
             "loss=wb.Coupled(encode, loss) (plain models and DDP), where encode(model, micro) "
             "returns the representations and loss(all) is given those of the whole batch "
             "(audit=False: accept it of each micro-batch by itself)"

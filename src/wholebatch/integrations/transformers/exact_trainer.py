@@ -1,4 +1,4 @@
-"""`exact`: a Trainer whose every update is that of the undivided global batch.
+"""`ExactWindows`: a Trainer whose every update is that of the undivided global batch.
 
 The Trainer has all batches of a window in hand before its first forward. So at the window's first
 `training_step` all of it runs, as in `WholeBatch.gradient`: micro-batches as compiled or recorded
@@ -16,6 +16,7 @@ import logging
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
@@ -29,12 +30,12 @@ from wholebatch.core.options import BatchNorm, Close, Memory, Samples
 from wholebatch.core.safe_loading import load_tensors
 from wholebatch.core.whole_batch import MicroBatch
 from wholebatch.coupled.contrastive.losses import Coupled
-from wholebatch.errors import EmptyWindowError, OptionError, StateError, UnsupportedError
+from wholebatch.errors import EmptyWindowError, StateError, UnsupportedError
 from wholebatch.integrations.host_window import refuse_shared_batches
 from wholebatch.integrations.transformers.given_windows import GivenWindows
 from wholebatch.integrations.transformers.host_steps import (
     HostSteps,
-    OpenWindow,
+    TrainerWindow,
     engine_keeps,
     stepped_here,
 )
@@ -44,6 +45,7 @@ from wholebatch.integrations.transformers.label_units import (
     known_shift,
     measured_shift,
 )
+from wholebatch.integrations.transformers.router_balance import balanced, refuse_balance
 from wholebatch.memory.budget import Budget
 
 if TYPE_CHECKING:
@@ -51,11 +53,12 @@ if TYPE_CHECKING:
 else:  # A mixin stands before the Trainer, or one of its descendants, in the bases.
     _Trainer = object
 
-__all__ = ["ExactWindows", "exact"]
 
 _log = logging.getLogger("wholebatch")
 
 UnitsFunction: TypeAlias = Callable[[Mapping[str, Any]], Units]
+# Their training_step offloads activations, and draws completions that `prepare_window` has drawn.
+_STEPS_OF_TRL = {"SFTTrainer", "DPOTrainer", "KTOTrainer", "RewardTrainer", "GKDTrainer"}
 _WINDOW_FILE = "wholebatch_window_{rank}.pt"
 
 
@@ -95,13 +98,15 @@ class ExactWindows(_Trainer):
     batchnorm: BatchNorm | str = "exact"
     nonfinite: Policy = "raise"
     audit: bool = True
+    held: Mapping[str, Any] = MappingProxyType({})
+    """Attributes that the trainer has while it makes a step of a window that is prepared."""
 
     _takes_count: bool | None = None  # True if the loss divides by its num_items_in_batch
     _epoch_end: EpochEnd | None = None
     _batches = 0  # of the epoch
     _shift: bool | None = None
     _is_counting = False
-    _open = OpenWindow()
+    _open = TrainerWindow()
     _whole: GivenWindows | None = None
     _host: HostSteps | None = None
     _stepped_by: Any = None  # the optimizer that the windows were made for
@@ -147,9 +152,16 @@ class ExactWindows(_Trainer):
         """Return the inputs as the loss gets them; a preparation of the user's own is done."""
         return inputs if self._prepares else self._prepare_inputs(inputs)
 
+    def prepare_window(self, batches: list[Any]) -> None:
+        """Prepare all batches of a window, if that may change what is counted or what they are."""
+        refuse_own_batches(type(self))
+        if self._prepares:
+            self.model_wrapped.train()
+            batches[:] = [self._prepare_inputs(inputs) for inputs in batches]
+
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """Return the batches of the next window; count their units on the way."""
-        self._open, self._is_counting = OpenWindow(), True
+        self._open, self._is_counting = TrainerWindow(), True
         try:
             samples, _ = found = super().get_batch_samples(*args, **kwargs)
         finally:
@@ -174,10 +186,7 @@ class ExactWindows(_Trainer):
             return super()._get_num_items_in_batch(batch_samples, device)
         if not batch_samples:
             return None
-        refuse_own_batches(type(self))
-        if self._prepares:  # the whole window, before it is counted: the loss gets the same
-            self.model_wrapped.train()
-            batch_samples[:] = [self._prepare_inputs(inputs) for inputs in batch_samples]
+        self.prepare_window(batch_samples)
         if self.coupled is not None:  # its loss brings its units
             return None
         units = [torch.as_tensor(self.count_units(inputs)).double() for inputs in batch_samples]
@@ -245,12 +254,14 @@ class ExactWindows(_Trainer):
         if self._whole is not None:
             self._whole.detach()
         if self._host is not None:
-            self._host.ledger.detach()
+            self._host.windows.detach()
         self._whole = self._host = None
         why = why_by_host(self)
         if why is None:
             self._whole = self._whole_windows(uncompiled(model))
         else:
+            if self.audit and self.coupled is None:
+                refuse_balance(self, why)
             self._host = HostSteps(self, why)
             _log.info("micro-steps run eagerly, by the Trainer itself: %s", why)
         self._stepped_by = self.optimizer
@@ -263,6 +274,9 @@ class ExactWindows(_Trainer):
         options: dict[str, Any] = {"loss": self.coupled}
         if self.coupled is None:
             options = trainer_loss(self)
+            with_balance = balanced(self, options["loss"])
+            if with_balance is not None:
+                options, execute = {"loss": with_balance}, self.execute
         return GivenWindows(
             model,
             stepped_here(self)[0],
@@ -320,7 +334,7 @@ class ExactWindows(_Trainer):
             if window.place < saved["done"]:  # its gradient is in the checkpoint
                 return torch.zeros((), device=self.args.device)
             self._resume = None
-            self._host.ledger.load_state_dict(saved["window"], list(model.parameters()))
+            self._host.windows.load_state_dict(saved["window"])
             self._shares = saved["shares"].to(self.args.device)
             self._tr_loss += self._shares
             restore_random(saved["random"])
@@ -330,7 +344,7 @@ class ExactWindows(_Trainer):
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         """End the training; graphs leave the device's memory to what follows."""
-        self._open = OpenWindow()
+        self._open = TrainerWindow()
         if self._whole is not None:
             self._whole.release()
         return super()._finalize_training(*args, **kwargs)  # type: ignore[no-untyped-call]
@@ -351,7 +365,7 @@ class ExactWindows(_Trainer):
             saved["gradients"] = self._whole.saved_gradient()
         elif self._host is not None and self._host.keeps_whole:
             saved["done"] = window.place
-            saved["window"] = self._host.ledger.state_dict(list(model.parameters()))
+            saved["window"] = self._host.windows.state_dict()
         else:
             _log.warning(
                 "the gradients of an open window are inside %s: the window begins again after a "
@@ -378,67 +392,6 @@ class ExactWindows(_Trainer):
                 f"{saved['counted']} units, and this one has {window.size} with "
                 f"{window.counted}: resume with the same data and settings"
             )
-
-
-def exact(
-    trainer: type[Any],
-    *,
-    units: UnitsFunction | None = None,
-    loss: Coupled | None = None,
-    execute: Execute = "auto",
-    micro_batch: MicroBatch | Samples | None = None,
-    memory: Memory | Budget | None = None,
-    batchnorm: BatchNorm | str = "exact",
-    nonfinite: Policy = "raise",
-    audit: bool = True,
-) -> type[Any]:
-    """Return the class of trainer whose every update is that of the undivided global batch.
-
-    The trainer's loss stays a mean, which is what Transformers calls the loss. `units(inputs)`
-    counts what it is a mean over, on the inputs that the loss is given; the default counts the
-    labels that are not -100 (from the second one on, where the model's loss shifts them). A loss
-    that compares samples is `loss=wb.Coupled(encode, loss)`; it takes the place of `compute_loss`
-    in training.
-
-    The other options are those of `wb.WholeBatch`. `execute="auto"` compiles and records
-    micro-steps on a GPU once that pays ("graph", with `torch_compile=True` too: at once; "eager":
-    never). `micro_batch` cuts every batch of the loader further: a number of samples, "auto" (the
-    most that are predicted to fit into `memory`: "20GiB", a fraction, or what is free), or
-    `wb.tokens(4096)`. A batch that does not fit is cut by itself. The update stays the same. A loss
-    or gradient that is not finite raises `NonFiniteError` before the step; with `nonfinite="skip"`
-    such a window makes no update (the scheduler is stepped all the same).
-    """
-    if not isinstance(trainer, type) or not hasattr(trainer, "training_step"):
-        raise OptionError(
-            f"exact({trainer!r}): must be transformers.Trainer, or a class that descends from it"
-        )
-    refuse_own_batches(trainer)
-    if units is not None and not callable(units):
-        raise OptionError(f"units={units!r}: must be a function of a batch's inputs")
-    if loss is not None and (units is not None or not isinstance(loss, Coupled)):
-        raise OptionError(
-            f"loss={loss!r}: must be wb.Coupled(encode, loss), which brings its units; another "
-            "loss is the trainer's compute_loss or compute_loss_func"
-        )
-    if micro_batch is not None:
-        Samples.of(micro_batch)
-    elif memory is not None:
-        raise OptionError(
-            f'memory={memory!r} without micro_batch="auto" or another: it would not be used'
-        )
-    options = {
-        "units_of": None if units is None else staticmethod(units),
-        "coupled": loss,
-        "execute": execute,
-        "micro_batch": micro_batch,
-        "memory": memory,
-        "batchnorm": batchnorm,
-        "nonfinite": nonfinite,
-        "audit": audit,
-        # The module whose code is the user's own: what it reads is watched (compile/).
-        "__module__": trainer.__module__,
-    }
-    return type(f"Exact{trainer.__name__}", (ExactWindows, trainer), options)
 
 
 def trainer_loss(trainer: Any) -> dict[str, Any]:
@@ -471,10 +424,13 @@ def _as_loss(
     context: Callable[[], AbstractContextManager[Any]],
     units: UnitsFunction,
     over: UnitsFunction | None,
+    change: Callable[[Tensor], Tensor] | None = None,
 ) -> Loss:
     counted = check_units(units(inputs))
     with context():  # compute_loss may take its labels out of the inputs
         mean = compute_loss(model, copy.copy(inputs), num_items_in_batch=None)
+    if change is not None:
+        mean = change(mean)
     loss = mean_loss(mean, counted)
     return loss if over is None else Loss(loss.total, over(inputs))
 
@@ -501,23 +457,23 @@ def why_by_host(trainer: Any) -> str | None:
         return f"optim={trainer.args.optim} steps within the backward"
     own = [kind for kind in type(trainer).__mro__ if "training_step" in vars(kind)]
     own.remove(ExactWindows)
-    if own[0].__module__.startswith("trl."):  # it only offloads activations around the step
-        context = getattr(trainer, "maybe_activation_offload_context", None)
-        own = own[1:] if isinstance(context, nullcontext) else own
+    if isinstance(getattr(trainer, "maybe_activation_offload_context", None), nullcontext):
+        while own[0].__module__.startswith("trl.") and own[0].__name__ in _STEPS_OF_TRL:
+            own = own[1:]
     if own[0].__module__.startswith("transformers."):
         return None
     return f"{own[0].__name__}.training_step is not the Trainer's own"
 
 
 def refuse_own_batches(trainer: type[Any]) -> None:
-    """Refuse a trainer of TRL's that makes its batches, and counts them, itself (GRPO)."""
+    """Refuse a trainer of TRL's that makes its batches, and counts them, itself."""
     kind = next((one for one in trainer.__mro__ if "_prepare_inputs" in vars(one)), None)
     if kind is None or not kind.__module__.startswith("trl."):
         return
     raise UnsupportedError(
-        f"exact({kind.__name__}): it generates its batches itself, in _prepare_inputs, and TRL's "
-        "default loss is divided by the tokens of all of them, so its update is that of the whole "
-        f"batch already: use {kind.__name__} as it is, with its default loss_type"
+        f"exact({kind.__name__}): it generates its batches itself, in _prepare_inputs, and what "
+        f"its loss is a mean over is not known here: use {kind.__name__} as it is "
+        "(exact(GRPOTrainer) and exact(RLOOTrainer) are known)"
     )
 
 
