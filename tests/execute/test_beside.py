@@ -192,6 +192,16 @@ def test_processes_that_share_a_disk_compile_a_piece_once(
     assert not claim.exists()
 
 
+def test_jobs_that_take_too_long_have_failed() -> None:
+    job = job_of(PieceProgram([(aten.tanh.default, (_Input(0),), {})], [MATRIX], [0]), OPTIONS)
+    pending = Pending([job], expected=5.0)
+    assert not pending.done
+    assert 4.0 < pending.seconds_left <= 5.0
+    pending.began -= 200.0
+    assert pending.done
+    assert pending.problem == "it has taken 200 s"
+
+
 def test_a_piece_is_plain_data_and_makes_the_same_graph() -> None:
     piece = PieceProgram(
         [
