@@ -8,14 +8,19 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import wholebatch as wb
 from tests.distributed.launch import reports
 from tests.support import EXACT, Whole, distance, mean, mlp, pieces, samples
+from wholebatch.core.close import read_scalars
 from wholebatch.core.stream import GivenLoss
 from wholebatch.errors import EmptyWindowError, LossError, OptionError, StateError, WindowError
 from wholebatch.integrations.host_window import AdapterOptions, FirstLook, HostWindows
+from wholebatch.integrations.host_window.host_gradients import HostEngine
 
 CPU = torch.device("cpu")
 
@@ -249,3 +254,16 @@ def test_the_number_of_micro_batches_may_change_between_windows_of_graphs() -> N
         whole.step(samples(12))
     whole.assert_same(model)
     assert "operations" in modes
+
+
+def test_norm_of_slices_on_a_single_rank_is_a_plain_number() -> None:
+    """FSDP2 on one rank: no group to sum over, and yet its gradients are DTensors."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        gradients = [distribute_tensor(torch.full((3,), 2.0), mesh, [Shard(0)]), torch.ones(4)]
+        engine = HostEngine([nn.Linear(1, 1)], torch.device("cpu"), "sharded")
+        norms = [engine.total_norm(gradients[:1]), engine.total_norm(gradients[1:])]
+        assert read_scalars(norms) == [pytest.approx(12**0.5), 2.0]
+    finally:
+        dist.destroy_process_group()

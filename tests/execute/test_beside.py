@@ -5,10 +5,12 @@ from __future__ import annotations
 import operator
 import os
 import pickle
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -228,3 +230,20 @@ def test_what_is_not_plain_data_is_compiled_here() -> None:
         piece = PieceProgram([(target, (_Input(0), argument), {})], [MATRIX], [0])
         with pytest.raises(pickle.PicklingError):
             job_of(piece, OPTIONS)
+
+
+def test_a_message_names_no_module_of_the_user() -> None:
+    """Pickle would name the first module with an attribute `torch`, and the worker import it."""
+    kinds = {"dtype": torch.float32, "memory_format": torch.contiguous_format}
+    piece = PieceProgram([(aten._to_copy.default, (_Input(0),), kinds)], [MATRIX], [0])
+    module = ModuleType("of_the_user")
+    module.torch = torch  # type: ignore[attr-defined]
+    before = dict(sys.modules)
+    sys.modules.clear()
+    sys.modules.update({"of_the_user": module, **before})
+    try:
+        message = job_of(piece, OPTIONS).message
+    finally:
+        del sys.modules["of_the_user"]
+    assert b"of_the_user" not in message
+    assert pickle.loads(message)[0].operations[0][2] == kinds

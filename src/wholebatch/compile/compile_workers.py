@@ -56,9 +56,16 @@ class _Pickler(pickle.Pickler):
             if part.namespace not in _OURS:
                 raise pickle.PicklingError(f"{part} belongs to another library")
             return _operation, (part.namespace, part._opname, part._overloadname)
+        if isinstance(part, (torch.dtype, torch.layout, torch.memory_format)):
+            # By itself pickle would name the first module that has imported torch: the user's.
+            return _of_torch, (str(part).removeprefix("torch."),)
         if isinstance(part, (torch._ops.OperatorBase, torch.SymInt, torch.SymFloat, torch.Tensor)):
             raise pickle.PicklingError(f"a {type(part).__name__} is not plain data")
         return NotImplemented
+
+
+def _of_torch(name: str) -> Any:
+    return getattr(torch, name)
 
 
 def _operation(namespace: str, name: str, overload: str) -> Any:

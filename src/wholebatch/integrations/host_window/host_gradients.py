@@ -97,12 +97,12 @@ class HostEngine(Sync):
         return super().largest(value.to(self._device))  # parameters may be on the CPU
 
     def total_norm(self, gradients: Sequence[Tensor]) -> Tensor:
+        if self.kept != "elsewhere" and any(isinstance(one, DTensor) for one in gradients):
+            norm = torch.nn.utils.get_total_norm(gradients)
+            return norm.full_tensor() if isinstance(norm, DTensor) else norm
         if self.kept == "whole" or self.group is None:
             return super().total_norm(gradients)
-        if self.kept == "elsewhere" or not any(isinstance(one, DTensor) for one in gradients):
-            return self.group.norm(gradients)
-        norm = torch.nn.utils.get_total_norm(gradients)
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+        return self.group.norm(gradients)
 
     def discard(self) -> None:
         return
