@@ -13,6 +13,11 @@ from ..model import Event, File, LoopWindow
 from ..model.expressions import dotted, is_binary, is_call, keyword, last_part, number, text, walk
 from ..model.loop_windows import steps_after
 
+_RESCALED = re.compile(
+    r"\.grad(\.data)?\s*(/=|\*=|=\s*[\w.]+\.grad\s*[*/](?!\s*\w*mask))"
+    r"|\.grad(\.data)?\.(div_|mul_)|scale_grad\w*\(|_foreach_(mul|div)_|grad\.(mul|div)_|multiply_grads|rescale_grad"
+)
+
 
 @dataclass(frozen=True)
 class Edit:
@@ -144,13 +149,7 @@ def exclusive(first: Event, second: Event) -> bool:
 
 def gradients_rescaled(file: File) -> bool:
     """True if the file multiplies or divides gradients themselves."""
-    return bool(
-        re.search(
-            r"\.grad(\.data)?\s*(/=|\*=|=\s*[\w.]+\.grad\s*[*/](?!\s*\w*mask))"
-            r"|\.grad(\.data)?\.(div_|mul_)|scale_grad\w*\(|_foreach_(mul|div)_|grad\.(mul|div)_|multiply_grads|rescale_grad",
-            file.facts.source,
-        )
-    )
+    return file.facts.mentions(_RESCALED)
 
 
 def framework_accumulates(file: File) -> bool:
