@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from ..model import Event, File, LoopWindow
 from ..model.expressions import divisor_of, is_accumulation_name, is_binary, text, walk
-from ..model.loss_origin import Divisor
+from ..model.loss_origin import Divisor, trace
 from .rule_base import Edit, Report, rule
 
 _DEEPSPEED = re.compile(r"deepspeed(?![^\n]*scale_wrt_gas)", re.I)
@@ -42,7 +42,10 @@ def _framework(window: LoopWindow, file: File) -> str:
 
 def _by_hand(window: LoopWindow, framework: str) -> Iterator[Report]:
     seen: set[ast.AST] = set()
-    for event, chain in window.chains:
+    # An engine's backward may be on another branch than the steps of the loop.
+    engines = [e for e in window.inner if e.detail in {"deepspeed", "engine"}]
+    chains = [(e, c) for e in engines for c in trace(e.argument, e.env, window.resolver)]
+    for event, chain in (*window.chains, *chains):
         counts = [d for d in chain.divisors if window.counts(d)]
         if event.detail in {"deepspeed", "engine"} and window.facts.mentions(_DEEPSPEED):
             framework = "DeepSpeed"
