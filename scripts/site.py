@@ -23,6 +23,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "speed.md",
         "batchnorm.md",
         "contrastive.md",
+        "which-mean.md",
         "moe.md",
         "diffusion.md",
         "packing.md",

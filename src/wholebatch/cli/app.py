@@ -12,6 +12,7 @@ import typer
 
 from wholebatch import __version__
 from wholebatch.cli.bench_command import bench
+from wholebatch.cli.cache_command import cache
 from wholebatch.cli.lint_command import lint
 from wholebatch.cli.plan_command import plan
 from wholebatch.cli.recipes_command import recipes
@@ -47,7 +48,7 @@ def _told(command: Callable[..., None]) -> Callable[..., None]:
     return told
 
 
-for _command in (train, plan, tune, bench, scale, verify, lint, report, recipes):
+for _command in (train, plan, tune, bench, scale, verify, lint, report, recipes, cache):
     app.command()(_told(_command))
 
 

@@ -157,6 +157,11 @@ class WholeBatch:
         self._done = self._of = 0  # micro-batches of the open window that are in it, and of all
 
     @property
+    def compiling(self) -> str | None:
+        """The compilation that goes on beside the run, for a progress line; None if none does."""
+        return self._runner.executor.progress
+
+    @property
     def updates(self) -> int:
         """Updates made so far."""
         return self._window.updates
