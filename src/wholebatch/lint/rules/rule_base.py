@@ -130,6 +130,19 @@ def is_divided(window: LoopWindow) -> bool:
     )
 
 
+def is_right_but_for(window: LoopWindow, event: Event | None = None) -> bool:
+    """True if nothing else in the window is wrong: mending one mistake mends the update."""
+    events = window.of("zero", "clip", "scaler_update", "sched")
+    return is_divided(window) and not any(
+        window.when(e) == "always" for e in events if e is not event
+    )
+
+
+def conditions(event: Event, window: LoopWindow) -> set[tuple[str, bool]]:
+    """Return the conditions between the loop and an event, as text."""
+    return {(text(g.expr), g.positive) for g in event.guards(window.loop)}
+
+
 def cleared_last(window: LoopWindow) -> bool:
     """True if the gradients are cleared at the boundary, before the last backward of a window."""
     first = min((b.order for b in window.backwards), default=0)
