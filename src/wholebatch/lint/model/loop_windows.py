@@ -139,9 +139,10 @@ class LoopWindow:
 
     def _other_mode(self, event: Event, end: Event) -> bool:
         """True if a setting (not the boundary) puts an event on another branch than a step."""
-        mine = {(text(g.expr), g.positive) for g in event.guards(self.loop) if g.origin == "if"}
+        # Both branches of an `if` hold the same expression.
+        mine = {(id(g.expr), g.positive) for g in event.guards(self.loop) if g.origin == "if"}
         return any(
-            (text(g.expr), not g.positive) in mine
+            (id(g.expr), not g.positive) in mine
             and not self._varies(g)
             and of_guard(g, self.loop, self.resolver) is None
             for g in end.guards(self.loop)
