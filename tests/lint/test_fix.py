@@ -213,6 +213,27 @@ TANGLED = {
             if i % accum == 0:
                 optimizer.zero_grad()
     """,
+    "a boundary off by one and a loss of unknown reduction": """
+        criterion = nn.CrossEntropyLoss(reduction="sum")
+        for i, (x, y) in enumerate(batches):
+            criterion(model(x), y).backward()
+            if i % accum == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+    """,
+    "a scaler that may not be there": """
+        scaler = None
+        for i, (x, y) in enumerate(batches):
+            loss = F.cross_entropy(model(x), y) / accum
+            (scaler.scale(loss) if scaler else loss).backward()
+            if (i + 1) % accum == 0:
+                nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+                if scaler:
+                    scaler.step(optimizer)
+                else:
+                    optimizer.step()
+                optimizer.zero_grad()
+    """,
     "a divided loss that is logged": """
         accelerator = Accelerator(gradient_accumulation_steps=accum)
         for x, y in batches:

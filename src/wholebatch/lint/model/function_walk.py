@@ -238,7 +238,7 @@ class Walker:
                 path = (*path, Guard(value, env.frozen(), isinstance(expr.op, ast.And)))
             return
         for call in calls_in(expr):
-            helper = self._helper(call, scope)
+            helper = self._helper(call, scope, env)
             if helper is not None and _SHOWS.search(helper.name):
                 self._emit(Act("call", call.func), call, self._stmt, env, path)
             if helper is not None and self._inline(call, helper, env, path, scope):
@@ -279,11 +279,20 @@ class Walker:
 
     # -- helpers -----------------------------------------------------------------------------
 
-    def _helper(self, call: ast.Call, scope: Scope) -> FunctionNode | None:
+    def _helper(self, call: ast.Call, scope: Scope, env: Env) -> FunctionNode | None:
         name = dotted(call.func) or ""
         if name.startswith("self.") and name.count(".") == 1:
             return scope.methods.get(name[5:])
-        return scope.functions.get(name)
+        if name in scope.functions or "." in name:
+            return scope.functions.get(name)
+        # A name for one of several functions: `run = packed if pack else padded`.
+        for definition in env.get(name, ()):
+            chosen = (
+                definition.expr.body if isinstance(definition.expr, ast.IfExp) else definition.expr
+            )
+            if isinstance(chosen, ast.Name) and chosen.id in scope.functions:
+                return scope.functions[chosen.id]
+        return None
 
     def _worth(self, helper: FunctionNode, path: _Path, scope: Scope) -> bool:
         """True if a helper should be inlined: relevant, tiny, or short and inside a loop."""
@@ -403,6 +412,12 @@ def walk_file(tree: ast.Module, facts: Facts) -> Walker:
     uncalled = [root for root in roots if root[0].name not in {*facts.called, "__init__"}]
     for function, seen, scope in chain(uncalled, roots, walker.nested):
         if function not in walker.covered and function in relevant:
+            _walk_root(walker, function, seen, scope)
+    # A step function that only methods without a loop call: the loop is in another file.
+    bare = {e.line for e in walker.events if e.kind == "backward" and not e.loops}
+    for function, seen, scope in roots:
+        inside = range(function.lineno, (function.end_lineno or function.lineno) + 1)
+        if bare.intersection(inside) and _steps_outside_loops(function):
             _walk_root(walker, function, seen, scope)
     return walker
 

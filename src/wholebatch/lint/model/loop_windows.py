@@ -53,6 +53,7 @@ class LoopWindow:
     )  # Its own backwards, not those of a window inside.
     boundary: Boundary | None = None
     every: ast.expr | None = None
+    ends: list[Event] = field(default_factory=list)  # The steps at the boundary.
     _when: dict[Event, str] = field(default_factory=dict)
 
     @property
@@ -120,6 +121,8 @@ class LoopWindow:
     def _classify(self, event: Event) -> str:
         if self.loop not in event.path:
             return "outside"
+        if self.ends and all(self._other_mode(event, end) for end in self.ends):
+            return "never"
         sometimes = False
         ours: set[str] = set()
         for guard in event.guards(self.loop):
@@ -133,6 +136,17 @@ class LoopWindow:
         if ours:
             return ours.pop() if len(ours) == 1 else "never"
         return "sometimes" if sometimes else "always"
+
+    def _other_mode(self, event: Event, end: Event) -> bool:
+        """True if a setting (not the boundary) puts an event on another branch than a step."""
+        # Both branches of an `if` hold the same expression.
+        mine = {(id(g.expr), g.positive) for g in event.guards(self.loop) if g.origin == "if"}
+        return any(
+            (id(g.expr), not g.positive) in mine
+            and not self._varies(g)
+            and of_guard(g, self.loop, self.resolver) is None
+            for g in end.guards(self.loop)
+        )
 
     def is_ours(self, found: Boundary) -> bool:
         """True if a condition ends these windows and is not, say, a logging interval."""
@@ -332,6 +346,7 @@ def _boundary(window: LoopWindow, steps: list[Event], inner: list[Event]) -> boo
     first = next(iter(ends.values()))
     if any(b.key != first.key for b in ends.values()):
         return False
+    window.ends = list(ends)
     window.end_every(first.every, "boundary", first)
     if first.kind == "last" and first.every is None:
         return False

@@ -80,7 +80,7 @@ class Resolver:
         if defs is None:
             head, _, rest = name.rpartition(".")
             # `cfg.accum` where only `cfg` is known: resolve that part.
-            known = any(part in env for part in _prefixes(head))
+            known = head in env or any(part in env for part in _prefixes(head))
             if head and isinstance(expr, ast.Attribute) and known:
                 return ast.Attribute(self.resolve(expr.value, env, depth + 1), rest, ctx=ast.Load())
             return expr

@@ -13,6 +13,11 @@ from ..model import Event, File, LoopWindow
 from ..model.expressions import dotted, is_binary, is_call, keyword, last_part, number, text, walk
 from ..model.loop_windows import steps_after
 
+_RESCALED = re.compile(
+    r"\.grad(\.data)?\s*(/=|\*=|=\s*[\w.]+\.grad\s*[*/](?!\s*\w*mask))"
+    r"|\.grad(\.data)?\.(div_|mul_)|scale_grad\w*\(|_foreach_(mul|div)_|grad\.(mul|div)_|multiply_grads|rescale_grad"
+)
+
 
 @dataclass(frozen=True)
 class Edit:
@@ -125,6 +130,19 @@ def is_divided(window: LoopWindow) -> bool:
     )
 
 
+def is_right_but_for(window: LoopWindow, event: Event | None = None) -> bool:
+    """True if nothing else in the window is wrong: mending one mistake mends the update."""
+    events = window.of("zero", "clip", "scaler_update", "sched")
+    return is_divided(window) and not any(
+        window.when(e) == "always" for e in events if e is not event
+    )
+
+
+def conditions(event: Event, window: LoopWindow) -> set[tuple[str, bool]]:
+    """Return the conditions between the loop and an event, as text."""
+    return {(text(g.expr), g.positive) for g in event.guards(window.loop)}
+
+
 def cleared_last(window: LoopWindow) -> bool:
     """True if the gradients are cleared at the boundary, before the last backward of a window."""
     first = min((b.order for b in window.backwards), default=0)
@@ -144,13 +162,7 @@ def exclusive(first: Event, second: Event) -> bool:
 
 def gradients_rescaled(file: File) -> bool:
     """True if the file multiplies or divides gradients themselves."""
-    return bool(
-        re.search(
-            r"\.grad(\.data)?\s*(/=|\*=|=\s*[\w.]+\.grad\s*[*/](?!\s*\w*mask))"
-            r"|\.grad(\.data)?\.(div_|mul_)|scale_grad\w*\(|_foreach_(mul|div)_|grad\.(mul|div)_|multiply_grads|rescale_grad",
-            file.facts.source,
-        )
-    )
+    return file.facts.mentions(_RESCALED)
 
 
 def framework_accumulates(file: File) -> bool:

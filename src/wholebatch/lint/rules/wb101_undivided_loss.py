@@ -174,7 +174,8 @@ def _fix(window: LoopWindow, event: Event) -> tuple[tuple[Edit, ...], bool]:
         return (), False
     base = window.chains[0][1].base
     is_mean = isinstance(base, ast.Call) and bool(_KNOWN_MEANS.match(text(base.func)))
-    return (Edit.at("replace", argument, f"({argument.id} / {count})"),), not is_mean
+    clipped = any(window.when(clip) == "always" for clip in window.of("clip"))
+    return (Edit.at("replace", argument, f"({argument.id} / {count})"),), clipped or not is_mean
 
 
 def _written_count(window: LoopWindow) -> str | None:

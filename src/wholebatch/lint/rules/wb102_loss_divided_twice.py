@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from ..model import Event, File, LoopWindow
 from ..model.expressions import divisor_of, is_accumulation_name, is_binary, text, walk
-from ..model.loss_origin import Divisor
+from ..model.loss_origin import Divisor, trace
 from .rule_base import Edit, Report, rule
 
 _DEEPSPEED = re.compile(r"deepspeed(?![^\n]*scale_wrt_gas)", re.I)
@@ -42,24 +42,27 @@ def _framework(window: LoopWindow, file: File) -> str:
 
 def _by_hand(window: LoopWindow, framework: str) -> Iterator[Report]:
     seen: set[ast.AST] = set()
-    for event, chain in window.chains:
+    # An engine's backward may be on another branch than the steps of the loop.
+    engines = [e for e in window.inner if e.detail in {"deepspeed", "engine"}]
+    chains = [(e, c) for e in engines for c in trace(e.argument, e.env, window.resolver)]
+    for event, chain in (*window.chains, *chains):
         counts = [d for d in chain.divisors if window.counts(d)]
-        if event.detail in {"deepspeed", "engine"} and window.facts.mentions(_DEEPSPEED):
-            framework = "DeepSpeed"
-        if framework and event.detail != "tensor" and counts and counts[0].node not in seen:
+        engine = event.detail in {"deepspeed", "engine"} and window.facts.mentions(_DEEPSPEED)
+        by = "DeepSpeed" if engine else framework
+        if by and event.detail != "tensor" and counts and counts[0].node not in seen:
             seen.add(counts[0].node)
             yield Report(
                 counts[0].node,
-                f"loss is divided by `{counts[0].key}`, and {framework} divides it again: "
+                f"loss is divided by `{counts[0].key}`, and {by} divides it again: "
                 "leave the division to it",
-                _fix(counts[0], event) if framework == "Accelerate" else (),
+                _fix(counts[0], event) if by == "Accelerate" else (),
             )
         elif len(counts) > 1 and counts[0].key == counts[1].key and counts[0].node not in seen:
             seen.add(counts[0].node)
             yield Report(
                 counts[0].node, f"loss is divided by `{counts[0].key}` twice: divide it once"
             )
-        elif counts and not framework:
+        elif counts and not by:
             yield from _gradients_too(window, counts[0], seen)
 
 

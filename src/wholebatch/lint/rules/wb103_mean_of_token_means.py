@@ -21,7 +21,7 @@ _MASKED_DATA = re.compile(
 )
 # Labels that are left out, whatever the model is.
 _MASKED_LABELS = re.compile(
-    r"(?<![\w.])-100(?![\w.%])|masked_lm_labels|(label|target)s?\w*\[[^\]\n]*\]\s*=\s*-1\b"
+    r"(?<![\w.])-100(?![\w.%])|masked_lm_labels|Loss\(\)\.ignore_index|(label|target)s?\w*\[[^\]\n]*\]\s*=\s*-1\b"
 )
 _IGNORED = re.compile(r"(?<![\w.])-100(?![\w.%])")
 _JAX_MASK_COUNT = re.compile(

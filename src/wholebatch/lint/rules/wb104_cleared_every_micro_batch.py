@@ -7,7 +7,17 @@ from collections.abc import Iterator
 
 from ..model import Event, File, LoopWindow
 from ..model.expressions import text
-from .rule_base import Edit, Report, is_divided, is_optimizer_of, rule, same_receiver, stepped
+from .rule_base import (
+    Edit,
+    Report,
+    conditions,
+    is_divided,
+    is_optimizer_of,
+    is_right_but_for,
+    rule,
+    same_receiver,
+    stepped,
+)
 
 
 @rule(
@@ -30,6 +40,7 @@ def check(file: File) -> Iterator[Report]:
                 f"`{window.count_name}`: only the last micro-batch counts; clear once, "
                 "after the step",
                 _fix(window, zero, zeros, steps),
+                unsafe=not is_right_but_for(window, zero),
             )
 
 
@@ -39,12 +50,8 @@ def _every_micro_batch(zero: Event, window: LoopWindow, steps: list[Event]) -> b
         return True
     if window.when(zero) != "sometimes":
         return False
-    mine = _conditions(zero, window)
-    return any(same_receiver(zero, s) and mine <= _conditions(s, window) for s in steps)
-
-
-def _conditions(event: Event, window: LoopWindow) -> set[tuple[str, bool]]:
-    return {(text(g.expr), g.positive) for g in event.guards(window.loop)}
+    mine = conditions(zero, window)
+    return any(same_receiver(zero, s) and mine <= conditions(s, window) for s in steps)
 
 
 def _fix(

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from ..model import Event, File, LoopWindow
 from ..model.events import Context
 from ..model.expressions import text
-from .rule_base import Edit, Report, rule, stepped
+from .rule_base import Edit, Report, is_right_but_for, rule, stepped
 
 
 @rule(
@@ -31,6 +31,7 @@ def check(file: File) -> Iterator[Report]:
                 "gradients are clipped on every micro-batch: clip once, at the end of the window, "
                 "before the optimizer steps",
                 _fix(window, clip),
+                unsafe=not is_right_but_for(window, clip),
             )
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from ..model import Event, File, LoopWindow
 from ..model.events import Env
 from ..model.expressions import dotted, last_part, text
-from .rule_base import Edit, Report, exclusive, rule
+from .rule_base import Edit, Report, conditions, exclusive, rule
 
 _UNSCALES_ITSELF = re.compile(r"accelerator|fabric|scaler|amp\.|trainer|self\.clip", re.I)
 
@@ -73,6 +73,9 @@ def _fix(
     # Unscaling twice in a window raises, so the clip must be where the step is.
     same_place = window.when(clip) == window.when(steps[0]) and clip.loops == steps[0].loops
     if not same_place or not isinstance(clip.stmt, ast.Expr) or clip.stmt.value is not clip.node:
+        return ()
+    # The scaler may exist on the step's branch only.
+    if not conditions(steps[0], window) <= conditions(clip, window):
         return ()
     call = f"{_scaler(source)}.unscale_({text(steps[0].receiver)})"
     return (Edit.at("before", clip.stmt, call),)

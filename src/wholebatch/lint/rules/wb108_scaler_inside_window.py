@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from ..model import Event, File, LoopWindow
 from ..model.expressions import text
-from .rule_base import Edit, Report, rule
+from .rule_base import Edit, Report, is_right_but_for, rule
 
 
 @rule(
@@ -26,6 +26,7 @@ def check(file: File) -> Iterator[Report]:
                     "loss scale is updated on every micro-batch: gradients of one window get "
                     "different scales; update it after the step",
                     _fix(window, update),
+                    unsafe=not is_right_but_for(window, update),
                 )
         cleared = {window.when(zero) for zero in window.of("zero")}
         for step in window.of("step"):

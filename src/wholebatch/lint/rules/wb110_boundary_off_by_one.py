@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from ..model import File, LoopWindow
 from ..model.expressions import is_binary, number, text
-from .rule_base import Edit, Report, rule, stepped
+from .rule_base import Edit, Report, is_right_but_for, rule, stepped
 
 
 @rule(
@@ -34,6 +34,7 @@ def check(file: File) -> Iterator[Report]:
             f"boundary is off by one: the first window has {words} instead of `{name}`; "
             "count micro-batches from 1",
             _fix(window) if size == "one" else (),
+            unsafe=not is_right_but_for(window),
         )
 
 
@@ -70,6 +71,8 @@ def _fix(window: LoopWindow) -> tuple[Edit, ...]:
     boundary = window.boundary
     if boundary is None or boundary.tail or boundary.after_first or not _is_alone(window):
         return ()
+    if boundary.spanning:
+        return ()  # Something else is added to the counter.
     # `i % k == 0` with an enumerate from 0: write `(i + 1)` instead of `i`.
     expr = boundary.expr
     if not isinstance(expr, ast.Compare):

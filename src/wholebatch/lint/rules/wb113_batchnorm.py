@@ -33,13 +33,13 @@ _FROZEN = re.compile(
 )
 def check(file: File) -> Iterator[Report]:
     """Yield one report per file, where the layers are created."""
-    if file.facts.mentions(_FROZEN):
-        return
-    if file.facts.mentions(_KERAS_ACCUMULATES):
+    if not file.windows and file.facts.mentions(_KERAS_ACCUMULATES):
         pass  # The optimizer adds up the gradients of its calls.
     elif not any(w.shape != "deepspeed" for w in file.accumulating) and not framework_accumulates(
         file
     ):
+        return
+    if file.facts.mentions(_FROZEN):
         return
     names = [v for values in file.facts.assigned.values() for v in values if dotted(v)]
     for call in (*file.facts.calls, *names):

@@ -31,10 +31,10 @@ _SIMILARITY = re.compile(r"@|matmul|einsum|\.mm\(|similarity|\.bmm\(")
 )
 def check(file: File) -> Iterator[Report]:
     """Yield at most one report per window."""
-    if file.facts.mentions(_CACHED):
+    windows = file.accumulating
+    if not (windows or framework_accumulates(file)) or file.facts.mentions(_CACHED):
         return
     yield from _in_training_steps(file)
-    windows = file.accumulating
     coupled = bool(windows) and any(_compares(file.facts.imported_source(m)) for m in file.models)
     for window in windows:
         node = _named(window) or _by_arange(window) or (_model_loss(window) if coupled else None)

@@ -19,7 +19,7 @@ from ..model.expressions import (
     walk,
 )
 from ..model.window_boundary import peel
-from .rule_base import Report, exclusive, rule
+from .rule_base import Report, exclusive, rule, stepped
 
 _UPDATES = re.compile(
     r"(^|[._])(global_?steps?|num_updates|n_updates|updates|update_steps?|optim(izer)?_steps?"
@@ -41,6 +41,10 @@ _LENGTH = re.compile(
 )
 
 
+# A batch size that was divided by the number of micro-batches: it is that of one of them.
+_MICRO_BATCH_SIZE = re.compile(r"batch_size\s*=\s*(int\()?[\w.]*batch_size\s*//?\s*[\w.]*accum")
+
+
 @rule(
     "WB116",
     "micro-batches counted as updates",
@@ -50,6 +54,7 @@ def check(file: File) -> Iterator[Report]:
     """Yield the schedules and counters of each window that count micro-batches."""
     for window in file.accumulating:
         yield from _schedules(window)
+        yield from _scheduled_optimizers(window)
         yield from _counters(window)
 
 
@@ -75,6 +80,27 @@ def _schedules(window: LoopWindow) -> Iterator[Report]:
                     f"schedule is as long as the micro-batches but steps once every "
                     f"`{window.count_name}`: divide its length by it",
                 )
+
+
+def _scheduled_optimizers(window: LoopWindow) -> Iterator[Report]:
+    """Yield `BertAdam(..., t_total=...)`: an optimizer that schedules itself, once per update."""
+    if not window.facts.mentions(_MICRO_BATCH_SIZE):
+        return
+    for step in stepped(window):
+        for made in step.env.get(step.receiver_text, ()):
+            length = keyword(made.expr, "t_total") if isinstance(made.expr, ast.Call) else None
+            spelled = [] if length is None else _spellings(length, made.env)
+            if any(is_accumulation_name(s) and "batch_size" not in s for s in spelled):
+                continue
+            if any(is_accumulation_name(s) and "len(" in s for s in spelled):
+                continue
+            if any(re.search(r"len\(.*\) */+ *[\w.]*batch_size", s) for s in spelled):
+                yield Report(
+                    made.expr,
+                    "schedule is as long as the micro-batches but the optimizer steps once every "
+                    f"`{window.count_name}`: divide its length by it",
+                )
+                return
 
 
 def _length(call: ast.Call) -> ast.expr | None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from ..model import Event, File, Guard, LoopWindow
 from ..model.expressions import text
-from .rule_base import Edit, Report, exclusive, is_optimizer_of, rule, stepped
+from .rule_base import Edit, Report, exclusive, is_optimizer_of, is_right_but_for, rule, stepped
 
 
 @rule(
@@ -30,6 +30,7 @@ def check(file: File) -> Iterator[Report]:
                     zero.node,
                     f"gradients are cleared before `{text(step.node)}` uses them: clear after it",
                     _swap(zero, step),
+                    unsafe=window.accumulates and not is_right_but_for(window),
                 )
             elif _before_last_backward(zero, steps, window):
                 yield Report(
