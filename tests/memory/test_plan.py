@@ -2,36 +2,49 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import typer
-from typer.testing import CliRunner
 
 from tests.memory.models import GPT, loss, mlp, tokens, vectors
 from wholebatch.cli.plan_command import plan
-from wholebatch.errors import MissingExtraError, OptionError, RecipeError, UnsupportedError
+from wholebatch.errors import (
+    MissingExtraError,
+    OptionError,
+    RecipeError,
+    UnsupportedError,
+    WholebatchError,
+)
 from wholebatch.memory.fsdp_sharding import Sharding, pretended_ranks
 from wholebatch.memory.plan import make_plan
 from wholebatch.memory.predict import predict_peak
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 
-app = typer.Typer(pretty_exceptions_enable=False)
-app.command()(plan)
+
+@dataclass(frozen=True)
+class Ran:
+    exit_code: int
+    output: str
 
 
-def command(*arguments: str) -> Any:
-    return CliRunner().invoke(app, list(arguments), env={"COLUMNS": "110"})
+def command(*arguments: str) -> Ran:
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLUMNS", "110")
+        status = plan(arguments)
+    return Ran(status, said.getvalue())
 
 
 def refused(*arguments: str) -> BaseException:
-    error = command(*arguments).exception
-    assert error is not None
-    return error
+    with pytest.raises(WholebatchError) as caught:
+        command(*arguments)
+    return caught.value
 
 
 def test_recommends_even_micro_batches() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import sys
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,7 +82,9 @@ def _lint(options: LintArguments) -> int:
             raise UsageError("--fix needs libcst: pip install libcst") from error
         repaired = fix_files(findings, settings)
         findings = lint_files(files, settings, jobs=options.jobs)
-    _write(FORMATS[options.form](findings), options.output)
+    rendered = FORMATS[options.form](findings)
+    is_screen = options.form == "text" and options.output is None and sys.stdout.isatty()
+    _write(_wrapped(rendered) if is_screen else rendered, options.output)
     if options.form == "text":
         print(_summary(files, findings, repaired), file=sys.stderr)
     return FOUND if any(f.level != "note" for f in findings) else CLEAN
@@ -104,6 +108,17 @@ def _write(rendered: str, output: str | None) -> None:
         Path(output).write_text(rendered + "\n", encoding="utf-8")
     except OSError as error:
         raise UsageError(f"output={output!r}: cannot be written: {error.strerror}") from error
+
+
+def _wrapped(rendered: str) -> str:
+    """Return the text for a terminal: lines are broken between words, the rest is indented."""
+    width = shutil.get_terminal_size().columns
+    return "\n".join(
+        textwrap.fill(
+            line, width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
+        )
+        for line in rendered.splitlines()
+    )
 
 
 def _summary(files: Sequence[str], findings: Sequence[Finding], repaired: int) -> str:
