@@ -132,7 +132,7 @@ def test_command_shows_a_table_and_a_picture() -> None:
     result = command(
         "digits-cnn", "--batch-size", "512", "--gpu-memory", "80MiB", "--gpus", "2", "--quick"
     )
-    assert result.exit_code == 0, result.exception
+    assert result.exit_code == 0
     text = result.output
     assert "2 × 80.00 MiB of GPU memory" in text
     assert "█ activations" in text
@@ -227,7 +227,7 @@ def test_command_reads_classifiers_of_images(tmp_path: Path) -> None:
     small = {**SMALL, "intermediate_size": 64, "image_size": 32, "patch_size": 8}
     path.write_text(json.dumps({"model_type": "vit", **small}))
     result = command(f"hf:{tmp_path}", "--gpu-memory", "1GiB", "--batch-size", "5", "--quick")
-    assert result.exit_code == 0, result.exception
+    assert result.exit_code == 0
     assert f"{tmp_path.name} (vit)" in result.output
     assert "images of 32 × 32" in result.output
     assert "--seq 8: is for language models" in str(refused(f"hf:{path}", "--seq", "8"))

@@ -9,14 +9,8 @@ from difflib import get_close_matches
 from importlib import import_module
 
 from wholebatch import __version__
-from wholebatch.cli.command_options import (
-    Command,
-    bold,
-    columns,
-    command_lines,
-    described_rows,
-    wrapped,
-)
+from wholebatch.cli.command_options import Command
+from wholebatch.cli.report.text_lines import bold, columns, command_lines, described_rows, wrapped
 from wholebatch.errors import OptionError, WholebatchError
 
 STOPPED = 130  # the shell's own for Ctrl-C

@@ -17,17 +17,20 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
-import re
-import shutil
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from difflib import get_close_matches
-from textwrap import dedent, wrap
+from textwrap import dedent
 from types import NoneType
 from typing import Any, NoReturn, TypeAlias, get_args, get_type_hints
 
+from wholebatch.cli.report.text_lines import (
+    bold,
+    columns,
+    command_lines,
+    described_rows,
+    wrapped,
+)
 from wholebatch.errors import OptionError
 
 Check: TypeAlias = Callable[[Any, str], Any]
@@ -194,11 +197,6 @@ def flag_of(one: Field[Any]) -> str:
 # --------------------------------------------------------------------------------------- help
 
 
-def columns() -> int:
-    """Return the width of the terminal."""
-    return shutil.get_terminal_size().columns
-
-
 def help_text(shown: Command, width: int) -> str:
     """Return the help of a command: usage, options by panel, examples; no word is split."""
     about, _, more = dedent(f"    {shown.run.__doc__ or ''}").strip().partition("\n\n")
@@ -227,57 +225,6 @@ def _described(one: Field[Any]) -> str:
     if default in (None, MISSING) or isinstance(default, bool) or "stored" in one.metadata:
         return str(one.metadata["help"])
     return f"{one.metadata['help']} [default: {default}]"
-
-
-def described_rows(rows: Sequence[tuple[str, str]], width: int) -> list[str]:
-    """Return names with their descriptions beside them, or below where a name is long."""
-    indent = min(28, max(len(name) for name, _ in rows) + 4, width // 3)
-    lines = []
-    for name, text in rows:
-        described = wrapped(text, width, " " * indent)
-        if len(name) + 4 > indent:
-            lines += wrapped(name, width, "  ")
-        else:
-            described[0] = f"  {name:<{indent - 2}}{described[0].lstrip()}"
-        lines += described
-    return lines
-
-
-def wrapped(text: str, width: int, indent: str = "") -> list[str]:
-    """Return the text in lines of at most `width` columns, without splitting a word."""
-    return wrap(
-        " ".join(text.split()),
-        width,
-        initial_indent=indent,
-        subsequent_indent=indent,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-
-
-def command_lines(text: str, width: int, indent: str = "  ") -> list[str]:
-    """Return a command line for copying: a shell's continuation where it is too long.
-
-    >>> print("\\n".join(command_lines("wholebatch train --out runs/one", 24)))
-      wholebatch train \\
-        --out runs/one
-    """
-    first, *parts = re.split(r" (?=[->|])", text)
-    lines = [indent + first]
-    for place, part in enumerate(parts, 1):
-        room = width - (0 if place == len(parts) else 2)  # a continuation needs two columns
-        if len(lines[-1]) + 1 + len(part) <= room:
-            lines[-1] += f" {part}"
-        else:
-            lines[-1] += " \\"
-            lines.append(f"{indent}  {part}")
-    return lines
-
-
-def bold(text: str) -> str:
-    """Return the text as a heading, in bold on a terminal."""
-    plain = not sys.stdout.isatty() or "NO_COLOR" in os.environ or os.environ.get("TERM") == "dumb"
-    return text if plain else f"\x1b[1m{text}\x1b[0m"
 
 
 # ------------------------------------------------------------------------------------- checks

@@ -453,7 +453,7 @@ def _bar(by_category: dict[str, int], scale: float, *, limit: int) -> Text:
 def _legend(plan: Plan) -> list[Text]:
     """Return the colours of the bars that are large enough to see."""
     return [
-        Text.assemble(("█\u00a0", color), name.replace(" ", "\u00a0"))
+        Text.assemble(("█ ", color), name)
         for name, color in _COLORS.items()
         if any(point.by_category.get(name, 0) * 100 > point.peak for point in plan.points)
     ]

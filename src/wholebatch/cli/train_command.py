@@ -374,9 +374,11 @@ def summary_rows(session: Session, outcome: Outcome, *, memory: str, folder: Pat
     rows.append(("speed", f"{short_count(outcome.units_per_second)} {session.recipe.unit}/s"))
     if train.noise is not None and train.noise.samples >= 4:
         rows.append(("batch size", train.noise.advice(session.recipe.unit)))
+    names = ("metrics.jsonl", "tensorboard", "checkpoints", "config.json", "manifest.json")
+    written = (f"{name}/" if "." not in name else name for name in names if (folder / name).exists())
     return [
         *rows,
         ("peak memory", memory),
         ("written to", f"{path_from_here(folder)}/"),
-        ("", "metrics.jsonl  tensorboard/  checkpoints/  config.json  manifest.json"),
+        ("", "  ".join(written)),
     ]

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from wholebatch.cli.command_options import command_lines
+from wholebatch.cli.report.text_lines import command_lines
 
 _SECONDS_BETWEEN_LINES = 5.0
 
