@@ -375,7 +375,9 @@ def summary_rows(session: Session, outcome: Outcome, *, memory: str, folder: Pat
     if train.noise is not None and train.noise.samples >= 4:
         rows.append(("batch size", train.noise.advice(session.recipe.unit)))
     names = ("metrics.jsonl", "tensorboard", "checkpoints", "config.json", "manifest.json")
-    written = (f"{name}/" if "." not in name else name for name in names if (folder / name).exists())
+    written = (
+        f"{name}/" if "." not in name else name for name in names if (folder / name).exists()
+    )
     return [
         *rows,
         ("peak memory", memory),

@@ -250,9 +250,7 @@ def open_sinks(stack: ExitStack, session: Session, folder: RunFolder) -> list[Si
     if not session.world.is_first:
         return []
     windows, project = session.windows, session.config.wandb
-    sinks: list[Sink] = [
-        stack.enter_context(closing(MetricsFile(folder.metrics, windows=windows)))
-    ]
+    sinks: list[Sink] = [stack.enter_context(closing(MetricsFile(folder.metrics, windows=windows)))]
     if find_spec("tensorboard") is not None:
         sinks.append(stack.enter_context(closing(Events(folder.events, windows=windows))))
     if project is not None:

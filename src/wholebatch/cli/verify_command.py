@@ -228,7 +228,7 @@ def _verify_recipe(
         batches.peek(),
         micro_batch=micro_batch_of(recipe, config),
         optimizer=optimizer,
-        precision=config.autocast,
+        precision=config.autocast,  # type: ignore[arg-type]
         clip_norm=clip_norm,
         units=recipe.units,
         **more,

@@ -13,13 +13,15 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from wholebatch.errors import OptionError
+
+PrecisionName: TypeAlias = Literal["full", "fp32", "bf16", "fp16"]
 
 __all__ = [
     "SIXTEEN_BIT",
@@ -28,6 +30,7 @@ __all__ = [
     "LossScale",
     "OwnAutocast",
     "Precision",
+    "PrecisionName",
     "SixteenBit",
     "choose",
     "round_gradient",
