@@ -156,8 +156,8 @@ REFUSED = {
     "resume out": (["train", "--resume", "--out", "x"], None, "--resume: there is no run in x"),
     "out is a file": (["train", "mine.py", "--out", "mine.py"], None, "is a file; give a folder"),
     "out below a file": (["train", "mine.py", "--out", "mine.py/x"], None, "cannot be"),
-    "unknown option": (["train", "--batchsize", "3"], None, "No such option"),
-    "unknown command": (["trane"], None, "No such command"),
+    "unknown option": (["train", "--batchsize", "3"], None, "no such option"),
+    "unknown command": (["trane"], None, "no such command"),
     "empty data": (["train", "mine.py"], ("return Points()", "return []"), "data() is empty"),
 }
 

@@ -163,8 +163,10 @@ def _converted(one: Field[Any], text: Any, kind: type) -> Any:
     if isinstance(text, list):
         return [_converted(one, part, kind) for part in text]
     flag = flag_of(one)
-    if text == "" and one.name != "recipe":  # a recipe's own check says which there are
+    if text == "" and (kind is Path or one.metadata["check"] is None):
         raise OptionError(f'{flag} "": is empty; give a value (a variable that is not set?)')
+    if kind is Path and "\0" in text:
+        raise OptionError(f"{flag} {text!r}: a path cannot have an embedded null byte")
     try:
         return text if kind is bool else kind(text)
     except ValueError:
