@@ -20,6 +20,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from difflib import get_close_matches
+from pathlib import Path
 from textwrap import dedent
 from types import NoneType
 from typing import Any, NoReturn, TypeAlias, get_args, get_type_hints
