@@ -16,8 +16,8 @@ from torch.nn import functional
 import wholebatch as wb
 from tests.execute.nets import Blocks, loss, run_rewritten
 from tests.support import distance
+from wholebatch.compile import biased_attention, fusion, gelu
 from wholebatch.compile import cross_entropy as entropy
-from wholebatch.compile import fusion, gelu
 from wholebatch.compile import layer_norm as norms
 from wholebatch.compile.gelu import can_fuse_gelu, simplify_gelu
 from wholebatch.compile.graph_rewrite import Fusions, Rewritten
@@ -175,7 +175,7 @@ def test_gelus_of_all_numbers_of_16_bit(gradient: bool) -> None:
     assert bool(((found.double() - made).abs() <= rounding).all())
 
 
-CHECKS = {"entropy": entropy, "gelu": gelu, "norms": norms}
+CHECKS = {"attention": biased_attention, "entropy": entropy, "gelu": gelu, "norms": norms}
 
 
 @pytest.mark.parametrize("name", CHECKS)

@@ -144,3 +144,34 @@ def test_what_checkpointing_computes_twice_is_not_stored() -> None:
     rewritten, _, _ = run_rewritten(_Checkpointed(), loss, choose("fp32", "cpu"), Fusions())
     targets = [node.target for node in rewritten.graph.graph.nodes]
     assert targets.count(torch.ops.aten.sin.default) >= 98
+
+
+class _Distances(nn.Module):
+    """Attention with a learnt bias for each distance, as T5 has it: few rows, many indices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.embed, self.bias = nn.Embedding(11, 8), nn.Embedding(3, 2)
+        self.layer = nn.Linear(8, 11)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens).unflatten(-1, (2, 4)).transpose(1, 2)
+        place, length = torch.arange(48), tokens.shape[1]
+        distance = (place[:, None] - place[None]).clamp(-1, 1) + 1
+        bias = self.bias(distance)[:length, :length].permute(2, 0, 1).unsqueeze(0)
+        assert bias.stride(-1) != 1
+        mixed = nn.functional.scaled_dot_product_attention(x, x, x, attn_mask=bias)
+        logits: Tensor = self.layer(mixed.transpose(1, 2).flatten(2))
+        return logits
+
+
+def test_many_indices_of_a_small_embedding_add_into_copies_of_it() -> None:
+    model = _Distances().double()
+    tokens = tagged(5)
+    total = loss(model, tokens).total
+    wanted = torch.autograd.grad(total * 0.25, list(model.parameters()))
+    made, _, found = run_rewritten(model, loss, choose("full", "cpu"), Fusions(), held=1.0)
+    assert distance(found, list(wanted)) <= 1e-12
+    puts = [str(node.target) for node in made.graph.graph.nodes if "index_put" in str(node.target)]
+    assert sorted(puts) == ["aten.index_put.default", "aten.index_put_.default"]

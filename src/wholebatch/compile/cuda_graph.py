@@ -9,16 +9,32 @@ before the next replay.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from wholebatch.compile.fusion import collection_paused
 from wholebatch.compile.joint_graph import Results, Runnable
 
-__all__ = ["CapturedGraph", "rehearse"]
+__all__ = ["CapturedGraph", "capturing", "rehearse"]
+
+
+@contextmanager
+def capturing(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
+    """Capture into `graph` what is launched within this context, by other threads too.
+
+    With "thread_local", CUDA refuses calls that are unsafe during capture on this thread only. The
+    garbage collector is paused: if it destroyed an older graph now, the new one would be broken.
+    """
+    with (
+        collection_paused(),
+        torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"),
+    ):
+        yield
 
 
 class CapturedGraph:
@@ -37,7 +53,7 @@ class CapturedGraph:
         self._seeds = [seed.clone() for seed in seeds]
         self._loaded: list[Tensor] = []
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
+        with capturing(self._graph, pool):
             self._totals, self._units = run(self._tensors, self._seeds)
 
     @torch.no_grad()

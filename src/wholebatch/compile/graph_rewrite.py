@@ -17,9 +17,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from wholebatch.compile import fused_weight_grad as fused
+from wholebatch.compile.biased_attention import fuse_attention
 from wholebatch.compile.cross_entropy import fuse_entropy
 from wholebatch.compile.fusion import base_of, cast_to, fixed, is_cheap, same_shape, written_by
 from wholebatch.compile.gelu import fuse_gelu, simplify_gelu
@@ -32,6 +33,9 @@ __all__ = ["Fusions", "Rewritten", "rewrite"]
 aten = torch.ops.aten
 _NEAR = 32
 """Operations at most this far apart belong to one layer."""
+_CROWDED = 512
+"""Indices per row of an embedding from which its gradient is summed in several copies."""
+_COPIES = 256
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,8 @@ class Fusions:
     """Compute a layer norm's backward, its sums and the residual in one kernel (CUDA only)."""
     gelu_sums: bool = False
     """Compute a GELU's gradient and that of the bias before it in one kernel (CUDA only)."""
+    attention: bool = False
+    """Use kernels of our own for attention with a learnt bias, where the device has them."""
     gelu: bool = False
     """Compute 16-bit GELUs with one exponential; pays if kernels are fused."""
 
@@ -111,6 +117,8 @@ def rewrite(
         adder.add(buffer, gradient, dtype)
     graph.output(tuple(results[:kept]))
     graph.eliminate_dead_code()
+    if options.attention:
+        fuse_attention(graph)
     norms = fuse_norms(graph) if options.norms else 0
     gelus = fuse_gelu(graph) if options.gelu_sums else 0
     if options.gelu:
@@ -249,9 +257,30 @@ class _Adder:
                 at_padding = self._graph.call_function(aten.eq.Scalar, (indices, padding))
                 there = self._graph.call_function(aten.unsqueeze.default, (at_padding, -1))
                 rows = self._graph.call_function(aten.masked_fill.Scalar, (rows, there, 0.0))
-            self._graph.call_function(aten.index_put_.default, (buffer, [indices], rows, True))
+            self._scatter(buffer, indices, rows, part.meta["val"])
         self.embeddings += 1
         return True
+
+    def _scatter(self, buffer: fx.Node, indices: Any, rows: Any, table: Tensor) -> None:
+        """Add each row of `rows` to the row of `buffer` that its index names.
+
+        Many indices and few rows would wait for each other at every addition, as in the relative
+        positions of T5: there they add into several copies of the table, which are summed.
+        """
+        at, call = indices.meta["val"], self._graph.call_function
+        count = at.numel()
+        if not isinstance(count, int) or count < _CROWDED * table.shape[0]:
+            call(aten.index_put_.default, (buffer, [indices], rows, True))
+            return
+        place: dict[str, Any] = {"dtype": torch.int64, "device": table.device}
+        numbers = call(aten.arange.default, (count,), place)
+        copy = call(
+            aten.view.default, (call(aten.remainder.Scalar, (numbers, _COPIES)), [*at.shape])
+        )
+        filled: dict[str, Any] = {"dtype": table.dtype, "device": table.device}
+        copies = call(aten.full.default, ([_COPIES, *table.shape], 0.0), filled)
+        sums = call(aten.index_put.default, (copies, [copy, indices], rows, True))
+        call(aten.add_.Tensor, (buffer, call(aten.sum.dim_IntList, (sums, [0]))))
 
 
 def _summands(

@@ -125,7 +125,13 @@ class JointStep:
     """
 
     fusions: ClassVar[Fusions] = Fusions(
-        products=True, products_in_full=True, entropy=True, norms=True, gelu_sums=True, gelu=True
+        products=True,
+        products_in_full=True,
+        entropy=True,
+        norms=True,
+        gelu_sums=True,
+        attention=True,
+        gelu=True,
     )
     """The fusions to use where the device has them; measurements switch some off."""
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import _VF, Tensor, nn
+from torch.nn import functional
 
 from wholebatch.compile.execute_mode import CannotTrace
 from wholebatch.compile.recurrent_layers import RECURRENT, traceable
@@ -32,6 +33,7 @@ def traceable_calls() -> Iterator[None]:
     - `module.to(dtype)` in a forward may convert nothing; a conversion is refused.
     - Recurrent layers are one operation, and do not lay out their weights anew for cuDNN.
     - Distributions do not check the values of their parameters.
+    - Attention gets its mask in rows: torch's fused kernels refuse T5's, whose heads come last.
     """
     recurrent = {"flatten_parameters": _keep_layout, "_apply": _convert_nothing}
     with (
@@ -40,6 +42,7 @@ def traceable_calls() -> Iterator[None]:
         replaced(nn.Module, {"_apply": _convert_nothing}),
         replaced(nn.RNNBase, recurrent),
         replaced(_VF, {kind: traceable(kind) for kind in RECURRENT}),
+        replaced(functional, {"scaled_dot_product_attention": _attention}),
         # torch.compile also leaves out these checks, which read the parameters.
         replaced(torch.distributions.Distribution, {"_validate_args": False}),
     ):
@@ -57,6 +60,21 @@ def _convert_nothing(
         if function(tensor) is not tensor:
             raise CannotTrace(f"its forward moves or casts a {type(module).__name__}")
     return module
+
+
+_ATTENTION = functional.scaled_dot_product_attention
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    if args and isinstance(args[0], Tensor):
+        args = (_in_rows(args[0]), *args[1:])
+    elif isinstance(mask := kwargs.get("attn_mask"), Tensor):
+        kwargs["attn_mask"] = _in_rows(mask)
+    return _ATTENTION(query, key, value, *args, **kwargs)
+
+
+def _in_rows(mask: Tensor) -> Tensor:
+    return mask if mask.dim() == 0 or mask.stride(-1) == 1 else mask.contiguous()
 
 
 def _keep_layout(_: nn.RNNBase) -> None:

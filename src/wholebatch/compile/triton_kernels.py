@@ -1,7 +1,8 @@
 """Triton kernels, each with the function that launches it.
 
 Triton ships with torch's CUDA builds, so this module is imported only for a CUDA device. The
-modules `cross_entropy`, `gelu` and `layer_norm` compute the same results with torch operations.
+modules `biased_attention`, `cross_entropy`, `gelu` and `layer_norm` compute the same results with
+torch operations.
 """
 
 from __future__ import annotations
@@ -17,7 +18,13 @@ from torch import Tensor
 if TYPE_CHECKING:
     from wholebatch.compile.layer_norm import Read
 
-__all__ = ["cross_entropy", "gelu_backward", "layer_norm_backward"]
+__all__ = [
+    "biased_attention",
+    "biased_attention_backward",
+    "cross_entropy",
+    "gelu_backward",
+    "layer_norm_backward",
+]
 
 _ENTROPY_BLOCK = 8192
 _NUMBERS_PER_WARP = 512
@@ -277,3 +284,179 @@ def layer_norm_backward(read: Read, low: Tensor | None, total: Tensor, sums: lis
     if any(sums):
         _sum_columns(partials, total, adds=False)
     return out
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _hash(number):  # type: ignore[no-untyped-def]
+    number = number.to(tl.uint32)
+    number = number ^ (number >> 16)
+    number = number * 0x7FEB352D
+    number = number ^ (number >> 15)
+    number = number * 0x846CA68B
+    return number ^ (number >> 16)
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _share_kept(draw, at, below, grown):  # type: ignore[no-untyped-def]
+    """Return `grown` for the scores that are kept and 0 for the others."""
+    seed = _hash((tl.load(draw) * 16777216.0).to(tl.int32))
+    drawn = _hash(at.to(tl.uint32) + seed)
+    return tl.where((drawn >> 1).to(tl.int32) >= below, grown, 0.0)
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def biased_attention_rows(  # type: ignore[no-untyped-def]
+    queries, keys, values, biases, draw, outs, normalisers,
+    qb, qh, qm, kb, kh, kn, vb, vh, vn, bb, bh, bm, bn, ob, oh, om,
+    heads, rows, columns, below, grown, scale,
+    drops: tl.constexpr, size: tl.constexpr, block_m: tl.constexpr, block_n: tl.constexpr,
+):  # fmt: skip
+    which = tl.program_id(1).to(tl.int64)
+    batch, head = which // heads, which % heads
+    m = tl.program_id(0) * block_m + tl.arange(0, block_m)
+    d = tl.arange(0, size)
+    in_rows = m < rows
+    q = tl.load(
+        queries + batch * qb + head * qh + m[:, None] * qm + d[None, :],
+        mask=in_rows[:, None], other=0.0,
+    )  # fmt: skip
+    largest = tl.full([block_m], float("-inf"), dtype=tl.float32)
+    total = tl.zeros([block_m], dtype=tl.float32)
+    out = tl.zeros([block_m, size], dtype=tl.float32)
+    key = keys + batch * kb + head * kh
+    value = values + batch * vb + head * vh
+    bias = biases + batch * bb + head * bh + m[:, None].to(tl.int64) * bm
+    for first in range(0, columns, block_n):
+        n = first + tl.arange(0, block_n)
+        inside = n < columns
+        k = tl.load(key + n[None, :] * kn + d[:, None], mask=inside[None, :], other=0.0)
+        there = in_rows[:, None] & inside[None, :]
+        b = tl.load(bias + n[None, :] * bn, mask=there, other=float("-inf")).to(tl.float32)
+        scores = tl.dot(q, k) * scale + b
+        larger = tl.maximum(largest, tl.max(scores, 1))
+        base = tl.where(larger == float("-inf"), 0.0, larger)  # A row may be masked altogether.
+        shares = tl.exp(scores - base[:, None])
+        shrink = tl.exp(largest - base)
+        total = total * shrink + tl.sum(shares, 1)
+        if drops:
+            at = (which.to(tl.int32) * rows + m[:, None]) * columns + n[None, :]
+            shares *= _share_kept(draw, at, below, grown)
+        v = tl.load(value + n[:, None] * vn + d[None, :], mask=inside[:, None], other=0.0)
+        out = tl.dot(shares.to(v.dtype), v, out * shrink[:, None])
+        largest = larger
+    out = out / tl.where(total > 0.0, total, 1.0)[:, None]
+    base = tl.where(total > 0.0, largest + tl.log(tl.where(total > 0.0, total, 1.0)), float("inf"))
+    tl.store(normalisers + which * rows + m, base, mask=in_rows)
+    tl.store(
+        outs + batch * ob + head * oh + m[:, None] * om + d[None, :],
+        out.to(outs.dtype.element_ty), mask=in_rows[:, None],
+    )  # fmt: skip
+
+
+def _strides(*tensors: Tensor) -> list[int]:
+    """Return the strides of batch, head and row of each; those of the last dimension must be 1."""
+    return [stride for one in tensors for stride in one.stride()[:3]]
+
+
+def _dropping(dropout: float) -> tuple[int, float]:
+    """Return the 31-bit number below which a score is dropped, and the factor of the others."""
+    return int(dropout * 2**31), 1.0 / (1.0 - dropout)
+
+
+def _in_rows(tensor: Tensor) -> Tensor:
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def biased_attention(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, draw: Tensor | None,
+    out: Tensor, normaliser: Tensor, *, dropout: float, scale: float,
+) -> None:  # fmt: skip
+    """Write softmax(q kᵀ scale + bias) v to `out`, and the scores' log-sum-exp to `normaliser`."""
+    q, k, v = map(_in_rows, (q, k, v))
+    batch, heads, rows, size = q.shape
+    columns = k.shape[2]
+    block_m, block_n = 128 if rows > 64 else 64, 64
+    kernel: Any = biased_attention_rows[(triton.cdiv(rows, block_m), batch * heads)]
+    kernel(
+        q, k, v, bias, draw, out, normaliser,
+        *_strides(q, k, v), *bias.stride(), *_strides(out),
+        heads, rows, columns, *_dropping(dropout), scale,
+        drops=draw is not None, size=size, block_m=block_m, block_n=block_n, num_warps=4,
+    )  # fmt: skip
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def biased_attention_columns(  # type: ignore[no-untyped-def]
+    gradients, queries, keys, values, biases, outs, normalisers, draw, of_keys, of_values, scores_,
+    gb, gh, gm, qb, qh, qm, kb, kh, kn, vb, vh, vn, bb, bh, bm, bn, ob, oh, om,
+    dkb, dkh, dkn, dvb, dvh, dvn,
+    heads, rows, columns, below, grown, scale,
+    drops: tl.constexpr, size: tl.constexpr, block_m: tl.constexpr, block_n: tl.constexpr,
+):  # fmt: skip
+    which = tl.program_id(1).to(tl.int64)
+    batch, head = which // heads, which % heads
+    n = tl.program_id(0) * block_n + tl.arange(0, block_n)
+    d = tl.arange(0, size)
+    inside = n < columns
+    k = tl.load(
+        keys + batch * kb + head * kh + n[:, None] * kn + d[None, :],
+        mask=inside[:, None], other=0.0,
+    )  # fmt: skip
+    v = tl.load(
+        values + batch * vb + head * vh + n[:, None] * vn + d[None, :],
+        mask=inside[:, None], other=0.0,
+    )  # fmt: skip
+    dk = tl.zeros([block_n, size], dtype=tl.float32)
+    dv = tl.zeros([block_n, size], dtype=tl.float32)
+    query = queries + batch * qb + head * qh
+    upstream = gradients + batch * gb + head * gh
+    made = outs + batch * ob + head * oh
+    bias = biases + batch * bb + head * bh + n[:, None] * bn
+    target = scores_ + which * rows * columns + n[:, None]
+    for first in range(0, rows, block_m):
+        m = first + tl.arange(0, block_m)
+        in_rows = m < rows
+        lines = in_rows[:, None]
+        q = tl.load(query + m[:, None] * qm + d[None, :], mask=lines, other=0.0)
+        g = tl.load(upstream + m[:, None] * gm + d[None, :], mask=lines, other=0.0)
+        o = tl.load(made + m[:, None] * om + d[None, :], mask=lines, other=0.0)
+        along = tl.sum(g.to(tl.float32) * o.to(tl.float32), 1)
+        base = tl.load(normalisers + which * rows + m, mask=in_rows, other=float("inf"))
+        there = inside[:, None] & in_rows[None, :]
+        across = m[None, :].to(tl.int64)
+        b = tl.load(bias + across * bm, mask=there, other=float("-inf")).to(tl.float32)
+        shares = tl.exp(tl.dot(k, tl.trans(q)) * scale + b - base[None, :])
+        of_shares = tl.dot(v, tl.trans(g))
+        kept = shares
+        if drops:
+            at = (which.to(tl.int32) * rows + m[None, :]) * columns + n[:, None]
+            factor = _share_kept(draw, at, below, grown)
+            kept = shares * factor
+            of_shares *= factor
+        dv = tl.dot(kept.to(g.dtype), g, dv)
+        of_scores = (shares * (of_shares - along[None, :])).to(scores_.dtype.element_ty)
+        tl.store(target + across * columns, of_scores, mask=there)
+        dk = tl.dot(of_scores.to(q.dtype), q, dk)
+    at_k = of_keys + batch * dkb + head * dkh + n[:, None] * dkn + d[None, :]
+    at_v = of_values + batch * dvb + head * dvh + n[:, None] * dvn + d[None, :]
+    tl.store(at_k, (dk * scale).to(of_keys.dtype.element_ty), mask=inside[:, None])
+    tl.store(at_v, dv.to(of_values.dtype.element_ty), mask=inside[:, None])
+
+
+def biased_attention_backward(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, out: Tensor,
+    normaliser: Tensor, draw: Tensor | None, dk: Tensor, dv: Tensor, scores: Tensor,
+    *, dropout: float, scale: float,
+) -> None:  # fmt: skip
+    """Write the gradients of the keys, the values and the scores; `scores` is contiguous."""
+    gradient, q, k, v = map(_in_rows, (gradient, q, k, v))
+    batch, heads, rows, size = q.shape
+    columns = k.shape[2]
+    block_m, block_n = 64, 64
+    kernel: Any = biased_attention_columns[(triton.cdiv(columns, block_n), batch * heads)]
+    kernel(
+        gradient, q, k, v, bias, out, normaliser, draw, dk, dv, scores,
+        *_strides(gradient, q, k, v), *bias.stride(), *_strides(out, dk, dv),
+        heads, rows, columns, *_dropping(dropout), scale,
+        drops=draw is not None, size=size, block_m=block_m, block_n=block_n, num_warps=4,
+    )  # fmt: skip

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from wholebatch.compile.captured_state import Fingerprint, only_reads, refuse_hooks
+from wholebatch.compile.cuda_graph import capturing
 from wholebatch.compile.execute_mode import CannotTrace, Notes, first_line
 from wholebatch.compile.graph_check import differs
 from wholebatch.compile.graph_inputs import Inputs, Key, take_apart
@@ -391,10 +392,8 @@ class CudaTape:
     def record(self, run: Callable[[], R], generators: Sequence[torch.Generator]) -> R:
         for generator in generators:
             self._graph.register_generator_state(generator)
-        # Other threads launch into the captured stream too. With "thread_local", CUDA refuses
-        # calls that are unsafe during capture on this thread only.
         try:
-            with torch.cuda.graph(self._graph, pool=self._pool, capture_error_mode="thread_local"):
+            with capturing(self._graph, self._pool):  # Other threads launch into it too.
                 return run()
         except BaseException:
             _reset_after_failed_capture(self._pool)
@@ -415,5 +414,5 @@ def _reset_after_failed_capture(pool: Any) -> None:
     with suppress(RuntimeError):
         blank = torch.cuda.CUDAGraph()
         number = torch.zeros(1, device="cuda")
-        with torch.cuda.graph(blank, capture_error_mode="thread_local"):
+        with capturing(blank, None):
             number.add_(1)
