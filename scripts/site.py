@@ -63,7 +63,8 @@ TITLES = {
     "benchmarks/look.md": "Cost of the first look, CPU",
     "benchmarks/look-cuda.md": "Cost of the first look, H200",
     "benchmarks/adam_accumulation.md": "Adam accumulation",
-    "benchmarks/gradient_memory.md": "Gradient memory",
+    "benchmarks/gradient_memory.md": "Gradient memory by category",
+    "reference/memory.md": "Memory prediction",
 }
 """Names in the sidebar of pages whose first heading is not enough there."""
 FOLDERS = {
