@@ -11,9 +11,9 @@ from importlib import import_module
 from wholebatch import __version__
 from wholebatch.cli.command_options import Command
 from wholebatch.cli.report.text_lines import bold, columns, command_lines, described_rows, wrapped
+from wholebatch.cli.stop_signal import STOPPED
 from wholebatch.errors import OptionError, WholebatchError
 
-STOPPED = 130  # the shell's own for Ctrl-C
 GROUPS = {
     "Train": {
         "train": "Train a recipe: every update is that of the whole batch.",
