@@ -66,6 +66,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "core.optional_packages",
             "core.plain_files",
             "core.safe_loading",
+            "core.torch_version",
             "memory.budget",
         }
     ),

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from wholebatch.errors import OptionError
+from wholebatch.errors import OptionError, UnsupportedError
 
 PrecisionName: TypeAlias = Literal["full", "fp32", "bf16", "fp16"]
 
@@ -226,6 +226,12 @@ class SixteenBit:
             ]
             if not mine:
                 continue
+            if not hasattr(mine[0], "grad_dtype"):
+                raise UnsupportedError(
+                    f"16-bit parameters with torch {torch.__version__}: adding their gradients in "
+                    "fp32 needs torch 2.11 or newer; keep float32 parameters, and use "
+                    'precision="bf16"'
+                )
             self.parameters += mine
             if not _takes_fp32_gradients(optimizer, mine[0]):
                 self._rounded += mine
