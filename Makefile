@@ -6,7 +6,7 @@
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup run test browser-test dist check format docs bench compare soak gpu-test gpu-bench clean
+.PHONY: help setup run test browser-test compat dist check format docs bench compare soak gpu-test gpu-bench clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -58,6 +58,9 @@ check: $(VENV)/.dev ## ruff, ruff format, mypy --strict, the import layers
 format: $(VENV)/.dev ## let ruff fix and format what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+compat: $(VENV)/.dev ## run the exactness tests with torch 2.6, 2.11, 2.13 and the newest; writes docs/benchmarks/compat.md
+	$(BIN)/python scripts/compat.py
 
 dist: $(VENV)/.dev ## build both packages into dist/, install them into empty environments, run them
 	$(BIN)/python -m pytest -q tests/dist
