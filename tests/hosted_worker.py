@@ -14,26 +14,26 @@ from torch.distributed.fsdp import fully_shard
 import wholebatch as wb
 from tests.support import Whole, distance, mean, mlp, pieces, samples
 from wholebatch.core.compiled_loss import CompiledLoss
+from wholebatch.core.stream import GivenLoss
 from wholebatch.errors import WindowError
-from wholebatch.integrations.host_window import AdapterOptions, HostLedger, HostLoss
+from wholebatch.integrations.host_window import AdapterOptions, HostWindows
 
 CPU = torch.device("cpu")
 SIZES = {0: [4, 1, 3], 1: [2, 4, 2]}
 
 
-def saved_and_loaded(window: HostLedger, again: HostLedger, hosted: nn.Module) -> HostLedger:
+def saved_and_loaded(window: HostWindows, again: HostWindows, hosted: nn.Module) -> HostWindows:
     """The open window in another one, from what the first rank would write to a file."""
-    parameters = list(hosted.parameters())
-    saved = [window.state_dict(parameters)]
+    saved = [window.state_dict()]
     dist.broadcast_object_list(saved, src=0)
     hosted.zero_grad()
-    again.load_state_dict(saved[0], parameters)
+    again.load_state_dict(saved[0])
     return again
 
 
 def run(
-    window: HostLedger, hosted: Any, micros: list[Any], again: HostLedger | None = None
-) -> HostLedger:
+    window: HostWindows, hosted: Any, micros: list[Any], again: HostWindows | None = None
+) -> HostWindows:
     """The backwards of one window, the last of which reduces."""
     for place, micro in enumerate(micros):
         last = place + 1 == len(micros)
@@ -42,8 +42,8 @@ def run(
         else:
             hosted.set_requires_gradient_sync(last)
         loss = mean(hosted, micro)
-        window.weigh(HostLoss.of(mean=loss, units=len(micro["y"])))
-        with window.backward():
+        window.weigh(GivenLoss.of(mean=loss, units=len(micro["y"])))
+        with window.host_backward():
             loss.backward()
         if again is not None and place == 1:
             window = saved_and_loaded(window, again, hosted)
@@ -57,14 +57,14 @@ def error(kind: str) -> float:
     hosted: Any = fully_shard(model) if sharded else nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.SGD(hosted.parameters(), lr=0.1)
 
-    def hosts() -> HostLedger:
+    def hosts() -> HostWindows:
         kept = "sharded" if sharded else "whole"
-        return HostLedger([hosted], [optimizer], device=CPU, gradients=kept)  # type: ignore[arg-type]
+        return HostWindows([hosted], [optimizer], device=CPU, gradients=kept)  # type: ignore[arg-type]
 
     own = pieces(samples(16), [8, 8])[rank]
     again = hosts() if kind == "ddp resumed" else None
     window = run(hosts(), hosted, pieces(own, SIZES[rank]), again)
-    window.settle(averaged_by=window.group.ranks)
+    window.settle()
     nn.utils.clip_grad_norm_(hosted.parameters(), 0.05)
     optimizer.step()
     whole = Whole(mlp(), clip_norm=0.05)
@@ -85,13 +85,13 @@ def compiled(mixed: bool) -> float:
     """Relative error of four updates by graphs, or by graphs and a host's backward in turn."""
     hosted = nn.parallel.DistributedDataParallel(mlp())
     optimizer = torch.optim.SGD(hosted.parameters(), lr=0.1)
-    window = HostLedger([hosted], [optimizer], device=CPU)
+    window = HostWindows([hosted], [optimizer], device=CPU)
     whole = Whole(mlp())
 
     def loss(micro: Any) -> wb.Loss:
         return wb.cross_entropy(hosted(micro["x"]), micro["y"])
 
-    step, modes = as_traced(window.compile(loss, "compile")), set()
+    step, modes = as_traced(window.compiled(loss, "compile")), set()
     for number in (16, 16, 18, 16):
         own = pieces(samples(number), [number // 2] * 2)[dist.get_rank()]
         micros = pieces(own, [3, 1, number // 2 - 4])
@@ -100,7 +100,7 @@ def compiled(mixed: bool) -> float:
             modes.add(step.executor.mode)
         if mixed:
             run(window, hosted, micros[2:])
-        window.settle(averaged_by=2)
+        window.settle()
         optimizer.step()
         optimizer.zero_grad()
         whole.step(samples(number))
@@ -143,11 +143,11 @@ def statistics() -> float:
     model = nn.Sequential(norm, nn.Linear(5, 3).double())
     hosted = nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.SGD(hosted.parameters(), lr=0.1)
-    window = HostLedger([hosted], [optimizer], device=CPU, options=AdapterOptions("statistics"))
+    window = HostWindows([hosted], [optimizer], device=CPU, options=AdapterOptions("statistics"))
     for number in (16, 24):
         own = pieces(samples(number), [number // 2] * 2)[dist.get_rank()]
         run(window, hosted, pieces(own, [4, number // 2 - 4]))
-        window.settle(averaged_by=2)
+        window.settle()
         optimizer.zero_grad()
         whole(samples(number)["x"])
     ours, theirs = (
@@ -161,10 +161,10 @@ def in_16_bit() -> float:
     model, other = mlp(dtype=torch.bfloat16), mlp(dtype=torch.bfloat16)
     hosted = nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.SGD(hosted.parameters(), lr=0.1)
-    window = HostLedger([hosted], [optimizer], device=CPU)
+    window = HostWindows([hosted], [optimizer], device=CPU)
     micros = pieces(samples(256, dtype=torch.bfloat16), [2] * 128)
     run(window, hosted, micros[64 * dist.get_rank() :][:64])
-    window.settle(averaged_by=2)
+    window.settle()
     sums = [torch.zeros_like(p, dtype=torch.float64) for p in other.parameters()]
     for micro in micros:
         parts = torch.autograd.grad(mean(other, micro), [*other.parameters()])
@@ -176,14 +176,14 @@ def in_16_bit() -> float:
 def held_back() -> float:
     """0 if a window whose last backward did not reduce is refused."""
     hosted = nn.parallel.DistributedDataParallel(mlp())
-    window = HostLedger([hosted], [torch.optim.SGD(hosted.parameters(), lr=0.1)], device=CPU)
+    window = HostWindows([hosted], [torch.optim.SGD(hosted.parameters(), lr=0.1)], device=CPU)
     with hosted.no_sync():
         loss = mean(hosted, samples(4))
-        window.weigh(HostLoss.of(mean=loss, units=4))
-        with window.backward():
+        window.weigh(GivenLoss.of(mean=loss, units=4))
+        with window.host_backward():
             loss.backward()
     try:
-        window.settle(averaged_by=2)
+        window.settle()
     except WindowError as refused:
         return float("did not reduce" not in str(refused))
     return 1.0

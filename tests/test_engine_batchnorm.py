@@ -157,3 +157,43 @@ def test_an_error_inside_lock_step_leaves_nothing_behind() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
     train.step(samples(9))
     assert train.updates == 1
+
+
+@pytest.mark.parametrize("nonfinite", ["skip", "raise"])
+@pytest.mark.parametrize("policy", ["exact", "statistics"])
+def test_a_window_without_an_update_leaves_the_running_statistics(
+    policy: str, nonfinite: Any
+) -> None:
+    model = normed()
+    train = wb.WholeBatch(
+        model,
+        sgd(model),
+        loss=loss,
+        micro_batch=4,
+        batchnorm=policy,
+        close=wb.Close(nonfinite=nonfinite),
+    )
+    train.step(samples(12))
+    before = [buffer.clone() for buffer in model.buffers()]
+    bad = {**samples(12), "x": samples(12)["x"] * torch.nan}
+    if nonfinite == "skip":
+        assert train.step(bad).skipped is not None
+    else:
+        with pytest.raises(wb.errors.NonFiniteError):
+            train.step(bad)
+    assert all(map(torch.equal, before, model.buffers()))
+    train.step(samples(12))
+    assert not any(map(torch.equal, before, model.buffers()))
+
+
+def test_a_skipped_window_of_a_stream_leaves_the_running_statistics() -> None:
+    model = normed()
+    skips = wb.Close(nonfinite="skip")
+    acc = wb.Accumulator(model, sgd(model), steps=2, batchnorm="statistics", close=skips)
+    before = [buffer.clone() for buffer in model.buffers()]
+    for factor in (1.0, torch.nan):
+        micro = {**samples(6), "x": samples(6)["x"] * factor}
+        step = acc.backward(summed(model, micro), units=6)
+    assert step is not None
+    assert step.skipped is not None
+    assert all(map(torch.equal, before, model.buffers()))

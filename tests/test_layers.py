@@ -25,20 +25,19 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset(
         {"cli.recipes", "cli.report", "integrations", "lint", "testing", "tune", "verification"}
     ),
-    frozenset({"core.accumulator", "core.whole_batch"}),
+    frozenset({"core.accumulator", "core.whole_batch", "integrations.host_window"}),
     frozenset(
         {
             "cli.checkpoints",
             "core.runner",
-            "core.state_dict",
+            "core.stream",
             "distributed.pipeline",
             "distributed.pipeline_stages",
-            "integrations.host_window",
             "memory",
             "core.noise_scale",
         }
     ),
-    frozenset({"core.compiled_loss", "coupled"}),
+    frozenset({"core.compiled_loss", "core.state_dict", "coupled"}),
     frozenset({"compile", "compile.triton_kernels", "core.foreign_writes", "core.window"}),
     frozenset(
         {

@@ -59,7 +59,7 @@ def test_every_case_of(report: dict[str, Any], kind: str, cases: int) -> None:
         ("no inputs", "step() without inputs on the rank of the first stage"),
         ("sizes", "tensors with different first dimensions (3 and 4): every tensor"),
         ("terms", "a loss of several terms in a pipeline"),
-        ("state", "this is not a state dict of wb.Pipeline"),
+        ("state", "this is not a state dict of wholebatch"),
     ],
 )
 def test_refused(report: dict[str, Any], case: str, said: str) -> None:

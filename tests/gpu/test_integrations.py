@@ -355,6 +355,7 @@ def test_transformers_bf16_and_auto_micro_batch() -> None:
         options = {"micro_batch": "auto", "memory": limit}
         cut = trainer_on(samples(LONG), folder, options, **whole, bf16=True)
         cut.train()
+        torch.cuda.set_per_process_memory_fraction(1.0)  # The limit is the process's, and stays.
         chosen = cut._whole.micro_batch_size
         print(f"  auto: micro-batch {chosen} of {MICRO * STEPS}")
         assert 1 < chosen < MICRO * STEPS

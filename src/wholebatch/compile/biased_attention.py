@@ -19,8 +19,6 @@ from torch import Tensor, fx
 from wholebatch.compile.fusion import computes_rightly
 from wholebatch.core.precision import SIXTEEN_BIT
 
-__all__ = ["can_fuse_attention", "fuse_attention"]
-
 aten = torch.ops.aten
 _HEADS = (16, 32, 64, 128)
 """Head sizes that the kernels have."""

@@ -27,16 +27,6 @@ from torch import Tensor, nn
 from wholebatch.compile.execute_mode import CannotTrace
 from wholebatch.compile.value_reads import SMALL
 
-__all__ = [
-    "FUNCTIONS",
-    "PLAIN",
-    "Fingerprint",
-    "Reach",
-    "only_reads",
-    "reached",
-    "refuse_hooks",
-]
-
 PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
 _CONTAINERS = (dict, list, set, deque)
 _DEPTH = 4

@@ -18,8 +18,6 @@ from torch import Tensor, fx
 
 from wholebatch.compile.fusion import PRODUCTS, VIEWS, computes_rightly, same_shape
 
-__all__ = ["can_fuse_entropy", "fuse_entropy"]
-
 aten = torch.ops.aten
 _SUM, _MEAN = 2, 1
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)

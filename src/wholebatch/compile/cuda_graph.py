@@ -20,8 +20,6 @@ from torch import Tensor
 from wholebatch.compile.fusion import collection_paused
 from wholebatch.compile.joint_graph import Results, Runnable
 
-__all__ = ["CapturedGraph", "capturing", "rehearse"]
-
 
 @contextmanager
 def capturing(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:

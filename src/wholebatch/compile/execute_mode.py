@@ -25,18 +25,6 @@ import torch.distributed as dist
 
 from wholebatch.errors import OptionError
 
-__all__ = [
-    "CannotTrace",
-    "Execute",
-    "ExecutePlan",
-    "ExecuteWarning",
-    "Notes",
-    "Speed",
-    "check_execute",
-    "first_line",
-    "reason_of",
-]
-
 _LOG = logging.getLogger("wholebatch.compile")
 _TRACE_AFTER = 3.0
 """Seconds of training before "auto" makes its first graph; tracing takes about as long."""

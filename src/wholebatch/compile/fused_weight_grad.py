@@ -35,7 +35,6 @@ from torch.nn import functional
 from wholebatch.core.loss import Loss, Terms
 from wholebatch.core.precision import SIXTEEN_BIT, Precision
 
-__all__ = ["Adding", "add_product", "can_add_any_product", "can_add_products"]
 _CAN_LOOK = (
     hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks")
     and hasattr(torch._C, "_are_functorch_transforms_active")
@@ -122,6 +121,8 @@ class Adding:
         self.plain = eager
         self.allowed = allowed
         """Set to False to measure the gain."""
+        self.reduces = False
+        """True if the next backward reduces the gradients over the ranks."""
         self.added = 0
         """The number of gradients added without autograd."""
         self._window = window
@@ -149,9 +150,8 @@ class Adding:
 
     def __call__(self, micro: Any, loss: LossFunction) -> Loss | Terms:
         """Run one micro-step eagerly."""
-        window = self._window
         # Buckets of gradients are sent to the other ranks as autograd produces them.
-        if not self.replaces or (window.closing and window.sync.ranks > 1):
+        if not self.replaces or (self.reduces and self._window.sync.ranks > 1):
             return self.plain(micro, loss)
         self._look_at_the_window()
 

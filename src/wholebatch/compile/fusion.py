@@ -12,25 +12,6 @@ from typing import Any
 import torch
 from torch import fx
 
-__all__ = [
-    "PRODUCTS",
-    "VIEWS",
-    "Added",
-    "added_into_buffer",
-    "base_of",
-    "cast_to",
-    "collection_paused",
-    "column_sum_into_buffer",
-    "computes_rightly",
-    "expression_of",
-    "fixed",
-    "is_cheap",
-    "is_external",
-    "is_view",
-    "same_shape",
-    "written_by",
-]
-
 aten = torch.ops.aten
 VIEWS = (aten.view.default, aten._unsafe_view.default)
 PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default)

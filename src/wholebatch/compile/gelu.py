@@ -23,8 +23,6 @@ from torch import Tensor, fx
 from wholebatch.compile.fusion import column_sum_into_buffer, computes_rightly
 from wholebatch.core.precision import SIXTEEN_BIT
 
-__all__ = ["CUBIC", "LINEAR", "can_fuse_gelu", "fuse_gelu", "simplify_gelu"]
-
 aten = torch.ops.aten
 LINEAR = 2.0 * sqrt(2.0 / pi)
 CUBIC = 0.044715 * LINEAR

@@ -15,15 +15,6 @@ from torch import Tensor, nn
 
 from wholebatch.core.precision import SIXTEEN_BIT
 
-__all__ = [
-    "Casts",
-    "Gradients",
-    "buffer_dtype",
-    "eager_into",
-    "empty_cache",
-    "take_workspace",
-]
-
 _ALIGNED = 256
 """The alignment of each tensor in a shared allocation, in elements, for vectorised loads."""
 
@@ -75,7 +66,7 @@ def eager_into(gradients: Gradients, window: Any) -> Iterator[None]:
         yield
         return
     store = window.store
-    if window.is_open:
+    if window.open is not None:
         gradients.lend()
     else:
         store.opened = gradients.lend

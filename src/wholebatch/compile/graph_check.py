@@ -17,8 +17,6 @@ from wholebatch.core.forward_state import ForwardState
 from wholebatch.core.loss import as_loss
 from wholebatch.core.precision import SIXTEEN_BIT
 
-__all__ = ["Check", "EagerResult", "differs", "gradients_in_full", "is_as_near"]
-
 
 @dataclass(frozen=True)
 class EagerResult:

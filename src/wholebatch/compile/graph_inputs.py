@@ -17,16 +17,6 @@ from wholebatch.compile.execute_mode import CannotTrace
 from wholebatch.core.splitting import to_device
 from wholebatch.core.splitting.samples import Structure, flatten
 
-__all__ = [
-    "DeviceCopies",
-    "Inputs",
-    "Key",
-    "dense_strides",
-    "is_dense",
-    "memory_order",
-    "take_apart",
-]
-
 Key: TypeAlias = tuple[Hashable, ...]
 
 _VALUES = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device)

@@ -28,8 +28,6 @@ from wholebatch.compile.layer_norm import fuse_norms
 from wholebatch.compile.trace import Traced
 from wholebatch.core.precision import SIXTEEN_BIT
 
-__all__ = ["Fusions", "Rewritten", "rewrite"]
-
 aten = torch.ops.aten
 _NEAR = 32
 """Operations at most this far apart belong to one layer."""

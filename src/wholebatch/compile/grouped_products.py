@@ -14,8 +14,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["GroupedProducts"]
-
 
 class GroupedProducts(TorchDispatchMode):
     """Records grouped products that are not in bfloat16 as an operation with a known shape."""

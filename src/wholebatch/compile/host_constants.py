@@ -14,8 +14,6 @@ from torch import Tensor, fx
 
 from wholebatch.compile.value_reads import computed
 
-__all__ = ["lift_host_constants"]
-
 _NEEDS_HOST = (torch.ops.aten._pack_padded_sequence.default,)
 """Operations that take a tensor on the host by contract."""
 

@@ -26,15 +26,6 @@ from wholebatch.compile.layer_norm import can_fuse_norms
 from wholebatch.compile.repeated_blocks import Blocks, calls_other_graphs
 from wholebatch.compile.trace import Form, State, Traced
 
-__all__ = [
-    "JointStep",
-    "Prepared",
-    "Results",
-    "Runnable",
-    "compiled_by_inductor",
-    "start_compiler",
-]
-
 
 @cache
 def start_compiler() -> None:
@@ -170,7 +161,7 @@ class JointStep:
             traced,
             len(self._trained),
             [buffer.dtype for buffer in buffers],
-            self._possible_fusions(device),
+            self._possible_fusions(device, {node.target for node in traced.graph.graph.nodes}),
         )
         self.fused = (rewritten.fused_products, rewritten.fused_embeddings)
         self.operations = sum(node.op == "call_function" for node in rewritten.graph.graph.nodes)
@@ -197,16 +188,22 @@ class JointStep:
         if compiled:
             self._run = blocks.compiled(compile_graph)
 
-    def _possible_fusions(self, device: torch.device) -> Fusions:
-        """Return the fusions that this device has and that pay for this way of running."""
-        wanted = self.fusions
+    def _possible_fusions(self, device: torch.device, targets: set[Any]) -> Fusions:
+        """Return the fusions that this device has and that pay for this way of running.
+
+        A kernel is compiled and checked only if the graph has operations (`targets`) for it.
+        """
+        wanted, aten = self.fusions, torch.ops.aten
+        has_entropy = aten._log_softmax_backward_data.default in targets
+        has_norms = aten.native_layer_norm_backward.default in targets
+        has_gelu = aten.gelu_backward.default in targets
         return replace(
             wanted,
             products=wanted.products and can_add_products(device),
             products_in_full=wanted.products_in_full and not self.compiled,
-            entropy=wanted.entropy and can_fuse_entropy(device),
-            norms=wanted.norms and can_fuse_norms(device),
-            gelu_sums=wanted.gelu_sums and can_fuse_gelu(device),
+            entropy=wanted.entropy and has_entropy and can_fuse_entropy(device),
+            norms=wanted.norms and has_norms and can_fuse_norms(device),
+            gelu_sums=wanted.gelu_sums and has_gelu and can_fuse_gelu(device),
             gelu=wanted.gelu and self.compiled and device.type == "cuda",
         )
 

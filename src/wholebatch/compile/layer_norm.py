@@ -31,8 +31,6 @@ from wholebatch.compile.fusion import (
 )
 from wholebatch.core.precision import SIXTEEN_BIT
 
-__all__ = ["can_fuse_norms", "fuse_norms"]
-
 aten = torch.ops.aten
 _LONGEST = 8192
 """The longest row that one program can hold."""

@@ -8,9 +8,9 @@ the same micro-batch, and must give the same gradients before it is used.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -41,61 +41,11 @@ from wholebatch.compile.joint_graph import JointStep, Prepared, Runnable, start_
 from wholebatch.compile.symbolic_sizes import SharedGraph, SharedGraphs, Sizes
 from wholebatch.compile.trace import Added, Form, State, Traced, totals_of, trace
 from wholebatch.core.forward_state import ForwardState
-from wholebatch.core.loss import Loss, Terms, Units
+from wholebatch.core.loss import Loss, Terms
 from wholebatch.core.precision import SIXTEEN_BIT, Precision
 
-__all__ = ["CompiledForward", "Executor", "Ledger"]
-
-
-class Ledger(Protocol):
-    """The window that micro-steps belong to, as far as they need to know it."""
-
-    updates: int
-
-    @property
-    def inputs(self) -> list[nn.Parameter]:
-        """The parameters that the open window trains."""
-
-    @property
-    def broken(self) -> bool:
-        """True if a backward of the open window failed half way."""
-
-    @property
-    def micro_batches(self) -> int:
-        """Micro-batches that are complete in the open window."""
-
-    @property
-    def entered(self) -> int:
-        """Losses that the open window has recorded."""
-
-    @property
-    def known(self) -> Mapping[str, float] | None:
-        """The units of the whole window, if they were counted before."""
-
-    @property
-    def only_eager(self) -> str | None:
-        """The reason why only eager code can run here."""
-
-    @property
-    def lends_buffers(self) -> bool:
-        """True if eager code may add into the graphs' buffers from the start."""
-
-    def trained(self) -> list[nn.Parameter]:
-        """Return the parameters to train, also before the window is open."""
-
-    def open_early(self) -> bool:
-        """Open the window if its seed is known without a loss; return True if it is open."""
-
-    def seed_of(self, name: str, total: Tensor, weight: float) -> Tensor:
-        """Return the number that the backward of a total starts from."""
-
-    def record(
-        self,
-        totals: Mapping[str, Tensor],
-        units: Mapping[str, Units],
-        weights: Mapping[str, float],
-    ) -> None:
-        """Record a micro-step whose gradients are added."""
+if TYPE_CHECKING:
+    from wholebatch.core.window import Window
 
 
 class Executor:
@@ -116,7 +66,7 @@ class Executor:
         *,
         model: nn.Module,
         loss: Callable[[Any, Any], Any],
-        window: Ledger,
+        window: Window,
         precision: Precision,
         device: torch.device,
         eager: Callable[[Any, Callable[[Any, Any], Any]], Loss | Terms],
@@ -164,9 +114,13 @@ class Executor:
 
     # ------------------------------------------------------------- micro-step
 
-    def micro_step(self, micro: Any) -> Added:
-        """Add one micro-batch's gradients, record its sums in the window, and return them."""
+    def micro_step(self, micro: Any, *, reduces: bool = False) -> Added:
+        """Add one micro-batch's gradients, record its sums in the window, and return them.
+
+        `reduces`: a backward of eager code is to reduce the gradients over the ranks.
+        """
         micro = self._copies(micro)
+        self._eager.reduces = reduces
         if not self._plan.eager:
             try:
                 self._reserve()
@@ -254,7 +208,7 @@ class Executor:
         with self.speed.timed(self.mode):
             results = prepared.run(inputs.tensors, self._seeds(prepared.form))
         added = prepared.form.read(*results)
-        self._window.record(added.totals, added.units, added.weights)
+        self._window.current.record(added.totals, added.units, added.weights)
         return added
 
     def _seeds(self, form: Form) -> list[Tensor]:
@@ -263,7 +217,7 @@ class Executor:
             if dtype not in self._likes:
                 self._likes[dtype] = torch.zeros((), dtype=dtype, device=self._device)
         return [
-            self._window.seed_of(name, self._likes[dtype], weight)
+            self._window.current.seed_of(name, self._likes[dtype], weight)
             for name, dtype, weight in zip(form.names, form.dtypes, form.weights, strict=True)
         ]
 
@@ -504,7 +458,7 @@ class CompiledForward:
         self,
         model: nn.Module,
         loss: Callable[[Any, Any], Any],
-        window: Ledger,
+        window: Window,
         eager: Callable[[Any, Callable[[Any, Any], Any]], Loss | Terms],
     ) -> None:
         self._model = model

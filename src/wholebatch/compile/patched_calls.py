@@ -19,8 +19,6 @@ from torch.nn import functional
 from wholebatch.compile.execute_mode import CannotTrace
 from wholebatch.compile.recurrent_layers import RECURRENT, traceable
 
-__all__ = ["refuse_recurrent_dropout", "replaced", "symbolic_lengths", "traceable_calls"]
-
 _LEN = builtins.len
 _ONE_AT_A_TIME = threading.RLock()
 

@@ -15,8 +15,6 @@ from typing import Any
 import torch
 from torch import _VF, Tensor
 
-__all__ = ["RECURRENT", "traceable"]
-
 RECURRENT: dict[str, Callable[..., Any]] = {
     kind: getattr(_VF, kind) for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu")
 }

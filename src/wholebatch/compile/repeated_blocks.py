@@ -37,8 +37,6 @@ from wholebatch.compile.fusion import (
     written_by,
 )
 
-__all__ = ["BlockProgram", "Blocks", "Part", "calls_other_graphs", "find_pieces"]
-
 Compile: TypeAlias = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 
 _WORTH = 0.7

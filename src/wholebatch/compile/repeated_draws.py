@@ -23,8 +23,6 @@ from wholebatch.compile.execute_mode import CannotTrace
 from wholebatch.compile.patched_calls import replaced
 from wholebatch.compile.value_reads import draws
 
-__all__ = ["RepeatedDraws"]
-
 aten = torch.ops.aten
 
 

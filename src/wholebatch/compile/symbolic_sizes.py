@@ -29,8 +29,6 @@ from wholebatch.compile.graph_inputs import (
 from wholebatch.compile.joint_graph import JointStep
 from wholebatch.compile.trace import Form, State, Traced
 
-__all__ = ["Place", "SharedGraph", "SharedGraphs", "Sizes", "differing", "pattern"]
-
 Place: TypeAlias = tuple[int, int]
 """The index of a tensor of a micro-batch, and one of its dimensions."""
 

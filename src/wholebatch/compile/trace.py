@@ -38,7 +38,6 @@ from wholebatch.core.precision import SIXTEEN_BIT, Precision
 if TYPE_CHECKING:
     from wholebatch.compile.symbolic_sizes import Sizes
 
-__all__ = ["Added", "Form", "State", "Traced", "extras_of", "totals_of", "trace"]
 
 _READS = (
     "GuardOnDataDependentSymNode",

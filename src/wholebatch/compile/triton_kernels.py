@@ -18,13 +18,6 @@ from torch import Tensor
 if TYPE_CHECKING:
     from wholebatch.compile.layer_norm import Read
 
-__all__ = [
-    "biased_attention",
-    "biased_attention_backward",
-    "cross_entropy",
-    "gelu_backward",
-    "layer_norm_backward",
-]
 
 _ENTROPY_BLOCK = 8192
 _NUMBERS_PER_WARP = 512

@@ -14,8 +14,6 @@ import torch
 from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-__all__ = ["SMALL", "ValueReads", "computed", "draws"]
-
 aten = torch.ops.aten
 
 SMALL = 16

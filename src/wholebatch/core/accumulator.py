@@ -6,8 +6,7 @@ take part in the updates of the others.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Integral
@@ -17,24 +16,18 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from wholebatch.compile import Execute
 from wholebatch.core import state_dict as state
 from wholebatch.core.close import ClipNorm
-from wholebatch.core.compiled_loss import AddedLoss, CompiledLoss, CompilesLosses, Pending
-from wholebatch.core.foreign_writes import Untouched
+from wholebatch.core.compiled_loss import AddedLoss
 from wholebatch.core.forward_state import ForwardState, restore_random
 from wholebatch.core.lookahead_loader import Feed
-from wholebatch.core.loss import Loss, Terms, Units, mean_loss
+from wholebatch.core.loss import Loss, Terms, Units
 from wholebatch.core.model_and_optimizer import Scheduler
 from wholebatch.core.options import BatchNormPolicy, Close, Memory
+from wholebatch.core.stream import GivenLoss, Stream
 from wholebatch.core.window import Step, Turn, make_window
-from wholebatch.coupled import choose as choose_batchnorm
-from wholebatch.coupled.audit import audit as audit_model
-from wholebatch.coupled.batchnorm.policies import Refuse, Statistics
-from wholebatch.coupled.stream_look import StreamLook
-from wholebatch.errors import EmptyWindowError, LossError, OptionError, RankError, WindowError
-
-__all__ = ["Accumulator", "Steps", "by_epoch", "over"]
+from wholebatch.coupled.contrastive.losses import OfTheBatch
+from wholebatch.errors import EmptyWindowError, OptionError, RankError, WindowError
 
 
 @dataclass(frozen=True)
@@ -94,10 +87,7 @@ def _schedule(schedule: Mapping[int, int], *, per_epoch: bool) -> Steps:
     return Steps(tuple(changes), per_epoch)
 
 
-_log = logging.getLogger("wholebatch")
-
-
-class Accumulator(CompilesLosses):
+class Accumulator(Stream):
     """Every window of `steps` micro-batches makes the update of the undivided batch.
 
     >>> import torch, wholebatch as wb
@@ -154,7 +144,7 @@ class Accumulator(CompilesLosses):
                 "and Accumulator owns no forward: use WholeBatch, or name another policy"
             )
         self._steps = Steps.of(steps)
-        self._window = make_window(
+        window = make_window(
             model,
             optimizer,
             clip_norm=clip_norm,
@@ -162,21 +152,7 @@ class Accumulator(CompilesLosses):
             memory=_without_budget(memory),
             close=Close.of(close),
         )
-        target, sync = self._window.target, self._window.sync
-        self._untouched = Untouched(self._window)
-        reduce = sync.sum_tensor if sync.ranks > 1 else None
-        self._batchnorms = [
-            choose_batchnorm(batchnorm, model, reduce=reduce) for model in target.models
-        ]
-        for finding in (
-            finding for model in target.models for finding in audit_model(model).findings
-        ):
-            if finding.kind == "spectral":
-                _log.warning("%s", finding)
-        # Only these have something to do at every micro-batch.
-        self._counting = [one for one in self._batchnorms if isinstance(one, Statistics)]
-        self._refusing = [one for one in self._batchnorms if isinstance(one, Refuse) and one.norms]
-        self._look = StreamLook(target.models, audit=audit, policies=self._batchnorms)
+        super().__init__(window, batchnorm=batchnorm, audit=audit)
         self.epoch = 0
         self.last_step: Step | None = None
         self._places = 0  # micro-batches of this window so far, also those without a backward
@@ -188,7 +164,6 @@ class Accumulator(CompilesLosses):
         self._feed: Feed | None = None
         self._resume: dict[str, Any] | None = None
         self._before: list[ForwardState] = []  # models as they were before a stand-in's forward
-        self.pending = Pending()
         self._watch(self._next_size())
 
     def __repr__(self) -> str:
@@ -199,21 +174,6 @@ class Accumulator(CompilesLosses):
         return f"Accumulator({models}, {optimizers or None}, steps={steps}, updates={updates})"
 
     # ------------------------------------------------------------- the window
-
-    @property
-    def updates(self) -> int:
-        """Updates made so far."""
-        return self._window.updates
-
-    @property
-    def skipped(self) -> int:
-        """Windows that made no update (not finite, or without units)."""
-        return self._window.skipped
-
-    @property
-    def micro_batches(self) -> int:
-        """Micro-batches that the open window holds."""
-        return self._window.micro_batches
 
     @property
     def steps(self) -> int:
@@ -266,16 +226,18 @@ class Accumulator(CompilesLosses):
             self.pending.take(total, self)
         else:
             self.pending.refuse()
-            summed, counted = self._read(total, units, mean)
-            self._window.closing = is_last and not more
+            given = GivenLoss.of(total, units, mean)
+            if self._look.active or isinstance(total, OfTheBatch):
+                given.look_at(self._look, in_parts=self._in_parts)
             self._untouched.check()
-            self._window.add(summed, counted)
+            last = is_last and not more
+            self._window.add(given.summed, given.units, last=last, counts=self._counts)
             self._untouched.remember()
         if more:
             return None
         if self._look.active:
             self._look.done()
-        if not self._window.weightless:
+        if self._counts:
             self._window.micro_batch_done()
         for policy in self._counting:
             policy.micro()
@@ -296,82 +258,18 @@ class Accumulator(CompilesLosses):
 
     # ------------------------------------------------- compiled loss functions
 
-    def compiled(self, loss: Callable[..., Any], execute: Execute) -> CompiledLoss:
-        """Return a compiled loss function of this accumulator's windows."""
-        return CompiledLoss(
-            loss,
-            door=self,
-            window=self._window,
-            models=self._window.target.models,
-            device=self._window.target.device,
-            execute=execute,
-            keeps_moments=bool(self._counting),
-        )
-
     @contextmanager
     def micro_step(self) -> Iterator[bool]:
-        """Make room for a micro-step of a compiled loss function (this is a `Door` of it)."""
+        """Return the context of a compiled function's micro-step; see `Stream`."""
         self.pending.refuse()
         self._begin_backward()
-        self._window.refuse_broken()
-        self._window.closing = False  # another backward may follow: the close reduces
-        self._untouched.check()
-        yield not self._look.active
-        self._untouched.remember()
-
-    def mark_broken(self) -> None:
-        """Let the window be discarded: a compiled function failed and may have added gradients."""
-        self._window.broken = True
+        with super().micro_step() as may_compile:
+            yield may_compile
 
     def add_eagerly(self, loss: Loss | Terms) -> None:
         """Make the backward of a compiled function's loss by eager code."""
-        if self._look.active and isinstance(loss, Loss):
-            self._look.at_backward(loss, in_parts=self._in_parts)
         with self._turn:
-            self._window.add_loss(loss)
-
-    def _read(
-        self, total: Tensor | Loss | Terms | None, units: Units | None, mean: Tensor | None
-    ) -> tuple[Tensor, Units]:
-        """Return the sum and its units, from whichever way they were given."""
-        if mean is not None:
-            if total is not None:
-                raise LossError(
-                    "backward(total, mean=...): total is the sum over the units and mean is the "
-                    "mean over them; give one of the two"
-                )
-            if units is None:
-                raise LossError(
-                    "backward(mean=...) without units=: say what it is the mean over "
-                    "(units=samples, tokens or weights)"
-                )
-            if self._look.active:
-                self._look.at_backward(mean=mean, units=units, in_parts=self._in_parts)
-            loss = mean_loss(mean, units)
-            return loss.total, loss.units
-        if isinstance(total, Loss):
-            if units is not None:
-                raise LossError("units= beside a wb.Loss, which carries its own: give one")
-            if self._look.active or type(total) is not Loss:
-                self._look.at_backward(total, in_parts=self._in_parts)
-            return total.total, total.units
-        if isinstance(total, Terms):
-            self._window.add_loss(total)  # refuses: a stream cannot know the terms' totals
-            raise AssertionError("a stream took a loss of several terms")
-        if total is None:
-            raise LossError(
-                "backward() without a loss: give total, the sum over its units, or mean=, the mean "
-                "over them, with units="
-            )
-        if units is None:
-            raise LossError(
-                "backward(total) without units=: total is a sum; say what it is a sum over "
-                "(units=samples, tokens or weights), or say that it is a mean: "
-                "backward(mean=..., units=), or pass wb.Loss / wb.mean_loss(mean, units)"
-            )
-        if self._look.active:
-            self._look.at_backward(total, units, in_parts=self._in_parts)
-        return total, units
+            super().add_eagerly(loss)
 
     @property
     def _in_parts(self) -> bool:
@@ -389,36 +287,25 @@ class Accumulator(CompilesLosses):
         """Close the window with what it holds (a short last one); None when it holds nothing."""
         with self._turn:
             self.pending.refuse()
-            if not self._window.is_open:
+            if self._window.open is None:
                 self._places = 0
                 return None
             return self._close()
 
     def discard(self) -> None:
         """Drop what the window holds; the next micro-batch begins a new one."""
-        self._window.discard()
-        self._untouched.forget()
-        self.pending.forget()
+        super().discard()
         self._places = 0
-        for policy in self._counting:
-            policy.discard_window()
 
     def _close(self) -> Step:
         self._untouched.check()
-        self._untouched.forget()
         if self._look.active:
             self._look.end_window(self._window.micro_batches)
         self._restore_buffers()
         self._places = 0
         if self._driver is not None:
             self._driver.closed.append(self)
-        try:
-            self.last_step = self._window.close(has_more=self._has_more)
-            for policy in self._counting:
-                policy.end_window()
-        finally:
-            for policy in self._counting:
-                policy.discard_window()
+        self.last_step = self._close_window(has_more=self._has_more)
         self._watch(self._next_size())
         return self.last_step
 
@@ -432,7 +319,7 @@ class Accumulator(CompilesLosses):
         return over(loader, self, continue_window=continue_window)
 
     def _may_start(self, continue_window: bool) -> None:
-        if self._window.is_open and not continue_window and self._resume is None:
+        if self._window.open is not None and not continue_window and self._resume is None:
             raise WindowError(
                 f"a window is still open with {self._places} of {self._size} micro-batches from "
                 "an earlier loop: flush() to close it, discard() to drop it, or "
@@ -464,7 +351,7 @@ class Accumulator(CompilesLosses):
 
         Its forward leaves no trace: what it changes is put back before the window closes.
         """
-        self._window.weightless = weightless
+        self._counts = not weightless
         self._restore_buffers()
         if weightless:
             self._before = [ForwardState(model) for model in self._window.target.models]
@@ -484,8 +371,11 @@ class Accumulator(CompilesLosses):
         self._places += 1
         if not self._is_last:
             return
-        if self._window.is_open or self._window.sync.ranks > 1:
-            self._close() if self._window.is_open else self._join()
+        if self._window.open is not None:
+            self._close()
+            return
+        if self._window.sync.ranks > 1:
+            self._join()
             return
         self._places = 0
         if self._window.options.zero_units == "raise":
@@ -499,7 +389,7 @@ class Accumulator(CompilesLosses):
         """Take part in a window of the other ranks, having nothing to add."""
         self._places = 0
         self.last_step = self._window.join()
-        for policy in self._counting:
+        for policy in self._counting if self.last_step.skipped is None else ():
             policy.end_window()  # a meeting of the ranks
 
     # ----------------------------------------------------------------- state
@@ -655,7 +545,7 @@ def _agreed_places(feed: Feed, accumulators: Sequence[Accumulator]) -> Iterator[
         for index in range(count):
             accumulator._enter_place(is_last=index == count - 1)
             accumulator._stand_in(index >= len(items))
-            yield stand_in if window.weightless else items[index]
+            yield items[index] if index < len(items) else stand_in
             accumulator._leave_place()
             accumulator._stand_in(False)
 

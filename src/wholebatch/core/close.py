@@ -33,27 +33,6 @@ from torch import Tensor, nn
 from wholebatch.core.optimizer_step import takes_grad_scale
 from wholebatch.errors import LossError, OptionError, RankError
 
-__all__ = [
-    "CloseOptions",
-    "Closed",
-    "DeferredHooks",
-    "Holder",
-    "OnGradient",
-    "check_counts",
-    "check_same_norm",
-    "check_terms",
-    "close_gradients",
-    "dense_gradients",
-    "first_nonfinite",
-    "first_seed",
-    "power_of_two_near",
-    "read_scalars",
-    "read_units",
-    "scalar_on",
-    "where_nonfinite",
-]
-
-
 ClipNorm: TypeAlias = float | Sequence[float | None] | None
 Policy: TypeAlias = Literal["raise", "skip"]
 

@@ -20,8 +20,6 @@ from torch import Tensor
 
 from wholebatch.core.close import Closed, CloseOptions, Holder, dense_gradients, scalar_on
 
-__all__ = ["Ahead", "Numbers", "WindowSums", "close_ahead"]
-
 Numbers = Mapping[str, Sequence[Tensor | float]]
 """By the name of a loss term, one number for each micro-batch."""
 

@@ -9,23 +9,24 @@ everything else, so that no gradient is in it without its units.
 from __future__ import annotations
 
 import functools
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, NoReturn, Protocol, overload
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from wholebatch.compile import Execute, Executor, Ledger, check_execute
+from wholebatch.compile import Execute, Executor, check_execute
 from wholebatch.compile.captured_state import FUNCTIONS, reached
-from wholebatch.core.loss import SINGLE, Loss, Terms, Units, as_loss
+from wholebatch.core.loss import SINGLE, Loss, Units, as_loss
 from wholebatch.core.precision import Full
 from wholebatch.core.torch_version import execute_here
 from wholebatch.errors import LossError, OptionError, WindowError
 
-__all__ = ["AddedLoss", "CompiledLoss", "CompilesLosses", "Door", "Pending"]
+if TYPE_CHECKING:
+    from wholebatch.core.stream import Stream
+    from wholebatch.core.window import Window
 
 
 class AddedLoss:
@@ -115,61 +116,6 @@ class Pending:
             )
 
 
-class Door(Protocol):
-    """The owner of the window that a compiled loss function adds to."""
-
-    pending: Pending
-
-    def micro_step(self) -> AbstractContextManager[bool]:
-        """Return the context of a micro-step; it gives False if only plain eager code may run."""
-
-    def add_eagerly(self, loss: Loss | Terms) -> None:
-        """Make the backward of a loss, and record it in the window; refuse several terms."""
-
-    def mark_broken(self) -> None:
-        """Take note that a micro-step failed, and may have added some of its gradients."""
-
-
-class CompilesLosses(ABC):
-    """The base of objects with windows for which a loss function can be compiled."""
-
-    @abstractmethod
-    def compiled(self, loss: Callable[..., Any], execute: Execute) -> CompiledLoss:
-        """Return a compiled loss function of this object's windows."""
-
-    @overload
-    def compile(self, loss: Callable[..., Any], *, execute: Execute = "auto") -> CompiledLoss: ...
-
-    @overload
-    def compile(
-        self, loss: None = None, *, execute: Execute = "auto"
-    ) -> Callable[[Callable[..., Any]], CompiledLoss]: ...
-
-    def compile(
-        self, loss: Callable[..., Any] | None = None, *, execute: Execute = "auto"
-    ) -> CompiledLoss | Callable[[Callable[..., Any]], CompiledLoss]:
-        """Return the loss function as one that runs at the speed of `WholeBatch`.
-
-        ```python
-        @acc.compile
-        def loss(micro):
-            logits = model(micro["x"])
-            return wb.cross_entropy(logits, micro["y"])
-
-        for micro in acc.over(loader):
-            acc.backward(loss(micro))
-        ```
-
-        The function returns a `wb.Loss` (or a tensor of per-unit losses). A call runs forward,
-        backward and addition as one graph, where that is possible, and by eager code where it is
-        not. `backward` then only enters the loss. Tensors to look at (an accuracy) go into
-        `wb.Loss(total, units, extras={...})`, and come back in `loss.extras`.
-        """
-        if loss is None:
-            return functools.partial(self.compile, execute=execute)
-        return self.compiled(loss, execute)
-
-
 class CompiledLoss:
     """A loss function that adds the gradient of its micro-batch when it is called.
 
@@ -181,8 +127,8 @@ class CompiledLoss:
         self,
         loss: Callable[..., Any],
         *,
-        door: Door,
-        window: Ledger,
+        door: Stream,
+        window: Window,
         models: Sequence[nn.Module],
         device: torch.device,
         execute: Execute,

@@ -25,7 +25,6 @@ from wholebatch.errors import WindowError
 if TYPE_CHECKING:
     from wholebatch.core.window import Window
 
-__all__ = ["Untouched", "Watch"]
 
 _log = logging.getLogger("wholebatch")
 
@@ -136,18 +135,29 @@ _WHY = {
         "backward() has returned a Step"
     ),
 }
+_WHY_IN_HOST = {
+    "gradient": (
+        "the gradient of {} has changed since the window's last backward: call zero_grad(), clip "
+        "gradients and make other backwards only when the window is complete"
+    ),
+    "value": (
+        "{} has changed in the middle of the window: call optimizer.step() only when the window is "
+        "complete"
+    ),
+    "frozen": "{} was frozen in the middle of the window: freeze and unfreeze between windows",
+}
 
 
 class Untouched:
-    """Refuses writes to an open window by the user's loop, or by a loss function (`by`)."""
+    """Refuses writes to an open window by the loop, a loss function, or another library (`by`)."""
 
     def __init__(self, window: Window, by: str = "the loop") -> None:
         self._window = window
         self._by = by
         sync = window.sync
         # Elsewhere gradients are not in `.grad` between two backwards, or the engine moves them.
-        plain = type(window.store) is DeviceStore and not sync.grows_own_graph
-        self._looks = plain and sync.keeps_gradients
+        plain = isinstance(window.store, DeviceStore) and not sync.grows_own_graph
+        self._looks = plain and window.store.in_grad and sync.keeps_gradients
         self._watch = Watch(window.target.optimizers)
         self.forget, self.note_rates = self._watch.forget, self._watch.note_rates
 
@@ -167,10 +177,11 @@ class Untouched:
         """Refuse to go on with a window that is no longer what its backwards made."""
         window = self._window
         found = self._watch.changed(window.inputs)
-        if found is None or not window.is_open or window.broken:
+        if found is None or window.open is None or window.broken:
             self._watch.warn_of_rates()
             return
         parameter, what = found
-        why = _WHY[what].format(window.target.name_of(parameter), by=self._by)
+        table = _WHY_IN_HOST if self._by == "the host" else _WHY
+        why = table[what].format(window.target.name_of(parameter), by=self._by)
         held = f"discard() drops the {window.micro_batches} micro-batches that this window holds"
-        raise WindowError(f"{why}; {held}" if self._by == "the loop" else why)
+        raise WindowError(why if self._by == "the loss function" else f"{why}; {held}")

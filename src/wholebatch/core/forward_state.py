@@ -21,8 +21,6 @@ from torch import Tensor, nn
 
 from wholebatch.errors import StateError
 
-__all__ = ["ForwardState", "Item", "Key", "capture_random", "restore_random", "same_random"]
-
 _IMMUTABLE = frozenset({int, float, bool, complex, str, bytes, type(None)})
 _CONTAINERS = (list, tuple, dict, deque)
 _MUTABLE = (*_CONTAINERS, Tensor, set)

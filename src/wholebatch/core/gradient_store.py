@@ -23,7 +23,14 @@ from torch.optim.optimizer import (
     _global_optimizer_pre_hooks,
 )
 
-from wholebatch.core.close import Closed, CloseOptions, DeferredHooks, close_gradients
+from wholebatch.core.close import (
+    Closed,
+    CloseOptions,
+    DeferredHooks,
+    close_gradients,
+    dense_gradients,
+    read_scalars,
+)
 from wholebatch.core.close_on_device import Ahead, Numbers, WindowSums, close_ahead
 from wholebatch.core.optimizer_step import foreign_code, stepping, takes_grad_scale
 from wholebatch.core.precision import SIXTEEN_BIT
@@ -32,8 +39,6 @@ from wholebatch.errors import LossError, StateError, UnsupportedError, WindowErr
 
 if TYPE_CHECKING:
     from wholebatch.core.model_and_optimizer import Target
-
-__all__ = ["DeviceStore", "Store", "can_close_ahead", "refuse_foreign_code", "refuse_stray"]
 
 
 class Store(ABC):
@@ -63,6 +68,13 @@ class Store(ABC):
     )
     """The end of the error message for gradients that are not finite."""
 
+    stray: str = (
+        "already holds a gradient that this window did not make (one that gradient() has left is "
+        "to be used and cleared), and it would be added in: call optimizer.zero_grad() first, or "
+        "give that loss to the window too (backward(..., more=True))"
+    )
+    """The end of the error message for gradients that are there before the first backward."""
+
     def __init__(self, target: Target, options: CloseOptions, sync: Sync) -> None:
         self.target = target
         self.options = options
@@ -75,6 +87,18 @@ class Store(ABC):
         self._hooked: dict[int, Any] = {}  # by the parameter's id
 
     # Open window
+
+    def refuse_stray(self) -> None:
+        """Refuse gradients that the window has not made, and would add to."""
+        trained = [parameter for group in self.target.groups() for parameter in group]
+        holders = [parameter for parameter in trained if parameter.grad is not None]
+        local = [getattr(one, "_local_tensor", one) for one in dense_gradients(holders)]
+        dirty = read_scalars([gradient.any() for gradient in local])
+        for parameter, is_dirty in zip(holders, dirty, strict=True):
+            if is_dirty:
+                raise WindowError(f"{self.target.name_of(parameter)} {self.stray}")
+        for parameter in holders:
+            parameter.grad = None
 
     def begin(
         self, parameters: list[nn.Parameter], known: Mapping[str, float] | None = None
@@ -170,6 +194,10 @@ class Store(ABC):
     ) -> Closed:
         """Bring the gradients to what the optimizer must see."""
 
+    def skip(self) -> None:
+        """Take note that a window makes no update, and that the user's own step follows."""
+        return
+
     def check_hand_over(self) -> None:
         """Refuse to leave the gradients to the user if they are never whole in `.grad`."""
         raise WindowError(
@@ -251,23 +279,6 @@ class Store(ABC):
         for parameter in self.parameters:
             parameter.grad = None
         self.parameters = []
-
-
-def refuse_stray(target: Target) -> None:
-    """Refuse gradients that the window has not made, and would add to."""
-    for group in target.groups():
-        for parameter in group:
-            gradient = parameter.grad
-            if gradient is None:
-                continue
-            if gradient.is_sparse or bool(gradient.any()):
-                raise WindowError(
-                    f"{target.name_of(parameter)} already holds a gradient that this window did "
-                    "not make (one that gradient() has left is to be used and cleared), and it "
-                    "would be added in: call optimizer.zero_grad() first, or give that loss to the "
-                    "window too (backward(..., more=True))"
-                )
-            parameter.grad = None
 
 
 def refuse_foreign_code(optimizers: Sequence[torch.optim.Optimizer], option: str) -> None:

@@ -19,8 +19,6 @@ from wholebatch.core.splitting.micro_batches import drop_samples
 from wholebatch.core.splitting.samples import Static
 from wholebatch.errors import StateError, UnsupportedError
 
-__all__ = ["Feed", "Unpadded", "unpadded"]
-
 
 @dataclass(frozen=True)
 class Unpadded:

@@ -29,20 +29,6 @@ from torch.nn import functional
 from wholebatch.core import sliced_cross_entropy
 from wholebatch.errors import LossError
 
-__all__ = [
-    "Loss",
-    "Term",
-    "Terms",
-    "Units",
-    "as_loss",
-    "causal_lm",
-    "check_total",
-    "check_units",
-    "cross_entropy",
-    "mean_loss",
-]
-
-
 Units: TypeAlias = int | float | Tensor
 SINGLE = "loss"
 """The name under which a loss without named terms is kept."""

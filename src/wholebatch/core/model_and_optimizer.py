@@ -16,16 +16,6 @@ from wholebatch.core.precision import LossScale, SixteenBit
 from wholebatch.distributed import Single, Sync
 from wholebatch.errors import OptionError, UnsupportedError
 
-__all__ = [
-    "Ema",
-    "Scheduler",
-    "Target",
-    "build_target",
-    "check_device",
-    "name_of",
-    "step_scheduler",
-]
-
 UNTESTED_DEVICE = "WHOLEBATCH_UNTESTED_DEVICE"
 """The environment variable that allows devices on which no test of ours has run."""
 _TESTED_DEVICES = ("cpu", "cuda")
@@ -104,7 +94,7 @@ def build_target(
     given = sync.optimizer(optimizer)
     if given is None:
         _refuse_beside_own_step(scheduler=scheduler, ema=ema)
-        given = _stand_in(models)
+        given = stand_in(models)
     optimizers = tuple(
         _as_list(given, torch.optim.Optimizer, "optimizer", "a torch.optim.Optimizer")
     )
@@ -154,7 +144,7 @@ def _refuse_beside_own_step(**options: object) -> None:
             )
 
 
-def _stand_in(models: Sequence[nn.Module]) -> torch.optim.Optimizer:
+def stand_in(models: Sequence[nn.Module]) -> torch.optim.Optimizer:
     """Hold the models' parameters where the user steps them; it is never stepped itself."""
     parameters = {id(p): p for model in models for p in model.parameters()}
     if not parameters:

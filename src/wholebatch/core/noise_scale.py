@@ -48,8 +48,6 @@ from wholebatch.errors import OptionError, UnsupportedError
 if TYPE_CHECKING:
     from wholebatch.core.window import Step, Window
 
-__all__ = ["Estimator", "Incoming", "Noise", "NoiseScale", "Observation", "Probe", "check_noise"]
-
 
 _Z = 1.96  # For the 95% interval.
 _AGREE = 2.0  # Stretches of windows that differ by fewer standard deviations agree.
@@ -551,7 +549,7 @@ class Probe:
         self._norms.append(math.nan if norm is None else norm)  # No gradient, so no information.
 
     def _whole_norm(self) -> Tensor | float:
-        gradients = [g for group in self._window.groups for g in dense_gradients(group)]
+        gradients = [g for group in self._window.current.groups for g in dense_gradients(group)]
         return self._window.sync.total_norm(gradients) if gradients else 0.0
 
     @torch.no_grad()
@@ -559,7 +557,7 @@ class Probe:
         """Return the measurements of the window, before its close clears them."""
         if not self.active:
             return None
-        window = self._window
+        window = self._window.current
         units = window.units.get(SINGLE, [])
         self._has_terms = bool(set(window.units) - {SINGLE})
         if self._has_terms or not self._is_whole or len(units) < len(self._norms):
@@ -570,7 +568,7 @@ class Probe:
         else:
             scale = 1.0 / (read_scalars([window.seed])[0] * window.loss_scale)
         count = len(self._norms)  # Ignore later micro-batches: they only keep other ranks in step.
-        whole = self._whole_norm() if window.sync.ranks == 1 else 0.0
+        whole = self._whole_norm() if self._window.sync.ranks == 1 else 0.0
         *norms, last = (norm * scale for norm in read_scalars([*self._norms, whole]))
         sums = Sums.of_own if self._own else Sums.of_growing
         return Look(sums(norms, read_scalars(units[:count])), last)
@@ -611,7 +609,7 @@ class Probe:
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything measured so far, even in the middle of a window."""
-        norms = read_scalars(self._norms) if self._window.is_open else []
+        norms = [] if self._window.open is None else read_scalars(self._norms)
         return {"seen": self._estimator.state_dict(), "norms": norms, "own": self._own}
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
@@ -619,7 +617,7 @@ class Probe:
         if state is not None:
             self._estimator.load_state_dict(state["seen"])
             self._own = bool(state.get("own", False))
-            self._norms = list(state["norms"]) if self._window.is_open else []
+            self._norms = [] if self._window.open is None else list(state["norms"])
 
 
 def _hindrance(window: Window, coupled: bool) -> str | None:

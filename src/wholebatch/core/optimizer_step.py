@@ -15,8 +15,6 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
-__all__ = ["foreign_code", "is_torchs", "stepping", "takes_grad_scale"]
-
 
 @contextmanager
 def stepping(optimizer: torch.optim.Optimizer, remaining: float) -> Iterator[None]:

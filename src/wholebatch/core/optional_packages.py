@@ -7,8 +7,6 @@ from importlib import metadata
 
 from wholebatch.errors import MissingExtraError
 
-__all__ = ["require"]
-
 
 def require(package: str, *, at_least: str, extra: str, purpose: str) -> str:
     """Return the installed version of `package`; raise MissingExtraError if it is too old.

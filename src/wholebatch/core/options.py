@@ -19,9 +19,6 @@ from wholebatch.core.splitting.micro_batches import check_micro_batch
 from wholebatch.core.splitting.samples import Static, check_layout
 from wholebatch.errors import OptionError
 
-__all__ = ["BatchNorm", "Close", "Memory", "Samples", "flattened", "grouped", "samples"]
-
-
 BatchNormPolicy: TypeAlias = Literal[
     "exact", "statistics", "freeze", "group", "layer", "sync", "refuse"
 ]

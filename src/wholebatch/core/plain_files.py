@@ -15,9 +15,6 @@ from typing import Any, BinaryIO
 
 from wholebatch.errors import OptionError
 
-__all__ = ["finite", "open_file", "read_json", "reason", "write_json"]
-
-
 _KINDS = {
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a FIFO",

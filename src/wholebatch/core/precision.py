@@ -23,19 +23,6 @@ from wholebatch.errors import OptionError, UnsupportedError
 
 PrecisionName: TypeAlias = Literal["full", "fp32", "bf16", "fp16"]
 
-__all__ = [
-    "SIXTEEN_BIT",
-    "Autocast",
-    "Full",
-    "LossScale",
-    "OwnAutocast",
-    "Precision",
-    "PrecisionName",
-    "SixteenBit",
-    "choose",
-    "round_gradient",
-]
-
 
 class Precision(ABC):
     """One number format for the forward passes of a window."""

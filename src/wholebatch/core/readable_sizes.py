@@ -5,8 +5,6 @@ Here, below everything, because pages and the command line must not import torch
 
 from __future__ import annotations
 
-__all__ = ["CATEGORIES", "PARTS", "bytes_said"]
-
 CATEGORIES = (
     "parameters",
     "gradients",

@@ -34,22 +34,9 @@ from wholebatch.coupled.batchnorm.lock_step_graph import Recorder
 from wholebatch.coupled.batchnorm.policies import Policy, Statistics
 from wholebatch.coupled.contrastive.losses import Coupled, OfTheBatch, refuse_in_parts
 from wholebatch.coupled.contrastive.two_pass import WholeLoss
+from wholebatch.coupled.normalisation_layers import running_buffers
 from wholebatch.coupled.per_sample_dropout import PerSample, check_dropout
 from wholebatch.errors import OptionError, UnsupportedError
-
-__all__ = [
-    "AfterMicro",
-    "BeforeMicro",
-    "LockStepRunner",
-    "LossFunction",
-    "Runner",
-    "TwoPassRunner",
-    "WindowRun",
-    "check_functions",
-    "choose_runner",
-    "find_nonfinite",
-    "modules_of",
-]
 
 LossFunction: TypeAlias = Callable[[Any, Any], Loss | Terms | Tensor]
 AfterMicro: TypeAlias = Callable[[int, int], None]
@@ -99,6 +86,9 @@ class Runner:
         self._first_number = 0
         self._audits, self._in_parts = audit, False
         self._undivided: Mapping[str, Any] | None = None
+        # Of the micro-step that runs now, for its eager code:
+        self._is_last = False  # its backward reduces
+        self._counts = True  # False if it only takes part in the other ranks' collectives
         self._window = window
         self._precision = precision
         self._device = window.target.device
@@ -212,7 +202,7 @@ class Runner:
         micro_step = self._eager_step if self._is_plain else self.micro_step
         places = self.agreed_places(len(micros))
         for index in range(how.first, places):
-            window.closing = how.reduces and index == places - 1
+            self._is_last = how.reduces and index == places - 1
             how.before_micro(index)
             if index < len(micros):
                 micro_step(micros[index])
@@ -237,11 +227,10 @@ class Runner:
 
     def _run_weightless(self, micro: Any) -> None:
         """Take part in the collectives of a micro-batch, and leave no trace of it."""
-        window = self._window
-        before = [ForwardState(model) for model in window.target.models]
-        window.weightless = True
+        before = [ForwardState(model) for model in self._window.target.models]
+        self._counts = False
         self.micro_step(micro)
-        window.weightless = False
+        self._counts = True
         for state in before:
             state.restore()
 
@@ -279,7 +268,7 @@ class Runner:
     def micro_step(self, micro: Any) -> None:
         """Run forward and backward of a micro-batch, and enter it in the window."""
         with self._sampling(micro):
-            self.executor.micro_step(micro)
+            self.executor.micro_step(micro, reduces=self._is_last)
 
     def forward(self, micro: Any, loss_function: LossFunction | None = None) -> Loss | Terms:
         """Return the loss of a micro-batch, in the window's precision and on its device."""
@@ -291,10 +280,10 @@ class Runner:
         loss = self._loss_of(micro, loss_function or self._loss)
         if self._is_plain or self.executor.by_autograd:
             self._untouched.check()
-            self._window.add_loss(loss)
+            self._window.add_loss(loss, last=self._is_last, counts=self._counts)
             self._untouched.remember()
         else:  # a graph may have added to the gradients since the last eager micro-step
-            self._window.add_loss(loss)
+            self._window.add_loss(loss, last=self._is_last, counts=self._counts)
         return loss
 
     def _loss_of(self, micro: Any, loss_function: LossFunction | Coupled) -> Loss | Terms:
@@ -348,6 +337,8 @@ class LockStepRunner(Runner):
     ) -> None:
         super().__init__(*given, root=root, **options)
         window, sync = self._window, self._window.sync
+        self._norms = [norm for _, norm in (*batchnorms(root), *tracked_instance_norms(root))]
+        self._before: list[tuple[Tensor, Tensor]] = []  # running statistics, and copies of them
         reduce = sync.sum_tensor if sync.ranks > 1 else None
         waits = self._untouched.remember
         self._lock_step = LockStep(root, hold=hold, reduce=reduce, waits=waits)
@@ -378,6 +369,23 @@ class LockStepRunner(Runner):
         if self.needs_lock_step():
             return 'batchnorm="exact" needs every rank at every BatchNorm'
         return super().needs_every_rank()
+
+    def begin_window(self, samples: int = 0) -> None:
+        super().begin_window(samples)
+        moving = self._norms if self.needs_lock_step() else ()
+        buffers = [b for norm in moving for b in running_buffers(norm).values()]
+        self._before = [(buffer, buffer.clone()) for buffer in buffers]
+
+    def end_window(self) -> None:
+        super().end_window()
+        self._before = []
+
+    def discard_window(self) -> None:
+        """Forget the window; one without an update leaves no trace in running statistics."""
+        super().discard_window()
+        for buffer, before in self._before:
+            buffer.copy_(before)
+        self._before = []
 
     def run(self, micros: Sequence[Any], how: WindowRun) -> None:
         """Run all micro-batches together where they must meet, else one after the other."""

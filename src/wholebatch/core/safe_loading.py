@@ -16,8 +16,6 @@ import torch
 from wholebatch.core.plain_files import open_file, reason
 from wholebatch.errors import StateError
 
-__all__ = ["hostile", "load_tensors"]
-
 _DAMAGE = (
     zipfile.BadZipFile,
     zlib.error,

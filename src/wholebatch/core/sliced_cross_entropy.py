@@ -14,8 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-__all__ = ["Tiny", "output_layer", "rows_at_once", "sliced_cross_entropy"]
-
 Tiny: TypeAlias = Callable[[], tuple[Tensor, ...] | dict[str, Tensor]]
 """A few tokens as the model takes them, positional or by name."""
 

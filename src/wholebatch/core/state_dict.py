@@ -13,11 +13,8 @@ from torch import nn
 
 from wholebatch.core.close import read_scalars
 from wholebatch.core.forward_state import capture_random, restore_random
-from wholebatch.core.model_and_optimizer import Target
 from wholebatch.core.window import Window
 from wholebatch.errors import StateError
-
-__all__ = ["load_progress", "progress"]
 
 _FORMAT = 1
 
@@ -31,7 +28,7 @@ def progress(kind: str, window: Window) -> dict[str, Any]:
         "updates": window.updates,
         "skipped": window.skipped,
         "next_seed": window.next_seed,
-        "window": _window_state(window) if window.is_open else None,
+        "window": None if window.open is None else window_state(window),
         "scaler": None if target.scale is None else target.scale.state_dict(),
         "schedulers": [scheduler.state_dict() for scheduler in target.schedulers],
         "ema": target.ema.state_dict() if isinstance(target.ema, nn.Module) else None,
@@ -61,10 +58,8 @@ def load_progress(kind: str, window: Window, state: dict[str, Any]) -> None:
             f"the state holds {len(state['schedulers'])} schedulers, and {len(target.schedulers)} "
             "are here: pass the same ones"
         )
-    if state["window"] is not None:
-        window.store.check(state["window"]["gradients"])
-        _check_gradients(target, state["window"]["gradients"])
-    if window.is_open:
+    check_window(window, state["window"])
+    if window.open is not None:
         window.discard()
 
     window.updates = state["updates"]
@@ -76,13 +71,14 @@ def load_progress(kind: str, window: Window, state: dict[str, Any]) -> None:
         scheduler.load_state_dict(saved)
     if isinstance(target.ema, nn.Module) and state["ema"] is not None:
         target.ema.load_state_dict(state["ema"])
-    if state["window"] is not None:
-        _load_window(window, state["window"])
+    load_window(window, state["window"])
     restore_random(state["random"])
 
 
-def _window_state(window: Window) -> dict[str, Any]:
-    if window.broken:
+def window_state(window: Window) -> dict[str, Any]:
+    """Return the open window, with its gradients."""
+    now = window.current
+    if now.broken:
         raise StateError(
             "the last backward of this window failed half way: discard() it before saving"
         )
@@ -92,20 +88,25 @@ def _window_state(window: Window) -> dict[str, Any]:
             "between windows"
         )
     return {
-        "micro_batches": window.micro_batches,
-        "known": window.known,
-        "seed": read_scalars([window.seed])[0],
-        "totals": {name: read_scalars(totals) for name, totals in window.totals.items()},
-        "units": {name: read_scalars(units) for name, units in window.units.items()},
-        "weights": dict(window.weights),
-        "owners": list(window.owners),
-        "loss_scale": window.loss_scale,
-        "seconds": time.perf_counter() - window.started,
+        "micro_batches": now.micro_batches,
+        "known": now.known,
+        "seed": read_scalars([now.seed])[0],
+        "totals": {name: read_scalars(totals) for name, totals in now.totals.items()},
+        "units": {name: read_scalars(units) for name, units in now.units.items()},
+        "weights": dict(now.weights),
+        "owners": list(now.owners),
+        "loss_scale": now.loss_scale,
+        "seconds": time.perf_counter() - now.started,
         "gradients": window.store.saved(),
     }
 
 
-def _check_gradients(target: Target, gradients: Any) -> None:
+def check_window(window: Window, saved: dict[str, Any] | None) -> None:
+    """Raise a StateError if a saved window does not belong here; there may be none."""
+    if saved is None:
+        return
+    target, gradients = window.target, saved["gradients"]
+    window.store.check(gradients)
     if not isinstance(gradients, list):
         return  # kept in the optimizer's own state, which checks itself
     parameters = [parameter for group in target.groups() for parameter in group]
@@ -123,17 +124,20 @@ def _check_gradients(target: Target, gradients: Any) -> None:
             )
 
 
-def _load_window(window: Window, state: dict[str, Any]) -> None:
+def load_window(window: Window, state: dict[str, Any] | None) -> None:
+    """Open the window that `window_state` has saved, if there was one."""
+    if state is None:
+        return
     for group in window.target.groups():
         for parameter in group:
             parameter.grad = None
-    window.begin(known=state["known"])
-    window.seed = state["seed"]
-    window.micro_batches = state["micro_batches"]
-    window.totals = {name: list(totals) for name, totals in state["totals"].items()}
-    window.units = {name: list(units) for name, units in state["units"].items()}
-    window.weights = dict(state["weights"])
-    window.owners = list(state["owners"])
-    window.loss_scale = state["loss_scale"]
-    window.started = time.perf_counter() - state["seconds"]
+    now = window.begin(known=state["known"])
+    now.seed = state["seed"]
+    now.micro_batches = state["micro_batches"]
+    now.totals = {name: list(totals) for name, totals in state["totals"].items()}
+    now.units = {name: list(units) for name, units in state["units"].items()}
+    now.weights = dict(state["weights"])
+    now.owners = list(state["owners"])
+    now.loss_scale = state["loss_scale"]
+    now.started = time.perf_counter() - state["seconds"]
     window.store.load(state["gradients"])

@@ -8,8 +8,6 @@ import torch
 
 from wholebatch.errors import UnsupportedError
 
-__all__ = ["execute_here"]
-
 _HAS_GRAPHS = hasattr(torch.nn.Parameter, "grad_dtype")  # since torch 2.11
 
 

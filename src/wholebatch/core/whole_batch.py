@@ -32,9 +32,6 @@ from wholebatch.memory.budget import Budget
 from wholebatch.memory.micro_batch_fitting import Fitting
 from wholebatch.memory.out_of_memory import Attempt
 
-__all__ = ["WholeBatch"]
-
-
 _NOTHING = object()
 
 MicroBatch: TypeAlias = int | Tokens | Samples | Literal["auto"]
@@ -264,8 +261,8 @@ class WholeBatch:
         micros = self._fitting.split(batch)
         self._look(batch, micros)
         window = self._window
-        first = self._resume_at(micros) if window.is_open else 0
-        known = None if self._count is None or window.is_open else self._count(micros)
+        first = 0 if window.open is None else self._resume_at(micros)
+        known = None if self._count is None or window.open is not None else self._count(micros)
         try:
             with self._precision.window():
                 for attempt in self._attempts(micros, first):
@@ -279,7 +276,7 @@ class WholeBatch:
                 self._probe.end()
             window.sync.restore()
             self._done = 0
-            if window.is_open:
+            if window.open is not None:
                 window.discard()
             self._runner.discard_window()
 
@@ -296,7 +293,7 @@ class WholeBatch:
 
     def _begin(self, known: dict[str, float] | None, micros: Sequence[Any], first: int) -> None:
         """Open the window, unless it is one that is resumed, or the first loss must open it."""
-        if not self._window.is_open:
+        if self._window.open is None:
             if known is not None:
                 self._window.begin(known=known)
             numbers = self._runner.numbers_samples
@@ -309,8 +306,8 @@ class WholeBatch:
     def _begin_again(self) -> None:
         """Drop an attempt that ran out of memory; all ranks keep the seed they have agreed on."""
         window = self._window
-        if window.is_open and window.sync.ranks > 1 and window.next_seed is None:
-            window.next_seed = read_scalars([window.seed])[0]
+        if window.open is not None and window.sync.ranks > 1 and window.next_seed is None:
+            window.next_seed = read_scalars([window.open.seed])[0]
         window.discard()
         self._runner.executor.let_go()
 
@@ -456,7 +453,8 @@ class WholeBatch:
             )
             if self._probe is not None:
                 self._probe.closed(seen, step)
-            self._runner.end_window()
+            if step.skipped is None:
+                self._runner.end_window()
             return step
         except NonFiniteError as error:
             if error.micro_batch is not None or start is None:
@@ -492,7 +490,7 @@ class WholeBatch:
             raise WindowError("load_state_dict() inside step(): leave it first")
         state.load_progress("WholeBatch", self._window, saved)
         self._fitting.load_state_dict(saved)
-        self._done = saved["done"] if self._window.is_open else 0
+        self._done = 0 if self._window.open is None else saved["done"]
         self._of = saved["of"]
         if self._probe is not None:
             self._probe.load_state_dict(saved.get("noise"))

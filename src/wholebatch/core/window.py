@@ -37,10 +37,11 @@ from wholebatch.core.close import (
     where_nonfinite,
 )
 from wholebatch.core.close_on_device import WindowSums
-from wholebatch.core.gradient_store import DeviceStore, Store, refuse_stray
+from wholebatch.core.gradient_store import DeviceStore, Store
 from wholebatch.core.loss import SINGLE, Loss, Terms, Units, check_total, check_units
 from wholebatch.core.model_and_optimizer import Scheduler, Target, build_target, step_scheduler
 from wholebatch.core.options import Close, Memory
+from wholebatch.core.precision import SIXTEEN_BIT, LossScale
 from wholebatch.distributed import Sync
 from wholebatch.distributed import choose as choose_sync
 from wholebatch.errors import (
@@ -51,20 +52,6 @@ from wholebatch.errors import (
     WindowError,
 )
 from wholebatch.offload import choose as choose_store
-
-__all__ = [
-    "Backward",
-    "Step",
-    "Turn",
-    "UnitsCount",
-    "UnitsFunction",
-    "Window",
-    "backward_into",
-    "count_units",
-    "is_reentrant",
-    "make_window",
-]
-
 
 _engine = getattr(torch.autograd.Variable, "_execution_engine", None)
 _run_backward: Any = getattr(_engine, "run_backward", None)
@@ -247,8 +234,113 @@ class Step:
     skipped: str | None = None
 
 
+@dataclass(eq=False)
+class OpenWindow:
+    """The record of a window while it is open: `Window.begin` makes it, the close consumes it."""
+
+    groups: list[list[nn.Parameter]]
+    """The parameters that are trained, by parameter group."""
+    known: Mapping[str, float] | None = None
+    """All units by term, if they were counted over the window and all ranks before."""
+    seed: float | Tensor = 1.0
+    averaged_by: float = 1.0
+    scale: LossScale | None = None
+    loss_scale: float = 1.0
+    totals: dict[str, list[Tensor | float]] = field(default_factory=dict)
+    units: dict[str, list[Units]] = field(default_factory=dict)
+    weights: dict[str, float] = field(default_factory=dict)
+    owners: list[int] = field(default_factory=list)
+    """The micro-batch of each total (one may have several)."""
+    micro_batches: int = 0
+    broken: bool = False
+    """True if a backward failed half way, so that a part of a micro-batch is in."""
+    reduced: bool = False
+    """True if the last backward has reduced the gradients over the ranks."""
+    started: float = field(default_factory=time.perf_counter)
+    unmade: int = 0
+    """Losses that were weighed, and whose backward somebody else has still to make."""
+    _last_seed: tuple[str, float, Tensor] | None = None
+
+    def __post_init__(self) -> None:
+        self.inputs = [parameter for group in self.groups for parameter in group]
+        if self.scale is not None:
+            self.loss_scale = self.scale.value()
+
+    def refuse_broken(self) -> None:
+        """Refuse to go on with a window that holds a part of a micro-batch."""
+        if self.broken:
+            raise WindowError(
+                "the last backward of this window failed half way and left part of its gradients "
+                "behind: call discard() before going on"
+            )
+
+    def record(
+        self,
+        totals: Mapping[str, Tensor | float],
+        units: Mapping[str, Units],
+        weights: Mapping[str, float],
+        *,
+        counts: bool = True,
+    ) -> None:
+        """Record a loss whose gradient is in, or comes next; one that does not count is 0."""
+        for name, total in totals.items():
+            self.totals.setdefault(name, []).append(total if counts else 0.0)
+            self.units.setdefault(name, []).append(units[name] if counts else 0)
+        self.weights.update(weights)
+        self.owners.append(self.micro_batches)
+
+    def seed_of(self, name: str, total: Tensor, weight: float, *, counts: bool = True) -> Tensor:
+        """Return the number that the backward of this total starts from."""
+        last = self._last_seed  # nearly always it is the same again
+        if last is not None and last[:2] == (name, weight) and counts:
+            value = last[2]
+            if value.dtype is total.dtype and value.device == total.device:
+                return value
+        seed = self.seed
+        if not counts:
+            seed = 0.0
+        elif self.known is not None:
+            counted = self.known[name]
+            seed = weight / counted if counted else 0.0
+        value = scalar_on(total.device, seed, total.dtype)
+        if self.averaged_by != 1:
+            value = value * self.averaged_by
+        if self.scale is not None:
+            value = self.scale.scale(value).to(total.dtype)
+        if counts:
+            self._last_seed = (name, weight, value)
+        return value
+
+    def weigh(self, loss: Tensor, weight: Units = 1.0) -> None:
+        """Multiply what a backward of `loss` that is not ours starts from."""
+        self.unmade += 1
+
+        def weighed(gradient: Tensor) -> Tensor:
+            self.unmade -= 1
+            if isinstance(weight, Tensor):
+                return gradient * weight.to(gradient.device, gradient.dtype)
+            return gradient * weight
+
+        loss.register_hook(weighed)
+
+    def round_seed(self, total: Tensor) -> None:
+        """Take a power of two as the seed of a 16-bit total, and leave the rest to the close.
+
+        1 / units would be rounded to 8 bits.
+        """
+        if self.known is not None and total.dtype in SIXTEEN_BIT:
+            self.seed, self.known = power_of_two_near(1.0 / (self.known[SINGLE] or 1.0)), None
+
+    def normalise(self, units: float, units_of: Mapping[str, float]) -> float:
+        """Return the factor from the gradients as they are to those of the mean loss."""
+        if self.known is None:
+            return 1.0 / (units * read_scalars([self.seed])[0])
+        check_counts(self.known, units_of)
+        return 1.0
+
+
 class Window:
-    """The micro-batches that together make one update."""
+    """The micro-batches that together make one update, one window after the other."""
 
     def __init__(
         self,
@@ -264,72 +356,52 @@ class Window:
         self.sync = sync
         self.store = DeviceStore(target, self.options, sync) if store is None else store
         self.store.options = self.options
+        self.open: OpenWindow | None = None
         self.updates = 0
         self.skipped = 0
         self.next_seed: float | None = None
         self.ranks_with_more = 0  # how many ranks did, at the last close
         self._last_weights: dict[str, float] = {SINGLE: 1.0}
+        self._backward_into: Backward | None = None  # of graphs like those of this window
         self.calls_on_gradient = on_gradient is not None
         self.leaves_gradients = not target.steps  # whether the last window has left them in .grad
         self._hooks = DeferredHooks(on_gradient, target.named_parameters)
-        self._clear()
-
-    def _clear(self) -> None:
-        self.is_open = False
-        self.micro_batches = 0
-        self.broken = False
-        self.known: Mapping[str, float] | None = None
-        self.seed: float | Tensor = 1.0
-        self.totals: dict[str, list[Tensor | float]] = {}
-        self.units: dict[str, list[Units]] = {}
-        self.weights: dict[str, float] = {}
-        self.owners: list[int] = []  # the micro-batch of each total (one may have several)
-        self.groups: list[list[nn.Parameter]] = []
-        self.inputs: list[nn.Parameter] = []
-        self.closing = False  # whether the next backward is the window's last
-        self.weightless = False  # whether the next micro-batch only takes part in collectives
-        self.reduced = False
-        self.loss_scale = 1.0
-        self._backward_into: Backward | None = None
-        self._last_seed: tuple[str, float, Tensor] | None = None
-        self.started = 0.0
 
     # ------------------------------------------------------------------ begin
 
-    def begin(self, units: Units = 1, *, known: Mapping[str, float] | None = None) -> None:
+    def begin(self, units: Units = 1, *, known: Mapping[str, float] | None = None) -> OpenWindow:
         """Open the window. `known`: all units by term, counted over the window and all ranks."""
-        if self.is_open:
+        if self.open is not None:
             raise WindowError("begin() on an open window: close or discard it first")
-        refuse_stray(self.target)
-        self.groups = self.target.groups()
-        self.inputs = [parameter for group in self.groups for parameter in group]
-        if not self.inputs:
+        self.store.refuse_stray()
+        groups = self.target.groups()
+        inputs = [parameter for group in groups for parameter in group]
+        if not inputs:
             raise WindowError("every parameter of the optimizer is frozen: nothing to train")
-        self.store.begin(self.inputs, known)
-        self.sync.begin(self.inputs)
-        self._hooks.take(self.inputs)
-        self.known = known
+        self.store.begin(inputs, known)
+        self.sync.begin(inputs)
+        self._hooks.take(self.store.parameters)
+        seed: float | Tensor = 1.0
         if known is None:
-            self.seed = self.next_seed or first_seed(units, self.sync, self.target.device)
-        if self.target.scale is not None:
-            self.loss_scale = self.target.scale.value()
-        self.started = time.perf_counter()
-        self.is_open = True
+            seed = self.next_seed or first_seed(units, self.sync, self.target.device)
+        self.open = OpenWindow(groups, known, seed, self.sync.averaged_by, self.target.scale)
+        return self.open
 
     def open_early(self) -> bool:
         """Open the window if its seed is known without a loss; return True if it is open."""
-        if not self.is_open and self.next_seed is not None:
+        if self.open is None and self.next_seed is not None:
             self.begin()
-        return self.is_open
+        return self.open is not None
+
+    @property
+    def current(self) -> OpenWindow:
+        """The open window, where there must be one."""
+        assert self.open is not None, "no window is open"
+        return self.open
 
     def trained(self) -> list[nn.Parameter]:
         """Return the parameters that the optimizers train now."""
         return [parameter for group in self.target.groups() for parameter in group]
-
-    @property
-    def entered(self) -> int:
-        """Losses that the open window has recorded."""
-        return len(self.owners)
 
     @property
     def only_eager(self) -> str | None:
@@ -348,118 +420,106 @@ class Window:
         sparse = any(isinstance(one, torch.optim.SparseAdam) for one in self.target.optimizers)
         return self.sync.ranks == 1 and type(self.store) is DeviceStore and not sparse
 
+    # The open window as graphs see it.
+
+    @property
+    def inputs(self) -> list[nn.Parameter]:
+        """The parameters that the open window trains."""
+        return [] if self.open is None else self.open.inputs
+
+    @property
+    def broken(self) -> bool:
+        """True if a backward of the open window failed half way."""
+        return self.open is not None and self.open.broken
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches that are complete in the open window."""
+        return 0 if self.open is None else self.open.micro_batches
+
+    @property
+    def entered(self) -> int:
+        """Losses that the open window has recorded."""
+        return 0 if self.open is None else len(self.open.owners)
+
+    @property
+    def known(self) -> Mapping[str, float] | None:
+        """The units of the whole window, if they were counted before."""
+        return None if self.open is None else self.open.known
+
     # -------------------------------------------------------------------- add
 
-    def add(self, total: Tensor, units: Units) -> None:
-        """Run the backward of one total into the gradients. Nothing is read from the device."""
+    def add(self, total: Tensor, units: Units, *, last: bool = False, counts: bool = True) -> None:
+        """Run the backward of one total into the gradients. Nothing is read from the device.
+
+        `last`: it is the window's last backward, which reduces. One that does not count only takes
+        part in the collectives of the other ranks.
+        """
         check_total(total)
         self.store.check_total(total)
         units = check_units(units)
-        if not self.is_open:
-            self.begin(units)
-        if self.known is not None and self.known.keys() != {SINGLE}:
+        window = self.begin(units) if self.open is None else self.open
+        if window.known is not None and window.known.keys() != {SINGLE}:
             raise LossError(
-                f"units= counts the terms {sorted(self.known)}, but the loss has no named terms: "
+                f"units= counts the terms {sorted(window.known)}, but the loss has no named terms: "
                 "return wb.Loss.terms({...}) with the same names"
             )
-        if self.known is not None and total.dtype in (torch.bfloat16, torch.float16):
-            # 1/units would be rounded to 8 bits; a power of two is not, and the close does the rest
-            self.seed, self.known = power_of_two_near(1.0 / (self.known[SINGLE] or 1.0)), None
-        self.record({SINGLE: total.detach()}, {SINGLE: units}, _SINGLE_WEIGHT)
-        self.backward([total], [self.seed_of(SINGLE, total, 1.0)])
+        window.round_seed(total)
+        window.record({SINGLE: total.detach()}, {SINGLE: units}, _SINGLE_WEIGHT, counts=counts)
+        self.backward([total], [window.seed_of(SINGLE, total, 1.0, counts=counts)], last=last)
 
-    def add_loss(self, loss: Loss | Terms) -> None:
-        """Run the backward of one micro-batch's loss, plain or in terms."""
+    def add_loss(self, loss: Loss | Terms, *, last: bool = False, counts: bool = True) -> None:
+        """Run the backward of one micro-batch's loss, plain or in terms (see `add`)."""
         if isinstance(loss, Loss):
-            self.add(loss.total, loss.units)
+            self.add(loss.total, loss.units, last=last, counts=counts)
             return
         check_terms(self.known, loss.by_name)
-        terms = loss.by_name.items()
-        weights = {name: term.weight for name, term in terms}
-        self.record(
+        terms, window = loss.by_name.items(), self.current
+        window.record(
             {name: term.total.detach() for name, term in terms},
             {name: term.units for name, term in terms},
-            weights,
+            {name: term.weight for name, term in terms},
+            counts=counts,
         )
-        self.backward(
-            [term.total for _, term in terms],
-            [self.seed_of(name, term.total, term.weight) for name, term in terms],
-        )
+        seeds = [window.seed_of(n, term.total, term.weight, counts=counts) for n, term in terms]
+        self.backward([term.total for _, term in terms], seeds, last=last)
 
     def backward(
-        self, totals: Sequence[Tensor], seeds: Sequence[Tensor], also: Sequence[Tensor] = ()
+        self,
+        totals: Sequence[Tensor],
+        seeds: Sequence[Tensor],
+        also: Sequence[Tensor] = (),
+        *,
+        last: bool = False,
     ) -> None:
         """Add the gradients of totals, times their seeds, into the parameters and into `also`."""
-        self.refuse_broken()
-        sync = self.sync
+        sync, window = self.sync, self.current
+        window.refuse_broken()
         if self._backward_into is None:
             self._backward_into = (
                 Backward(sync.run_backward)
                 if sync.grows_own_graph
-                else backward_into([*self.inputs, *also], self.target.models, totals)
+                else backward_into([*window.inputs, *also], self.target.models, totals)
             )
-        into, reduces = self._backward_into, self.closing and self.store.in_grad
-        if not self.store.before_backward(self.closing and into.overlaps, self.totals, self.units):
+        into, reduces = self._backward_into, last and self.store.in_grad
+        if not self.store.before_backward(last and into.overlaps, window.totals, window.units):
             return
         try:
             if sync.ranks == 1 and not sync.grows_own_graph:
                 into.run(totals, seeds)
             else:
-                with sync.backward(self.inputs, reduces=reduces, overlap=into.overlaps):
+                with sync.backward(window.inputs, reduces=reduces, overlap=into.overlaps):
                     into.run(totals, seeds)
             self.store.backward_made()
         except BaseException:
-            self.broken = True  # some gradients of this micro-batch are in, others are not
+            window.broken = True  # some gradients of this micro-batch are in, others are not
             raise
-        self.reduced = reduces
+        window.reduced = reduces
         self._backward_into = None if also else self._backward_into  # other graphs follow
-
-    def refuse_broken(self) -> None:
-        """Refuse to go on with a window that holds a part of a micro-batch."""
-        if self.broken:
-            raise WindowError(
-                "the last backward of this window failed half way and left part of its gradients "
-                "behind: call discard() before going on"
-            )
-
-    def record(
-        self,
-        totals: Mapping[str, Tensor],
-        units: Mapping[str, Units],
-        weights: Mapping[str, float],
-    ) -> None:
-        """Record the totals and units of a micro-batch whose gradient is in."""
-        for name, total in totals.items():
-            self.totals.setdefault(name, []).append(0.0 if self.weightless else total)
-            self.units.setdefault(name, []).append(0 if self.weightless else units[name])
-        self.weights.update(weights)
-        self.owners.append(self.micro_batches)
-
-    def seed_of(self, name: str, total: Tensor, weight: float) -> Tensor:
-        """Return the number that the backward of this total starts from."""
-        last = self._last_seed  # nearly always it is the same again
-        if last is not None and last[:2] == (name, weight) and not self.weightless:
-            value = last[2]
-            if value.dtype is total.dtype and value.device == total.device:
-                return value
-        seed = self.seed
-        if self.weightless:
-            seed = 0.0
-        elif self.known is not None:
-            counted = self.known[name]
-            seed = weight / counted if counted else 0.0
-        value = scalar_on(total.device, seed, total.dtype)
-        if self.sync.averaged_by != 1:
-            value = value * self.sync.averaged_by
-        if self.target.scale is not None:
-            value = self.target.scale.scale(value).to(total.dtype)
-        if not self.weightless:
-            self._last_seed = (name, weight, value)
-        return value
 
     def micro_batch_done(self) -> None:
         """Count a micro-batch whose backwards are all made."""
-        self.micro_batches += 1
+        self.current.micro_batches += 1
 
     # ------------------------------------------------------------------ close
 
@@ -470,7 +530,7 @@ class Window:
         has_more: bool = False,
         while_waiting: Callable[[], None] | None = None,
     ) -> Step:
-        """Reduce, rescale, clip, step, schedule, clear. The window is cleared in any case.
+        """Reduce, rescale, clip, step, schedule, clear. The window is over in any case.
 
         Without `steps` the gradients stay in `.grad`, for the user to step with and to clear.
         `has_more`: this rank has data for another window; the ranks count those that have.
@@ -478,32 +538,41 @@ class Window:
         """
         try:
             self.leaves_gradients = not (steps and self.target.steps)
-            return self._close(not self.leaves_gradients, has_more, while_waiting)
+            step = self._close(self.current, not self.leaves_gradients, has_more, while_waiting)
+            if step.skipped is not None and self.leaves_gradients:
+                self.store.skip()
+            return step
         finally:
             self.discard()
 
-    def _close(self, steps: bool, has_more: bool, while_waiting: Callable[[], None] | None) -> Step:
-        if self.broken:
+    def _close(
+        self,
+        window: OpenWindow,
+        steps: bool,
+        has_more: bool,
+        while_waiting: Callable[[], None] | None,
+    ) -> Step:
+        if window.broken:
             raise WindowError("a window whose last backward failed cannot be closed: discard() it")
-        if not self.reduced:
+        if not window.reduced:
             self.store.reduce_now()
-        ahead = self._close_ahead(while_waiting) if steps else None
-        weights = self.weights or self._last_weights  # none: this rank only joins the others
+        ahead = self._close_ahead(window, while_waiting) if steps else None
+        weights = window.weights or self._last_weights  # none: this rank only joins the others
         names = sorted(weights)
-        totals = {name: read_scalars(self.totals.get(name, ())) for name in names}
-        sum_of, units_of = self._sums(totals, has_more)
+        totals = {name: read_scalars(window.totals.get(name, ())) for name in names}
+        sum_of, units_of = self._sums(window, totals, has_more)
         units = max(units_of.values())
         if units == 0.0:
-            return self._empty()
-        means = {name: sum_of[name] / units_of[name] if units_of[name] else 0.0 for name in names}
+            return self._empty(window)
+        means = _means(sum_of, units_of)
         loss = math.fsum(weights[name] * means[name] for name in names)
 
         losses_finite = all(map(math.isfinite, sum_of.values()))
-        closed = ahead or self._closed(self._normalise(units, units_of), losses_finite)
+        closed = ahead or self._closed(window, window.normalise(units, units_of), losses_finite)
         if closed.norm == 0.0:
             self.store.refuse_nothing()
         finite = closed.finite and losses_finite
-        skipped = None if finite else self._nonfinite(totals, losses_finite)
+        skipped = None if finite else self._nonfinite(window, totals, losses_finite)
         if finite:
             self._update(closed, loss, steps)
         if self.target.scale is not None:
@@ -518,22 +587,15 @@ class Window:
             units=units,
             grad_norm=closed.norm,
             clip=closed.clip,
-            micro_batches=self.micro_batches,
-            seconds=time.perf_counter() - self.started,
-            loss_scale=self.loss_scale,
+            micro_batches=window.micro_batches,
+            seconds=time.perf_counter() - window.started,
+            loss_scale=window.loss_scale,
             terms=means if names != [SINGLE] else {},
             skipped=skipped,
         )
 
-    def _normalise(self, units: float, units_of: Mapping[str, float]) -> float:
-        """Return the factor from the gradients as they are to those of the mean loss."""
-        if self.known is None:
-            return 1.0 / (units * read_scalars([self.seed])[0])
-        check_counts(self.known, units_of)
-        return 1.0
-
     def _sums(
-        self, totals: Mapping[str, Sequence[float]], has_more: bool
+        self, window: OpenWindow, totals: Mapping[str, Sequence[float]], has_more: bool
     ) -> tuple[dict[str, float], dict[str, float]]:
         """Return totals and units of each term over the window and all ranks (one collective).
 
@@ -542,12 +604,12 @@ class Window:
         """
         names = list(totals)
         values = [math.fsum(totals[name]) for name in names]
-        values += [read_units(self.units.get(name, ())) for name in names]
+        values += [read_units(window.units.get(name, ())) for name in names]
         if self.sync.ranks == 1:
             self.ranks_with_more = int(has_more)
         else:
             absent = self.store.absent()
-            shared = self.inputs if self.sync.same_parameters else []
+            shared = window.inputs if self.sync.same_parameters else []
             present = [float(id(parameter) not in absent) for parameter in shared]
             values = self.sync.sum([*values, float(has_more), *present])
             more, *counts = values[2 * len(names) :]
@@ -565,24 +627,26 @@ class Window:
         self.begin(0, known=known)
         return self.close()
 
-    def _close_ahead(self, while_waiting: Callable[[], None] | None) -> Closed | None:
+    def _close_ahead(
+        self, window: OpenWindow, while_waiting: Callable[[], None] | None
+    ) -> Closed | None:
         """Let the device close the window while the host waits for its numbers."""
-        if not self.totals:
+        if not window.totals:
             return None
-        sums = WindowSums(self.totals, self.units, self.known, self.seed, self.loss_scale)
-        ahead = self.store.close_ahead(self.groups, sums, self._hooks, while_waiting)
+        sums = WindowSums(window.totals, window.units, window.known, window.seed, window.loss_scale)
+        ahead = self.store.close_ahead(window.groups, sums, self._hooks, while_waiting)
         if ahead is None:
             return None
-        self.totals = {name: [*values] for name, values in ahead.totals.items()}
-        self.units = {name: [*values] for name, values in ahead.units.items()}
-        self.seed = ahead.seed
+        window.totals = {name: [*values] for name, values in ahead.totals.items()}
+        window.units = {name: [*values] for name, values in ahead.units.items()}
+        window.seed = ahead.seed
         return ahead.closed
 
-    def _closed(self, normalise: float, losses_finite: bool) -> Closed:
+    def _closed(self, window: OpenWindow, normalise: float, losses_finite: bool) -> Closed:
         """Bring the gradients to what the optimizer must see."""
         if self._hooks.calls and not losses_finite:  # no update: there is nothing to work on
             return Closed(norm=math.nan, clip=1.0, finite=False)
-        closed = self.store.close(self.groups, normalise / self.loss_scale, self._hooks)
+        closed = self.store.close(window.groups, normalise / window.loss_scale, self._hooks)
         if self._hooks.calls and self.sync.ranks > 1 and self.sync.keeps_gradients:
             check_same_norm(closed.norm, self.sync.largest, self.target.device)
         return closed
@@ -600,10 +664,10 @@ class Window:
         if self.target.ema is not None:
             self.target.ema.update_parameters(self.target.models[0])
 
-    def _empty(self) -> Step:
+    def _empty(self, window: OpenWindow) -> Step:
         if self.options.zero_units == "raise":
             raise EmptyWindowError(
-                f"all {self.micro_batches} micro-batches of this window have zero units (every "
+                f"all {window.micro_batches} micro-batches of this window have zero units (every "
                 "label is ignored or every weight is zero), so its mean does not exist: filter "
                 "such batches, or pass zero_units='skip' to skip and count them"
             )
@@ -613,21 +677,27 @@ class Window:
             loss=math.nan,
             units=0.0,
             grad_norm=0.0,
-            micro_batches=self.micro_batches,
-            seconds=time.perf_counter() - self.started,
-            loss_scale=self.loss_scale,
+            micro_batches=window.micro_batches,
+            seconds=time.perf_counter() - window.started,
+            loss_scale=window.loss_scale,
             skipped="no units",
         )
 
-    def _nonfinite(self, totals: Mapping[str, Sequence[float]], losses_finite: bool) -> str:
+    def _nonfinite(
+        self, window: OpenWindow, totals: Mapping[str, Sequence[float]], losses_finite: bool
+    ) -> str:
         """Return the reason for skipping, or raise the error; the same on all ranks."""
-        culprit = first_nonfinite(totals, self.owners)
+        culprit = first_nonfinite(totals, window.owners)
         scaled = self.target.scale is not None and self.target.scale.enabled
         if scaled and losses_finite:
-            return f"gradients not finite at loss scale {self.loss_scale:g}"
+            return f"gradients not finite at loss scale {window.loss_scale:g}"
         rank = self.sync.rank if self.sync.ranks > 1 else None
         where = where_nonfinite(
-            culprit, self.micro_batches, rank=rank, losses=not losses_finite, own=bool(self.owners)
+            culprit,
+            window.micro_batches,
+            rank=rank,
+            losses=not losses_finite,
+            own=bool(window.owners),
         )
         if self.options.nonfinite == "skip":
             return where
@@ -638,12 +708,21 @@ class Window:
 
     # ---------------------------------------------------------------- discard
 
+    def give_back_hooks(self) -> None:
+        """Put the user's hooks back on the parameters, whatever becomes of the window."""
+        self._hooks.give_back()
+
     def discard(self) -> None:
         """Drop what the window holds. Parameters and optimizer state stay as they are."""
         self.store.discard()
         self.sync.discard()
         self._hooks.give_back()
-        self._clear()
+        self.open = self._backward_into = None
+
+
+def _means(totals: Mapping[str, float], units: Mapping[str, float]) -> dict[str, float]:
+    """Return the mean of each term; 0 for one without units."""
+    return {name: total / units[name] if units[name] else 0.0 for name, total in totals.items()}
 
 
 def make_window(

@@ -1,7 +1,8 @@
 """Batches whose samples depend on each other."""
 
-from wholebatch.coupled.audit import Audit, AuditFinding, audit
+from wholebatch.coupled.audit import Audit, audit
 from wholebatch.coupled.batchnorm.policies import Choice, Policy, choose, convert, groups_for
+from wholebatch.coupled.causes import AuditFinding
 from wholebatch.coupled.contrastive.losses import (
     Coupled,
     clip_loss,

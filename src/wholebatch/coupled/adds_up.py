@@ -35,8 +35,6 @@ from wholebatch.coupled.moving_state import MovingState
 from wholebatch.coupled.sample_runs import FirstSamples, OwnBackward, SampleRun, Uncheckable
 from wholebatch.errors import LossError, UnsupportedError
 
-__all__ = ["SAMPLES", "LookResult", "check_adds_up"]
-
 _log = logging.getLogger("wholebatch")
 
 SAMPLES = 8  # at most so many are looked at

@@ -32,8 +32,6 @@ from wholebatch.coupled.sample_runs import FirstSamples
 from wholebatch.distributed import Sync
 from wholebatch.errors import LossError, UnsupportedError
 
-__all__ = ["Audit", "AuditFinding", "SplitGuard", "audit"]
-
 _log = logging.getLogger("wholebatch")
 
 _TRIES = 8

@@ -20,15 +20,6 @@ from wholebatch.core.splitting.samples import flatten, take
 from wholebatch.coupled.sample_runs import FirstSamples, SampleRun, Uncheckable
 from wholebatch.errors import LossError
 
-__all__ = [
-    "AuditFinding",
-    "gradient_cause",
-    "layers_that_couple",
-    "loss_cause",
-    "outside_norm",
-    "samples_compared",
-]
-
 _COUPLES = (
     "Either it, or the model under it, compares samples or lets the batch decide something (a "
     "capacity, a path): what the loss does so belongs into wb.Coupled(encode, loss), which sees "

@@ -16,8 +16,6 @@ import torch
 from torch import Tensor, distributed
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["LocalCollectiveError", "local_collectives"]
-
 _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem")
 
 

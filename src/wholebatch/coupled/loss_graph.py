@@ -47,8 +47,6 @@ from wholebatch.core.loss import Units
 from wholebatch.coupled.sample_runs import emptied
 from wholebatch.errors import LossError
 
-__all__ = ["check_mean", "check_sum", "divisors", "linked_samples"]
-
 _log = logging.getLogger("wholebatch")
 
 _MOST_NODES = 512

@@ -22,8 +22,6 @@ from wholebatch.coupled.causes import AuditFinding
 from wholebatch.coupled.normalisation_layers import is_spectral_norm
 from wholebatch.coupled.sample_runs import FirstSamples, SampleRun, weight_norms
 
-__all__ = ["MovingState"]
-
 _FAR = 1000
 _ADVICE = (
     "Move it once per update, outside of the forward; or freeze it. If it is set only once, from "

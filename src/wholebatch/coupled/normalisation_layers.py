@@ -9,15 +9,6 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-__all__ = [
-    "ReplacedForwards",
-    "batchnorms",
-    "is_spectral_norm",
-    "running_buffers",
-    "tracked_instance_norms",
-    "uses_batch_statistics",
-]
-
 
 def batchnorms(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return every BatchNorm with its name: 1d to 3d, synchronised, lazy and subclasses.

@@ -25,8 +25,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from wholebatch.errors import OptionError, UnsupportedError, WindowError
 
-__all__ = ["PerSample", "check_dropout"]
-
 _aten = torch.ops.aten
 _BITS = 24
 _Shapes = dict[int, tuple[int, tuple[int, ...]]]

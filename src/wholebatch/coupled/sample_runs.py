@@ -31,17 +31,6 @@ from wholebatch.coupled.batchnorm.whole_batch_norm import FixedNorms
 from wholebatch.coupled.contrastive.losses import OfTheBatch
 from wholebatch.coupled.normalisation_layers import batchnorms, uses_batch_statistics
 
-__all__ = [
-    "FirstSamples",
-    "HeldDraws",
-    "OwnBackward",
-    "SampleRun",
-    "Tolerance",
-    "Uncheckable",
-    "emptied",
-    "weight_norms",
-]
-
 _DROPOUTS = ("aten::native_dropout", "aten::_fused_dropout")
 _DRAWS_BY_INPUT = ("aten::rrelu_with_noise", "aten::rrelu_with_noise_", "aten::randperm")
 _CHANCES = ("dropout_p", "dropout", "p")

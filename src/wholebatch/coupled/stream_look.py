@@ -31,8 +31,6 @@ from wholebatch.coupled.local_collectives import local_collectives
 from wholebatch.coupled.loss_graph import check_mean, check_sum, divisors, linked_samples
 from wholebatch.errors import LossError, SplitError
 
-__all__ = ["StreamLook", "warn_of_divisor"]
-
 _log = logging.getLogger("wholebatch")
 
 _MOST_OUTPUTS = 32

@@ -14,8 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 from wholebatch.distributed.sync_strategy import Single, Sync
 from wholebatch.errors import OptionError, UnsupportedError
 
-__all__ = ["choose"]
-
 _log = logging.getLogger("wholebatch")
 
 _SUPPORTED = (

@@ -24,8 +24,6 @@ from wholebatch.distributed.process_group import Group
 from wholebatch.distributed.sync_strategy import Sync
 from wholebatch.errors import OptionError, UnsupportedError, WindowError
 
-__all__ = ["Buckets", "Replicated"]
-
 _BUCKET_BYTES = 25 * 2**20
 
 

@@ -22,8 +22,6 @@ from wholebatch.distributed.process_group import Group
 from wholebatch.distributed.sync_strategy import Sync, reduces_in_backward_only
 from wholebatch.errors import NonFiniteError, OptionError, UnsupportedError, WindowError
 
-__all__ = ["DeepSpeed", "EngineOptimizer"]
-
 
 @dataclass
 class Slice:

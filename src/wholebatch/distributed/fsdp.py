@@ -22,8 +22,6 @@ from wholebatch.distributed.process_group import Group
 from wholebatch.distributed.sync_strategy import Sync, reduces_in_backward_only
 from wholebatch.errors import OptionError, UnsupportedError
 
-__all__ = ["Sharded", "check_dtypes"]
-
 _log = logging.getLogger("wholebatch")
 
 

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.nn.parallel import DistributedDataParallel
 
-from wholebatch.core.forward_state import capture_random, restore_random
+from wholebatch.core import state_dict as state
 from wholebatch.core.loss import SINGLE
 from wholebatch.core.model_and_optimizer import Scheduler, build_target
 from wholebatch.core.options import Close
@@ -20,9 +20,7 @@ from wholebatch.core.window import Step, Window
 from wholebatch.coupled import batchnorms, tracked_instance_norms
 from wholebatch.coupled.normalisation_layers import uses_batch_statistics
 from wholebatch.distributed.pipeline_stages import LossFunction, Pipelined, PipelineRunner
-from wholebatch.errors import OptionError, StateError, UnsupportedError
-
-__all__ = ["Pipeline"]
+from wholebatch.errors import OptionError, UnsupportedError
 
 
 class Pipeline:
@@ -129,22 +127,22 @@ class Pipeline:
         window, runner = self._window, self._runner
         samples = runner.prepare(inputs, keywords, target)
         self._refuse_batch_statistics()
-        window.begin(samples)
+        now = window.begin(samples)
         try:
             entries = runner.run(inputs, keywords, self._seed)
             for entry in entries:
-                window.record({SINGLE: entry.total}, {SINGLE: entry.units}, {SINGLE: 1.0})
-                window.micro_batch_done()
-            window.micro_batches = runner.micro_batches  # Also on ranks that compute no loss.
+                now.record({SINGLE: entry.total}, {SINGLE: entry.units}, {SINGLE: 1.0})
+                now.micro_batches += 1
+            now.micro_batches = runner.micro_batches  # Also on ranks that compute no loss.
             self._drop_strangers()
             self.last_step = window.close()
             return self.last_step
         finally:
-            if window.is_open:
+            if window.open is not None:
                 window.discard()
 
     def _seed(self, total: Tensor) -> Tensor:
-        return self._window.seed_of(SINGLE, total, 1.0)
+        return self._window.current.seed_of(SINGLE, total, 1.0)
 
     def _refuse_batch_statistics(self) -> None:
         for name, module in self._norms:
@@ -164,32 +162,11 @@ class Pipeline:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state to resume from between steps, without stages and optimizers."""
-        window = self._window
-        return {
-            "kind": "Pipeline",
-            "updates": window.updates,
-            "skipped": window.skipped,
-            "next_seed": window.next_seed,
-            "schedulers": [scheduler.state_dict() for scheduler in window.target.schedulers],
-            "random": capture_random(),
-        }
+        return state.progress("Pipeline", self._window)
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Resume from a `state_dict`; call it after the stages and optimizers are loaded."""
-        window = self._window
-        if not isinstance(saved, dict) or saved.get("kind") != "Pipeline":
-            raise StateError("this is not a state dict of wb.Pipeline: it has no kind 'Pipeline'")
-        if len(saved["schedulers"]) != len(window.target.schedulers):
-            raise StateError(
-                f"the state holds {len(saved['schedulers'])} schedulers, and "
-                f"{len(window.target.schedulers)} are here: pass the same ones"
-            )
-        window.updates = saved["updates"]
-        window.skipped = saved["skipped"]
-        window.next_seed = saved["next_seed"]
-        for scheduler, one in zip(window.target.schedulers, saved["schedulers"], strict=True):
-            scheduler.load_state_dict(one)
-        restore_random(saved["random"])
+        state.load_progress("Pipeline", self._window, saved)
 
 
 def _stages(stage: Any) -> list[PipelineStage]:

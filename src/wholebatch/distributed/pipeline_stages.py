@@ -30,8 +30,6 @@ from wholebatch.distributed.process_group import Group
 from wholebatch.distributed.sync_strategy import Sync
 from wholebatch.errors import LossError, OptionError
 
-__all__ = ["Entry", "PipelineRunner", "Pipelined", "Stage"]
-
 Stage: TypeAlias = pipelining.PipelineStage
 LossFunction: TypeAlias = Callable[[Any, Any], Loss | Tensor]
 

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from wholebatch.distributed.rank_failure import alarm
 
-__all__ = ["Group", "Waiting", "largest_over_ranks", "sum_over_ranks", "world_size"]
-
 
 class Waiting:
     """The time that a rank waited for the others: on a CPU by the clock, on CUDA by events.

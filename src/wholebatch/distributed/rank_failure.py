@@ -33,8 +33,6 @@ import torch.distributed as dist
 from wholebatch.distributed.rank_progress import DEADLINE, Progress, error_line
 from wholebatch.errors import RankError, WholebatchError
 
-__all__ = ["Alarm", "alarm", "is_of_a_collective"]
-
 _KEY = "wholebatch/failed"
 _LEFT = "wholebatch/left"
 _ASKED = "wholebatch/asked"

@@ -22,8 +22,6 @@ import torch
 
 from wholebatch.errors import OptionError
 
-__all__ = ["DEADLINE", "Progress", "error_line", "parse_deadline", "place_of"]
-
 DEADLINE = "WHOLEBATCH_DEADLINE"
 """The environment variable of the deadline: seconds, "off", or "auto"."""
 _TIMES_SLOWEST = 10.0

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from wholebatch.distributed.process_group import Group
     from wholebatch.distributed.rank_progress import Progress
 
-__all__ = ["Single", "Sync", "reduces_in_backward_only"]
-
 
 class Sync(ABC):
     """One engine's way to add up gradients and counts over the data-parallel ranks."""

@@ -36,15 +36,13 @@ from wholebatch.core.close import Policy
 from wholebatch.core.compiled_loss import AddedLoss
 from wholebatch.core.loss import Loss, Units
 from wholebatch.core.optional_packages import require
-from wholebatch.core.options import Close
-from wholebatch.core.window import Step
-from wholebatch.distributed.deepspeed import DeepSpeed
+from wholebatch.core.options import Close, Memory
+from wholebatch.core.stream import GivenLoss
+from wholebatch.core.window import Step, make_window
 from wholebatch.errors import OptionError, UnsupportedError, WindowError
 from wholebatch.integrations.host_window import (
     AdapterOptions,
     GradientsIn,
-    HostLedger,
-    HostLoss,
     LoopWindows,
     Settled,
     refuse_shared_batches,
@@ -84,6 +82,12 @@ class ExactWindows(LoopWindows):
     is stepped all the same). fp16's loss scale skips by itself, as Accelerate has it.
     """
 
+    save_when = "when accelerator.sync_gradients"
+    step_after = (
+        "its last micro-batch made no windows.backward(), so its gradients are not complete; call "
+        "windows.settle() before clipping and stepping"
+    )
+
     def __init__(
         self,
         accelerator: Accelerator,
@@ -97,34 +101,35 @@ class ExactWindows(LoopWindows):
     ) -> None:
         _check(accelerator)
         self._accelerator = accelerator
-        self._models = [model] if isinstance(model, nn.Module) else list(model)
+        models = [model] if isinstance(model, nn.Module) else list(model)
         optimizers = _torch_optimizers(optimizer)
         self._place = accelerator.step  # what accumulate() counts up
-        self._engine: DeepSpeed | None = None
+        self.engine_kind = accelerator.distributed_type
+        options, window = AdapterOptions(batchnorm, zero_units, nonfinite, audit), None
         if accelerator.distributed_type == DistributedType.DEEPSPEED:
-            if len(self._models) > 1:
+            if len(models) > 1:
                 raise UnsupportedError(
                     "several DeepSpeed engines in one ExactWindows: give each one of its own"
                 )
-            self._engine = DeepSpeed(self._models[0])
-            self._stepped = self._engine.optimizer(optimizers[0])
+            close = Close(zero_units=zero_units, nonfinite=nonfinite)
+            window = make_window(
+                models[0],
+                optimizers[0],
+                clip_norm=None,
+                scheduler=None,
+                memory=Memory(),
+                close=close,
+            )
             optimizers = []
-        window = HostLedger(
-            self._models,
+        super().__init__(
+            models,
             optimizers,
             device=accelerator.device,
-            options=AdapterOptions(batchnorm, zero_units, nonfinite, audit),
+            options=options,
             gradients=_gradients_in(accelerator),
             scaled_by=accelerator,
-            divided_by=self._divided_by,
-        )
-        super().__init__(
-            window,
-            optimizers,
-            engine=accelerator.distributed_type,
-            save_when="when accelerator.sync_gradients",
-            step_after="its last micro-batch made no windows.backward(), so its gradients are not "
-            "complete; call windows.settle() before clipping and stepping",
+            divided_by=self._divided,
+            window=window,
         )
 
     def backward(
@@ -142,24 +147,21 @@ class ExactWindows(LoopWindows):
         accelerator, is_last = self._accelerator, self._accelerator.sync_gradients
         if isinstance(total, AddedLoss):
             self._refuse_loop_without_accumulate(is_last)
-            self._window.take(total)
+            self.take(total)
             return self.settle() if is_last else None
-        given = HostLoss.of(total, units, mean, audit=self._window.options.audit)
+        given = GivenLoss.of(total, units, mean)
         self._refuse_loop_without_accumulate(is_last)
-        if self._engine is not None:
-            return self._backward_in_engine(self._engine, given, is_last)
-        self._window.weigh(given, is_last=is_last)
-        with self._window.backward():
-            accelerator.backward(given.loss, **kwargs)
+        if self.kept == "elsewhere":  # its engine makes the update too
+            self.add(given, last=is_last)
+        else:
+            self.weigh(given, is_last=is_last)
+            with self.host_backward():
+                accelerator.backward(given.loss, **kwargs)
         return self.settle() if is_last else None
 
-    def _divided_by(self) -> float:
-        """Return what Accelerate divides every loss by; in DeepSpeed it divides none."""
-        return 1.0 if self._engine is not None else self._accelerator.gradient_accumulation_steps
-
-    def settle(self) -> Settled | None:
-        """Complete the window by hand, where its last micro-batch made no backward."""
-        return self._window.settle(averaged_by=self._window.group.ranks)
+    def _divided(self) -> float:
+        """Return what Accelerate divides every loss by."""
+        return float(self._accelerator.gradient_accumulation_steps)
 
     def _refuse_loop_without_accumulate(self, is_last: bool) -> None:
         """Refuse windows of one micro-batch because nobody counts the micro-batches."""
@@ -171,7 +173,7 @@ class ExactWindows(LoopWindows):
             is_last
             and steps > 1
             and not moved
-            and not self._window.is_open
+            and self.open is None
             and not accelerator.gradient_state.end_of_dataloader
         ):
             raise WindowError(
@@ -179,33 +181,6 @@ class ExactWindows(LoopWindows):
                 "accelerator.accumulate() was not entered, so every micro-batch would make a step: "
                 "put the loop's body into `with accelerator.accumulate(model):`"
             )
-
-    def _backward_in_engine(
-        self, engine: DeepSpeed, given: HostLoss, is_last: bool
-    ) -> Settled | None:
-        """Run Accelerate's backward in DeepSpeed, and settle the gradients before its step."""
-        groups = [list(group["params"]) for group in self._stepped.param_groups]
-        parameters = [parameter for group in groups for parameter in group]
-        if not self._window.is_open:
-            engine.begin(parameters)
-        self._window.weigh(given)
-        loss = given.loss
-        with engine.backward(parameters, reduces=is_last):
-            engine.run_backward([loss], [torch.ones_like(loss)])
-        if not is_last:
-            return None
-        holders = [holder for group in engine.holders(groups) for holder in group]
-        try:
-            settled = self._window.settle(holders, averaged_by=engine.averaged_by)
-        except BaseException:
-            engine.discard()
-            raise
-        if settled is None:
-            engine.discard()
-            return None
-        engine_itself: Any = self._models[0]
-        engine_itself.step()  # clips as its configuration says
-        return settled
 
 
 def accumulator(

@@ -27,13 +27,13 @@ from wholebatch.core.close import Policy
 from wholebatch.core.compiled_loss import AddedLoss
 from wholebatch.core.loss import Loss, Units, mean_loss
 from wholebatch.core.optional_packages import require
+from wholebatch.core.stream import GivenLoss
 from wholebatch.errors import LossError, OptionError, UnsupportedError
 from wholebatch.integrations.host_window import (
     AdapterOptions,
     FirstLook,
     GradientsIn,
-    HostLedger,
-    HostLoss,
+    HostWindows,
     LoopWindows,
     Settled,
     replaced_attributes,
@@ -93,6 +93,9 @@ class FabricWindows(LoopWindows):
     with `nonfinite="skip"` the loop's step then changes nothing.
     """
 
+    save_when = "between windows"
+    step_after = "its last micro-batch's backward must say last=True"
+
     def __init__(
         self,
         fabric: Fabric,
@@ -112,8 +115,8 @@ class FabricWindows(LoopWindows):
             raise OptionError(
                 f"optimizer={type(optimizer).__name__}: must be what fabric.setup returned"
             )
-        self._fabric = fabric
-        window = HostLedger(
+        self._fabric, self.engine_kind = fabric, type(fabric.strategy).__name__
+        super().__init__(
             [model],
             [inner],
             device=fabric.device,
@@ -121,13 +124,6 @@ class FabricWindows(LoopWindows):
             gradients=_gradients_in(fabric.strategy),
             scaled_by=fabric.strategy.precision,
             inside=_in_fabric_backward,
-        )
-        super().__init__(
-            window,
-            [inner],
-            engine=type(fabric.strategy).__name__,
-            save_when="between windows",
-            step_after="its last micro-batch's backward must say last=True",
         )
 
     def backward(
@@ -144,13 +140,13 @@ class FabricWindows(LoopWindows):
         The loss of a function of `compile` is only entered.
         """
         if isinstance(total, AddedLoss):
-            self._window.take(total)
+            self.take(total)
         else:
-            given = HostLoss.of(total, units, mean, audit=self._window.options.audit)
-            self._window.weigh(given, is_last=last)
-            with self._window.backward():
+            given = GivenLoss.of(total, units, mean)
+            self.weigh(given, is_last=last)
+            with self.host_backward():
                 self._fabric.backward(given.loss, **kwargs)
-        return self._window.settle(averaged_by=self._window.group.ranks) if last else None
+        return self.settle() if last else None
 
 
 @contextmanager
@@ -196,7 +192,8 @@ class ExactWindows(Callback):
             )
         self._units, self._execute = units, execute
         self._options = AdapterOptions(batchnorm, zero_units, nonfinite, audit)
-        self._window: HostLedger | None = None
+        self._windows: HostWindows | None = None
+        self._given: GivenLoss | None = None  # the loss whose backward comes next
         self._look: FirstLook | None = None
         self._saved: dict[str, Any] | None = None
         self._replaced: tuple[LightningModule, dict[str, Any]] | None = None
@@ -205,7 +202,8 @@ class ExactWindows(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         _check(trainer, pl_module)
-        self._window = HostLedger(
+        saved, self._saved = self._saved or {}, None
+        windows = self._windows = HostWindows(
             [pl_module],
             trainer.optimizers,
             device=pl_module.device,
@@ -214,24 +212,21 @@ class ExactWindows(Callback):
             options=self._options,
             owns_forward=True,
             divided_by=lambda: trainer.accumulate_grad_batches,
+            updates=saved.get("updates", 0),
         )
-        self._look = FirstLook(
-            pl_module, self._window, host=self, off="ExactWindows(..., audit=False)"
-        )
-        saved, self._saved = self._saved or {}, None
-        self._window.updates = saved.get("updates", 0)
+        self._look = FirstLook(pl_module, windows, host=self, off="ExactWindows(..., audit=False)")
         if "window" in saved:
-            self._window.load_state_dict(saved["window"], _kept_parameters(self._window))
+            windows.load_state_dict(saved["window"])
         self._take_training_step(trainer, pl_module)
 
     def _take_training_step(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Replace training_step by one that weighs the loss on its way to the Trainer."""
-        assert self._window is not None
+        assert self._windows is not None
         names = ("training_step", "optimizer_zero_grad")
         own = pl_module.__dict__  # a compiled training_step, or none of its own
         self._replaced = (pl_module, {name: own[name] for name in names if name in own})
         inner, clear = pl_module.training_step, pl_module.optimizer_zero_grad
-        self._compiled = CompiledStep(pl_module, self._window, self._units_of, self._execute)
+        self._compiled = CompiledStep(pl_module, self._windows, self._units_of, self._execute)
 
         @functools.wraps(inner)  # Lightning looks at what arguments it takes
         def training_step(*args: Any, **kwargs: Any) -> Any:
@@ -247,12 +242,12 @@ class ExactWindows(Callback):
             self._look_first(trainer, pl_module, step, batch)
             assert self._compiled is not None
             if self._compiled.runs:
-                if self._window is not None and not self._window.is_open:
+                if self._windows is not None and self._windows.open is None:
                     for optimizer in trainer.optimizers:  # Lightning would do it too late
                         clear(trainer.current_epoch, trainer.global_step, optimizer)
                 return self._compiled(args, kwargs)
             output = step(batch)
-            self._weigh(trainer, output, batch)
+            self._take_loss(output, batch)
             return output
 
         def zero_grad(epoch: int, batch_idx: int, optimizer: torch.optim.Optimizer) -> None:
@@ -266,8 +261,8 @@ class ExactWindows(Callback):
     ) -> None:
         """Refuse a loss that does not add up, before the first window in parts."""
         assert self._look is not None
-        assert self._window is not None
-        in_parts = trainer.accumulate_grad_batches > 1 or self._window.group.ranks > 1
+        assert self._windows is not None
+        in_parts = trainer.accumulate_grad_batches > 1 or self._windows.sync.ranks > 1
         if not (in_parts and self._look.pending):
             return
 
@@ -289,9 +284,9 @@ class ExactWindows(Callback):
             'the batch), or return {"loss": ..., "units": ...} from training_step'
         )
 
-    def _weigh(self, trainer: Trainer, output: Any, batch: Any) -> None:
-        assert self._window is not None
-        if output is None and self._window.group.ranks > 1:
+    def _take_loss(self, output: Any, batch: Any) -> None:
+        assert self._windows is not None
+        if output is None and self._windows.sync.ranks > 1:
             raise LossError(
                 "training_step returned None on one of several processes, and the others wait for "
                 "its backward: return a loss with 0 units for a batch that does not count"
@@ -299,39 +294,34 @@ class ExactWindows(Callback):
         mean = _mean_in(output)
         if not isinstance(mean, Tensor):
             return  # Lightning says what is wrong with it
-        given = HostLoss.of(mean=mean, units=self._units_of(output, batch))
-        self._window.weigh(given, is_last=trainer.accumulate_grad_batches == 1)
+        self._given = GivenLoss.of(mean=mean, units=self._units_of(output, batch))
 
     def on_before_backward(
         self, trainer: Trainer, pl_module: LightningModule, loss: Tensor
     ) -> None:
-        """Check the gradients; Lightning has cleared them where a window begins."""
-        if self._window is not None and self._window.is_open and not self._is_compiled:
-            self._window.before_backward()
+        """Weigh the loss; Lightning has cleared the gradients where a window begins."""
+        if self._windows is not None and self._given is not None:
+            self._windows.weigh(self._given, is_last=trainer.accumulate_grad_batches == 1)
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._window is not None and self._window.is_open and not self._is_compiled:
-            self._window.after_backward()
-
-    @property
-    def _is_compiled(self) -> bool:
-        """True if training_step has made the backward of its loss already."""
-        return self._compiled is not None and self._compiled.runs
+        given, self._given = self._given, None
+        if self._windows is not None and given is not None:
+            self._windows.backward_made()
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Drop what is left of a window where Lightning is about to clear the gradients."""
         first = batch_idx % trainer.accumulate_grad_batches == 0
-        if first and self._window is not None and self._window.is_open:
-            self._window.discard()
+        self._given = None
+        if first and self._windows is not None and self._windows.open is not None:
+            self._windows.discard()
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
-        window = self._window
-        if window is not None and window.is_open:
-            self.last = window.settle(averaged_by=window.group.ranks)
+        if self._windows is not None and self._windows.open is not None:
+            self.last = self._windows.settle()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._give_back()
@@ -342,8 +332,8 @@ class ExactWindows(Callback):
         self._give_back()
 
     def _give_back(self) -> None:
-        if self._window is not None:
-            self._window.detach()
+        if self._windows is not None:
+            self._windows.detach()
         if self._replaced is None:
             return
         module, found = self._replaced
@@ -354,13 +344,12 @@ class ExactWindows(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of windows, and an open one with its gradients (of all ranks)."""
-        window = self._window
-        if window is None:
+        windows = self._windows
+        if windows is None:
             return {"updates": 0}
-        found: dict[str, Any] = {"updates": window.updates}
-        parameters = _kept_parameters(window)
-        if window.is_open and parameters is not None:
-            found["window"] = window.state_dict(parameters)
+        found: dict[str, Any] = {"updates": windows.updates}
+        if windows.open is not None and windows.kept == "whole":
+            found["window"] = windows.state_dict()
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -373,18 +362,18 @@ class CompiledStep:
     def __init__(
         self,
         module: LightningModule,
-        window: HostLedger,
+        windows: HostWindows,
         units_of: Callable[[Any, Any], Units],
         execute: Execute,
     ) -> None:
-        self._module, self._window, self._units_of = module, window, units_of
+        self._module, self._windows, self._units_of = module, windows, units_of
         self._step: Callable[..., Any] = module.training_step
         self._rest: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
         self._logged: dict[str, tuple[str, dict[str, Any]]] = {}  # by the name of the extra
         self._ran = False  # True if this call has run the code itself, with its log
         self._output: dict[str, Any] = {}  # of the code itself
-        self._loss = window.compile(self._run, execute, reads=self._step)
-        self.runs = window.group.ranks == 1 and not self._loss.executor.is_plain
+        self._loss = windows.compiled(self._run, execute, reads=self._step)
+        self.runs = windows.sync.ranks == 1 and not self._loss.executor.is_plain
         """True if training_step runs this way: in one process, where graphs may pay."""
 
     def __call__(self, args: Any, kwargs: Any) -> Any:
@@ -396,7 +385,7 @@ class CompiledStep:
             added = self._loss(batch, name)
         except _NoLoss as skipped:
             return skipped.output
-        self._window.take(added)
+        self._windows.take(added)
         extras = dict(added.extras)
         for place, (key, options) in self._logged.items():
             if place in extras:
@@ -475,11 +464,6 @@ class Unread(int):
     __floordiv__ = __truediv__ = __neg__ = __bool__ = __index__ = __int__ = __float__ = _refuse
     __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __str__ = __format__ = _refuse
     __hash__ = _refuse
-
-
-def _kept_parameters(window: HostLedger) -> list[nn.Parameter] | None:
-    """Return the parameters, if their gradients of an open window can be saved."""
-    return window.gradients.holders() if window.gradients.kept == "whole" else None
 
 
 def _check(trainer: Trainer, module: LightningModule) -> None:

@@ -63,7 +63,6 @@ from wholebatch.offload.parameter_buckets import (
 if TYPE_CHECKING:
     from wholebatch.core.model_and_optimizer import Target
 
-__all__ = ["KeyCache", "MomentsStore", "adam_state_of", "check_adam", "check_moments"]
 
 _SMALL = 2**15
 """Parameters of up to this many elements wait for others, so that kernels take many at once."""

@@ -20,7 +20,6 @@ from wholebatch.offload.swap_store import SwapStore, check_swap
 if TYPE_CHECKING:
     from wholebatch.core.model_and_optimizer import Target
 
-__all__ = ["GradientsOn", "OptimizerOn", "choose"]
 
 GradientsOn: TypeAlias = Literal["device", "host", "swap", "release", "moments"]
 OptimizerOn: TypeAlias = Literal["device", "host"]

@@ -34,7 +34,6 @@ from wholebatch.offload.transfer_to_host import CudaTransfer, HostTransfer
 if TYPE_CHECKING:
     from wholebatch.core.model_and_optimizer import Target
 
-__all__ = ["HostStore", "SumsOnDevice"]
 
 _SMALLEST_TO_STAY = 2**20
 """Smaller sums travel: asking for room costs more."""

@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from wholebatch.core.precision import SIXTEEN_BIT
 from wholebatch.offload.parameter_buckets import BUCKET_BYTES, bucket_bytes, in_buckets, in_shape_of
 
-__all__ = ["Bucket", "HostSums", "norm_of_row", "on_host", "total_norm"]
-
 _SLAB_BYTES = 2**28
 _ROW = 256
 _PIECE = 2**12 * _ROW

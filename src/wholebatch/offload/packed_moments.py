@@ -26,8 +26,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Key", "keys_of", "pack", "pack_together", "unpack", "unpack_together"]
-
 _CHUNK = 2**22
 """Elements that are processed together: temporaries are a few of this size."""
 _DROPPED = 13

@@ -21,22 +21,6 @@ from wholebatch.core.gradient_store import refuse_foreign_code
 from wholebatch.distributed import Sync
 from wholebatch.errors import UnsupportedError
 
-__all__ = [
-    "BUCKET_BYTES",
-    "HeldPostHooks",
-    "as_real",
-    "bucket_bytes",
-    "check_parts",
-    "dtype_and_device",
-    "flat_of",
-    "in_buckets",
-    "in_parts",
-    "in_shape_of",
-    "one_ahead",
-    "only",
-    "sum_over_ranks",
-]
-
 BUCKET_BYTES = {
     "host": 64 * 2**20,
     "swap": 64 * 2**20,

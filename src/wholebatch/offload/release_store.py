@@ -39,8 +39,6 @@ from wholebatch.offload.parameter_buckets import (
 if TYPE_CHECKING:
     from wholebatch.core.model_and_optimizer import Target
 
-__all__ = ["ReleaseStore", "check_release"]
-
 
 @dataclass(eq=False)
 class _SteppedTogether:

@@ -41,8 +41,6 @@ from wholebatch.offload.parameter_buckets import (
 if TYPE_CHECKING:
     from wholebatch.core.model_and_optimizer import Target
 
-__all__ = ["SwapStore", "check_swap"]
-
 
 @dataclass(eq=False, slots=True)
 class _Swapped:

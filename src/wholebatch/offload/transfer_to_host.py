@@ -27,8 +27,6 @@ from torch import Tensor
 
 from wholebatch.offload.host_sums import norm_of_row
 
-__all__ = ["CudaTransfer", "HostTransfer", "add_on_host", "ring_bytes"]
-
 _SLOTS = 4
 """One is filled, one gets its sums, one adds, one leaves."""
 _LARGEST = 16 * 2**20

@@ -30,20 +30,6 @@ from wholebatch.core.splitting.samples import (
 )
 from wholebatch.errors import OptionError, SplitError
 
-__all__ = [
-    "Batches",
-    "Tokens",
-    "check_micro_batch",
-    "drop_samples",
-    "joined",
-    "lengths_of",
-    "named",
-    "split",
-    "split_numbered",
-    "token_micro_batches",
-    "tokens",
-]
-
 
 class Batches(tuple[Any, ...]):
     """A window that is given as several batches."""

@@ -40,26 +40,6 @@ from torch.nn.utils.rnn import PackedSequence
 
 from wholebatch.errors import OptionError, SplitError
 
-__all__ = [
-    "BatchSize",
-    "Layout",
-    "Leaf",
-    "Rows",
-    "Static",
-    "Structure",
-    "batch_size_of",
-    "check_layout",
-    "children",
-    "flatten",
-    "is_array",
-    "is_positive",
-    "is_record",
-    "layout_of",
-    "readable_layout",
-    "take",
-    "to_device",
-]
-
 
 @dataclass(frozen=True)
 class Leaf:

@@ -27,15 +27,6 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = [
-    "ActivationPages",
-    "HostPool",
-    "LearnedUse",
-    "Traffic",
-    "WatchedOperations",
-    "storage_key",
-]
-
 _aten = torch.ops.aten
 # Operations that make a new tensor on the same storage without reading it or checking its bounds.
 _NEEDS_NO_DATA = frozenset(

@@ -29,8 +29,6 @@ from wholebatch.coupled.batchnorm.turn_taking_threads import TurnTakingThreads
 from wholebatch.coupled.normalisation_layers import ReplacedForwards
 from wholebatch.errors import UnsupportedError
 
-__all__ = ["CallerThreadLayers", "below_autograd", "execute_on_caller"]
-
 _Call = Callable[[Callable[[], Any]], Any]
 
 _aten = torch.ops.aten

@@ -59,8 +59,6 @@ from wholebatch.coupled.normalisation_layers import (
 )
 from wholebatch.errors import OptionError
 
-__all__ = ["Hold", "LockStep"]
-
 M = TypeVar("M")
 T = TypeVar("T")
 R = TypeVar("R")

@@ -34,9 +34,6 @@ from wholebatch.coupled.batchnorm.lock_step import LockStep
 from wholebatch.coupled.batchnorm.turn_taking_threads import RecordedStreams, draw
 from wholebatch.distributed.sync_strategy import Single
 
-__all__ = ["MOST_MICRO_BATCHES", "Recorder"]
-
-
 R = TypeVar("R")
 T = TypeVar("T")
 Micro = tuple[list[Tensor], list[Tensor]]
@@ -174,10 +171,8 @@ class Recorder:
     def _recording(self, apart: list[Inputs]) -> _Recording | None:
         """Return the recording for these micro-batches if there is one and it is still valid."""
         window = self._window
-        if not window.is_open:
-            if window.next_seed is None:
-                return None
-            window.begin()
+        if not window.open_early():
+            return None
         same = len(self._parameters) == len(window.inputs) and all(
             a is b for a, b in zip(self._parameters, window.inputs, strict=True)
         )
@@ -211,7 +206,7 @@ class Recorder:
             parameter.grad = gradient
         for form, (totals, units) in zip(recording.forms, recording.results, strict=True):
             counted = iter(units)
-            self._window.record(
+            self._window.current.record(
                 {n: t.clone() for n, t in zip(form.names, totals, strict=True)},
                 {
                     name: next(counted).clone() if number is None else number
@@ -231,7 +226,7 @@ class Recorder:
         form = recording.forms[0]
         for name, weight in zip(form.names, form.weights, strict=True):
             seed = recording.seeds[name]
-            seed.copy_(self._window.seed_of(name, seed, weight))
+            seed.copy_(self._window.current.seed_of(name, seed, weight))
 
     def _addresses(self) -> list[int]:
         tensors: list[Tensor] = [*self._model.parameters(), *self._model.buffers()]
@@ -252,7 +247,7 @@ class Recorder:
             raise CannotTrace("an engine for several ranks holds parts of its graph")
         refuse_hooks(self._model)
         wanted = [parameter.grad for parameter in self._parameters]
-        totals = {name: made[-len(apart) :] for name, made in window.totals.items()}
+        totals = {name: made[-len(apart) :] for name, made in window.current.totals.items()}
         after = ForwardState(self._model)
         try:
             recording = self._captured(apart, {n: _dtype(made[0]) for n, made in totals.items()})
@@ -330,7 +325,7 @@ class Recorder:
         totals: Mapping[str, Sequence[Tensor | float]],
     ) -> None:
         """Refuse a recording whose losses or gradients are not those of the threads."""
-        weights = self._window.weights
+        weights = self._window.current.weights
         for form in recording.forms:
             if dict(zip(form.names, form.weights, strict=True)) != weights:
                 raise CannotTrace("its loss differs in form from one call to the next")

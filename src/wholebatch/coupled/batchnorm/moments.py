@@ -28,23 +28,6 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-__all__ = [
-    "InputGradient",
-    "Moments",
-    "Reduce",
-    "WholeMoments",
-    "backward_sums",
-    "layer_input",
-    "mean_over_samples",
-    "merge",
-    "moments",
-    "normalise",
-    "recomputing",
-    "samples_in",
-    "update_buffers",
-    "update_running",
-]
-
 Reduce = Callable[[Tensor], Tensor]
 """A function that sums a tensor over the data-parallel ranks, called in the same order on all."""
 

@@ -52,19 +52,6 @@ from wholebatch.coupled.normalisation_layers import (
 )
 from wholebatch.errors import OptionError, StateError, UnsupportedError
 
-__all__ = [
-    "Choice",
-    "Converted",
-    "Freeze",
-    "Policy",
-    "Refuse",
-    "Statistics",
-    "choose",
-    "convert",
-    "groups_for",
-]
-
-
 Choice = Literal["statistics", "freeze", "group", "layer", "sync", "refuse"]
 
 

@@ -19,8 +19,6 @@ from wholebatch.coupled.batchnorm.moments import recomputing
 from wholebatch.coupled.batchnorm.turn_taking_threads import Begins, Call
 from wholebatch.coupled.normalisation_layers import ReplacedForwards, batchnorms
 
-__all__ = ["BlockInputChanged", "RecomputedBlocks", "blocks_of"]
-
 _MOST_NORMS = 8
 _SMALL = 0.05
 """The fraction of a model's activations that may be kept in blocks at its end."""

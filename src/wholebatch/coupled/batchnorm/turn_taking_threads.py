@@ -26,9 +26,6 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_
 
 from wholebatch.errors import UnsupportedError
 
-__all__ = ["Begins", "Call", "RecordedStreams", "Streams", "TurnTakingThreads", "draw"]
-
-
 _GOLDEN = 0x9E3779B97F4A7C15
 
 

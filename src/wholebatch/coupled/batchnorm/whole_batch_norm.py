@@ -41,8 +41,6 @@ from wholebatch.coupled.normalisation_layers import (
 )
 from wholebatch.errors import UnsupportedError, WindowError
 
-__all__ = ["FixedNorms", "WholeBatchNorms"]
-
 _PLAIN = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
 """Forwards that normalise, and do nothing else."""
 

@@ -33,15 +33,6 @@ from wholebatch.core.loss import Loss, Terms
 from wholebatch.core.splitting.samples import flatten
 from wholebatch.errors import LossError, OptionError
 
-__all__ = [
-    "Coupled",
-    "clip_loss",
-    "info_nce",
-    "refuse_in_parts",
-    "siglip_loss",
-    "supcon_loss",
-]
-
 _CHUNK = 1 << 25  # Similarities at a time: 128 MiB in float32.
 
 

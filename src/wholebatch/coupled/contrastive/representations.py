@@ -13,8 +13,6 @@ from torch import Tensor
 from wholebatch.distributed import Sync
 from wholebatch.errors import LossError
 
-__all__ = ["Representations", "WholeRepresentations", "gather_rows"]
-
 
 @dataclass(frozen=True)
 class Representations:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from wholebatch.core.close import power_of_two_near, read_scalars
+from wholebatch.core.close import read_scalars
 from wholebatch.core.foreign_writes import Untouched
 from wholebatch.core.forward_state import capture_random, restore_random
 from wholebatch.core.loss import SINGLE, Loss, Term, Terms, as_loss
@@ -37,14 +37,11 @@ from wholebatch.coupled.contrastive.representations import (
 )
 from wholebatch.errors import LossError, UnsupportedError, WindowError
 
-__all__ = ["TwoPasses", "WholeLoss"]
-
 T = TypeVar("T")
 R = TypeVar("R")
 
 _log = logging.getLogger("wholebatch")
 
-_SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 _MARGIN = 0.8
 """The fraction of the free memory to use for graphs; the rest allows for fragmentation."""
 
@@ -113,13 +110,12 @@ class WholeLoss:
                 return self._coupled.encode(self._model, to_device(micro, window.target.device))
 
         def inject(index: int, outputs: list[Tensor], gradients: list[Tensor]) -> None:
-            last = window.micro_batches == len(micros) - 1
-            window.closing = reduces and alone and last
+            last = reduces and alone and window.micro_batches == len(micros) - 1
             # A checkpointed block draws its masks again.
             with sampling(micros[index]):
                 if outputs:
                     with self._untouched.backward():
-                        window.backward(outputs, gradients)
+                        window.backward(outputs, gradients, last=last)
                 window.micro_batch_done()
                 if alone:
                     after_micro(window.micro_batches, len(micros))
@@ -168,20 +164,18 @@ class WholeLoss:
 
     def _backward(self, loss: Loss | Terms, leaves: list[Tensor]) -> None:
         """Record the loss, and run its backward into the leaves and its own parameters."""
-        window = self._window
         terms = (
             {SINGLE: Term(loss.total, loss.units)} if isinstance(loss, Loss) else dict(loss.by_name)
         )
         units = self._agreed_units(terms)
-        window.begin(known=units)
-        if terms.keys() == {SINGLE} and terms[SINGLE].total.dtype in _SIXTEEN_BIT:
-            # 1 / units would be rounded to 16 bit. A power of two is exact, and the close rescales.
-            window.seed, window.known = power_of_two_near(1.0 / (units[SINGLE] or 1.0)), None
-        share = 1.0 / window.sync.ranks
+        window, sync = self._window.begin(known=units), self._window.sync
+        if terms.keys() == {SINGLE}:
+            window.round_seed(terms[SINGLE].total)
+        share = 1.0 / sync.ranks
         seeds = [
             window.seed_of(name, term.total, term.weight) * share for name, term in terms.items()
         ]
-        own = 1.0 if window.sync.rank == 0 else 0.0  # All losses are equal: count only one.
+        own = 1.0 if sync.rank == 0 else 0.0  # All losses are equal: count only one.
         window.record(
             {name: term.total.detach() * own for name, term in terms.items()},
             {name: units[name] * own for name in terms},
@@ -189,7 +183,7 @@ class WholeLoss:
         )
         window.owners.clear()  # The loss belongs to no single micro-batch.
         with self._untouched.backward():
-            window.backward([term.total for term in terms.values()], seeds, also=leaves)
+            self._window.backward([term.total for term in terms.values()], seeds, also=leaves)
 
     def _agreed_units(self, terms: Mapping[str, Term]) -> dict[str, float]:
         """Return the units of each term; raise LossError if the ranks' losses differ."""

@@ -1,11 +1,10 @@
-"""A window in a loop that is somebody else's: the ledger of the adapters over torch."""
+"""A window in a loop that is somebody else's: what the adapters over torch share."""
 
 from wholebatch.integrations.host_window.host_gradients import GradientsIn
-from wholebatch.integrations.host_window.host_ledger import (
+from wholebatch.integrations.host_window.host_windows import (
     AdapterOptions,
     FirstLook,
-    HostLedger,
-    HostLoss,
+    HostWindows,
     LoopWindows,
     Settled,
     attributes_restored,
@@ -17,8 +16,7 @@ __all__ = [
     "AdapterOptions",
     "FirstLook",
     "GradientsIn",
-    "HostLedger",
-    "HostLoss",
+    "HostWindows",
     "LoopWindows",
     "Settled",
     "attributes_restored",

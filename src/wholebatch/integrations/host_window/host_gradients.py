@@ -1,248 +1,282 @@
-"""The gradients that a host's backwards leave: watched while a window is open, added in fp32."""
+"""The gradients that a host's backwards leave: who reduces them, and where a window finds them."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Literal, TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
-from wholebatch.core.close import Holder, dense_gradients, read_scalars
-from wholebatch.core.foreign_writes import Watch
-from wholebatch.core.model_and_optimizer import name_of
-from wholebatch.core.precision import SIXTEEN_BIT, SixteenBit
-from wholebatch.distributed import Single
-from wholebatch.distributed.process_group import Group
-from wholebatch.errors import WindowError
-
-__all__ = ["GradientsIn", "HostGradients", "RankGroup", "all_finite", "all_parameters", "multiply"]
-
-RankGroup: TypeAlias = Group | Single
+from wholebatch.core.close import (
+    Closed,
+    DeferredHooks,
+    close_gradients,
+    dense_gradients,
+)
+from wholebatch.core.gradient_store import DeviceStore, Store
+from wholebatch.core.precision import SIXTEEN_BIT, LossScale
+from wholebatch.distributed import Sync
+from wholebatch.distributed.ddp import Buckets
+from wholebatch.distributed.process_group import Group, world_size
 
 GradientsIn: TypeAlias = Literal["whole", "sharded", "elsewhere"]
 """Where a host's engine keeps gradients between two backwards of a window: whole ones in `.grad`;
 in the engine until the last backward leaves slices in `.grad` (FSDP); nowhere that we see."""
 
-_TOUCHED = {
-    "gradient": (
-        "the gradient of {} has changed since the window's last backward: call zero_grad(), clip "
-        "gradients and make other backwards only when the window is complete"
-    ),
-    "value": (
-        "{} has changed in the middle of the window: call optimizer.step() only when the window is "
-        "complete"
-    ),
-    "frozen": "{} was frozen in the middle of the window: freeze and unfreeze between windows",
-}
 
+class HostEngine(Sync):
+    """An engine whose reduction is the host's: its last backward of a window averages over ranks.
 
-class HostGradients:
-    """The parameters of a host's optimizers, with what a window has added to their gradients.
-
-    Those of 16-bit parameters are added in fp32 beside `.grad`. bf16 keeps 8 bits: 256 additions
-    leave an error of 1.6e-2, fp32 of 1.2e-3 (that of the gradients themselves). A host's engine
-    (DDP's buckets) needs `.grad` in the parameter's dtype, so every backward's gradient is moved
-    over here, and `finish` gives the sum back.
+    Backwards of ours run within `held`, and only gradients that they have added are reduced here.
     """
 
     def __init__(
         self,
         models: Sequence[nn.Module],
-        optimizers: Sequence[torch.optim.Optimizer],
+        device: torch.device,
         kept: GradientsIn,
+        inside: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        self._models, self._optimizers, self.kept = models, optimizers, kept
-        self._watch = Watch(optimizers)
-        self.trained: list[nn.Parameter] = []
-        self._sixteen_bit = SixteenBit(optimizers if kept == "whole" else ())
-        self._sums: dict[int, Tensor] = {}  # of 16-bit parameters, by id
-        self.wide = False
-        """True if 16-bit parameters have fp32 gradients in `.grad` itself, as graphs need it."""
-        self.unused = False  # True if a window was settled and no optimizer has stepped since
-        for optimizer in optimizers:
-            optimizer.register_step_post_hook(self._stepped)
+        self.kept = kept
+        self.takes_graphs = self.keeps_gradients = kept == "whole"
+        self._device, self._inside = device, inside
+        modules = [module for model in models for module in model.modules()]
+        self.replicas = [one for one in modules if isinstance(one, DistributedDataParallel)]
+        if world_size() > 1:
+            self.use_group(Group([None], device, rank=dist.get_rank()))
+        self.averaged_by = float(self.ranks)
+        self.begin()
 
-    def _stepped(self, *_: Any) -> None:
-        self.unused = False
+    def begin(self, parameters: Sequence[nn.Parameter] = ()) -> None:
+        self._filled_in: set[int] = set()
+        self.reduced = False  # True if the last backward was the host's, and has reduced
+        self.held_back = False  # True if it was the host's, and has not
 
-    def holders(self) -> list[nn.Parameter]:
-        """Return the parameters whose `.grad` is the window's, once its backwards are made."""
-        if self.kept == "elsewhere":
-            return []
-        return all_parameters(self._models, self._optimizers)
+    def backward_made(self) -> None:
+        """Note whether the host's engine has reduced in the backward that is over."""
+        self.reduced = all(replica.require_backward_grad_sync for replica in self.replicas)
+        self.held_back = not self.reduced
 
-    def begin(self) -> None:
-        """Begin a window; refuse gradients that are there before its first backward."""
-        self.trained = self.find_trained()
-        if self.kept != "elsewhere":
-            self._refuse_left_over()
-        self._begin_sums()
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Let backwards of ours pass within this context, without a reduction."""
+        with ExitStack() as stack:
+            stack.enter_context(self._inside())
+            for replica in self.replicas:
+                stack.enter_context(replica.no_sync())
+            yield
+        self.reduced = self.held_back = False
 
-    def find_trained(self) -> list[nn.Parameter]:
-        """Return the parameters that the optimizers train now."""
-        found = all_parameters(() if self._optimizers else self._models, self._optimizers)
-        return [parameter for parameter in found if parameter.requires_grad]
+    def backward(
+        self, parameters: Sequence[nn.Parameter], *, reduces: bool, overlap: bool = True
+    ) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    @torch.no_grad()
+    def reduce_now(self, parameters: Sequence[nn.Parameter]) -> None:
+        if self.group is None or not parameters:
+            return
+        for parameter in parameters:
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                parameter.grad = parameter.grad.to_dense()
+        buckets = Buckets(parameters, None, self.group.wait)
+        with buckets.reducing(overlap=False):
+            pass
+        self._filled_in = buckets.filled_in
+        torch._foreach_div_([p.grad for p in parameters if p.grad is not None], self.averaged_by)
+
+    def filled_in(self) -> set[int]:
+        return self._filled_in
+
+    def largest(self, value: Tensor) -> Tensor:
+        return super().largest(value.to(self._device))  # parameters may be on the CPU
+
+    def total_norm(self, gradients: Sequence[Tensor]) -> Tensor:
+        if self.kept == "whole" or self.group is None:
+            return super().total_norm(gradients)
+        if self.kept == "elsewhere" or not any(isinstance(one, DTensor) for one in gradients):
+            return self.group.norm(gradients)
+        norm = torch.nn.utils.get_total_norm(gradients)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def discard(self) -> None:
+        return
+
+
+class HostScale(LossScale):
+    """The loss scale of a host's GradScaler, which unscales and skips by itself before its step.
+
+    `owner` has the scaler as its attribute `scaler`, if there is one.
+    """
+
+    def __init__(self, owner: object) -> None:
+        self._owner = owner
 
     @property
-    def has_sixteen_bit(self) -> bool:
-        """True if a parameter that is trained has 16 bit."""
-        return bool(self._sixteen_bit.parameters)
+    def scaler(self) -> Any:  # type: ignore[override]
+        """The host's GradScaler, or None."""
+        return getattr(self._owner, "scaler", None)
 
-    def _refuse_left_over(self) -> None:
-        holders = [parameter for parameter in self.trained if parameter.grad is not None]
-        dirty = read_scalars([local.any() for local in _local_gradients(holders)])
-        for parameter, is_dirty in zip(holders, dirty, strict=True):
-            if is_dirty:
-                why = (
-                    "the window before was completed, but no optimizer.step() was made from it"
-                    if self.unused
-                    else "this window did not make it"
-                )
-                raise WindowError(
-                    f"{name_of(parameter, self._models)} holds a gradient at the first backward of "
-                    f"a window, and it would be counted in ({why}): call optimizer.zero_grad() "
-                    "after every optimizer.step(), and give every loss to the window"
-                )
+    @property
+    def enabled(self) -> bool:
+        return self.scaler is not None and bool(self.scaler.is_enabled())
 
-    def _begin_sums(self) -> None:
-        """Clear the 16-bit gradients: the last window may have left zeros in fp32."""
-        self._sums.clear()
-        for parameter in self._sixteen_bit.parameters:
-            parameter.grad = None
-        self._sixteen_bit.end()
-        if self.wide:
-            self._sixteen_bit.begin()
+    def scale(self, seed: Tensor) -> Tensor:
+        return super().scale(seed) if self.enabled else seed
 
-    @torch.no_grad()
-    def add(self) -> None:
-        """Take over what a backward has made, and remember how it leaves the others."""
-        for parameter in () if self.wide else self._sixteen_bit.parameters:
-            gradient = parameter.grad
-            if gradient is None:
-                continue
-            if id(parameter) in self._sums:
-                self._sums[id(parameter)] += gradient.float()
-            else:
-                self._sums[id(parameter)] = gradient.float()
-            parameter.grad = None
-        if self.kept == "whole":
-            if not self.trained:  # a window that was loaded
-                self.trained = self.find_trained()
-            self._watch.remember(self.trained)
+    def value(self) -> float:
+        return 1.0  # the close leaves the scale in the gradients
 
-    def check(self, micro_batches: int) -> None:
-        """Refuse to go on if others have written the gradients or parameters of the window."""
-        found = self._watch.changed(self.trained)
-        if found is None:
-            self._watch.warn_of_rates()
-            return
-        parameter, what = found
-        raise WindowError(
-            f"{_TOUCHED[what].format(name_of(parameter, self._models))}; discard() and zero_grad() "
-            f"drop the {micro_batches} micro-batches that this window holds"
+    def update(self, *, finite: bool) -> None:
+        return
+
+
+class HostGradients(DeviceStore):
+    """The gradients of a host's optimizers, which stay in `.grad` for the host to step with.
+
+    Those of 16-bit parameters under DDP are added in fp32 beside `.grad`, which DDP's buckets need
+    in the parameter's dtype. bf16 keeps 8 bits: 256 additions leave an error of 1.6e-2, fp32 of
+    1.2e-3 (that of the gradients themselves).
+    """
+
+    lends = True
+    sync: HostEngine
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self._strangers: list[nn.Parameter] = []  # parameters of the models that nobody steps
+        self._sums: dict[int, Tensor] = {}  # of 16-bit parameters, by id
+        self._beside: list[nn.Parameter] = []  # those that the open window trains
+        self._unused = False  # True if a window was completed and no optimizer has stepped since
+        if self._adds_beside:
+            self.only_eager = "16-bit parameters in DDP, which reduces their gradients in 16 bit"
+        for optimizer in self.target.optimizers:
+            optimizer.register_step_post_hook(self._stepped)
+
+    @property
+    def _adds_beside(self) -> bool:
+        return bool(self.sync.replicas and self.target.sixteen_bit.parameters)
+
+    def _stepped(self, *_: Any) -> None:
+        self._unused = False
+
+    @property
+    def stray(self) -> str:  # type: ignore[override]
+        why = (
+            "the window before was completed, but no optimizer.step() was made from it"
+            if self._unused
+            else "this window did not make it"
+        )
+        return (
+            "holds a gradient at the first backward of a window, and it would be counted in "
+            f"({why}): call optimizer.zero_grad() after every optimizer.step(), and give every "
+            "loss to the window"
         )
 
-    @torch.no_grad()
-    def reduce(self, group: RankGroup, averaged_by: float) -> None:
-        """Average the gradients over the ranks, where no backward of the host did."""
-        gradients = [parameter.grad for parameter in self.trained]
-        for parameter, total in zip(
-            self.trained, _summed(gradients, self.trained, group), strict=True
-        ):
-            parameter.grad = None if total is None else total.div_(averaged_by)
+    def refuse_stray(self) -> None:
+        if self.sync.kept != "elsewhere":
+            super().refuse_stray()
 
-    @torch.no_grad()
-    def finish(self, group: RankGroup, averaged_by: float) -> None:
-        """Give the fp32 sums to `.grad`, averaged over the ranks as the host's others are."""
-        parameters = self._sixteen_bit.parameters
-        if not parameters:
-            return
-        sums = self._held(parameters)
-        if group.ranks > 1:
-            sums = _summed(sums, parameters, group)
-        self._sixteen_bit.begin()
-        for parameter, total in zip(parameters, sums, strict=True):
-            parameter.grad = total if total is None or averaged_by == 1 else total / averaged_by
-        self._sums.clear()
-
-    def round_once(self) -> None:
-        """Round the sums where the optimizer cannot take them in fp32 (the Adam family)."""
-        self._sixteen_bit.round_once()
-
-    def forget(self) -> None:
-        """End the window: drop its sums, and no longer watch the others."""
-        self._watch.forget()
-        self._sums.clear()
-
-    # ------------------------------------------------------------------ state
-
-    def _held(self, parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
-        """Return what the window has added for these parameters on this rank."""
-        return [self._sums.get(id(parameter), parameter.grad) for parameter in parameters]
-
-    def held_by_all(
-        self, parameters: Sequence[nn.Parameter], group: RankGroup
-    ) -> list[Tensor | None]:
-        """Return a copy of what the window has added for these parameters, over all ranks."""
-        return _summed(self._held(parameters), parameters, group)
-
-    def put_back(
-        self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]
+    def begin(
+        self, parameters: list[nn.Parameter], known: Mapping[str, float] | None = None
     ) -> None:
-        """Go on with what `held_by_all` has returned."""
-        self._begin_sums()
-        sixteen_bit = set(map(id, self._sixteen_bit.parameters))
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            if gradient is not None and id(parameter) in sixteen_bit:
+        kept = [] if self.sync.kept == "elsewhere" else parameters
+        if self._adds_beside:
+            self.target.sixteen_bit.end()
+            self._beside = [one for one in kept if one.dtype in SIXTEEN_BIT]
+            Store.begin(self, kept, known)
+        else:
+            super().begin(kept, known)
+        own = {id(parameter) for parameter in parameters}
+        everything = (p for model in self.target.models for p in model.parameters())
+        self._strangers = [p for p in everything if kept and id(p) not in own]
+
+    @torch.no_grad()
+    def backward_made(self) -> None:
+        """Take over the gradients that are added beside `.grad`."""
+        for parameter in self._beside:
+            gradient, there = parameter.grad, self._sums.get(id(parameter))
+            if gradient is not None:
+                wide = gradient.float()
+                self._sums[id(parameter)] = wide if there is None else there.add_(wide)
+                parameter.grad = None
+
+    def reduce_now(self) -> None:
+        """Reduce what no backward of the host has: all, or the sums beside `.grad`."""
+        if self._beside:
+            self.target.sixteen_bit.begin()
+            for parameter in self._beside:
+                parameter.grad = self._sums.get(id(parameter))
+            self._sums.clear()
+        self.sync.reduce_now(self._beside if self.sync.reduced else self.parameters)
+
+    def close(
+        self, groups: Sequence[Sequence[nn.Parameter]], normalise: float, hooks: DeferredHooks
+    ) -> Closed:
+        return close_gradients(
+            [[*self.parameters, *self._strangers]],
+            (),
+            self.options,
+            normalise,
+            before_clip=hooks.run if hooks.taken else None,
+            total_norm=self.sync.total_norm,
+            in_place=True,
+        )
+
+    def refuse_nothing(self) -> None:
+        if self.parameters:
+            super().refuse_nothing()
+
+    def hand_over(self, remaining: float) -> None:
+        super().hand_over(remaining)
+        self._unused = True
+
+    def skip(self) -> None:
+        """Leave a scaler something to look at, and the step of others nothing to work on."""
+        if self.target.scale is not None and self.target.scale.enabled:
+            for gradient in dense_gradients(self.parameters):
+                gradient.mul_(0.0)
+            self.parameters = []
+
+    def discard(self) -> None:
+        for parameter in self._strangers if self.parameters else ():
+            parameter.grad = None
+        self._strangers = []
+        self._sums.clear()
+        super().discard()
+
+    # A checkpoint is one file, and every rank holds gradients of its own until the last backward.
+    # Their sum, given to one rank on the way back, leads to the same update.
+
+    @torch.no_grad()
+    def saved(self) -> list[Tensor | None]:
+        held = [self._sums.get(id(one), one.grad) for one in self.parameters]
+        if self.sync.group is None:
+            return [None if gradient is None else gradient.clone() for gradient in held]
+        ranks = self.sync.sum([float(gradient is not None) for gradient in held])
+        return [
+            self.sync.sum_tensor(_dense(gradient, parameter)) if on_ranks else None
+            for gradient, parameter, on_ranks in zip(held, self.parameters, ranks, strict=True)
+        ]
+
+    def load(self, saved: Any) -> None:
+        if self.sync.rank != 0:
+            return
+        beside = set(map(id, self._beside))
+        for parameter, gradient in zip(self.parameters, saved, strict=True):
+            if gradient is not None and id(parameter) in beside:
                 self._sums[id(parameter)] = gradient.to(parameter.device, torch.float32)
-            else:
-                parameter.grad = None if gradient is None else gradient.to(parameter)
+            elif gradient is not None:
+                parameter.grad = gradient.to(parameter.device, copy=True)
 
 
-def all_parameters(
-    models: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer]
-) -> list[nn.Parameter]:
-    """Return every parameter of the models and the optimizers, once."""
-    found = [parameter for model in models for parameter in model.parameters()]
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    found += [parameter for group in groups for parameter in group["params"]]
-    return list({id(parameter): parameter for parameter in found}.values())
-
-
-def all_finite(holders: Iterable[Holder]) -> bool:
-    """Return True if every gradient of this process is finite."""
-    values = [local for local in _local_gradients(holders) if local.numel()]
-    norms = torch._foreach_norm(values, math.inf) if values else []
-    return all(map(math.isfinite, read_scalars(norms)))
-
-
-@torch.no_grad()
-def multiply(holders: Iterable[Holder], factor: float) -> None:
-    """Multiply the gradients in place."""
-    gradients = dense_gradients(holders)
-    if gradients and factor != 1.0:
-        torch._foreach_mul_(gradients, factor)
-
-
-def _local_gradients(holders: Iterable[Holder]) -> list[Tensor]:
-    """Return the gradients as dense tensors, of sharded ones this rank's part."""
-    return [getattr(found, "_local_tensor", found) for found in dense_gradients(holders)]
-
-
-def _summed(
-    gradients: Sequence[Tensor | None], like: Sequence[Tensor], group: RankGroup
-) -> list[Tensor | None]:
-    """Return copies of these gradients, added over the ranks; None where no rank has one."""
-    present = group.sum([float(gradient is not None) for gradient in gradients])
-    found: list[Tensor | None] = []
-    for gradient, parameter, on_ranks in zip(gradients, like, present, strict=True):
-        if not on_ranks:
-            found.append(None)
-            continue
-        dtype = torch.float32 if parameter.dtype in SIXTEEN_BIT else parameter.dtype
-        mine = torch.zeros_like(parameter, dtype=dtype) if gradient is None else gradient
-        mine = mine.to_dense() if mine.is_sparse and group.ranks > 1 else mine
-        found.append(group.sum_tensor(mine.detach().clone()))
-    return found
+def _dense(gradient: Tensor | None, like: nn.Parameter) -> Tensor:
+    """Return a gradient as all ranks can add it; zeros where this rank has none."""
+    if gradient is None:
+        return torch.zeros_like(like, dtype=torch.float32 if like.dtype in SIXTEEN_BIT else None)
+    return gradient.to_dense() if gradient.is_sparse else gradient

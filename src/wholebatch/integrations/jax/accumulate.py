@@ -28,8 +28,6 @@ from wholebatch.errors import LossError, OptionError, SplitError
 from wholebatch.integrations.jax.jax_look import look_at_loss
 from wholebatch.integrations.jax.wide_gradients import is_narrow, mesh_axes, wide, widened
 
-__all__ = ["accumulate"]
-
 Units: TypeAlias = Literal["samples"] | Callable[..., Any]
 Aux: TypeAlias = Literal["stack", "concat", "sum"]
 ValueAndGrad: TypeAlias = Callable[..., tuple[Any, Any]]

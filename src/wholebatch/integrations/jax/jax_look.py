@@ -20,8 +20,6 @@ import jax.numpy as jnp
 
 from wholebatch.errors import LossError
 
-__all__ = ["look_at_loss"]
-
 _log = logging.getLogger("wholebatch")
 
 _SAMPLES = 8

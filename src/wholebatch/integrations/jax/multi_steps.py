@@ -16,8 +16,6 @@ from wholebatch.integrations.jax.wide_gradients import wide
 if TYPE_CHECKING:
     import optax
 
-__all__ = ["WindowState", "flush", "has_updated", "multi_steps"]
-
 
 class WindowState(NamedTuple):
     """An open window, and the state of the transformation that its gradient goes to.

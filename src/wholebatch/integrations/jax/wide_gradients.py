@@ -17,8 +17,6 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
-__all__ = ["is_narrow", "mesh_axes", "wide", "widened"]
-
 # Names of JAX primitives. These sum in float32 internally, and can return it without rounding:
 _PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
 # These compute the same in float32, given float32 inputs:

@@ -11,8 +11,6 @@ from wholebatch.errors import OptionError, UnsupportedError
 from wholebatch.integrations.keras.accumulate_optimizer import check_steps
 from wholebatch.integrations.keras.loss_units import replicas
 
-__all__ = ["AccumBatchNormalization"]
-
 
 @keras.saving.register_keras_serializable(package="wholebatch")
 class AccumBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[misc]

@@ -21,8 +21,6 @@ from wholebatch.integrations.keras.accumulate_optimizer import (
 )
 from wholebatch.integrations.keras.loss_units import ObservedLosses
 
-__all__ = ["GradientAccumulateModel"]
-
 BatchNorm = Literal["refuse", "warn", "allow"]
 _OWN = ("accum_steps", "batchnorm", "nonfinite", "audit")
 

@@ -24,14 +24,6 @@ from keras.src.utils import tracking
 from wholebatch.errors import NonFiniteError, OptionError, UnsupportedError, WindowError
 from wholebatch.integrations.keras.loss_units import CountedLoss, UnitGroup, replicas, wide
 
-__all__ = [
-    "GradientAccumulateOptimizer",
-    "NonFinite",
-    "Tail",
-    "check_nonfinite",
-    "check_steps",
-]
-
 LOSS, EQUAL = "loss", "equal"
 NonFinite = Literal["raise", "skip"]
 

@@ -19,8 +19,6 @@ from wholebatch.integrations.keras.loss_units import (
     wide,
 )
 
-__all__ = ["flush", "stateless_apply", "symbolic_build", "train_function"]
-
 
 def micro_step(model: Any, state: Any, data: Any, *, closes: bool) -> Any:
     """Run Keras's own `train_step`, except that the gradient goes into the window."""

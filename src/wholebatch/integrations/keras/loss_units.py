@@ -35,21 +35,6 @@ from keras.src.trainers.compile_utils import CompileLoss, get_loss
 
 from wholebatch.errors import LossError, WindowError
 
-__all__ = [
-    "CountedLoss",
-    "Inputs",
-    "ObservedLosses",
-    "UnitGroup",
-    "halves",
-    "look_at",
-    "look_with_variables",
-    "losses_by_units",
-    "replicas",
-    "run_losses",
-    "samples_in",
-    "wide",
-]
-
 SAMPLES = "samples"
 SUM = "sum"
 

@@ -29,8 +29,6 @@ from wholebatch.integrations.keras.loss_units import (
     wide,
 )
 
-__all__ = ["TapeAccumulator", "train_function"]
-
 
 def micro_step(model: Any, data: Any, *, closes: bool) -> Any:
     """Run Keras's own `train_step`, except that the gradient goes into the window.

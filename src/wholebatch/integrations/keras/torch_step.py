@@ -9,8 +9,6 @@ import keras
 
 from wholebatch.integrations.keras.loss_units import look_with_variables, run_losses, samples_in
 
-__all__ = ["train_function"]
-
 
 def micro_step(model: Any, data: Any) -> Any:
     """Run Keras's own `train_step`, except that the gradient goes into the window."""

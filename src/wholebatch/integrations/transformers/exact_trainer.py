@@ -34,7 +34,7 @@ from wholebatch.integrations.host_window import refuse_shared_batches
 from wholebatch.integrations.transformers.given_windows import GivenWindows
 from wholebatch.integrations.transformers.host_steps import (
     HostSteps,
-    OpenWindow,
+    TrainerWindow,
     engine_keeps,
     stepped_here,
 )
@@ -51,7 +51,6 @@ if TYPE_CHECKING:
 else:  # A mixin stands before the Trainer, or one of its descendants, in the bases.
     _Trainer = object
 
-__all__ = ["ExactWindows", "exact"]
 
 _log = logging.getLogger("wholebatch")
 
@@ -101,7 +100,7 @@ class ExactWindows(_Trainer):
     _batches = 0  # of the epoch
     _shift: bool | None = None
     _is_counting = False
-    _open = OpenWindow()
+    _open = TrainerWindow()
     _whole: GivenWindows | None = None
     _host: HostSteps | None = None
     _stepped_by: Any = None  # the optimizer that the windows were made for
@@ -149,7 +148,7 @@ class ExactWindows(_Trainer):
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """Return the batches of the next window; count their units on the way."""
-        self._open, self._is_counting = OpenWindow(), True
+        self._open, self._is_counting = TrainerWindow(), True
         try:
             samples, _ = found = super().get_batch_samples(*args, **kwargs)
         finally:
@@ -245,7 +244,7 @@ class ExactWindows(_Trainer):
         if self._whole is not None:
             self._whole.detach()
         if self._host is not None:
-            self._host.ledger.detach()
+            self._host.windows.detach()
         self._whole = self._host = None
         why = why_by_host(self)
         if why is None:
@@ -320,7 +319,7 @@ class ExactWindows(_Trainer):
             if window.place < saved["done"]:  # its gradient is in the checkpoint
                 return torch.zeros((), device=self.args.device)
             self._resume = None
-            self._host.ledger.load_state_dict(saved["window"], list(model.parameters()))
+            self._host.windows.load_state_dict(saved["window"])
             self._shares = saved["shares"].to(self.args.device)
             self._tr_loss += self._shares
             restore_random(saved["random"])
@@ -330,7 +329,7 @@ class ExactWindows(_Trainer):
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         """End the training; graphs leave the device's memory to what follows."""
-        self._open = OpenWindow()
+        self._open = TrainerWindow()
         if self._whole is not None:
             self._whole.release()
         return super()._finalize_training(*args, **kwargs)  # type: ignore[no-untyped-call]
@@ -351,7 +350,7 @@ class ExactWindows(_Trainer):
             saved["gradients"] = self._whole.saved_gradient()
         elif self._host is not None and self._host.keeps_whole:
             saved["done"] = window.place
-            saved["window"] = self._host.ledger.state_dict(list(model.parameters()))
+            saved["window"] = self._host.windows.state_dict()
         else:
             _log.warning(
                 "the gradients of an open window are inside %s: the window begins again after a "

@@ -23,8 +23,6 @@ from wholebatch.coupled.stream_look import warn_of_divisor
 from wholebatch.errors import StateError, WindowError
 from wholebatch.integrations.host_window import attributes_restored
 
-__all__ = ["GivenWindows"]
-
 
 class GivenWindows(WholeBatch):
     """A WholeBatch whose window is a list of batches; the trainer clips, steps and clears.
@@ -112,7 +110,8 @@ class GivenWindows(WholeBatch):
         before.restore()
 
     def _close(self, micros: Sequence[Any], start: dict[str, Any] | None, steps: bool) -> Step:
-        totals, owners = self._window.totals.get(SINGLE, ()), list(self._window.owners)
+        window = self._window.current
+        totals, owners = window.totals.get(SINGLE, ()), list(window.owners)
         step = super()._close(micros, start, steps)
         device = self._window.target.device
         if self._runner.whole_loss is not None or not totals:  # one loss of the whole batch

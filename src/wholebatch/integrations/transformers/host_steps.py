@@ -1,6 +1,6 @@
 """Windows whose forwards and backwards the Trainer makes: FSDP, DeepSpeed, fp16, own steps.
 
-The ledger weighs each loss (a mean over its own units) by its share of the window's units, which
+The window weighs each loss (a mean over its own units) by its share of the window's units, which
 are counted before the first forward, and holds what was announced against what came.
 """
 
@@ -17,21 +17,19 @@ from torch import Tensor, nn
 
 from wholebatch.core.loss import Loss, Units, mean_loss
 from wholebatch.core.splitting import batch_size_of, split
+from wholebatch.core.stream import GivenLoss
 from wholebatch.errors import OptionError, UnsupportedError
 from wholebatch.integrations.host_window import (
     AdapterOptions,
     FirstLook,
     GradientsIn,
-    HostLedger,
-    HostLoss,
+    HostWindows,
     replaced_attributes,
 )
 
-__all__ = ["HostSteps", "OpenWindow", "engine_keeps", "stepped_here", "zero_loss"]
-
 
 @dataclass
-class OpenWindow:
+class TrainerWindow:
     """The batches from which the Trainer makes its next update."""
 
     batches: Sequence[Any] = ()
@@ -66,7 +64,7 @@ class HostSteps:
         self._trainer, self._model = trainer, trainer.model
         self._kept = engine_keeps(trainer.model_wrapped)
         norms = "refuse" if trainer.batchnorm == "exact" else trainer.batchnorm
-        self.ledger = HostLedger(
+        self.windows = HostWindows(
             [self._model],
             stepped_here(trainer),
             device=trainer.args.device,
@@ -76,23 +74,23 @@ class HostSteps:
             scaled_by=trainer.accelerator,
         )
         off = "exact(..., audit=False)"
-        self._look = FirstLook(self._model, self.ledger, host=trainer, off=off)
+        self._look = FirstLook(self._model, self.windows, host=trainer, off=off)
 
     @property
     def keeps_whole(self) -> bool:
         """True if the gradients of an open window can be saved."""
         return self._kept == "whole"
 
-    def step(self, model: nn.Module, inputs: Any, window: OpenWindow, run: Any) -> Tensor:
+    def step(self, model: nn.Module, inputs: Any, window: TrainerWindow, run: Any) -> Tensor:
         """Make the forward and backward of one batch by `run(model, inputs)`."""
-        trainer, ledger = self._trainer, self.ledger
-        if window.place == 0 and ledger.is_open:  # the Trainer has begun anew
-            ledger.discard()
+        trainer, windows = self._trainer, self.windows
+        if window.place == 0 and windows.open is not None:  # the Trainer has begun anew
+            windows.discard()
         micros = [inputs]
         if trainer.micro_batch is not None:
             inputs = dict(inputs)
             micros = split(inputs, min(trainer.micro_batch, batch_size_of(inputs)))
-        if len(micros) > 1 or window.size > 1 or ledger.group.ranks > 1:
+        if len(micros) > 1 or window.size > 1 or windows.sync.ranks > 1:
             self._look_first(inputs)
         shares = []
         for index, micro in enumerate(micros):
@@ -100,11 +98,11 @@ class HostSteps:
             with (
                 trainer.accelerator.no_sync(model) if holds else nullcontext(),
                 self._weighing(window, is_last=window.is_last and not holds),
-                ledger.backward(),
+                windows.host_backward(),
             ):
                 shares.append(run(model, micro))
-        if ledger.is_open and window.is_last:
-            ledger.settle(averaged_by=ledger.group.ranks, announced=window.counted)
+        if windows.open is not None and window.is_last:
+            windows.settle()
         return torch.stack(shares).sum()
 
     def _look_first(self, inputs: Any) -> None:
@@ -120,7 +118,7 @@ class HostSteps:
 
         self._look.at(run, trainer._prepared(inputs), micro_batch=trainer.micro_batch)
 
-    def _weighing(self, window: OpenWindow, *, is_last: bool) -> AbstractContextManager[None]:
+    def _weighing(self, window: TrainerWindow, *, is_last: bool) -> AbstractContextManager[None]:
         """Return a context in which every loss is weighted by its share of the window's units.
 
         It replaces compute_loss on the instance, so that one that a subclass has overridden is
@@ -135,11 +133,11 @@ class HostSteps:
             units = trainer.count_units(inputs)
             result = inner(model, inputs, return_outputs=return_outputs, num_items_in_batch=None)
             mean: Any = result[0] if return_outputs else result
-            given = HostLoss.of(mean=mean, units=units, audit=trainer.audit)
+            given = GivenLoss.of(mean=mean, units=units)
             loss = self._share_of(mean, units, window)
-            self.ledger.enter(given, loss, is_last=is_last)
+            self.windows.weigh(given, loss, announced=window.counted, is_last=is_last)
             if is_last and self._kept == "elsewhere":
-                self.ledger.settle(announced=window.counted)  # its engine steps in the backward
+                self.windows.settle()  # its engine steps in the backward
             return (loss, *result[1:]) if return_outputs else loss
 
         replaced: dict[str, Any] = {"current_gradient_accumulation_steps": 1}
@@ -147,7 +145,7 @@ class HostSteps:
             replaced["_prepare_inputs"] = lambda inputs: inputs
         return replaced_attributes(trainer, compute_loss=weighed, **replaced)
 
-    def _share_of(self, mean: Tensor, units: Units, window: OpenWindow) -> Tensor:
+    def _share_of(self, mean: Tensor, units: Units, window: TrainerWindow) -> Tensor:
         """Return what a loss adds to the window's mean; the engine will average over the ranks."""
         ranks = self._trainer.accelerator.num_processes
         if ranks > 1 and not units:

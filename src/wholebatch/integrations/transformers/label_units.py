@@ -17,8 +17,6 @@ from torch import Tensor
 
 from wholebatch.errors import LossError, NonFiniteError
 
-__all__ = ["count_labels", "counted_by_trainer", "known_shift", "measured_shift"]
-
 _HELP = "pass exact(Trainer, units=a function of the batch's inputs) that counts it"
 _LIBRARIES = ("transformers.", "trl.")
 # What rounding leaves of the right count's residual is far below this.

@@ -1,0 +1,484 @@
+"""Windows in a loop that is somebody else's.
+
+A trainer of another library makes the forwards, the backwards and the step, and clips and logs in
+between. What is left to us is the scale. A hook on the loss multiplies the gradient that enters the
+graph by one seed for the window and all ranks (times the units, where the loss is a mean), so that
+after the last backward the gradients are
+
+    seed / (host's divisors) × sum over micro-batches and ranks of d(total)
+
+and the close multiplies them by the one number that makes this the gradient of the undivided global
+batch. Whatever the trainer does with gradients comes after that and sees the right ones. The window
+and its laws are those of `core/window.py`.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from wholebatch.core.close import CloseOptions, Policy
+from wholebatch.core.compiled_loss import AddedLoss
+from wholebatch.core.loss import SINGLE, Loss, Terms, check_total
+from wholebatch.core.model_and_optimizer import Target, stand_in
+from wholebatch.core.precision import SixteenBit
+from wholebatch.core.splitting.samples import readable_layout
+from wholebatch.core.state_dict import check_window, load_window, window_state
+from wholebatch.core.stream import GivenLoss, Stream
+from wholebatch.core.window import OpenWindow, Window
+from wholebatch.coupled.adds_up import LookResult, check_adds_up
+from wholebatch.coupled.local_collectives import local_collectives
+from wholebatch.distributed import Sync
+from wholebatch.distributed.fsdp import check_dtypes
+from wholebatch.errors import OptionError, StateError, UnsupportedError, WindowError
+from wholebatch.integrations.host_window.host_gradients import (
+    GradientsIn,
+    HostEngine,
+    HostGradients,
+    HostScale,
+)
+
+_log = logging.getLogger("wholebatch")
+
+
+@dataclass(frozen=True)
+class AdapterOptions:
+    """The options that every adapter over torch takes; impossible values are refused here."""
+
+    batchnorm: str = "refuse"
+    zero_units: Policy = "raise"
+    nonfinite: Policy = "raise"
+    audit: bool = True
+
+    @property
+    def close(self) -> CloseOptions:
+        """The options of a window's close."""
+        return CloseOptions(nonfinite=self.nonfinite, zero_units=self.zero_units)
+
+    def __post_init__(self) -> None:
+        self.close.check(())
+        if self.batchnorm == "exact":
+            raise OptionError(
+                'batchnorm="exact" in the loop of another library: exact BatchNorm runs the '
+                "forwards of a window in lock-step, and they are not ours; use wb.WholeBatch, or "
+                "name another policy"
+            )
+
+
+@dataclass(frozen=True)
+class Settled:
+    """A completed window: its exact mean loss over all units of all ranks."""
+
+    loss: float
+    units: float
+    micro_batches: int
+
+
+class HostWindows(Stream):
+    """Windows whose backwards and updates a host makes.
+
+    >>> import torch
+    >>> weight = torch.nn.Parameter(torch.ones(()))
+    >>> windows = HostWindows([], [torch.optim.SGD([weight], lr=0.1)], device=torch.device("cpu"))
+    >>> for samples in (torch.tensor([1.0, 2.0, 3.0]), torch.tensor([8.0])):
+    ...     mean = (weight * samples).mean()
+    ...     windows.weigh(GivenLoss.of(mean=mean, units=len(samples)))
+    ...     with windows.host_backward():
+    ...         mean.backward()                          # the host's
+    >>> settled = windows.settle()
+    >>> weight.grad.item(), settled.loss, settled.units
+    (3.5, 3.5, 4.0)
+
+    `gradients` says where the host keeps them within a window. `owns_forward`: the adapter calls
+    the forward itself, so that it looks at it by a `FirstLook`. `scaled_by` has the host's
+    GradScaler as its attribute `scaler`, if there is one. `divided_by()` is what the host itself
+    divides a loss by on the way (its number of micro-batches), to be undone. Backwards of ours run
+    within `inside()`. Where an engine lets only its own `window` make backwards and updates
+    (DeepSpeed), that is given, and `add` takes the place of `weigh` and `host_backward`. `updates`
+    were made before.
+    """
+
+    by = "the host"
+    adds = False
+
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
+        *,
+        device: torch.device,
+        options: AdapterOptions | None = None,
+        gradients: GradientsIn = "whole",
+        owns_forward: bool = False,
+        scaled_by: object = None,
+        divided_by: Callable[[], float] = lambda: 1.0,
+        inside: Callable[[], AbstractContextManager[None]] = nullcontext,
+        window: Window | None = None,
+        updates: int = 0,
+    ) -> None:
+        self.options = options or AdapterOptions()
+        self.last: Settled | None = None
+        self.kept = gradients
+        self._steps = window is not None
+        self._divided_by, self._divisor = divided_by, 1.0
+        self._engine = HostEngine(models, device, gradients, inside)
+        self._scale = HostScale(scaled_by)
+        for model in models if gradients == "sharded" else ():
+            check_dtypes(model)
+        if window is None:
+            stepped = tuple(optimizers) or (stand_in(models),)
+            sixteen_bit = SixteenBit(optimizers if gradients == "whole" else ())
+            target = Target(tuple(models), stepped, (), None, self._scale, sixteen_bit)
+            store = HostGradients(target, self.options.close, self._engine)
+            window = Window(target, self.options.close, self._engine, store)
+        super().__init__(window, batchnorm=self.options.batchnorm, audit=self.options.audit)
+        self._window.updates = updates
+        # An engine that shards has collectives in its forwards and backwards.
+        self.may_look = gradients == "whole" and self.options.audit
+        if gradients == "whole" and not owns_forward:
+            self._warn_of_plain_model()
+            self._look.watch()
+
+    def _warn_of_plain_model(self) -> None:
+        if self.sync.ranks > 1 and not self._engine.replicas:
+            _log.warning(
+                "a plain model in a job of %d ranks: nothing reduces its gradients, and each rank "
+                "trains a model of its own. Pass the model that accelerator.prepare() or "
+                "fabric.setup() returned",
+                self.sync.ranks,
+            )
+
+    @property
+    def sync(self) -> Sync:
+        """The processes whose batches together make the global batch."""
+        return self._window.sync
+
+    @property
+    def open(self) -> OpenWindow | None:
+        """The window that is not settled yet, if there is one."""
+        return self._window.open
+
+    # -------------------------------------------------------------------- add
+
+    def weigh(
+        self,
+        given: GivenLoss,
+        flowing: Tensor | None = None,
+        *,
+        announced: float | None = None,
+        is_last: bool = False,
+    ) -> None:
+        """Give this micro-batch's loss its weight; the host's backward of it comes next.
+
+        With `announced`, the units of the window on all ranks, the host's backward starts at
+        `flowing`, the share of this loss in the window's mean. `is_last`: the loss is known to be
+        the window's last.
+        """
+        is_whole = is_last and self.open is None and self.sync.ranks == 1
+        window = self._begin_loss(given, is_whole=is_whole, announced=announced)
+        window.record({SINGLE: given.total}, {SINGLE: given.units}, {SINGLE: 1.0})
+        self._count_micro_batch()
+        if flowing is not None:
+            window.weigh(flowing)
+        else:
+            scale = window.averaged_by * self._divisor
+            window.weigh(given.loss, given.weight * window.seed * scale)
+
+    def add(self, given: GivenLoss, *, last: bool) -> None:
+        """Make the backward of a loss by the window's own engine."""
+        self._begin_loss(given)
+        self._window.add(given.summed, given.units, last=last)
+        self._look.done()
+        self._count_micro_batch()
+
+    def _begin_loss(
+        self, given: GivenLoss, *, is_whole: bool = False, announced: float | None = None
+    ) -> OpenWindow:
+        """Open the window for its first loss; refuse a loss that does not belong here."""
+        self.pending.refuse()
+        if self.open is not None:
+            self.open.refuse_broken()
+        one_number = isinstance(given.loss, Tensor) and given.loss.numel() == 1
+        check_total(given.loss.reshape(()) if one_number else given.loss)
+        given.look_at(self._look, in_parts=not is_whole)
+        if self.open is None:
+            self._begin_window()
+            known = None if announced is None else {SINGLE: announced}
+            return self._window.begin(given.units, known=known)
+        self._untouched.check()
+        divisor = self._divided_by()
+        if divisor != self._divisor:
+            raise WindowError(
+                f"the window's first loss was divided by {self._divisor:g}, this one is by "
+                f"{divisor:g}: change the number of micro-batches between windows"
+            )
+        return self.open
+
+    def _begin_window(self) -> None:
+        """Refuse a BatchNorm that is in train mode by now; note what the host divides by."""
+        for policy in self._refusing:
+            policy.begin_window()
+        self._divisor = self._divided_by()
+
+    def _count_micro_batch(self) -> None:
+        self._window.micro_batch_done()
+        for policy in self._counting:
+            policy.micro()
+
+    @contextmanager
+    def host_backward(self) -> Iterator[None]:
+        """Run the host's backward of the loss that was weighed within this context."""
+        try:
+            yield
+        except BaseException:
+            self.mark_broken()
+            raise
+        self.backward_made()
+
+    def backward_made(self) -> None:
+        """Note how the host's backward leaves the gradients."""
+        self._window.store.backward_made()
+        self._untouched.remember()
+        self._look.done()
+        self._engine.backward_made()
+
+    @contextmanager
+    def micro_step(self) -> Iterator[bool]:
+        """Return the context of a compiled function's micro-step; see `Stream`."""
+        if self.open is None:
+            self._begin_window()
+        with super().micro_step() as may_compile, self._engine.held():
+            yield may_compile
+
+    def add_eagerly(self, loss: Loss | Terms) -> None:
+        """Make the backward of a compiled function's loss by eager code."""
+        given = GivenLoss.of(loss)
+        self._begin_loss(given)
+        self._window.add(given.loss, given.units)
+
+    def take(self, loss: AddedLoss) -> None:
+        """Enter the loss of a compiled function, whose gradient is in the window."""
+        self.pending.take(loss, self)
+        self._look.done()
+        self._count_micro_batch()
+
+    # ----------------------------------------------------------------- settle
+
+    def settle(self) -> Settled | None:
+        """Bring the window's reduced gradients to those of the undivided global batch.
+
+        Return None where the window makes no update (`zero_units="skip"`, `nonfinite="skip"`, a
+        loss scale that was too large): no gradient is left, so that the host's step changes
+        nothing, or one that the host's scaler skips. After an error none is left either.
+        """
+        if self.open is None:
+            raise WindowError("settle() without a micro-batch: no backward was weighed")
+        self.pending.refuse()
+        try:
+            self._check_complete(self.open)
+        except WindowError:
+            self.discard()
+            raise
+        step, self.last = self._close_window(steps=self._steps), None
+        if step.skipped is None:
+            self.last = Settled(step.loss, step.units, step.micro_batches)
+            self._window.updates += not self._steps
+        return self.last
+
+    def _check_complete(self, window: OpenWindow) -> None:
+        """Refuse gradients that others changed, a loss without its backward, and a held sync."""
+        number = window.micro_batches
+        if number > 1 or self.sync.ranks > 1:
+            self._look.end_window(number)
+        if not self._scale.enabled:  # a scaler may have unscaled the gradients already
+            self._untouched.check()
+        if self.kept != "elsewhere" and window.unmade:
+            raise WindowError(
+                f"{number} losses were weighed in this window, and {number - window.unmade} "
+                "backwards came: every loss needs its one backward, so that its units are counted "
+                "with its gradient"
+            )
+        if self.sync.ranks > 1 and self._engine.held_back:
+            raise WindowError(
+                "the last backward of this window did not reduce the gradients over the "
+                f"{self.sync.ranks} processes: the last micro-batch must make its backward, "
+                "outside of no_sync (units=0 for one that does not count)"
+            )
+
+    def detach(self) -> None:
+        """Leave the models as they were found (a conversion of BatchNorm is kept)."""
+        self._window.give_back_hooks()
+        self._look.end_window()
+        for policy in self._batchnorms:
+            policy.detach()
+
+    # ----------------------------------------------------------------- state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the window, with its gradients, of all ranks together; call it on all of them."""
+        self.pending.refuse()
+        saved: dict[str, Any] = {
+            "updates": self.updates,
+            "next_seed": self._window.next_seed,
+            "batchnorms": [policy.state_dict() for policy in self._batchnorms],
+            "window": None,
+        }
+        if self.open is not None:
+            window = window_state(self._window)
+            both = [math.fsum(window[name].get(SINGLE, ())) for name in ("totals", "units")]
+            total, units = self.sync.sum(both)
+            window.update(totals={SINGLE: [total]}, units={SINGLE: [units]}, owners=[0])
+            saved["window"] = {**window, "divided_by": self._divisor}
+        return saved
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Go on with that window; the first rank gets what it holds."""
+        if not isinstance(saved, dict) or "window" not in saved:
+            raise StateError("this is not the state of a window (it has no 'window')")
+        window = saved["window"]
+        check_window(self._window, window)
+        self.discard()
+        self._window.updates, self._window.next_seed = saved["updates"], saved["next_seed"]
+        for policy, state in zip(self._batchnorms, saved["batchnorms"], strict=True):
+            policy.load_state_dict(state)
+        if window is not None and self.sync.rank != 0:
+            window = {**window, "totals": {SINGLE: [0.0]}, "units": {SINGLE: [0.0]}}
+        load_window(self._window, window)
+        self._divisor = 1.0 if window is None else window["divided_by"]
+
+
+class LoopWindows(HostWindows):
+    """The base of adapters whose user writes the loop (Accelerate's, Fabric's).
+
+    `engine` names what keeps gradients within a window where they are not whole; `save_when` and
+    `step_after` say what to do in errors.
+    """
+
+    engine_kind: object
+    save_when: ClassVar[str]
+    step_after: ClassVar[str]
+
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
+        **options: Any,
+    ) -> None:
+        super().__init__(models, optimizers, **options)
+        for optimizer in optimizers:
+            optimizer.register_step_pre_hook(self._refuse_open_window)
+
+    def _refuse_open_window(self, *_: Any) -> None:
+        if self.open is not None:
+            raise WindowError(f"optimizer.step() while the window is open: {self.step_after}")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state for the library's own checkpoints; an open window is kept whole.
+
+        Its gradients, which those checkpoints leave out, are added over the processes.
+        """
+        if self.open is not None and self.kept != "whole":
+            raise WindowError(
+                f"the window is open with {self.micro_batches} micro-batches, and its gradients "
+                f"are inside {self.engine_kind}: save {self.save_when}"
+            )
+        return super().state_dict()
+
+
+def refuse_shared_batches(accelerator: Any, host: str) -> None:
+    """Refuse an Accelerator whose ranks share batches, so that units would be counted twice."""
+    parallel = getattr(accelerator, "parallelism_config", None)
+    for name in ("tp", "cp", "sp"):
+        if parallel is not None and getattr(parallel, f"{name}_size", 1) > 1:
+            raise UnsupportedError(
+                f"{host} with {name}_size={getattr(parallel, f'{name}_size')}: units would be "
+                "counted more than once over ranks that share a batch; use data parallelism alone"
+            )
+
+
+_MOST_TRIES = 8
+_LARGEST_CONTAINER = 1000
+
+
+class FirstLook:
+    """Looks once whether the loss of a host's micro-batches adds up (`coupled.adds_up`).
+
+    A run of the loss may change attributes of `host`, beside the model's. Numbers among them, and
+    small containers (a trainer's metrics), are put back.
+    """
+
+    def __init__(self, model: nn.Module, windows: HostWindows, *, host: object, off: str) -> None:
+        self._model, self._windows, self._host, self._off = model, windows, host, off
+        self._tries = _MOST_TRIES if windows.may_look else 0
+
+    @property
+    def pending(self) -> bool:
+        """True if the look is still to come."""
+        return self._tries > 0 and self._windows.open is None
+
+    def at(self, run: Callable[[Any], Loss], batch: Any, *, micro_batch: int | None = None) -> None:
+        """Refuse a loss that does not add up, on the first samples of `batch`, on all ranks.
+
+        Samples without units tell nothing; one process then looks at the next window's first.
+        """
+        made = LookResult()
+        with attributes_restored(self._host), local_collectives():
+            try:
+                layout = readable_layout(batch, None, ())
+                made = check_adds_up(
+                    self._model, run, layout, micro_batch=micro_batch, name="the loss"
+                )
+            except Exception as error:  # most often the loss's own, and the training will raise it
+                _log.warning("no look whether micro-batches add up to the whole batch: %r", error)
+        self._windows.discard()  # what BatchNorm policies have recorded of the runs
+        again = self._windows.sync.ranks == 1 and not made.conclusive
+        self._tries = self._tries - 1 if again else 0
+        found = self._windows.sync.sum([float(len(made.findings))])[0]
+        made.refuse(self._off, on_another_rank=bool(found))
+
+
+@contextmanager
+def attributes_restored(host: object) -> Iterator[None]:
+    """Put back the attributes of an object, and the contents of small containers among them."""
+    found: list[tuple[Any, Any]] = []
+    _copy_containers(vars(host), found)
+    try:
+        yield
+    finally:
+        for container, before in found:
+            container.clear()
+            (container.extend if isinstance(container, list | deque) else container.update)(before)
+
+
+def _copy_containers(value: Any, found: list[tuple[Any, Any]]) -> None:
+    """Append a small container, and those inside it, each with a copy."""
+    if type(value) not in (dict, defaultdict, list, set, deque) or len(value) > _LARGEST_CONTAINER:
+        return
+    if any(value is container for container, _ in found):
+        return
+    found.append((value, copy.copy(value)))
+    for one in value.values() if isinstance(value, dict) else value:
+        _copy_containers(one, found)
+
+
+@contextmanager
+def replaced_attributes(owner: object, **attributes: Any) -> Iterator[None]:
+    """Set attributes of this one object within the context; then restore those that it had."""
+    own = vars(owner)
+    before = {name: own[name] for name in attributes if name in own}
+    own.update(attributes)
+    try:
+        yield
+    finally:
+        for name in attributes:
+            own.pop(name, None)
+        own.update(before)
