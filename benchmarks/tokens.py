@@ -1,4 +1,4 @@
-"""What sorting by length is worth: real tokens per second of three ways to split one batch.
+"""What sorting by length and packing are worth: real tokens per second of ways to split a batch.
 
     python benchmarks/tokens.py [--json PATH] [--markdown PATH]
 
@@ -6,8 +6,8 @@ A batch of texts, their lengths spread like those of real text (log-normal), pad
 trained on by a small causal transformer within the same memory: no micro-batch has more padded
 tokens than the others' largest. In the given order a micro-batch holds a fixed number of samples;
 trimmed, it is cut to its own longest sample and so holds more of them; sorted, its samples are of
-like length. All three make the same gradient, and run in turn in one process; each figure is the
-median over rounds, the splitting itself included.
+like length; packed, several samples share a row, without padding. All make the same gradient, and
+run in turn in one process; each figure is the median over rounds, the splitting itself included.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ WAYS = {
     "given": "given order, fixed number of samples",
     "trimmed": "given order, trimmed to the budget",
     "sorted": "sorted, trimmed to the budget",
+    "packed": "packed into rows of the longest sample",
 }
 
 
@@ -55,12 +56,14 @@ class Block(nn.Module):
             nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
         )
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
         samples, length, width = hidden.shape
         qkv = self.qkv(self.norms[0](hidden)).view(samples, length, 3, self.heads, -1)
         query, key, value = qkv.permute(2, 0, 3, 1, 4)
         # Causal, and padded on the right only: a real token never looks at padding.
-        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        mixed = functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=mask is None
+        )
         hidden = hidden + self.out(mixed.transpose(1, 2).reshape(samples, length, width))
         return hidden + torch.as_tensor(self.mlp(self.norms[1](hidden)))
 
@@ -70,13 +73,21 @@ class Transformer(nn.Module):
         super().__init__()
         self.token = nn.Embedding(VOCABULARY, width)
         self.place = nn.Embedding(PLACES, width)
-        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(blocks)))
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(blocks))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, VOCABULARY)
 
-    def forward(self, ids: Tensor) -> Tensor:
-        places = torch.arange(ids.shape[1], device=ids.device)
-        logits: Tensor = self.head(self.norm(self.blocks(self.token(ids) + self.place(places))))
+    def forward(self, ids: Tensor, places: Tensor | None = None) -> Tensor:
+        mask = None
+        if places is None:
+            places = torch.arange(ids.shape[1], device=ids.device)
+        else:  # packed: a token looks at those of its own text only
+            text = (places == 0).cumsum(1)
+            mask = (text[:, :, None] == text[:, None]).tril()[:, None]
+        hidden = self.token(ids) + self.place(places)
+        for block in self.blocks:
+            hidden = block(hidden, mask)
+        logits: Tensor = self.head(self.norm(hidden))
         return logits
 
 
@@ -93,15 +104,16 @@ def texts() -> Batch:
     return {
         "input_ids": ids[:, :-1].where(mask, 0),
         "attention_mask": mask.long(),
-        "labels": ids[:, 1:].where(mask, IGNORE),
+        "shift_labels": ids[:, 1:].where(mask, IGNORE),
     }
 
 
 def train_on(model: nn.Module, micro_batches: list[Batch]) -> None:
     for micro in micro_batches:
-        logits = model(micro["input_ids"])
+        logits = model(micro["input_ids"], micro.get("position_ids"))
+        targets = micro["shift_labels"].flatten()
         total = functional.cross_entropy(
-            logits.flatten(0, 1), micro["labels"].flatten(), ignore_index=IGNORE, reduction="sum"
+            logits.flatten(0, 1), targets, ignore_index=IGNORE, reduction="sum"
         )
         total.backward()
 
@@ -121,6 +133,7 @@ def measure(rounds: int = ROUNDS) -> dict[str, Any]:
         "given": lambda: split(batch, FIXED),
         "trimmed": lambda: split(batch, tokens(budget, sort=False)),
         "sorted": lambda: split(batch, tokens(budget)),
+        "packed": lambda: split(batch, tokens(budget, pack=longest)),
     }
     seconds: dict[str, list[float]] = {way: [] for way in splits}
     gradients: dict[str, Tensor] = {}
@@ -154,6 +167,7 @@ def measure(rounds: int = ROUNDS) -> dict[str, Any]:
         "rounds": rounds,
         "sorted_over_given": _ratio(seconds["given"], seconds["sorted"]),
         "sorted_over_trimmed": _ratio(seconds["trimmed"], seconds["sorted"]),
+        "packed_over_sorted": _ratio(seconds["sorted"], seconds["packed"]),
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
         "machine": f"{platform.machine()}, {platform.system()}",
@@ -168,7 +182,7 @@ def _ratio(slow: list[float], fast: list[float]) -> float:
 
 def markdown(measured: dict[str, Any]) -> str:
     lines = [
-        "# What sorting by length is worth",
+        "# What sorting by length and packing are worth",
         "",
         f"{measured['samples']} texts of {measured['real_tokens']} real tokens, the longest of "
         f"{measured['longest']}, and a small causal transformer; no micro-batch has more than "
@@ -190,8 +204,10 @@ def markdown(measured: dict[str, Any]) -> str:
             *lines,
             "",
             f"Sorted over the given order: **{measured['sorted_over_given']:.2f}×**; over the "
-            f"given order with trimming: **{measured['sorted_over_trimmed']:.2f}×**. The gradients "
-            f"differ by {furthest:.0e} (relative, float32).",
+            f"given order with trimming: **{measured['sorted_over_trimmed']:.2f}×**; packed over "
+            f"sorted: **{measured['packed_over_sorted']:.2f}×**. The gradients differ by "
+            f"{furthest:.0e} (relative, float32). On a CPU, padding is all that packing saves; on "
+            "a GPU it also makes one shape of many (`benchmarks/gpu_packing.py`).",
             "",
         ]
     )

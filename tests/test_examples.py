@@ -49,3 +49,12 @@ def test_other_losses_of_the_whole_batch(name: str, capsys: pytest.CaptureFixtur
     assert errors["wb.Coupled"] <= EXACT
     assert errors["plain accumulation"] > 1e-3
     assert len(capsys.readouterr().out.splitlines()) == 2
+
+
+@pytest.mark.slow
+def test_diffusion(capsys: pytest.CaptureFixture[str]) -> None:
+    found = example("diffusion").main()
+    assert max(found[f"split by {size}"] for size in (1, 8, 17)) <= EXACT
+    assert found["verified"]
+    assert found["loss of the EMA"] < 0.5 * found["first loss"]
+    assert len(capsys.readouterr().out.splitlines()) == 6

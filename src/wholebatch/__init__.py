@@ -32,8 +32,9 @@ if TYPE_CHECKING:
     from wholebatch.core.splitting import split, tokens
     from wholebatch.core.whole_batch import WholeBatch
     from wholebatch.core.window import Step
-    from wholebatch.coupled import Coupled, clip_loss, info_nce, siglip_loss, supcon_loss
+    from wholebatch.coupled import Coupled, clip_loss, info_nce, moe_loss, siglip_loss, supcon_loss
     from wholebatch.coupled.audit import audit
+    from wholebatch.coupled.sample_draws import rand_like, randint_like, randn_like
     from wholebatch.distributed.pipeline import Pipeline
     from wholebatch.verification import verify
 
@@ -58,7 +59,11 @@ __all__ = [
     "errors",
     "info_nce",
     "mean_loss",
+    "moe_loss",
     "over",
+    "rand_like",
+    "randint_like",
+    "randn_like",
     "samples",
     "siglip_loss",
     "split",
@@ -88,7 +93,11 @@ _HOMES = {
     "errors": "errors",
     "info_nce": "coupled",
     "mean_loss": "core.loss",
+    "moe_loss": "coupled",
     "over": "core.accumulator",
+    "rand_like": "coupled.sample_draws",
+    "randint_like": "coupled.sample_draws",
+    "randn_like": "coupled.sample_draws",
     "samples": "core.options",
     "siglip_loss": "coupled",
     "split": "core.splitting",

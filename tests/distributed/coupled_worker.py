@@ -134,6 +134,25 @@ def dropped(*, coupled: bool, norm: bool = False) -> float:
     return worst
 
 
+def drawn() -> float:
+    """Noise that follows its samples: two ranks against one process, three windows."""
+    from tests.coupled.test_sample_draws import UNet, by_unet, images
+
+    one, many = UNet().double(), DistributedDataParallel(UNet().double())
+    by_one, by_many = sgd(one), sgd(many)
+    theirs, ours = Seen(one, by_one), Seen(many, by_many)
+    alone = wb.WholeBatch(one, by_one, loss=by_unet, **grouped({"micro_batch": 13, "sync": "none"}))
+    together = wb.WholeBatch(many, by_many, loss=by_unet, micro_batch=2 + dist.get_rank())
+    data = images(13)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        alone.step(data)
+        torch.manual_seed(seed if dist.get_rank() == 0 else 77)
+        together.step(mine(data))
+    pairs = zip(ours.gradients, theirs.gradients, strict=True)
+    return max(distance(a, b) for a, b in pairs)
+
+
 def in_low_precision() -> float:
     """bf16 representations travel as they are: the distance to one process, also in bf16."""
     data = {k: v.float() if v.is_floating_point() else v for k, v in batch().items()}
@@ -265,6 +284,7 @@ def main() -> None:
     report["dropout, lock-step"] = dropped(coupled=False, norm=True)
     report["dropout, coupled"] = dropped(coupled=True)
     report["dropout, coupled, lock-step"] = dropped(coupled=True, norm=True)
+    report["draws"] = drawn()
     report["bf16"] = in_low_precision()
     report["refusals"] = refusals()
     report["networks"] = {name: network(name) for name in NETWORKS}

@@ -33,6 +33,10 @@ def test_masks_follow_their_samples_over_the_ranks(report: dict[str, Any], how: 
     assert report[f"dropout{how}"] <= EXACT
 
 
+def test_noise_follows_its_samples_over_the_ranks(report: dict[str, Any]) -> None:
+    assert report["draws"] <= EXACT
+
+
 def test_networks_with_batchnorm_are_exact_over_the_ranks(report: dict[str, Any]) -> None:
     assert len(report["networks"]) >= 4
     assert max(report["networks"].values()) <= EXACT, report["networks"]

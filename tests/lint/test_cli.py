@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from wholebatch.lint import RULES, SettingsError, lint_paths
+from wholebatch.lint import RULES, SettingsError, lint_paths, lint_source
 from wholebatch.lint.command_line import CLEAN, FOUND, USAGE, main
 from wholebatch.lint.lint_settings import Settings, load_settings
 
@@ -45,7 +48,8 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def found(capsys: pytest.CaptureFixture[str]) -> list[str]:
-    return [line.split()[1] for line in capsys.readouterr().out.splitlines()]
+    lines = capsys.readouterr().out.splitlines()
+    return [line.split()[1] for line in lines if not line.startswith("    | ")]
 
 
 def test_status_and_lines(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -67,8 +71,6 @@ def test_notes_do_not_fail(script: Path, capsys: pytest.CaptureFixture[str]) -> 
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        ([], "no paths given"),
-        (["absent.py"], "absent.py: no such file or folder"),
         (["train.py", "--select", "XX1"], "select='XX1': names no rule"),
         (["--explain", "WB999"], "no such rule; rules are WB101"),
         (["train.py", "--jobs", "0"], "jobs=0: must be at least 1"),
@@ -80,6 +82,75 @@ def test_wrong_usage(
 ) -> None:
     assert main(arguments) == USAGE
     assert words in capsys.readouterr().err
+
+
+def test_a_missing_path_is_reported_and_the_rest_goes_on(
+    script: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["absent.py", "train.py"]) == FOUND
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "absent.py:1:1 WB002 no such file or folder"
+    assert any("WB101" in line for line in lines)
+
+
+def test_without_a_path_the_folder_is_read(
+    script: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([]) == FOUND
+    assert found(capsys) == ["WB101", "WB109", "WB110"]
+
+
+def test_the_source_line_is_shown_with_carets(
+    script: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["train.py", "--select", "WB101"])
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        "    | loss.backward()",
+        "    | ^^^^^^^^^^^^^^^",
+    ]
+
+
+def test_statistics_and_exit_zero(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train.py", "--statistics", "--exit-zero"]) == CLEAN
+    assert capsys.readouterr().out.splitlines()[0] == "    1 WB101 [*] loss not divided"
+
+
+def test_standard_input(
+    script: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(BAD.format(noqa="")))
+    assert main(["-", "--select", "WB101"]) == FOUND
+    assert capsys.readouterr().out.startswith("-:4:5 WB101 [*] loss is not divided by `accum`")
+    monkeypatch.setattr("sys.stdin", io.StringIO(BAD.format(noqa="")))
+    assert main(["-", "--select", "WB101", "--fix"]) == CLEAN
+    assert "(loss / accum).backward()" in capsys.readouterr().out
+
+
+def test_the_users_own_name_is_used(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script.write_text("accum_steps = 4\n" + BAD.format(noqa="").replace("accum", "accum_steps"))
+    main(["train.py", "--select", "WB101"])
+    assert "`accum_steps`" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_what_is_no_file_does_not_hang(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    os.mkfifo(script.parent / "pipe.py")
+    os.symlink("/dev/zero", script.parent / "zero.py")
+    assert main(["."]) == FOUND
+    assert found(capsys)[:2] == ["WB002", "WB101"]
+    assert main(["pipe.py", "zero.py"]) == FOUND
+    assert found(capsys) == ["WB002", "WB002"]
+
+
+def test_time_is_linear_in_the_loops_of_a_file() -> None:
+    loop = BAD.format(noqa="")
+    seconds = []
+    for count in (100, 400):
+        text = "".join(loop.replace("loss", f"loss{n}") for n in range(count))
+        start = time.process_time()
+        assert len(lint_source(text)) >= count
+        seconds.append(time.process_time() - start)
+    assert seconds[1] < 10 * seconds[0]
 
 
 def test_explain(capsys: pytest.CaptureFixture[str]) -> None:
@@ -186,7 +257,7 @@ def test_no_torch_and_nothing_else_is_imported(script: Path) -> None:
         check=False,
     )
     assert done.returncode == FOUND, done.stderr
-    assert len(done.stdout.splitlines()) == 3
+    assert len(done.stdout.splitlines()) == 9
 
 
 def test_as_a_module(script: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import textwrap
 from pathlib import Path
 
@@ -43,6 +44,26 @@ class Scaler:
     def update(self) -> None:
         self.factor *= 2.0
         self.unscaled = False
+
+
+class Accelerator:
+    """Accelerate's contract: divide every loss, step and clear at the end of a window."""
+
+    def __init__(self, gradient_accumulation_steps: int) -> None:
+        self.steps = gradient_accumulation_steps
+        self.count = 0
+
+    def accumulate(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
+        self.count += 1
+        return contextlib.nullcontext()
+
+    def backward(self, loss: torch.Tensor) -> None:
+        (loss / self.steps).backward()
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        if self.count % self.steps == 0:
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 LOOPS = {
@@ -95,6 +116,22 @@ LOOPS = {
                 optimizer.step()
                 optimizer.zero_grad()
     """,
+    "WB102": """
+        accelerator = Accelerator(gradient_accumulation_steps=accum)
+        for x, y in batches:
+            with accelerator.accumulate(model):
+                loss = F.cross_entropy(model(x), y)
+                accelerator.backward(loss / accum)
+                accelerator.step(optimizer)
+    """,
+    "WB107": """
+        for i, (x, y) in enumerate(batches):
+            (F.cross_entropy(model(x), y) / accum).backward()
+            if (i + 1) % accum == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+            scheduler.step()
+    """,
     "WB117": """
         for i, (x, y) in enumerate(batches):
             (F.cross_entropy(model(x), y) / accum).backward()
@@ -119,13 +156,16 @@ def _trained(source: str) -> torch.Tensor:
     model, batches = _setup()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     names = {"model": model, "batches": batches, "optimizer": optimizer, "accum": ACCUM}
-    exec(source, {**names, "scaler": Scaler(), "F": F, "nn": nn, "torch": torch})
+    names["scheduler"] = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    names |= {"scaler": Scaler(), "Accelerator": Accelerator}
+    exec(source, {**names, "F": F, "nn": nn, "torch": torch})
     return nn.utils.parameters_to_vector(model.parameters()).detach()
 
 
-def _whole(*, clip: bool) -> torch.Tensor:
+def _whole(*, clip: bool, schedule: bool) -> torch.Tensor:
     model, batches = _setup()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     for start in range(0, len(batches), ACCUM):
         window = batches[start : start + ACCUM]
         x = torch.cat([b[0] for b in window])
@@ -135,19 +175,83 @@ def _whole(*, clip: bool) -> torch.Tensor:
         if clip:
             nn.utils.clip_grad_norm_(model.parameters(), 0.05)
         optimizer.step()
+        if schedule:
+            scheduler.step()
     return nn.utils.parameters_to_vector(model.parameters()).detach()
 
 
+def _distance(got: torch.Tensor, right: torch.Tensor) -> float:
+    return float(torch.linalg.vector_norm(got - right) / torch.linalg.vector_norm(right))
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # The mistake itself.
 @pytest.mark.parametrize("code", LOOPS)
 def test_fixed_loop_makes_the_update_of_the_whole_batch(code: str) -> None:
     source = textwrap.dedent(LOOPS[code])
-    fixed, count = fix_text(source, Settings(select=(code,)))
+    fixed, count = fix_text(source, Settings(select=(code,)), unsafe=code == "WB107")
     assert count == 1
-    right = _whole(clip="clip" in source)
-    wrong = _trained(source)
-    assert torch.linalg.vector_norm(wrong - right) / torch.linalg.vector_norm(right) > 1e-6
-    got = _trained(fixed)
-    assert torch.linalg.vector_norm(got - right) / torch.linalg.vector_norm(right) <= 1e-12
+    right = _whole(clip="clip" in source, schedule="scheduler" in source)
+    assert _distance(_trained(source), right) > 1e-6
+    assert _distance(_trained(fixed), right) <= 1e-12
+
+
+# Loops with two mistakes: mending one of them alone would do harm.
+TANGLED = {
+    "cleared and not divided": """
+        for i, (x, y) in enumerate(batches):
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            if (i + 1) % accum == 0:
+                optimizer.step()
+    """,
+    "two conditions of one boundary": """
+        for i, (x, y) in enumerate(batches):
+            (F.cross_entropy(model(x), y) / accum).backward()
+            if i % accum == 0:
+                optimizer.step()
+            if i % accum == 0:
+                optimizer.zero_grad()
+    """,
+    "a divided loss that is logged": """
+        accelerator = Accelerator(gradient_accumulation_steps=accum)
+        for x, y in batches:
+            with accelerator.accumulate(model):
+                loss = F.cross_entropy(model(x), y) / accum
+                accelerator.backward(loss)
+                accelerator.step(optimizer)
+            print(loss.item() * accum)
+    """,
+}
+
+
+@pytest.mark.parametrize("name", TANGLED)
+def test_a_fix_that_would_do_harm_alone_is_not_made(name: str) -> None:
+    source = textwrap.dedent(TANGLED[name])
+    fixed, count = fix_text(source, Settings())
+    before = _distance(_trained(source), _whole(clip=False, schedule=False))
+    after = _distance(_trained(fixed), _whole(clip=False, schedule=False))
+    assert (count, fixed) == (0, source) or after <= min(before, 1e-12)
+
+
+def test_an_unsafe_fix_needs_to_be_asked_for(tmp_path: Path) -> None:
+    file = tmp_path / "train.py"
+    source = textwrap.dedent(LOOPS["WB107"])
+    file.write_text(source)
+    main([str(file), "--fix"])
+    assert file.read_text() == source
+    main([str(file), "--fix", "--unsafe-fixes"])
+    assert file.read_text() != source
+
+
+def test_a_diff_changes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "train.py"
+    source = textwrap.dedent(LOOPS["WB110"])
+    file.write_text(source)
+    assert main([str(file), "--diff"]) == 1
+    assert "+    if (i + 1) % accum == 0:" in capsys.readouterr().out
+    assert file.read_text() == source
+    assert main([str(file), "--diff", "--exit-zero"]) == 0
 
 
 @pytest.mark.parametrize("code", LOOPS)

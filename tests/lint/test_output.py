@@ -45,6 +45,7 @@ def test_json() -> None:
         "column": 5,
         "end_line": 4,
         "fixable": True,
+        "unsafe_fix": False,
     }
     assert json.loads(FORMATS["json"]([])) == []
 

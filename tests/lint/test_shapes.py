@@ -250,4 +250,145 @@ def test_a_long_function_is_followed_where_its_name_says_that_it_is_the_loss() -
         "    optimizer.zero_grad()\n"
     )
     assert codes(source.replace("{name}", "batch_loss")) == ["WB103"]
-    assert codes(source.replace("{name}", "forward")) == []
+    assert codes(source.replace("{name}", "of_everything")) == []
+
+
+# Spellings that were missed in public loops: each with the rules that it breaks.
+SPELLINGS = {
+    "ifexp": (
+        """
+def train(model, loader, opt, crit, k):
+    for e in range(3):
+        for i, (x, y) in enumerate(loader):
+            crit(model(x), y).backward()
+            opt.step() if (i + 1) % k == 0 else None
+            opt.zero_grad() if (i + 1) % k == 0 else None
+""",
+        "WB101 WB109",
+    ),
+    "or call": (
+        """
+def train(model, loader, optimizer, criterion, accum):
+    for e in range(3):
+        for i, (x, y) in enumerate(loader):
+            loss = criterion(model(x), y) / accum
+            loss.backward()
+            (i + 1) % accum or optimizer.step()
+            (i + 1) % accum or optimizer.zero_grad()
+""",
+        "WB109",
+    ),
+    "if n%k": (
+        """
+def train(model, loader, optimizer, criterion, accum):
+    n = 0
+    for e in range(3):
+        for x, y in loader:
+            n += 1
+            loss = criterion(model(x), y)
+            loss.backward()
+            if n % accum:
+                continue
+            optimizer.step()
+            optimizer.zero_grad()
+""",
+        "WB101",
+    ),
+    "flag last": (
+        """
+def train(model, loader, optimizer, criterion, accum):
+    for e in range(3):
+        for i, (x, y) in enumerate(loader):
+            update = (i + 1) % accum == 0
+            if i == len(loader) - 1:
+                update = True
+            loss = criterion(model(x), y) / accum
+            loss.backward()
+            if update:
+                optimizer.step()
+                optimizer.zero_grad()
+""",
+        "WB109",
+    ),
+    "mainloop": (
+        """
+from tqdm import tqdm
+def train(model, loader, optimizer, criterion, accum, main):
+    for e in range(3):
+        it = tqdm(range(len(loader))) if main else range(len(loader))
+        for i in it:
+            x, y = loader[i]
+            loss = criterion(model(x), y) / accum
+            loss.backward()
+            if i % accum == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+""",
+        "WB109 WB110",
+    ),
+    "guided": (
+        """
+class Loop:
+    def run_step(self, batch, cond):
+        self.forward_backward(batch, cond)
+        took = self.mp_trainer.optimize(self.opt)
+    def forward_backward(self, batch, cond):
+        self.mp_trainer.zero_grad()
+        for i in range(0, batch.shape[0], self.microbatch):
+            micro = batch[i:i+self.microbatch]
+            losses = self.diffusion.training_losses(self.ddp_model, micro)
+            loss = (losses["loss"] * weights).mean()
+            self.mp_trainer.backward(loss)
+""",
+        "WB101",
+    ),
+    "lightning": (
+        """
+class M(pl.LightningModule):
+    def __init__(self, k):
+        self.automatic_optimization = False
+        self.k = k
+    def training_step(self, batch, batch_idx):
+        opt_g, opt_d = self.optimizers()
+        self._gen(batch, batch_idx, opt_g)
+        self._disc(batch, batch_idx, opt_d)
+    def _gen(self, batch, batch_idx, opt):
+        loss = self.gen_loss_model(batch)
+        self.manual_backward(loss)
+        if (batch_idx + 1) % self.k == 0:
+            opt.step()
+            opt.zero_grad()
+    def _disc(self, batch, batch_idx, opt):
+        loss = self.disc_loss_model(batch)
+        self.manual_backward(loss)
+        if (batch_idx + 1) % self.k == 0:
+            opt.step()
+            opt.zero_grad()
+""",
+        "WB101 WB109",
+    ),
+    "4back": (
+        """
+import torch.nn.functional as F
+accum = 4
+def train(model, loader, optimizer, writer):
+    n = 0
+    while True:
+        for x, y in loader:
+            loss = F.mse_loss(model(x), y) / accum
+            loss.backward()
+            n += 1
+            writer.add_scalar("loss", loss.item() * 4, n)
+            if n % accum == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+""",
+        "",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_spellings_of_public_loops(name: str) -> None:
+    source, codes = SPELLINGS[name]
+    assert sorted({f.code for f in lint_source(source)}) == codes.split()

@@ -11,12 +11,18 @@ from wholebatch.cli.command_options import argument, command, option, whole_numb
 class LintOptions:
     """The options of `wholebatch lint`, which become those of the linter."""
 
-    paths: list[str] | None = argument(None, "PATH...", "Scripts, notebooks or folders.")
+    paths: list[str] | None = argument(
+        None, "PATH...", "Scripts, notebooks, folders, or - for standard input."
+    )
     form: str = option("text", "text|json|sarif|github", "Output format.", flag="--format")
     select: list[str] | None = option(None, "CODES", "Check only these: WB101,WB103 or WB1.")
     ignore: list[str] | None = option(None, "CODES", "Check all but these.")
     exclude: list[str] | None = option(None, "GLOB", "Skip these paths.")
     fix: bool = option(False, None, "Repair what is certain.", flag="--fix")
+    unsafe_fixes: bool = option(False, None, "Also repair what is likely.", flag="--unsafe-fixes")
+    diff: bool = option(False, None, "Show what --fix would change.", flag="--diff")
+    statistics: bool = option(False, None, "Count the findings by rule.", flag="--statistics")
+    exit_zero: bool = option(False, None, "Exit with 0 despite findings.", flag="--exit-zero")
     explain: str | None = option(None, "CODE", "Show the page of a rule.")
     list_rules: bool = option(False, None, "List all rules.", flag="--list-rules")
     jobs: int | None = option(

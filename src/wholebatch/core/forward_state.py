@@ -24,7 +24,9 @@ from wholebatch.errors import StateError
 _IMMUTABLE = frozenset({int, float, bool, complex, str, bytes, type(None)})
 _CONTAINERS = (list, tuple, dict, deque)
 _MUTABLE = (*_CONTAINERS, Tensor, set)
-_TORCHS = frozenset(vars(nn.Module()))
+# Attributes that are not the model's state. The last is Transformers' note that hooks which record
+# outputs are in place: those stay, and without the note they would be installed twice.
+_TORCHS = frozenset({*vars(nn.Module()), "_output_capturing_hooks_installed"})
 # Wrappers keep the books of their engine in attributes; those are not the model's.
 _WRAPPERS = (
     "torch.nn.parallel.",

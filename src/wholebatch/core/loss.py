@@ -51,7 +51,7 @@ def check_total(total: object) -> Tensor:
         )
     if total.is_complex():
         raise LossError(f"total of dtype {total.dtype}: must be real, or it has no smallest value")
-    if not total.requires_grad:
+    if not total.requires_grad and torch.is_grad_enabled():  # a first pass makes no graph
         raise LossError(
             "total does not require a gradient: it is detached from the model, was computed under "
             "torch.no_grad(), or every parameter that it depends on is frozen"

@@ -10,9 +10,10 @@ Which one a `WholeBatch` needs is decided once, when it is made (`choose_runner`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -21,9 +22,12 @@ from torch import Tensor, nn
 from wholebatch.compile import Execute, Executor, check_execute
 from wholebatch.core.foreign_writes import Untouched
 from wholebatch.core.forward_state import ForwardState, restore_random
-from wholebatch.core.loss import SINGLE, Loss, Terms, as_loss
+from wholebatch.core.loss import SINGLE, Loss, Term, Terms, as_loss
 from wholebatch.core.precision import Precision
-from wholebatch.core.splitting import batch_size_of, to_device
+from wholebatch.core.splitting import Tokens, batch_size_of, to_device
+from wholebatch.core.splitting.micro_batches import lengths_of
+from wholebatch.core.splitting.packing import alone
+from wholebatch.core.splitting.samples import layout_of
 from wholebatch.core.torch_version import execute_here
 from wholebatch.core.window import Window
 from wholebatch.coupled import batchnorms, tracked_instance_norms
@@ -36,8 +40,10 @@ from wholebatch.coupled.contrastive.losses import Coupled, OfTheBatch, refuse_in
 from wholebatch.coupled.contrastive.two_pass import WholeLoss
 from wholebatch.coupled.normalisation_layers import running_buffers
 from wholebatch.coupled.per_sample_dropout import PerSample, check_dropout
+from wholebatch.coupled.sample_draws import WindowDraws
 from wholebatch.errors import OptionError, UnsupportedError
 
+_SEQUENCES = 4  # so many are packed into a row, to see whether the model keeps them apart
 LossFunction: TypeAlias = Callable[[Any, Any], Loss | Terms | Tensor]
 AfterMicro: TypeAlias = Callable[[int, int], None]
 BeforeMicro: TypeAlias = Callable[[int], None]
@@ -53,8 +59,8 @@ class WindowRun:
     """The last backward reduces the gradients over the ranks; otherwise the close does."""
     before_micro: BeforeMicro = lambda index: None
     after_micro: AfterMicro = lambda done, of: None
-    numbers: Sequence[Sequence[int]] = ()
-    """The places of each micro-batch's samples in this rank's batch."""
+    numbers: Callable[[], Sequence[Sequence[int]]] = tuple
+    """Return the places of each micro-batch's samples in this rank's batch."""
     stand_in: Any = None
     """A micro-batch that is not counted, for a rank that has none."""
 
@@ -82,9 +88,12 @@ class Runner:
         self.policy = policy
         self._loss = loss
         self._drop = dropout
-        self._numbers: dict[int, Sequence[int]] = {}
+        self._draws = WindowDraws()
+        self._places: dict[int, int] = {}
+        self._numbers: Callable[[], Sequence[Sequence[int]]] = tuple
         self._first_number = 0
         self._audits, self._in_parts = audit, False
+        self._looked_at_packing = False
         self._undivided: Mapping[str, Any] | None = None
         # Of the micro-step that runs now, for its eager code:
         self._is_last = False  # its backward reduces
@@ -139,56 +148,91 @@ class Runner:
         self._undivided = layout if len(micros) == 1 else None
         if not guard.pending or (len(micros) == 1 and sync.ranks == 1):
             return
-        encodes = isinstance(self._loss, Coupled)
-        function = self._loss.encode if isinstance(self._loss, Coupled) else self._loss
+        function = self._loss
+        encodes = isinstance(function, Coupled) and function.addends is None
+        if isinstance(function, Coupled):
+            function = function.addends or function.encode
 
         def run(few: Any) -> Any:
-            with self._precision.forward():
+            with self._precision.forward(), self._draws.micro(lambda: None):
                 return function(self.model, to_device(few, self._device))
 
         name = getattr(function, "__name__", "a function")
         guard.look(run, batch, micros, **layout, outputs=encodes, name=name, sync=sync)
+        self._share_that_draws_are_used()
         if not guard.pending:
             self._guard = None
 
+    def look_at_packing(self, batch: Any, by: Tokens, layout: Mapping[str, Any]) -> None:
+        """Refuse a model to which a sequence in a row of several is not the one by itself."""
+        function = self._loss.addends if isinstance(self._loss, Coupled) else self._loss
+        if self._looked_at_packing or not self._audits or function is None:
+            return
+        self._looked_at_packing = True
+        read = layout_of(batch, **layout)
+        ones, together = alone(read, by, lengths_of(read, by)[0], _SEQUENCES)
+        models = self._window.target.models
+        before, modes = ForwardState(*models), [m for one in models for m in one.modules()]
+        training = [module for module in modes if module.training]
+        try:
+            for module in training:  # without dropout
+                module.training = False
+            with torch.no_grad():
+                apart = [self._loss_of(micro, function) for micro in ones]
+                packed = self._loss_of(together, function)
+        finally:
+            for module in training:
+                module.training = True
+            before.restore()
+        refuse_packing(apart, packed)
+
     def join_look(self) -> None:
         """Take part in the other ranks' look, without a sample."""
-        if self._guard is not None:
+        if self._guard is not None and self._guard.pending:
             self._guard.join(self._window.sync)
+            self._share_that_draws_are_used()
+
+    def _share_that_draws_are_used(self) -> None:
+        """Let all ranks know if the loss draws numbers that follow their samples."""
+        self._draws.used = bool(self._window.sync.sum([float(self._draws.used)])[0])
 
     # ------------------------------------------------------------ the windows
 
     @property
     def numbers_samples(self) -> bool:
-        """True if `begin_window` and `run` need to know which samples are where."""
-        return self._drop is not None
+        """True if `begin_window` needs to know how many samples there are."""
+        return self._drop is not None or self._draws.used
 
     def begin_window(self, samples: int = 0) -> None:
         """Begin an attempt at a window of so many samples."""
         self._untouched.forget()
         if self.policy is not None:
             self.policy.begin_window()
+        seed = self._agree_on_samples(samples) if self.numbers_samples else None
+        self._draws.begin_window(seed, self._window.sync.ranks)
         if self._drop is not None:
-            self._agree_on_samples(self._drop, samples)
+            self._drop.begin_window(seed)
 
-    def _agree_on_samples(self, drop: PerSample, samples: int) -> None:
+    def _agree_on_samples(self, samples: int) -> int:
         """Agree on one seed for all ranks, and a number for every sample of the global batch."""
         sync = self._window.sync
-        seed = drop.draw_seed()
+        seed = PerSample.draw_seed()
         values = [0.0] * (1 + sync.ranks)
         values[0] = float(seed) if sync.rank == 0 else 0.0
         values[1 + sync.rank] = float(samples)
         values = sync.sum(values)
-        drop.begin_window(int(values[0]))
         self._first_number = int(sum(values[1 : 1 + sync.rank]))
+        return int(values[0])
 
     def end_window(self) -> None:
         """Take note that the window's update is made."""
+        self._draws.end_window()
         if self.policy is not None:
             self.policy.end_window()
 
     def discard_window(self) -> None:
         """Forget the window, whatever became of it."""
+        self._draws.leave()
         if self.policy is not None:
             self.policy.discard_window()
 
@@ -205,7 +249,9 @@ class Runner:
             self._is_last = how.reduces and index == places - 1
             how.before_micro(index)
             if index < len(micros):
+                self._draws.enter(partial(self._numbers_at, index))
                 micro_step(micros[index])
+                self._draws.leave()
                 window.micro_batch_done()
                 how.after_micro(index + 1, len(micros))
             else:
@@ -213,16 +259,19 @@ class Runner:
         if drawn is not None:
             torch.set_rng_state(drawn)
 
-    def _prepare(self, micros: Sequence[Any], numbers: Sequence[Sequence[int]]) -> Tensor | None:
+    def _prepare(
+        self, micros: Sequence[Any], numbers: Callable[[], Sequence[Sequence[int]]]
+    ) -> Tensor | None:
         """Look at a batch that is cut only now; return the random state to put back afterwards."""
         sync = self._window.sync
         self._in_parts = len(micros) > 1 or sync.ranks > 1
         is_cut = self._undivided is not None and len(micros) > 1 and sync.ranks == 1
         if is_cut and self._guard is not None:
             self.look_at(micros[0], micros, {**(self._undivided or {}), "batch_size": None})
+        self._places = {id(micro): place for place, micro in enumerate(micros)}
+        self._numbers = cache(numbers)
         if self._drop is None:
             return None
-        self._numbers = {id(micro): own for micro, own in zip(micros, numbers, strict=False)}
         return torch.get_rng_state()  # the window has drawn its seed, and nothing else counts
 
     def _run_weightless(self, micro: Any) -> None:
@@ -267,7 +316,7 @@ class Runner:
 
     def micro_step(self, micro: Any) -> None:
         """Run forward and backward of a micro-batch, and enter it in the window."""
-        with self._sampling(micro):
+        with nullcontext() if self._drop is None else self._sampling(micro):
             self.executor.micro_step(micro, reduces=self._is_last)
 
     def forward(self, micro: Any, loss_function: LossFunction | None = None) -> Loss | Terms:
@@ -297,14 +346,24 @@ class Runner:
             self.policy.micro()
         return loss
 
-    def _sampling(self, micro: Any) -> AbstractContextManager[None]:
-        """Return a context in which dropout's masks are those of the samples of `micro`."""
-        if self._drop is None:
-            return nullcontext()
-        numbers = self._numbers.get(id(micro))
-        if numbers is None:  # a stand-in, which is not counted
-            numbers = range(batch_size_of(micro))
-        return self._drop.micro(torch.tensor(numbers) + self._first_number)
+    @contextmanager
+    def _sampling(self, micro: Any) -> Iterator[None]:
+        """Give dropout's masks, and draws that follow their samples, those of `micro`."""
+        place = self._places.get(id(micro))
+        if place is None:  # a stand-in, which is not counted
+            numbers: Callable[[], Sequence[int]] = partial(range, batch_size_of(micro))
+        else:
+            numbers = partial(self._numbers_at, place)
+        with self._draws.micro(numbers):
+            if self._drop is None:
+                yield
+                return
+            with self._drop.micro(torch.tensor(numbers())):
+                yield
+
+    def _numbers_at(self, place: int) -> list[int]:
+        """Return the numbers in the global batch of the samples of a micro-batch."""
+        return [number + self._first_number for number in self._numbers()[place]]
 
     # ----------------------------------------------------------------- state
 
@@ -312,17 +371,19 @@ class Runner:
         """Return what an open window holds beside its gradients."""
         return {
             "batchnorm": None if self.policy is None else self.policy.state_dict(),
-            "dropout": None if self._drop is None else (self._drop.seed, self._first_number),
+            "draws": self._draws.state(),
+            "first_number": self._first_number,
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Go on with the window of `state_dict`."""
         if self.policy is not None and saved["batchnorm"] is not None:
             self.policy.load_state_dict(saved["batchnorm"])
-        if self._drop is not None and saved.get("dropout") is not None:
-            seed, self._first_number = saved["dropout"]
-            if seed is not None:
-                self._drop.begin_window(seed)
+        self._first_number = saved["first_number"]
+        self._draws.used, seed = saved["draws"]
+        self._draws.begin_window(seed, self._window.sync.ranks)
+        if self._drop is not None and seed is not None:
+            self._drop.begin_window(seed)
 
 
 class LockStepRunner(Runner):
@@ -488,6 +549,38 @@ def choose_runner(
     if hold != "auto" or (policy is None and has_norms):
         return LockStepRunner(model, loss, hold=hold, **options)
     return Runner(model, loss, **options)
+
+
+def refuse_packing(apart: Sequence[Loss | Terms], packed: Loss | Terms) -> None:
+    """Refuse if the sums of sequences by themselves are not those of one row with all of them."""
+
+    def sums(losses: Sequence[Loss | Terms]) -> dict[str, tuple[float, float]]:
+        found: dict[str, tuple[float, float]] = {}
+        for loss in losses:
+            single = isinstance(loss, Loss)
+            terms = {SINGLE: Term(loss.total, loss.units)} if single else loss.by_name  # type: ignore[union-attr]
+            for name, term in terms.items():
+                total, units = found.get(name, (0.0, 0.0))
+                found[name] = (total + float(term.total), units + float(term.units))
+        return found
+
+    totals = (
+        [packed.total] if isinstance(packed, Loss) else [t.total for t in packed.by_name.values()]
+    )
+    sixteen_bit = any(total.dtype in (torch.bfloat16, torch.float16) for total in totals)
+    allowed = 1e-2 if sixteen_bit else 1e-3 if torch.backends.cuda.matmul.allow_tf32 else 2e-5
+    for name, (total, units) in sums(apart).items():
+        in_row, units_in_row = sums([packed])[name]
+        if units == units_in_row and abs(in_row - total) <= allowed * abs(total) + 1e-12:
+            continue
+        raise UnsupportedError(
+            f"tokens(pack=...): {len(apart)} sequences, each in a row of its own, have a loss of "
+            f"{total:g} over {units:g} units, and in one row {in_row:g} over {units_in_row:g}: the "
+            "model does not keep the sequences of a row apart. Transformers' models do so with "
+            "use_cache=False in their configuration and without an attention_mask; a model of your "
+            "own must attend within the sequences that position_ids tell, and give no units to "
+            "labels of -100. Labels that are shifted already must be called shift_labels"
+        )
 
 
 def check_functions(loss: object, units: object) -> None:

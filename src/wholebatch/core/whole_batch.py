@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -283,6 +284,8 @@ class WholeBatch:
     def _look(self, batch: Any, micros: Sequence[Any]) -> None:
         """Refuse what does not add up, before the first window that is split."""
         like = self._fitting.largest_of(batch) if isinstance(batch, Batches) else batch
+        if isinstance(self.micro_batch, Tokens) and self.micro_batch.pack:
+            self._runner.look_at_packing(like, self.micro_batch, self._layout)
         self._runner.look_at(like, micros, self._layout)
 
     def _attempts(self, micros: list[Any], first: int) -> Iterable[Attempt]:
@@ -328,7 +331,7 @@ class WholeBatch:
 
         # A rank that must begin again would leave the others in a reduction.
         alone = self._fitting.recovers or (probe is not None and probe.active)
-        numbers = self._fitting.numbers_of(micros) if self._runner.numbers_samples else ()
+        numbers = partial(self._fitting.numbers_of, micros)
         reduces = self._window.sync.ranks == 1 or not alone
         self._runner.run(micros, WindowRun(first, reduces, before, after, numbers))
 

@@ -10,6 +10,7 @@ from wholebatch.coupled.contrastive.losses import (
     siglip_loss,
     supcon_loss,
 )
+from wholebatch.coupled.moe import moe_loss
 from wholebatch.coupled.normalisation_layers import batchnorms, tracked_instance_norms
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "convert",
     "groups_for",
     "info_nce",
+    "moe_loss",
     "siglip_loss",
     "supcon_loss",
     "tracked_instance_norms",

@@ -40,9 +40,10 @@ class PerSample:
         self._shapes: _Shapes = {}
 
     @staticmethod
-    def draw_seed() -> int:
-        """Draw a seed for a window from the global generator; it fits exactly in a float64."""
-        return int(torch.empty((), dtype=torch.int64, device="cpu").random_(2**53).item())
+    def draw_seed(generator: torch.Generator | None = None) -> int:
+        """Draw a seed for a window, by default from the global generator; a float64 holds it."""
+        empty = torch.empty((), dtype=torch.int64, device="cpu")
+        return int(empty.random_(2**53, generator=generator).item())
 
     def begin_window(self, seed: int | None = None) -> None:
         """Begin a window, whose micro-batches share the seed; draw one if none is given."""
@@ -139,12 +140,9 @@ class _Masks(TorchDispatchMode):
             )
         call = int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
         self._check(call, count, tuple(x.shape))
-        bits = _mix(self._samples.to(x.device, non_blocking=True) + call)
-        # Hash one coordinate after the other, so that longer padding does not change the rest.
-        for size in (x.shape[0] // count, *x.shape[1:]):
-            bits = _mix(bits[..., None] + torch.arange(1, size + 1, device=x.device) * _GOLDEN)
+        bits = sample_bits(self._samples, call, x.shape, x.device)
         keep: Tensor = bits.bitwise_and_(2**_BITS - 1) < round(chance * 2**_BITS)
-        return keep.view(x.shape)
+        return keep
 
     def _check(self, call: int, count: int, shape: tuple[int, ...]) -> None:
         """Refuse samples in dimension 1; this shows in micro-batches of different sizes."""
@@ -157,6 +155,23 @@ class _Masks(TorchDispatchMode):
                 f" {shape} in one of {count}: the samples are its second dimension, and "
                 'dropout="per-sample" needs them as its first'
             )
+
+
+def sample_bits(samples: Tensor, call: int, shape: Sequence[int], device: torch.device) -> Tensor:
+    """Return 64 random bits for each place: a hash of the call, the sample and the position.
+
+    The first dimension of `shape` is the samples, or a multiple of them.
+    """
+    bits = _mix(samples.to(device, non_blocking=True) + call)
+    # Hash one coordinate after the other, so that longer padding does not change the rest.
+    for size in (shape[0] // len(samples), *shape[1:]):
+        bits = _mix(bits[..., None] + torch.arange(1, size + 1, device=device) * _GOLDEN)
+    return bits.view(shape)
+
+
+def mixed(number: int) -> int:
+    """Return SplitMix64's hash of a number, as a signed 64-bit integer."""
+    return int(_mix(torch.tensor(_signed(number * 0x9E3779B97F4A7C15 % 2**64))).item())
 
 
 def _signed(value: int) -> int:

@@ -20,12 +20,20 @@ from .source_files import Source, read_source
 
 _SYNTAX = "WB001"
 _UNREAD = "WB002"
+_OTHER_FRAMEWORK = "WB003"
 
 # A file without a backward, a step function or a Trainer subclass cannot accumulate.
 _TRAINS = re.compile(r"backward\s*\(|loss_scaler\s*\(|def (training_step|compute_loss)\b")
 _UPDATES = re.compile(
-    r"\.\s*step\s*\(|optimizer_step|update_grad|def (training_step|compute_loss)\b|loss_scaler"
+    r"\.\s*(step|optimize)\s*\(|optimizer_step|update_grad|loss_scaler"
+    r"|def (training_step|compute_loss)\b"
 )
+# Loops that other rules than those of torch read, or none does.
+_ELSEWHERE = re.compile(r"^\s*(?:import|from)\s+(tensorflow|keras|jax|flax|mlx|paddle)\b", re.M)
+_ACCUMULATES = re.compile(
+    r"MultiSteps\s*\(|gradient_accumulation_steps\s*=|accum\w*_grad|grad\w*_accum"
+)
+_APPLIES = re.compile(r"apply_gradients\s*\(|apply_updates\s*\(|MultiSteps\s*\(|optimizers\.\w+\(")
 _NOQA = re.compile(r"#\s*noqa(?:\s*:\s*(?P<codes>[A-Z]+\d+(?:[,\s]+[A-Z]+\d+)*))?", re.IGNORECASE)
 # Starting workers takes about as long as checking this many files.
 _ALONE = 64
@@ -45,7 +53,10 @@ class Finding:
     name: str = ""
     cell: int | None = None
     end_line: int | None = None
+    end_column: int | None = None
     fix: tuple[Edit, ...] = ()
+    unsafe: bool = False
+    source_line: str = ""
 
     @property
     def place(self) -> str:
@@ -99,13 +110,30 @@ def check_source(source: Source, settings: Settings) -> list[Finding]:
     # A cheap test that avoids parsing most files.
     if _TRAINS.search(source.text) and _UPDATES.search(source.text):
         found += _parse_and_check(source, settings)
+    elif _ACCUMULATES.search(source.text) and _APPLIES.search(source.text):
+        found += _of_another_framework(source, settings)
     found = [f for f in found if settings.wants_in(f.code, source.path)]
     return sorted(set(found), key=lambda f: (f.cell or 0, f.line, f.column, f.code))
 
 
+def _of_another_framework(source: Source, settings: Settings) -> list[Finding]:
+    """Check the few things that are known of other frameworks, and say once what was not read."""
+    framework = _ELSEWHERE.search(source.text)
+    if framework is None:
+        return []
+    words = (
+        f"this file accumulates gradients with {framework.group(1)}, whose loops the rules do not "
+        "read: hold an update against that of the whole batch yourself"
+    )
+    line = source.text.count("\n", 0, framework.end()) + 1
+    cell, inside = source.place(line)
+    note = Finding(source.path, inside, 1, _OTHER_FRAMEWORK, words, "note", cell=cell)
+    return [note, *_parse_and_check(source, settings)]
+
+
 def _parse_and_check(source: Source, settings: Settings) -> list[Finding]:
     try:
-        file = read(source.text)
+        file = read(source.text, source.path)
     except SyntaxError as error:
         words = f"syntax error: {error.msg}"
         return [Finding(source.path, error.lineno or 1, error.offset or 1, _SYNTAX, words, "error")]
@@ -138,7 +166,10 @@ def _check_rule(rule: Rule, file: File, source: Source, lines: list[str]) -> lis
             rule.name,
             cell,
             end_line=end - line + inside,
+            end_column=_end_column(report.node, line),
             fix=report.fix,
+            unsafe=report.unsafe,
+            source_line=lines[line - 1] if line <= len(lines) else "",
         )
         found.setdefault((line, column), finding)
     return list(found.values())
@@ -152,6 +183,14 @@ def _position(node: ast.AST) -> tuple[int, int, int]:
     if isinstance(node, (ast.For, ast.While, ast.With, ast.AsyncWith, ast.If)):
         end = line
     return line, column, end
+
+
+def _end_column(node: ast.AST, line: int) -> int | None:
+    """Return the column behind the node if it ends on its first line."""
+    if isinstance(node, (ast.For, ast.While, ast.With, ast.AsyncWith, ast.If)):
+        return None
+    end = getattr(node, "end_col_offset", None)
+    return end + 1 if end is not None and getattr(node, "end_lineno", line) == line else None
 
 
 def _is_silenced(lines: list[str], first: int, last: int, code: str) -> bool:

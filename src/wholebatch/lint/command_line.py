@@ -10,12 +10,13 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
-from .check_files import Finding, lint_files
-from .lint_settings import SettingsError, load_settings
-from .output_formats import FORMATS
+from .check_files import Finding, check_source, lint_files
+from .lint_settings import Settings, SettingsError, load_settings
+from .output_formats import FORMATS, as_statistics
 from .rules import RULES
-from .source_files import collect
+from .source_files import Source, collect
 
 CLEAN, FOUND, USAGE = 0, 1, 2
 
@@ -38,6 +39,10 @@ class LintArguments:
     list_rules: bool = False
     jobs: int | None = None
     output: str | None = None
+    unsafe_fixes: bool = False
+    diff: bool = False
+    statistics: bool = False
+    exit_zero: bool = False
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -69,30 +74,53 @@ def _lint(options: LintArguments) -> int:
     settings = load_settings(
         Path.cwd(), select=options.select, ignore=options.ignore, exclude=options.exclude
     )
-    try:
-        files = collect(options.paths, settings)
-    except FileNotFoundError as error:
-        raise UsageError(f"{error}: no such file or folder") from error
+    if "-" in options.paths:
+        return _lint_input(options, settings)
+    files = collect(options.paths or ["."], settings)
     findings = lint_files(files, settings, jobs=options.jobs)
     repaired = 0
+    if options.diff:
+        changes = "".join(_fixing().diff_files(findings, settings, unsafe=options.unsafe_fixes))
+        _write(changes.rstrip("\n"), options.output)
+        return FOUND if changes and not options.exit_zero else CLEAN
     if options.fix and any(f.fix for f in findings):
-        try:
-            from .fix import fix_files
-        except ImportError as error:
-            raise UsageError("--fix needs libcst: pip install libcst") from error
-        repaired = fix_files(findings, settings)
+        repaired = _fixing().fix_files(findings, settings, unsafe=options.unsafe_fixes)
         findings = lint_files(files, settings, jobs=options.jobs)
-    rendered = FORMATS[options.form](findings)
+    return _report(options, findings, len(files), repaired)
+
+
+def _lint_input(options: LintArguments, settings: Settings) -> int:
+    """Check standard input; with `--fix`, write the repaired text to standard output."""
+    text = sys.stdin.read()
+    if options.fix or options.diff:
+        fixed, _ = _fixing().fix_text(text, settings, path="-", unsafe=options.unsafe_fixes)
+        shown = _fixing().diff_text("-", text, fixed) if options.diff else fixed
+        sys.stdout.write(shown)
+        return CLEAN if options.exit_zero or not options.diff or not shown else FOUND
+    return _report(options, check_source(Source("-", text), settings), 1, 0)
+
+
+def _report(options: LintArguments, findings: Sequence[Finding], files: int, repaired: int) -> int:
+    """Write the findings in the format that was asked for, and return the exit status."""
+    shown = as_statistics if options.statistics else FORMATS[options.form]
+    rendered = shown(findings)
     is_screen = options.form == "text" and options.output is None and sys.stdout.isatty()
     _write(_wrapped(rendered) if is_screen else rendered, options.output)
     if options.form == "text":
         print(_summary(files, findings, repaired), file=sys.stderr)
-    return FOUND if any(f.level != "note" for f in findings) else CLEAN
+    failed = any(f.level != "note" for f in findings) and not options.exit_zero
+    return FOUND if failed else CLEAN
+
+
+def _fixing() -> ModuleType:
+    try:
+        from . import fix
+    except ImportError as error:
+        raise UsageError("--fix and --diff need libcst: pip install libcst") from error
+    return fix
 
 
 def _refuse_wrong(options: LintArguments) -> None:
-    if not options.paths:
-        raise UsageError("no paths given: name files or folders, for example `wholebatch lint .`")
     if options.form not in FORMATS:
         raise UsageError(f"format={options.form!r}: must be one of {', '.join(FORMATS)}")
     if options.jobs is not None and options.jobs < 1:
@@ -121,14 +149,17 @@ def _wrapped(rendered: str) -> str:
     )
 
 
-def _summary(files: Sequence[str], findings: Sequence[Finding], repaired: int) -> str:
-    fixable = sum(1 for f in findings if f.fix)
+def _summary(files: int, findings: Sequence[Finding], repaired: int) -> str:
+    fixable = sum(1 for f in findings if f.fix and not f.unsafe)
+    unsafe = sum(1 for f in findings if f.fix and f.unsafe)
     words = f"{len(findings)} finding{'' if len(findings) == 1 else 's'}"
-    words += f" in {len(files)} file{'' if len(files) == 1 else 's'}"
+    words += f" in {files} file{'' if files == 1 else 's'}"
     if repaired:
         words += f", {repaired} fixed"
     if fixable:
         words += f", {fixable} fixable with --fix"
+    if unsafe:
+        words += f", {unsafe} more with --unsafe-fixes"
     return words
 
 
@@ -148,7 +179,9 @@ def _parser() -> argparse.ArgumentParser:
         description="Find mistakes of gradient accumulation in training scripts and notebooks.",
         epilog="Exit status: 0 clean (notes do not count), 1 findings, 2 wrong usage.",
     )
-    parser.add_argument("paths", nargs="*", metavar="PATH", help="scripts, notebooks or folders")
+    parser.add_argument(
+        "paths", nargs="*", metavar="PATH", help="scripts, notebooks, folders, or - (default: .)"
+    )
     parser.add_argument("--format", dest="form", default="text", choices=sorted(FORMATS))
     parser.add_argument(
         "--select", action="append", default=[], metavar="CODES", help="only these (WB101,WB103)"
@@ -160,6 +193,10 @@ def _parser() -> argparse.ArgumentParser:
         "--exclude", action="append", default=[], metavar="GLOB", help="leave these paths out"
     )
     parser.add_argument("--fix", action="store_true", help="repair what is certain")
+    parser.add_argument("--unsafe-fixes", action="store_true", help="and what is likely")
+    parser.add_argument("--diff", action="store_true", help="show what --fix would change")
+    parser.add_argument("--statistics", action="store_true", help="count the findings by rule")
+    parser.add_argument("--exit-zero", action="store_true", help="exit with 0 despite findings")
     parser.add_argument("--explain", metavar="CODE", help="show the page of a rule")
     parser.add_argument("--list-rules", action="store_true", help="show all rules")
     parser.add_argument("--jobs", type=int, metavar="N", help="processes (default: all cores)")

@@ -5,8 +5,9 @@ from __future__ import annotations
 import io
 import json
 import tokenize
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from difflib import unified_diff
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +22,15 @@ from .source_files import Source, notebook_source, read_source
 _ROUNDS = 8
 
 
-def fix_files(findings: Sequence[Finding], settings: Settings) -> int:
+def fix_files(findings: Sequence[Finding], settings: Settings, *, unsafe: bool = False) -> int:
     """Fix files in place; return how many findings were fixed."""
     fixed = 0
     for path in dict.fromkeys(f.path for f in findings if f.fix):
         if path.endswith(".ipynb"):
-            fixed += _fix_notebook(path, settings)
+            fixed += _fix_notebook(path, settings, unsafe=unsafe)
             continue
         source = read_source(path, max_bytes=settings.max_file_bytes)
-        text, count = fix_text(source.text, settings, path=path)
+        text, count = fix_text(source.text, settings, path=path, unsafe=unsafe)
         if count:
             raw = Path(path).read_bytes()
             newline = "\r\n" if b"\r\n" in raw else "\n"
@@ -39,11 +40,30 @@ def fix_files(findings: Sequence[Finding], settings: Settings) -> int:
     return fixed
 
 
-def fix_text(text: str, settings: Settings, *, path: str = "<source>") -> tuple[str, int]:
+def diff_files(
+    findings: Sequence[Finding], settings: Settings, *, unsafe: bool = False
+) -> Iterator[str]:
+    """Yield what `fix_files` would change in scripts, as unified diffs."""
+    for path in dict.fromkeys(f.path for f in findings if f.fix and not f.path.endswith(".ipynb")):
+        source = read_source(path, max_bytes=settings.max_file_bytes)
+        fixed, _ = fix_text(source.text, settings, path=path, unsafe=unsafe)
+        yield diff_text(path, source.text, fixed)
+
+
+def diff_text(path: str, before: str, after: str) -> str:
+    """Return the unified diff of one text."""
+    lines = (before.splitlines(keepends=True), after.splitlines(keepends=True))
+    return "".join(unified_diff(*lines, path, path))
+
+
+def fix_text(
+    text: str, settings: Settings, *, path: str = "<source>", unsafe: bool = False
+) -> tuple[str, int]:
     """Apply one fix after another until none is left; return the text and how many."""
     count = 0
     for _ in range(_ROUNDS):
-        findings = [f for f in check_source(Source(path, text), settings) if f.fix]
+        found = check_source(Source(path, text), settings)
+        findings = [f for f in found if f.fix and (unsafe or not f.unsafe)]
         if not findings:
             break
         changed = _apply_edits(text, findings[0].fix)
@@ -54,7 +74,7 @@ def fix_text(text: str, settings: Settings, *, path: str = "<source>") -> tuple[
     return text, count
 
 
-def _fix_notebook(path: str, settings: Settings) -> int:
+def _fix_notebook(path: str, settings: Settings, *, unsafe: bool) -> int:
     """Apply the fixes whose edits all lie in one cell; return how many."""
     notebook: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
     fixed = 0
@@ -62,6 +82,8 @@ def _fix_notebook(path: str, settings: Settings) -> int:
         source = notebook_source(path, json.dumps(notebook).encode("utf-8"))
         for finding in check_source(source, settings):
             cells = {source.place(e.line)[0] for e in finding.fix}
+            if finding.unsafe and not unsafe:
+                continue
             if not finding.fix or len(cells) != 1 or finding.cell is None:
                 continue
             body = notebook["cells"][finding.cell - 1]["source"]

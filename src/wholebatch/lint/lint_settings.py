@@ -11,7 +11,7 @@ from typing import Any
 
 from .rules import RULES
 
-_ERROR_CODES = ("WB001", "WB002")
+_ERROR_CODES = ("WB001", "WB002", "WB003")
 
 
 class SettingsError(ValueError):
@@ -145,7 +145,7 @@ def _codes(given: Iterable[str], name: str) -> tuple[str, ...]:
                 code = "WB"
             if not any(k.startswith(code.upper()) for k in known):
                 raise SettingsError(
-                    f"{name}={code!r}: names no rule; codes are {known[0]} to {known[-3]}, "
+                    f"{name}={code!r}: names no rule; codes are {known[0]} to {RULES[-1].code}, "
                     "or a prefix such as WB1"
                 )
             codes.append(code.upper())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import PurePath
 from typing import Any
@@ -12,18 +13,45 @@ from .rules import RULES
 
 
 def as_text(findings: Sequence[Finding]) -> str:
-    """Return one line per finding; `[*]` marks those that `--fix` repairs."""
+    """Return each finding with its source line; `[*]` marks those that `--fix` repairs."""
     return "\n".join(
-        f"{f.place} {f.code} {'[*] ' if f.fix else ''}"
-        f"{'note: ' if f.level == 'note' else ''}{f.message}"
+        f"{f.place} {f.code} {'[*] ' if f.fix and not f.unsafe else ''}"
+        f"{'note: ' if f.level == 'note' else ''}{f.message}{_excerpt(f)}"
         for f in findings
+    )
+
+
+def _excerpt(finding: Finding) -> str:
+    """Return the source line with carets under what is meant."""
+    line = finding.source_line.replace("\t", " ")
+    shown = line.strip()
+    if not shown:
+        return ""
+    start = finding.column - 1 - (len(line) - len(line.lstrip()))
+    end = len(shown) if finding.end_column is None else start + finding.end_column - finding.column
+    marks = " " * start + "^" * max(1, min(end, len(shown)) - start)
+    return f"\n    | {shown}\n    | {marks}"
+
+
+def as_statistics(findings: Sequence[Finding]) -> str:
+    """Return one line per rule: how often it was found, and how many of these have a fix."""
+    counts = Counter(f.code for f in findings)
+    fixable = Counter(f.code for f in findings if f.fix and not f.unsafe)
+    names = {f.code: f.name for f in findings}
+    return "\n".join(
+        f"{count:5} {code} {'[*]' if fixable[code] else '   '} {names[code]}".rstrip()
+        for code, count in counts.most_common()
     )
 
 
 def as_json(findings: Sequence[Finding]) -> str:
     """Return JSON with stable keys: these of a finding, and `fixable`."""
     keys = ("code", "name", "level", "message", "path", "cell", "line", "column", "end_line")
-    rows = [{key: getattr(f, key) for key in keys} | {"fixable": bool(f.fix)} for f in findings]
+    rows = [
+        {key: getattr(f, key) for key in keys}
+        | {"fixable": bool(f.fix) and not f.unsafe, "unsafe_fix": bool(f.fix) and f.unsafe}
+        for f in findings
+    ]
     return json.dumps(rows, indent=2)
 
 
@@ -66,6 +94,7 @@ def as_sarif(findings: Sequence[Finding]) -> str:
                             {
                                 "id": rule.code,
                                 "name": rule.name,
+                                "helpUri": f"urn:wholebatch:lint:{rule.code}",
                                 "shortDescription": {"text": rule.summary},
                                 "fullDescription": {"text": rule.summary},
                                 "help": {"text": rule.page, "markdown": rule.page},

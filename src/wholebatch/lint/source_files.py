@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import stat
 import textwrap
 import tokenize
 import warnings
@@ -60,11 +61,9 @@ def collect(paths: Iterable[str], settings: Settings) -> list[str]:
     found: dict[str, None] = {}
     for given in paths:
         path = Path(given)
-        if path.is_file():
-            found[str(path)] = None
+        if not path.is_dir():
+            found[str(path)] = None  # A missing one is reported where it is read.
             continue
-        if not path.exists():
-            raise FileNotFoundError(given)
         for folder, folders, names in os.walk(path):
             folders[:] = sorted(f for f in folders if f not in _SKIPPED)
             for name in sorted(names):
@@ -79,7 +78,10 @@ def read_source(path: str, *, max_bytes: int) -> Source:
     try:
         is_notebook = path.endswith(".ipynb")
         # Most of a notebook's size is images; only its code counts.
-        size = Path(path).stat().st_size
+        status = os.stat(path)
+        if not stat.S_ISREG(status.st_mode):
+            return Source(path, "", problems=[Problem("is not a regular file: not read")])
+        size = status.st_size
         if size > (max_bytes * _PICTURES if is_notebook else max_bytes):
             return _too_large(path, size, max_bytes)
         data = Path(path).read_bytes()
@@ -92,6 +94,8 @@ def read_source(path: str, *, max_bytes: int) -> Source:
         if len(source.text) > max_bytes:
             return _too_large(path, len(source.text), max_bytes)
         return source
+    except FileNotFoundError:
+        return Source(path, "", problems=[Problem("no such file or folder")])
     except (OSError, UnicodeDecodeError, SyntaxError, LookupError) as error:
         return Source(path, "", problems=[Problem(f"cannot be read: {error}")])
 

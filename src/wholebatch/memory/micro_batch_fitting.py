@@ -288,7 +288,8 @@ class Fitting:
 
     def batch_of(self, parts: Sequence[Any]) -> list[int]:
         """Return the place of each part's batch among those that were split last."""
-        return [bisect_right(self._ends, numbers[0]) for numbers in self.numbers_of(parts)]
+        firsts = ([*numbers, 0][0] for numbers in self.numbers_of(parts))  # a filled row has none
+        return [bisect_right(self._ends, first) for first in firsts]
 
     def attempts(self, micros: Sequence[Any], discard: Callable[[], None]) -> Iterator[Attempt]:
         """Yield attempts at a window until one fits; later windows begin with its sizes."""

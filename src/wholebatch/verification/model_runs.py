@@ -19,6 +19,7 @@ from wholebatch.core.whole_batch import WholeBatch
 from wholebatch.coupled import batchnorms
 from wholebatch.coupled import choose as choose_batchnorm
 from wholebatch.coupled.normalisation_layers import uses_batch_statistics
+from wholebatch.coupled.sample_draws import undivided
 from wholebatch.distributed.process_group import sum_over_ranks, world_size
 from wholebatch.errors import NonFiniteError, WholebatchError
 from wholebatch.verification.observed_window import StartingState, WindowObserver, WindowRun
@@ -60,12 +61,13 @@ class DividedBatch:
         micro_batch = uneven(samples) if is_whole else self.micro_batch
         return replace(self, whole=part, micro_batch=micro_batch, batch_size=size)
 
-    def in_other_orders(self) -> list[Any]:
-        """Return the whole batch with its samples reversed, and shuffled."""
+    def in_other_orders(self) -> list[tuple[Any, list[int]]]:
+        """Return the whole batch with its samples reversed, and shuffled; and which is where."""
         generator = torch.Generator().manual_seed(0)
         layout = layout_of(self.whole, batch_size=self.batch_size, static=self.static)
         shuffled = torch.randperm(self.samples, generator=generator).tolist()
-        return [layout.take(order) for order in (list(reversed(range(self.samples))), shuffled)]
+        orders = (list(reversed(range(self.samples))), shuffled)
+        return [(layout.take(order), order) for order in orders]
 
     def in_float64(self) -> DividedBatch:
         """Return the batch with its floating-point tensors in float64."""
@@ -171,32 +173,43 @@ class ModelRuns:
 
     # -------------------------------------------------------- the undivided batch
 
-    def whole(self, batch: Any) -> WindowRun:
-        """Make the update of the undivided batch."""
+    def whole(self, batch: Any, order: Sequence[int] | None = None) -> WindowRun:
+        """Make the update of the undivided batch, whose samples are in this order."""
         self.begin()
         if self.batchnorm in _CHANGES_THE_MODEL:
             choose_batchnorm(self.batchnorm, self.model)
         with WindowObserver(self.model, self.parameters) as observer:
-            loss = self._backward(batch)
+            loss = self._backward(batch, order)
             clip(self.optimizer, self.clip_norm, self.clip_value)
             self.optimizer.step()
             return observer.run(self.start, loss)
 
     def in_other_orders(self, batch: DividedBatch) -> list[WindowRun]:
         """Make the update of the undivided batch in other orders: they differ by rounding."""
-        return [self.whole(one) for one in batch.in_other_orders()]
+        return [self.whole(one, order) for one, order in batch.in_other_orders()]
 
-    def _backward(self, batch: Any) -> float:
+    def _objective(
+        self, model: nn.Module, batch: Any, order: Sequence[int] | None = None
+    ) -> Objective:
+        """Run one forward; draws that follow their samples are those of a window from the start."""
+
+        def numbers() -> Sequence[int]:
+            return range(batch_size_of(batch)) if order is None else order
+
+        with undivided(numbers, self.start.random["torch"]):
+            return objective(model, self.loss, batch, self.numbers)
+
+    def _backward(self, batch: Any, order: Sequence[int] | None) -> float:
         """Leave the gradient of the undivided (global) batch's mean in the parameters."""
         model = self.model if self.is_sharded else self.inner
         scale = self.numbers.loss_scale
         everyone = self._global_batch(batch)
         if everyone is not None:  # every rank has the whole of it: nothing is to be added
-            mean = objective(model, self.loss, everyone, self.numbers).mean()
+            mean = self._objective(model, everyone).mean()
             (mean * scale).backward()
             value = mean.detach().double()
         else:
-            found = objective(model, self.loss, batch, self.numbers)
+            found = self._objective(model, batch, order)
             units = sum_over_ranks(torch.tensor(found.units, dtype=torch.float64))
             mean = found.mean(units.tolist())
             # Shards are averaged over the ranks by their own backward; that is undone here.
@@ -233,7 +246,7 @@ class ModelRuns:
         """
         if from_start:
             self.begin()
-        found = objective(self.inner, self.loss, batch, self.numbers)
+        found = self._objective(self.inner, batch)
         scale = self.numbers.loss_scale
         total = found.weighted_total() * scale
         gradients = torch.autograd.grad(total, self.parameters, allow_unused=True)
@@ -250,7 +263,7 @@ class ModelRuns:
         self.begin()
         try:
             with torch.enable_grad():
-                found: Objective = objective(self.inner, self.loss, batch, self.numbers)
+                found = self._objective(self.inner, batch)
         except Exception:
             if not self.silences:
                 raise

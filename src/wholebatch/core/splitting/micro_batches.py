@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from wholebatch.core.splitting.packing import packed_micro_batches
 from wholebatch.core.splitting.samples import (
     BatchSize,
     Layout,
@@ -190,8 +191,17 @@ class Tokens:
     trim: Mapping[str, tuple[int, ...]] | None = None
     sort: bool = True
     multiple: int = 1
+    pack: bool | int = False
 
     def __post_init__(self) -> None:
+        if not isinstance(self.pack, bool) and not is_positive(self.pack):
+            raise OptionError(
+                f"tokens(pack={self.pack!r}): must be True, False, or the number of tokens in a row"
+            )
+        if self.pack and (self.multiple > 1 or self.trim is not None or not self.sort):
+            raise OptionError(
+                "tokens(pack=...) with multiple=, trim= or sort=False: leave them out"
+            )
         if not is_positive(self.budget):
             raise OptionError(f"tokens({self.budget!r}): must be a positive number of tokens")
         if not is_positive(self.multiple):
@@ -235,6 +245,7 @@ def tokens(
     trim: Mapping[str, tuple[int, ...]] | None = None,
     sort: bool = True,
     multiple: int = 1,
+    pack: bool | int = False,
 ) -> Tokens:
     """Return a micro-batch size of at most `budget` padded tokens, for `split` and `WholeBatch`.
 
@@ -243,6 +254,11 @@ def tokens(
     counts as many tokens as the batch is wide. A sample is never cut before its last label (in a
     leaf called "labels") that is not -100: such labels count in the loss even where the mask is
     zero. `pad` or `trim` can override this for the labels.
+
+    `pack=True` puts several samples into each row, without padding, and adds `position_ids` in
+    place of the attention mask; `pack=512` makes rows of 512 tokens. A batch that is packed
+    already (whose `position_ids` begin again within a row) is divided between its sequences.
+    Labels that are shifted already must be called "shift_labels".
 
     >>> import torch
     >>> batch = {
@@ -267,7 +283,14 @@ def tokens(
             and each shape has a compiled graph of its own.
     """
     return Tokens(
-        budget, mask=mask, pad=pad, lengths=lengths, trim=trim, sort=sort, multiple=multiple
+        budget,
+        mask=mask,
+        pad=pad,
+        lengths=lengths,
+        trim=trim,
+        sort=sort,
+        multiple=multiple,
+        pack=pack,
     )
 
 
@@ -474,6 +497,8 @@ def token_micro_batches(layout: Layout, by: Tokens) -> list[tuple[Any, Sequence[
     The longest samples come first.
     """
     lengths, width = lengths_of(layout, by)
+    if by.pack:
+        return packed_micro_batches(layout, by, lengths)  # type: ignore[return-value]
     cuts: dict[int, tuple[int, ...]] = {}
     if lengths is not None and width is not None:
         cuts = _cuts(layout, by, width)

@@ -43,6 +43,8 @@ class Coupled:
     `encode` runs twice on every micro-batch, with the same random numbers. Parameters that only
     `loss` uses (a temperature) get their gradient too.
 
+    Before the first split window, the rows of `encode` are compared with those of half the samples.
+
     Args:
         encode: A function `encode(model, micro)` that returns the representations of a
             micro-batch and what else the loss needs: a tensor, or a dict, tuple or list of tensors.
@@ -51,12 +53,15 @@ class Coupled:
         tolerance: The largest relative difference between both runs of `encode`.
         keep: So many of the last micro-batches are encoded only once: their graphs stay in memory.
             "auto" keeps as many as fit (in one process, on CUDA or with `memory=`).
+        addends: A function `addends(model, micro)`, where `encode` returns sums over the
+            micro-batch: it returns a Loss of them, and its totals are compared instead.
     """
 
     encode: Callable[[Any, Any], Any]
     loss: Callable[[Any], Loss | Terms | Tensor]
     tolerance: float | None = None
     keep: int | Literal["auto"] = 1
+    addends: Callable[[Any, Any], Loss | Terms] | None = None
 
     def __post_init__(self) -> None:
         for name in ("encode", "loss"):

@@ -44,6 +44,7 @@ from wholebatch.integrations.transformers.label_units import (
     known_shift,
     measured_shift,
 )
+from wholebatch.integrations.transformers.router_balance import balanced, refuse_balance
 from wholebatch.memory.budget import Budget
 
 if TYPE_CHECKING:
@@ -250,6 +251,8 @@ class ExactWindows(_Trainer):
         if why is None:
             self._whole = self._whole_windows(uncompiled(model))
         else:
+            if self.audit and self.coupled is None:
+                refuse_balance(self, why)
             self._host = HostSteps(self, why)
             _log.info("micro-steps run eagerly, by the Trainer itself: %s", why)
         self._stepped_by = self.optimizer
@@ -262,6 +265,9 @@ class ExactWindows(_Trainer):
         options: dict[str, Any] = {"loss": self.coupled}
         if self.coupled is None:
             options = trainer_loss(self)
+            with_balance = balanced(self, options["loss"])
+            if with_balance is not None:
+                options, execute = {"loss": with_balance}, self.execute
         return GivenWindows(
             model,
             stepped_here(self)[0],
@@ -470,10 +476,13 @@ def _as_loss(
     context: Callable[[], AbstractContextManager[Any]],
     units: UnitsFunction,
     over: UnitsFunction | None,
+    change: Callable[[Tensor], Tensor] | None = None,
 ) -> Loss:
     counted = check_units(units(inputs))
     with context():  # compute_loss may take its labels out of the inputs
         mean = compute_loss(model, copy.copy(inputs), num_items_in_batch=None)
+    if change is not None:
+        mean = change(mean)
     loss = mean_loss(mean, counted)
     return loss if over is None else Loss(loss.total, over(inputs))
 

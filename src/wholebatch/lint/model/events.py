@@ -14,6 +14,7 @@ import ast
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import MappingProxyType
 
 from .expressions import dotted, keyword, last_part, positional
@@ -126,9 +127,10 @@ class Event(Act):
     path: tuple[PathItem, ...]
     env: Env
     order: int
+    root: int  # The function whose walk came here: events of two walks are unrelated.
     receiver_text: str = ""
 
-    @property
+    @cached_property
     def loops(self) -> tuple[Loop, ...]:
         """Return the loops around the event, outermost first."""
         return tuple(item for item in self.path if isinstance(item, Loop))
@@ -141,6 +143,12 @@ class Event(Act):
     def inside(self, loop: Loop) -> tuple[PathItem, ...]:
         """Return the path between a loop and the event."""
         return self.path[self.path.index(loop) + 1 :] if loop in self.path else ()
+
+    def excludes(self, other: Event) -> bool:
+        """True if the two are on opposite branches of one condition."""
+        mine = {(ast.unparse(g.expr), g.positive) for g in self.path if isinstance(g, Guard)}
+        theirs = [g for g in other.path if isinstance(g, Guard)]
+        return any((ast.unparse(g.expr), not g.positive) in mine for g in theirs)
 
     def guards(self, loop: Loop) -> list[Guard]:
         """Return the conditions between a loop and the event."""
@@ -161,11 +169,11 @@ _OPTIMIZER_MADE = re.compile(
 )
 _SCHEDULER_NAME = re.compile(r"sched|warm_?up|anneal|lr_policy|lr_decay|\blrs$", re.I)
 _OPTIMIZER_NAME = re.compile(r"optim|(^|_)opts?($|_|\d)|^opt[A-Z_]?|_opt$|^sgd$|^adam\w*$", re.I)
-_SCALER_NAME = re.compile(r"scaler", re.I)
+_SCALER_NAME = re.compile(r"scaler(?!\w*(meter|metric|avg|stat))", re.I)
 _ENGINE_NAME = re.compile(r"(^|_)engine$|^ds_model$|^model_engine", re.I)
-_MODEL_NAME = re.compile(
+MODEL_NAME = re.compile(
     r"^(\w*model|\w*_module|net|network|\w*_net|unet\w*|transformer|module|encoder|decoder|dit"
-    r"|backbone|net[A-Z]\w*|gpt|vae|controlnet|generator|discriminator|policy|actor|critic)$",
+    r"|backbone|net[A-Z]\w*|gpt|vae|controlnet|\w*ranker|generator|discriminator|policy|actor|critic)$",
     re.I,
 )
 _CLIPS = {
@@ -177,6 +185,7 @@ _SIMPLE = {
     "unscale_": "unscale",
     "set_requires_gradient_sync": "fsdp_sync",
 }
+_OURS = {"ExactWindows", "Accumulator", "WholeBatch", "accumulator"}
 _NATIVE_SCALERS = re.compile(r"loss_scaler|NativeScaler", re.I)
 
 
@@ -219,7 +228,7 @@ def role(receiver: ast.expr, env: Env) -> str:
             return "scaler"
         if index is not None:
             continue  # One of several values that a helper returned: its own name decides.
-        if _SCHEDULER_MADE.search(made):
+        if _SCHEDULER_MADE.search(made) and "Optim" not in made.rpartition(".")[2]:
             return "scheduler"
         if _OPTIMIZER_MADE.search(made):
             return "optimizer"
@@ -260,11 +269,11 @@ def classify(call: ast.Call, env: Env) -> Act | None:
         return Act("backward", owner, positional(call, 0), "lightning")
     if name in _SIMPLE:
         return Act(_SIMPLE[name], owner, positional(call, 0))
-    if name == "step":
+    if name == "step" or (name == "optimize" and call.args):
         return _step(call, owner, env)
     if name == "update" and role(owner, env) == "scaler":
         return Act("scaler_update", owner)
-    if _MODEL_NAME.match(name):
+    if MODEL_NAME.match(name):
         return Act("forward", func)
     return _native_scaler(call, func)
 
@@ -273,7 +282,7 @@ def _plain_call(call: ast.Call, func: ast.Name, env: Env) -> Act | None:
     native = _native_scaler(call, func)
     if native is not None:
         return native
-    if _MODEL_NAME.match(func.id) or any(
+    if MODEL_NAME.match(func.id) or any(
         made.rpartition(".")[2] in {"DistributedDataParallel", "DDP", "FSDP", "DataParallel"}
         for made, _ in constructors(func, env)
     ):
@@ -295,8 +304,12 @@ def _only_measures(call: ast.Call) -> bool:
     return limit is not None and (dotted(limit) or "").endswith("inf")
 
 
-def _backward(call: ast.Call, owner: ast.expr, env: Env) -> Act:
-    first = positional(call, 0)
+def _backward(call: ast.Call, owner: ast.expr, env: Env) -> Act | None:
+    if keyword(call, "units") is not None or any(
+        made.rpartition(".")[2] in _OURS for made, _ in constructors(owner, env)
+    ):
+        return None  # wholebatch's own: it weighs by units and closes the window itself.
+    first = positional(call, 0) or keyword(call, "loss")
     owner_name = last_part(owner).lower()
     if dotted(owner) == "torch.autograd":
         return Act("backward", None, first, "tensor")
@@ -308,7 +321,7 @@ def _backward(call: ast.Call, owner: ast.expr, env: Env) -> Act:
         return Act("backward", owner, first, "fabric")
     if first is None or "loss" in owner_name:
         return Act("backward", None, owner, "tensor")
-    if role(owner, env) == "optimizer" or "booster" in owner_name or owner_name == "amp":
+    if role(owner, env) == "optimizer" or re.search(r"booster|^amp$|mp_trainer", owner_name):
         return Act("backward", owner, first, "wrapper")
     if role(owner, env) == "engine":
         return Act("backward", owner, first, "deepspeed")
@@ -324,6 +337,10 @@ def _step(call: ast.Call, owner: ast.expr, env: Env) -> Act | None:
     if kind == "optimizer":
         closure = positional(call, 0) or keyword(call, "closure")
         return Act("step", owner, detail="closure" if closure is not None else "")
-    if kind == "engine" or (not call.args and _MODEL_NAME.match(last_part(owner))):
+    # A wrapper that is handed the optimizer: `amp.step(model, optimizer)`.
+    held = next((a for a in call.args if role(a, env) == "optimizer"), None)
+    if held is not None:
+        return Act("step", held, detail="wrapper")
+    if kind == "engine" or (not call.args and MODEL_NAME.match(last_part(owner))):
         return Act("engine_step", owner)
     return None

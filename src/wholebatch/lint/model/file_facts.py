@@ -6,7 +6,7 @@ import ast
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import cast
 
 from .events import Def, Env
@@ -20,12 +20,13 @@ from .expressions import (
     number,
     walk,
 )
+from .imported_code import definition, module_source
 
 _ACTS = {
     "backward", "manual_backward", "loss_scaler", "zero_grad", "unscale_", "clip_grad_norm_",
     "clip_grad_value_", "optimizer_step",
 }  # fmt: skip
-_FSDP = {"FullyShardedDataParallel", "FSDP", "fully_shard"}
+_FSDP = {"FullyShardedDataParallel", "FSDP", "fully_shard", "FSDPStrategy"}
 # A helper from another file, recognised by its name: `wrap_model_with_fsdp(model)`.
 _FSDP_HELPER = re.compile(
     r"(wrap|apply|setup|shard|parallelize)\w*(?<!xla)_fsdp2?$|^fsdp2?_(wrap|shard)", re.I
@@ -56,6 +57,25 @@ class Facts:
     imports: set[str]
     relevant: set[FunctionNode]
     every_function: list[FunctionNode]
+    # Every value that is assigned to a name anywhere in the file.
+    assigned: dict[str, list[ast.expr]]
+    path: str = ""
+    _searched: dict[re.Pattern[str], bool] = field(default_factory=dict)
+
+    def mentions(self, pattern: re.Pattern[str]) -> bool:
+        """True if the source matches a pattern; each pattern is searched for once."""
+        if pattern not in self._searched:
+            self._searched[pattern] = pattern.search(self.source) is not None
+        return self._searched[pattern]
+
+    def imported_source(self, call: ast.Call) -> str:
+        """Return the source of the local module that defines what is called, or ""."""
+        name = (dotted(call.func) or "").partition(".")[0]
+        return module_source(self.tree, self.path, name) if self.path else ""
+
+    def imported_definition(self, call: ast.Call) -> str:
+        """Return the source of the imported class or function that is called, or ""."""
+        return definition(self.imported_source(call), (dotted(call.func) or "").partition(".")[0])
 
     def made(self, *names: str) -> list[ast.Call]:
         """Return the calls whose last name is one of these: `DDP(...)`, `nn.BatchNorm2d(...)`."""
@@ -88,15 +108,18 @@ class Facts:
 
     def functions_around(self, line: int) -> list[FunctionNode]:
         """Return the functions that contain a line."""
-        return [f for f in self.every_function if f.lineno <= line <= (f.end_lineno or f.lineno)]
+        last = bisect_right(self.every_function, line, key=lambda f: f.lineno)
+        near = self.every_function[max(0, last - 50) : last]
+        return [f for f in near if line <= (f.end_lineno or f.lineno)]
 
 
-def gather(tree: ast.Module, source: str) -> Facts:
+def gather(tree: ast.Module, source: str, path: str = "") -> Facts:
     """Collect everything from the file that is not about one loop."""
     calls: list[ast.Call] = []
     imports: set[str] = set()
     owners: list[ast.ClassDef] = []
     uses: dict[FunctionNode, set[str]] = {}
+    assigned: dict[str, list[ast.expr]] = {}
     todo: list[ast.AST] = [tree]
     while todo:
         node = todo.pop()
@@ -105,6 +128,9 @@ def gather(tree: ast.Module, source: str) -> Facts:
             calls.append(cast(ast.Call, node))
         elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             uses[node] = set()
+        elif isinstance(node, ast.Assign):
+            for target in node.targets:
+                assigned.setdefault(dotted(target) or "", []).append(node.value)
         elif isinstance(node, ast.ImportFrom):
             imports.add(node.module or "")
             imports.update(f"{node.module}.{a.name}" for a in node.names)
@@ -121,7 +147,10 @@ def gather(tree: ast.Module, source: str) -> Facts:
     called = {last_part(c.func) for c in calls}
     relevant = _relevant(uses)
     classes = [_class(o) for o in sorted(owners, key=lambda o: o.lineno)]
-    return Facts(tree, source, functions, classes, calls, called, imports, relevant, list(uses))
+    ordered = sorted(uses, key=lambda f: f.lineno)
+    return Facts(
+        tree, source, functions, classes, calls, called, imports, relevant, ordered, assigned, path
+    )
 
 
 def _fill_uses(uses: dict[FunctionNode, set[str]], calls: list[ast.Call]) -> None:

@@ -33,6 +33,8 @@ _SHORT = 120
 _MAX_ALTERNATIVES = 4
 _EMPTY = Env()
 _BACKWARD = {"backward", "manual_backward"}
+# Helpers that log: what they are handed counts, whatever they do with it.
+_SHOWS = re.compile(r"log|print|report")
 _COUNTED_BY_FRAMEWORK = {"batch_idx", "batch_index", "batch_nb"}
 
 
@@ -66,6 +68,7 @@ class Walker:
         self.covered: set[FunctionNode] = set()
         # Functions inside functions, with their environment: a framework may call them.
         self.nested: list[tuple[FunctionNode, Env, Scope]] = []
+        self.root = 0
         self._inlines = 0
         self._stack: list[FunctionNode] = []
         self._returns: list[list[Def]] = []
@@ -118,6 +121,8 @@ class Walker:
         self._calls(stmt.value, env, path, scope)
         if self._returns:
             self._returns[-1].append(Def(stmt.value, env.frozen(), _loops(path), stmt))
+        else:
+            self._emit(Act("return", None, stmt.value), stmt, stmt, env, path)
 
     def _if(self, stmt: ast.If, env: Env, path: _Path, scope: Scope) -> list[_Exit]:
         self._calls(stmt.test, env, path, scope)
@@ -220,8 +225,22 @@ class Walker:
             env.bind(name, (Def(expr, before, _loops(path), target),))
 
     def _calls(self, expr: ast.expr, env: Env, path: _Path, scope: Scope) -> None:
+        """Record the calls of an expression; `step() if last else None` is a condition too."""
+        if isinstance(expr, ast.IfExp):
+            self._calls(expr.test, env, path, scope)
+            for branch, positive in ((expr.body, True), (expr.orelse, False)):
+                guard = Guard(expr.test, env.frozen(), positive)
+                self._calls(branch, env, (*path, guard), scope)
+            return
+        if isinstance(expr, ast.BoolOp):
+            for value in expr.values:
+                self._calls(value, env, path, scope)
+                path = (*path, Guard(value, env.frozen(), isinstance(expr.op, ast.And)))
+            return
         for call in calls_in(expr):
             helper = self._helper(call, scope)
+            if helper is not None and _SHOWS.search(helper.name):
+                self._emit(Act("call", call.func), call, self._stmt, env, path)
             if helper is not None and self._inline(call, helper, env, path, scope):
                 continue
             act = classify(call, env)
@@ -240,8 +259,8 @@ class Walker:
         self._emit(Act("step", call.args[1], detail="native"), call, self._stmt, env, path)
 
     def _emit(self, act: Act, node: ast.AST, stmt: ast.stmt, env: Env, path: _Path) -> None:
-        # The environment already holds calls and assignments outside loops.
-        if act.kind in {"call", "assign", "augment"} and not _loops(path):
+        # Before the first loop nothing is logged that a loop has computed.
+        if act.kind in {"call", "assign", "augment"} and not _loops(path) and not self.loops:
             return
         spelled = ""
         if act.receiver is not None and act.kind not in {"call", "assign", "augment"}:
@@ -253,6 +272,7 @@ class Walker:
             path=path,
             env=env.frozen(),
             order=len(self.events),
+            root=self.root,
             receiver_text=spelled,
         )
         self.events.append(event)
@@ -271,7 +291,7 @@ class Walker:
             return True
         if len(helper.body) <= 2:
             return True
-        short = 2 * _SHORT if "loss" in helper.name else _SHORT
+        short = 3 * _SHORT if re.search(r"loss|forward|step", helper.name) else _SHORT
         return bool(_loops(path)) and (helper.end_lineno or 0) - helper.lineno <= short
 
     def _inline(
@@ -389,6 +409,7 @@ def walk_file(tree: ast.Module, facts: Facts) -> Walker:
 
 def _walk_root(walker: Walker, function: FunctionNode, env: Env, scope: Scope) -> None:
     walker.covered.add(function)
+    walker.root += 1
     inner = Env(env)
     spec = function.args
     names = [a.arg for a in (*spec.posonlyargs, *spec.args, *spec.kwonlyargs)]
@@ -409,6 +430,8 @@ def _walk_root(walker: Walker, function: FunctionNode, env: Env, scope: Scope) -
 
 
 def _steps_outside_loops(function: FunctionNode) -> bool:
+    if function.name == "training_step":
+        return True  # Lightning calls it once per batch, wherever its helpers are.
     todo: list[ast.AST] = list(function.body)
     while todo:
         node = todo.pop()

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from .events import Event, Guard, Loop
+from .events import MODEL_NAME, Event, Guard, Loop
 from .expressions import (
     dotted,
     is_accumulation_name,
@@ -27,6 +27,8 @@ from .name_resolution import Resolver, strip_casts
 from .window_boundary import Boundary, iterated, of_guard, says_accumulating
 
 _MICRO_NAME = re.compile(r"micro|chunk|split|mini_?batch|sub_?batch|accum", re.I)
+# A loop is read with the events around it; the limit keeps long files linear.
+_NEAR = 400
 _FETCH = {"next", "get_batch", "next_batch", "sample_batch", "get_next_batch"}
 
 
@@ -46,6 +48,9 @@ class LoopWindow:
     after: list[Event]
     resolver: Resolver
     facts: Facts
+    inner: list[Event] = field(
+        default_factory=list
+    )  # Its own backwards, not those of a window inside.
     boundary: Boundary | None = None
     every: ast.expr | None = None
     _when: dict[Event, str] = field(default_factory=dict)
@@ -64,6 +69,27 @@ class LoopWindow:
     def every_name(self) -> str:
         """Return the number of micro-batches as written in the source."""
         return re.sub(r"@\d+", "", self.every_key) or "K"
+
+    @cached_property
+    def count_name(self) -> str:
+        """Return the number of micro-batches by the name that the user gave it, for messages."""
+        written = [self.boundary.expr] if self.boundary is not None else []
+        written += [] if self.loop.iterable is None else [self.loop.iterable]
+        names = [name for expr in written for name in self._counts_in(expr)]
+        divisors = [d for _, chain in self.chains for d in chain.divisors if self.counts(d)]
+        if self.every_name.isdigit():
+            names += [d.written for d in divisors if not d.written.isdigit()]
+        return names[0] if names else self.every_name
+
+    def _counts_in(self, expr: ast.expr) -> Iterator[str]:
+        """Yield the names in a condition or an iterable that stand for the number."""
+        for node in walk(expr):
+            if is_binary(node, ast.Mod) and dotted(node.right):
+                yield text(node.right)
+            elif is_call(node, "range") and node.args and dotted(node.args[-1]):
+                last = strip_casts(self.resolver.resolve(node.args[-1], self.loop.entry))
+                if text(last) == self.every_key:
+                    yield text(node.args[-1])
 
     def of(self, *kinds: str) -> list[Event]:
         """Return the events of these kinds inside the loop, in order."""
@@ -111,7 +137,7 @@ class LoopWindow:
     def is_ours(self, found: Boundary) -> bool:
         """True if a condition ends these windows and is not, say, a logging interval."""
         if self.shape == "accelerate" or self.boundary is None:
-            return found.kind in {"accelerate", "deepspeed", "last"}
+            return found.kind in {"accelerate", "deepspeed"}
         if found.kind == "accelerate" or self.boundary.kind == found.kind == "last":
             return True
         return found.key == self.every_key
@@ -138,7 +164,7 @@ class LoopWindow:
     @cached_property
     def backwards(self) -> list[Event]:
         """Return the backward calls that add to the window."""
-        return [e for e in self.of("backward") if self.when(e) != "never"]
+        return [e for e in self.inner if self.when(e) != "never"]
 
     @cached_property
     def chains(self) -> list[tuple[Event, Chain]]:
@@ -200,42 +226,64 @@ class File:
         """Return the windows that accumulate the gradients of several micro-batches."""
         return [w for w in self.windows if w.accumulates]
 
+    @cached_property
+    def models(self) -> list[ast.Call]:
+        """Return the calls that build something called a model."""
+        return [
+            value
+            for name, values in self.facts.assigned.items()
+            if MODEL_NAME.match(name.rpartition(".")[2])
+            for value in values
+            if isinstance(value, ast.Call)
+        ]
+
     def shaped(self, *shapes: str) -> list[LoopWindow]:
         """Return the windows of these shapes."""
         return [w for w in self.windows if w.shape in shapes]
 
 
-def read(source: str) -> File:
+def read(source: str, path: str = "") -> File:
     """Parse and model one file; raise SyntaxError as Python does."""
     with warnings.catch_warnings():
         # Ignore warnings about invalid escapes in the file's strings.
         warnings.simplefilter("ignore")
         tree = ast.parse(source)
-    facts = gather(tree, source)
+    facts = gather(tree, source, path)
     return File(tree, facts, find_windows(walk_file(tree, facts), facts))
 
 
 def find_windows(walker: Walker, facts: Facts) -> list[LoopWindow]:
     """Return every training loop of the file that is understood."""
+    inside: dict[Loop, list[Event]] = {}
+    for event in walker.events:
+        for loop in event.loops:
+            inside.setdefault(loop, []).append(event)
     found: list[LoopWindow] = []
-    for loop in walker.loops:
+    unread: set[Loop] = set()
+    # Inner loops first: a loop inside that is not read as a window is a part of one micro-batch.
+    for loop in sorted(walker.loops, key=lambda loop: -len(loop.parents)):
+        events = inside.get(loop, [])
         # The innermost loop around a backward iterates over micro-batches.
-        inner = [e for e in walker.events if e.kind == "backward" and e.loops[-1:] == (loop,)]
+        inner = [e for e in events if e.kind == "backward" and _within(e, loop, unread)]
         if not inner:
             continue
-        events = [e for e in walker.events if loop in e.path]
-        last = max(e.order for e in events)
-        after = [
-            e
-            for e in walker.events
-            if e.order > last and e.loops[: len(loop.parents)] == loop.parents
-        ]
-        first = min(e.order for e in events)
-        before = [e for e in walker.events if e.order < first and e.loops == loop.parents]
-        window = LoopWindow(loop, "plain", events, before, after, walker.resolver, facts)
+        first, last = events[0].order, events[-1].order
+        root, parents = events[0].root, loop.parents
+        near = walker.events[max(0, first - _NEAR) : first]
+        before = [e for e in near if e.loops == parents and e.root == root]
+        near = walker.events[last + 1 : last + _NEAR]
+        after = [e for e in near if e.loops[: len(parents)] == parents and e.root == root]
+        window = LoopWindow(loop, "plain", events, before, after, walker.resolver, facts, inner)
         if _decide(window, inner):
             found.append(window)
-    return found
+        else:
+            unread.add(loop)
+    return sorted(found, key=lambda window: window.events[0].order)
+
+
+def _within(event: Event, loop: Loop, unread: set[Loop]) -> bool:
+    """True if only loops that are no windows lie between a loop and an event."""
+    return all(between in unread for between in event.loops[event.loops.index(loop) + 1 :])
 
 
 def _decide(window: LoopWindow, inner: list[Event]) -> bool:
@@ -296,6 +344,7 @@ def _boundary(window: LoopWindow, steps: list[Event], inner: list[Event]) -> boo
     # Another step on every micro-batch: several optimizers, or a loop we do not understand.
     # But `if accum == 1: step() elif boundary: step()` is one optimizer with two spellings.
     others = [e for e in steps if e not in ends and window.when(e) in {"always", "inside"}]
+    others = [e for e in others if not all(e.excludes(end) for end in ends)]
     return all(
         any(window.every_key in text(guard.expr) for guard in e.guards(window.loop)) for e in others
     )
@@ -332,20 +381,27 @@ def _nested(window: LoopWindow) -> bool:
     window.shape = "nested"
     if is_call(iterable, "range", "trange"):
         return _repeats_micro_batches(window, iterable.args)
-    return bool(_MICRO_NAME.search(text(iterable)))
+    if _MICRO_NAME.search(text(iterable)):
+        return True
+    # A loss that is divided by their number, and stepped with after the loop.
+    counts = [d for _, chain in window.chains for d in chain.divisors if window.counts(d)]
+    if counts:
+        window.end_every(counts[0].expr, "nested", None)
+    return bool(counts)
 
 
 def _repeats_micro_batches(window: LoopWindow, args: list[ast.expr]) -> bool:
     """Set the number of micro-batches of `for _ in range(accum)`; False if it is another loop."""
     times = _times(args)
     if times is None:
-        return False
+        # `for i in range(0, len(batch), micro_batch_size)`: slices of one batch.
+        return len(args) == 3 and bool(_MICRO_NAME.search(text(args[2])))
     count = strip_casts(window.resolver.resolve(times, window.loop.entry))
     window.end_every(count, "nested", None)
     size = number(count)
     if size is not None and size <= 1:
         return False
-    if is_accumulation_name(f"{text(count)} {text(times)}"):
+    if is_accumulation_name(f"{text(count)} {text(times)}") or _MICRO_NAME.search(text(times)):
         return True
     return bool(window.loop.parents) and any(is_call(e.node, *_FETCH) for e in window.events)
 

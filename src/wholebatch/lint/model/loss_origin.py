@@ -24,7 +24,18 @@ _THROUGH = {
     "contiguous", "clone", "unsqueeze", "scale_loss", "nan_to_num", "reshape", "requires_grad_",
     "detach", "item", "data", "clamp", "clamp_",
 }  # fmt: skip
-_OF_TORCH = {"torch.mean", "torch.sum", "torch.clamp", "torch.clip", "torch.nan_to_num"}
+_OF_TORCH = {
+    "torch.mean",
+    "torch.sum",
+    "torch.clamp",
+    "torch.clip",
+    "torch.nan_to_num",
+    "torch.sqrt",
+}
+# Helpers that average a value over ranks: what goes in is what comes out, for one rank.
+_OVER_RANKS = re.compile(
+    r"reduce|gather|average|dist_mean|mean_scalar|pmean|^float$|^to_python", re.I
+)
 _REDUCERS = {"item", "detach", "mean", "sum"}
 _LOSSY = re.compile(r"loss|nll|criterion|objective|ce$|mse", re.I)
 # Divisors that are unrelated to the number of micro-batches of a window.
@@ -63,6 +74,7 @@ class Chain:
     base: ast.expr | None = None
     base_env: Env = field(default_factory=lambda: Env())
     reducers: frozenset[str] = frozenset()
+    weighted: bool = False  # Multiplied by something on the way: one term of a weighted mean.
 
     @property
     def base_call(self) -> ast.Call | None:
@@ -135,8 +147,7 @@ class _Tracer:
             return self.follow(expr.left, env, chain, depth + 1)
         if isinstance(expr.op, ast.Mult):
             loss, factor = _loss_side(expr.left, expr.right)
-            if number(factor) is None:
-                chain = self._multiplied(chain, factor, expr, env)
+            chain = replace(self._multiplied(chain, factor, expr, env), weighted=True)
             return self.follow(loss, env, chain, depth + 1)
         if isinstance(expr.op, (ast.Add, ast.Sub)):
             return self._each([(expr.left, env), (expr.right, env)], chain, depth)
@@ -185,6 +196,8 @@ def _loss_inside(call: ast.Call) -> ast.expr | None:
     """Return the loss of a call that only moves, scales or reduces it: `loss.mean()`."""
     name = last_part(call.func)
     first = call.args[0] if call.args else None
+    if _OVER_RANKS.search(name) and first is not None and len(call.args) <= 2:
+        return first
     if (name in {"scale", "scale_loss"} and first is not None) or dotted(call.func) in _OF_TORCH:
         return first
     if isinstance(call.func, ast.Attribute) and name in _THROUGH:

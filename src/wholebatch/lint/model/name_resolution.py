@@ -12,7 +12,7 @@ from typing import Any
 from .events import Def, Env, Loop, Symbol
 from .expressions import children, dotted, is_accumulation_name, number, place, text, walk
 
-_PURE_CALLS = {"int", "float", "max", "min", "len", "bool", "abs", "round"}
+_PURE_CALLS = {"int", "float", "max", "min", "len", "bool", "abs", "round", "divmod"}
 _OPERATIONS = (ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.Compare, ast.IfExp)
 _MAX_NODES = 80
 _MAX_DEPTH = 12
@@ -80,7 +80,7 @@ class Resolver:
         if defs is None:
             head, _, rest = name.rpartition(".")
             # `cfg.accum` where only `cfg` is known: resolve that part.
-            known = any(head == one or head.startswith(one + ".") for one in env)
+            known = any(part in env for part in _prefixes(head))
             if head and isinstance(expr, ast.Attribute) and known:
                 return ast.Attribute(self.resolve(expr.value, env, depth + 1), rest, ctx=ast.Load())
             return expr
@@ -91,6 +91,10 @@ class Resolver:
         ]
         if len(followed) == len(defs):
             spelled = {text(f) for f in followed}
+            flags = [f for f in followed if getattr(f, "value", None) is not True]
+            if len(spelled) == 2 and len(flags) == len(followed) - 1 and _is_flag(flags[0]):
+                # `flag = n % k == 0`, set to True elsewhere: at the last batch.
+                return ast.BoolOp(ast.Or(), [flags[0], ast.Name(id="is_last", ctx=ast.Load())])
             if len(spelled) == 1 and sum(1 for _ in walk(followed[0])) <= _MAX_NODES:
                 return followed[0]
         loops = max((d.loops for d in defs), key=len)
@@ -127,6 +131,16 @@ class Resolver:
     def key(self, expr: ast.expr, env: Env) -> str:
         """Return a text that is equal for two spellings of the same number of micro-batches."""
         return text(strip_casts(self.resolve(expr, env)))
+
+
+def _prefixes(name: str) -> list[str]:
+    """Return `a.b.c`, `a.b` and `a` for `a.b.c`."""
+    parts = name.split(".")
+    return [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
+
+
+def _is_flag(expr: ast.expr) -> bool:
+    return isinstance(expr, (ast.Compare, ast.BoolOp)) and "%" in text(expr)
 
 
 def is_simple(expr: ast.AST) -> bool:

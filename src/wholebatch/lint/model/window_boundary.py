@@ -116,6 +116,8 @@ class _LoopConditions:
         return inner if values[0] is True else _negated(inner)
 
     def _compound(self, expr: ast.BoolOp) -> Boundary | None:
+        if _is_short_epoch(expr):
+            return None
         parts = [(value, self.boundary(value)) for value in expr.values]
         known = [b for _, b in parts if b is not None]
         others = [v for v, b in parts if b is None]
@@ -129,7 +131,8 @@ class _LoopConditions:
         if is_or != main.inverse:
             ends = any(b.kind == "last" for b in known[1:])
             tail = ends or main.tail or any(self._is_tail(v) for v in others)
-            return replace(self._beside(main, others, self._is_tail), tail=tail, expr=expr)
+            found = self._beside(main, others, lambda v: self._is_tail(v) or _is_short_epoch(v))
+            return replace(found, tail=tail, expr=expr)
         if is_or:
             return None
         after_first = any(self._excludes_zero(v) for v in others)
@@ -146,6 +149,8 @@ class _LoopConditions:
 
     def _is_tail(self, expr: ast.expr) -> bool:
         """True for one particular iteration: `i == max_iters`, `step + 1 == len(loader)`."""
+        if _is_short_epoch(expr):
+            return False  # `len(loader) <= k and last`: only where one window is the whole epoch.
         if isinstance(expr, ast.Compare) and isinstance(expr.ops[0], ast.Eq):
             sides = (expr.left, expr.comparators[0])
             if any(self._position(side) is not None for side in sides):
@@ -172,6 +177,7 @@ class _LoopConditions:
         left, op, right = expr.left, expr.ops[0], expr.comparators[0]
         if is_binary(right, ast.Mod) and number(left) is not None:
             left, right = right, left
+        left = _remainder(left)
         if is_binary(left, ast.Mod):
             if not isinstance(op, (ast.Eq, ast.Is, ast.NotEq, ast.Gt)):
                 return None
@@ -379,12 +385,35 @@ class _LoopConditions:
         return any(isinstance(d.expr, ast.Constant) for d in self.loop.exit.get(symbol.name, ()))
 
 
+def _remainder(expr: ast.expr) -> ast.expr:
+    """Return `a % b` for `divmod(a, b)[1]`, and any other expression as it is."""
+    if (
+        isinstance(expr, ast.Subscript)
+        and number(expr.slice) == 1
+        and is_call(expr.value, "divmod")
+    ):
+        return ast.BinOp(expr.value.args[0], ast.Mod(), expr.value.args[1])
+    return expr
+
+
 def _framework_boundary(expr: ast.expr) -> Boundary | None:
     if isinstance(expr, ast.Attribute) and expr.attr == "sync_gradients":
         return Boundary("accelerate", None, expr)
     if last_part(getattr(expr, "func", expr)) == "is_gradient_accumulation_boundary":
         return Boundary("deepspeed", None, expr)
     return None
+
+
+def _is_short_epoch(expr: ast.expr) -> bool:
+    return isinstance(expr, ast.BoolOp) and any(_is_short(value) for value in expr.values)
+
+
+def _is_short(expr: ast.expr) -> bool:
+    return (
+        isinstance(expr, ast.Compare)
+        and isinstance(expr.ops[0], (ast.LtE, ast.Lt))
+        and is_accumulation_name(text(expr.comparators[0]))
+    )
 
 
 def _constant_part(expr: ast.expr) -> int:
@@ -435,6 +464,8 @@ def peel(iterable: ast.expr | None, env: Env) -> ast.expr | None:
             if inner is None or last_part(iterable.func) == "trange":
                 break
             iterable = inner
+        elif isinstance(iterable, ast.IfExp):
+            iterable = iterable.body  # `tqdm(loader) if is_main else loader`
         else:
             alias = _alias(iterable, env)
             if alias is None:
@@ -460,9 +491,10 @@ def _is_wrapper(expr: ast.expr) -> TypeGuard[ast.Call]:
 def _alias(iterable: ast.expr, env: Env) -> Def | None:
     """Return the definition of a name that stands for another name or a wrapped iterable."""
     name = dotted(iterable)
-    made = [d for d in env.get(name or "", ()) if isinstance(d.expr, (ast.Call, ast.Name))]
+    kinds = (ast.Call, ast.Name, ast.IfExp)
+    made = [d for d in env.get(name or "", ()) if isinstance(d.expr, kinds)]
     if not made or dotted(made[-1].expr) == name:
         return None
     expr = made[-1].expr
     known = _is_wrapper(expr) or is_call(expr, "enumerate", "range", "zip", "cycle")
-    return made[-1] if known or isinstance(expr, ast.Name) else None
+    return made[-1] if known or isinstance(expr, (ast.Name, ast.IfExp)) else None

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.resources import files
 
-from ..model import Event, File, Guard, LoopWindow
-from ..model.expressions import keyword, last_part, number, text
+from ..model import Event, File, LoopWindow
+from ..model.expressions import dotted, is_binary, is_call, keyword, last_part, number, text, walk
 from ..model.loop_windows import steps_after
 
 
@@ -42,11 +42,12 @@ _KINDS: dict[type[ast.AST], str] = {ast.Name: "Name", ast.BinOp: "BinaryOperatio
 
 @dataclass(frozen=True, eq=False)
 class Report:
-    """The output of a rule: the node, the message, and a fix if it is certain."""
+    """The output of a rule: the node, the message, and a fix if there is one."""
 
     node: ast.AST
     message: str
     fix: tuple[Edit, ...] = ()
+    unsafe: bool = False  # The fix rests on something that the file does not show.
 
 
 @dataclass(frozen=True)
@@ -117,18 +118,24 @@ def is_optimizer_of(zero: Event, steps: list[Event]) -> bool:
     return len(names) == 1 and not is_optimizer
 
 
+def is_divided(window: LoopWindow) -> bool:
+    """True if every way of the loss to `backward` divides it by the number of micro-batches."""
+    return bool(window.chains) and all(
+        any(window.counts(d) for d in chain.divisors) for _, chain in window.chains
+    )
+
+
 def exclusive(first: Event, second: Event) -> bool:
     """True if two events are on opposite branches of one condition."""
-    mine = {(text(g.expr), g.positive) for g in first.path if isinstance(g, Guard)}
-    return any(isinstance(g, Guard) and (text(g.expr), not g.positive) in mine for g in second.path)
+    return first.excludes(second)
 
 
 def gradients_rescaled(file: File) -> bool:
     """True if the file multiplies or divides gradients themselves."""
     return bool(
         re.search(
-            r"\.grad(\.data)?\s*(/=|\*=|=\s*[\w.]+\.grad)|\.grad(\.data)?\.(div_|mul_)"
-            r"|scale_grad|_foreach_(mul|div)_|grad\.(mul|div)_|multiply_grads|rescale_grad",
+            r"\.grad(\.data)?\s*(/=|\*=|=\s*[\w.]+\.grad\s*[*/](?!\s*\w*mask))"
+            r"|\.grad(\.data)?\.(div_|mul_)|scale_grad\w*\(|_foreach_(mul|div)_|grad\.(mul|div)_|multiply_grads|rescale_grad",
             file.facts.source,
         )
     )
@@ -142,4 +149,20 @@ def framework_accumulates(file: File) -> bool:
             given = keyword(call, "gradient_accumulation_steps")
         if given is not None and number(given) != 1 and text(given) != "None":
             return True
+    return False
+
+
+def replaces_one(window: LoopWindow) -> bool:
+    """True for `torch.cat(cached[:j] + [new] + cached[j + 1:])` with the loop's own `j`."""
+    index = dotted(window.loop.target) if window.loop.target is not None else None
+    for node in walk(window.loop.node):
+        if is_call(node, "cat", "concat", "concatenate") and node.args and index:
+            joined = node.args[0]
+            slices = [
+                n
+                for n in walk(joined)
+                if isinstance(n, ast.Slice) and re.search(rf"\b{index}\b", text(n))
+            ]
+            if is_binary(joined, ast.Add) and len(slices) > 1:
+                return True
     return False

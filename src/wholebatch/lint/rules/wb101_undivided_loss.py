@@ -13,11 +13,12 @@ from ..model.expressions import (
     is_accumulation_name,
     is_binary,
     last_part,
+    number,
     text,
     walk,
 )
 from ..model.loss_origin import Chain
-from .rule_base import Edit, Report, gradients_rescaled, rule
+from .rule_base import Edit, Report, exclusive, gradients_rescaled, replaces_one, rule
 
 _SCALING_FACTOR = re.compile(r"scale|accum|norm|inv|ratio|factor|coef|gas|micro|steps", re.I)
 _SUMS = re.compile(r"reduction\s*=\s*['\"](sum|none)|size_average\s*=\s*False|\.sum\(", re.I)
@@ -28,7 +29,7 @@ _KNOWN_MEANS = re.compile(
 # Losses that are normalised over the whole window elsewhere.
 _ELSEWHERE = re.compile(r"accum_\w*features|grad_?cache|num_items_in_batch", re.I)
 _MODELISH = re.compile(
-    r"model|net\b|network|criterion|loss|cross_entropy|nll|mse|l1|bce|ce\b|engine", re.I
+    r"model|net\b|network|crit|loss|cross_entropy|nll|mse|l1|bce|ce\b|engine", re.I
 )
 
 
@@ -40,22 +41,52 @@ _MODELISH = re.compile(
 )
 def check(file: File) -> Iterator[Report]:
     """Yield one report per window whose loss is never divided."""
-    if not file.accumulating or gradients_rescaled(file) or _ELSEWHERE.search(file.facts.source):
+    if not file.accumulating or gradients_rescaled(file) or file.facts.mentions(_ELSEWHERE):
         return
     for window in file.accumulating:
-        divisors = [divisor for _, chain in window.chains for divisor in chain.divisors]
-        if not _judged(window, file) or any(map(window.counts, divisors)):
+        if not _judged(window, file) or replaces_one(window):
             continue
-        if _divides_by_count(window):
-            continue
-        if all(_undivided(chain, window) for _, chain in window.chains):
-            event = window.backwards[0]
+        event = _first_undivided(window)
+        if event is not None:
             yield Report(
                 event.node,
-                f"loss is not divided by `{window.every_name}`: gradients of the micro-batches add "
-                f"up to `{window.every_name}` times the mean",
-                _fix(window, event),
+                f"loss is not divided by `{window.count_name}`: gradients of the micro-batches add "
+                f"up to `{window.count_name}` times the mean; divide it before the backward",
+                *_fix(window, event),
             )
+
+
+def _first_undivided(window: LoopWindow) -> Event | None:
+    """Return the first backward of a loss that is not divided, although the others may be."""
+    chains: dict[Event, list[Chain]] = {}
+    for event, chain in window.chains:
+        if number(chain.base) is None:  # A term that is 0 unless it is switched on.
+            chains.setdefault(event, []).append(chain)
+    divided = any(window.counts(d) for _, chain in window.chains for d in chain.divisors)
+    if not divided and _divides_by_count(window):
+        return None
+    for event, ways in chains.items():
+        if all(_divided_by_less(way, window) for way in ways):
+            return event
+        if all(_undivided(way, window) for way in ways) and (
+            not divided or _is_extra(event, window)
+        ):
+            return event
+    return None
+
+
+def _divided_by_less(chain: Chain, window: LoopWindow) -> bool:
+    """True if a loop of `k * n` micro-batches divides by `k` alone."""
+    if window.shape != "nested" or not is_binary(window.every, ast.Mult):
+        return False
+    factors = {text(window.every.left), text(window.every.right)}
+    return len(chain.divisors) == 1 and text(chain.divisors[0].expr) in factors
+
+
+def _is_extra(event: Event, window: LoopWindow) -> bool:
+    """True for a second loss of the same micro-batch, beside one that is divided."""
+    others = [e for e in window.backwards if e is not event and not exclusive(e, event)]
+    return window.when(event) == "always" and bool(others)
 
 
 def _judged(window: LoopWindow, file: File) -> bool:
@@ -86,7 +117,7 @@ def _divides_by_count(window: LoopWindow) -> bool:
 def _plain(event: Event, file: File) -> bool:
     if event.detail == "accelerate":
         return file.facts.accelerator_divides is False
-    return event.detail in {"tensor", "native", "fabric", "lightning"}
+    return event.detail in {"tensor", "native", "fabric", "lightning", "wrapper"}
 
 
 def _undivided(chain: Chain, window: LoopWindow) -> bool:
@@ -95,9 +126,11 @@ def _undivided(chain: Chain, window: LoopWindow) -> bool:
     if any(_SCALING_FACTOR.search(f) for f in chain.factors):
         return False
     is_mean = any(d.own_size for d in chain.divisors)
-    if chain.base is None or ("sum" in chain.reducers and not is_mean):
+    if chain.base is None or ({"sum", "mean"} & chain.reducers == {"sum"} and not is_mean):
         return False
     call = chain.base_call
+    if "mean" in chain.reducers and "loss" in text(chain.base).lower():
+        return True  # A mean of what is called a loss needs no further look.
     if call is None:
         return False
     spelled = f"{text(chain.base)} {text(call)}"
@@ -126,20 +159,22 @@ def _is_sum(base: ast.Call, chain: Chain, window: LoopWindow) -> bool:
     return False
 
 
-def _fix(window: LoopWindow, event: Event) -> tuple[Edit, ...]:
-    # Certain only for one plain `loss.backward()` of a loss that is a mean by definition.
+def _fix(window: LoopWindow, event: Event) -> tuple[tuple[Edit, ...], bool]:
+    """Return the edits for one plain `loss.backward()`, and True if the loss may be a sum."""
     if window.shape != "boundary" or len(window.backwards) != 1 or window.boundary is None:
-        return ()
+        return (), False
     if window.boundary.kind != "modulo" or event.detail != "tensor":
-        return ()
+        return (), False
+    # Gradients that are cleared on every micro-batch are those of one: they must not be divided.
+    if any(window.when(zero) != "boundary" for zero in window.of("zero")):
+        return (), False
     argument = event.argument
     count = _written_count(window)
     if not isinstance(argument, ast.Name) or count is None or len(window.chains) != 1:
-        return ()
+        return (), False
     base = window.chains[0][1].base
-    if not isinstance(base, ast.Call) or not _KNOWN_MEANS.match(text(base.func)):
-        return ()
-    return (Edit.at("replace", argument, f"({argument.id} / {count})"),)
+    is_mean = isinstance(base, ast.Call) and bool(_KNOWN_MEANS.match(text(base.func)))
+    return (Edit.at("replace", argument, f"({argument.id} / {count})"),), not is_mean
 
 
 def _written_count(window: LoopWindow) -> str | None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 
-from ..model import File, LoopWindow
+from ..model import Event, File, LoopWindow
 from ..model.expressions import divisor_of, is_accumulation_name, is_binary, text, walk
 from ..model.loss_origin import Divisor
 from .rule_base import Edit, Report, rule
+
+_DEEPSPEED = re.compile(r"deepspeed(?![^\n]*scale_wrt_gas)", re.I)
 
 
 @rule(
@@ -41,16 +44,21 @@ def _by_hand(window: LoopWindow, framework: str) -> Iterator[Report]:
     seen: set[ast.AST] = set()
     for event, chain in window.chains:
         counts = [d for d in chain.divisors if window.counts(d)]
+        if event.detail in {"deepspeed", "engine"} and window.facts.mentions(_DEEPSPEED):
+            framework = "DeepSpeed"
         if framework and event.detail != "tensor" and counts and counts[0].node not in seen:
             seen.add(counts[0].node)
             yield Report(
                 counts[0].node,
-                f"loss is divided by `{counts[0].key}`, and {framework} divides it again",
-                _fix(counts[0]) if framework == "Accelerate" else (),
+                f"loss is divided by `{counts[0].key}`, and {framework} divides it again: "
+                "leave the division to it",
+                _fix(counts[0], event) if framework == "Accelerate" else (),
             )
         elif len(counts) > 1 and counts[0].key == counts[1].key and counts[0].node not in seen:
             seen.add(counts[0].node)
-            yield Report(counts[0].node, f"loss is divided by `{counts[0].key}` twice")
+            yield Report(
+                counts[0].node, f"loss is divided by `{counts[0].key}` twice: divide it once"
+            )
         elif counts and not framework:
             yield from _gradients_too(window, counts[0], seen)
 
@@ -65,7 +73,8 @@ def _gradients_too(window: LoopWindow, divisor: Divisor, seen: set[ast.AST]) -> 
             seen.add(event.node)
             yield Report(
                 event.node,
-                f"gradients are divided by `{by}` although the loss was divided by it already",
+                f"gradients are divided by `{by}` although the loss was divided by it already: "
+                "divide one of them",
             )
 
 
@@ -86,14 +95,22 @@ def _divisions(method: ast.AST, framework: str, name: str) -> Iterator[Report]:
     for node in walk(method):
         by = divisor_of(node)
         if by is not None and (name in text(by) or is_accumulation_name(text(by))):
-            yield Report(node, f"loss is divided by `{text(by)}`, and {framework} divides it again")
+            yield Report(
+                node,
+                f"loss is divided by `{text(by)}`, and {framework} divides it again: leave the "
+                "division to it",
+            )
             return
 
 
-def _fix(divisor: Divisor) -> tuple[Edit, ...]:
+def _fix(divisor: Divisor, event: Event) -> tuple[Edit, ...]:
     node = divisor.node
-    # `accelerator.backward(loss / k)` or `loss = model(...).loss / k`: keep the left side.
-    if getattr(node, "augmented", False) or not is_binary(node, ast.Div):
+    # Only `accelerator.backward(loss / k)`: what is divided elsewhere is logged elsewhere too.
+    if (
+        node is not event.argument
+        or getattr(node, "augmented", False)
+        or not is_binary(node, ast.Div)
+    ):
         return ()
     if not isinstance(node.left, (ast.Name, ast.Attribute, ast.Call, ast.Subscript)):
         return ()

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from ..model import File, LoopWindow
-from ..model.expressions import keyword, last_part, number, text, walk
+from ..model.expressions import dotted, is_call, keyword, last_part, number, text, walk
 from ..model.loss_origin import Chain
 from .rule_base import Report, framework_accumulates, gradients_rescaled, rule
 
@@ -19,7 +19,17 @@ _MASKED_DATA = re.compile(
     r"(?<![\w.])-100(?![\w.])|ignore_index|label_pad_token_id"
     r"|DataCollatorFor(LanguageModeling|Seq2Seq|TokenClassification|WholeWordMask|Completion\w+)"
 )
-_MASKED_LABELS = re.compile(r"label\w*\W[^\n]*(?<![\w.])-100(?![\w.])")
+# Labels that are left out, whatever the model is.
+_MASKED_LABELS = re.compile(
+    r"(?<![\w.])-100(?![\w.%])|masked_lm_labels|(label|target)s?\w*\[[^\]\n]*\]\s*=\s*-1\b"
+)
+_IGNORED = re.compile(r"(?<![\w.])-100(?![\w.%])")
+_JAX_MASK_COUNT = re.compile(
+    r"/\s*(jnp\.(maximum|clip)\()?\(?(jnp\.sum\(\w*(mask|valid|weights)|\w*(mask|valid|weights)\w*\.sum\(\))"
+)
+_MASKING_CLASS = re.compile(r"CrossEntropyLoss\((?![^)]*reduction)[^)]*ignore_index")
+_MOVES = ("to", "cuda", "float", "long", "contiguous", "view", "reshape", "flatten")
+_COLLATES = re.compile(r"collat|dataset|loader", re.I)
 _MASK_COUNT = re.compile(
     r"mask\w*(\.\w+\(\))*\.sum\(\)|torch\.sum\(\w*mask\w*\)|n_?valid|num_valid|\.ne\(.*sum\(\)"
     r"|\bmask_?(sum|count|total)|\w_mask_?(sum|count|total)"
@@ -33,6 +43,8 @@ _EXACT = re.compile(
 )
 _CRITERION = re.compile(r"criterion|loss|entropy|(?<![a-z])ce(?![a-z])", re.I)
 _OWN_CROSS_ENTROPY = re.compile(r"^(masked_|smooth_)?(ce|cross_entropy|nll)_loss$", re.I)
+# Helpers of RLHF code: a mean over the mask of one micro-batch.
+_MASKED_MEAN = re.compile(r"masked?_mean|mean_masked")
 _CROSS_ENTROPY = {"cross_entropy", "nll_loss", "CrossEntropyLoss", "NLLLoss", "LabelSmoothingLoss"}
 
 
@@ -44,6 +56,7 @@ _CROSS_ENTROPY = {"cross_entropy", "nll_loss", "CrossEntropyLoss", "NLLLoss", "L
 def check(file: File) -> Iterator[Report]:
     """Yield at most one report per window, and per `compute_loss` of a Trainer that accumulates."""
     yield from _in_trainers(file)
+    yield from _in_optax(file)
     yield from _in_lightning(file)
     if (
         not file.accumulating
@@ -72,6 +85,13 @@ def _in_trainers(file: File) -> Iterator[Report]:
             continue
         found = [n for n in walk(method) if isinstance(n, ast.Call) and _masks_mean(n)]
         yield from (Report(node, _MESSAGE) for node in found[:1])
+
+
+def _in_optax(file: File) -> Iterator[Report]:
+    """Check `optax.MultiSteps`, which averages the gradients of its calls with equal weight."""
+    if file.facts.mentions(_JAX_MASK_COUNT):
+        for call in file.facts.made("MultiSteps")[:1]:
+            yield Report(call, _MESSAGE)
 
 
 def _in_lightning(file: File) -> Iterator[Report]:
@@ -116,13 +136,17 @@ def _masked_mean(chain: Chain, window: LoopWindow, file: File) -> ast.AST | None
     call = chain.base_call
     if call is None:
         return None
+    if _MASKED_MEAN.fullmatch(last_part(call.func)):
+        return chain.base
+    if _is_packed(call, chain, window):
+        return None
     is_masked = _ignores(call, chain, file) or _selects(call, chain)
     return chain.base if is_masked or _is_language_model(call, file) else None
 
 
 def _ignores(call: ast.Call, chain: Chain, file: File) -> bool:
     """True for a cross-entropy with an ignored label and reduction "mean"."""
-    if _masks_mean(call):
+    if _masks_mean(call) or _ignores_by_default(call, file):
         return True
     made = [d.expr for d in chain.base_env.get(text(call.func), ())]
     made += [
@@ -132,24 +156,56 @@ def _ignores(call: ast.Call, chain: Chain, file: File) -> bool:
     ]
     if not made or all(isinstance(m, ast.Name) for m in made):
         made += _made_elsewhere(text(call.func), file)
-    return any(isinstance(m, ast.Call) and (_masks_mean(m) or _is_masking(m, file)) for m in made)
+    calls = [m for m in map(_unmoved, made) if isinstance(m, ast.Call)]
+    return any(
+        _masks_mean(m) or _is_masking(m, file) or _ignores_by_default(m, file) for m in calls
+    )
+
+
+def _ignores_by_default(call: ast.Call, file: File) -> bool:
+    """True for a cross-entropy with its default ignore_index, -100, in a file that uses it."""
+    known = last_part(call.func) in {"cross_entropy", "nll_loss", "CrossEntropyLoss", "NLLLoss"}
+    if not known or keyword(call, "ignore_index") is not None or keyword(call, "reduction"):
+        return False
+    return file.facts.mentions(_IGNORED)
+
+
+def _is_packed(call: ast.Call, chain: Chain, window: LoopWindow) -> bool:
+    """True if the labels are a slice of the data and ignore_index a literal: none is left out."""
+    if len(call.args) < 2:
+        return False
+    labels: ast.expr = call.args[1]
+    if is_call(labels, "squeeze"):
+        return True  # One label per sample.
+    labels = _unmoved(labels)
+    for definition in chain.base_env.get(dotted(labels) or "", ()):
+        made = _unmoved(definition.expr)
+        if isinstance(made, ast.Subscript) and isinstance(made.slice, ast.Tuple):
+            return dotted(made.value) == dotted(window.loop.target or made) or any(
+                dotted(made.value) == dotted(e) for e in getattr(window.loop.target, "elts", ())
+            )
+    return False
+
+
+def _unmoved(made: ast.expr) -> ast.expr:
+    """Return `CrossEntropyLoss(...)` for `CrossEntropyLoss(...).to(device)`."""
+    while is_call(made, *_MOVES) and isinstance(made.func, ast.Attribute):
+        made = made.func.value
+    return made
 
 
 def _made_elsewhere(name: str, file: File) -> list[ast.expr]:
     """Return the calls that assign this name elsewhere, for a criterion passed as an argument."""
     if not _CRITERION.search(name):
         return []
-    made = [
-        node.value
-        for node in walk(file.tree)
-        if isinstance(node, ast.Assign) and len(node.targets) == 1 and text(node.targets[0]) == name
-    ]
-    calls = [m for m in made if isinstance(m, ast.Call)]
+    calls = [m for m in file.facts.assigned.get(name, ()) if isinstance(m, ast.Call)]
     return list(calls) if len({text(c.func) for c in calls}) == 1 else []
 
 
 def _is_masking(made: ast.Call, file: File) -> bool:
     """True if a loss class of the file computes a cross-entropy that ignores labels."""
+    if _MASKING_CLASS.search(file.facts.imported_definition(made)):
+        return True
     owners = [c.node for c in file.facts.classes if c.node.name == last_part(made.func)]
     return any(
         isinstance(node, ast.Call) and _masks_mean(node, _defaults(owner))
@@ -215,7 +271,9 @@ def _masks_mean(call: ast.Call, defaults: dict[str, ast.expr] | None = None) -> 
 def _is_language_model(call: ast.Call, file: File) -> bool:
     if not re.search(r"model|net", text(call.func), re.I):
         return False
-    source = file.facts.source
-    if _MASKED_LABELS.search(source):  # Whatever the model is, its labels are masked here.
+    if file.facts.mentions(_MASKED_LABELS):
         return True
-    return bool(_LANGUAGE_MODEL.search(source) and _MASKED_DATA.search(source))
+    if file.facts.mentions(_LANGUAGE_MODEL) and file.facts.mentions(_MASKED_DATA):
+        return True
+    collators = [c for c in file.facts.calls if _COLLATES.search(last_part(c.func))]
+    return any(_MASKED_LABELS.search(file.facts.imported_definition(c)) for c in collators)

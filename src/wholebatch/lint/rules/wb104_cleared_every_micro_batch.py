@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from ..model import Event, File, LoopWindow
 from ..model.expressions import text
-from .rule_base import Edit, Report, is_optimizer_of, rule, same_receiver, stepped
+from .rule_base import Edit, Report, is_divided, is_optimizer_of, rule, same_receiver, stepped
 
 
 @rule(
@@ -27,7 +27,8 @@ def check(file: File) -> Iterator[Report]:
             yield Report(
                 zero.node,
                 f"gradients are cleared on every micro-batch but used every "
-                f"`{window.every_name}`: only the last micro-batch counts",
+                f"`{window.count_name}`: only the last micro-batch counts; clear once, "
+                "after the step",
                 _fix(window, zero, zeros, steps),
             )
 
@@ -50,6 +51,9 @@ def _fix(
     window: LoopWindow, zero: Event, zeros: list[Event], steps: list[Event]
 ) -> tuple[Edit, ...]:
     if window.shape != "boundary" or len(steps) != 1 or not isinstance(zero.stmt, ast.Expr):
+        return ()
+    # Without the division, the gradient of one micro-batch would become the sum of all.
+    if not is_divided(window) or len(zeros) > 2:
         return ()
     if zero.loops != steps[0].loops or zero.stmt.value is not zero.node:
         return ()

@@ -6,15 +6,16 @@ import ast
 import re
 from collections.abc import Iterator
 
-from ..model import Event, File
+from ..model import Event, File, LoopWindow
 from ..model.expressions import text
-from .rule_base import Report, rule
+from .rule_base import Edit, Report, rule, stepped
 
 
 @rule(
     "WB107",
     "scheduler stepped every micro-batch",
     "The learning-rate schedule steps for every micro-batch instead of every update.",
+    fixable=True,
 )
 def check(file: File) -> Iterator[Report]:
     """Yield every schedule step that is not at the boundary."""
@@ -29,8 +30,20 @@ def check(file: File) -> Iterator[Report]:
             yield Report(
                 event.node,
                 f"`{text(event.node)}` runs on every micro-batch: the schedule goes "
-                f"`{window.every_name}` times too fast",
+                f"`{window.count_name}` times too fast; step it once per update",
+                _fix(window, event),
+                unsafe=True,
             )
+
+
+def _fix(window: LoopWindow, event: Event) -> tuple[Edit, ...]:
+    """Move the call behind the optimizer's step. Unsafe: the schedule's length may be wrong too."""
+    steps = stepped(window)
+    if window.shape != "boundary" or len(steps) != 1 or not isinstance(event.stmt, ast.Expr):
+        return ()
+    if event.path != (*window.loop.parents, window.loop) or event.stmt.value is not event.node:
+        return ()
+    return (Edit.at("delete", event.stmt), Edit.at("after", steps[0].stmt, text(event.stmt)))
 
 
 def _prepared(event: Event, file: File) -> bool:

@@ -24,7 +24,7 @@ def check(file: File) -> Iterator[Report]:
                 yield Report(
                     update.node,
                     "loss scale is updated on every micro-batch: gradients of one window get "
-                    "different scales",
+                    "different scales; update it after the step",
                     _fix(window, update),
                 )
         cleared = {window.when(zero) for zero in window.of("zero")}
@@ -33,7 +33,8 @@ def check(file: File) -> Iterator[Report]:
                 yield Report(
                     step.node,
                     f"`{text(step.node)}` runs on every micro-batch but gradients are cleared "
-                    f"every `{window.every_name}`: each step re-uses the earlier ones",
+                    f"every `{window.count_name}`: each step re-uses the earlier ones; step there "
+                    "too",
                 )
 
 

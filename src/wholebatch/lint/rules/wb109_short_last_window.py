@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 
 from ..model import File, LoopWindow
+from ..model.expressions import text
 from ..model.window_boundary import Boundary
 from .rule_base import Report, rule, steps_every_micro_batch
 
@@ -27,21 +28,23 @@ def check(file: File) -> Iterator[Report]:
         if handled and _nominal(window):
             yield Report(
                 boundary.expr,
-                f"the short last window is divided by the nominal `{window.every_name}`, not "
-                "by the micro-batches that it has",
+                f"the short last window is divided by the nominal `{window.count_name}`, not "
+                "by the micro-batches that it has: multiply its gradient by "
+                f"`{window.count_name}` over that number, or drop it",
             )
         elif not handled and not _is_multiple(window):
             fate = "dropped" if _cleared_before(window) else "left over for the next window"
             yield Report(
                 boundary.expr,
-                f"micro-batches after the last multiple of `{window.every_name}` never reach an "
-                f"update of their own: they are {fate} at the end of the loader",
+                f"micro-batches after the last multiple of `{window.count_name}` never reach an "
+                f"update of their own: they are {fate} at the end of the loader; step once after "
+                "it, divided by the micro-batches that are left",
             )
 
 
 def _ends_short(window: LoopWindow, boundary: Boundary) -> bool:
     """True if only the count ends windows, and the loader can end before the count is full."""
-    if window.shape != "boundary" or not boundary.pure or boundary.kind not in {"modulo", "reset"}:
+    if window.shape != "boundary" or not boundary.pure or boundary.kind == "last":
         return False
     if not window.finite or steps_every_micro_batch(window):
         return False
@@ -50,9 +53,10 @@ def _ends_short(window: LoopWindow, boundary: Boundary) -> bool:
 
 def _is_multiple(window: LoopWindow) -> bool:
     """True if the file itself makes the loader's length a multiple of the window."""
-    name = re.escape(window.every_name.rpartition(".")[2])
-    pattern = rf"len\([^)\n]*\)\s*%\s*[\w.]*{name}|//\s*[\w.]*{name}\s*\)?\s*\*\s*[\w.]*{name}"
-    return bool(re.search(pattern, window.facts.source))
+    words = re.findall(r"\w+", window.every_name)
+    name = words[-1] if words else ""
+    pattern = rf"len\([^)\n]*\)\s*%\s*[^)\n]*{name}|//\s*[\w.]*{name}\s*\)?\s*\*\s*[\w.]*{name}"
+    return window.facts.mentions(re.compile(pattern))
 
 
 def _nominal(window: LoopWindow) -> bool:
@@ -64,4 +68,7 @@ def _nominal(window: LoopWindow) -> bool:
 
 
 def _cleared_before(window: LoopWindow) -> bool:
-    return bool(window.loop.parents) and any(e.kind == "zero" for e in window.before)
+    around = window.facts.functions_around(window.loop.node.lineno)
+    per_epoch = any("epoch" in f"{f.name} {text(f.args)}" for f in around[-1:])
+    cleared = any(e.kind == "zero" for e in window.before)
+    return cleared and (bool(window.loop.parents) or per_epoch)

@@ -27,11 +27,12 @@ def check(file: File) -> Iterator[Report]:
         size = first_window(window)
         if not size:
             continue
-        name = window.every_name
+        name = window.count_name
         words = "one micro-batch" if size == "one" else f"`{name}` {size} micro-batches"
         yield Report(
             boundary.expr,
-            f"boundary is off by one: the first window has {words} instead of `{name}`",
+            f"boundary is off by one: the first window has {words} instead of `{name}`; "
+            "count micro-batches from 1",
             _fix(window) if size == "one" else (),
         )
 
@@ -55,9 +56,19 @@ def first_window(window: LoopWindow) -> str:
     return f"{'+' if shift > 0 else '-'} {abs(shift)}"
 
 
+def _is_alone(window: LoopWindow) -> bool:
+    """True if this one condition decides all that happens once per window."""
+    events = window.of("step", "zero", "sched", "clip", "unscale", "scaler_update")
+    at_boundary = [e for e in events if window.when(e) in {"boundary", "inside"}]
+    return all(
+        any(guard.expr is window.boundary.expr for guard in e.guards(window.loop))  # type: ignore[union-attr]
+        for e in at_boundary
+    )
+
+
 def _fix(window: LoopWindow) -> tuple[Edit, ...]:
     boundary = window.boundary
-    if boundary is None or boundary.tail or boundary.after_first:
+    if boundary is None or boundary.tail or boundary.after_first or not _is_alone(window):
         return ()
     # `i % k == 0` with an enumerate from 0: write `(i + 1)` instead of `i`.
     expr = boundary.expr

@@ -8,13 +8,14 @@ from collections.abc import Iterator
 
 from ..model import Event, File, LoopWindow
 from ..model.events import Context
-from ..model.expressions import dotted, is_accumulation_name, is_not, text, walk
+from ..model.expressions import dotted, is_accumulation_name, is_not, last_part, text, walk
 from .rule_base import Report, rule, steps_every_micro_batch
 
 _HELD = re.compile(
-    r"no_sync|require_backward_grad_sync|no_backward_sync|disable_allreduce|set_requires_gradient_sync"
+    r"no_sync|require_backward_grad_sync|no_backward_sync|disable_allreduce|set_requires_gradient_sync|ddp_sync"
 )
 
+_WRAPS = re.compile(r"DistributedDataParallel|DDP|(smart|wrap\w*)_(DDP|ddp)")
 _LOCAL = {"tensor", "native", "wrapper", "lightning"}
 
 
@@ -25,10 +26,12 @@ _LOCAL = {"tensor", "native", "wrapper", "lightning"}
 )
 def check(file: File) -> Iterator[Report]:
     """Yield windows under DDP that never disable the synchronisation, or do so too late."""
-    for window in file.shaped("boundary", "nested"):
-        if not _HELD.search(file.facts.source):
+    windows = file.shaped("boundary", "nested")
+    wrapped = bool(windows) and _wrapped(file)
+    for window in windows:
+        if not file.facts.mentions(_HELD):
             local = {e.detail for e in window.backwards} <= _LOCAL
-            if _wrapped(file) and local and not steps_every_micro_batch(window):
+            if wrapped and local and not steps_every_micro_batch(window):
                 yield Report(
                     window.backwards[0].node,
                     "DistributedDataParallel reduces the gradients on every micro-batch: hold it "
@@ -55,7 +58,7 @@ def _wrapped(file: File) -> bool:
         for stmt in node.body
         for call in walk(stmt)
     }
-    wraps = file.facts.made("DistributedDataParallel", "DDP")
+    wraps = [c for c in file.facts.calls if _WRAPS.fullmatch(last_part(c.func))]
     return any(id(call) not in otherwise for call in wraps)
 
 
@@ -72,7 +75,7 @@ def _late_flag(window: LoopWindow) -> Event | None:
 
 def _late_context(window: LoopWindow) -> Event | None:
     for backward in window.backwards:
-        held = [c for c in backward.contexts(window.loop) if holds_sync(c)]
+        held = [c for c in backward.contexts(window.loop) if holds_sync(c) and not _of_engine(c)]
         if not held:
             continue
         owner = held[-1]
@@ -85,10 +88,16 @@ def _late_context(window: LoopWindow) -> Event | None:
     return None
 
 
+def _of_engine(context: Context) -> bool:
+    """True for `booster.no_sync(model, optimizer)`, which an engine reads in the backward."""
+    made = [context.expr, *(d.expr for d in context.env.get(dotted(context.expr) or "", ()))]
+    return any(re.search(r"no_sync\(\w", text(m)) for m in made)
+
+
 def holds_sync(context: Context) -> bool:
     """True if a `with` item is (or was assigned from) a `no_sync()`."""
     spelled = text(context.expr)
-    if re.search(r"\bno_sync\b", spelled):
+    if re.search(r"\bno_(backward_)?sync\b", spelled):
         return True
     name = dotted(context.expr)
     if name is None and hasattr(context.expr, "func"):

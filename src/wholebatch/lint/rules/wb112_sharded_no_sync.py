@@ -37,5 +37,5 @@ def check(file: File) -> Iterator[Report]:
             yield Report(
                 node,
                 "FSDP holds its reduction: the full unsharded gradient stays in memory until the "
-                "end of the window",
+                "end of the window; if that does not fit, let it reduce every micro-batch",
             )

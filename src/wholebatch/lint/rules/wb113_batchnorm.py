@@ -16,8 +16,9 @@ _FAMILIES = (
     r"|tf_efficientnet\w*|resnest\w*|mobilenetv\d\w*|deeplabv3_resnet\w+|fcn_resnet\w+"
 )
 _KNOWN_MODEL = re.compile(rf"^({_FAMILIES})$")
+_LAYERS = {"BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "LazyBatchNorm2d"}
 _SEGMENTERS = {"Unet", "UnetPlusPlus", "FPN", "DeepLabV3", "DeepLabV3Plus", "Linknet"}
-_SPEAKS = re.compile(r"BatchNorm|models|timm|smp|segmentation_models|hub\.load|EfficientNet")
+_KERAS_ACCUMULATES = re.compile(r"optimizers\.\w+\([^)]*gradient_accumulation_steps\s*=")
 _FROZEN = re.compile(
     r"FrozenBatchNorm|freeze_?bn|freeze_batch_?norm|bn_?eval|BatchNorm\w*\)?:?\s*\n?\s*\w+\.eval\(\)"
     r"|set_bn_eval|fix_bn|frozen_bn",
@@ -32,28 +33,40 @@ _FROZEN = re.compile(
 )
 def check(file: File) -> Iterator[Report]:
     """Yield one report per file, where the layers are created."""
-    if not _SPEAKS.search(file.facts.source) or _FROZEN.search(file.facts.source):
+    if file.facts.mentions(_FROZEN):
         return
-    if not any(w.shape != "deepspeed" for w in file.accumulating) and not framework_accumulates(
+    if file.facts.mentions(_KERAS_ACCUMULATES):
+        pass  # The optimizer adds up the gradients of its calls.
+    elif not any(w.shape != "deepspeed" for w in file.accumulating) and not framework_accumulates(
         file
     ):
         return
-    for call in file.facts.calls:
+    names = [v for values in file.facts.assigned.values() for v in values if dotted(v)]
+    for call in (*file.facts.calls, *names):
         what = _batchnorm(call, file)
         if what:
             yield Report(
                 call,
                 f"{what} normalises over each micro-batch, not over the window: the update is not "
-                "that of the whole batch",
+                "that of the whole batch; use GroupNorm, freeze it, or `wb.WholeBatch`'s exact one",
             )
             return
 
 
-def _batchnorm(call: ast.Call, file: File) -> str:
+def _batchnorm(call: ast.expr, file: File) -> str:
+    if not isinstance(call, ast.Call):
+        # `norm_class = nn.BatchNorm2d`
+        return f"`{last_part(call)}`" if last_part(call) in _LAYERS else ""
     name = last_part(call.func)
-    if name in {"BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "LazyBatchNorm2d"}:
+    if name == "BatchNormalization" and file.facts.mentions(_KERAS_ACCUMULATES):
+        return "`BatchNormalization`"
+    if name in _LAYERS:
         return f"`{name}`"
+    if name == "convert_sync_batchnorm":
+        return "the model's BatchNorm"
     model = _known_model(call, name, dotted(call.func) or "", file)
+    if not model and call in file.models and "BatchNorm" in file.facts.imported_source(call):
+        model = name
     return f"`{model}` has BatchNorm, which" if model else ""
 
 

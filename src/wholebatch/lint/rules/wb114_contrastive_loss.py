@@ -16,9 +16,8 @@ _COUPLED_NAME = re.compile(
 )
 _MESSAGE = (
     "loss uses the other samples of the micro-batch as negatives: accumulation does not give the "
-    "negatives of the whole batch"
+    "negatives of the whole batch; cache the features (GradCache, `wb.WholeBatch`)"
 )
-_SPEAKS = re.compile(rf"arange\(|return_loss|{_COUPLED_NAME.pattern}")
 _CACHED = re.compile(
     r"grad_?cache|accum_\w*features|cached_(multiple|rep|emb)|accum_features", re.I
 )
@@ -32,11 +31,13 @@ _SIMILARITY = re.compile(r"@|matmul|einsum|\.mm\(|similarity|\.bmm\(")
 )
 def check(file: File) -> Iterator[Report]:
     """Yield at most one report per window."""
-    if not _SPEAKS.search(file.facts.source) or _CACHED.search(file.facts.source):
+    if file.facts.mentions(_CACHED):
         return
     yield from _in_training_steps(file)
-    for window in file.accumulating:
-        node = _named(window) or _by_arange(window)
+    windows = file.accumulating
+    coupled = bool(windows) and any(_compares(file.facts.imported_source(m)) for m in file.models)
+    for window in windows:
+        node = _named(window) or _by_arange(window) or (_model_loss(window) if coupled else None)
         if node is not None:
             yield Report(node, _MESSAGE)
 
@@ -56,6 +57,20 @@ def _in_training_steps(file: File) -> Iterator[Report]:
                 if _COUPLED_NAME.search(last_part(node.func)) or _COUPLED_NAME.search(name):
                     yield Report(node, _MESSAGE)
                     break
+
+
+def _model_loss(window: LoopWindow) -> ast.AST | None:
+    """Return the call whose result is differentiated: the model computes its own loss."""
+    losses = {id(chain.base_call) for _, chain in window.chains}
+    return next((e.node for e in window.of("forward", "call") if id(e.node) in losses), None)
+
+
+def _compares(source: str) -> bool:
+    """True if a module computes a cross-entropy over the similarities of a batch."""
+    labels = re.search(r"(label|target)\w*\s*=[^\n]*arange\(|torch\.diag\(|CrossEn\(", source)
+    loss = re.search(r"cross_entropy\(|CrossEn(tropyLoss)?\(", source)
+    pairs = re.search(r"sim_matrix|similarity|scores\b|logits_per", source)
+    return bool(labels and loss and pairs and re.search(r"\bmm\(|matmul\(|@", source))
 
 
 def _calls(window: LoopWindow) -> Iterator[tuple[Event, ast.Call]]:

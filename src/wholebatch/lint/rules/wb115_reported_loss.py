@@ -20,15 +20,17 @@ from ..model.expressions import (
 from ..model.loss_origin import Chain, trace
 from .rule_base import Report, rule
 
-_SINKS = {
-    "print", "info", "debug", "log", "log_metrics", "add_scalar", "set_postfix", "warning",
-    "set_description", "set_postfix_str", "log_dict", "Logger", "log_scalar", "write", "report",
-    "set_description_str",
-}  # fmt: skip
-_KEEPERS = re.compile(r"loss|meter|metric|avg|average|tracker|history|record|stat", re.I)
-_MATH = {"log", "log2", "log10"}
+_SINK = re.compile(
+    r"(\w+_)?print\w*|log|log(_|kv)\w*|info|debug|warning|add_scalars?|set_postfix\w*|report\w*"
+    r"|set_description\w*|Logger|write|scalar_summary|(update_|write_)?progress_?bar|track|\w+_log"
+)
+_KEEPERS = re.compile(r"loss|meter|metric|avg|average|tracker|history|record|stat|^logs?$", re.I)
+_MATH = re.compile(r"log_(softmax|prob|sigmoid|every|likelihood|sum)\w*|\w*softmax\w*")
 _BAR = re.compile(r"p_?bar|prog(ress)?_?bar|progress", re.I)
-_LAST = "reported loss is that of the last micro-batch, not of the window"
+_LAST = (
+    "reported loss is that of the last micro-batch, not of the window: log the mean over its "
+    "micro-batches"
+)
 
 
 @rule(
@@ -39,14 +41,16 @@ _LAST = "reported loss is that of the last micro-batch, not of the window"
 def check(file: File) -> Iterator[Report]:
     """Yield at most one report of each kind per window."""
     shown: set[int] = set()
-    for window in file.accumulating:
-        bases = _bases(window)
+    windows = file.accumulating
+    known = {id(window): _bases(window) for window in windows}
+    for at, window in enumerate(windows):
+        bases = set(known[id(window)])
         if not bases:
             continue
         # One of two loops (`if amp: ... else: ...`) computed the loss that is logged after both.
-        for other in file.accumulating:
+        for other in windows[max(0, at - 2) : at + 3]:
             if other.shape == window.shape and other.loop.parents == window.loop.parents:
-                bases |= _bases(other)
+                bases |= known[id(other)]
         found = [*_logged(window, bases, file), *_averaged(window, bases, file)]
         for report in found or _kept_at_boundary(window, bases):
             if id(report.node) not in shown:
@@ -66,20 +70,28 @@ def _bases(window: LoopWindow) -> set[int]:
 def _loss_chains(
     expr: ast.expr | None, env: Env, window: LoopWindow, bases: set[int]
 ) -> list[Chain]:
-    """Return the derivations of a value if all of them start at a loss of the window, else []."""
+    """Return the derivations of a value if all of them start at a loss of the window, else [].
+
+    After an inner loop, the value before may be mixed in: a moving average.
+    """
     chains = trace(expr, env, window.resolver)
-    return chains if all(id(c.base) in bases for c in chains) else []
+    ours = [c for c in chains if id(c.base) in bases]
+    others = [c for c in chains if id(c.base) not in bases]
+    smoothed = window.shape == "nested" and all(
+        c.weighted and not isinstance(c.base, ast.Call) for c in others
+    )
+    return ours if not others or smoothed else []
 
 
 def _logged(window: LoopWindow, bases: set[int], file: File) -> Iterator[Report]:
     reported: set[str] = set()
-    for event, call in _log_calls(window):
-        for value, env in _values(call, event.env):
+    for event, shown in _shown(window):
+        for value, env in _values(shown, event.env):
             chains = _loss_chains(value, env, window, bases)
             if any(_is_divided(c, window) for c in chains):
                 words = (
-                    f"reported loss was divided by `{window.every_name}`: it is that many times "
-                    "too small"
+                    f"reported loss was divided by `{window.count_name}`: it is that many times "
+                    "too small; log the loss before the division, averaged over the window"
                 )
             elif chains and _is_last(event, window):
                 words = _LAST
@@ -91,16 +103,28 @@ def _logged(window: LoopWindow, bases: set[int], file: File) -> Iterator[Report]
                 break
 
 
-def _log_calls(window: LoopWindow) -> Iterator[tuple[Event, ast.Call]]:
+def _shown(window: LoopWindow) -> Iterator[tuple[Event, list[ast.expr]]]:
+    """Yield what is logged, and the numbers that the function returns to its caller."""
     events = list(window.events)
-    if window.shape == "nested":
+    if _is_inner(window):
         events += [e for e in window.after if e.loops == window.loop.parents]
     for event in events:
-        if event.kind != "call" or not isinstance(event.node, ast.Call) or not _is_sink(event.node):
-            continue
         # An inner loop (an evaluation, say) has losses of its own.
-        if event.loops[-1:] in {(window.loop,), window.loop.parents[-1:]}:
-            yield event, event.node
+        if event.loops[-1:] not in {(window.loop,), window.loop.parents[-1:]}:
+            continue
+        call = event.node
+        if event.kind == "call" and isinstance(call, ast.Call) and _is_sink(call):
+            yield event, [*call.args, *(k.value for k in call.keywords)]
+        elif event.kind == "return" and event.argument is not None:
+            yield event, _numbers(event.argument, event.env)
+
+
+def _numbers(expr: ast.expr, env: Env) -> list[ast.expr]:
+    """Return the plain numbers in a returned value: `loss.item()`, not the loss itself."""
+    if isinstance(expr, ast.Call) and last_part(expr.func)[:1].isupper():
+        expr = ast.Tuple([*expr.args, *(k.value for k in expr.keywords)])  # A named tuple.
+    values = [value for value, _ in _values([expr], env)]
+    return [v for v in values if any(is_call(n, "item", "float", "tolist") for n in walk(v))]
 
 
 def _where(event: Event, value: ast.expr, env: Env, window: LoopWindow, file: File) -> ast.AST:
@@ -118,19 +142,28 @@ def _where(event: Event, value: ast.expr, env: Env, window: LoopWindow, file: Fi
 
 def _is_sink(call: ast.Call) -> bool:
     name = last_part(call.func)
+    if "accum" in name:
+        return False  # A helper that adds up.
     if isinstance(call.func, ast.Name) and _BAR.fullmatch(name):
         return len(call.args) > 1  # A callable progress bar: `pbar(step, {"loss": ...})`.
     owner = text(call.func.value) if isinstance(call.func, ast.Attribute) else ""
-    if name in _SINKS:
-        return not (name in _MATH and owner in {"math", "torch", "np", "numpy"})
+    if _SINK.fullmatch(name):
+        return not _MATH.fullmatch(name) and owner not in {
+            "math",
+            "torch",
+            "np",
+            "numpy",
+            "F",
+            "jnp",
+        }
     if name in {"append", "update", "add"} and owner:
         return bool(_KEEPERS.search(owner)) and bool(call.args)
     return False
 
 
-def _values(call: ast.Call, env: Env) -> Iterator[tuple[ast.expr, Env]]:
-    """Yield the values that a log call shows: through f-strings, dictionaries and `%`."""
-    todo = [(a, env, 0) for a in (*call.args, *(k.value for k in call.keywords))]
+def _values(shown: list[ast.expr], env: Env) -> Iterator[tuple[ast.expr, Env]]:
+    """Yield the values that are shown: through f-strings, dictionaries and `%`."""
+    todo = [(a, env, 0) for a in shown]
     while todo:
         expr, where, depth = todo.pop(0)
         if depth > 5:
@@ -141,6 +174,8 @@ def _values(call: ast.Call, env: Env) -> Iterator[tuple[ast.expr, Env]]:
             isinstance(held, (ast.Dict, ast.JoinedStr)) or is_call(held, "dict")
         ):
             todo.append((held, made[0].env, depth + 1))
+            slots = [d for n, d in where.items() if n.startswith(f"{expr.id}[") and len(d) == 1]  # type: ignore[attr-defined]
+            todo += [(d[0].expr, d[0].env, depth + 1) for d in slots]
             continue
         inner = _values_inside(expr)
         todo += [(i, where, depth + 1) for i in inner]
@@ -171,8 +206,16 @@ def _is_divided(chain: Chain, window: LoopWindow) -> bool:
     return any(window.counts(d) for d in chain.divisors)
 
 
-def _is_last(event: Event, window: LoopWindow) -> bool:
+def _is_inner(window: LoopWindow) -> bool:
+    """True if the loop runs over the micro-batches of one batch, so that it ends with a window."""
     if window.shape == "nested":
+        return True
+    sliced = is_call(window.loop.iterable, "range") and len(window.loop.iterable.args) == 3
+    return window.shape == "deepspeed" and sliced and bool(window.loop.parents)
+
+
+def _is_last(event: Event, window: LoopWindow) -> bool:
+    if _is_inner(window):
         return window.loop not in event.path
     return window.when(event) == "boundary"
 
@@ -210,8 +253,9 @@ def _averaged(window: LoopWindow, bases: set[int], file: File) -> Iterator[Repor
         if means:
             yield Report(
                 min(means, key=lambda node: int(getattr(node, "lineno", 0))),
-                f"`{name}` adds up losses that were divided by `{window.every_name}`, and is "
-                "divided by the number of micro-batches: it is that many times too small",
+                f"`{name}` adds up losses that were divided by `{window.count_name}`, and is "
+                "divided by the number of micro-batches: it is that many times too small; add up "
+                "the losses before the division",
             )
             return
 
@@ -219,6 +263,12 @@ def _averaged(window: LoopWindow, bases: set[int], file: File) -> Iterator[Repor
 def _means_over_micro_batches(name: str, window: LoopWindow, file: File) -> list[ast.AST]:
     counters = _micro_counters(window)
     nodes = list(walk(_function_of(window, file)))
+    # `if n % (every * accum) == 0: total / (every * accum)` is a mean over micro-batches.
+    products = {
+        text(node.right)
+        for node in nodes
+        if is_binary(node, ast.Mod) and is_binary(node.right, ast.Mult)
+    }
     restored = {
         id(node.left)
         for node in nodes
@@ -227,17 +277,21 @@ def _means_over_micro_batches(name: str, window: LoopWindow, file: File) -> list
     return [
         node
         for node in nodes
-        if _divides_by_micro_batches(node, name, counters) and id(node) not in restored
+        if _divides_by_micro_batches(node, name, counters, products) and id(node) not in restored
     ]
 
 
-def _divides_by_micro_batches(node: ast.AST, name: str, counters: set[str]) -> bool:
+def _divides_by_micro_batches(
+    node: ast.AST, name: str, counters: set[str], products: set[str]
+) -> bool:
     if not is_binary(node, ast.Div):
         return False
     left, right = text(node.left), text(node.right)
     # Only the name itself: `(total - before) / steps` uses another count.
-    if left not in {name, f"{name}.item()"} or is_accumulation_name(right):
+    if left not in {name, f"{name}.item()"}:
         return False
+    if is_accumulation_name(right):
+        return right in products
     if re.fullmatch(r"len\([\w.]*(loader|dataloader|iterator|batches|dl)\)", right):
         return True
     return right in counters or any(right == f"{c} + 1" for c in counters)

@@ -19,7 +19,7 @@ from ..model.expressions import (
     walk,
 )
 from ..model.window_boundary import peel
-from .rule_base import Report, rule
+from .rule_base import Report, exclusive, rule
 
 _UPDATES = re.compile(
     r"(^|[._])(global_?steps?|num_updates|n_updates|updates|update_steps?|optim(izer)?_steps?"
@@ -73,7 +73,7 @@ def _schedules(window: LoopWindow) -> Iterator[Report]:
                 yield Report(
                     call,
                     f"schedule is as long as the micro-batches but steps once every "
-                    f"`{window.every_name}`: divide its length by it",
+                    f"`{window.count_name}`: divide its length by it",
                 )
 
 
@@ -140,10 +140,12 @@ def _counters(window: LoopWindow) -> Iterator[Report]:
             continue
         if _is_the_clock(name, window) or not _is_compared(name, window):
             continue
+        if all(exclusive(event, step) for step in window.of("step")):
+            continue  # On a branch of its own, without the optimizer.
         yield Report(
             event.node,
             f"`{name}` goes up on every micro-batch but is compared with a number of updates: "
-            f"it runs `{window.every_name}` times too fast",
+            f"it runs `{window.count_name}` times too fast; count it where the optimizer steps",
         )
 
 

@@ -6,7 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-from ..model import Event, File, LoopWindow
+from ..model import Event, File, Guard, LoopWindow
 from ..model.expressions import text
 from .rule_base import Edit, Report, exclusive, is_optimizer_of, rule, stepped
 
@@ -28,14 +28,14 @@ def check(file: File) -> Iterator[Report]:
             if step is not None:
                 yield Report(
                     zero.node,
-                    f"gradients are cleared before `{text(step.node)}` uses them",
+                    f"gradients are cleared before `{text(step.node)}` uses them: clear after it",
                     _swap(zero, step),
                 )
             elif _before_last_backward(zero, steps, window):
                 yield Report(
                     zero.node,
                     "gradients are cleared just before the last backward of the window: only that "
-                    "micro-batch counts",
+                    "micro-batch counts; clear after the step",
                 )
 
 
@@ -53,6 +53,8 @@ def _cleared_before(zero: Event, steps: list[Event], window: LoopWindow) -> Even
             continue
         if step.loops != zero.loops or window.when(zero) != window.when(step):
             continue
+        if not _conditions(zero) <= _conditions(step):
+            continue  # Cleared where the update is skipped.
         if _would_use(step, zero, steps, window):
             return step
     return None
@@ -64,10 +66,15 @@ def _would_use(step: Event, zero: Event, steps: list[Event], window: LoopWindow)
         b.order < zero.order and not exclusive(b, zero) and not exclusive(b, step)
         for b in window.backwards
     )
-    made_again = any(zero.order < b.order < step.order for b in window.of("backward"))
+    later = [*window.of("backward"), *(e for e in window.after if e.kind == "backward")]
+    made_again = any(zero.order < b.order < step.order for b in later)
     # An earlier step of the same optimizer has used the gradients cleared here.
     used = any(s.order < zero.order and not exclusive(s, zero) for s in steps)
     return made and not made_again and not used
+
+
+def _conditions(event: Event) -> set[tuple[str, bool]]:
+    return {(text(g.expr), g.positive) for g in event.path if isinstance(g, Guard)}
 
 
 def _holds_others(zero: Event, step: Event) -> bool:

@@ -27,7 +27,7 @@ _LARGE_PARTS = re.compile(
 def check(file: File) -> Iterator[Report]:
     """Yield at most one note per file."""
     windows = file.shaped("boundary", "nested")
-    if not windows or _LARGE_PARTS.search(file.facts.source):
+    if not windows or file.facts.mentions(_LARGE_PARTS):
         return
     parameters = _parameters(file)
     batch = _batch_size(file)
@@ -39,7 +39,7 @@ def check(file: File) -> Iterator[Report]:
             yield Report(
                 window.backwards[0].node,
                 f"a batch of {int(batch * steps)} fits this model of about {int(parameters):,} "
-                "parameters at once: accumulation only costs time here",
+                "parameters at once: accumulation only costs time here; raise the batch size",
             )
             return
 

@@ -1,0 +1,232 @@
+"""The losses of a mixture of experts over the whole batch: load balance, and router z-loss.
+
+The load-balancing loss of E experts is a product of two means over all tokens,
+
+    balance = E · Σ_e f_e · P_e,   f_e = tokens sent to e / tokens,   P_e = mean probability of e,
+
+so no sum of losses of micro-batches gives it. But the tokens sent to e, and the sums of e's
+probabilities, do add up. `moe_loss` hands those sums to the two passes of `Coupled`: the gradient
+is that of the whole batch, over all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from wholebatch.core.loss import SINGLE, Loss, Term, Terms, as_loss, causal_lm
+from wholebatch.core.splitting import batch_size_of
+from wholebatch.coupled.contrastive.losses import Coupled
+from wholebatch.errors import LossError, OptionError
+
+Routers: TypeAlias = Sequence[Tensor | tuple[Tensor, Tensor]]
+"""For each layer, the router's logits (tokens, experts); or probabilities and chosen experts."""
+Sums: TypeAlias = dict[str, Tensor]
+
+
+def moe_loss(
+    loss: Callable[[Any, Any], Any] = causal_lm,
+    *,
+    balance: float | None = None,
+    z: float = 0.0,
+    top_k: int | None = None,
+    layers: Literal["together", "each"] = "together",
+    keep: int | Literal["auto"] = "auto",
+) -> Coupled:
+    """Return a loss of the whole batch: `loss`, `balance` × load balance and `z` × router z-loss.
+
+    With a Hugging Face model in training with `output_router_logits=True`, `loss(model, micro)` is
+    any loss without its balance term; logits and mask are read from the model's output, and
+    `balance` and `top_k` from the model. For another model, `loss` returns `(loss, routers)` or
+    `(loss, routers, mask)`: `routers` holds the logits (tokens, experts) of each layer, or pairs
+    of probabilities and chosen experts (tokens, k); `mask` is 0 for tokens that do not count.
+
+    `layers="together"` takes both means over the tokens of all layers at once, as Transformers
+    does; "each" adds the losses of the layers. The z-loss is the mean of logsumexp(logits)².
+    `keep` is that of `wb.Coupled`: graphs of the first pass that need no second one.
+    """
+    if layers not in ("together", "each"):
+        raise OptionError(f'layers={layers!r}: must be "together" or "each"')
+    if top_k is not None and top_k < 1:
+        raise OptionError(f"top_k={top_k}: must be a positive number of experts, or None")
+    mixture = _Mixture(loss, balance, z, top_k, layers == "each")
+    return Coupled(mixture.encode, mixture.whole, keep=keep, addends=mixture.addends)
+
+
+@dataclass
+class _Mixture:
+    loss: Callable[[Any, Any], Any]
+    balance: float | None
+    z: float
+    top_k: int | None
+    each: bool
+    _weights: dict[str, float] = field(default_factory=dict)
+    """Of each term, as the last micro-batch had it."""
+
+    def _parts(self, model: Any, micro: Any) -> tuple[Mapping[str, Term], Sums]:
+        """Return the terms of the loss itself, and the sums over this micro-batch's tokens."""
+        with recorded_routing(model) as seen:
+            made = self.loss(model, micro)
+        if isinstance(made, tuple):
+            made, routers, mask = (*made, None)[:3]
+        else:
+            routers, mask = seen.router_logits, seen.attention_mask
+        if not routers:
+            raise LossError(
+                "wb.moe_loss found no router logits: a Hugging Face model needs "
+                "config.output_router_logits=True; of another model, let loss(model, micro) "
+                "return (loss, router logits of each layer)"
+            )
+        top_k = self.top_k or int(_setting(model, None, "top_k", ("num_experts_per_tok",)))
+        loss = as_loss(made)
+        by_name = {SINGLE: Term(loss.total, loss.units)} if isinstance(loss, Loss) else loss.by_name
+        self._weights = {name: term.weight for name, term in by_name.items()}
+        self._weights["balance"] = _setting(model, self.balance, "balance", _COEFFICIENTS)
+        return by_name, routing_sums(routers, top_k, mask, z=self.z != 0.0)
+
+    def addends(self, model: Any, micro: Any) -> Terms:
+        """Return what must add up over micro-batches, as terms, for the look."""
+        by_name, sums = self._parts(model, micro)
+        rows = sums["probability"]
+        weights = torch.arange(rows.numel(), device=rows.device).cos().view_as(rows).to(rows.dtype)
+        terms = {name: (term.total, term.units, term.weight) for name, term in by_name.items()}
+        terms["router"] = ((rows * weights).sum(), sums["tokens"].sum(), 1.0)
+        return Loss.terms(terms)
+
+    def encode(self, model: Any, micro: Any) -> dict[str, Any]:
+        """Return the sums of a micro-batch, each as one row."""
+        by_name, sums = self._parts(model, micro)
+        rows = sums["probability"]
+        return {
+            "samples": torch.ones(batch_size_of(micro), dtype=torch.int64, device=rows.device),
+            "terms": {
+                name: (term.total[None], torch.as_tensor(term.units, device=rows.device)[None])
+                for name, term in by_name.items()
+            },
+            **{name: value[None] for name, value in sums.items()},
+        }
+
+    def whole(self, all: dict[str, Any]) -> Terms:
+        """Return the loss of the whole batch from the sums of all micro-batches and ranks."""
+        sums = {name: all[name].sum(0) for name in ("probability", "assigned", "tokens")}
+        terms: dict[str, tuple[Any, ...]] = {
+            name: (total.sum(), units.detach().sum(), self._weights[name])
+            for name, (total, units) in all["terms"].items()
+        }
+        terms["balance"] = (balance_of(sums, each=self.each), 1, self._weights["balance"])
+        if self.z:
+            layers = 1 if self.each else len(sums["probability"])
+            terms["z"] = (all["z"].sum(), sums["tokens"] * layers, self.z)
+        return Loss.terms(terms)
+
+
+def routing_sums(routers: Routers, top_k: int, mask: Tensor | None, *, z: bool = False) -> Sums:
+    """Return the sums over tokens by layer and expert, in float32 or better.
+
+    "probability" and "assigned" (tokens sent to each expert) are (layers, experts), "tokens" is
+    how many tokens count.
+    """
+    first = routers[0]
+    if isinstance(first, tuple):
+        probability, chosen = (_stacked([one[i] for one in routers]) for i in (0, 1))
+    else:
+        logits = _stacked(routers)  # type: ignore[arg-type]
+        probability = logits.softmax(-1)
+        chosen = probability.topk(top_k, dim=-1).indices
+    layers, tokens, experts = probability.shape
+    kept = torch.ones(tokens, dtype=torch.bool, device=probability.device)
+    if mask is not None:
+        if mask.numel() != tokens:
+            raise LossError(
+                f"a mask of {mask.numel()} tokens for router logits of {tokens}: must have one "
+                "value for each token that the router sees"
+            )
+        kept = mask.reshape(-1).to(kept.device) != 0
+    wide = probability.dtype if probability.dtype is torch.float64 else torch.float32
+    sent = kept.to(torch.int64)[None, :, None].expand_as(chosen).flatten(1)
+    nobody = sent.new_zeros(layers, experts)
+    sums = {
+        "probability": (probability.to(wide) * kept[:, None]).sum(1),
+        "assigned": nobody.scatter_add(1, chosen.flatten(1), sent),
+        "tokens": kept.sum(),
+    }
+    if z:
+        if isinstance(first, tuple):
+            raise OptionError("z= needs the routers' logits: probabilities alone do not tell them")
+        sums["z"] = (logits.to(wide).logsumexp(-1).square() * kept).sum()
+    return sums
+
+
+def _stacked(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.stack([one.to(tensors[0].device) for one in tensors])
+
+
+def balance_of(sums: Mapping[str, Tensor], *, each: bool = False) -> Tensor:
+    """Return the load-balancing loss of these sums: of all layers at once, or the layers' sum."""
+    probability, assigned = sums["probability"], sums["assigned"].to(sums["probability"].dtype)
+    tokens = sums["tokens"].to(probability.dtype).clamp(min=1)
+    if not each:
+        probability, assigned = probability.sum(0), assigned.sum(0)
+        tokens = tokens * len(sums["probability"])
+    return (assigned / tokens * (probability / tokens)).sum() * probability.shape[-1]
+
+
+@dataclass
+class RecordedRouting:
+    """What a Hugging Face model told of its routers in one forward."""
+
+    router_logits: Sequence[Tensor] = ()
+    attention_mask: Tensor | None = None
+    aux_loss: Tensor | None = None
+
+
+@contextmanager
+def recorded_routing(model: Any) -> Iterator[RecordedRouting]:
+    """Record the router logits, mask and balance loss of the forwards within."""
+    seen = RecordedRouting()
+
+    def record(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if (logits := getattr(output, "router_logits", None)) is not None:
+            seen.router_logits = tuple(logits)
+            second = args[1] if len(args) > 1 else None
+            seen.attention_mask = kwargs.get("attention_mask", second)
+        if isinstance(getattr(output, "aux_loss", None), Tensor):
+            seen.aux_loss = output.aux_loss
+
+    inner = getattr(model, "module", model)
+    modules = {id(one): one for one in (inner, getattr(inner, "base_model", None))}.values()
+    hooks = [
+        one.register_forward_hook(record, with_kwargs=True)
+        for one in modules
+        if isinstance(one, nn.Module)
+    ]
+    try:
+        yield seen
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+_COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
+
+
+def _setting(model: Any, given: float | None, option: str, names: Sequence[str]) -> float:
+    """Return the option as given, or what the model or its configuration has by these names."""
+    if given is not None:
+        return given
+    inner = getattr(model, "module", model)
+    config = getattr(inner, "config", None)
+    text = getattr(config, "get_text_config", lambda: config)()
+    for place in (inner, text):
+        for name in names:
+            if isinstance(found := getattr(place, name, None), int | float):
+                return found
+    raise OptionError(
+        f"wb.moe_loss({option}=None): {type(inner).__name__} has no {' or '.join(names)}; say "
+        f"{option}= yourself"
+    )

@@ -1,0 +1,43 @@
+"""Gradients are accumulated from a CUDA graph, which reuses the memory of its outputs."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from ..model import File
+from ..model.expressions import keyword, last_part
+from .rule_base import Report, framework_accumulates, rule
+
+_GRAPHED = {"reduce-overhead", "max-autotune"}
+_MARKED = re.compile(r"cudagraph_mark_step_begin|triton\.cudagraphs\s*=\s*False")
+
+
+@rule(
+    "WB120",
+    "CUDA graphs under accumulation",
+    "A CUDA graph reuses its buffers, so gradients that add up over it can be silently wrong.",
+)
+def check(file: File) -> Iterator[Report]:
+    """Yield every call that makes CUDA graphs in a file that accumulates."""
+    if not (file.accumulating or framework_accumulates(file)) or file.facts.mentions(_MARKED):
+        return
+    for call in file.facts.calls:
+        what = _graphs(call)
+        if what:
+            yield Report(
+                call,
+                f"{what} records CUDA graphs, whose gradients are overwritten by the next replay: "
+                "accumulated gradients can be silently wrong; call "
+                "`torch.compiler.cudagraph_mark_step_begin()` before every micro-batch, or use "
+                '`mode="max-autotune-no-cudagraphs"`',
+            )
+
+
+def _graphs(call: ast.Call) -> str:
+    name = last_part(call.func)
+    if name == "make_graphed_callables":
+        return "`make_graphed_callables`"
+    mode = getattr(keyword(call, "mode"), "value", None) if name == "compile" else None
+    return f'`mode="{mode}"`' if mode in _GRAPHED else ""

@@ -1,0 +1,35 @@
+"""A parameter beside the cached features gets the whole batch's gradient once per micro-batch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from ..model import File
+from ..model.expressions import text
+from .rule_base import Report, gradients_rescaled, replaces_one, rule
+
+_BESIDE = re.compile(r"\b(logit_scale|logit_bias|temperature|log_temp\w*)\b")
+_DETACHED = re.compile(r"(logit_scale|logit_bias|temperature)\w*['\"\])]*\.detach\(\)")
+
+
+@rule(
+    "WB121",
+    "counted every micro-batch",
+    "A scale beside cached features is differentiated K times, once per micro-batch.",
+)
+def check(file: File) -> Iterator[Report]:
+    """Yield loops that put one micro-batch's features among the cached ones of the others."""
+    if gradients_rescaled(file) or file.facts.mentions(_DETACHED):
+        return
+    for window in file.shaped("nested"):
+        names = set(_BESIDE.findall(text(window.loop.node)))
+        divided = any(window.counts(d) for _, chain in window.chains for d in chain.divisors)
+        if names and not divided and replaces_one(window):
+            name = sorted(names)[-1]
+            yield Report(
+                window.backwards[0].node,
+                f"every micro-batch differentiates the loss of the whole batch: `{name}` gets its "
+                f"gradient `{window.count_name}` times; divide that gradient by "
+                f"`{window.count_name}` before the step, or detach `{name}` in all but one",
+            )
