@@ -279,6 +279,7 @@ def tokens(
             attention mask `[samples, 1, tokens, tokens]` it is `{"name": (2, 3)}`. `{"name": ()}`
             trims none.
         sort: Sort the samples by length. False keeps their order.
+        pack: Put several samples into each row, without padding. A number is the length of a row.
         multiple: Trim to multiples of so many tokens. Micro-batches then have few different shapes,
             and each shape has a compiled graph of its own.
     """
