@@ -202,8 +202,8 @@ def parts_of(
     whole = joined(micros)
     if whole is not None:
         right = sum_over_ranks(flat(runs.gradient_of(whole)[0], like)) / everywhere
-        reversed_, _ = DividedBatch(whole).in_other_orders()
-        turned = sum_over_ranks(flat(runs.gradient_of(reversed_)[0], like)) / everywhere
+        (reversed_, order), _ = DividedBatch(whole).in_other_orders()
+        turned = sum_over_ranks(flat(runs.gradient_of(reversed_, order)[0], like)) / everywhere
         floor = max(floor, apart(turned, right))
     limit = math.sqrt(runs.unit) / TIMES_THE_FLOOR
     coupled = apart(added, right)

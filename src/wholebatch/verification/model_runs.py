@@ -238,7 +238,7 @@ class ModelRuns:
         return joined(gathered)
 
     def gradient_of(
-        self, batch: Any, *, from_start: bool = True
+        self, batch: Any, order: Sequence[int] | None = None, *, from_start: bool = True
     ) -> tuple[list[Tensor | None], tuple[float, ...]]:
         """Return the gradient of a batch's weighted sums (not divided), and their units.
 
@@ -246,7 +246,7 @@ class ModelRuns:
         """
         if from_start:
             self.begin()
-        found = self._objective(self.inner, batch)
+        found = self._objective(self.inner, batch, order)
         scale = self.numbers.loss_scale
         total = found.weighted_total() * scale
         gradients = torch.autograd.grad(total, self.parameters, allow_unused=True)
