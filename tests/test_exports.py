@@ -108,7 +108,8 @@ def test_what_is_shown_in_a_console_is_short() -> None:
         return wb.cross_entropy(model(micro["x"]), micro["y"])
 
     train = wb.WholeBatch(model, optimizer, loss=loss, micro_batch=4)
-    train.step(batch)
+    step = repr(train.step(batch))
+    assert re.fullmatch(r"Step\(update=1, loss=[\d.]+, units=6, grad_norm=.*, seconds=.*\)", step)
     assert repr(train) == "WholeBatch(Linear, SGD, micro_batch=4, updates=1)"
     verdict = repr(wb.verify(model, loss, batch, micro_batch=4))
     assert verdict.startswith("<Verdict: same update: gradient ")
