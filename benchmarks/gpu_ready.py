@@ -2,13 +2,19 @@
 
     python benchmarks/gpu_ready.py --budget 280                       # as far as the time goes
     python benchmarks/gpu_ready.py --rows llama-12/blocks llama-12/whole
+    python benchmarks/gpu_ready.py --rows gpt2/auto gpt2/torch gpt2/eager     # the first 60 s
     python benchmarks/gpu_ready.py --rows tiny/blocks --windows 2     # on a CPU, to try it
 
-A row is a model, and the way in which it is compiled: `blocks` compiles layers that are alike once,
-`whole` compiles the whole graph. Each row runs in two processes, one after the other: the first
-with empty caches, the second with what the first has left. The table says how long each phase took,
-the time of a window and the peak of device memory afterwards. A row that would not end within the
-budget is not begun.
+A row is a model, and a way to run it:
+
+- `blocks` compiles layers that are alike once, `whole` compiles the whole graph. Each runs in two
+  processes, one after the other: the first with empty caches, the second with what the first has
+  left. The table says how long each phase took, the time of a window and the peak of device memory.
+- `auto` (execute="auto"), `torch` (a hand-written loop with torch.compile) and `eager` (the same
+  loop without) run for 60 s with empty caches. The table says how many updates were made, the
+  longest window, and the seconds until full speed; the timeline is in the JSON below it.
+
+A row that would not end within the budget is not begun.
 """
 
 from __future__ import annotations
@@ -23,6 +29,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +48,7 @@ class Model:
     micro: int = 4
     window: int = 32
     lora: bool = False
+    kind: str = "llama"
     seconds: float = 60.0
     """Expected for both processes of a row."""
 
@@ -50,8 +58,14 @@ MODELS = {
     "llama-48": Model(48, 768, 12, 2048, seconds=90.0),
     "llama-22": Model(22, 2048, 32, 5632, window=16, seconds=80.0),
     "lora-22": Model(22, 2048, 32, 5632, window=16, lora=True, seconds=100.0),
+    "gpt2": Model(12, 768, 12, 3072, vocabulary=50257, kind="gpt2"),
+    "vit-b": Model(
+        12, 768, 12, 3072, vocabulary=1000, length=224, micro=16, window=128, kind="vit"
+    ),
+    "narrow-12": Model(12, 64, 4, 128, vocabulary=256, length=32, micro=2, window=4),
     "tiny": Model(6, 32, 4, 64, vocabulary=64, length=16, micro=2, window=4),
 }
+LOOPS = ("auto", "torch", "eager")
 ROWS = [
     "llama-12/blocks",
     "llama-12/whole",
@@ -61,13 +75,21 @@ ROWS = [
     "llama-22/whole",
     "lora-22/whole",
     "llama-48/whole",
+    *(
+        f"{name}/{way}"
+        for name in ("gpt2", "llama-12", "vit-b")
+        for way in ("auto", "torch", "eager")
+    ),
 ]
+LOOPS = ("auto", "torch", "eager")
 PHASES = (
     "eager",
     "import",
     "trace",
+    "fusions",
     "rewrite",
     "cut",
+    "workers",
     "compile",
     "set aside",
     "trial",
@@ -82,22 +104,25 @@ PHASES = (
 
 def build(model: Model) -> Any:
     import torch
-    from torch import Tensor, nn
-    from transformers import LlamaConfig, LlamaForCausalLM
+    import transformers as tf
 
-    class Lora(nn.Module):
-        def __init__(self, base: nn.Linear) -> None:
-            super().__init__()
-            self.base = base
-            self.down = nn.Linear(base.in_features, LORA_RANK, bias=False)
-            self.up = nn.Linear(LORA_RANK, base.out_features, bias=False)
-            nn.init.zeros_(self.up.weight)
-
-        def forward(self, x: Tensor) -> Tensor:
-            made: Tensor = self.base(x) + 2.0 * self.up(self.down(x))
-            return made
-
-    config = LlamaConfig(
+    torch.manual_seed(0)
+    config: Any
+    if model.kind == "gpt2":
+        config = tf.GPT2Config(
+            n_embd=model.width, n_layer=model.layers, n_head=model.heads, use_cache=False,
+            vocab_size=model.vocabulary, n_positions=model.length,
+            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        )  # fmt: skip
+        return tf.GPT2LMHeadModel(config)
+    if model.kind == "vit":
+        config = tf.ViTConfig(
+            hidden_size=model.width, num_hidden_layers=model.layers, image_size=model.length,
+            num_attention_heads=model.heads, intermediate_size=model.inner,
+        )  # fmt: skip
+        config.num_labels = model.vocabulary
+        return tf.ViTForImageClassification(config)
+    config = tf.LlamaConfig(
         hidden_size=model.width,
         num_attention_heads=model.heads,
         intermediate_size=model.inner,
@@ -106,16 +131,38 @@ def build(model: Model) -> Any:
         max_position_embeddings=model.length,
         use_cache=False,
     )
-    torch.manual_seed(0)
-    built = LlamaForCausalLM(config)
+    built = tf.LlamaForCausalLM(config)
     if model.lora:
-        built.requires_grad_(False)
-        for layer in built.model.layers:
-            for part in (layer.self_attn, layer.mlp):
-                for name, child in list(part.named_children()):
-                    if isinstance(child, nn.Linear):
-                        setattr(part, name, Lora(child))
+        sys.path.append(str(ROOT / "build" / "doors"))  # peft, if it is not installed
+        import peft
+
+        options = peft.LoraConfig(r=LORA_RANK, target_modules="all-linear", lora_dropout=0.0)
+        return peft.get_peft_model(built, options)
     return built
+
+
+def data(model: Model, device: str) -> dict[str, Any]:
+    import torch
+
+    generator = torch.Generator().manual_seed(1)
+    if model.kind == "vit":
+        shape: tuple[int, ...] = (model.window, 3, model.length, model.length)
+        images = torch.randn(shape, generator=generator)
+        classes = torch.randint(0, model.vocabulary, (model.window,), generator=generator)
+        return {"x": images.to(device), "y": classes.to(device)}
+    shape = (model.window, model.length)
+    ids = torch.randint(0, model.vocabulary, shape, generator=generator)
+    return {"x": ids.to(device), "y": ids.roll(-1, 1).to(device)}
+
+
+def total_of(model: Any, batch: dict[str, Any]) -> Any:
+    """Return the sum of the losses of all tokens or images."""
+    import torch
+
+    logits = model(batch["x"]).logits
+    return torch.nn.functional.cross_entropy(
+        logits.flatten(0, -2).float(), batch["y"].flatten(), reduction="sum"
+    )
 
 
 @contextlib.contextmanager
@@ -124,6 +171,7 @@ def phases_timed(device: str) -> Iterator[dict[str, float]]:
     import torch
 
     from wholebatch.compile import joint_graph, micro_step
+    from wholebatch.compile.compile_workers import Pending
     from wholebatch.compile.gradient_buffers import Gradients
     from wholebatch.compile.graph_check import Check
 
@@ -142,7 +190,9 @@ def phases_timed(device: str) -> Iterator[dict[str, float]]:
 
     places = [
         (micro_step, "trace", "trace"),
+        (joint_graph.JointStep, "_possible_fusions", "fusions"),
         (joint_graph, "rewrite", "rewrite"),
+        (Pending, "wait", "workers"),
         (joint_graph, "compiled_by_inductor", "compile"),
         (micro_step, "start_compiler", "import"),
         (joint_graph, "Blocks", "cut"),
@@ -178,17 +228,10 @@ def child(row: str, windows: int) -> dict[str, Any]:
     optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=device == "cuda")
 
     def loss(model: Any, batch: dict[str, torch.Tensor]) -> wb.Loss:
-        logits = model(input_ids=batch["x"]).logits
-        total = torch.nn.functional.cross_entropy(
-            logits.flatten(0, 1).float(), batch["y"].flatten(), reduction="sum"
-        )
-        return wb.Loss(total, batch["y"].numel())
+        return wb.Loss(total_of(model, batch), batch["y"].numel())
 
     execute: Any = "graph" if device == "cuda" else "compile"
-    generator = torch.Generator().manual_seed(1)
-    shape = (model.window, model.length)
-    ids = torch.randint(0, model.vocabulary, shape, generator=generator)
-    batch = {"x": ids.to(device), "y": ids.roll(-1, 1).to(device)}
+    batch = data(model, device)
     first = None
     with phases_timed(device) as spent:
         began = time.perf_counter()
@@ -231,10 +274,78 @@ def child(row: str, windows: int) -> dict[str, Any]:
     }
 
 
+def stepper(model: Model, way: str, device: str) -> tuple[Callable[[], Any], Callable[[], str]]:
+    """Return the function that makes one update in this way, and one that says how it ran."""
+    import torch
+
+    import wholebatch as wb
+
+    built = build(model).to(device)
+    trained = [p for p in built.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=device == "cuda")
+    batch = data(model, device)
+    if way == "auto":
+
+        def loss(model: Any, batch: dict[str, torch.Tensor]) -> wb.Loss:
+            return wb.Loss(total_of(model, batch), batch["y"].numel())
+
+        train = wb.WholeBatch(
+            built, optimizer, loss=loss, micro_batch=model.micro, precision="bf16"
+        )
+        executor = train._runner.executor
+        return lambda: train.step(batch), lambda: f"{executor.mode}; {executor.notes.history[-4:]}"
+    run = torch.compile(built) if way == "torch" else built
+
+    def step() -> None:
+        for at in range(0, model.window, model.micro):
+            micro = {name: one[at : at + model.micro] for name, one in batch.items()}
+            with torch.autocast(device, dtype=torch.bfloat16):
+                total = total_of(run, micro)
+            (total / batch["y"].numel()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step, lambda: way
+
+
+def loop(row: str, seconds: float) -> dict[str, Any]:
+    """Run one of the loops for so long, with empty caches; return the timeline."""
+    name, way = row.split("/")
+    import torch
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    step, mode = stepper(MODELS[name], way, device)
+    began = time.perf_counter()
+    ends = [0.0]
+    while ends[-1] < seconds:
+        step()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        ends.append(time.perf_counter() - began)
+    windows = [b - a for a, b in pairwise(ends)]
+    best = sorted(windows[-5:])[len(windows[-5:]) // 2]
+    slow = [at for at, took in enumerate(windows) if took > 1.1 * best]
+    changes = [
+        (round(ends[at], 1), round(1e3 * took))
+        for at, took in enumerate(windows)
+        if at == 0 or not 0.8 < took / windows[at - 1] < 1.25
+    ]
+    return {
+        "mode": mode(),
+        "updates": len(windows),
+        "longest_s": round(max(windows), 2),
+        "longest_after_first_s": round(max(windows[1:], default=0.0), 2),
+        "full_speed_after_s": round(ends[slow[-1] + 1], 1) if slow else 0.0,
+        "window_ms": round(1e3 * best, 1),
+        "timeline": changes[:60],
+        "torch": torch.__version__,
+    }
+
+
 # ---------------------------------------------------------------------------------- all of the rows
 
 
-def measured(row: str, windows: int, caches: str, limit: float) -> dict[str, Any]:
+def measured(row: str, windows: int, seconds: float, caches: str, limit: float) -> dict[str, Any]:
     """Run one process; return what it printed last, or why it failed."""
     environment = dict(os.environ)
     environment["TORCHINDUCTOR_CACHE_DIR"] = str(Path(caches) / "inductor")
@@ -243,6 +354,7 @@ def measured(row: str, windows: int, caches: str, limit: float) -> dict[str, Any
         [str(ROOT / "src"), environment.get("PYTHONPATH", "")]
     )
     command = [sys.executable, __file__, "--child", row, "--windows", str(windows)]
+    command += ["--seconds", str(seconds)]
     try:
         done = subprocess.run(
             command, env=environment, capture_output=True, text=True, timeout=limit, check=False
@@ -259,6 +371,12 @@ def measured(row: str, windows: int, caches: str, limit: float) -> dict[str, Any
 def line(row: str, start: str, found: dict[str, Any]) -> str:
     if "failed" in found:
         return f"| {row} | {start} | failed: {found['failed']} |"
+    if "updates" in found:
+        return (
+            f"| {row} | loop | {found['updates']} updates | longest window {found['longest_s']} s, "
+            f"after the first {found['longest_after_first_s']} s | full speed after "
+            f"{found['full_speed_after_s']} s | {found['window_ms']} ms | {found['mode']} |"
+        )
     phases = " | ".join(f"{found['phases_s'][phase]:.1f}" for phase in PHASES)
     compiled, pieces = found["pieces"]
     return (
@@ -272,12 +390,16 @@ def main() -> int:
     parser.add_argument("--rows", nargs="+", default=ROWS)
     parser.add_argument("--budget", type=float, default=560.0, help="seconds in all")
     parser.add_argument("--windows", type=int, default=15, help="timed windows of a row")
+    parser.add_argument("--seconds", type=float, default=60.0, help="length of a loop's row")
     parser.add_argument("--cold-only", action="store_true", help="no second process")
     parser.add_argument("--out", type=Path, help="folder for ready.json")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
-        print(json.dumps(child(options.child, options.windows)), flush=True)
+        if options.child.split("/")[1] in LOOPS:
+            print(json.dumps(loop(options.child, options.seconds)), flush=True)
+        else:
+            print(json.dumps(child(options.child, options.windows)), flush=True)
         return 0
     began = time.monotonic()
     print(
@@ -287,13 +409,16 @@ def main() -> int:
     found: dict[str, Any] = {}
     for row in options.rows:
         left = options.budget - (time.monotonic() - began)
-        if left < MODELS[row.split("/")[0]].seconds / (2 if options.cold_only else 1):
+        name, way = row.split("/")
+        needed = MODELS[name].seconds / (2 if options.cold_only else 1)
+        if left < (options.seconds + 20.0 if way in LOOPS else needed):
             print(f"| {row} | not begun: {left:.0f} s left |", flush=True)
             continue
         with tempfile.TemporaryDirectory() as caches:
-            for start in ("cold",) if options.cold_only else ("cold", "warm"):
+            alone = options.cold_only or row.split("/")[1] in LOOPS
+            for start in ("cold",) if alone else ("cold", "warm"):
                 left = options.budget - (time.monotonic() - began)
-                one = measured(row, options.windows, caches, max(left, 1.0))
+                one = measured(row, options.windows, options.seconds, caches, max(left, 1.0))
                 found[f"{row}/{start}"] = one
                 print(line(row, start, one), flush=True)
     text = json.dumps(found, indent=1)

@@ -31,6 +31,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "laws.md",
         "batchnorm.md",
         "contrastive.md",
+        "which-mean.md",
         "moe.md",
         "diffusion.md",
         "packing.md",

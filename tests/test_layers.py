@@ -33,6 +33,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "core.stream",
             "distributed.pipeline",
             "distributed.pipeline_stages",
+            "losses",
             "memory",
             "core.noise_scale",
         }

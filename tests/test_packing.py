@@ -189,6 +189,16 @@ def test_a_model_that_looks_beyond_its_sequence_is_refused() -> None:
         gradient(Own().double(), batch, wb.tokens(64, pack=True), loss=named_labels)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_low_precision_is_not_taken_for_a_mistake(dtype: torch.dtype) -> None:
+    model = language_model().to(dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    by, precision = wb.tokens(64, pack=True), "bf16" if dtype is torch.float32 else "full"
+    train = wb.WholeBatch(model, optimizer, loss=wb.causal_lm, micro_batch=by, precision=precision)
+    padded = wb.WholeBatch(model, optimizer, loss=wb.causal_lm, micro_batch=17, precision=precision)
+    assert train.step(texts()).loss == pytest.approx(padded.step(texts()).loss, rel=1e-2)
+
+
 def test_what_cannot_be_packed_is_said() -> None:
     batch = texts()
     with pytest.raises(SplitError, match=r"'weight' is \(17,\).*one value for each token"):

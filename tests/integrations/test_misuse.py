@@ -27,7 +27,6 @@ from transformers import Trainer, TrainerCallback
 from wholebatch.core.stream import GivenLoss
 from wholebatch.integrations.accelerate import ExactWindows, accumulator
 from wholebatch.integrations.lightning import FabricWindows
-from wholebatch.integrations.transformers import exact
 from wholebatch.integrations.transformers.host_steps import stepped_here
 
 pytestmark = [
@@ -342,14 +341,6 @@ def test_a_callback_that_clears_gradients() -> None:
         in_transformers(
             model, sgd(model), pieces(samples(12), [4] * 3), 3, callbacks=[Clears()], audit=False
         )
-
-
-def test_grpo_is_left_to_trl() -> None:
-    grpo = pytest.importorskip("trl.trainer.grpo_trainer")
-    with pytest.raises(UnsupportedError, match="use GRPOTrainer as it is"):
-        exact(grpo.GRPOTrainer)
-    with pytest.raises(UnsupportedError, match="of the whole batch already"):
-        exact(grpo.GRPOTrainer, units=len)
 
 
 class _Engine(nn.Module):

@@ -66,7 +66,16 @@ def test_four_hundred_files_in_seconds(tmp_path: Path) -> None:
     spec.loader.exec_module(speed)
     scripts = speed.make_tree(tmp_path, 400, 0.2)
     started = time.perf_counter()
-    command = [sys.executable, "-m", "wholebatch.lint", str(tmp_path), "--select", "WB109"]
+    command = [
+        sys.executable,
+        "-m",
+        "wholebatch.lint",
+        str(tmp_path),
+        "--select",
+        "WB109",
+        "--format",
+        "github",
+    ]
     done = run(*command, path=ROOT / "src")
     assert done.returncode == 1, done.stderr
     assert len(done.stdout.splitlines()) == scripts == 80

@@ -30,7 +30,8 @@ GROUPS = {
         "bench": "Benchmark accumulation loops: time, memory, gradient error.",
         "scale": "Work out batch, micro-batch, steps and ranks from each other.",
     },
-    "Shell": {
+    "Housekeeping": {
+        "cache": "Show the disk cache of compiled code, or clear it.",
         "completion": "Print the completion script of bash, zsh or fish.",
     },
 }

@@ -146,6 +146,7 @@ class _Loop:
             updates=session.train.updates,
             loss=step.loss,
             units_per_second=self._rate,
+            doing=getattr(session.train, "compiling", None),
         )
         self._watch_skipped(step.skipped)
 

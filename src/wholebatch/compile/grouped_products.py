@@ -12,19 +12,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 
-class GroupedProducts(TorchDispatchMode):
-    """Records grouped products that are not in bfloat16 as an operation with a known shape."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if getattr(func, "__name__", "") == "_grouped_mm.default":
-            left, right, offsets, bias, dtype = _arguments(*args, **kwargs)
-            if left.dtype != torch.bfloat16 and bias is None and dtype in (None, left.dtype):
-                return grouped_product()(left, right, offsets)
-        return func(*args, **kwargs)
+def grouped(func: Any, args: Any, kwargs: Any) -> Any:
+    """Record a grouped product that is not in bfloat16 as an operation with a known shape."""
+    if getattr(func, "__name__", "") == "_grouped_mm.default":
+        left, right, offsets, bias, dtype = _arguments(*args, **kwargs)
+        if left.dtype != torch.bfloat16 and bias is None and dtype in (None, left.dtype):
+            return grouped_product()(left, right, offsets)
+    return NotImplemented
 
 
 def _arguments(

@@ -7,102 +7,26 @@ seeds. Its outputs are the totals and units, which stay on the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
+from pickle import PicklingError
 from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
 
+from wholebatch.compile.compile_workers import Job, job_of
 from wholebatch.compile.cross_entropy import can_fuse_entropy
 from wholebatch.compile.fused_weight_grad import can_add_products
 from wholebatch.compile.fusion import collection_paused
 from wholebatch.compile.gelu import can_fuse_gelu
 from wholebatch.compile.gradient_buffers import Casts, Gradients
 from wholebatch.compile.graph_rewrite import Fusions, rewrite
+from wholebatch.compile.inductor import compiled_by_inductor
 from wholebatch.compile.layer_norm import can_fuse_norms
 from wholebatch.compile.repeated_blocks import Blocks, calls_other_graphs
 from wholebatch.compile.trace import Form, State, Traced
-
-
-@cache
-def start_compiler() -> None:
-    """Start Inductor's worker processes early.
-
-    They take seconds to start. Until they run, this process compiles one kernel after the other.
-    """
-    with suppress(ImportError):  # Another version of Inductor.
-        from torch._inductor.async_compile import maybe_warm_pool
-
-        maybe_warm_pool()
-
-
-def compiled_by_inductor(
-    graph: Any, arguments: list[Any], *, more: Mapping[str, Any], whole_rows: int
-) -> Callable[..., Any]:
-    """Compile `graph` for arguments like these; `more` are options of Inductor.
-
-    A kernel that reduces rows of up to `whole_rows` numbers reads each row once and keeps it.
-    """
-    import torch._inductor  # Slow to import: paid only when compiling.
-    from torch._inductor import config
-
-    # Inductor would compute the gradients of a layer norm's weights, as partial sums, in the kernel
-    # of its input's gradient. On an H200 that slowed a window of a GPT (64 sequences in
-    # micro-batches of 8) by 2 ms of 132.
-    options = {"triton.mix_order_reduction": False, **more}
-    known = {name: value for name, value in options.items() if _has(config, name)}
-    with torch.no_grad(), config.patch(known), _whole_rows(whole_rows):
-        compiled: Callable[..., Any] = torch._inductor.compile(graph, arguments)
-        return compiled
-
-
-@contextmanager
-def _whole_rows(longest: int) -> Iterator[None]:
-    """Raise Inductor's limit for persistent reductions from 1024 to `longest` within this context.
-
-    Longer rows are read two or three times.
-    """
-    from torch._inductor.choices import InductorChoices
-    from torch._inductor.runtime.hints import ReductionHint
-    from torch._inductor.virtualized import V
-    from torch.compiler import config
-
-    name = "should_use_persistent_reduction"
-    by_itself = getattr(InductorChoices, name, None)
-    # A version of Inductor without these names.
-    if by_itself is None or not hasattr(config, "cache_key_tag"):
-        yield
-        return
-
-    def decide(features: Any, cooperative_reduction: bool) -> bool:
-        if by_itself(features, cooperative_reduction):
-            return True
-        if features.get_reduction_hint() != ReductionHint.INNER:
-            return False
-        return bool(V.graph.sizevars.statically_known_leq(features.reduction_numel, longest))
-
-    tag = config.cache_key_tag
-    setattr(InductorChoices, name, staticmethod(decide))
-    # Inductor's cache key does not include this choice.
-    config.cache_key_tag = f"{tag}wholebatch: rows of {longest}"
-    try:
-        yield
-    finally:
-        setattr(InductorChoices, name, staticmethod(by_itself))
-        config.cache_key_tag = tag
-
-
-def _has(config: Any, name: str) -> bool:
-    """True if this version of Inductor has the option."""
-    for part in name.split("."):
-        if not hasattr(config, part):
-            return False
-        config = getattr(config, part)
-    return True
-
 
 Results: TypeAlias = tuple[list[Tensor], list[Tensor]]
 Runnable: TypeAlias = Callable[[Sequence[Tensor], Sequence[Tensor]], Results]
@@ -113,6 +37,7 @@ class JointStep:
 
     Its signature is `(tensors, seeds) -> (totals, units)`.
     It adds the gradients, times the seeds, into the buffers of `used`.
+    `compiled`: it is rewritten for a compiler, and `compile` must be called before it runs.
     """
 
     fusions: ClassVar[Fusions] = Fusions(
@@ -176,17 +101,34 @@ class JointStep:
             arguments = [*self.sizes.symbols, *self.sizes.flat, *tail]
         self.to_compile = self.operations
         """The number of operations that a compiler has to compile: layers that are alike once."""
-        compile_graph = partial(
-            compiled_by_inductor, more=self.inductor, whole_rows=self.whole_rows
-        )
+        self._whole: list[Any] | None = None
+        self._blocks: Blocks | None = None
         if calls_other_graphs(rewritten.graph):
-            if compiled:
-                self._run = compile_graph(rewritten.graph, arguments)
+            self._whole = arguments if compiled else None
             return
         blocks = Blocks(rewritten.graph, arguments, repeats=self.blocks)
         self.to_compile = blocks.operations
-        if compiled:
-            self._run = blocks.compiled(compile_graph)
+        self._blocks = blocks if compiled else None
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        return {"more": self.inductor, "whole_rows": self.whole_rows}
+
+    def jobs(self) -> list[Job]:
+        """Return its pieces for compile workers; raise PicklingError if they are not plain data."""
+        if self._blocks is None:
+            raise PicklingError("it calls other graphs")
+        return [job_of(piece, self._options) for piece in self._blocks.programs().values()]
+
+    @collection_paused()
+    def compile(self) -> None:
+        """Compile it; what compile workers have compiled is loaded from the disk cache."""
+        compile_graph: Any = partial(compiled_by_inductor, **self._options)
+        if self._blocks is not None:
+            self._run = self._blocks.compiled(compile_graph)
+        else:
+            self._run = compile_graph(self._run, self._whole or [])
+        self._blocks = self._whole = None
 
     def _possible_fusions(self, device: torch.device, targets: set[Any]) -> Fusions:
         """Return the fusions that this device has and that pay for this way of running.

@@ -10,6 +10,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
+from pickle import PicklingError
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -17,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from wholebatch.compile.captured_state import Fingerprint
+from wholebatch.compile.compile_workers import CompileWorkers, Pending, compile_workers
 from wholebatch.compile.cuda_graph import CapturedGraph, rehearse
 from wholebatch.compile.execute_mode import (
     CannotTrace,
@@ -37,7 +40,9 @@ from wholebatch.compile.gradient_buffers import (
 )
 from wholebatch.compile.graph_check import Check, EagerResult, gradients_in_full
 from wholebatch.compile.graph_inputs import DeviceCopies, Inputs, Key, take_apart
-from wholebatch.compile.joint_graph import JointStep, Prepared, Runnable, start_compiler
+from wholebatch.compile.inductor import start_compiler
+from wholebatch.compile.joint_graph import JointStep, Prepared, Runnable
+from wholebatch.compile.switch_together import SwitchTogether
 from wholebatch.compile.symbolic_sizes import SharedGraph, SharedGraphs, Sizes
 from wholebatch.compile.trace import Added, Form, State, Traced, totals_of, trace
 from wholebatch.core.forward_state import ForwardState
@@ -59,6 +64,8 @@ class Executor:
 
     reserves_on: ClassVar[tuple[str, ...]] = ("cuda",)
     """Device types on which gradient memory is reserved before the first micro-step."""
+    compiles_beside_on: ClassVar[tuple[str, ...]] = ("cuda",)
+    """Device types for which processes of their own compile."""
 
     def __init__(
         self,
@@ -91,6 +98,7 @@ class Executor:
         self._next_place = 0
         self._pool: Any = None
         self._forward: CompiledForward | None = None
+        self._ranks = SwitchTogether()
         self._reset()
         reason = window.only_eager
         if reason is None and keeps_moments:
@@ -98,8 +106,9 @@ class Executor:
         if reason is not None and not self._plan.eager:
             self._plan.compiles = False
             self._give_up(reason)
-        if self._plan.compiles and not self._plan.auto and device.type == "cuda":
-            start_compiler()
+        self._workers: CompileWorkers | None = None
+        if not self._plan.auto:
+            self._start_compiler()
 
     def _reset(self) -> None:
         """Drop every graph and buffer: the state they were made for has changed."""
@@ -111,6 +120,7 @@ class Executor:
         self._traced: dict[Key, Traced] = {}
         self._seen: dict[Key, int] = {}
         self._shapes = SharedGraphs(self.notes)
+        self._coming: dict[Key, _Coming] = {}
 
     # ------------------------------------------------------------- micro-step
 
@@ -150,6 +160,7 @@ class Executor:
         self._traced.clear()
         self._seen.clear()
         self._shapes = SharedGraphs(self.notes)
+        self._coming.clear()
         self._pool = None
         self._next_place = 0
 
@@ -192,10 +203,19 @@ class Executor:
         self._plan.micro_batches += 1
         prepared = self._steps.get(inputs.key)
         if prepared is None:
+            self._start_compiler()
             self._seen[inputs.key] = self._seen.get(inputs.key, 0) + 1
+            if inputs.key in self._coming:
+                compiled = self._has_come(inputs.key)
+                # Until it has come, replay the operations as traced.
+                if self._window.micro_batches or not (compiled or self._plan.captures):
+                    return None
+                return self._prepare(inputs, micro, compiled=compiled)
             shared = self._shapes.find(inputs)
             if not self._prepares(inputs, shared):
                 return None
+            if self._plan.auto and self._workers is not None and not self._steps:
+                return self._prepare(inputs, micro, compiled=True, beside=True)
             at_once = self._plan.compiles_at_once(self._compiled(), shared=self._shapes.serve)
             return self._prepare(inputs, micro, compiled=at_once or self._shapes.ready(inputs))
         joint = prepared.joint
@@ -224,6 +244,7 @@ class Executor:
     def _prepares(self, inputs: Inputs, shared: SharedGraph | None) -> bool:
         own = sum(step.joint.sizes is None for step in self._steps.values())
         others = None if shared is None else len(self._steps) - own
+        own += sum(key not in self._steps for key in self._coming)
         # A second loss of each micro-batch is never the window's first.
         first = not self._window.micro_batches
         return self._plan.prepares(own, self._seen[inputs.key], first=first, shared=others)
@@ -232,7 +253,16 @@ class Executor:
         if joint.sizes is not None and self._shapes.ready(inputs):
             # It is compiled already and only needs a new CUDA graph capture.
             return self._plan.compiles
-        return self._plan.upgrades(joint.to_compile, self._compiled(), joint.runs)
+        if inputs.key in self._coming:
+            return not self._window.micro_batches and self._has_come(inputs.key)
+        if not self._plan.upgrades(joint.to_compile, self._compiled(), joint.runs):
+            return False
+        if self._workers is None or joint.sizes is not None:
+            return True
+        state = State.of(self._model, self._parameters)
+        traced = self._traced[inputs.key]
+        self._send(self._made_of(traced, state, inputs, compiled=True), inputs)
+        return False
 
     def _look_at_the_window(self) -> None:
         """At the start of a window, check that the graphs are still valid."""
@@ -246,7 +276,7 @@ class Executor:
             a is b for a, b in zip(self._parameters, window.inputs, strict=True)
         )
         changed = None if self._fingerprint is None else self._fingerprint.changed()
-        self._plan.look_at(changed, made=len(self._steps))
+        self._plan.look_at(changed, made=len(self._steps) + len(self._coming))
         if not same or self._fingerprint is None or changed is not None:
             self._reset()
             self._fingerprint = Fingerprint(self._model, self._loss)
@@ -269,12 +299,68 @@ class Executor:
         """True if every micro-step will be eager code, with autograd adding the gradients."""
         return self._plan.eager and self._forward is None and not self._eager.replaces
 
+    # ---------------------------------------------------------------- compile
+
+    def _start_compiler(self) -> None:
+        """Start what takes seconds until it can compile; most of it in processes of its own."""
+        if self._workers is None and self._plan.compiles:
+            if self._device.type in self.compiles_beside_on:
+                self._workers = compile_workers(self._device)
+            if self._device.type == "cuda":
+                start_compiler(with_processes=self._workers is None)
+
+    def _send(self, joint: JointStep, inputs: Inputs) -> None:
+        """Have the pieces of this joint step compiled beside the run."""
+        pending = self._pending(joint)
+        self._coming[inputs.key] = _Coming(joint, pending)
+        if pending is not None and not pending.done:
+            self.notes.show(f"compiling beside the run, about {pending.seconds_left:.0f} s left")
+
+    def _pending(self, joint: JointStep) -> Pending | None:
+        """Give the pieces of a joint step to the workers, if there are any that can read them."""
+        if self._workers is None:
+            return None
+        try:
+            return self._workers.compile(joint.jobs())
+        except PicklingError as problem:
+            self.notes.tell(f"compiled in the training process: {first_line(problem)}")
+            return None
+
+    def _has_come(self, key: Key) -> bool:
+        """True if this joint step is compiled, or must be compiled here, on all ranks."""
+        pending = self._coming[key].pending
+        ready = pending is None or pending.done
+        return ready and self._ranks.may_switch(self._window.updates)
+
+    def _compile(self, joint: JointStep, key: Key) -> None:
+        """Compile a joint step: load what the workers have compiled, and compile what is left."""
+        coming = self._coming.pop(key, None)
+        pending = self._pending(joint) if coming is None else coming.pending
+        if pending is not None:
+            pending.wait()
+            if pending.problem is not None:
+                self.notes.show(
+                    f"the process that compiles failed ({pending.problem}): this one compiles"
+                )
+        joint.compile()
+
+    @property
+    def progress(self) -> str | None:
+        """The work that goes on beside the run, for a progress line."""
+        for coming in self._coming.values():
+            if coming.pending is not None and not coming.pending.done:
+                return f"compiling beside the run, about {coming.pending.seconds_left:.0f} s left"
+        return None
+
     # ---------------------------------------------------------------- prepare
 
-    def _prepare(self, inputs: Inputs, micro: Any, *, compiled: bool) -> Added:
-        """Run this micro-batch eagerly, make its graph, and compare the two."""
-        if self._plan.compiles and self._device.type == "cuda":
-            start_compiler()
+    def _prepare(
+        self, inputs: Inputs, micro: Any, *, compiled: bool, beside: bool = False
+    ) -> Added:
+        """Run this micro-batch eagerly, make its graph, and compare the two.
+
+        `beside`: only trace the graph, and have it compiled beside the run.
+        """
         alone = not self._window.entered
         earlier = None
         if not alone and (
@@ -297,6 +383,9 @@ class Executor:
         after = ForwardState(self._model)
         began = time.perf_counter()
         try:
+            if beside:
+                self._begin(done)
+                return added
             step = self._made(done, compiled=compiled)
             self._steps[inputs.key] = step
         except CannotTrace as reason:
@@ -317,10 +406,18 @@ class Executor:
         )
         return added
 
-    def _made(self, done: EagerResult, *, compiled: bool) -> Prepared:
-        """Make the graph for this kind, shared with other sizes if possible, and check it."""
-        inputs, form = done.inputs, done.form
-        if self._window.known is not None and any(d in SIXTEEN_BIT for d in form.dtypes):
+    def _begin(self, done: EagerResult) -> None:
+        """Trace the graph for this kind, and have it compiled beside the run."""
+        state = self._state_for(done)
+        inputs = done.inputs
+        if inputs.key not in self._traced:
+            self._traced[inputs.key] = self._trace(done, state)
+        made = self._made_of(self._traced[inputs.key], state, inputs, compiled=True)
+        self._send(made, inputs)
+
+    def _state_for(self, done: EagerResult) -> State:
+        """Return the tensors of the model for a graph; raise CannotTrace if none can be made."""
+        if self._window.known is not None and any(d in SIXTEEN_BIT for d in done.form.dtypes):
             raise CannotTrace("its totals are 16-bit sums, whose seed changes with the first one")
         state = State.of(self._model, self._parameters)
         parameters = list(state.trained.values())
@@ -328,17 +425,39 @@ class Executor:
             raise CannotTrace("it has sparse gradients, and a graph adds dense ones")
         if not self._gradients.parameters:
             self._make_buffers(state)
+        return state
+
+    def _trace(self, done: EagerResult, state: State, sizes: Sizes | None = None) -> Traced:
+        parts = (self._model, self._loss, self._precision, state)
+        made = trace(*parts, done.inputs, done.form, self._single, sizes)
+        if self._fingerprint is not None:
+            self._fingerprint.watch(made.sources)
+        return made
+
+    def _made_of(
+        self, traced: Traced, state: State, inputs: Inputs, *, compiled: bool
+    ) -> JointStep:
+        parts = (state, self._gradients, self._casts)
+        return JointStep(traced, *parts, compiled=compiled, example=inputs.tensors)
+
+    def _made(self, done: EagerResult, *, compiled: bool) -> Prepared:
+        """Make the graph for this kind, shared with other sizes if possible, and check it."""
+        inputs, form = done.inputs, done.form
+        state = self._state_for(done)
 
         def traced(sizes: Sizes | None = None) -> Traced:
-            parts = (self._model, self._loss, self._precision, state)
-            made = trace(*parts, inputs, form, self._single, sizes)
-            if self._fingerprint is not None:
-                self._fingerprint.watch(made.sources)
-            return made
+            return self._trace(done, state, sizes)
 
         def make(traced: Traced, *, compiled: bool) -> JointStep:
-            parts = (state, self._gradients, self._casts)
-            return JointStep(traced, *parts, compiled=compiled, example=inputs.tensors)
+            coming = self._coming.get(inputs.key) if compiled else None
+            if coming is None:
+                joint = self._made_of(traced, state, inputs, compiled=compiled)
+            else:
+                joint = coming.joint
+                joint.hold(state)
+            if compiled:
+                self._compile(joint, inputs.key)
+            return joint
 
         if inputs.key not in self._traced:
             shared = self._shapes.serving(inputs, form, self._steps, self._seen, traced)
@@ -432,12 +551,21 @@ class Executor:
     def _give_up(self, reason: str) -> None:
         """Stop using joint graphs; if compilation was asked for, use a compiled forward instead."""
         self._plan.eager = True
+        self._ranks.announce()
         self._reset()
         if self.execute in ("compile", "graph") and self._plan.compiles:
             eager = self._eager.plain
             self._forward = CompiledForward(self._model, self._loss, self._window, eager)
         how = "eagerly" if self._forward is None else "with a compiled forward only"
         self.notes.fell_back(self.execute, how, reason)
+
+
+@dataclass
+class _Coming:
+    """A joint step that is compiled beside the run; `pending` is None if this process must."""
+
+    joint: JointStep
+    pending: Pending | None
 
 
 def _fractions(added: Added) -> list[Tensor]:

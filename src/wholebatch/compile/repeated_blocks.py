@@ -67,12 +67,50 @@ class _Result:
     number: int
 
 
+@dataclass(frozen=True)
+class PieceProgram:
+    """A piece as plain data, which another process can compile."""
+
+    operations: Sequence[tuple[Any, Any, Any]]
+    """(target, args, kwargs); nodes are replaced with `_Input` or `_Result`."""
+    inputs: Sequence[Any]
+    """(shape, strides, dtype, device) of each tensor; another value is given as it is."""
+    outputs: Sequence[int]
+    """The operations whose results it returns."""
+
+    def module(self) -> fx.GraphModule:
+        """Return it as a graph."""
+        graph = fx.Graph()
+        inputs = [graph.placeholder(f"input_{i}") for i in range(len(self.inputs))]
+        results: list[fx.Node] = []
+
+        def node_of(part: Any) -> Any:
+            if isinstance(part, _Input):
+                return inputs[part.number]
+            return results[part.number] if isinstance(part, _Result) else part
+
+        for target, args, kwargs in self.operations:
+            args, kwargs = _mapped(args, node_of), _mapped(kwargs, node_of)
+            results.append(graph.call_function(target, args, kwargs))
+        graph.output(tuple(results[number] for number in self.outputs))
+        return fx.GraphModule({}, graph)
+
+    def examples(self) -> list[Any]:
+        """Return inputs like those that it is for; they are fake within a fake tensor mode."""
+        return [
+            torch.empty_strided(one[0], one[1], dtype=one[2], device=one[3])
+            if isinstance(one, tuple)
+            else one
+            for one in self.inputs
+        ]
+
+
 @dataclass
 class _Piece:
     """A part of the graph as a program of its own."""
 
     operations: list[tuple[Any, Any, Any]] = field(default_factory=list)
-    """(target, args, kwargs); nodes are replaced with `_Input` or `_Result`."""
+    """As those of a `PieceProgram`."""
     nodes: list[fx.Node] = field(default_factory=list)
     """The nodes of these operations."""
     inputs: list[fx.Node] = field(default_factory=list)
@@ -86,22 +124,16 @@ class _Piece:
             tuple((target, fixed(args), fixed(kwargs)) for target, args, kwargs in self.operations),
         )
 
-    def module(self, outputs: Sequence[int]) -> fx.GraphModule:
-        """Return it as a graph that returns the results of these operations."""
-        graph = fx.Graph()
-        inputs = [graph.placeholder(f"input_{i}") for i in range(len(self.inputs))]
-        results: list[fx.Node] = []
-
-        def node_of(part: Any) -> Any:
-            if isinstance(part, _Input):
-                return inputs[part.number]
-            return results[part.number] if isinstance(part, _Result) else part
-
-        for target, args, kwargs in self.operations:
-            args, kwargs = _mapped(args, node_of), _mapped(kwargs, node_of)
-            results.append(graph.call_function(target, args, kwargs))
-        graph.output(tuple(results[number] for number in outputs))
-        return fx.GraphModule({}, graph)
+    def program(self, outputs: Sequence[int]) -> PieceProgram:
+        """Return it as a program that returns the results of these operations."""
+        values = (node.meta["val"] for node in self.inputs)
+        kinds = [
+            (tuple(one.shape), one.stride(), one.dtype, one.device)
+            if isinstance(one, Tensor)
+            else one
+            for one in values
+        ]
+        return PieceProgram(self.operations, kinds, outputs)
 
 
 @dataclass
@@ -186,15 +218,19 @@ class Blocks:
         """The number of operations to compile."""
         return sum(len(piece.operations) for piece in self._kinds.values())
 
+    def programs(self) -> dict[Any, PieceProgram]:
+        """Return one piece of each kind."""
+        outputs = _outputs(self._pieces, self._keys, self._results)
+        return {key: piece.program(outputs[key]) for key, piece in self._kinds.items()}
+
     def compiled(self, compile_piece: Compile) -> BlockProgram:
         """Compile one piece of each kind, and return the program that calls them."""
-        outputs = _outputs(self._pieces, self._keys, self._results)
         runs = {}
-        for key, piece in self._kinds.items():
+        for key, program in self.programs().items():
             with self._mode:
-                examples = [_alike(node.meta["val"]) for node in piece.inputs]
-            run = compile_piece(piece.module(outputs[key]), examples)
-            runs[key] = _taking_a_list(run), outputs[key]
+                examples = program.examples()
+            run = compile_piece(program.module(), examples)
+            runs[key] = _taking_a_list(run), program.outputs
         calls = [runs[key] for key in self._keys]
         return _program(self._pieces, calls, self._inputs, self._constants, self._results)
 
@@ -246,7 +282,7 @@ def _outputs(
 
 def _program(
     pieces: Sequence[_Piece],
-    runs: Sequence[tuple[Callable[..., Any], list[int]]],
+    runs: Sequence[tuple[Callable[..., Any], Sequence[int]]],
     inputs: Sequence[fx.Node],
     constants: list[Tensor],
     results: Sequence[fx.Node],

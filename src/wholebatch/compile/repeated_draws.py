@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from wholebatch.compile.execute_mode import CannotTrace
@@ -40,11 +39,10 @@ class _Draw:
     """Copies: code may change what it drew in place."""
 
 
-class RepeatedDraws(TorchDispatchMode):
+class RepeatedDraws:
     """Keeps what is drawn, and gives it again after the generator was set back."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
         self._draws: list[_Draw] = []
         self._place = 0
 
@@ -77,10 +75,10 @@ class RepeatedDraws(TorchDispatchMode):
         ):
             yield
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def answer(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Draw, or return what was drawn before; NotImplemented if nothing is drawn."""
         if not draws(func, args, kwargs):
-            return func(*args, **kwargs)
+            return NotImplemented
         kind = (func, *(_shape(leaf) for leaf in tree_leaves((args, kwargs))))
         place, self._place = self._place, self._place + 1
         if place == len(self._draws):

@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from wholebatch.compile.captured_state import only_reads, refuse_hooks
 from wholebatch.compile.execute_mode import CannotTrace, reason_of
 from wholebatch.compile.fusion import collection_paused
 from wholebatch.compile.graph_inputs import Inputs
-from wholebatch.compile.grouped_products import GroupedProducts
+from wholebatch.compile.grouped_products import grouped
 from wholebatch.compile.host_constants import lift_host_constants
 from wholebatch.compile.patched_calls import (
     refuse_recurrent_dropout,
@@ -222,8 +223,7 @@ class _MicroStep:
 
         tensors = dict(zip(self.state.trained, leaves, strict=True)) | held
         named = {f"model.{place}": tensors[name] for place, name in _places(self.model)}
-        modes = self.reads, self.repeated, GroupedProducts()  # type: ignore[no-untyped-call]
-        with traceable_calls(), self.repeated.as_generator(), modes[0], modes[1], modes[2]:
+        with traceable_calls(), self.repeated.as_generator(), _EveryOperation(self):
             made: list[Tensor] = torch.func.functional_call(
                 _Within(self.model), named, (run,), tie_weights=False
             )
@@ -259,6 +259,28 @@ class _MicroStep:
             *(extra.detach().clone() for extra in self.extras),
             *(gradient for gradient in gradients if gradient is not None),
         ]
+
+
+class _EveryOperation(TorchDispatchMode):
+    """Sees every operation that is traced. One mode for all purposes: each costs 10 µs a call."""
+
+    def __init__(self, step: _MicroStep) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._step = step
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE and (device := getattr(args[0], "fake_device", None)) is not None:
+            return device  # Two of three calls: autograd asks for the device of every tensor.
+        kwargs = kwargs or {}
+        answer = grouped(func, args, kwargs)
+        if answer is NotImplemented:
+            answer = self._step.repeated.answer(func, args, kwargs)
+        if answer is NotImplemented:
+            answer = self._step.reads.answer(func, args)
+        return func(*args, **kwargs) if answer is NotImplemented else answer
+
+
+_DEVICE = torch.ops.prim.device.default
 
 
 def _places(model: nn.Module) -> Iterator[tuple[str, str]]:
@@ -316,6 +338,10 @@ def trace(
     return Traced(graph, form, step.used, random, sizes, step.units, sources)
 
 
+_NO_NAMES: dict[str, Any] = {"_disable_torch_fn_metadata_mode": True}
+"""Nodes need not know which function of torch they come from."""
+
+
 @collection_paused()
 def _written_down(step: _MicroStep, flat: list[Tensor]) -> fx.GraphModule:
     """Run the step on fake tensors, and return the graph of its operations."""
@@ -325,7 +351,9 @@ def _written_down(step: _MicroStep, flat: list[Tensor]) -> fx.GraphModule:
 
     try:
         with only_reads(step.model, step.loss), enable_python_dispatcher(), torch.no_grad():
-            graph = make_fx(step, tracing_mode="fake", _allow_non_fake_inputs=True)(*flat)
+            graph = make_fx(step, tracing_mode="fake", _allow_non_fake_inputs=True, **_NO_NAMES)(
+                *flat
+            )
     except (CannotTrace, torch.OutOfMemoryError):
         raise
     # A model's own code may raise anything when it meets fake tensors.

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 
 aten = torch.ops.aten
 
@@ -31,21 +31,21 @@ _COMPARISONS = {
 """The results for a bound below all uniform numbers, and for one above all of them."""
 
 
-class ValueReads(TorchDispatchMode):
+class ValueReads:
     """Answers reads of values that can never change; remembers the nodes that it answered for."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
         self.settled: set[str] = set()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def answer(self, func: Any, args: Any) -> Any:
+        """Return the value that is read, if it can never change; else NotImplemented."""
         if func is aten._local_scalar_dense.default:
             node, root = _node_of(args[0])
             value = None if node is None else _settled(node, root)
             if node is not None and value is not None:
                 self.settled.update((node.name, *(source.name for source in node.all_input_nodes)))
                 return value
-        return func(*args, **(kwargs or {}))
+        return NotImplemented
 
     def drop_from(self, graph: fx.Graph) -> None:
         """Remove what was computed for the answers alone, random numbers included."""

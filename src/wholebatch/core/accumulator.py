@@ -25,9 +25,9 @@ from wholebatch.core.loss import Loss, Terms, Units
 from wholebatch.core.model_and_optimizer import Scheduler
 from wholebatch.core.options import BatchNormPolicy, Close, Memory
 from wholebatch.core.stream import GivenLoss, Stream
-from wholebatch.core.window import Step, Turn, make_window
+from wholebatch.core.window import Step, Turn, count_units, make_window
 from wholebatch.coupled.contrastive.losses import OfTheBatch
-from wholebatch.errors import EmptyWindowError, OptionError, RankError, WindowError
+from wholebatch.errors import EmptyWindowError, LossError, OptionError, RankError, WindowError
 
 
 @dataclass(frozen=True)
@@ -164,6 +164,7 @@ class Accumulator(Stream):
         self._feed: Feed | None = None
         self._resume: dict[str, Any] | None = None
         self._before: list[ForwardState] = []  # models as they were before a stand-in's forward
+        self._terms: list[str] = []  # that were announced
         self._watch(self._next_size())
 
     def __repr__(self) -> str:
@@ -200,7 +201,7 @@ class Accumulator(Stream):
 
         Args:
             total: The loss of the micro-batch as a sum over `units`, or a `wb.Loss`, which has
-                both. A loss made by `compile` is only counted.
+                both; or `wb.Loss.terms(...)`, after `announce`. A loss made by `compile` is only counted.
             units: How many units the loss is over: samples, tokens or weights. Where one
                 micro-batch has several backwards over the same units, give them once, and 0 with
                 the others.
@@ -226,12 +227,17 @@ class Accumulator(Stream):
             self.pending.take(total, self)
         else:
             self.pending.refuse()
-            given = GivenLoss.of(total, units, mean)
-            if self._look.active or isinstance(total, OfTheBatch):
-                given.look_at(self._look, in_parts=self._in_parts)
             self._untouched.check()
             last = is_last and not more
-            self._window.add(given.summed, given.units, last=last, counts=self._counts)
+            if isinstance(total, Terms) and self._window.known is not None:
+                if self._look.active:
+                    self._look.at_backward(total, in_parts=self._in_parts)
+                self._window.add_loss(total, last=last, counts=self._counts)
+            else:
+                given = GivenLoss.of(total, units, mean)  # refuses terms that nobody announced
+                if self._look.active or isinstance(total, OfTheBatch):
+                    given.look_at(self._look, in_parts=self._in_parts)
+                self._window.add(given.summed, given.units, last=last, counts=self._counts)
             self._untouched.remember()
         if more:
             return None
@@ -256,6 +262,32 @@ class Accumulator(Stream):
         if self._places == 0 and self._driver is None:
             self._open_place()
 
+    def announce(self, units: Mapping[str, Units]) -> None:
+        """Give the units of a window by term, before its first backward: it may then have terms.
+
+        `units` are those of all micro-batches that this rank will add to the window; they are
+        summed over the ranks, so every rank announces every window (and has data for the first).
+
+        ```python
+        acc.announce({"policy": masks.sum(), "kl": len(masks)})
+        for micro in micros:
+            acc.backward(wb.Loss.terms({"policy": policy(micro), "kl": (kl(micro), 0.05)}))
+        ```
+        """
+        if self._window.open is not None:
+            raise WindowError(
+                "announce() in an open window: its units must be known before its first backward"
+            )
+        if not isinstance(units, Mapping) or not units:
+            raise OptionError(f"announce({units!r}): must be the units by term, {{name: units}}")
+        self._terms = sorted(units)
+        self._window.begin(known=self._over_ranks(count_units(lambda _: units, [None])))
+
+    def _over_ranks(self, counted: Mapping[str, float]) -> dict[str, float]:
+        """Return the sums of these units over the ranks, for the terms that were announced."""
+        sums = self._window.sync.sum([counted.get(name, 0.0) for name in self._terms])
+        return dict(zip(self._terms, sums, strict=True))
+
     # ------------------------------------------------- compiled loss functions
 
     @contextmanager
@@ -263,6 +295,11 @@ class Accumulator(Stream):
         """Return the context of a compiled function's micro-step; see `Stream`."""
         self.pending.refuse()
         self._begin_backward()
+        if self._window.known is not None:
+            raise LossError(
+                "announce() with a compiled loss function, which has one total and its units: "
+                "give backward() the wb.Loss.terms(...) of a function that is not compiled"
+            )
         with super().micro_step() as may_compile:
             yield may_compile
 
@@ -388,7 +425,7 @@ class Accumulator(Stream):
     def _join(self) -> None:
         """Take part in a window of the other ranks, having nothing to add."""
         self._places = 0
-        self.last_step = self._window.join()
+        self.last_step = self._window.join(self._over_ranks({}) if self._terms else None)
         for policy in self._counting if self.last_step.skipped is None else ():
             policy.end_window()  # a meeting of the ranks
 

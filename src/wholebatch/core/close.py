@@ -272,9 +272,9 @@ def check_terms(known: Mapping[str, float] | None, terms: Mapping[str, object]) 
     if known is None:
         raise LossError(
             f"a loss of several terms ({', '.join(terms)}) in a stream: each term is divided by "
-            "its own total over the window, which must be known before the first backward; use "
+            "its own units over the window, which must be known before the first backward; use "
             "WholeBatch with units=, a function of the micro-batch that counts the units of each "
-            "term"
+            "term, or Accumulator.announce({term: units}) before a window's first backward"
         )
     if known.keys() != terms.keys():
         raise LossError(

@@ -93,6 +93,8 @@ class Term:
     total: Tensor
     units: Units
     weight: float = 1.0
+    of_the_batch: bool = False
+    """True if the loss compares samples, so that it is wrong for a micro-batch alone."""
 
 
 @dataclass(frozen=True)
@@ -130,24 +132,32 @@ class Loss:
                 raise LossError(f"extras[{name!r}] is {extra!r}: must be a tensor")
 
     @staticmethod
-    def terms(terms: Mapping[str, tuple[Any, ...]]) -> Terms:
+    def terms(terms: Mapping[str, Loss | tuple[Any, ...]]) -> Terms:
         """Return terms with units: `{"lm": (total, units), "aux": (total, units, weight)}`.
 
-        Each is normalised by its own total over the window and over all ranks, so those totals
-        must be countable before the first backward: give `WholeBatch` a `units=` function.
+        A `Loss` stands for its total and units: `{"policy": loss, "kl": (other, weight)}`. Each
+        term is normalised by its own units over the window and over all ranks, which must be
+        counted before the first backward: give `WholeBatch` a `units=` function, or call
+        `Accumulator.announce`.
         """
         if not terms:
             raise LossError("wb.Loss.terms({}): give at least one term")
         parsed = {}
         for name, term in terms.items():
-            if not isinstance(term, tuple) or len(term) not in (2, 3):
+            term = term if isinstance(term, tuple) else (term,)
+            given = term[0] if term else None
+            if isinstance(given, Loss):
+                term = (given.total, given.units, *term[1:])
+            if len(term) not in (2, 3):
                 raise LossError(
-                    f"term {name!r} is {term!r}: must be (total, units) or (total, units, weight)"
+                    f"term {name!r} is {term!r}: must be (total, units) or (total, units, weight), "
+                    "or a wb.Loss, or (wb.Loss, weight)"
                 )
             weight = term[2] if len(term) == 3 else 1.0
             if isinstance(weight, bool) or not isinstance(weight, Real):
                 raise LossError(f"term {name!r} has weight {weight!r}: must be a number")
-            parsed[name] = Term(check_total(term[0]), check_units(term[1]), float(weight))
+            whole = isinstance(given, Loss) and type(given) is not Loss
+            parsed[name] = Term(check_total(term[0]), check_units(term[1]), float(weight), whole)
         return Terms(parsed)
 
 
@@ -163,6 +173,11 @@ def as_loss(result: object) -> Loss | Terms:
         f"the loss function returned {type(result).__name__}: must be wb.Loss(total, units), "
         "wb.Loss.terms({...}) or a tensor of per-unit losses"
     )
+
+
+def terms_of(loss: Loss | Terms) -> dict[str, Term]:
+    """Return the terms of a loss by name; those of a plain one are a single term."""
+    return {SINGLE: Term(loss.total, loss.units)} if isinstance(loss, Loss) else dict(loss.by_name)
 
 
 def mean_loss(mean: Tensor, units: Units) -> Loss:

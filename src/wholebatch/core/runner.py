@@ -22,11 +22,9 @@ from torch import Tensor, nn
 from wholebatch.compile import Execute, Executor, check_execute
 from wholebatch.core.foreign_writes import Untouched
 from wholebatch.core.forward_state import ForwardState, restore_random
-from wholebatch.core.loss import SINGLE, Loss, Term, Terms, as_loss
+from wholebatch.core.loss import SINGLE, Loss, Terms, as_loss
 from wholebatch.core.precision import Precision
 from wholebatch.core.splitting import Tokens, batch_size_of, to_device
-from wholebatch.core.splitting.micro_batches import lengths_of
-from wholebatch.core.splitting.packing import alone
 from wholebatch.core.splitting.samples import layout_of
 from wholebatch.core.torch_version import execute_here
 from wholebatch.core.window import Window
@@ -36,14 +34,14 @@ from wholebatch.coupled.audit import SplitGuard
 from wholebatch.coupled.batchnorm.lock_step import Hold, LockStep
 from wholebatch.coupled.batchnorm.lock_step_graph import Recorder
 from wholebatch.coupled.batchnorm.policies import Policy, Statistics
-from wholebatch.coupled.contrastive.losses import Coupled, OfTheBatch, refuse_in_parts
+from wholebatch.coupled.contrastive.losses import Coupled, refuse_in_parts
 from wholebatch.coupled.contrastive.two_pass import WholeLoss
 from wholebatch.coupled.normalisation_layers import running_buffers
+from wholebatch.coupled.packing_look import check_packing
 from wholebatch.coupled.per_sample_dropout import PerSample, check_dropout
 from wholebatch.coupled.sample_draws import WindowDraws
 from wholebatch.errors import OptionError, UnsupportedError
 
-_SEQUENCES = 4  # so many are packed into a row, to see whether the model keeps them apart
 LossFunction: TypeAlias = Callable[[Any, Any], Loss | Terms | Tensor]
 AfterMicro: TypeAlias = Callable[[int, int], None]
 BeforeMicro: TypeAlias = Callable[[int], None]
@@ -166,25 +164,15 @@ class Runner:
     def look_at_packing(self, batch: Any, by: Tokens, layout: Mapping[str, Any]) -> None:
         """Refuse a model to which a sequence in a row of several is not the one by itself."""
         function = self._loss.addends if isinstance(self._loss, Coupled) else self._loss
-        if self._looked_at_packing or not self._audits or function is None:
+        sharded = self._window.sync.counts_must_agree  # a forward would need the other ranks
+        if self._looked_at_packing or not self._audits or sharded or function is None:
             return
         self._looked_at_packing = True
-        read = layout_of(batch, **layout)
-        ones, together = alone(read, by, lengths_of(read, by)[0], _SEQUENCES)
-        models = self._window.target.models
-        before, modes = ForwardState(*models), [m for one in models for m in one.modules()]
-        training = [module for module in modes if module.training]
-        try:
-            for module in training:  # without dropout
-                module.training = False
-            with torch.no_grad():
-                apart = [self._loss_of(micro, function) for micro in ones]
-                packed = self._loss_of(together, function)
-        finally:
-            for module in training:
-                module.training = True
-            before.restore()
-        refuse_packing(apart, packed)
+
+        def run(micro: Any) -> Loss | Terms:  # in full precision, where it is the loop's to choose
+            return as_loss(function(self.model, to_device(micro, self._device)))
+
+        check_packing(run, layout_of(batch, **layout), by, self._window.target.models)
 
     def join_look(self) -> None:
         """Take part in the other ranks' look, without a sample."""
@@ -340,7 +328,7 @@ class Runner:
         micro = to_device(micro, self._device)
         with self._precision.forward():
             loss = as_loss(loss_function(self.model, micro))
-        if self._in_parts and self._audits and isinstance(loss, OfTheBatch):
+        if self._in_parts and self._audits and type(loss) is not Loss:
             refuse_in_parts(loss)
         if self.policy is not None:
             self.policy.micro()
@@ -549,38 +537,6 @@ def choose_runner(
     if hold != "auto" or (policy is None and has_norms):
         return LockStepRunner(model, loss, hold=hold, **options)
     return Runner(model, loss, **options)
-
-
-def refuse_packing(apart: Sequence[Loss | Terms], packed: Loss | Terms) -> None:
-    """Refuse if the sums of sequences by themselves are not those of one row with all of them."""
-
-    def sums(losses: Sequence[Loss | Terms]) -> dict[str, tuple[float, float]]:
-        found: dict[str, tuple[float, float]] = {}
-        for loss in losses:
-            single = isinstance(loss, Loss)
-            terms = {SINGLE: Term(loss.total, loss.units)} if single else loss.by_name  # type: ignore[union-attr]
-            for name, term in terms.items():
-                total, units = found.get(name, (0.0, 0.0))
-                found[name] = (total + float(term.total), units + float(term.units))
-        return found
-
-    totals = (
-        [packed.total] if isinstance(packed, Loss) else [t.total for t in packed.by_name.values()]
-    )
-    sixteen_bit = any(total.dtype in (torch.bfloat16, torch.float16) for total in totals)
-    allowed = 1e-2 if sixteen_bit else 1e-3 if torch.backends.cuda.matmul.allow_tf32 else 2e-5
-    for name, (total, units) in sums(apart).items():
-        in_row, units_in_row = sums([packed])[name]
-        if units == units_in_row and abs(in_row - total) <= allowed * abs(total) + 1e-12:
-            continue
-        raise UnsupportedError(
-            f"tokens(pack=...): {len(apart)} sequences, each in a row of its own, have a loss of "
-            f"{total:g} over {units:g} units, and in one row {in_row:g} over {units_in_row:g}: the "
-            "model does not keep the sequences of a row apart. Transformers' models do so with "
-            "use_cache=False in their configuration and without an attention_mask; a model of your "
-            "own must attend within the sequences that position_ids tell, and give no units to "
-            "labels of -100. Labels that are shifted already must be called shift_labels"
-        )
 
 
 def check_functions(loss: object, units: object) -> None:

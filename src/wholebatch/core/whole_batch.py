@@ -170,6 +170,11 @@ class WholeBatch:
         )
 
     @property
+    def compiling(self) -> str | None:
+        """The compilation that goes on beside the run, for a progress line; None if none does."""
+        return self._runner.executor.progress
+
+    @property
     def updates(self) -> int:
         """Updates made so far."""
         return self._window.updates

@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from wholebatch.core.loss import SINGLE, Loss, Term, Terms, as_loss, causal_lm
+from wholebatch.core.loss import Loss, Term, Terms, as_loss, causal_lm, terms_of
 from wholebatch.core.splitting import batch_size_of
 from wholebatch.coupled.contrastive.losses import Coupled
 from wholebatch.errors import LossError, OptionError
@@ -88,8 +88,7 @@ class _Mixture:
                 "return (loss, router logits of each layer)"
             )
         top_k = self.top_k or int(_setting(model, None, "top_k", ("num_experts_per_tok",)))
-        loss = as_loss(made)
-        by_name = {SINGLE: Term(loss.total, loss.units)} if isinstance(loss, Loss) else loss.by_name
+        by_name = terms_of(as_loss(made))
         self._weights = {name: term.weight for name, term in by_name.items()}
         self._weights["balance"] = _setting(model, self.balance, "balance", _COEFFICIENTS)
         return by_name, routing_sums(routers, top_k, mask, z=self.z != 0.0)

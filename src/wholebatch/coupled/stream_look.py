@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from wholebatch.core.forward_state import ForwardState
-from wholebatch.core.loss import Loss, Units, check_units
+from wholebatch.core.loss import Loss, Terms, Units, check_units
 from wholebatch.core.splitting.samples import flatten, layout_of, readable_layout
 from wholebatch.coupled.adds_up import LookResult, check_adds_up
 from wholebatch.coupled.batchnorm.moments import recomputing
@@ -108,7 +108,7 @@ class StreamLook:
 
     def at_backward(
         self,
-        total: Tensor | Loss | None = None,
+        total: Tensor | Loss | Terms | None = None,
         units: Units = 1,
         *,
         mean: Tensor | None = None,
@@ -121,9 +121,13 @@ class StreamLook:
         """
         if not self._audits:
             return
+        if in_parts:
+            refuse_in_parts(total)
+        if isinstance(total, Terms):
+            for term in total.by_name.values():
+                self.at_backward(term.total, term.units, in_parts=in_parts)
+            return
         if isinstance(total, Loss):
-            if in_parts:
-                refuse_in_parts(total)
             units, total = total.units, total.total
         scalar = total if mean is None else mean
         kind = type(getattr(scalar, "grad_fn", None))

@@ -94,12 +94,15 @@ class Terminal:
         if self._progress is not None and self._task is not None:
             self._progress.update(self._task, completed=self._done + done / of)
 
-    def update(self, *, updates: int, loss: float, units_per_second: float) -> None:
-        """Show that one more window is closed."""
+    def update(
+        self, *, updates: int, loss: float, units_per_second: float, doing: str | None = None
+    ) -> None:
+        """Show that one more window is closed; `doing` is what goes on beside the run."""
         self._done = updates
         left = self._time_left(updates)
         saying = f"loss {loss:.3f}  {short_count(units_per_second)} {self._unit}/s"
         saying += f"  {left} left" if left else ""
+        saying += f"  ({doing})" if doing else ""
         if self._progress is not None and self._task is not None:
             self._progress.update(
                 self._task, completed=updates, place=f"{updates}/{self._total}", saying=saying

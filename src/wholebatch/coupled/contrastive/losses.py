@@ -93,10 +93,11 @@ class OfTheBatch(Loss):
 
 def refuse_in_parts(loss: object) -> None:
     """Refuse an `OfTheBatch` loss, for a micro-batch that is not the whole batch."""
-    if isinstance(loss, OfTheBatch):
+    terms = loss.by_name.values() if isinstance(loss, Terms) else ()
+    if isinstance(loss, OfTheBatch) or any(term.of_the_batch for term in terms):
         raise LossError(
             "a loss that compares all samples with each other (clip_loss, info_nce, siglip_loss, "
-            "supcon_loss), computed of one micro-batch, is not that of the whole batch: give "
+            "supcon_loss, kto_loss), computed of one micro-batch, is not that of the batch: give "
             "loss=wb.Coupled(encode, loss) (plain models and DDP), where encode(model, micro) "
             "returns the representations and loss(all) is given those of the whole batch "
             "(audit=False: accept it of each micro-batch by itself)"

@@ -22,7 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from wholebatch.core.close import read_scalars
 from wholebatch.core.foreign_writes import Untouched
 from wholebatch.core.forward_state import capture_random, restore_random
-from wholebatch.core.loss import SINGLE, Loss, Term, Terms, as_loss
+from wholebatch.core.loss import SINGLE, Loss, Term, Terms, as_loss, terms_of
 from wholebatch.core.precision import Precision
 from wholebatch.core.splitting import to_device
 from wholebatch.core.window import Window
@@ -164,9 +164,7 @@ class WholeLoss:
 
     def _backward(self, loss: Loss | Terms, leaves: list[Tensor]) -> None:
         """Record the loss, and run its backward into the leaves and its own parameters."""
-        terms = (
-            {SINGLE: Term(loss.total, loss.units)} if isinstance(loss, Loss) else dict(loss.by_name)
-        )
+        terms = terms_of(loss)
         units = self._agreed_units(terms)
         window, sync = self._window.begin(known=units), self._window.sync
         if terms.keys() == {SINGLE}:

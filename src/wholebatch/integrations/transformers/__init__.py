@@ -9,6 +9,7 @@ from wholebatch.core.optional_packages import require
 
 require("transformers", at_least="5.17", extra="transformers", purpose="wholebatch in Transformers")
 
-from wholebatch.integrations.transformers.exact_trainer import ExactWindows, exact  # noqa: E402
+from wholebatch.integrations.transformers.exact_class import exact  # noqa: E402
+from wholebatch.integrations.transformers.exact_trainer import ExactWindows  # noqa: E402
 
 __all__ = ["ExactWindows", "exact"]

@@ -1,4 +1,4 @@
-"""`exact`: a Trainer whose every update is that of the undivided global batch.
+"""`ExactWindows`: a Trainer whose every update is that of the undivided global batch.
 
 The Trainer has all batches of a window in hand before its first forward. So at the window's first
 `training_step` all of it runs, as in `WholeBatch.gradient`: micro-batches as compiled or recorded
@@ -16,6 +16,7 @@ import logging
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
@@ -29,7 +30,7 @@ from wholebatch.core.options import BatchNorm, Close, Memory, Samples
 from wholebatch.core.safe_loading import load_tensors
 from wholebatch.core.whole_batch import MicroBatch
 from wholebatch.coupled.contrastive.losses import Coupled
-from wholebatch.errors import EmptyWindowError, OptionError, StateError, UnsupportedError
+from wholebatch.errors import EmptyWindowError, StateError, UnsupportedError
 from wholebatch.integrations.host_window import refuse_shared_batches
 from wholebatch.integrations.transformers.given_windows import GivenWindows
 from wholebatch.integrations.transformers.host_steps import (
@@ -56,6 +57,8 @@ else:  # A mixin stands before the Trainer, or one of its descendants, in the ba
 _log = logging.getLogger("wholebatch")
 
 UnitsFunction: TypeAlias = Callable[[Mapping[str, Any]], Units]
+# Their training_step offloads activations, and draws completions that `prepare_window` has drawn.
+_STEPS_OF_TRL = {"SFTTrainer", "DPOTrainer", "KTOTrainer", "RewardTrainer", "GKDTrainer"}
 _WINDOW_FILE = "wholebatch_window_{rank}.pt"
 
 
@@ -95,6 +98,8 @@ class ExactWindows(_Trainer):
     batchnorm: BatchNorm | str = "exact"
     nonfinite: Policy = "raise"
     audit: bool = True
+    held: Mapping[str, Any] = MappingProxyType({})
+    """Attributes that the trainer has while it makes a step of a window that is prepared."""
 
     _takes_count: bool | None = None  # True if the loss divides by its num_items_in_batch
     _epoch_end: EpochEnd | None = None
@@ -147,6 +152,13 @@ class ExactWindows(_Trainer):
         """Return the inputs as the loss gets them; a preparation of the user's own is done."""
         return inputs if self._prepares else self._prepare_inputs(inputs)
 
+    def prepare_window(self, batches: list[Any]) -> None:
+        """Prepare all batches of a window, if that may change what is counted or what they are."""
+        refuse_own_batches(type(self))
+        if self._prepares:
+            self.model_wrapped.train()
+            batches[:] = [self._prepare_inputs(inputs) for inputs in batches]
+
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """Return the batches of the next window; count their units on the way."""
         self._open, self._is_counting = TrainerWindow(), True
@@ -174,10 +186,7 @@ class ExactWindows(_Trainer):
             return super()._get_num_items_in_batch(batch_samples, device)
         if not batch_samples:
             return None
-        refuse_own_batches(type(self))
-        if self._prepares:  # the whole window, before it is counted: the loss gets the same
-            self.model_wrapped.train()
-            batch_samples[:] = [self._prepare_inputs(inputs) for inputs in batch_samples]
+        self.prepare_window(batch_samples)
         if self.coupled is not None:  # its loss brings its units
             return None
         units = [torch.as_tensor(self.count_units(inputs)).double() for inputs in batch_samples]
@@ -385,67 +394,6 @@ class ExactWindows(_Trainer):
             )
 
 
-def exact(
-    trainer: type[Any],
-    *,
-    units: UnitsFunction | None = None,
-    loss: Coupled | None = None,
-    execute: Execute = "auto",
-    micro_batch: MicroBatch | Samples | None = None,
-    memory: Memory | Budget | None = None,
-    batchnorm: BatchNorm | str = "exact",
-    nonfinite: Policy = "raise",
-    audit: bool = True,
-) -> type[Any]:
-    """Return the class of trainer whose every update is that of the undivided global batch.
-
-    The trainer's loss stays a mean, which is what Transformers calls the loss. `units(inputs)`
-    counts what it is a mean over, on the inputs that the loss is given; the default counts the
-    labels that are not -100 (from the second one on, where the model's loss shifts them). A loss
-    that compares samples is `loss=wb.Coupled(encode, loss)`; it takes the place of `compute_loss`
-    in training.
-
-    The other options are those of `wb.WholeBatch`. `execute="auto"` compiles and records
-    micro-steps on a GPU once that pays ("graph", with `torch_compile=True` too: at once; "eager":
-    never). `micro_batch` cuts every batch of the loader further: a number of samples, "auto" (the
-    most that are predicted to fit into `memory`: "20GiB", a fraction, or what is free), or
-    `wb.tokens(4096)`. A batch that does not fit is cut by itself. The update stays the same. A loss
-    or gradient that is not finite raises `NonFiniteError` before the step; with `nonfinite="skip"`
-    such a window makes no update (the scheduler is stepped all the same).
-    """
-    if not isinstance(trainer, type) or not hasattr(trainer, "training_step"):
-        raise OptionError(
-            f"exact({trainer!r}): must be transformers.Trainer, or a class that descends from it"
-        )
-    refuse_own_batches(trainer)
-    if units is not None and not callable(units):
-        raise OptionError(f"units={units!r}: must be a function of a batch's inputs")
-    if loss is not None and (units is not None or not isinstance(loss, Coupled)):
-        raise OptionError(
-            f"loss={loss!r}: must be wb.Coupled(encode, loss), which brings its units; another "
-            "loss is the trainer's compute_loss or compute_loss_func"
-        )
-    if micro_batch is not None:
-        Samples.of(micro_batch)
-    elif memory is not None:
-        raise OptionError(
-            f'memory={memory!r} without micro_batch="auto" or another: it would not be used'
-        )
-    options = {
-        "units_of": None if units is None else staticmethod(units),
-        "coupled": loss,
-        "execute": execute,
-        "micro_batch": micro_batch,
-        "memory": memory,
-        "batchnorm": batchnorm,
-        "nonfinite": nonfinite,
-        "audit": audit,
-        # The module whose code is the user's own: what it reads is watched (compile/).
-        "__module__": trainer.__module__,
-    }
-    return type(f"Exact{trainer.__name__}", (ExactWindows, trainer), options)
-
-
 def trainer_loss(trainer: Any) -> dict[str, Any]:
     """Return the loss and units functions of `WholeBatch` for this trainer's loss.
 
@@ -509,23 +457,23 @@ def why_by_host(trainer: Any) -> str | None:
         return f"optim={trainer.args.optim} steps within the backward"
     own = [kind for kind in type(trainer).__mro__ if "training_step" in vars(kind)]
     own.remove(ExactWindows)
-    if own[0].__module__.startswith("trl."):  # it only offloads activations around the step
-        context = getattr(trainer, "maybe_activation_offload_context", None)
-        own = own[1:] if isinstance(context, nullcontext) else own
+    if isinstance(getattr(trainer, "maybe_activation_offload_context", None), nullcontext):
+        while own[0].__module__.startswith("trl.") and own[0].__name__ in _STEPS_OF_TRL:
+            own = own[1:]
     if own[0].__module__.startswith("transformers."):
         return None
     return f"{own[0].__name__}.training_step is not the Trainer's own"
 
 
 def refuse_own_batches(trainer: type[Any]) -> None:
-    """Refuse a trainer of TRL's that makes its batches, and counts them, itself (GRPO)."""
+    """Refuse a trainer of TRL's that makes its batches, and counts them, itself."""
     kind = next((one for one in trainer.__mro__ if "_prepare_inputs" in vars(one)), None)
     if kind is None or not kind.__module__.startswith("trl."):
         return
     raise UnsupportedError(
-        f"exact({kind.__name__}): it generates its batches itself, in _prepare_inputs, and TRL's "
-        "default loss is divided by the tokens of all of them, so its update is that of the whole "
-        f"batch already: use {kind.__name__} as it is, with its default loss_type"
+        f"exact({kind.__name__}): it generates its batches itself, in _prepare_inputs, and what "
+        f"its loss is a mean over is not known here: use {kind.__name__} as it is "
+        "(exact(GRPOTrainer) and exact(RLOOTrainer) are known)"
     )
 
 

@@ -140,7 +140,7 @@ class HostSteps:
                 self.windows.settle()  # its engine steps in the backward
             return (loss, *result[1:]) if return_outputs else loss
 
-        replaced: dict[str, Any] = {"current_gradient_accumulation_steps": 1}
+        replaced: dict[str, Any] = {"current_gradient_accumulation_steps": 1, **trainer.held}
         if trainer._prepares:
             replaced["_prepare_inputs"] = lambda inputs: inputs
         return replaced_attributes(trainer, compute_loss=weighed, **replaced)

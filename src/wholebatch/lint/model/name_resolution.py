@@ -84,6 +84,8 @@ class Resolver:
             if head and isinstance(expr, ast.Attribute) and known:
                 return ast.Attribute(self.resolve(expr.value, env, depth + 1), rest, ctx=ast.Load())
             return expr
+        if is_accumulation_name(name) and all(number(d.expr) == 1 for d in defs):
+            return ast.Name(id=name, ctx=ast.Load())  # A setting that is off by default.
         followed = [
             self.resolve(d.expr, d.env, depth + 1)
             for d in defs

@@ -125,6 +125,18 @@ def is_divided(window: LoopWindow) -> bool:
     )
 
 
+def cleared_last(window: LoopWindow) -> bool:
+    """True if the gradients are cleared at the boundary, before the last backward of a window."""
+    first = min((b.order for b in window.backwards), default=0)
+    return (
+        window.shape == "boundary"
+        and any(
+            window.when(zero) == "boundary" and zero.order < first for zero in window.of("zero")
+        )
+        and all(step.order > first for step in window.of("step"))
+    )
+
+
 def exclusive(first: Event, second: Event) -> bool:
     """True if two events are on opposite branches of one condition."""
     return first.excludes(second)

@@ -18,7 +18,7 @@ from ..model.expressions import (
     walk,
 )
 from ..model.loss_origin import Chain
-from .rule_base import Edit, Report, exclusive, gradients_rescaled, replaces_one, rule
+from .rule_base import Edit, Report, cleared_last, exclusive, gradients_rescaled, replaces_one, rule
 
 _SCALING_FACTOR = re.compile(r"scale|accum|norm|inv|ratio|factor|coef|gas|micro|steps", re.I)
 _SUMS = re.compile(r"reduction\s*=\s*['\"](sum|none)|size_average\s*=\s*False|\.sum\(", re.I)
@@ -44,7 +44,7 @@ def check(file: File) -> Iterator[Report]:
     if not file.accumulating or gradients_rescaled(file) or file.facts.mentions(_ELSEWHERE):
         return
     for window in file.accumulating:
-        if not _judged(window, file) or replaces_one(window):
+        if not _judged(window, file) or replaces_one(window) or cleared_last(window):
             continue
         event = _first_undivided(window)
         if event is not None:

@@ -60,7 +60,7 @@ def check(file: File) -> Iterator[Report]:
     yield from _in_lightning(file)
     if (
         not file.accumulating
-        or gradients_rescaled(file)
+        or (gradients_rescaled(file) and file.facts.mentions(_EXACT))
         or "num_items_in_batch" in file.facts.source
     ):
         return

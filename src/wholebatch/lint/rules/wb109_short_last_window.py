@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from ..model import File, LoopWindow
 from ..model.expressions import text
 from ..model.window_boundary import Boundary
-from .rule_base import Report, rule, steps_every_micro_batch
+from .rule_base import Report, cleared_last, rule, steps_every_micro_batch
 
 
 @rule(
@@ -20,7 +20,7 @@ def check(file: File) -> Iterator[Report]:
     """Yield at most one report per window."""
     for window in file.accumulating:
         boundary = window.boundary
-        if boundary is None or not _ends_short(window, boundary):
+        if boundary is None or not _ends_short(window, boundary) or cleared_last(window):
             continue
         parents = window.loop.parents
         flushed = any(e.kind == "step" and e.loops == parents for e in window.after)

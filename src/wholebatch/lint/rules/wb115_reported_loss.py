@@ -169,11 +169,13 @@ def _values(shown: list[ast.expr], env: Env) -> Iterator[tuple[ast.expr, Env]]:
         if depth > 5:
             continue
         made = where.get(expr.id, ()) if isinstance(expr, ast.Name) else ()
-        held = made[0].expr if len(made) == 1 else None
-        if held is not None and (
-            isinstance(held, (ast.Dict, ast.JoinedStr)) or is_call(held, "dict")
-        ):
-            todo.append((held, made[0].env, depth + 1))
+        held = [
+            (d.expr, d.env, depth + 1)
+            for d in made
+            if isinstance(d.expr, (ast.Dict, ast.JoinedStr)) or is_call(d.expr, "dict")
+        ]
+        if held and len(held) == len(made):
+            todo += held
             slots = [d for n, d in where.items() if n.startswith(f"{expr.id}[") and len(d) == 1]  # type: ignore[attr-defined]
             todo += [(d[0].expr, d[0].env, depth + 1) for d in slots]
             continue

@@ -1,0 +1,450 @@
+"""Processes that compile pieces of a graph beside the training, and fill Inductor's disk cache.
+
+A piece is sent as plain data: its operations, and the kinds of its inputs. A worker compiles it on
+fake tensors with the options of the training process. Only the disk cache comes of it: the training
+process compiles the same piece afterwards, and finds everything in the cache. So a worker can never
+change a result. If it dies, hangs, or cannot read a piece, the training process compiles it itself.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import hashlib
+import io
+import json
+import os
+import pickle
+import queue
+import select
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from wholebatch.compile.disk_cache import trim
+from wholebatch.compile.inductor import compiled_by_inductor, import_compiler
+from wholebatch.compile.repeated_blocks import PieceProgram
+
+_OURS = ("aten", "prims", "wholebatch")
+"""Namespaces of operations that every worker has."""
+_MOST = 4
+"""The most workers; each holds a CUDA context (about 0.5 GiB) while it compiles."""
+_CONTEXT = 1 << 30
+"""The device memory that must be free for each worker, in bytes."""
+_PATIENCE = 300.0
+"""Seconds after which a worker that compiles one piece is taken for dead."""
+_IDLE = 20.0
+"""Seconds without work after which a worker ends and gives its memory back."""
+
+
+# ----------------------------------------------------------------------------- a piece as a message
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, part: Any) -> Any:
+        if isinstance(part, torch._ops.OpOverload):
+            if part.namespace not in _OURS:
+                raise pickle.PicklingError(f"{part} belongs to another library")
+            return _operation, (part.namespace, part._opname, part._overloadname)
+        if isinstance(part, (torch._ops.OperatorBase, torch.SymInt, torch.SymFloat, torch.Tensor)):
+            raise pickle.PicklingError(f"a {type(part).__name__} is not plain data")
+        return NotImplemented
+
+
+def _operation(namespace: str, name: str, overload: str) -> Any:
+    if namespace == "wholebatch":
+        define_operations()
+    return getattr(getattr(getattr(torch.ops, namespace), name), overload)
+
+
+@cache
+def define_operations() -> None:
+    """Define this package's operations. The training process defines each when it uses it."""
+    from wholebatch.compile import (
+        biased_attention,
+        cross_entropy,
+        fused_weight_grad,
+        gelu,
+        grouped_products,
+        layer_norm,
+        recurrent_layers,
+    )
+
+    for define in (
+        biased_attention._forward_operation,
+        biased_attention._backward_operation,
+        cross_entropy._operation,
+        fused_weight_grad.add_product,
+        gelu._operation,
+        grouped_products.grouped_product,
+        layer_norm._operation,
+        recurrent_layers._operations,
+    ):
+        with contextlib.suppress(ImportError):  # Triton ships with CUDA builds only.
+            define()
+
+
+@dataclass(frozen=True)
+class Job:
+    """A piece to compile, as bytes; equal bytes give equal code."""
+
+    message: bytes
+    operations: int
+
+    @property
+    def known(self) -> bool:
+        """True if a worker has compiled it before: the disk cache probably still holds it."""
+        return _mark(self.message).exists()
+
+
+def _mark(message: bytes) -> Path:
+    """Return the file that says that this message was compiled into the disk cache."""
+    versions = f"{torch.__version__} {sys.version}".encode()
+    return marks() / hashlib.sha256(versions + message).hexdigest()[:32]
+
+
+def marks() -> Path:
+    """Return the folder of the marks, within Inductor's cache: who clears that clears them."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return Path(cache_dir()) / "wholebatch"
+
+
+def job_of(program: PieceProgram, options: Mapping[str, Any]) -> Job:
+    """Return the job that compiles this piece; raise PicklingError if it is not plain data."""
+    from torch._inductor import config
+
+    settings = {
+        "options": dict(options),
+        "inductor": config.save_config_portable(),
+        "torch": {name: get() for name, (get, _) in _GLOBALS.items()},
+    }
+    stream = io.BytesIO()
+    try:
+        _Pickler(stream).dump((program, settings))
+    except (AttributeError, TypeError) as problem:  # A function or class without a name.
+        raise pickle.PicklingError(str(problem)) from problem
+    return Job(stream.getvalue(), len(program.operations))
+
+
+def _of_products(name: str) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
+    of = torch.backends.cuda.matmul
+    return lambda: getattr(of, name), lambda value: setattr(of, name, value)
+
+
+_GLOBALS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "fp32_precision": _of_products("fp32_precision"),
+    "fp16 sums": _of_products("allow_fp16_reduced_precision_reduction"),
+    "bf16 sums": _of_products("allow_bf16_reduced_precision_reduction"),
+    "deterministic": (
+        torch.are_deterministic_algorithms_enabled,
+        torch.use_deterministic_algorithms,
+    ),
+    "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
+    "threads": (torch.get_num_threads, torch.set_num_threads),
+}
+"""Settings of torch that are part of Inductor's cache key: how each is read and set."""
+
+
+# ---------------------------------------------------------------------------------- in the training
+
+
+@dataclass
+class Pending:
+    """Jobs that were given to the workers."""
+
+    jobs: Sequence[Job]
+    expected: float
+    """Seconds that they will probably take."""
+    began: float = field(default_factory=time.perf_counter)
+    problem: str | None = None
+    """The reason why one of them failed."""
+    left: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.left = len(self.jobs)
+
+    @property
+    def done(self) -> bool:
+        """True if every job is compiled, or one has failed."""
+        return not self.left or self.problem is not None
+
+    @property
+    def seconds_left(self) -> float:
+        """The seconds until it is done, as far as they can be known."""
+        return max(1.0, self.began + self.expected - time.perf_counter())
+
+    def wait(self) -> None:
+        """Wait until it is done."""
+        while not self.done:
+            time.sleep(0.01)
+
+
+class CompileWorkers:
+    """A few processes that compile the jobs that they are given."""
+
+    def __init__(self, number: int, device: torch.device) -> None:
+        self._jobs: queue.SimpleQueue[tuple[Job, Pending] | None] = queue.SimpleQueue()
+        self._device = device
+        self._counting = threading.Lock()
+        self.number = number
+        self._threads = [
+            threading.Thread(target=self._serve_one, daemon=True) for _ in range(number)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> None:
+        """End all processes after their present job."""
+        for _ in self._threads:
+            self._jobs.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def compile(self, jobs: Sequence[Job]) -> Pending:
+        """Give those of these jobs to the workers that are not in the cache, the largest first."""
+        jobs = [job for job in jobs if not job.known]
+        longest = max((job.operations for job in jobs), default=0)
+        each = sum(job.operations for job in jobs) / self.number
+        pending = Pending(jobs, SECONDS_TO_START + max(longest, each) * SECONDS_PER_OPERATION)
+        for job in sorted(jobs, key=lambda job: -job.operations):
+            self._jobs.put((job, pending))
+        return pending
+
+    def _serve_one(self) -> None:
+        """Keep one process, and give it one job after the other."""
+        worker = _Worker(self._device)
+        while (given := self._jobs.get()) is not None:
+            job, pending = given
+            if pending.problem is None:
+                with _claimed(job) as ours:
+                    problem = worker.compile(job) if ours else None
+                if problem is not None:
+                    pending.problem = problem
+            with self._counting:
+                pending.left -= 1
+        worker.end()
+
+
+@contextlib.contextmanager
+def _claimed(job: Job) -> Iterator[bool]:
+    """Claim a job among the processes that share the cache; False if another has compiled it.
+
+    While another one holds it, wait: ranks of one machine compile every piece once.
+    """
+    mark = _mark(job.message)
+    claim = mark.with_suffix(".busy")
+    ours = False
+    while not (ours or job.known):
+        try:
+            claim.parent.mkdir(parents=True, exist_ok=True)
+            os.close(os.open(claim, os.O_CREAT | os.O_EXCL))
+            ours = True
+        except FileExistsError:
+            with contextlib.suppress(OSError):
+                if time.time() - claim.stat().st_mtime > _PATIENCE:
+                    claim.unlink()  # Its process has ended.
+            time.sleep(0.1)
+        except OSError:  # The cache cannot be written.
+            break
+    try:
+        yield not job.known
+    finally:
+        if ours:
+            claim.unlink(missing_ok=True)
+
+
+SECONDS_PER_OPERATION = 0.03
+"""Seconds that a worker takes for an operation: Inductor's code and Triton's kernels."""
+SECONDS_TO_START = 5.0
+"""Seconds that a worker takes to import torch and Inductor."""
+
+
+class _Worker:
+    """One process; it is started again if it has ended."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._process = self._started()
+
+    def _started(self) -> subprocess.Popen[bytes] | None:
+        command = [sys.executable, "-c", _CHILD, str(self._device)]
+        try:
+            process = subprocess.Popen(
+                command,
+                env=_environment(),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        except OSError:
+            return None
+        _running.add(process)
+        return process
+
+    def compile(self, job: Job) -> str | None:
+        """Compile it; return the reason if that failed."""
+        for _ in range(2):
+            if self._process is None or self._process.poll() is not None:
+                self.end()  # It has ended by itself because it had nothing to do.
+                self._process = self._started()
+            if self._process is None:
+                return "no process can be started"
+            process = self._process
+            assert process.stdin is not None
+            assert process.stdout is not None
+            killer = threading.Timer(_PATIENCE, process.kill)
+            killer.daemon = True
+            killer.start()
+            try:
+                process.stdin.write(len(job.message).to_bytes(8, "little") + job.message)
+                process.stdin.flush()
+                line = process.stdout.readline()
+                if line:
+                    problem: str | None = json.loads(line)["problem"]
+                    return problem
+            except (OSError, ValueError):
+                pass
+            finally:
+                killer.cancel()
+            self.end()
+        return "its process ended"
+
+    def end(self) -> None:
+        """End its process."""
+        if self._process is not None:
+            _end(self._process)
+            _running.discard(self._process)
+            self._process = None
+
+
+_CHILD = "import sys; from wholebatch.compile.compile_workers import serve; serve(sys.argv[1])"
+_running: set[subprocess.Popen[bytes]] = set()
+
+
+@atexit.register
+def _end_all() -> None:
+    for process in list(_running):
+        _end(process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(OSError):
+        process.kill()
+    for stream in (process.stdin, process.stdout):
+        with contextlib.suppress(OSError):
+            if stream is not None:
+                stream.close()
+    process.wait()
+
+
+def _environment() -> dict[str, str]:
+    """Return the environment of a worker: the same modules and caches as this process."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        "TORCHINDUCTOR_CACHE_DIR": cache_dir(),
+        # Children of a worker are forked: it has no threads, and they start at once.
+        "TORCHINDUCTOR_WORKER_START": "fork",
+        "TORCHINDUCTOR_COMPILE_THREADS": str(max(1, _cores() // max(1, _number()))),
+    }
+
+
+def _cores() -> int:
+    """Return the number of processor cores for this rank."""
+    with contextlib.suppress(AttributeError):  # Not on Linux.
+        return max(1, len(os.sched_getaffinity(0)) // _ranks_here())
+    return max(1, (os.cpu_count() or 1) // _ranks_here())
+
+
+def _ranks_here() -> int:
+    return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1))
+
+
+def _number() -> int:
+    return min(_MOST, _cores() // 2)
+
+
+@cache
+def compile_workers(device: torch.device) -> CompileWorkers | None:
+    """Return the workers of this process, and start them; None if there is no room for any.
+
+    A worker on a CUDA device needs memory there: none is started if the run may need that memory.
+    """
+    number = _number()
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        number = min(number, int(free // 2 // _CONTEXT))
+    return CompileWorkers(number, device) if number else None
+
+
+# ------------------------------------------------------------------------------------ in the worker
+
+
+def serve(device: str) -> None:
+    """Compile the jobs that come on standard input, until it ends or nothing comes for a while."""
+    answers = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)  # What a compiler prints must not be taken for an answer.
+    jobs = os.fdopen(os.dup(0), "rb", buffering=0)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    with contextlib.suppress(OSError):
+        os.nice(10)  # The training goes first.
+    import_compiler(with_processes=torch.device(device).type == "cuda")
+    define_operations()
+    while select.select([jobs], [], [], _IDLE)[0]:
+        size = int.from_bytes(_read(jobs, 8), "little")
+        if not size:
+            return
+        problem = None
+        try:
+            _compile(_read(jobs, size))
+        except BaseException as error:  # Whatever it is, the training process compiles it itself.
+            problem = f"{type(error).__name__}: {str(error)[:300]}"
+        answers.write(json.dumps({"problem": problem}).encode() + b"\n")
+    trim()
+
+
+def _read(stream: Any, size: int) -> bytes:
+    """Read exactly so many bytes; b"" at the end."""
+    parts = []
+    while size:
+        part = stream.read(size)
+        if not part:
+            return b""
+        parts.append(part)
+        size -= len(part)
+    return b"".join(parts)
+
+
+def _compile(message: bytes) -> None:
+    """Compile one piece; only the disk cache is left of it."""
+    from torch._dynamo.utils import counters
+    from torch._inductor import config
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    program, settings = pickle.loads(message)
+    counters.clear()
+    for name, value in settings["torch"].items():
+        get, set_ = _GLOBALS[name]
+        if get() != value:
+            set_(value)
+    with FakeTensorMode(shape_env=ShapeEnv()):
+        examples = program.examples()
+    with config.patch(settings["inductor"]):
+        compiled_by_inductor(program.module(), examples, **settings["options"])
+    if counters["inductor"]["fxgraph_cache_bypass"]:
+        raise RuntimeError("Inductor does not keep it in its cache")
+    _mark(message).parent.mkdir(exist_ok=True)
+    _mark(message).touch()

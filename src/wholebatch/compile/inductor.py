@@ -1,0 +1,163 @@
+"""Inductor, the compiler of torch, with the options that pay for joint graphs."""
+
+from __future__ import annotations
+
+import copyreg
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from copy import deepcopy
+from functools import cache
+from importlib import import_module
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+
+_LOG = logging.getLogger("wholebatch.compile")
+
+
+@cache
+def start_compiler(*, with_processes: bool) -> None:
+    """Import Inductor in a thread, and start its processes for Triton's kernels.
+
+    Both take seconds. Until the processes run, this process compiles one kernel after the other.
+    """
+    import_module("torch._dynamo")  # torch needs it too, at the first step of an optimizer.
+    threading.Thread(target=import_compiler, args=(with_processes,)).start()
+
+
+def import_compiler(with_processes: bool) -> None:
+    """Import all of Inductor, and start its processes for Triton's kernels."""
+    with suppress(ImportError):  # Another version of Inductor.
+        for name in ("choices", "compile_fx"):
+            import_module(f"torch._inductor.{name}")
+        from torch._inductor.async_compile import maybe_warm_pool
+        from torch._inductor.codecache import torch_key
+
+        if with_processes:
+            maybe_warm_pool()
+        torch_key()  # A hash of all of torch's files.
+
+
+def compiled_by_inductor(
+    graph: Any, arguments: list[Any], *, more: Mapping[str, Any], whole_rows: int
+) -> Callable[..., Any]:
+    """Compile `graph` for arguments like these; `more` are options of Inductor.
+
+    A kernel that reduces rows of up to `whole_rows` numbers reads each row once and keeps it.
+    """
+    from torch._inductor import config  # Slow to import: paid only when compiling.
+    from torch._inductor.utils import fresh_cache
+
+    # Inductor would compute the gradients of a layer norm's weights, as partial sums, in the kernel
+    # of its input's gradient. On an H200 that slowed a window of a GPT (64 sequences in
+    # micro-batches of 8) by 2 ms of 132.
+    options = {"triton.mix_order_reduction": False, **more}
+    known = {name: value for name, value in options.items() if _has(config, name)}
+    with torch.no_grad(), config.patch(known), _whole_rows(whole_rows), _keys_of_all_programs():
+        try:
+            return _compiled(deepcopy(graph), arguments)
+        except Exception as problem:  # A compiler may raise anything.
+            if not _may_be_the_cache(problem):
+                raise
+            reason = f"{type(problem).__name__}: {str(problem)[:200]}"
+        _LOG.warning("the disk cache cannot be used (%s); compiling without it", reason)
+        with fresh_cache(delete=False):
+            return _compiled(graph, arguments)
+
+
+def _compiled(graph: Any, arguments: list[Any]) -> Callable[..., Any]:
+    compiled: Callable[..., Any] = import_module("torch._inductor").compile(graph, arguments)
+    return compiled
+
+
+_OF_FILES = (OSError, EOFError, UnpicklingError, SyntaxError, AttributeError, NameError)
+"""Errors by which a file shows that is damaged, foreign, or cannot be written."""
+
+
+def _may_be_the_cache(problem: BaseException | None) -> bool:
+    """True if a damaged, foreign, read-only or full cache may be the cause."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    while problem is not None:
+        if cache_dir() in str(problem):
+            return True
+        inner = getattr(problem, "inner_exception", None)
+        if isinstance(problem, _OF_FILES) or isinstance(inner, _OF_FILES):
+            return True
+        problem = problem.__cause__ or problem.__context__
+    return False
+
+
+@contextmanager
+def _keys_of_all_programs() -> Iterator[None]:
+    """Within this context, Inductor's cache keys do not depend on the program that compiles.
+
+    A memory format is pickled into a key under the name of the first module that has imported
+    torch: that of the user's own package, for example. A worker would look for another key.
+    """
+    kind = torch.memory_format
+    before = copyreg.dispatch_table.get(kind)
+    copyreg.pickle(kind, _by_name)
+    try:
+        yield
+    finally:
+        del copyreg.dispatch_table[kind]
+        if before is not None:
+            copyreg.dispatch_table[kind] = before
+
+
+def _by_name(one: torch.memory_format) -> tuple[Callable[[str], Any], tuple[str]]:
+    return memory_format, (str(one).removeprefix("torch."),)
+
+
+def memory_format(name: str) -> Any:
+    """Return the memory format of this name."""
+    return getattr(torch, name)
+
+
+@contextmanager
+def _whole_rows(longest: int) -> Iterator[None]:
+    """Raise Inductor's limit for persistent reductions from 1024 to `longest` within this context.
+
+    Longer rows are read two or three times.
+    """
+    from torch._inductor.choices import InductorChoices
+    from torch._inductor.runtime.hints import ReductionHint
+    from torch._inductor.virtualized import V
+    from torch.compiler import config
+
+    name = "should_use_persistent_reduction"
+    by_itself = getattr(InductorChoices, name, None)
+    # A version of Inductor without these names.
+    if by_itself is None or not hasattr(config, "cache_key_tag"):
+        yield
+        return
+
+    def decide(features: Any, cooperative_reduction: bool) -> bool:
+        if by_itself(features, cooperative_reduction):
+            return True
+        if features.get_reduction_hint() != ReductionHint.INNER:
+            return False
+        return bool(V.graph.sizevars.statically_known_leq(features.reduction_numel, longest))
+
+    tag = config.cache_key_tag
+    setattr(InductorChoices, name, staticmethod(decide))
+    # Inductor's cache key does not include this choice.
+    config.cache_key_tag = f"{tag}wholebatch: rows of {longest}"
+    try:
+        yield
+    finally:
+        setattr(InductorChoices, name, staticmethod(by_itself))
+        config.cache_key_tag = tag
+
+
+def _has(config: Any, name: str) -> bool:
+    """True if this version of Inductor has the option."""
+    for part in name.split("."):
+        if not hasattr(config, part):
+            return False
+        config = getattr(config, part)
+    return True

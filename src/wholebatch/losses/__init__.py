@@ -1,0 +1,1 @@
+"""Losses by name, each with the units that it is a mean over (docs/which-mean.md)."""

@@ -1,0 +1,257 @@
+"""Losses per token of a policy, and the means over them that are in use, by name.
+
+`aggregate` turns losses per token into a `Loss`: the sum and the units that make the named mean of
+the whole window, over all ranks. With l the loss of token t of sequence i, T_i the tokens of that
+sequence that count, N the sequences and G the groups (the completions of one prompt):
+
+| `mean=` | the mean of the window | total | units |
+|---|---|---|---|
+| "tokens" | Σ l / Σ T_i | Σ l | Σ T_i |
+| "sequences" | 1/N Σ_i (1/T_i) Σ_t l | Σ_i (1/T_i) Σ_t l | N |
+| "sequence_sums" | 1/N Σ_i Σ_t l | Σ l | N |
+| "constant" | 1/(N·C) Σ l | Σ l / C | N |
+| "groups" | 1/G Σ_g (Σ of g's l / g's tokens) | Σ_i (Σ_t l) / s_i | Σ_i T_i / s_i |
+| "group_sequences" | 1/G Σ_g (mean in g of means of l) | Σ_i (1/T_i Σ_t l) / s_i | Σ_i 1 / s_i |
+
+s_i is the size of i's group in the whole batch (`group_sizes`). The token mean of each micro-batch,
+averaged over micro-batches, is not among them: it weighs a token by the length of whatever shares
+its micro-batch, so that the loss changes with the split.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias, get_args
+
+import torch
+from torch import Tensor
+
+from wholebatch.core.loss import Loss, Units
+from wholebatch.errors import LossError, OptionError
+
+Mean: TypeAlias = Literal[
+    "tokens", "sequences", "sequence_sums", "constant", "groups", "group_sequences"
+]
+Estimator: TypeAlias = Literal["k1", "k2", "k3"]
+
+_MEANS = get_args(Mean)
+_GROUPED = ("groups", "group_sequences")
+_PER_MICRO_BATCH = ("micro_batch", "micro_batch_tokens", "bnpo")
+_ELSEWHERE = {
+    "token-mean": "tokens",
+    "dapo": "tokens",
+    "cispo": "tokens",
+    "seq-mean-token-mean": "sequences",
+    "grpo": "sequences",
+    "seq-mean-token-sum": "sequence_sums",
+    "luspo": "sequence_sums",
+    "seq-mean-token-sum-norm": "constant",
+    "dr_grpo": "constant",
+}
+"""Names that TRL and verl have for these means."""
+
+
+def aggregate(
+    per_token: Tensor,
+    mask: Tensor,
+    *,
+    mean: Mean = "tokens",
+    constant: float | None = None,
+    group_size: Tensor | None = None,
+) -> Loss:
+    """Return the named mean over the tokens that count, as a sum and its units.
+
+    `per_token` and `mask` are [sequences, tokens]; what is masked may hold anything, also NaN.
+    A sequence without a token counts as one whose mean is 0, except in "groups". `constant` is the
+    number that mean="constant" divides a sequence's sum by, usually the longest completion allowed.
+    `group_size` is that of `group_sizes`, one number per sequence.
+
+    >>> per_token = torch.tensor([[1.0, 2.0, 3.0], [4.0, 0.0, 0.0]], requires_grad=True)
+    >>> mask = torch.tensor([[True, True, True], [True, False, False]])
+    >>> for mean in ("tokens", "sequences", "sequence_sums"):
+    ...     loss = aggregate(per_token, mask, mean=mean)
+    ...     print(mean, loss.total.item(), int(loss.units))
+    tokens 10.0 4
+    sequences 6.0 2
+    sequence_sums 10.0 2
+    """
+    mask = _checked_mask(per_token, mask)
+    units = aggregate_units(mask, mean=mean, group_size=group_size)
+    if (mean == "constant") != (constant is not None) or (constant is not None and constant <= 0):
+        raise OptionError(
+            f'mean={mean!r} with constant={constant!r}: mean="constant" needs a positive number '
+            "that the sum of a sequence is divided by (the longest completion allowed), and no "
+            "other mean takes one"
+        )
+    sums = _wide(per_token.masked_fill(~mask, 0.0)).sum(1)
+    if mean in ("sequences", "group_sequences"):
+        sums = sums / mask.sum(1).clamp(min=1)
+    if group_size is not None:
+        sums = sums / group_size.to(sums.dtype).clamp(min=1)
+    return Loss(sums.sum() if constant is None else sums.sum() / constant, units)
+
+
+def aggregate_units(
+    mask: Tensor, *, mean: Mean = "tokens", group_size: Tensor | None = None
+) -> Units:
+    """Return the units of `aggregate` from the mask alone, for `units=` or `announce`.
+
+    >>> aggregate_units(torch.tensor([[1, 1, 0], [1, 0, 0]]), mean="tokens").item()
+    3
+    """
+    _check_mean(mean)
+    if (mean in _GROUPED) != (group_size is not None):
+        raise OptionError(
+            f"mean={mean!r} with group_size={'None' if group_size is None else 'a tensor'}: "
+            'mean="groups" and "group_sequences" need wb.group_sizes(...) of the whole batch, and '
+            "no other mean takes it"
+        )
+    if mean == "tokens":
+        return mask.bool().sum()
+    if group_size is None:
+        return len(mask)
+    if group_size.shape != mask.shape[:1]:
+        raise LossError(
+            f"group_size of shape {tuple(group_size.shape)} for {len(mask)} sequences: must be one "
+            "number per sequence"
+        )
+    share = mask.bool().sum(1) if mean == "groups" else torch.ones_like(group_size)
+    return (share.double() / group_size.double().clamp(min=1)).sum()
+
+
+def group_sizes(groups: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Return the size of each sequence's group: its sequences, or with a mask its tokens.
+
+    `groups` has one label per sequence: the prompt that it answers. Call it on the whole batch,
+    before it is split over micro-batches and ranks, and keep the result as a column of the batch:
+    a group that is split must still know all of itself.
+
+    >>> group_sizes(torch.tensor([7, 7, 3]))
+    tensor([2, 2, 1])
+    """
+    _, group_of = groups.unique(return_inverse=True)
+    counts = torch.ones_like(group_of) if mask is None else mask.bool().sum(1)
+    sizes = torch.zeros(len(groups), dtype=counts.dtype, device=counts.device)
+    return sizes.index_add_(0, group_of, counts)[group_of]
+
+
+def policy_loss(
+    logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    mean: Mean = "tokens",
+    old: Tensor | None = None,
+    clip: float | tuple[float, float] | None = 0.2,
+    max_ratio: float | None = None,
+    ratio: Literal["token", "sequence"] = "token",
+    plus: Tensor | None = None,
+    constant: float | None = None,
+    group_size: Tensor | None = None,
+) -> Loss:
+    """Return the clipped policy loss of PPO and GRPO, as a sum and its units.
+
+    With r = exp(logprobs - old) it is -min(r·A, clamp(r, 1 - low, 1 + high)·A) per token. `clip` is
+    one number, or (low, high), or None for no clipping. Without `old` the policy is the one that
+    sampled: r is 1, with a gradient. `max_ratio` bounds r also where A is negative (dual clip).
+    ratio="sequence" takes the geometric mean of a sequence's ratios for each of its tokens (GSPO).
+    `advantages` are [sequences] or [sequences, tokens]. `plus` is added to the loss of each token,
+    for terms over the same mean: `plus=0.04 * wb.token_kl(logprobs, reference)`. Terms over another
+    mean go through `wb.Loss.terms`.
+
+    >>> logprobs = torch.tensor([[-1.0, -2.0]], requires_grad=True)
+    >>> loss = policy_loss(logprobs, torch.tensor([0.5]), torch.ones(1, 2))
+    >>> loss.total.item(), int(loss.units)
+    (-1.0, 2)
+    """
+    mask = _checked_mask(logprobs, mask)
+    low, high = _clip_range(clip)
+    old = logprobs.detach() if old is None else old
+    log_ratio = _wide((logprobs - old).masked_fill(~mask, 0.0))
+    if ratio == "sequence":
+        tokens = mask.sum(1, keepdim=True).clamp(min=1)
+        log_ratio = (log_ratio.sum(1, keepdim=True) / tokens).expand_as(log_ratio)
+    elif ratio != "token":
+        raise OptionError(f'ratio={ratio!r}: must be "token" or "sequence"')
+    if advantages.dim() == 1:
+        advantages = advantages[:, None]
+    r = log_ratio.exp()
+    clipped = r.clamp(min=1 - low, max=1 + high) * advantages
+    if max_ratio is not None:
+        r = r.clamp(max=max_ratio)
+    per_token = -torch.minimum(r * advantages, clipped) if clip is not None else -r * advantages
+    if plus is not None:
+        per_token = per_token + plus
+    return aggregate(per_token, mask, mean=mean, constant=constant, group_size=group_size)
+
+
+def token_kl(logprobs: Tensor, reference: Tensor, estimator: Estimator = "k3") -> Tensor:
+    """Return an estimate of KL(policy ‖ reference) per token, from tokens that the policy sampled.
+
+    With d = reference - logprobs: "k1" is -d (unbiased, may be negative), "k2" is d²/2, "k3" is
+    exp(d) - 1 - d (unbiased and never negative; GRPO's).
+    """
+    difference = _wide(reference - logprobs)
+    if estimator == "k1":
+        return -difference
+    if estimator == "k2":
+        return difference.square() / 2
+    if estimator == "k3":
+        return difference.exp() - 1 - difference
+    raise OptionError(f'estimator={estimator!r}: must be "k1", "k2" or "k3"')
+
+
+def value_loss(
+    values: Tensor,
+    returns: Tensor,
+    mask: Tensor,
+    *,
+    mean: Mean = "tokens",
+    old: Tensor | None = None,
+    clip: float | None = None,
+) -> Loss:
+    """Return half the squared error of a value function, as a sum and its units.
+
+    With `clip`, values may move by that much from `old`: the larger of both errors counts, as in
+    PPO.
+    """
+    if (old is None) != (clip is None):
+        raise OptionError("value_loss: old= and clip= go together; give both or none")
+    error = (values - returns).square()
+    if old is not None and clip is not None:
+        near = old + (values - old).clamp(min=-clip, max=clip)
+        error = torch.maximum(error, (near - returns).square())
+    return aggregate(error / 2, mask, mean=mean)
+
+
+def _check_mean(mean: str) -> None:
+    if mean in _PER_MICRO_BATCH:
+        raise OptionError(
+            f"mean={mean!r}: the token mean of each micro-batch is no mean of the batch: a token "
+            "weighs more where its micro-batch is short, so the update changes with the split. "
+            'mean="tokens" is the token mean of the whole batch, however it is split'
+        )
+    if mean not in _MEANS:
+        same = _ELSEWHERE.get(mean)
+        hint = f"; what TRL and verl call {mean!r} is mean={same!r} here" if same else ""
+        raise OptionError(f"mean={mean!r}: must be one of {', '.join(_MEANS)}{hint}")
+
+
+def _clip_range(clip: float | tuple[float, float] | None) -> tuple[float, float]:
+    low, high = clip if isinstance(clip, tuple) else (clip or 0.0, clip or 0.0)
+    if low < 0 or high < 0:
+        raise OptionError(f"clip={clip!r}: must be a positive number, (low, high), or None")
+    return low, high
+
+
+def _checked_mask(per_token: Tensor, mask: Tensor) -> Tensor:
+    if per_token.dim() != 2 or mask.shape != per_token.shape:
+        raise LossError(
+            f"losses of shape {tuple(per_token.shape)} with a mask of shape {tuple(mask.shape)}: "
+            "both must be [sequences, tokens]"
+        )
+    return mask.bool()
+
+
+def _wide(values: Tensor) -> Tensor:
+    """Return 16-bit values as float32: a sum over thousands of tokens would be rounded."""
+    return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values

@@ -1,0 +1,219 @@
+"""Compilation beside the run: the same update, and never a crash or a wait because of a worker."""
+
+from __future__ import annotations
+
+import operator
+import os
+import pickle
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import wholebatch as wb
+from tests.execute.nets import Tagger, loss, mean_of_tokens, mode_of, tagged
+from tests.support import Seen, Whole, sgd
+from wholebatch.compile import compile_workers, execute_mode, joint_graph, micro_step
+from wholebatch.compile.compile_workers import CompileWorkers, Pending, job_of
+from wholebatch.compile.execute_mode import ExecutePlan
+from wholebatch.compile.repeated_blocks import PieceProgram, _Input, _Result
+
+# Inductor's own imports warn; a compiled piece is collected late.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+aten = torch.ops.aten
+MATRIX = ((3, 3), (3, 1), torch.float64, torch.device("cpu"))
+OPTIONS: dict[str, Any] = {"more": {}, "whole_rows": 4096}
+
+
+@pytest.fixture
+def beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A CPU for which "auto" traces at once, and compiles beside the run."""
+
+    def plan(execute: str, device: torch.device) -> ExecutePlan:
+        is_auto = execute == "auto"
+        return ExecutePlan(eager=False, compiles=True, captures=False, auto=is_auto)
+
+    monkeypatch.setattr(ExecutePlan, "of", staticmethod(plan))
+    monkeypatch.setattr(execute_mode, "_TRACE_AFTER", 0.0)
+    monkeypatch.setattr(micro_step.Executor, "compiles_beside_on", ("cpu",))
+    made: list[CompileWorkers] = []
+
+    def workers(device: torch.device) -> CompileWorkers:
+        made.append(CompileWorkers(1, device))
+        return made[-1]
+
+    monkeypatch.setattr(micro_step, "compile_workers", workers)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    yield
+    for one in made:
+        one.close()
+
+
+@pytest.fixture
+def as_traced(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """No compiler in this process: pieces run as traced. The operations of each are kept."""
+    found: list[int] = []
+
+    def compiled(graph: Any, arguments: Any, **_: Any) -> Any:
+        found.append(len(graph.graph.nodes))
+        return graph
+
+    monkeypatch.setattr(joint_graph, "compiled_by_inductor", compiled)
+    return found
+
+
+def trained(
+    model: nn.Module, *, execute: Any = "auto", patience: float, pause: float = 0.01
+) -> wb.WholeBatch:
+    """Train until compiled code runs; every update is that of the undivided batch.
+
+    `pause`: seconds between windows. Rounding grows with the number of updates.
+    """
+    whole = Whole(model, loss=mean_of_tokens)
+    optimizer = sgd(model)
+    seen = Seen(model, optimizer)
+    train = wb.WholeBatch(model, optimizer, loss=loss, micro_batch=3, execute=execute)
+    began, modes = time.perf_counter(), []
+    while modes[-2:] != ["compile"] * 2 and time.perf_counter() - began < patience:
+        for number in (6, 9):
+            whole.step(tagged(number))
+            train.step(tagged(number))
+        modes.append(mode_of(train))
+        time.sleep(pause)
+    assert modes[-1] == "compile", train._runner.executor.notes.history
+    whole.assert_same(model, seen, 1e-12)
+    return train
+
+
+@pytest.mark.slow
+def test_a_worker_fills_the_cache_and_the_run_loads_it(beside: None) -> None:
+    from torch._dynamo.utils import counters
+
+    counters.clear()
+    train = trained(Tagger().double(), patience=250.0, pause=2.0)
+    assert counters["inductor"]["fxgraph_cache_hit"] >= 1
+    assert not counters["inductor"]["fxgraph_cache_miss"]
+    history = train._runner.executor.notes.history
+    assert history[0].startswith("compiling beside the run, about")
+    assert train._runner.executor.progress is None
+
+
+WORKERS = {
+    "ends at once": "",
+    "ends in the middle": "import sys; sys.stdin.buffer.read(9)",
+    "says nonsense": "import sys; sys.stdin.buffer.read(9); print('half', flush=True)",
+    "hangs": "import time; time.sleep(600)",
+    "fails": 'import sys; sys.stdin.buffer.read(9); print(\'{"problem": "no"}\', flush=True); '
+    "sys.stdin.buffer.read()",
+}
+
+
+@pytest.mark.parametrize("worker", WORKERS)
+def test_the_run_goes_on_without_its_workers(
+    worker: str, beside: None, as_traced: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compile_workers, "_CHILD", WORKERS[worker])
+    monkeypatch.setattr(compile_workers, "_PATIENCE", 0.5)
+    train = trained(Tagger().double(), patience=30.0)
+    assert as_traced
+    said = [line for line in train._runner.executor.notes.history if "this one compiles" in line]
+    assert len(said) == 1
+
+
+def test_asked_for_it_waits_for_the_workers(
+    beside: None, as_traced: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compile_workers, "_CHILD", WORKERS["fails"])
+    train = trained(Tagger().double(), execute="compile", patience=30.0)
+    assert mode_of(train) == "compile"
+
+
+def test_windows_do_not_wait(
+    beside: None, as_traced: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[Pending] = []
+
+    def never(self: CompileWorkers, jobs: Any) -> Pending:
+        given.append(Pending(jobs, expected=30.0))
+        return given[-1]
+
+    monkeypatch.setattr(compile_workers, "_CHILD", "")
+    monkeypatch.setattr(CompileWorkers, "compile", never)
+    model = Tagger().double()
+    train = wb.WholeBatch(model, sgd(model), loss=loss, micro_batch=3)
+    for _ in range(4):
+        train.step(tagged(6))
+        assert mode_of(train) == "eager"
+    executor = train._runner.executor
+    assert len(given) == 1
+    assert executor.progress is not None
+    assert executor.progress.startswith("compiling beside the run, about ")
+    given[0].left = 0
+    train.step(tagged(6))
+    train.step(tagged(6))
+    assert mode_of(train) == "compile"
+    assert executor.progress is None
+
+
+def test_processes_that_share_a_disk_compile_a_piece_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    job = job_of(PieceProgram([(aten.tanh.default, (_Input(0),), {})], [MATRIX], [0]), OPTIONS)
+    entered: list[bool] = []
+
+    def other() -> None:
+        with compile_workers._claimed(job) as ours:
+            entered.append(ours)
+
+    thread = threading.Thread(target=other)
+    with compile_workers._claimed(job) as ours:
+        assert ours
+        thread.start()
+        time.sleep(0.3)
+        assert not entered  # It waits.
+        compile_workers._mark(job.message).touch()
+    thread.join()
+    assert entered == [False]
+    assert job.known
+    compile_workers._mark(job.message).unlink()
+    claim = compile_workers._mark(job.message).with_suffix(".busy")
+    claim.touch()
+    os.utime(claim, (0, 0))  # Whoever claimed it has ended.
+    with compile_workers._claimed(job) as ours:
+        assert ours
+    assert not claim.exists()
+
+
+def test_a_piece_is_plain_data_and_makes_the_same_graph() -> None:
+    piece = PieceProgram(
+        [
+            (aten.mm.default, (_Input(0), _Input(1)), {}),
+            (aten._to_copy.default, (_Result(0),), {"dtype": torch.float32}),
+            (aten.split.Tensor, (_Result(1), 2), {}),
+            (operator.getitem, (_Result(2), 1), {}),
+        ],
+        [MATRIX, MATRIX],
+        [3],
+    )
+    again, settings = pickle.loads(job_of(piece, OPTIONS).message)
+    assert again == piece
+    assert settings["options"] == OPTIONS
+    assert str(again.module().graph) == str(piece.module().graph)
+    assert job_of(piece, OPTIONS) == job_of(again, OPTIONS)
+
+
+def test_what_is_not_plain_data_is_compiled_here() -> None:
+    def own(x: Any) -> Any:
+        return x
+
+    for target, argument in ((own, 1), (aten.mul.Scalar, torch.ones(2))):
+        piece = PieceProgram([(target, (_Input(0), argument), {})], [MATRIX], [0])
+        with pytest.raises(pickle.PicklingError):
+            job_of(piece, OPTIONS)

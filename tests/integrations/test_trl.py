@@ -1,0 +1,339 @@
+"""TRL's trainers with one batch and with four: the same update through `exact`."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import wholebatch as wb
+from tests.distributed.launch import reports
+from tests.support import EXACT
+
+pytest.importorskip("trl")
+
+from tests.integrations import trl_training as runs
+from tests.integrations.trl_training import TRAINERS, off, trained
+from wholebatch.integrations.transformers import exact
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+]
+FLOAT32 = 1e-6
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    import datasets
+
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("CI", "1")  # TRL sends nothing
+    datasets.disable_progress_bars()
+    yield
+    datasets.enable_progress_bars()
+
+
+def plain(kind: Any) -> Any:
+    return kind
+
+
+def updates(name: str, **options: Any) -> tuple[float, float]:
+    """How far TRL's four batches and ours are from TRL's one."""
+    make = TRAINERS[name]
+    whole = trained(make(plain, 1, **options))
+    own = trained(make(plain, 4, **options))
+    ours = trained(make(exact, 4, **options))
+    return off(own, whole), off(ours, whole)
+
+
+# TRL's own update is that of the whole batch already where its loss is divided by the window's
+# tokens (GKD on the data's answers, dapo and its like), or by sequences that are as many in each
+# batch (the others of GRPO). It is not for the rest.
+OFF = [
+    ("DPO", {}),
+    ("DPO", {"loss_type": ["ipo", "hinge"], "loss_weights": [0.5, 1.0]}),
+    ("DPO", {"precompute_ref_log_probs": True}),
+    ("Reward", {"center_rewards_coefficient": 0.1}),
+    ("KTO", {}),
+    ("KTO", {"precompute_ref_log_probs": True, "desirable_weight": 1.4}),
+    ("KTO", {"loss_type": "apo_zero_unpaired"}),
+    ("GRPO", {"loss_type": "bnpo", "beta": 0.1}),
+    ("GRPO", {"entropy_coef": 0.5}),
+]
+RIGHT = [
+    ("GKD", {}),
+    ("GRPO", {}),
+    ("GRPO", {"loss_type": "grpo"}),
+    ("GRPO", {"loss_type": "dr_grpo", "importance_sampling_level": "sequence"}),
+    ("GRPO", {"rloo": True}),
+]
+
+
+@pytest.mark.parametrize(("name", "options"), OFF, ids=str)
+def test_four_batches_make_the_update_of_one_where_trls_do_not(
+    name: str, options: dict[str, Any]
+) -> None:
+    own, ours = updates(name, **options)
+    assert ours <= FLOAT32
+    assert own > 0.01
+
+
+@pytest.mark.parametrize(("name", "options"), RIGHT, ids=str)
+def test_four_batches_make_the_update_of_one_as_trls_do(name: str, options: dict[str, Any]) -> None:
+    own, ours = updates(name, **options)
+    assert ours <= FLOAT32
+    assert own <= FLOAT32
+
+
+def test_one_batch_is_trls_own_to_the_bit() -> None:
+    for name in TRAINERS:
+        ours = trained(TRAINERS[name](exact, 1))
+        assert torch.equal(ours, trained(TRAINERS[name](plain, 1))), name
+
+
+def test_float64_reward_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = runs.llama
+    monkeypatch.setattr(runs, "llama", lambda *given, **more: made(*given, **more).double())
+    own, ours = updates("Reward")
+    assert ours <= EXACT
+    assert own > 0.1
+
+
+def drawn(model: Any, inputs: Any, _: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Answers of very different lengths that depend on the prompt alone."""
+    prompts, mask = inputs["prompts"], inputs["prompt_attention_mask"]
+    lengths = (prompts * mask).sum(1) % 7 + 1
+    answer = (prompts[:, -1:] + torch.arange(7)) % (runs.WORDS - 2) + 2
+    kept = torch.arange(7)[None] < lengths[:, None]
+    ids = torch.cat([prompts, answer.where(kept, 0)], 1)
+    attention = torch.cat([mask, kept.to(mask.dtype)], 1)
+    labels = ids.masked_fill(attention == 0, -100)
+    labels[:, : prompts.shape[1]] = -100
+    return ids, attention, labels
+
+
+@pytest.mark.parametrize("options", [{"lmbda": 1.0}, {"seq_kd": True, "lmbda": 0.0}], ids=str)
+def test_answers_that_gkd_draws_are_counted(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    """TRL counts the data's answers, and then trains on others."""
+    from trl.experimental.gkd import GKDTrainer
+
+    monkeypatch.setattr(GKDTrainer, "generate_on_policy_outputs", staticmethod(drawn))
+    ours = trained(runs.gkd(exact, 4, **options))
+    one = trained(runs.gkd(exact, 1, **options))
+    assert off(ours, one) <= FLOAT32
+    # One batch of TRL's is divided by the labels of the data, so it is another mean altogether.
+    own = trained(runs.gkd(plain, 1, **options))
+    scale = float(own @ one / (one @ one))
+    assert off(own / scale, one) <= FLOAT32
+    assert abs(scale - 1) > 0.1
+
+
+def test_gkd_steps_by_its_own_hand_draw_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from trl.experimental.gkd import GKDTrainer
+
+    calls = []
+
+    def counted(*given: Any) -> Any:
+        calls.append(1)
+        return drawn(*given)
+
+    class Own(GKDTrainer):  # type: ignore[misc]
+        def training_step(self, *given: Any, **more: Any) -> Any:
+            return super().training_step(*given, **more)
+
+    monkeypatch.setattr(GKDTrainer, "generate_on_policy_outputs", staticmethod(counted))
+    one = trained(runs.gkd(exact, 1, lmbda=1.0))
+    calls.clear()
+    four = trained(runs.gkd(lambda _: exact(Own), 4, lmbda=1.0))
+    assert len(calls) == 4
+    assert off(four, one) <= FLOAT32
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_batches_can_be_cut_further(name: str) -> None:
+    """Pairs stay together, and a micro-batch of KTO knows the window's estimate."""
+    whole = trained(TRAINERS[name](plain, 1))
+    for size in (3, *([wb.tokens(40)] if name != "GRPO" else [])):
+        ours = trained(TRAINERS[name](lambda kind, size=size: exact(kind, micro_batch=size), 2))
+        assert off(ours, whole) <= FLOAT32
+
+
+def test_completions_that_serve_several_windows() -> None:
+    """Half of a generation is a window: its mean is over the tokens of that half."""
+    made: Any = {"num_iterations": 1, "loss_type": "dapo"}
+    ours = runs.grpo(exact, 2, steps_per_generation=4, per_device_train_batch_size=4, **made)
+    one = runs.grpo(exact, 1, steps_per_generation=2, per_device_train_batch_size=8, **made)
+    assert off(trained(ours, updates=2), trained(one, updates=2)) <= 1e-5  # two updates apart
+
+
+@pytest.mark.parametrize("name", ["DPO", "Reward", "KTO"])
+def test_evaluation_is_trls_own(name: str) -> None:
+    """Before the training and after it, when KTO has an estimate of its last window."""
+    both = [TRAINERS[name](kind, 1) for kind in (exact, plain)]
+    for train in (False, True):
+        for one in both:
+            if train:
+                trained(one)
+        found, right = (one.evaluate(one.train_dataset)["eval_loss"] for one in both)
+        assert found == pytest.approx(right, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("DPO", {"loss_type": "aot"}, r"loss_type='aot', which sorts the pairs"),
+        ("DPO", {"loss_type": ["sigmoid", "sft"]}, r"'sft', which is a mean over tokens"),
+        ("GRPO", {"top_entropy_quantile": 0.5}, r"exact\(GRPOTrainer\): top_entropy_quantile"),
+        ("GRPO", {"loss_type": "grpo", "entropy_coef": 0.1}, "one over sequences"),
+    ],
+)
+def test_what_is_not_exact_is_refused_by_name(
+    name: str, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(wb.errors.UnsupportedError, match=message):
+        TRAINERS[name](exact, 4, **options)
+
+
+def test_other_trainers_that_draw_their_batches_are_refused() -> None:
+    from trl import DistillationTrainer
+    from trl.experimental.gmpo import GMPOTrainer  # GRPO's batches with a loss of its own
+
+    for kind in (DistillationTrainer, GMPOTrainer):
+        with pytest.raises(wb.errors.UnsupportedError, match="what its loss is a mean over"):
+            exact(kind)
+
+
+def test_two_ranks_make_the_update_of_one_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two ranks with two batches each; GRPO draws by rank, so it is held against one batch each."""
+    monkeypatch.setenv("TRL_SAMPLES", "16")
+    found = reports(Path(__file__).with_name("trl_worker.py"), 2, tmp_path)
+    assert found["GRPO own"] > 0.01
+    assert found["GRPO"] <= FLOAT32
+    monkeypatch.setattr(runs, "SAMPLES", 16)
+    for name in ("DPO", "Reward", "KTO", "GKD"):
+        ours = torch.load(tmp_path / f"{name}.pt")
+        assert off(ours, trained(TRAINERS[name](plain, 1))) <= FLOAT32, name
+
+
+# ------------------------------------------------------- our losses have TRL's values
+
+
+def batch_of(trainer: Any) -> Any:
+    return trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
+
+
+def sums(model: Any, ids: Tensor, attention: Tensor, mask: Tensor, **more: Any) -> Tensor:
+    labels = ids.masked_fill(mask == 0, -100)
+    logits = model(input_ids=ids, attention_mask=attention).logits
+    return wb.sequence_logprobs(logits, labels, **more)
+
+
+def value(loss: Any) -> float:
+    return float(loss.total / loss.units)
+
+
+def test_dpo_and_ipo_values() -> None:
+    for loss_type, ours in (("sigmoid", wb.dpo_loss), ("ipo", wb.ipo_loss)):
+        trainer = runs.dpo(plain, 1, beta=0.3, loss_type=loss_type)
+        inputs = batch_of(trainer)
+        given = (inputs["input_ids"], inputs["attention_mask"], inputs["completion_mask"])
+        of = [
+            half
+            for model in (trainer.model, trainer.ref_model)
+            for half in sums(model, *given, mean=loss_type == "ipo").chunk(2)
+        ]
+        theirs = trainer.compute_loss(trainer.model, inputs).item()
+        assert value(ours(*of, beta=0.3)) == pytest.approx(theirs, rel=1e-5)
+
+
+def test_reward_values() -> None:
+    trainer = runs.reward(plain, 1, center_rewards_coefficient=0.2)
+    inputs = batch_of(trainer)
+    with torch.enable_grad():
+        rewards = trainer.model(**inputs).logits.squeeze(-1).chunk(2)
+    theirs = trainer.compute_loss(trainer.model, inputs).item()
+    assert value(wb.reward_loss(*rewards, center=0.2)) == pytest.approx(theirs, rel=1e-6)
+
+
+def test_kto_values() -> None:
+    trainer = runs.kto(plain, 1, desirable_weight=1.3)
+    inputs = batch_of(trainer)
+    theirs = trainer.compute_loss(trainer.model, inputs).item()
+    matched = [inputs[name] for name in ("input_ids", "attention_mask", "completion_mask")]
+    mismatched = [
+        inputs[f"KL_{name}"] for name in ("input_ids", "attention_mask", "completion_mask")
+    ]
+    kl = sums(trainer.model, *mismatched) - sums(trainer.ref_model, *mismatched)
+    loss = wb.kto_loss(
+        sums(trainer.model, *matched),
+        sums(trainer.ref_model, *matched),
+        inputs["label"],
+        kl,
+        beta=0.5,
+        desirable_weight=1.3,
+    )
+    assert value(loss) == pytest.approx(theirs, rel=1e-5)
+
+
+MEANS = {
+    "dapo": {"mean": "tokens"},
+    "bnpo": {"mean": "tokens"},
+    "grpo": {"mean": "sequences"},
+    "luspo": {"mean": "sequence_sums"},
+    "dr_grpo": {"mean": "constant", "constant": 8.0},
+}
+
+
+@pytest.mark.parametrize("loss_type", MEANS)
+@pytest.mark.parametrize("ratio", ["token", "sequence"])
+def test_policy_values(loss_type: str, ratio: Any) -> None:
+    trainer = runs.grpo(
+        plain,
+        1,
+        loss_type=loss_type,
+        beta=0.1,
+        epsilon=0.1,
+        epsilon_high=0.28,
+        delta=1.4,
+        importance_sampling_level=ratio,
+        use_bias_correction_kl=False,
+    )
+    trainer.current_gradient_accumulation_steps = 1
+    trainer.model.train()
+    inputs = batch_of(trainer)
+    ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
+    attention = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
+    length = inputs["completion_ids"].shape[1]
+    logits = trainer.model(input_ids=ids, attention_mask=attention).logits
+    logs = logits[:, -length - 1 : -1].log_softmax(-1)
+    logprobs = logs.gather(-1, inputs["completion_ids"][..., None])[..., 0]
+    torch.manual_seed(3)
+    old = logprobs.detach() + 0.3 * torch.randn_like(logprobs)
+    reference = logprobs.detach() + 0.2 * torch.randn_like(logprobs)
+    inputs |= {"old_per_token_logps": old, "ref_per_token_logps": reference}
+    theirs = trainer.compute_loss(trainer.model, copy.copy(inputs)).item()
+    loss = wb.policy_loss(
+        logprobs,
+        inputs["advantages"],
+        inputs["completion_mask"],
+        old=old,
+        clip=(0.1, 0.28),
+        max_ratio=1.4,
+        ratio=ratio,
+        plus=0.1 * wb.token_kl(logprobs, reference),
+        **MEANS[loss_type],
+    )
+    assert value(loss) == pytest.approx(theirs, rel=1e-5)

@@ -1,0 +1,229 @@
+"""One epoch of TRL's trainers on a tiny Llama, in one batch or in several, of uneven lengths."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import random
+import tempfile
+from typing import Any
+
+import torch
+from datasets import Dataset
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from torch import Tensor
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    PreTrainedTokenizerFast,
+)
+
+WORDS = 24
+SAMPLES = int(os.environ.get("TRL_SAMPLES", "14"))
+TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    words = {f"w{index}": index for index in range(WORDS)}
+    inner = Tokenizer(WordLevel(words, unk_token="w0"))
+    inner.pre_tokenizer = Whitespace()
+    made = PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="w0", eos_token="w1")
+    made.chat_template = TEMPLATE
+    return made
+
+
+def llama(kind: Any = LlamaForCausalLM, *, seed: int = 5, **more: Any) -> Any:
+    torch.manual_seed(seed)
+    return kind(
+        LlamaConfig(
+            vocab_size=WORDS,
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            max_position_embeddings=64,
+            pad_token_id=0,
+            eos_token_id=1,
+            bos_token_id=None,
+            initializer_range=0.2,  # answers that differ: their gradients do not cancel
+            **more,
+        )
+    )
+
+
+def text(draw: random.Random, least: int, most: int) -> str:
+    return " ".join(f"w{draw.randrange(2, WORDS)}" for _ in range(draw.randint(least, most)))
+
+
+def flat(model: Any) -> Tensor:
+    return torch.cat([one.detach().flatten().double() for one in model.parameters()])
+
+
+def settings(batches: int, samples: int, folder: str) -> dict[str, Any]:
+    """The arguments of one update from all samples, in so many batches (the last one smaller)."""
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    return {
+        "output_dir": folder,
+        "per_device_train_batch_size": -(-samples // (batches * ranks)),
+        "gradient_accumulation_steps": batches,
+        "num_train_epochs": 1,
+        "learning_rate": 8.0,  # float32 must round the update, not the weights
+        "lr_scheduler_type": "constant",
+        "optim": "sgd",
+        "max_grad_norm": 0.0,
+        "use_cpu": True,
+        "bf16": False,
+        "dataloader_pin_memory": False,
+        "gradient_checkpointing": False,
+        "disable_tqdm": True,
+        "logging_strategy": "no",
+        "save_strategy": "no",
+        "report_to": "none",
+    }
+
+
+def pairs() -> Dataset:
+    draw = random.Random(1)
+    return Dataset.from_list(
+        [
+            {"prompt": text(draw, 1, 4), "chosen": text(draw, 1, 9), "rejected": text(draw, 1, 9)}
+            for _ in range(SAMPLES)
+        ]
+    )
+
+
+def dpo(make: Any, batches: int, **more: Any) -> Any:
+    from trl.trainer.dpo_config import DPOConfig
+    from trl.trainer.dpo_trainer import DPOTrainer
+
+    data = pairs()
+    with tempfile.TemporaryDirectory() as folder:
+        given = settings(batches, len(data), folder)
+        return make(DPOTrainer)(
+            model=llama(),
+            ref_model=llama(seed=6),
+            args=DPOConfig(**given, train_sampling_strategy="sequential", **more),
+            train_dataset=data,
+            processing_class=tokenizer(),
+        )
+
+
+def reward(make: Any, batches: int, **more: Any) -> Any:
+    from trl.trainer.reward_config import RewardConfig
+    from trl.trainer.reward_trainer import RewardTrainer
+
+    data = pairs()
+    with tempfile.TemporaryDirectory() as folder:
+        given = settings(batches, len(data), folder)
+        return make(RewardTrainer)(
+            model=llama(LlamaForSequenceClassification, num_labels=1),
+            args=RewardConfig(**given, train_sampling_strategy="sequential", **more),
+            train_dataset=data,
+            processing_class=tokenizer(),
+        )
+
+
+def kto(make: Any, batches: int, **more: Any) -> Any:
+    from trl.trainer.kto_config import KTOConfig
+    from trl.trainer.kto_trainer import KTOTrainer
+
+    draw = random.Random(2)
+    rows = [
+        {"prompt": text(draw, 1, 4), "completion": text(draw, 1, 9), "label": at % 3 != 1}
+        for at in range(SAMPLES)
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        given = settings(batches, len(rows), folder)
+        return make(KTOTrainer)(
+            model=llama(),
+            ref_model=llama(seed=6),
+            args=KTOConfig(**given, train_sampling_strategy="sequential", beta=0.5, **more),
+            train_dataset=Dataset.from_list(rows),
+            processing_class=tokenizer(),
+        )
+
+
+def gkd(make: Any, batches: int, **more: Any) -> Any:
+    from trl.experimental.gkd import GKDConfig, GKDTrainer
+
+    draw = random.Random(3)
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": text(draw, 1, 4)},
+                {"role": "assistant", "content": text(draw, 1, 9)},
+            ]
+        }
+        for _ in range(SAMPLES)
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        given = settings(batches, len(rows), folder)
+        return make(GKDTrainer)(
+            model=llama(),
+            teacher_model=llama(seed=6),
+            args=GKDConfig(**given, train_sampling_strategy="sequential", **{"lmbda": 0.0, **more}),
+            train_dataset=Dataset.from_list(rows),
+            processing_class=tokenizer(),
+        )
+
+
+def lengths(completions: list[str], **_: Any) -> list[float]:
+    """A reward that differs between the completions of a prompt."""
+    return [float(len(one.split())) + 0.1 * (hash_of(one) % 7) for one in completions]
+
+
+def hash_of(words: str) -> int:
+    return sum((place + 1) * int(word[1:]) for place, word in enumerate(words.split()))
+
+
+def grpo(make: Any, batches: int, *, rloo: bool = False, **more: Any) -> Any:
+    trl: Any = importlib.import_module("trl")
+
+    config, trainer = (
+        (trl.RLOOConfig, trl.RLOOTrainer) if rloo else (trl.GRPOConfig, trl.GRPOTrainer)
+    )
+    draw = random.Random(4)
+    rows = [{"prompt": text(draw, 1, 4)} for _ in range(4)]
+    beta = more.pop("beta", 0.0)
+    with tempfile.TemporaryDirectory() as folder:
+        given = settings(batches, 16, folder)
+        made = make(trainer)(
+            model=llama(),
+            reward_funcs=lengths,
+            args=config(
+                **{**given, **more},
+                beta=0.0,
+                num_generations=4,
+                max_completion_length=8,
+                shuffle_dataset=False,
+            ),
+            train_dataset=Dataset.from_list(rows),
+            processing_class=tokenizer(),
+        )
+    if beta:  # TRL would load the reference by its name
+        from trl.trainer.utils import add_fused_lm_head
+
+        made.beta, made.ref_model = beta, llama(seed=6).eval()
+        add_fused_lm_head(made.ref_model, temperature=made.temperature)
+    return made
+
+
+TRAINERS = {"DPO": dpo, "Reward": reward, "KTO": kto, "GKD": gkd, "GRPO": grpo}
+
+
+def trained(trainer: Any, updates: int = 1) -> Tensor:
+    """What the trainer adds to the weights."""
+    start = flat(trainer.model)
+    torch.manual_seed(0)
+    with tempfile.TemporaryDirectory() as folder:
+        trainer.args.output_dir = folder
+        trainer.train()
+    assert trainer.state.global_step == updates
+    return flat(trainer.model) - start
+
+
+def off(ours: Tensor, whole: Tensor) -> float:
+    return float((ours - whole).norm() / whole.norm())

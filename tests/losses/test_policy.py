@@ -1,0 +1,408 @@
+"""Policy losses: every named mean, over uneven splits, is that of the undivided batch."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import wholebatch as wb
+from tests.losses.problem import (
+    GROUPS,
+    MEANS,
+    UNEVEN,
+    Batch,
+    Policy,
+    batch,
+    by_hand,
+    clipped,
+    logprobs,
+    options_of,
+    ours,
+    undivided,
+)
+from tests.support import EXACT, Seen, Whole, distance, pieces, sgd
+
+SPLITS = [sizes for sizes in UNEVEN if len(sizes) > 1]
+
+
+def gradient(model: nn.Module, total: Tensor) -> list[Tensor]:
+    parameters = list(model.parameters())
+    found = torch.autograd.grad(total, parameters, allow_unused=True, retain_graph=True)
+    pairs = zip(found, model.parameters(), strict=True)
+    return [torch.zeros_like(p) if g is None else g for g, p in pairs]
+
+
+def assert_same(loss: wb.Loss, reference: Tensor, model: nn.Module) -> None:
+    """The value and the gradient of one undivided batch."""
+    mean = loss.total / loss.units
+    assert mean.item() == pytest.approx(reference.item(), rel=1e-13, abs=1e-15)
+    assert distance(gradient(model, mean), gradient(model, reference)) <= EXACT
+
+
+@pytest.mark.parametrize("mean", MEANS)
+@pytest.mark.parametrize("sizes", UNEVEN, ids=str)
+def test_every_mean_is_that_of_the_undivided_batch(mean: str, sizes: tuple[int, ...]) -> None:
+    model, data = Policy(), batch()
+    whole = Whole(model, loss=undivided(mean))
+    value = whole.step(data)
+    optimizer = sgd(model)
+    seen = Seen(model, optimizer)
+    acc = wb.Accumulator(model, optimizer, steps=len(sizes))
+    for micro in pieces(data, sizes):
+        step = acc.backward(ours(mean)(model, micro))
+    assert step is not None
+    assert step.loss == pytest.approx(value, rel=1e-12)
+    whole.assert_same(model, seen)
+
+
+@pytest.mark.parametrize("mean", MEANS)
+@pytest.mark.parametrize("micro_batch", [1, 5, 12])
+def test_whole_batches_are_split_without_a_trace(mean: str, micro_batch: int) -> None:
+    model, data = Policy(), batch()
+    whole = Whole(model, loss=undivided(mean))
+    value = whole.step(data)
+    optimizer = sgd(model)
+    seen = Seen(model, optimizer)
+    step = wb.WholeBatch(model, optimizer, loss=ours(mean), micro_batch=micro_batch).step(data)
+    assert step.loss == pytest.approx(value, rel=1e-12)
+    whole.assert_same(model, seen)
+
+
+@pytest.mark.parametrize("mean", MEANS)
+@pytest.mark.parametrize("sizes", SPLITS, ids=str)
+def test_a_mean_of_micro_batch_means_is_another_loss(mean: str, sizes: tuple[int, ...]) -> None:
+    """The usual loop beside it; only means over equally many sequences survive it."""
+    model, data = Policy(), batch()
+    right = gradient(model, undivided(mean)(model, data))
+    plain = sum(
+        (undivided(mean)(model, micro) / len(sizes) for micro in pieces(data, sizes)),
+        torch.zeros((), dtype=torch.float64),
+    )
+    error = distance(gradient(model, plain), right)
+    equal = len(set(sizes)) == 1 and mean in ("sequences", "sequence_sums", "constant")
+    assert error <= EXACT if equal else error > 0.02
+
+
+def by_tokens(model: nn.Module, data: Batch, of_token: Any, mean: str = "tokens") -> Tensor:
+    """The mean by hand of a function of (sequence, token)."""
+    lengths = data["mask"].sum(1).tolist()
+    losses = [[of_token(i, t) for t in range(int(n))] for i, n in enumerate(lengths)]
+    return by_hand(mean, losses, list(GROUPS))
+
+
+@pytest.mark.parametrize("clip", [0.1, (0.05, 0.28), None], ids=str)
+@pytest.mark.parametrize("max_ratio", [None, 1.3])
+def test_clipping(clip: Any, max_ratio: float | None) -> None:
+    model, data = Policy(), batch()
+    found = logprobs(model, data)
+    low, high = clip if isinstance(clip, tuple) else (clip, clip)
+
+    def token(i: int, t: int) -> Tensor:
+        ratio = (found[i, t] - data["old"][i, t]).exp()
+        advantage = data["advantages"][i]
+        if max_ratio is not None:
+            ratio = ratio.clamp(max=max_ratio)
+        if clip is None:
+            return -ratio * advantage
+        kept = (found[i, t] - data["old"][i, t]).exp().clamp(1 - low, 1 + high)
+        return -torch.min(ratio * advantage, kept * advantage)
+
+    loss = ours("tokens", clip=clip, max_ratio=max_ratio)(model, data)
+    assert_same(loss, by_tokens(model, data, token), model)
+
+
+@pytest.mark.parametrize("mean", ["tokens", "sequences"])
+def test_ratios_of_sequences(mean: str) -> None:
+    """GSPO: the geometric mean of a sequence's ratios."""
+    model, data = Policy(), batch()
+    found = logprobs(model, data)
+
+    def token(i: int, _: int) -> Tensor:
+        length = int(data["mask"][i].sum())
+        ratio = (found[i, :length] - data["old"][i, :length]).mean().exp()
+        advantage = data["advantages"][i]
+        return -torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+
+    loss = ours(mean, ratio="sequence")(model, data)
+    assert_same(loss, by_tokens(model, data, token, mean), model)
+
+
+def test_without_old_the_ratio_is_one_with_a_gradient() -> None:
+    model, data = Policy(), batch()
+    found = logprobs(model, data)
+    reference = by_tokens(model, data, lambda i, t: -found[i, t] * data["advantages"][i])
+    loss = ours("tokens", old=None)(model, data)
+    mean = loss.total / loss.units
+    assert distance(gradient(model, mean), gradient(model, reference)) <= EXACT
+
+
+def test_advantages_may_be_those_of_tokens() -> None:
+    model, data = Policy(), batch()
+    found, advantages = logprobs(model, data), data["returns"]
+    loss = wb.policy_loss(found, advantages, data["mask"], old=data["old"])
+    reference = by_tokens(
+        model,
+        data,
+        lambda i, t: clipped(found[i, t], data["old"][i, t], advantages[i, t], 0.2, 0.2),
+    )
+    assert_same(loss, reference, model)
+
+
+KL = {
+    "k1": lambda ours, theirs: ours - theirs,
+    "k2": lambda ours, theirs: (ours - theirs) ** 2 / 2,
+    "k3": lambda ours, theirs: (theirs - ours).exp() - (theirs - ours) - 1,
+}
+
+
+@pytest.mark.parametrize("estimator", KL)
+def test_kl_inside_the_policy_loss_shares_its_mean(estimator: Any) -> None:
+    model, data = Policy(), batch()
+    found = logprobs(model, data)
+
+    def token(i: int, t: int) -> Tensor:
+        kl = KL[estimator](found[i, t], data["reference"][i, t])
+        advantage = data["advantages"][i]
+        return clipped(found[i, t], data["old"][i, t], advantage, 0.2, 0.2) + 0.04 * kl
+
+    plus = 0.04 * wb.token_kl(found, data["reference"], estimator)
+    loss = wb.policy_loss(
+        found, data["advantages"], data["mask"], old=data["old"], plus=plus, mean="sequences"
+    )
+    assert_same(loss, by_tokens(model, data, token, "sequences"), model)
+
+
+@pytest.mark.parametrize("clip", [None, 0.1])
+def test_value_loss(clip: float | None) -> None:
+    model, data = Policy(), batch()
+    values = model(data["words"])[1][:, :-1]
+    before = values.detach() + 0.2 * data["returns"]
+
+    def token(i: int, t: int) -> Tensor:
+        error = (values[i, t] - data["returns"][i, t]) ** 2
+        if clip is not None:
+            near = before[i, t] + (values[i, t] - before[i, t]).clamp(-clip, clip)
+            error = torch.max(error, (near - data["returns"][i, t]) ** 2)
+        return error / 2
+
+    given: Any = {} if clip is None else {"old": before, "clip": clip}
+    loss = wb.value_loss(values, data["returns"], data["mask"], **given)
+    assert_same(loss, by_tokens(model, data, token), model)
+    with pytest.raises(wb.errors.OptionError, match="go together"):
+        wb.value_loss(values, data["returns"], data["mask"], clip=0.1)
+
+
+# ---------------------------------------------------- terms with units of their own
+
+
+def terms(model: nn.Module, micro: Batch) -> Any:
+    """Policy over groups, value over tokens, KL over sequences, entropy over tokens."""
+    logits, values = model(micro["words"])
+    mask = micro["mask"]
+    logs = logits[:, :-1].log_softmax(-1)
+    found = logs.gather(-1, micro["words"][:, 1:, None])[..., 0]
+    policy = wb.policy_loss(
+        found,
+        micro["advantages"],
+        mask,
+        old=micro["old"],
+        mean="groups",
+        group_size=micro["group_tokens"],
+    )
+    kl = wb.aggregate(wb.token_kl(found, micro["reference"]), mask, mean="sequences")
+    entropy = wb.aggregate(-(logs.exp() * logs).sum(-1), mask)
+    value = wb.value_loss(values[:, :-1], micro["returns"], mask)
+    return wb.Loss.terms(
+        {"policy": policy, "kl": (kl, 0.3), "entropy": (entropy, -0.1), "value": (value, 0.5)}
+    )
+
+
+def units(micro: Batch) -> dict[str, wb.Loss | Any]:
+    tokens = wb.aggregate_units(micro["mask"])
+    group_size = micro["group_tokens"]
+    return {
+        "policy": wb.aggregate_units(micro["mask"], mean="groups", group_size=group_size),
+        "kl": wb.aggregate_units(micro["mask"], mean="sequences"),
+        "entropy": tokens,
+        "value": tokens,
+    }
+
+
+def terms_by_hand(model: nn.Module, data: Batch) -> Tensor:
+    logits, values = model(data["words"])
+    logs = logits[:, :-1].log_softmax(-1)
+    found = logprobs(model, data)
+
+    def entropy(i: int, t: int) -> Tensor:
+        return -(logs[i, t].exp() * logs[i, t]).sum()
+
+    def value(i: int, t: int) -> Tensor:
+        return (values[i, t] - data["returns"][i, t]) ** 2 / 2
+
+    kl = by_tokens(
+        model, data, lambda i, t: KL["k3"](found[i, t], data["reference"][i, t]), "sequences"
+    )
+    return (
+        undivided("groups")(model, data)
+        + 0.3 * kl
+        - 0.1 * by_tokens(model, data, entropy)
+        + 0.5 * by_tokens(model, data, value)
+    )
+
+
+@pytest.mark.parametrize("micro_batch", [1, 5, 12])
+def test_terms_of_different_units_in_one_window(micro_batch: int) -> None:
+    model, data = Policy(), batch()
+    whole = Whole(model, loss=terms_by_hand)
+    value = whole.step(data)
+    optimizer = sgd(model)
+    seen = Seen(model, optimizer)
+    train = wb.WholeBatch(model, optimizer, loss=terms, units=units, micro_batch=micro_batch)
+    assert train.step(data).loss == pytest.approx(value, rel=1e-12)
+    whole.assert_same(model, seen)
+
+
+@pytest.mark.parametrize("sizes", UNEVEN, ids=str)
+def test_terms_in_a_stream_whose_units_were_announced(sizes: tuple[int, ...]) -> None:
+    model, data = Policy(), batch()
+    whole = Whole(model, loss=terms_by_hand)
+    values = [whole.step(data), whole.step(data)]
+    optimizer = sgd(model)
+    seen = Seen(model, optimizer)
+    acc = wb.Accumulator(model, optimizer, steps=len(sizes))
+    steps = []
+    for _ in values:
+        for micro in acc.over(pieces(data, sizes)):
+            if acc.micro_batches == 0:
+                acc.announce(units(data))
+            step = acc.backward(terms(model, micro))
+        steps.append(step)
+    assert [step.loss for step in steps if step] == pytest.approx(values, rel=1e-12)
+    whole.assert_same(model, seen)
+
+
+def test_an_announced_window_goes_on_after_a_resume() -> None:
+    data, sizes = batch(), (5, 1, 6)
+    whole = Whole(Policy(), loss=terms_by_hand)
+    whole.step(data)
+    model = Policy()
+    parts = pieces(data, sizes)
+    first = wb.Accumulator(model, sgd(model), steps=3)
+    first.announce(units(data))
+    first.backward(terms(model, parts[0]))
+    saved = copy.deepcopy(first.state_dict())
+    again = wb.Accumulator(model, sgd(model), steps=3)
+    for parameter in model.parameters():
+        parameter.grad = None
+    again.load_state_dict(saved)
+    for micro in parts[1:]:
+        again.backward(terms(model, micro))
+    whole.assert_same(model)
+
+
+def test_what_announce_refuses() -> None:
+    model, data = Policy(), batch()
+    acc = wb.Accumulator(model, sgd(model), steps=2)
+    with pytest.raises(wb.errors.OptionError, match="units by term"):
+        acc.announce(4)  # type: ignore[arg-type]
+    acc.announce(units(data))
+    with pytest.raises(wb.errors.WindowError, match="before its first backward"):
+        acc.announce(units(data))
+    with pytest.raises(wb.errors.LossError, match="no named terms"):
+        acc.backward(ours("tokens")(model, data))
+    with pytest.raises(wb.errors.LossError, match="not compiled"):
+        acc.compile(terms)(model, data)
+    acc.discard()
+    first, second = pieces(data, (5, 7))
+    acc.announce({**units(data), "kl": 5})
+    acc.backward(terms(model, first))
+    with pytest.raises(wb.errors.LossError, match=r"5 units of term 'kl'.*returned 12"):
+        acc.backward(terms(model, second))
+
+
+# -------------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"mean": "micro_batch"}, "no mean of the batch.*changes with the split"),
+        ({"mean": "bnpo"}, "no mean of the batch"),
+        ({"mean": "seq-mean-token-mean"}, "is mean='sequences' here"),
+        ({"mean": "dr_grpo"}, "is mean='constant' here"),
+        ({"mean": "words"}, "must be one of tokens"),
+        ({"mean": "constant"}, "needs a positive number"),
+        ({"constant": 4.0}, "no other mean takes one"),
+        ({"mean": "groups"}, "of the whole batch"),
+        ({"group_size": torch.ones(12)}, "no other mean takes it"),
+        ({"mean": "groups", "group_size": torch.ones(3)}, "one number per sequence"),
+        ({"clip": -0.1}, "clip=-0.1"),
+        ({"ratio": "word"}, '"token" or "sequence"'),
+        ({"mask": torch.ones(12)}, r"\[sequences, tokens\]"),
+    ],
+)
+def test_refusals_say_what_to_do(given: dict[str, Any], message: str) -> None:
+    data = batch()
+    mask = given.pop("mask", data["mask"])
+    with pytest.raises((wb.errors.OptionError, wb.errors.LossError), match=message):
+        wb.policy_loss(logprobs(Policy(), data), data["advantages"], mask, **given)
+    with pytest.raises(wb.errors.OptionError, match='"k1", "k2" or "k3"'):
+        wb.token_kl(data["old"], data["old"], "k4")  # type: ignore[arg-type]
+
+
+def test_what_is_masked_may_hold_anything() -> None:
+    model, data = Policy(), batch()
+    right = gradient(model, ours("sequences")(model, data).total)
+    spoiled = {**data, "old": data["old"].masked_fill(~data["mask"], torch.nan)}
+    assert distance(gradient(model, ours("sequences")(model, spoiled).total), right) == 0
+
+
+def test_sums_of_16_bit_losses_are_made_in_float32() -> None:
+    losses = torch.full((1, 3000), 0.1, dtype=torch.bfloat16, requires_grad=True)
+    total = wb.aggregate(losses, torch.ones(1, 3000)).total
+    assert total.dtype is torch.float32
+    assert total.item() == pytest.approx(3000 * losses[0, 0].item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("mean", MEANS)
+def test_the_look_and_verify_agree(mean: str) -> None:
+    verdict = wb.verify(Policy(), ours(mean), batch(), micro_batch=5)
+    assert verdict.same, verdict
+    assert options_of(mean, batch()).keys() == MEANS[mean].keys()
+
+
+def test_terms_are_looked_at_as_other_losses_are() -> None:
+    model, (first, second) = Policy(), pieces(batch(), (5, 7))
+
+    def mean_as_a_sum(model: nn.Module, micro: Batch) -> Any:
+        policy = ours("tokens")(model, micro)
+        error = model(micro["words"])[1].square().mean()
+        return wb.Loss.terms({"policy": policy, "value": (error, len(micro["words"]))})
+
+    acc = wb.Accumulator(model, sgd(model), steps=2)
+    acc.announce({"policy": 42, "value": 12})
+    with pytest.raises(wb.errors.LossError, match="mean"):
+        acc.backward(mean_as_a_sum(model, first))
+
+    def compared(model: nn.Module, micro: Batch) -> Any:
+        found = logprobs(model, micro).sum(1)
+        kto = wb.kto_loss(found, found.detach() - 1, micro["advantages"] > 0, found)
+        return wb.Loss.terms({"policy": ours("tokens")(model, micro), "kto": (kto, 0.5)})
+
+    acc = wb.Accumulator(model, sgd(model), steps=2)
+    acc.announce({"policy": 42, "kto": 12})
+    with pytest.raises(wb.errors.LossError, match="kto_loss"):
+        acc.backward(compared(model, second))
+    train = wb.WholeBatch(
+        model,
+        sgd(model),
+        loss=compared,
+        units=lambda m: {"policy": m["mask"].sum(), "kto": len(m["mask"])},
+        micro_batch=5,
+    )
+    with pytest.raises(wb.errors.LossError, match="kto_loss"):
+        train.step(batch())
