@@ -201,7 +201,8 @@ class Accumulator(Stream):
 
         Args:
             total: The loss of the micro-batch as a sum over `units`, or a `wb.Loss`, which has
-                both; or `wb.Loss.terms(...)`, after `announce`. A loss made by `compile` is only counted.
+                both; or `wb.Loss.terms(...)`, after `announce`. A loss made by `compile` is only
+                counted.
             units: How many units the loss is over: samples, tokens or weights. Where one
                 micro-batch has several backwards over the same units, give them once, and 0 with
                 the others.
