@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.cli.helpers import EXACT, NOISY, Ran, metrics_of, newest_checkpoint
+from tests.cli.helpers import EXACT, NOISY, Ran, environment_of, metrics_of, newest_checkpoint
 
 Command = Callable[..., Ran]
 Write = Callable[..., Path]
@@ -268,16 +270,18 @@ def test_recipes_lists_them_and_prints_one(command: Command, tmp_path: Path) -> 
     )
 
 
-def test_without_its_library_the_command_says_how_to_get_it(
-    command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import sys
-
-    for name in list(sys.modules):
-        if name.startswith(("wholebatch.cli.", "wholebatch.cli.report")):
-            monkeypatch.delitem(sys.modules, name)
-    for name in ("rich", "rich.console"):
-        monkeypatch.setitem(sys.modules, name, None)
-    ran = command("recipes")
-    assert ran.status == 2
-    assert ran.err == "error: the command line needs rich: pip install 'wholebatch[cli]'\n"
+def test_without_its_library_the_command_says_how_to_get_it() -> None:
+    """In a process of its own: modules that are imported twice would be two."""
+    code = (
+        "import sys; sys.modules['rich'] = sys.modules['rich.console'] = None\n"
+        "from wholebatch.cli import main; sys.exit(main(['recipes']))"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment_of(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 2
+    assert ran.stderr == "error: the command line needs rich: pip install 'wholebatch[cli]'\n"
