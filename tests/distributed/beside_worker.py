@@ -38,12 +38,16 @@ def loss(model: Any, micro: Any) -> wb.Loss:
 def trained(rank: int) -> tuple[list[str], float]:
     """The mode of every window, and the distance from the undivided batch."""
     workers = Later()
-    plan = {"eager": False, "compiles": True, "captures": False, "auto": True}
-    ExecutePlan.of = staticmethod(lambda execute, device: ExecutePlan(**plan))  # type: ignore
-    execute_mode._TRACE_AFTER = 0.0
-    micro_step.Executor.compiles_beside_on = ("cpu",)
-    micro_step.compile_workers = lambda device: workers  # type: ignore
-    joint_graph.compiled_by_inductor = lambda graph, arguments, **_: graph  # type: ignore
+    plan = ExecutePlan(eager=False, compiles=True, captures=False, auto=True)
+    patched: list[tuple[Any, str, Any]] = [
+        (ExecutePlan, "of", staticmethod(lambda execute, device: plan)),
+        (execute_mode, "_TRACE_AFTER", 0.0),
+        (micro_step.Executor, "compiles_beside_on", ("cpu",)),
+        (micro_step, "compile_workers", lambda device: workers),
+        (joint_graph, "compiled_by_inductor", lambda graph, arguments, **_: graph),
+    ]
+    for owner, name, value in patched:
+        setattr(owner, name, value)
     batch = samples(20)
     own = {name: leaf[rank * 10 : rank * 10 + 10] for name, leaf in batch.items()}
     model, other = mlp(), mlp()

@@ -79,7 +79,8 @@ def trained(
     optimizer = sgd(model)
     seen = Seen(model, optimizer)
     train = wb.WholeBatch(model, optimizer, loss=loss, micro_batch=3, execute=execute)
-    began, modes = time.perf_counter(), []
+    began = time.perf_counter()
+    modes: list[str] = []
     while modes[-2:] != ["compile"] * 2 and time.perf_counter() - began < patience:
         for number in (6, 9):
             whole.step(tagged(number))
@@ -189,6 +190,16 @@ def test_processes_that_share_a_disk_compile_a_piece_once(
     with compile_workers._claimed(job) as ours:
         assert ours
     assert not claim.exists()
+
+
+def test_jobs_that_take_too_long_have_failed() -> None:
+    job = job_of(PieceProgram([(aten.tanh.default, (_Input(0),), {})], [MATRIX], [0]), OPTIONS)
+    pending = Pending([job], expected=5.0)
+    assert not pending.done
+    assert 4.0 < pending.seconds_left <= 5.0
+    pending.began -= 200.0
+    assert pending.done
+    assert pending.problem == "it has taken 200 s"
 
 
 def test_a_piece_is_plain_data_and_makes_the_same_graph() -> None:

@@ -17,6 +17,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import wholebatch as wb
+from wholebatch.compile import Executor
 from wholebatch.compile import execute_mode as plan
 from wholebatch.core.options import grouped
 
@@ -319,6 +320,7 @@ def test_a_recorded_step_waits_for_its_numbers_alone() -> None:
     assert train.updates == 8
 
 
+@mock.patch.object(Executor, "compiles_beside_on", ())
 def test_auto_records_first_and_compiles_when_the_run_is_old_enough() -> None:
     model = fresh()
     train = wb.WholeBatch(
@@ -344,6 +346,34 @@ def test_auto_records_first_and_compiles_when_the_run_is_old_enough() -> None:
             train.step(whole)
             train.step(whole)
         assert executor.mode == "graph of compile"
+
+
+def test_auto_compiles_beside_the_run() -> None:
+    reference, model = fresh(torch.float64), fresh(torch.float64)
+    train, other = (
+        wb.WholeBatch(
+            one,
+            torch.optim.SGD(one.parameters(), lr=0.01),
+            loss=loss,
+            micro_batch=4,
+            execute=execute,
+        )
+        for one, execute in ((model, "auto"), (reference, "eager"))
+    )
+    executor = train._runner.executor
+    modes: list[str] = []
+    executor._plan.started -= plan._TRACE_AFTER
+    began = time.perf_counter()
+    with warnings_of_the_compiler():
+        while modes[-2:] != ["graph of compile"] * 2 and time.perf_counter() - began < 120:
+            for one in (train, other):
+                one.step(batch(16))
+            modes.append(executor.mode)
+            time.sleep(0.5)  # Rounding grows with the number of updates.
+    assert modes[-1] == "graph of compile", executor.notes.history
+    assert "graph of operations" in modes
+    assert not any("this one compiles" in line for line in executor.notes.history)
+    assert error(parameters_of(model), parameters_of(reference)) <= 1e-12
 
 
 def test_a_tensor_that_moved_is_recorded_anew() -> None:

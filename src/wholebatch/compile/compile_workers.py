@@ -41,6 +41,8 @@ _CONTEXT = 1 << 30
 """The device memory that must be free for each worker, in bytes."""
 _PATIENCE = 300.0
 """Seconds after which a worker that compiles one piece is taken for dead."""
+_LATE = 120.0
+"""Seconds that jobs may take beyond four times what was expected."""
 _IDLE = 20.0
 """Seconds without work after which a worker ends and gives its memory back."""
 
@@ -174,7 +176,10 @@ class Pending:
 
     @property
     def done(self) -> bool:
-        """True if every job is compiled, or one has failed."""
+        """True if every job is compiled, or one has failed or takes far too long."""
+        took = time.perf_counter() - self.began
+        if self.left and self.problem is None and took > _LATE + 4 * self.expected:
+            self.problem = f"it has taken {took:.0f} s"
         return not self.left or self.problem is not None
 
     @property

@@ -30,7 +30,8 @@ def start_compiler(*, with_processes: bool) -> None:
 
 def import_compiler(with_processes: bool) -> None:
     """Import all of Inductor, and start its processes for Triton's kernels."""
-    with suppress(ImportError):  # Another version of Inductor.
+    # Another version of Inductor, or a warning that is an error: whoever compiles imports it again.
+    with suppress(Exception):
         for name in ("choices", "compile_fx"):
             import_module(f"torch._inductor.{name}")
         from torch._inductor.async_compile import maybe_warm_pool
