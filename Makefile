@@ -6,7 +6,7 @@
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup run test check format bench compare soak gpu-test gpu-bench clean
+.PHONY: help setup run test browser-test compat dist check format docs bench compare soak gpu-test gpu-bench clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -34,7 +34,7 @@ $(VENV)/.setup: pyproject.toml constraints.txt
 
 $(VENV)/.dev: $(VENV)/.setup
 	@echo "Installing what tests and checks need into $(VENV) (once) ..."
-	@$(PIP_INSTALL) --editable '.[cli,recipes,lint,deepspeed,accelerate,lightning,transformers,trl,keras,jax,wandb,report,docs,peers,dev]'
+	@$(PIP_INSTALL) --editable '.[cli,recipes,tensorboard,lint,deepspeed,accelerate,lightning,transformers,trl,keras,jax,wandb,report,docs,peers,dev]'
 	@touch $@
 
 setup: $(VENV)/.setup ## create .venv with the package and its command line
@@ -43,7 +43,7 @@ run: setup ## train the embedded default recipe (about two minutes on two cores)
 	$(BIN)/wholebatch train
 
 test: $(VENV)/.dev ## run all tests (JOBS=2 processes)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal --ignore tests/browser
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal --ignore tests/browser --ignore tests/dist
 
 browser-test: $(VENV)/.dev ## test the HTML pages in Debian's Chromium; installs it if it is missing
 	@scripts/chromium
@@ -58,6 +58,12 @@ check: $(VENV)/.dev ## ruff, ruff format, mypy --strict, the import layers
 format: $(VENV)/.dev ## let ruff fix and format what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+compat: $(VENV)/.dev ## run the exactness tests with torch 2.6, 2.11, 2.13 and the newest; writes docs/benchmarks/compat.md
+	$(BIN)/python scripts/compat.py
+
+dist: $(VENV)/.dev ## build both packages into dist/, install them into empty environments, run them
+	$(BIN)/python -m pytest -q tests/dist
 
 docs: $(VENV)/.dev ## build the documentation's site in build/site, warnings are errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict --site-dir build/site

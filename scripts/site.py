@@ -11,27 +11,39 @@ from typing import Any
 
 # Pages that are not here yet are left out; a page's title is its first heading.
 ORDER: dict[str, tuple[str, ...]] = {
-    "Start": ("index.md", "train.md", "laws.md", "verify.md", "report.md"),
-    "How to": (
-        "options.md",
-        "memory.md",
-        "tune.md",
-        "bench.md",
-        "scaling.md",
-        "noise.md",
-        "monitoring.md",
+    "Start": (
+        "index.md",
+        "choose.md",
+        "migrate/hand-written.md",
+        "migrate/transformers.md",
+        "migrate/accelerate.md",
+        "migrate/lightning.md",
+        "migrate/keras.md",
+        "troubleshooting.md",
+        "faq.md",
+        "glossary.md",
+        "compatibility.md",
+    ),
+    "Guides": (
         "speed.md",
+        "memory.md",
+        "options.md",
+        "laws.md",
         "batchnorm.md",
         "contrastive.md",
         "which-mean.md",
         "moe.md",
         "diffusion.md",
         "packing.md",
+        "scaling.md",
+        "noise.md",
         "gradients.md",
         "whole-gradient.md",
         "distributed.md",
         "engines.md",
+        "monitoring.md",
     ),
+    "Commands": ("train.md", "verify.md", "tune.md", "bench.md", "report.md"),
     "Integrations": (),
     "Lint": ("lint/README.md",),
     "Reference": (
@@ -45,8 +57,23 @@ ORDER: dict[str, tuple[str, ...]] = {
     "Measured": ("comparison.md",),
     "How it is built": ("architecture.md",),
 }
+TITLES = {
+    "index.md": "Home",
+    "benchmarks/speed.md": "Speed on an H200",
+    "benchmarks/speed-cpu.md": "Speed on a CPU",
+    "benchmarks/speed-earlier.md": "Speed on an H200, earlier run",
+    "benchmarks/speed-kernels.md": "Speed, kernel by kernel",
+    "benchmarks/speed-variants.md": "Speed, with parts left out",
+    "benchmarks/look.md": "Cost of the first look, CPU",
+    "benchmarks/look-cuda.md": "Cost of the first look, H200",
+    "benchmarks/adam_accumulation.md": "Adam accumulation",
+    "benchmarks/gradient_memory.md": "Gradient memory by category",
+    "reference/memory.md": "Memory prediction",
+}
+"""Names in the sidebar of pages whose first heading is not enough there."""
 FOLDERS = {
-    "": "How to",
+    "": "Guides",
+    "migrate": "Start",
     "integrations": "Integrations",
     "lint": "Lint",
     "reference": "Reference",
@@ -66,8 +93,13 @@ def navigation(docs: Path) -> list[dict[str, list[str]]]:
     for page in there:
         if page not in named:
             folder = page.partition("/")[0] if "/" in page else ""
-            parts[FOLDERS.get(folder, "How to")].append(page)
+            parts[FOLDERS.get(folder, "Guides")].append(page)
     return [{title: pages} for title, pages in parts.items() if pages]
+
+
+def titled(pages: list[str]) -> list[str | dict[str, str]]:
+    """The pages as mkdocs takes them, with a name where the page's own heading is not enough."""
+    return [{TITLES[page]: page} if page in TITLES else page for page in pages]
 
 
 def inside(markdown: str, page: Path, docs: Path) -> str:
@@ -97,7 +129,8 @@ def inside(markdown: str, page: Path, docs: Path) -> str:
 
 def on_config(config: Any) -> Any:
     """Called by mkdocs: the order of the pages."""
-    config.nav = navigation(Path(config.docs_dir))
+    parts = navigation(Path(config.docs_dir))
+    config.nav = [{name: titled(pages) for name, pages in part.items()} for part in parts]
     return config
 
 

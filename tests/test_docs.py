@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -40,9 +41,50 @@ def test_readme_example_runs() -> None:
     ]
 
 
-def test_readme_table_is_the_benchmarks() -> None:
-    (written,) = tables_of((ROOT / "docs/benchmarks/exactness.md").read_text(encoding="utf-8"))
-    assert written.strip() in (ROOT / "README.md").read_text(encoding="utf-8")
+def test_readme_and_home_show_what_the_benchmarks_wrote() -> None:
+    from benchmarks.exactness import Row, short_table
+    from scripts.charts import speed_chart
+
+    folder = ROOT / "docs/benchmarks"
+    record = json.loads((folder / "exactness.json").read_text(encoding="utf-8"))
+    table = short_table([Row(**row) for row in record["rows"]])
+    assert table.count("\n") == 4
+    for page in ("README.md", "docs/index.md"):
+        assert table in (ROOT / page).read_text(encoding="utf-8"), page
+    measured = json.loads((folder / "speed.json").read_text(encoding="utf-8"))
+    drawn = (ROOT / "docs/images/speed.svg").read_text(encoding="utf-8")
+    assert drawn == speed_chart(measured), "run python scripts/charts.py"
+
+
+def test_readme_says_how_much_faster_the_benchmark_was() -> None:
+    rows = json.loads((ROOT / "docs/benchmarks/speed.json").read_text(encoding="utf-8"))["rows"]
+    found = {(row["mode"], row["micro"]): row["ms"] for row in rows if row["model"] == "gpt-124m"}
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    for micro in (4, 1):
+        peers = ("HF Trainer", "Lightning", "Accelerate", "loop")
+        best = min(found[peer, micro] for peer in peers)
+        assert f"{best / found['wholebatch graph', micro]:.1f} times" in text
+
+
+@pytest.mark.slow
+def test_readme_shows_what_lint_and_verify_say() -> None:
+    """Of examples/usual_loop.py, but for the seconds and the digits of rounding."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    shown = re.findall(r"^\$ (wholebatch .*)\n((?:[^`\n].*\n)+)", text, flags=re.M)
+    assert [line.split()[1] for line, _ in shown] == ["lint", "verify"]
+    for line, said in shown:
+        done = subprocess.run(
+            [sys.executable, "-m", "wholebatch.cli", *line.split()[1:]],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "COLUMNS": "90"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 1, done.stderr
+        words = " ".join(re.sub(r"[\d.]+( s|e-\d+)", "0", done.stdout).split())
+        expected = " ".join(re.sub(r"[\d.]+( s|e-\d+)", "0", said).split())
+        assert expected in words, done.stdout
 
 
 def test_recorded_errors_keep_the_promise() -> None:
@@ -90,3 +132,17 @@ def test_module_map_is_the_tree() -> None:
 def test_code_is_python(path: Path) -> None:
     for block in python_blocks(path):
         compile(block, path.name, "exec")
+
+
+def test_readme_has_the_errors_of_the_comparison() -> None:
+    compared = (ROOT / "docs/comparison.md").read_text(encoding="utf-8")
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    names = {
+        "HF Trainer, TRL": "Transformers", "Accelerate": "Accelerate", "Lightning": "Lightning",
+        "Fabric": "Fabric", "Keras 3": "Keras", "JAX": "optax",
+    }  # fmt: skip
+    for shown, library in names.items():
+        row = rf"^\| {library} [^|]*\| masked tokens \| [^|]*\| ([^|]*) \|"
+        measured = re.search(row, compared, flags=re.M)
+        assert measured is not None
+        assert re.search(rf"^\| {shown} \|.*\| {measured[1]} \|", readme, flags=re.M), shown

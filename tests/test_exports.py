@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import importlib
+import inspect
+import itertools
 import os
 import re
 import statistics
@@ -13,6 +15,7 @@ import types
 from pathlib import Path
 
 import pytest
+import torch
 
 import wholebatch as wb
 
@@ -65,6 +68,54 @@ def test_every_name_resolves_to_its_home(name: str) -> None:
         assert value is getattr(home, name)
         assert name in getattr(home, "__all__", [name]), f"{home.__name__}.__all__ lacks {name}"
     assert name in dir(wb)
+
+
+def described(text: str) -> set[str]:
+    """The names in the `Args:` section of a docstring."""
+    section = text.partition("Args:\n")[2]
+    indent = re.match(r" *", section)
+    assert indent is not None
+    lines = itertools.takewhile(lambda line: line.startswith(indent[0]), section.splitlines())
+    names = (re.match(rf"{indent[0]}\*{{0,2}}(\w+): \S", line) for line in lines)
+    return {name[1] for name in names if name}
+
+
+@pytest.mark.parametrize("name", EXPORTS)
+def test_every_parameter_is_described(name: str) -> None:
+    """In `Args:`, which editors and the reference show."""
+    value = getattr(wb, name)
+    if isinstance(value, types.ModuleType) or value is wb.Step:  # nobody makes a Step
+        return
+    functions = [value]
+    methods = ("step", "gradient", "backward", "choose", "measure_noise", "join")
+    functions += [getattr(value, one) for one in methods if hasattr(value, one)]
+    for function in functions:
+        parameters = set(inspect.signature(function).parameters) - {"self"}
+        missing = parameters - described(inspect.getdoc(function) or "")
+        assert not missing, f"{function.__qualname__}: {missing}"
+
+
+def test_dir_shows_the_exports_alone() -> None:
+    assert dir(wb) == sorted(wb.__all__)
+
+
+def test_what_is_shown_in_a_console_is_short() -> None:
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batch = {"x": torch.randn(6, 3), "y": torch.tensor([0, 1, 0, 1, 1, 1])}
+
+    def loss(model: torch.nn.Module, micro: dict[str, torch.Tensor]) -> wb.Loss:
+        return wb.cross_entropy(model(micro["x"]), micro["y"])
+
+    train = wb.WholeBatch(model, optimizer, loss=loss, micro_batch=4)
+    step = repr(train.step(batch))
+    assert re.fullmatch(r"Step\(update=1, loss=[\d.]+, units=6, grad_norm=.*, seconds=.*\)", step)
+    assert repr(train) == "WholeBatch(Linear, SGD, micro_batch=4, updates=1)"
+    verdict = repr(wb.verify(model, loss, batch, micro_batch=4))
+    assert verdict.startswith("<Verdict: same update: gradient ")
+    assert len(verdict) < 250
+    acc = wb.Accumulator(model, optimizer, steps=4)
+    assert repr(acc) == "Accumulator(Linear, SGD, steps=4, updates=0)"
 
 
 LISTED = {"errors.py", "testing.py", "integrations/accelerate.py", "integrations/lightning.py"}

@@ -8,7 +8,6 @@ from typing import Any
 
 import kubernetes_validate
 import pytest
-import typer
 import yaml
 
 EXAMPLE = Path(__file__).parents[1] / "kubernetes/job.yaml"
@@ -59,7 +58,7 @@ def test_torchrun_and_the_command_take_their_arguments(
 ) -> None:
     from torch.distributed.run import get_args_parser
 
-    from wholebatch.cli.app import app
+    from wholebatch.cli.app import load
 
     [container] = resources["Job"]["spec"]["template"]["spec"]["containers"]
     assert container["command"] == ["torchrun"]
@@ -72,8 +71,7 @@ def test_torchrun_and_the_command_take_their_arguments(
     assert parsed.rdzv_conf == "join_timeout=1800"
     assert (parsed.module, parsed.training_script) == (True, "wholebatch.cli")
     command, *arguments = parsed.training_script_args
-    train = typer.main.get_command(app).commands[command]  # type: ignore[attr-defined]
-    options = train.make_context(command, arguments).params
+    options = load(command).parse(arguments)
     assert options["batch_size"] == "4096"
     assert options["auto_resume"]
     assert str(options["out"]).startswith(container["volumeMounts"][0]["mountPath"])

@@ -66,6 +66,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "core.optional_packages",
             "core.plain_files",
             "core.safe_loading",
+            "core.torch_version",
             "memory.budget",
         }
     ),
@@ -85,7 +86,7 @@ ROOT_UNIT = "core.whole_batch"
 # Packages that may be imported when a module is loaded; every other one only inside the function
 # that uses it. Torch is the core's one dependency, and `lint` must not reach even that.
 EAGER: dict[str, frozenset[str]] = {
-    "cli": frozenset({"typer", "rich"}),
+    "cli": frozenset({"rich"}),
     "lint": frozenset({"libcst"}),
     "cli.report": frozenset({"rich"}),
     "cli.recipes": frozenset({"sklearn"}),

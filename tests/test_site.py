@@ -34,6 +34,16 @@ def test_every_page_has_its_place() -> None:
     assert listed[0] == "index.md"
 
 
+def test_no_two_pages_have_the_same_name_in_the_sidebar() -> None:
+    titles = script("site").TITLES
+    names = [
+        titles.get(path.relative_to(DOCS).as_posix())
+        or path.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ")
+        for path in DOCS.rglob("*.md")
+    ]
+    assert [name for name in names if names.count(name) > 1] == []
+
+
 def test_pages_that_are_not_named_stand_in_their_folder(tmp_path: Path) -> None:
     for name in ("new.md", "lint/WB999.md", "integrations/some.md", "odd/page.md", "index.md"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -41,7 +51,7 @@ def test_pages_that_are_not_named_stand_in_their_folder(tmp_path: Path) -> None:
     parts = {k: v for part in script("site").navigation(tmp_path) for k, v in part.items()}
     assert parts == {
         "Start": ["index.md"],
-        "How to": ["new.md", "odd/page.md"],
+        "Guides": ["new.md", "odd/page.md"],
         "Integrations": ["integrations/some.md"],
         "Lint": ["lint/WB999.md"],
     }

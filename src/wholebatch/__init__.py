@@ -167,4 +167,4 @@ if not TYPE_CHECKING:  # a type checker that saw this would believe any name exi
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return [*__all__]

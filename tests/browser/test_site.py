@@ -16,7 +16,16 @@ import pytest
 from tests.browser.chromium import Tab
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("index.html", "verify.html", "reference/training.html", "lint/index.html")
+PAGES = (
+    "index.html", "speed.html", "verify.html", "choose.html", "faq.html", "troubleshooting.html",
+    "migrate/transformers.html", "compatibility.html", "reference/training.html", "lint/index.html",
+)  # fmt: skip
+# What people type -> the page that answers.
+QUESTIONS = {
+    "effective batch size": "faq.html", "OOM": "faq.html", "Hugging Face": "faq.html",
+    "BatchNorm": "batchnorm.html", "LoRA": "faq.html", "torch.compile": "faq.html",
+    "resume": "train.html", "no_sync": "faq.html", "learning rate": "faq.html", "GAN": "faq.html",
+}  # fmt: skip
 
 
 class Quiet(SimpleHTTPRequestHandler):
@@ -56,6 +65,11 @@ def test_page(browser: Tab, site: str, name: str, width: int) -> None:
     assert others == []
     assert browser.run("return document.querySelectorAll('article h1').length") == 1
     assert browser.run("return document.documentElement.scrollWidth <= innerWidth")
+    wide = (
+        "return [...document.querySelectorAll('article pre > code')]"
+        ".filter(code => code.scrollWidth > code.clientWidth + 1).length"
+    )
+    assert width < 1280 or name.startswith("lint") or browser.run(wide) == 0
     wanted = "slate" if width == 390 else "default"
     assert browser.run("return document.body.dataset.mdColorScheme") == wanted
 
@@ -74,3 +88,26 @@ def test_search_finds(browser: Tab, site: str) -> None:
     browser.open(f"{site}/index.html?q=accumulator", scheme="light", width=1280)
     found = "return document.querySelectorAll('.md-search-result__item').length"
     assert WebDriverWait(browser.driver, 30).until(lambda _: browser.run(found)) > 0
+
+
+@pytest.mark.parametrize("words", QUESTIONS)
+def test_a_question_is_answered_by_the_first_results(browser: Tab, site: str, words: str) -> None:
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    browser.open(f"{site}/index.html?q={words.replace(' ', '+')}", scheme="light", width=1280)
+    found = (
+        "return [...document.querySelectorAll('.md-search-result__item')].slice(0, 5)"
+        ".flatMap(item => [...item.querySelectorAll('a')].map(a => a.href))"
+    )
+    links = WebDriverWait(browser.driver, 30).until(lambda _: browser.run(found))
+    assert any(QUESTIONS[words] in link for link in links), links
+
+
+def test_copying_takes_the_commands_alone(browser: Tab, site: str) -> None:
+    browser.open(f"{site}/index.html", scheme="light", width=1280)
+    copied = browser.run(
+        "const code = [...document.querySelectorAll('article pre > code')]"
+        ".find(one => one.innerText.includes('wholebatch verify digits-cnn'));"
+        "code.setAttribute('data-md-copying', ''); return code.innerText"
+    )
+    assert copied.strip() == "wholebatch verify digits-cnn"

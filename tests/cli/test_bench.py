@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -120,21 +121,24 @@ def test_the_command(command: Callable[..., Ran], recipe: Callable[..., Path]) -
         "bench", path, "--beside", "wholebatch,loop", "--seconds", 0.01, "--out", "out/b.json"
     )
     assert ran.status == 0, ran.err
-    assert "mine: a batch of 10 in 3 × 4, full" in ran.out
+    assert "mine: batch of 10 in 3 × 4, full" in ran.out
     data = json.loads(Path("out/b.json").read_text(encoding="utf-8"))
     ours, loop = data["rows"]
     assert ours["gradient_off_by"] < 1e-12
     assert loop["gradient_off_by"] > 0.01  # 4, 4 and 2 samples: a mean of means
+    assert re.search(r"× (faster|slower), gradient \d+% wrong|same speed, gradient", ran.out)
+    assert (ours["is_wrong"], loop["is_wrong"]) == (False, True)
     page = Path("out/b.html").read_text(encoding="utf-8")
     assert "gradient off by" in page
     assert " KiB" in page
+    assert '<tr class="wrong"><th scope="row">loop' in page
 
     short = ("--beside", "wholebatch", "--seconds", 0.01, "--out", "out/b.json", "--json")
     printed = command("bench", path, *short).out
     assert json.loads(printed) == json.loads(Path("out/b.json").read_text(encoding="utf-8"))
 
     for given, said in [
-        (("--beside", "loops"), "--beside loops: must be of wholebatch"),
+        (("--beside", "loops"), "--beside loops: must be one of wholebatch"),
         (("--micro-batch", "0"), "--micro-batch 0: must be 1 or more"),
         (("--micro-batch", "11"), "--micro-batch 11: is more than the batch of 10"),
         (("--precision", "half"), "must be full, bf16 or fp16"),

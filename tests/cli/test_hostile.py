@@ -120,7 +120,7 @@ def test_a_run_that_cannot_be_resumed(
     [line, *advice] = ran.err.splitlines()
     assert line.startswith("error: ")
     assert message in line
-    assert all("go on from the last checkpoint" in one for one in advice)
+    assert all("continue from the last checkpoint" in one for one in advice)
 
 
 def test_files_that_may_not_be_read(
@@ -205,7 +205,7 @@ def test_a_disk_that_fills_at_a_checkpoint(command: Command, recipe: Write, tmp_
     error, advice = ran.err.splitlines()
     assert "error: cannot write checkpoint run/checkpoints/window-00000002.pt: " in error
     assert "; the last good one is run/checkpoints/window-00000000.pt" in error
-    assert advice.startswith("  go on from the last checkpoint: ")
+    assert advice.startswith("  continue from the last checkpoint: ")
     assert command("train", "--resume", "--out", "run").status == 0
     assert command("train", path, "--out", "straight").status == 0
     assert_same_run(tmp_path / "straight", tmp_path / "run")
@@ -219,7 +219,7 @@ def test_a_disk_that_fills_at_what_is_watched(
     assert ran.status == 1
     error, advice = ran.err.splitlines()
     assert error == "error: cannot write run/tensorboard: File too large"  # it grows fastest
-    assert advice.startswith("  go on from the last checkpoint: ")
+    assert advice.startswith("  continue from the last checkpoint: ")
     made = command("train", "--resume", "--out", "run", "--steps", 120)
     assert made.status == 0, made.err
     assert [record["update"] for record in metrics_of(tmp_path / "run")] == list(range(1, 121))

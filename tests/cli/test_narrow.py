@@ -25,5 +25,5 @@ def test_plan_leaves_the_bars_out(command: Callable[..., Ran], recipe: Callable[
 
 def test_recipes_are_lines(command: Callable[..., Ran]) -> None:
     said = " ".join(command("recipes").out.split())
-    assert "digits-cnn: A small CNN with BatchNorm on scikit-learn's 1,797 handwritten" in said
-    assert "(batch 256, micro-batch 48, 80 updates)" in said
+    assert "A small CNN with BatchNorm on scikit-learn's 1,797 handwritten digits." in said
+    assert "batch: 256 · micro-batch: 48 · updates: 80" in said

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import subprocess
 import sys
@@ -176,7 +175,7 @@ def test_an_empty_path_is_not_the_folder_one_is_in(
     arguments: list[str], capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert main(arguments) == 2
-    assert ' "": is empty; give a path' in capfd.readouterr().err
+    assert ' "": is empty; give a value' in capfd.readouterr().err
 
 
 def test_ctrl_c_is_told(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
@@ -274,10 +273,26 @@ def test_every_option_of_train_is_a_field_and_none_is_filled_in() -> None:
     """The command gets what was typed, a 0 too, and knows what was not."""
     seen: list[Given] = []
     made = command(Config, partial=True)(seen.append)
-    parameters = inspect.signature(made).parameters
-    assert {p.default for p in parameters.values()} == {None, False}
-    made(
-        **{name: p.default for name, p in parameters.items()} | {"zero": 0, "seed": 0, "fit": True}
-    )
+    assert made(["--zero", "0", "--seed=0", "--fit"]) == 0
     assert seen == [{"zero": 0, "seed": 0, "fit": True}]
-    assert parameters.keys() == Config.__dataclass_fields__.keys() - {"batch_schedule"}
+    assert {one.name for one in made.shown} == Config.__dataclass_fields__.keys() - {
+        "batch_schedule"
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["trian"], "no such command: trian (did you mean train?)"),
+        (["train", "--batch-sise", "4"], "no such option: --batch-sise (did you mean --batch-size"),
+        (["train", "--steps"], "--steps: needs a value (see --help)"),
+        (["train", "one.py", "two.py"], "two.py: unexpected argument (see --help)"),
+        (["report"], "RUN...: is missing (see --help)"),
+        (["recipes", "--fit"], "no such option: --fit (see --help)"),
+    ],
+)
+def test_a_wrong_line_is_told_with_what_was_meant(
+    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    assert says in capsys.readouterr().err

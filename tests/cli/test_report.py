@@ -117,7 +117,7 @@ def test_without_tensorboard_the_extra_is_named(
     import sys
 
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(MissingExtraError, match=r"pip install 'wholebatch\[cli\]'"):
+    with pytest.raises(MissingExtraError, match=r"pip install 'wholebatch\[tensorboard\]'"):
         Events(tmp_path, windows=0)
 
 

@@ -54,7 +54,7 @@ def test_stopped_in_the_middle_of_a_window_and_resumed_in_a_new_process(
     stopped = process("train", path, "--out", "stopped", STOP_AT="7", STOP_BY=number)
     assert stopped.status == 130
     assert "after update 2 of 6, 1 of 3 micro-batches into the next" in stopped.out
-    assert "go on with: " in stopped.out
+    assert "Continue with: " in stopped.out
     assert "train --resume --out stopped\n" in stopped.out
     assert stopped.err == ""
     assert (tmp_path / "stopped/checkpoints/window-00000002+0001.pt").exists()

@@ -168,7 +168,7 @@ def test_a_rank_that_sleeps_in_its_data_ends_the_command(tmp_path: Path) -> None
     assert told[0].startswith("error: rank 1 made no progress for ")
     assert "sleepy.py:" in told[0]
     assert "in __getitem__. All ranks stop" in told[0]
-    assert "  go on from the last checkpoint: torchrun " in done.stderr
+    assert "  continue from the last checkpoint: torchrun " in done.stderr
     assert "Traceback" not in done.stderr.split("ChildFailedError")[0].split("api.py")[0]
     # What was saved before is whole, and goes on where nobody sleeps.
     windows = Checkpoints(tmp_path / "run/checkpoints").load().state["train"]["updates"]

@@ -139,12 +139,12 @@ def test_the_command_shows_and_clears(folder: Path, capsys: pytest.CaptureFixtur
     (folder / "one").write_bytes(bytes(3000))
     assert run(["cache"]) == 0
     shown = capsys.readouterr().out
-    assert "Inductor: 3 KiB in 1 files" in shown
+    assert "Inductor: 2.93 KiB in 1 files" in shown
     assert str(folder) in shown
     assert run(["cache", "--keep", "1"]) == 0
     assert "removed 0 bytes" in capsys.readouterr().out
     assert run(["cache", "--clear"]) == 0
-    assert "removed 3 KiB" in capsys.readouterr().out
+    assert "removed 2.93 KiB" in capsys.readouterr().out
     assert run(["cache", "--keep", "0"]) == 2
 
 

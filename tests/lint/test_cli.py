@@ -240,10 +240,10 @@ def test_processes_give_the_same_as_one(tmp_path: Path) -> None:
 
 
 def test_no_torch_and_nothing_else_is_imported(script: Path) -> None:
-    """In a fresh interpreter where torch, typer, rich and libcst cannot be imported."""
+    """In a fresh interpreter where torch, rich and libcst cannot be imported."""
     code = (
         "import sys\n"
-        "for name in ('torch', 'numpy', 'typer', 'rich', 'libcst'): sys.modules[name] = None\n"
+        "for name in ('torch', 'numpy', 'rich', 'libcst'): sys.modules[name] = None\n"
         "from wholebatch.lint.command_line import main\n"
         "sys.exit(main(['train.py']))\n"
     )
@@ -275,14 +275,8 @@ def test_as_a_module(script: Path) -> None:
     assert done.stderr == "1 finding in 1 file, 1 more with --unsafe-fixes\n"
 
 
-def test_command_of_the_big_command_line(script: Path) -> None:
-    typer = pytest.importorskip("typer")
-    from typer.testing import CliRunner
+def test_command_of_the_big_command_line(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from wholebatch.cli import main as wholebatch
 
-    from wholebatch.cli.lint_command import lint
-
-    app = typer.Typer()
-    app.command()(lint)
-    result = CliRunner().invoke(app, ["train.py", "--select", "WB110"])
-    assert result.exit_code == FOUND
-    assert "WB110" in result.output
+    assert wholebatch(["lint", "train.py", "--select", "WB110"]) == FOUND
+    assert "WB110" in capsys.readouterr().out

@@ -2,36 +2,49 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import typer
-from typer.testing import CliRunner
 
 from tests.memory.models import GPT, loss, mlp, tokens, vectors
 from wholebatch.cli.plan_command import plan
-from wholebatch.errors import MissingExtraError, OptionError, RecipeError, UnsupportedError
+from wholebatch.errors import (
+    MissingExtraError,
+    OptionError,
+    RecipeError,
+    UnsupportedError,
+    WholebatchError,
+)
 from wholebatch.memory.fsdp_sharding import Sharding, pretended_ranks
 from wholebatch.memory.plan import make_plan
 from wholebatch.memory.predict import predict_peak
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 
-app = typer.Typer(pretty_exceptions_enable=False)
-app.command()(plan)
+
+@dataclass(frozen=True)
+class Ran:
+    exit_code: int
+    output: str
 
 
-def command(*arguments: str) -> Any:
-    return CliRunner().invoke(app, list(arguments), env={"COLUMNS": "110"})
+def command(*arguments: str) -> Ran:
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLUMNS", "110")
+        status = plan(arguments)
+    return Ran(status, said.getvalue())
 
 
 def refused(*arguments: str) -> BaseException:
-    error = command(*arguments).exception
-    assert error is not None
-    return error
+    with pytest.raises(WholebatchError) as caught:
+        command(*arguments)
+    return caught.value
 
 
 def test_recommends_even_micro_batches() -> None:
@@ -119,7 +132,7 @@ def test_command_shows_a_table_and_a_picture() -> None:
     result = command(
         "digits-cnn", "--batch-size", "512", "--gpu-memory", "80MiB", "--gpus", "2", "--quick"
     )
-    assert result.exit_code == 0, result.exception
+    assert result.exit_code == 0
     text = result.output
     assert "2 × 80.00 MiB of GPU memory" in text
     assert "█ activations" in text
@@ -214,7 +227,7 @@ def test_command_reads_classifiers_of_images(tmp_path: Path) -> None:
     small = {**SMALL, "intermediate_size": 64, "image_size": 32, "patch_size": 8}
     path.write_text(json.dumps({"model_type": "vit", **small}))
     result = command(f"hf:{tmp_path}", "--gpu-memory", "1GiB", "--batch-size", "5", "--quick")
-    assert result.exit_code == 0, result.exception
+    assert result.exit_code == 0
     assert f"{tmp_path.name} (vit)" in result.output
     assert "images of 32 × 32" in result.output
     assert "--seq 8: is for language models" in str(refused(f"hf:{path}", "--seq", "8"))

@@ -72,12 +72,15 @@ def test_runs_stand_side_by_side_and_differences_are_marked(page: HtmlPage) -> N
     table = page.sections[0].parts[0]
     rows = {row[0]: row[1:] for row in table.rows}  # type: ignore[union-attr]
     assert table.head == ("", "one", "two")  # type: ignore[union-attr]
-    assert rows["learning rate"] == ("the recipe's", "0.5")
+    assert rows["learning rate"] == ("0.01", "0.5")
     assert rows["speed (median)"] == ("1.28k bytes/s", "1.28k bytes/s")
     assert rows["peak memory"] == ("1.00 GiB", "–")
     assert rows["verified"] == ("✓ the same update", "–")
     marked = {table.rows[at][0] for at in table.bold}  # type: ignore[union-attr]
-    assert marked == {"learning rate"}
+    assert marked == {label for label, cells in rows.items() if len(set(cells)) > 1}
+    assert {"learning rate", "peak memory"} <= marked
+    dashes = [trace["line"]["dash"] for trace in page.charts[0].data]
+    assert dashes == ["solid", "dash"]
 
 
 def test_a_batch_size_that_changes_on_the_way_is_said(tmp_path: Path) -> None:

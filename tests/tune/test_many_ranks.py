@@ -28,7 +28,7 @@ def test_two_ranks(tmp_path: Path) -> None:
         "--out",
         str(out),
     )
-    assert done.stdout.count("train so:") == 1  # the first rank speaks for both
+    assert done.stdout.count("Train with these settings:") == 1  # the first rank speaks for both
     data = json.loads(out.read_text())
     assert data["measured_on_ranks"] == 2
     assert data["settings"]["batch_size"] == 8  # of both; each has four

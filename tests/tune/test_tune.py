@@ -239,8 +239,8 @@ def test_command(
     out = ("--out", "found/tune.json")
     assert command("tune", "mine.py", "--batch-size", 12, *arguments, *out) == 0
     said = capsys.readouterr().out
-    assert "bottleneck: " in said
-    assert "train so:  wholebatch train --from found/tune.json" in said
+    assert "Bottleneck: " in said
+    assert "Train with these settings: wholebatch train --from found/tune.json" in said
     data = json.loads((tmp_path / "found/tune.json").read_text())
     assert data["settings"]["batch_size"] == 12
     assert data["unit"] == "points"

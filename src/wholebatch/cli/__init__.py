@@ -1,4 +1,4 @@
-"""The command line: `wholebatch train`, `wholebatch recipes`."""
+"""The command line: `wholebatch train`, `wholebatch verify`, `wholebatch lint` and others."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ __all__ = ["main"]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status; say how to get what it is missing."""
+    from wholebatch.cli.app import run
+
     try:
-        from wholebatch.cli.app import run
+        return run(sys.argv[1:] if arguments is None else list(arguments))
     except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] not in ("typer", "rich"):
+        if error.name is None or error.name.partition(".")[0] != "rich":
             raise
         from wholebatch.errors import MissingExtraError
 
-        package = error.name.partition(".")[0]
-        print(f"error: {MissingExtraError(package, 'cli', 'the command line')}", file=sys.stderr)
+        print(f"error: {MissingExtraError('rich', 'cli', 'the command line')}", file=sys.stderr)
         return 2
-    return run(sys.argv[1:] if arguments is None else list(arguments))

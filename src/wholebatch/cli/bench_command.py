@@ -11,11 +11,16 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from wholebatch.cli import recipe_measuring as measuring
 from wholebatch.cli.command_options import command, must_be, option, recipe_argument, whole_number
-from wholebatch.cli.report.terminal_output import plain_table
+from wholebatch.cli.report.terminal_output import (
+    Spinner,
+    console_of,
+    fitting,
+    plain_table,
+    say,
+)
 from wholebatch.cli.run_settings import Config, resolve
 from wholebatch.core.readable_sizes import bytes_said
 from wholebatch.errors import OptionError
@@ -27,50 +32,62 @@ if TYPE_CHECKING:
     from wholebatch.tune.loop_comparison import LoopComparison, LoopRow
     from wholebatch.tune.training_loops import Job
 
-_HOW, _OUT = "How long, and beside what", "Output"
-_what = partial(option, panel="What is measured")
+_HOW, _OUT = "Measurement", "Output"
+_what = partial(option, panel="Batch")
 _how, _out = (partial(option, panel=panel) for panel in (_HOW, _OUT))
-_WRONG = 0.01  # from here on it is no rounding: another gradient than that of the batch
 
 
 @dataclass(frozen=True)
 class BenchOptions:
     """The options of `wholebatch bench`."""
 
-    recipe: str | None = recipe_argument("A recipe as for [bold]wholebatch train[/].")
-    batch_size: int | None = _what(None, "N", "Samples that make one update.", check=whole_number())
+    recipe: str | None = recipe_argument("A recipe, as for wholebatch train.")
+    batch_size: int | None = _what(None, "N", "Samples per update.", check=whole_number())
     micro_batch: int | None = _what(
         None,
         "N",
-        "Samples at a time.",
+        "Samples per micro-batch.",
         check=must_be("1 or more", lambda value: value >= 1),
     )
     precision: str | None = _what(
         None,
         "full|bf16|fp16",
-        "Of every loop.",
+        "Precision of every loop.",
         check=must_be("full, bf16 or fp16", lambda it: it in ("full", "fp32", "bf16", "fp16")),
     )
-    device: str = _what("auto", "auto|cpu|cuda", "Where to run.")
+    device: str = _what("auto", "auto|cpu|cuda", "Device.")
     beside: str | None = _how(
         None,
         "NAMES",
-        "Only these, with commas; the first is what the others are compared with. Default: all "
-        "that are installed.",
+        "Run only these loops, separated by commas; the others are compared with the first. "
+        "Default: all that are installed.",
     )
-    seconds: float = measuring.seconds_option(4.0, "Of timed windows for each.", _HOW)
+    seconds: float = measuring.seconds_option(4.0, "Timed seconds per loop.", _HOW)
     clock: str = measuring.clock_option(_HOW)
-    out: Path = measuring.result_option("bench.json", "The page is written beside it.", _OUT)
-    as_json: bool = _out(False, None, "Print what FILE.json has, too.", flag="--json")
+    out: Path = measuring.result_option(
+        "bench.json", "Result file. An HTML page is written beside it.", _OUT
+    )
+    as_json: bool = _out(False, None, "Print the results as JSON.", flag="--json")
 
 
-@command(BenchOptions)
+@command(
+    BenchOptions,
+    "wholebatch bench my_recipe.py --micro-batch 8",
+    "wholebatch bench my_recipe.py --beside wholebatch,loop --seconds 10",
+)
 def bench(options: BenchOptions) -> None:
-    """Hold every loop that accumulates beside the others: time, memory, and whether it is right.
+    """Benchmark accumulation loops: time, memory, gradient error.
 
-    Ours, the hand-written one, the same under torch.compile, the batch undivided, and the
-    frameworks that are installed, each as its manual shows it, on the same model and micro-batches.
+    The loops are wholebatch, a hand-written loop, the same under torch.compile, the undivided batch
+    and the installed frameworks. Each framework is used as its manual shows. All get the same model
+    and micro-batches.
     """
+    with Spinner(console_of(stderr=options.as_json)) as doing:
+        doing("importing torch")
+        _bench(options, doing)
+
+
+def _bench(options: BenchOptions, doing: Spinner) -> None:
     from wholebatch.cli.error_messages import short_warnings
     from wholebatch.cli.parallel_ranks import choose_device
     from wholebatch.cli.recipes import load_recipe
@@ -82,10 +99,11 @@ def bench(options: BenchOptions) -> None:
     names = None if beside is None else [name.strip() for name in beside.split(",")]
     for name in names or ():
         if name not in LOOPS:
-            raise OptionError(f"--beside {name}: must be of {', '.join(LOOPS)}")
+            raise OptionError(f"--beside {name}: must be one of {', '.join(LOOPS)}")
     where = choose_device(options.device)
     recipe = load_recipe(options.recipe)
-    console = Console(stderr=options.as_json)
+    console = doing.console
+    doing("reading the data")
     with short_warnings(shown=True):
         config, job = _job(recipe, options, where)
         about = {
@@ -96,16 +114,16 @@ def bench(options: BenchOptions) -> None:
             "precision": config.precision,
             **about_here(),
         }
-        with BenchProgress(console) as progress:
-            measured: LoopComparison = measure(
-                job,
-                names,
-                seconds=options.seconds,
-                begin=progress.begin,
-                end=progress.end,
-                clock=measuring.CLOCKS[options.clock],
-                about=about,
-            )
+        measured: LoopComparison = measure(
+            job,
+            names,
+            seconds=options.seconds,
+            begin=doing,
+            end=partial(_say_row, console),
+            clock=measuring.CLOCKS[options.clock],
+            about=about,
+        )
+    doing("drawing the page")
     show = partial(_show, console, measured)
     measuring.write_result(measured, options.out, console, show, as_json=options.as_json)
 
@@ -149,69 +167,31 @@ def _device_text(device: torch.device) -> str:
     return f"{platform.machine()} CPU"
 
 
-class BenchProgress(Progress):
-    """Shows the loop that is measured now, and for how long; lines without a terminal."""
-
-    def __init__(self, console: Console) -> None:
-        super().__init__(
-            SpinnerColumn(),
-            TextColumn("[bold]{task.description}"),
-            TimeElapsedColumn(),
-            console=console,
-            transient=True,
-            disable=not console.is_terminal,
-        )
-        self._loop = self.add_task("reading the data", total=None)
-
-    def begin(self, name: str) -> None:
-        """Show that this loop is measured now."""
-        self.reset(self._loop, description=escape(name))
-
-    def end(self, row: LoopRow) -> None:
-        """Print what was found."""
-        found = row.why if row.window is None else f"{1000 * row.window:.1f} ms a window"
-        line = f"{row.name}: {found}"
-        self.console.print(line, markup=False, highlight=False, soft_wrap=True, style="dim")
+def _say_row(console: Console, row: LoopRow) -> None:
+    """Print the time of one loop as soon as it is measured."""
+    found = row.why if row.window is None else f"{1000 * row.window:.1f} ms a window"
+    say(console, f"{row.name}: {found}", style="dim")
 
 
 def _show(console: Console, measured: LoopComparison) -> None:
-    """Print the table, and what to know beside it."""
+    """Print the table, and what to know beside it. A wrong gradient is red, the fastest green."""
     about = measured.about
-    table = plain_table(
-        "",
-        ">ms a window",
-        ">× first",
-        ">memory",
-        ">gradient off by",
-        title=escape(
-            f"{about.get('subject', '')}: a batch of {about.get('batch_size', '')} in "
-            f"{measured.steps} × {measured.micro_batch}, {about.get('precision', '')}, "
-            f"{about.get('device', '')}"
-        ),
-        title_justify="left",
-        padding=(0, 2, 0, 0),
-    )
-    table.columns[0].no_wrap = True
-    first = measured.rows[0].window
-    fastest = min((row.window for row in measured.rows if row.window), default=None)
-    for row in measured.rows:
-        if row.window is None:
-            continue
-        style = "bold green" if row.window == fastest else ""
+    batch = f"batch of {about.get('batch_size')} in {measured.steps} × {measured.micro_batch}"
+    head = f"{about.get('subject')}: {batch}, {about.get('precision')}, {about.get('device')}"
+    say(console, head, style="bold")
+    rows = [row for row in measured.rows if row.window is not None]
+    right = [row.window for row in rows if row.window and not row.is_wrong]
+    first = measured.rows[0]
+    table = plain_table("loop", ">ms/window", ">memory", f"~beside {first.name}")
+    for row in rows:
+        fastest = "green" if row.window == min(right, default=None) else ""
         table.add_row(
             escape(row.name),
-            f"{1000 * row.window:.1f}",
-            f"{row.window / first:.2f}" if first else "–",
+            f"{1000 * (row.window or 0):.1f}",
             bytes_said(row.peak) if row.peak else "–",
-            _off_text(row.off),
-            style=style,
+            row.summary(first) or "–",
+            style="red" if row.is_wrong else fastest,
         )
-    console.print(table, highlight=False)
+    console.print(fitting(table, console.width), highlight=False)
     for note in measured.notes:
-        console.print(f"  {escape(note)}", highlight=False, soft_wrap=True)
-
-
-def _off_text(off: float | None) -> str:
-    if off is None:
-        return "–"
-    return f"[bold red]{off:.0%}[/]" if off > _WRONG else f"{off:.1g}"
+        say(console, note, indent=2)

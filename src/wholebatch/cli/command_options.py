@@ -5,25 +5,33 @@
 class PlanOptions:
     gpus: int = option(1, "N", "Data-parallel GPUs.", check=whole_number())
 
-@command(PlanOptions)
+@command(PlanOptions, "wholebatch plan --gpus 8")
 def plan(options: PlanOptions) -> None: ...
 ```
 
-The signature that typer reads is made from the fields, and every value is checked by its field.
-Nothing here imports torch: a wrong option is refused at once.
+The parser and the help are made from the fields, and every value is checked by its field.
+Nothing here imports torch or rich: help and a wrong option are on the screen at once.
 """
 
 from __future__ import annotations
 
-import functools
+import argparse
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import MISSING, Field, field, fields
-from inspect import Parameter, Signature
-from typing import Annotated, Any, TypeAlias, get_type_hints
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, field, fields
+from difflib import get_close_matches
+from pathlib import Path
+from textwrap import dedent
+from types import NoneType
+from typing import Any, NoReturn, TypeAlias, get_args, get_type_hints
 
-import typer
-
+from wholebatch.cli.report.text_lines import (
+    bold,
+    columns,
+    command_lines,
+    described_rows,
+    wrapped,
+)
 from wholebatch.errors import OptionError
 
 Check: TypeAlias = Callable[[Any, str], Any]
@@ -41,15 +49,13 @@ def option(
     **more: Any,
 ) -> Any:
     """Declare an option; `typed=` is its type on the command line, if the field's is another."""
-    names = () if flag is None else (flag,)
-    shown = typer.Option(*names, metavar=metavar, help=help, rich_help_panel=panel)
-    return field(default=default, metadata={"shown": shown, "flag": flag, "check": check, **more})
+    shown = {"metavar": metavar, "help": help, "panel": panel, "flag": flag, "check": check}
+    return field(default=default, metadata={**shown, **more})
 
 
-def argument(default: Any, metavar: str | None, help: str, *, check: Check | None = None) -> Any:
+def argument(default: Any, metavar: str, help: str, *, check: Check | None = None) -> Any:
     """Declare an argument without a flag; `default` is MISSING where it must be given."""
-    shown = typer.Argument(metavar=metavar, help=help, show_default=False)
-    return field(default=default, metadata={"shown": shown, "flag": metavar, "check": check})
+    return option(default, metavar, help, flag=metavar, check=check, positional=True)
 
 
 def recipe_argument(help: str, metavar: str = "RECIPE") -> Any:
@@ -65,64 +71,163 @@ def recipe_argument(help: str, metavar: str = "RECIPE") -> Any:
     return argument(None, metavar, help, check=check)
 
 
+@dataclass(frozen=True)
+class Command:
+    """A command: the dataclass of its options, its examples, and the function that runs it."""
+
+    options: type
+    examples: tuple[str, ...]
+    run: Callable[[Any], int | None]
+    partial: bool = False
+
+    @property
+    def name(self) -> str:
+        """The word after `wholebatch`."""
+        return self.run.__name__
+
+    @property
+    def shown(self) -> Iterator[Field[Any]]:
+        """The fields that are options or arguments of the command line."""
+        return (one for one in fields(self.options) if "help" in one.metadata)
+
+    def __call__(self, arguments: Sequence[str]) -> int:
+        """Parse the arguments, run the command and return its exit status."""
+        asked = arguments[: arguments.index("--")] if "--" in arguments else arguments
+        if {"-h", "--help"} & {*asked}:
+            print(help_text(self, columns()))
+            return 0
+        typed = self.parse(arguments)
+        if self.partial:
+            return self.run(typed) or 0
+        missing = [one for one in self.shown if one.default is MISSING and one.name not in typed]
+        if missing:
+            raise OptionError(f"{flag_of(missing[0])}: is missing (see --help)")
+        return self.run(self.options(**_checked(self.options, typed))) or 0
+
+    def parse(self, arguments: Sequence[str]) -> dict[str, Any]:
+        """Return the value of every option that was typed, in its type."""
+        parser = _Parser(add_help=False, allow_abbrev=False)
+        kinds, by_name = get_type_hints(self.options), {one.name: one for one in self.shown}
+        for one in by_name.values():
+            _add(parser, one, *_kind(one, kinds))
+        typed, unknown = parser.parse_known_intermixed_args([*arguments])
+        if unknown:
+            raise OptionError(_unknown(unknown[0], [*map(flag_of, by_name.values())]))
+        values = {name: text for name, text in vars(typed).items() if text not in (None, [])}
+        return {
+            name: _converted(by_name[name], text, _kind(by_name[name], kinds)[0])
+            for name, text in values.items()
+        }
+
+
 def command(
-    options: type, *, partial: bool = False
-) -> Callable[[Callable[[Any], None]], Callable[..., None]]:
-    """Let a function be called by typer, with its options checked and in one dataclass.
+    options: type, *examples: str, partial: bool = False
+) -> Callable[[Callable[[Any], int | None]], Command]:
+    """Make a command of a function that takes its options, checked, in one dataclass.
 
     With `partial`, it gets a dict of the options that were typed, as they were typed: their
     defaults come from elsewhere.
     """
-
-    def made(run: Callable[[Any], None]) -> Callable[..., None]:
-        @functools.wraps(run)
-        def called(**typed: Any) -> None:
-            if partial:
-                run(
-                    {
-                        name: value
-                        for name, value in typed.items()
-                        if value is not None and value is not False
-                    }
-                )
-            else:
-                run(options(**_checked(options, typed)))
-
-        called.__signature__ = _signature(options, partial)  # type: ignore[attr-defined]
-        return called
-
-    return made
+    return lambda run: Command(options, examples, run, partial)
 
 
-def _signature(options: type, partial: bool) -> Signature:
-    parameters, kinds = [], get_type_hints(options)
-    for one in fields(options):
-        if "shown" not in one.metadata:
-            continue
-        kind, default = one.metadata.get("typed") or kinds[one.name], one.default
-        if default is MISSING:
-            default = Parameter.empty
-        elif partial and kind is not bool:
-            kind, default = kind | None, None
-        annotation = Annotated[kind, one.metadata["shown"]]  # type: ignore[valid-type]
-        parameters.append(
-            Parameter(one.name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        message = message.removeprefix("argument ").replace(
+            "expected one argument", "needs a value"
         )
-    return Signature(parameters)
+        raise OptionError(f"{message} (see --help)")
+
+
+def _kind(one: Field[Any], kinds: Mapping[str, Any]) -> tuple[type, bool]:
+    """Return the type of one value of an option, and True if it may be given several times."""
+    hint = one.metadata.get("typed") or kinds[one.name]
+    kinds_of = [kind for kind in get_args(hint) if kind is not NoneType]
+    if getattr(hint, "__origin__", None) is list:
+        return kinds_of[0], True
+    if kinds_of and getattr(kinds_of[0], "__origin__", None) is list:
+        return get_args(kinds_of[0])[0], True
+    return (kinds_of or [hint])[0], False
+
+
+def _add(parser: argparse.ArgumentParser, one: Field[Any], kind: type, many: bool) -> None:
+    flag = flag_of(one)
+    if one.metadata.get("positional"):
+        parser.add_argument(one.name, nargs="*" if many else "?")
+    elif kind is bool:
+        parser.add_argument(flag, dest=one.name, action="store_const", const=not one.default)
+    else:
+        parser.add_argument(flag, dest=one.name, action="append" if many else "store")
+
+
+def _converted(one: Field[Any], text: Any, kind: type) -> Any:
+    if isinstance(text, list):
+        return [_converted(one, part, kind) for part in text]
+    flag = flag_of(one)
+    if text == "" and (kind is Path or one.metadata["check"] is None):
+        raise OptionError(f'{flag} "": is empty; give a value (a variable that is not set?)')
+    if kind is Path and "\0" in text:
+        raise OptionError(f"{flag} {text!r}: a path cannot have an embedded null byte")
+    try:
+        return text if kind is bool else kind(text)
+    except ValueError:
+        wanted = "a whole number" if kind is int else "a number"
+        raise OptionError(f"{flag} {text}: must be {wanted} (see --help)") from None
+
+
+def _unknown(word: str, flags: list[str]) -> str:
+    if not word.startswith("-"):
+        return f"{word}: unexpected argument (see --help)"
+    close = get_close_matches(word.partition("=")[0], flags, n=1)
+    return f"no such option: {word}{f' (did you mean {close[0]}?)' if close else ' (see --help)'}"
 
 
 def _checked(options: type, typed: Mapping[str, Any]) -> dict[str, Any]:
     checked = dict(typed)
     for one in fields(options):
-        check, value = one.metadata.get("check"), typed[one.name]
+        check, value = one.metadata.get("check"), typed.get(one.name, one.default)
         if check is not None and value is not None:
             checked[one.name] = check(value, flag_of(one))
     return checked
 
 
 def flag_of(one: Field[Any]) -> str:
-    """Return an option as it is typed: `--batch-size`."""
-    return one.metadata.get("flag") or "--" + one.name.replace("_", "-")
+    """Return an option as it is typed: `--batch-size`, `--no-float64`."""
+    off = "no-" if one.default is True else ""
+    return one.metadata.get("flag") or f"--{off}{one.name.replace('_', '-')}"
+
+
+# --------------------------------------------------------------------------------------- help
+
+
+def help_text(shown: Command, width: int) -> str:
+    """Return the help of a command: usage, options by panel, examples; no word is split."""
+    about, _, more = dedent(f"    {shown.run.__doc__ or ''}").strip().partition("\n\n")
+    positional = [one for one in shown.shown if one.metadata.get("positional")]
+    usage = [f"wholebatch {shown.name}", *(f"[{flag_of(one)}]" for one in positional), "[options]"]
+    lines = [*wrapped(" ".join(usage), width), "", *wrapped(about, width)]
+    for paragraph in filter(None, more.split("\n\n")):
+        lines += ["", *wrapped(paragraph, width)]
+    panels: dict[str, list[tuple[str, str]]] = {}
+    for one in shown.shown:
+        panel = one.metadata["panel"] or ("Arguments" if one in positional else "Options")
+        metavar = "" if one in positional else one.metadata["metavar"] or ""
+        panels.setdefault(panel, []).append((f"{flag_of(one)} {metavar}".strip(), _described(one)))
+    last = "Options" if [*panels] in (["Arguments"], ["Arguments", "Options"]) else [*panels][-1]
+    panels.setdefault(last, []).append(("-h, --help", "Show this help."))
+    for title, rows in panels.items():
+        lines += ["", bold(title), *described_rows(rows, width)]
+    lines += ["", bold("Examples")]
+    for example in shown.examples:
+        lines += command_lines(example, width)
+    return "\n".join(lines)
+
+
+def _described(one: Field[Any]) -> str:
+    default = one.default
+    if default in (None, MISSING) or isinstance(default, bool) or "stored" in one.metadata:
+        return str(one.metadata["help"])
+    return f"{one.metadata['help']} [default: {default}]"
 
 
 # ------------------------------------------------------------------------------------- checks

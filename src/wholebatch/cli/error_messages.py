@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-import typer
 
 from wholebatch import errors
 from wholebatch.cli.checkpoints import Checkpoints
@@ -51,7 +50,7 @@ def training_failures(recipe: Path, folder: Path, world: World) -> Iterator[None
         print(f"error: {_one_line(error)}", file=sys.stderr)
         if world.one_hangs and world.is_first:
             _tell_last(folder, world)
-        raise typer.Exit(1) from error
+        raise SystemExit(1) from error
     except (errors.WholebatchError, torch.OutOfMemoryError) as error:
         print(f"error: {who}{_one_line(error)}", file=sys.stderr)
         place = place_of(error, recipe)
@@ -60,7 +59,7 @@ def training_failures(recipe: Path, folder: Path, world: World) -> Iterator[None
         if isinstance(error, torch.OutOfMemoryError):
             print("  give a smaller --micro-batch", file=sys.stderr)
         _tell_last(folder, world)
-        raise typer.Exit(1 if _is_of_the_work(error) else 2) from error
+        raise SystemExit(1 if _is_of_the_work(error) else 2) from error
     except Exception as error:
         if place_of(error, recipe) is not None:
             print(f"error: {who}{_one_line(error)}", file=sys.stderr)
@@ -70,7 +69,7 @@ def training_failures(recipe: Path, folder: Path, world: World) -> Iterator[None
         else:
             raise
         _tell_last(folder, world)
-        raise typer.Exit(1) from error
+        raise SystemExit(1) from error
 
 
 def _tell_lines(error: Exception, recipe: Path) -> None:
@@ -110,4 +109,4 @@ def _tell_last(folder: Path, world: World) -> None:
     run = RunFolder(folder)
     if run.config.is_file() and run.has_run() and Checkpoints(run.checkpoints).paths():
         again = resume_command(folder, parallel=world.parallel)
-        print(f"  go on from the last checkpoint: {again}", file=sys.stderr)
+        print(f"  continue from the last checkpoint: {again}", file=sys.stderr)

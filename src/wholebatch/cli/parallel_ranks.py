@@ -19,7 +19,6 @@ from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-import typer
 from torch import nn
 
 from wholebatch.distributed.process_group import Group, world_size
@@ -85,7 +84,7 @@ class World:
             raise error
         made, failed = sent[0]
         if failed:
-            raise typer.Exit(2)
+            raise SystemExit(2)
         result: T = made
         return result
 
@@ -96,7 +95,7 @@ class World:
         value, error = _tried(make)
         failed = [rank for rank, has in enumerate(self.gathered(error is not None)) if has]
         if failed and (error is None or self.rank != failed[0]):
-            raise typer.Exit(2)
+            raise SystemExit(2)
         if error is not None:
             self._known = error
             if self.rank and isinstance(error, WholebatchError):
@@ -135,7 +134,7 @@ class World:
         try:
             with alarm().failures():
                 yield
-        except typer.Exit as stopped:
+        except SystemExit as stopped:
             if isinstance(stopped.__cause__, Exception):  # told already, by its file and line
                 self._tell(stopped.__cause__)
             raise

@@ -11,7 +11,6 @@ from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
-import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -24,7 +23,13 @@ from wholebatch.cli.command_options import (
     recipe_argument,
     whole_number,
 )
-from wholebatch.cli.report.terminal_output import plain_table
+from wholebatch.cli.report.terminal_output import (
+    Spinner,
+    console_of,
+    fitting,
+    plain_table,
+    say,
+)
 from wholebatch.cli.run_settings import check
 from wholebatch.core.plain_files import read_json, reason
 from wholebatch.core.readable_sizes import bytes_said
@@ -44,60 +49,77 @@ class PlanOptions:
     """The options of `wholebatch plan`."""
 
     recipe: str | None = recipe_argument(
-        "A recipe as for [bold]wholebatch train[/], or a Hugging Face model (of language, or that "
-        "classifies images) from its configuration alone.",
+        "A recipe, as for wholebatch train, or the configuration of a Hugging Face language model "
+        "or image classifier.",
         "RECIPE|hf:CONFIG.json",
     )
     batch_size: int | None = option(
-        None, "N", "Samples that make one update, on all GPUs.", check=whole_number()
+        None, "N", "Samples per update, over all GPUs.", check=whole_number()
     )
     gpu_memory: str | None = option(
         None,
         "SIZE",
-        "Of each GPU, such as 24GiB; the GPU need not be here. Default: this machine's GPU, else "
-        "its main memory.",
+        "Memory of each GPU, such as 24GiB. The GPU need not be in this machine. Default: this "
+        "machine's GPU, else its main memory.",
         check=_gpu_memory,
     )
-    gpus: int = option(1, "N", "Data-parallel GPUs.", check=whole_number())
+    gpus: int = option(1, "N", "Number of data-parallel GPUs.", check=whole_number())
     parallel: str = option(
         "ddp",
-        "NAME",
-        "ddp: all of the model on every GPU; fsdp2: sharded over them, block by block.",
+        "ddp|fsdp2",
+        "ddp: the whole model on every GPU. fsdp2: sharded over them, block by block.",
         check=one_of("ddp", "fsdp2"),
     )
     sync: str | None = option(
         None,
-        "NAME",
-        "With fsdp2, when gradients are reduced: hold (once per update), every (after each "
-        "micro-batch). Default: as a run would choose.",
+        "hold|every",
+        "With fsdp2: reduce gradients once per update (hold) or after every micro-batch (every). "
+        "Default: as a run would choose.",
     )
     precision: str | None = option(
         None,
-        "NAME",
-        "full (or fp32), bf16 or fp16.",
+        "full|bf16|fp16",
+        "Numbers to compute in.",
         check=one_of("full", "fp32", "bf16", "fp16"),
     )
     seq: int | None = option(
         None,
         "TOKENS",
-        "Sequence length, for hf: only.",
+        "Sequence length, for hf: models.",
         check=must_be("a number of tokens, at least 1", lambda value: value >= 1),
     )
-    quick: bool = option(False, None, "Leave out what other settings would change.", flag="--quick")
+    quick: bool = option(
+        False, None, "Leave out the comparison with other settings.", flag="--quick"
+    )
     as_json: bool = option(False, None, "Print the plan as JSON.", flag="--json")
 
 
-@command(PlanOptions)
-def plan(options: PlanOptions) -> None:
-    """Predict the peak memory over micro-batch sizes, and recommend one. Nothing is trained."""
-    gpus, sync = options.gpus, options.sync
-    _check_sync(options)
+@command(
+    PlanOptions,
+    "wholebatch plan my_recipe.py --batch-size 512 --gpu-memory 24GiB",
+    "wholebatch plan hf:config.json --gpus 8 --parallel fsdp2 --gpu-memory 80GiB",
+)
+def plan(options: PlanOptions) -> int:
+    """Predict peak memory and recommend a micro-batch. Nothing is trained.
 
-    # Torch is imported from here on: a wrong option was told at once.
+    Exit status: 0 if a micro-batch fits, 1 if none does.
+    """
+    _check_sync(options)
+    with Spinner(console_of(stderr=options.as_json)) as doing:
+        doing("importing torch")
+        made = _planned(options, doing)
+    if not options.as_json:
+        _show(doing.console, made)
+    return 0 if made.micro_batch is not None else 1
+
+
+def _planned(options: PlanOptions, doing: Spinner) -> Plan:
     from wholebatch.compile.fusion import collection_paused
     from wholebatch.memory.fsdp_sharding import choose_sync
     from wholebatch.memory.plan import make_plan
 
+    gpus, sync = options.gpus, options.sync
+    doing("building the model without its weights")
     subject = _subject(options)
     device, budget, where = _budget(options.gpu_memory)
     size = options.batch_size or subject.batch_size
@@ -108,15 +130,11 @@ def plan(options: PlanOptions) -> None:
         )
     if options.parallel == "fsdp2":
         sync = sync or choose_sync(subject.model, ranks=gpus, budget=budget)
-    console = Console()
     if not options.as_json:
         over = "" if sync is None else f", sharded by FSDP2 (sync {sync})"
-        console.print(
-            f"[bold]{subject.name}[/]: {subject.parameters:,} parameters, {subject.sample};"
-            f" {gpus} × {where}{over}",
-            highlight=False,
-            soft_wrap=True,
-        )
+        about = f": {subject.parameters:,} parameters, {subject.sample}; {gpus} × {where}{over}"
+        say(doing.console, Text.assemble((subject.name, "bold"), about))
+    doing("predicting the memory of each micro-batch")
     precision = options.precision or subject.precision
     with collection_paused():
         made = make_plan(
@@ -133,11 +151,9 @@ def plan(options: PlanOptions) -> None:
             sync=sync,  # type: ignore[arg-type]
         )
     if options.as_json:
-        about = {"subject": subject.name, "parameters": subject.parameters, "device": device}
-        print(json.dumps({**about, **asdict(made)}, indent=2))
-    else:
-        _show(console, made)
-    raise typer.Exit(0 if made.micro_batch is not None else 1)
+        described = {"subject": subject.name, "parameters": subject.parameters, "device": device}
+        print(json.dumps({**described, **asdict(made)}, indent=2))
+    return made
 
 
 def _check_sync(options: PlanOptions) -> None:
@@ -394,7 +410,7 @@ def _show(console: Console, plan: Plan) -> None:
     columns = (">micro-batch", ">peak", ">used", *([""] * has_bars))
     table = plain_table(*columns, padding=(0, 2, 0, 0), header_style="bold")
     for column in table.columns:
-        column.no_wrap = True
+        column.overflow = "crop"
     for point in plan.points:
         chosen = point.micro_batch == plan.micro_batch
         style = "bold" if chosen else "" if point.fits else "dim"
@@ -406,17 +422,19 @@ def _show(console: Console, plan: Plan) -> None:
         )
     console.print(table)
     if has_bars:
-        console.print(_legend(plan), highlight=False)
+        console.print(*_legend(plan), sep="  ", highlight=False)
     if plan.micro_batch is None:
         from wholebatch.memory.make_it_fit import refusal
 
         text = refusal(list(plan.rungs), plan.budget)
-        console.print(f"\n[red]{text}[/]", highlight=False, soft_wrap=True)
+        console.print()
+        say(console, text, style="red")
     else:
         larger = "" if plan.largest == plan.micro_batch else f" (up to {plan.largest} would fit)"
-        console.print(f"\n[bold]{plan.arithmetic()}[/]{larger}", highlight=False, soft_wrap=True)
+        console.print()
+        say(console, Text.assemble((plan.arithmetic(), "bold"), larger))
     if plan.variants:
-        console.print(_variants(plan))
+        console.print(fitting(_variants(plan), console.width))
 
 
 def _bar(by_category: dict[str, int], scale: float, *, limit: int) -> Text:
@@ -432,12 +450,13 @@ def _bar(by_category: dict[str, int], scale: float, *, limit: int) -> Text:
     return bar.append(" " * (limit - filled) + "│")
 
 
-def _legend(plan: Plan) -> Text:
-    legend = Text()
-    for name, color in _COLORS.items():
-        if any(point.by_category.get(name, 0) * 100 > point.peak for point in plan.points):
-            legend.append("█ ", style=color).append(f"{name}  ")
-    return legend
+def _legend(plan: Plan) -> list[Text]:
+    """Return the colours of the bars that are large enough to see."""
+    return [
+        Text.assemble(("█ ", color), name)
+        for name, color in _COLORS.items()
+        if any(point.by_category.get(name, 0) * 100 > point.peak for point in plan.points)
+    ]
 
 
 def _variants(plan: Plan) -> Table:
@@ -445,12 +464,10 @@ def _variants(plan: Plan) -> Table:
     size = plan.variants[0].micro_batch
     table = plain_table(
         *("precision", "checkpointing", "gradients"),
-        *(f">peak at {size}", ">micro-batch that fits, about"),
+        *(f">peak at {size}", ">largest micro-batch (estimate)"),
         padding=(0, 2, 0, 0),
         header_style="bold",
-        title="\nWhat other settings would change",
-        title_justify="left",
-        title_style="bold",
+        title="\nOther settings",
     )
     for variant in plan.variants:
         table.add_row(

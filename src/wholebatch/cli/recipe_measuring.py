@@ -12,10 +12,9 @@ from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rich.console import Console
-from rich.markup import escape
 
 from wholebatch.cli.command_options import must_be, option
-from wholebatch.cli.report.terminal_output import path_from_here
+from wholebatch.cli.report.terminal_output import path_from_here, say
 from wholebatch.errors import MissingExtraError, OptionError
 
 if TYPE_CHECKING:
@@ -29,7 +28,7 @@ CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time
 
 def clock_option(panel: str) -> Any:
     """Declare `--clock`: which time is measured."""
-    help = "cpu: count this process's own time; for a CPU that others use too, and one thread."
+    help = "cpu counts only this process's time: for a busy machine and one thread."
     check = must_be(" or ".join(CLOCKS), lambda value: value in CLOCKS)
     return option("wall", "wall|cpu", help, panel, check=check)
 
@@ -116,12 +115,12 @@ def write_result(
     from wholebatch.cli.report.html_report import write_report
 
     result.write(out)
-    written = [("written to", out)]
+    written = [("results:", out)]
     with suppress(MissingExtraError):  # without the package that draws it
-        written.append(("page      ", write_report([out], out.with_suffix(".html"))))
+        written.append(("page:   ", write_report([out], out.with_suffix(".html"))))
     if as_json:
         print(out.read_text(encoding="utf-8"), end="")
         return
     show()
     for what, path in written:
-        console.print(f"{what} {escape(path_from_here(path))}", highlight=False, soft_wrap=True)
+        say(console, f"{what} {path_from_here(path)}")

@@ -6,6 +6,7 @@ from dataclasses import MISSING, dataclass
 from pathlib import Path
 
 from wholebatch.cli.command_options import argument, command, must_be, option
+from wholebatch.cli.report.terminal_output import Spinner, console_of, path_from_here, say
 from wholebatch.core.readable_sizes import bytes_said
 
 
@@ -16,26 +17,31 @@ class ReportOptions:
     runs: list[Path] = argument(
         MISSING,
         "RUN...",
-        "Folders of runs, side by side; also files that [bold]plan --json[/], "
-        "[bold]verify --json[/], [bold]tune[/] and the benchmarks write.",
+        "Folders of runs. Also files that plan --json, verify --json, tune and bench write.",
     )
     out: Path | None = option(
         None,
         "FILE.html",
-        "Where the page is written. Default: report.html in the run's folder, or here for several.",
+        "Where to write the page. Default: report.html in the run's folder, or here for several.",
         check=must_be(
             "the name of an .html file", lambda out: out.suffix.lower() in (".html", ".htm")
         ),
     )
-    title: str | None = option(None, "TEXT", "The page's title.")
+    title: str | None = option(None, "TEXT", "Title of the page.")
     show: bool = option(False, None, "Open it in the browser.", flag="--open")
 
 
-@command(ReportOptions)
+@command(
+    ReportOptions,
+    "wholebatch report runs/one --open",
+    "wholebatch report runs/one runs/two --out compare.html",
+    "wholebatch report bench.json",
+)
 def report(options: ReportOptions) -> None:
-    """Write one self-contained HTML page: loss, speed and memory, the time split, the verdict.
+    """Write one HTML page that compares runs and measurements.
 
-    It needs no network, neither to be made nor to be read.
+    The page shows loss, learning rate, speed, memory and the time of each part of a window. It is
+    one file and needs no network.
     """
     runs, out = options.runs, options.out
     if out is None:
@@ -43,12 +49,16 @@ def report(options: ReportOptions) -> None:
             runs[0] / "report.html" if len(runs) == 1 and runs[0].is_dir() else Path("report.html")
         )
 
-    from wholebatch.cli.report.html_report import write_report
+    console = console_of()
+    with Spinner(console) as doing:
+        doing("drawing the page")
+        from wholebatch.cli.report.html_report import write_report
 
-    written = write_report(runs, out, title=options.title)
-    print(f"{written} ({bytes_said(written.stat().st_size)}, one file, works offline)")
+        written = write_report(runs, out, title=options.title)
+    size = bytes_said(written.stat().st_size)
+    say(console, f"{path_from_here(written)} ({size}, one file, works offline)")
     if options.show:
         import webbrowser
 
         if not webbrowser.open(written.resolve().as_uri()):
-            print("no browser was found here; open the file yourself")
+            say(console, "no browser was found here; open the file yourself")

@@ -31,7 +31,7 @@ from wholebatch.tune.batch_scaling import BatchSchedule, parse_amount
 
 PRECISIONS = ("full", "fp32", "bf16", "fp16", "bf16-pure")
 _TOKENS = re.compile(r"(\d+)\s*tokens?")
-_BATCH, _RUN = "The batch and the update", "The run"
+_BATCH, _RUN = "Batch and update", "Run"
 # In every config.json; later settings have their default where they are absent.
 _ALWAYS_STORED = {
     "batch_size",
@@ -109,7 +109,8 @@ _wandb = must_be('the name of a project, or "off"', lambda it: bool(str(it).stri
 # A setting is an option that `config.json` keeps; one that `may_change` leaves the run the same.
 _batch_option, _run_option = (partial(option, panel=panel) for panel in (_BATCH, _RUN))
 _batch_setting, _run_setting, _follows_setting = (
-    partial(option, panel=panel, stored=True) for panel in (_BATCH, _RUN, "What follows the batch")
+    partial(option, panel=panel, stored=True)
+    for panel in (_BATCH, _RUN, "Learning rate, warm-up, betas")
 )
 
 
@@ -119,13 +120,13 @@ class Config:
 
     recipe: str | None = recipe_argument(
         "A Python file with model(), data() and loss(model, micro), or an embedded recipe: "
-        "[bold]bytes-gpt[/] (the default) or [bold]digits-cnn[/]."
+        "bytes-gpt (the default) or digits-cnn."
     )
     batch_size: int = _batch_setting(
         32,
         "N|SCHEDULE",
-        "Samples that make one update, those of all ranks together; or a schedule over updates, "
-        "epochs or tokens: 64@0,128@1000 or 64@0,128@2ep or 64@0,128@2Mtok.",
+        "Samples per update, over all ranks. Or a schedule over updates, epochs or tokens: "
+        "64@0,128@1000 or 64@0,128@2ep or 64@0,128@2Mtok.",
         typed=str,
         check=whole_number(),
     )
@@ -139,30 +140,30 @@ class Config:
     micro_batch: int | str = _batch_setting(
         "auto",
         'auto|N|"N tokens"',
-        "How much of the batch is in memory at a time.",
+        "Size of a micro-batch: the part of the batch that is in memory at a time.",
         typed=str,
         check=_micro_batch,
     )
     precision: str = _batch_setting(
         "full",
-        "NAME",
-        "full (or fp32): as the model is; bf16, fp16: autocast; bf16-pure: 16-bit parameters, "
-        "their gradients added in fp32.",
+        "full|bf16|fp16|bf16-pure",
+        "full (or fp32): as the model is. bf16, fp16: autocast. bf16-pure: 16-bit parameters, "
+        "gradients added in fp32.",
         check=_precision,
     )
     memory: str | None = _batch_setting(
         None,
         "SIZE|SHARE|free",
-        "How much memory to use, such as 20GiB, 0.8 of the device, or what is free: the largest "
-        "micro-batch that fits is chosen, if --micro-batch is not given.",
+        "Memory to use: 20GiB, 0.8 of the device, or what is free. Without --micro-batch, the "
+        "largest that fits is chosen.",
         check=_memory,
         may_change=True,
     )
     fit: bool = _batch_option(
         False,
         None,
-        "If not even one sample fits: bf16 autocast, then checkpointing of the model's repeated "
-        "blocks too, then gradients on the host.",
+        "If not even one sample fits: use bf16 autocast, then gradient checkpointing, then "
+        "gradients in host memory.",
         flag="--fit",
         check=_switch,
         in_file=True,
@@ -170,8 +171,8 @@ class Config:
     checkpointing: bool = _batch_setting(
         False,
         None,
-        "Compute the activations of the model's repeated blocks again in the backward pass, "
-        "instead of keeping them.",
+        "Gradient checkpointing of the model's repeated blocks: recompute activations in the "
+        "backward pass.",
         flag="--checkpointing",
         check=_switch,
     )
@@ -182,27 +183,27 @@ class Config:
         check=positive_number,
     )
     lr: float | None = _batch_setting(
-        None, "RATE", "Learning rate, over the recipe's own.", check=positive_number
+        None, "RATE", "Learning rate, instead of the recipe's.", check=positive_number
     )
     execute: str = _batch_setting(
         "auto",
         "auto|eager|compile|graph",
-        "How a micro-batch is run.",
+        "How to run a micro-batch: plain torch, compiled, or as a CUDA graph.",
         check=one_of("auto", "eager", "compile", "graph"),
     )
     gradients: str = _batch_setting(
         "device",
         "device|host|swap|release|moments",
-        "Where gradients go: they stay on the device, are summed on the host, take the place of "
-        "Adam's moments, which wait on the host, are used and freed in the last backward, or go "
-        "into Adam's moments (an approximation).",
+        "Where gradients are kept. host: summed in host memory. swap: in the place of Adam's "
+        "moments, which wait in host memory. release: used and freed in the last backward. "
+        "moments: added into Adam's moments (an approximation).",
         check=one_of("device", "host", "swap", "release", "moments"),
     )
     lr_steps: int | None = _follows_setting(
         None,
         "N",
-        "Updates that the learning-rate schedule is made for; then the rate stays. Default: "
-        "--steps of the run's beginning.",
+        "Length of the learning-rate schedule in updates. Afterwards the rate stays. Default: "
+        "--steps when the run began.",
         check=whole_number(),
         may_change=True,
     )
@@ -215,100 +216,96 @@ class Config:
     base_batch: int | None = _follows_setting(
         None,
         "N",
-        "The batch size that the learning rate and the betas are meant for. Default: the "
-        "schedule's first, else the recipe's own.",
+        "Batch size that the learning rate and betas were chosen for. Default: the first of the "
+        "schedule, else the recipe's.",
         check=whole_number(),
     )
     betas: str = _follows_setting(
         "keep",
         "keep|beta2|both",
-        "Which of Adam's betas keep their half-life in tokens when the batch changes.",
+        "Which of Adam's betas keep their half-life in tokens when the batch size changes.",
         check=one_of("keep", "beta2", "both"),
     )
     warmup: str | None = _follows_setting(
         None,
         "N|Nep|Ntok",
-        "Raise the learning rate over so many updates, epochs (5ep) or tokens (2Mtok), from that "
-        "of the base batch (from 0 where --lr-rule does not raise it).",
+        "Warm-up of the learning rate in updates (500), epochs (5ep) or tokens (2Mtok). It starts "
+        "at the rate of the base batch, or at 0 without --lr-rule.",
         check=lambda value, label: str(parse_amount(str(value), label)),
     )
-    steps: int = _run_setting(
-        100, "N", "Updates to make in all.", check=whole_number(), may_change=True
-    )
-    out: Path | None = option(
-        None, "DIR", "Where everything is written. Default: runs/RECIPE-TIME.", _RUN
-    )
+    steps: int = _run_setting(100, "N", "Number of updates.", check=whole_number(), may_change=True)
+    out: Path | None = option(None, "DIR", "Folder of the run. Default: runs/RECIPE-TIME.", _RUN)
     resume: bool = _run_option(
         False,
         None,
-        "Continue the run in --out (else the newest in runs/), bit for bit.",
+        "Continue the run in --out, else the newest in runs/, bit for bit.",
         flag="--resume",
     )
     auto_resume: bool = _run_option(
         False,
         None,
-        "Continue the run in --out if it has begun, else begin it: one command line for both. A "
-        "restart by torchrun does so by itself.",
+        "Continue the run in --out if it exists, else start it. Restarts by torchrun do this "
+        "without the option.",
         flag="--auto-resume",
     )
     checkpoint_every: int = _run_setting(
-        50, "N", "Updates between two checkpoints.", check=whole_number(), may_change=True
+        50, "N", "Updates between checkpoints.", check=whole_number(), may_change=True
     )
     seed: int = _run_setting(
-        0, "N", "Of the weights and the order of the data.", check=whole_number(0)
+        0, "N", "Seed of the weights and of the order of the data.", check=whole_number(0)
     )
     noise: int | str = _run_setting(
         "auto",
         "auto|off|N",
-        "Estimate the gradient noise scale from every N-th window (auto: one in 16), and say what "
-        "it means for the batch size.",
+        "Estimate the gradient noise scale from every N-th window (auto: one in 16), and advise "
+        "on the batch size.",
         typed=str,
         check=_noise,
     )
     wandb: str | None = _run_setting(
         None,
         "PROJECT|off",
-        "Log to this project of Weights & Biases too (WANDB_MODE=offline: without network).",
+        "Also log to this project of Weights & Biases (WANDB_MODE=offline: no network).",
         check=_wandb,
         may_change=True,
     )
     source: Path | None = option(
         None,
         "FILE",
-        "Settings from a JSON file: manifest.json of a run makes it again, tune.json takes what "
-        "was found. The command line wins.",
+        "Read settings from a JSON file: manifest.json repeats a run, tune.json uses the best "
+        "settings. Options on the command line win.",
         _RUN,
         flag="--from",
     )
-    device: str = _run_option("auto", "auto|cpu|cuda", "Where to train.", in_file=True)
+    device: str = _run_option("auto", "auto|cpu|cuda", "Device.", in_file=True)
     parallel: str = _run_option(
         "ddp",
         "ddp|fsdp2|deepspeed|pipeline",
-        "Under torchrun: the model whole on every rank, sharded over them, in a DeepSpeed engine, "
-        "or cut into stages.",
+        "Under torchrun: the whole model on every rank, sharded, in a DeepSpeed engine, or cut "
+        "into pipeline stages.",
         check=one_of("ddp", "fsdp2", "deepspeed", "pipeline"),
         in_file=True,
     )
     zero: int = _run_setting(
         1,
         "0|1|2|3",
-        "With --parallel deepspeed: what is sharded; nothing, optimizer state (the default), "
-        "gradients too, parameters too.",
+        "With --parallel deepspeed: shard nothing (0), optimizer state (1, the default), also "
+        "gradients (2), also parameters (3).",
         check=_zero,
     )
     schedule: str = _run_setting(
         "1f1b",
         "1f1b|gpipe|interleaved",
-        "With --parallel pipeline: the order of forwards and backwards; interleaved has two stages "
-        "on every rank.",
+        "With --parallel pipeline: the order of forward and backward passes. interleaved has two "
+        "stages per rank.",
         check=one_of("1f1b", "gpipe", "interleaved"),
         may_change=True,
     )
     deadline: str | None = _run_option(
         None,
         "SECONDS|auto|off",
-        "Under torchrun: end all ranks if one makes no progress for this long. auto: ten times the "
-        "slowest window so far, at least 5 minutes.",
+        "Under torchrun: stop all ranks if one makes no progress for this time. auto: ten times "
+        "the slowest window, at least 5 minutes.",
     )
 
     @property
@@ -364,7 +361,7 @@ def like_train(
 ) -> Any:
     """Declare an option of another command that is shown and checked as `train`'s of this name."""
     known = _FIELDS[name].metadata
-    shown = metavar or known["shown"].metavar
+    shown = metavar or known["metavar"]
     return option(default, shown, help, panel, check=known["check"], **more)
 
 

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
+from rich.markup import escape
 
 from wholebatch.cli.command_options import (
     command,
@@ -20,11 +19,11 @@ from wholebatch.cli.command_options import (
     whole_number,
     whole_numbers,
 )
+from wholebatch.cli.report.terminal_output import console_of, fitting, plain_table
 from wholebatch.errors import OptionError
 from wholebatch.tune import batch_scaling as scaling
 
-_WIDE = 60  # columns that the table needs
-_follower = partial(option, panel="What follows the batch")
+_follower = partial(option, panel="Learning rate, warm-up, betas")
 _COUNT = whole_number()
 _SOURCE = {
     "linear": "Goyal et al. 2017, SGD",
@@ -37,56 +36,57 @@ _SOURCE = {
 class ScaleOptions:
     """The options of `wholebatch scale`."""
 
-    batch_size: int | None = option(
-        None, "N", "Samples that make one update, on all ranks together.", check=_COUNT
-    )
+    batch_size: int | None = option(None, "N", "Samples per update, over all ranks.", check=_COUNT)
     micro_batch: int | None = option(
-        None, "N", "Samples in memory at a time, on a rank.", check=_COUNT
+        None, "N", "Samples per micro-batch, on one rank.", check=_COUNT
     )
-    steps: int | None = option(
-        None, "N", "Micro-batches that make one update, on a rank.", check=_COUNT
-    )
+    steps: int | None = option(None, "N", "Micro-batches per update, on one rank.", check=_COUNT)
     ranks: list[int] | None = option(
         None,
-        "N,N,…",
-        "Ranks (GPUs). Default: 1, 2, 4, 8; what is needed, where all others are given.",
+        "N,N,...",
+        "Number of ranks (GPUs). Default: 1,2,4,8, or what follows if all others are given.",
         typed=str | None,
         check=whole_numbers("numbers of ranks, such as 8 or 1,2,4,8"),
     )
     lr: float | None = _follower(
         None,
         "RATE",
-        "A learning rate good for --base-batch.",
+        "Learning rate that works for --base-batch.",
         check=positive_number,
     )
     base_batch: int | None = _follower(
         None,
         "N",
-        "The batch that --lr, --warmup and the betas were good for.",
+        "Batch size that --lr, --warmup and --betas were chosen for.",
         check=_COUNT,
     )
     lr_rule: str | None = _follower(
         None,
         "linear|sqrt|none",
-        "How the learning rate follows; without --lr the factor is shown. Default: linear.",
+        "How the learning rate follows the batch size. Without --lr, the factor is shown. Default: "
+        "linear.",
         check=one_of("none", "linear", "sqrt"),
     )
     warmup: str | None = _follower(
         None,
         "N|Nep",
-        "Warm-up at --base-batch, in updates or epochs (epochs need --samples).",
+        "Warm-up at --base-batch, in updates (500) or epochs (5ep, needs --samples).",
     )
-    betas: str | None = _follower(None, "B1,B2", "Adam's betas at --base-batch.")
-    samples: int | None = _follower(None, "N", "Samples of an epoch.", check=_COUNT)
+    betas: str | None = _follower(None, "B1,B2", "Adam's betas at --base-batch, such as 0.9,0.95.")
+    samples: int | None = _follower(None, "N", "Samples per epoch.", check=_COUNT)
     as_json: bool = option(False, None, "Print JSON.", flag="--json")
 
 
-@command(ScaleOptions)
+@command(
+    ScaleOptions,
+    "wholebatch scale --batch-size 512 --micro-batch 8",
+    "wholebatch scale --batch-size 512 --micro-batch 8 --ranks 4 --base-batch 64 --lr 3e-4",
+)
 def scale(options: ScaleOptions) -> None:
-    """The arithmetic of a batch: any of batch, micro-batch, steps and ranks from the others.
+    """Work out batch, micro-batch, steps and ranks from each other.
 
-    With --base-batch also the learning rate, the warm-up and Adam's betas at the new batch size.
-    Every remainder is shown: the share of every rank, the size of every micro-batch.
+    With --base-batch, also the learning rate, warm-up and Adam's betas at the new batch size.
+    Remainders are shown: the share of each rank and the size of each micro-batch.
     """
     table = _solved(options.batch_size, options.micro_batch, options.steps, options.ranks)
     batches = {one.global_batch for one in table}
@@ -216,26 +216,16 @@ def _pair(text: str) -> tuple[float, float]:
 
 
 def _show(table: list[scaling.Arithmetic], follows: list[_Follower]) -> None:
-    console = Console()
-    if console.width >= _WIDE:
-        console.print(_grid(table))
-    else:
-        for one in table:
-            facts = f"batch {one.global_batch}, micro-batch {one.micro_batch}, steps {one.steps}"
-            line = f"{one.ranks} rank{'' if one.ranks == 1 else 's'}: {facts}: {one}"
-            console.print(line, highlight=False, markup=False)
-    for follower in follows:
-        line = f"{follower.label:<14} {follower.line}"
-        console.print(line, highlight=False, soft_wrap=True, markup=False)
-
-
-def _grid(table: list[scaling.Arithmetic]) -> Table:
-    grid = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("ranks", "batch", "micro-batch", "steps", "on a rank"):
-        grid.add_column(name, justify="right", no_wrap=True)
-    grid.add_column("micro-batch × steps × ranks", overflow="fold")
+    console = console_of()
+    names = (">ranks", ">batch", ">micro-batch", ">steps", ">per rank")
+    grid = plain_table(*names, "~micro-batch × steps × ranks", padding=(0, 2, 0, 0))
     for one in table:
         shares = " or ".join(map(str, sorted(set(one.shares), reverse=True)))
         numbers = (one.ranks, one.global_batch, one.micro_batch, one.steps)
         grid.add_row(*map(str, numbers), shares, str(one))
-    return grid
+    console.print(fitting(grid, console.width), highlight=False)
+    if follows:
+        rows = plain_table("", "~", show_header=False, padding=(0, 2, 0, 0))
+        for follower in follows:
+            rows.add_row(follower.label, escape(follower.line))
+        console.print(fitting(rows, console.width), highlight=False)

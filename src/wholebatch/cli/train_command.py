@@ -11,13 +11,12 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import typer
-from rich.console import Console
-
 from wholebatch import __version__
 from wholebatch.cli.command_options import command
 from wholebatch.cli.report.terminal_output import (
+    Spinner,
     Terminal,
+    console_of,
     path_from_here,
     short_count,
     short_duration,
@@ -38,12 +37,20 @@ if TYPE_CHECKING:
 Rows = list[tuple[str, str]]
 
 
-@command(Config, partial=True)
-def train(typed: Given) -> None:
-    """Train a recipe: every update is that of the whole batch, in the memory of a micro-batch.
+@command(
+    Config,
+    "wholebatch train bytes-gpt --batch-size 64 --micro-batch 8",
+    'wholebatch train my_recipe.py --micro-batch "4096 tokens" --precision bf16',
+    "wholebatch train my_recipe.py --memory 20GiB --fit",
+    "wholebatch train --resume",
+    "torchrun --nproc-per-node 8 -m wholebatch.cli train my_recipe.py --parallel fsdp2",
+    partial=True,
+)
+def train(typed: Given) -> int:
+    """Train a recipe: every update is that of the whole batch.
 
-    Defaults come from the recipe. Ctrl-C stops cleanly, and says how to go on from there.
-    Under torchrun, every rank takes its share of the batch.
+    Defaults come from the recipe. Ctrl-C saves a checkpoint and prints the command that continues
+    the run. Under torchrun, every rank takes its share of the batch.
     """
     for flag, name in (("--from", "source"), ("--fit", "fit")):
         if "resume" in typed and name in typed:
@@ -55,7 +62,15 @@ def train(typed: Given) -> None:
         if name in typed and parallel != engine:
             raise OptionError(f"--{name} {typed[name]}: belongs to --parallel {engine}")
 
-    # Torch is imported from here on: a wrong option was told at once.
+    with Spinner(console_of()) as doing:
+        doing("importing torch")
+        return _in_group(given, source, parallel, doing, typed=frozenset(typed))
+
+
+def _in_group(
+    given: Given, source: SettingsFile, parallel: str, doing: Spinner, *, typed: frozenset[str]
+) -> int:
+    """Join the ranks, if there are several, and train."""
     import torch
 
     from wholebatch.cli.error_messages import short_warnings
@@ -71,21 +86,22 @@ def train(typed: Given) -> None:
     with process_group(given.get("device", "auto"), deadline=deadline) as (rank, where):
         world = World(rank, device=where, parallel=parallel, deadline=deadline)
         with world.failures(), short_warnings(shown=world.is_first):
-            status = _train(given, source, world, typed=frozenset(typed))
-    raise typer.Exit(status)
+            return _train(given, source, world, doing, typed=typed)
 
 
-def _train(given: Given, source: SettingsFile, world: World, *, typed: frozenset[str]) -> int:
+def _train(
+    given: Given, source: SettingsFile, world: World, doing: Spinner, *, typed: frozenset[str]
+) -> int:
     from wholebatch.cli.error_messages import training_failures
     from wholebatch.cli.run_folder import checkpoint_of, find, resume_command
     from wholebatch.cli.training_run import build
 
+    doing("reading the recipe")
     start = find(given, world, typed=typed)
     recipe, folder = start.recipe, start.folder
-    # The other ranks are quiet; a bar that draws nothing would cost them time all the same.
-    console = Console() if world.is_first else Console(quiet=True, force_terminal=False)
-    terminal = Terminal(console, name=recipe.name, unit=recipe.unit)
+    terminal = Terminal(doing.console, name=recipe.name, unit=recipe.unit)
     with folder.held(start.wait) if world.is_first else nullcontext():
+        doing("building the model and reading the data")
         found = checkpoint_of(start, world)
         fits = start.config.fit and not start.is_resumed
         keeps = "precision" in given
@@ -94,9 +110,10 @@ def _train(given: Given, source: SettingsFile, world: World, *, typed: frozenset
         )
         world.together(lambda: _take_up(session, found, given.get("batch_size")))
         with training_failures(recipe.path, folder.path, world):  # a first batch may be read here
-            with terminal.working("choosing the micro-batch"):
-                chosen = world.together(session.choose)
+            doing("choosing the micro-batch")
+            chosen = world.together(session.choose)
             rows = head_rows(session, found, folder=folder.path, chosen=chosen)
+        doing.stop()
         # Everything fits: from here on the folder is written.
         for note in _differences(start, source, session, found):
             terminal.note(f"note: {note}")
@@ -113,9 +130,9 @@ def _train(given: Given, source: SettingsFile, world: World, *, typed: frozenset
         with (
             training_failures(recipe.path, folder.path, world),
             world.failures(),
-            world.watched(advice=f"  go on from the last checkpoint: {again}"),
+            world.watched(advice=f"  continue from the last checkpoint: {again}"),
         ):
-            return _run(session, folder, found, terminal)
+            return _run(session, folder, found, terminal, doing)
 
 
 def _take_up(session: Session, found: Found | None, batch_size: int | None) -> None:
@@ -172,7 +189,9 @@ def _begin(session: Session, folder: RunFolder, found: Found | None, terminal: T
     describe_run(folder, session)
 
 
-def _run(session: Session, folder: RunFolder, found: Found | None, terminal: Terminal) -> int:
+def _run(
+    session: Session, folder: RunFolder, found: Found | None, terminal: Terminal, doing: Spinner
+) -> int:
     from wholebatch.cli.run_folder import resume_command
     from wholebatch.cli.train_loop import run_loop
 
@@ -186,23 +205,24 @@ def _run(session: Session, folder: RunFolder, found: Found | None, terminal: Ter
             place += f", {outcome.micro_batches} of {outcome.of} micro-batches into the next"
         terminal.note(f"stopped {place}; checkpoint {path_from_here(outcome.checkpoint)}")
         again = resume_command(folder.path, parallel=world.parallel)
-        terminal.note(f"go on with: {again}")
+        terminal.command("Continue with:", again)
         return STOPPED
     if not world.is_first:
         return 0
     if world.ranks > 1:
         memory = session.memory.share_text()
     else:
-        with terminal.working("predicting the memory of the whole batch at once"):
-            memory = session.memory.text(
-                session.recipe.loss, outcome.batch, precision=session.config.autocast
-            )
+        doing("predicting the memory of the whole batch at once")
+        memory = session.memory.text(
+            session.recipe.loss, outcome.batch, precision=session.config.autocast
+        )
+        doing.stop()
     rows = summary_rows(session, outcome, memory=memory, folder=folder.path)
     title = f"{session.recipe.name}: {updates} updates, {short_duration(outcome.seconds)}"
     terminal.rows(title, rows, boxed=True)
     # Outside the box: a line to copy.
     again = resume_command(folder.path, steps=2 * updates, parallel=world.parallel)
-    terminal.note(f"go on with: {again}")
+    terminal.command("Continue with:", again)
     return 0
 
 
@@ -354,9 +374,13 @@ def summary_rows(session: Session, outcome: Outcome, *, memory: str, folder: Pat
     rows.append(("speed", f"{short_count(outcome.units_per_second)} {session.recipe.unit}/s"))
     if train.noise is not None and train.noise.samples >= 4:
         rows.append(("batch size", train.noise.advice(session.recipe.unit)))
+    names = ("metrics.jsonl", "tensorboard", "checkpoints", "config.json", "manifest.json")
+    written = (
+        f"{name}/" if "." not in name else name for name in names if (folder / name).exists()
+    )
     return [
         *rows,
         ("peak memory", memory),
         ("written to", f"{path_from_here(folder)}/"),
-        ("", "metrics.jsonl  tensorboard/  checkpoints/  config.json  manifest.json"),
+        ("", "  ".join(written)),
     ]

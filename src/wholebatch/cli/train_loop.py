@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -243,14 +244,16 @@ class _Loop:
 
 
 def open_sinks(stack: ExitStack, session: Session, folder: RunFolder) -> list[Sink]:
-    """Return the writers of the first rank's records, `metrics.jsonl` first; none on others."""
+    """Return the writers of the first rank's records, `metrics.jsonl` first; none on others.
+
+    TensorBoard's events are written where it is installed: the extra `tensorboard`.
+    """
     if not session.world.is_first:
         return []
     windows, project = session.windows, session.config.wandb
-    sinks: list[Sink] = [
-        stack.enter_context(closing(MetricsFile(folder.metrics, windows=windows))),
-        stack.enter_context(closing(Events(folder.events, windows=windows))),
-    ]
+    sinks: list[Sink] = [stack.enter_context(closing(MetricsFile(folder.metrics, windows=windows)))]
+    if find_spec("tensorboard") is not None:
+        sinks.append(stack.enter_context(closing(Events(folder.events, windows=windows))))
     if project is not None:
         manifest = read_json(folder.manifest)
         run = WandbRun(project, folder=folder.path, manifest=manifest, resumed=windows > 0)

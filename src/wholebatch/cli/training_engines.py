@@ -73,7 +73,7 @@ def train_with(
         units=recipe.units,
         audit=recipe.audit,
         micro_batch=micro_batch_of(recipe, config),
-        precision=config.autocast,
+        precision=config.autocast,  # type: ignore[arg-type]
         clip_norm=config.clip_norm,
         memory=Memory(config.budget, gradients=config.gradients),  # type: ignore[arg-type]
         execute=config.execute,  # type: ignore[arg-type]
@@ -200,7 +200,7 @@ class Staged:
             self.optimizer,
             loss=self._loss,
             micro_batch=config.micro_batch,
-            schedule=config.schedule,
+            schedule=config.schedule,  # type: ignore[arg-type]
             clip_norm=config.clip_norm,
             scheduler=recipe.build_scheduler(self.optimizer, steps=config.horizon),
         )

@@ -8,9 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console, Group
+from rich.console import Console
 from rich.markup import escape
-from rich.panel import Panel
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
@@ -25,8 +24,14 @@ from wholebatch.cli.command_options import (
     whole_numbers,
 )
 from wholebatch.cli.report.terminal_output import (
+    Spinner,
+    console_of,
+    fitting,
+    panel,
     path_from_here,
     plain_table,
+    say,
+    say_command,
     short_count,
     short_duration,
 )
@@ -40,8 +45,8 @@ if TYPE_CHECKING:
     from wholebatch.cli.recipes import Recipe
     from wholebatch.tune import Setting, Trial, Tuned
 
-_HOW, _OUT = "How long, and over what", "Output"
-_what = partial(option, panel="What is tuned")
+_HOW, _OUT = "Search", "Output"
+_what = partial(option, panel="Batch")
 _how, _out = (partial(option, panel=panel) for panel in (_HOW, _OUT))
 _NUMBERS = whole_numbers("whole numbers with commas, such as 8,16,32")
 
@@ -63,68 +68,89 @@ def _names(*allowed: str) -> Check:
 class TuneOptions:
     """The options of `wholebatch tune`."""
 
-    recipe: str | None = recipe_argument("A recipe as for [bold]wholebatch train[/].")
-    batch_size: int | None = _what(None, "N", "Samples that make one update.", check=whole_number())
-    memory: str = _what("free", "SIZE", 'What may be used: "20GiB", "80%", or what is free.')
-    device: str = _what("auto", "auto|cpu|cuda", "Where to run.")
+    recipe: str | None = recipe_argument("A recipe, as for wholebatch train.")
+    batch_size: int | None = _what(None, "N", "Samples per update.", check=whole_number())
+    memory: str = _what("free", "SIZE", "Memory to use: 20GiB, 80% or free.")
+    device: str = _what("auto", "auto|cpu|cuda", "Device.")
     precision: tuple[str, ...] | None = _how(
         None,
         "NAMES",
-        "Of full, bf16, fp16, with commas. Default: the recipe's, and bf16 too on CUDA.",
+        "Precisions to try: full, bf16, fp16, separated by commas. Default: the recipe's, and on "
+        "CUDA also bf16.",
         typed=str | None,
         check=_names(*PRECISIONS),
     )
     execute: tuple[str, ...] | None = _how(
         None,
         "NAMES",
-        "Of eager, compile, graph. Default: eager, and graph too on CUDA.",
+        "Ways to run a micro-batch: eager, compile, graph. Default: eager, and on CUDA also graph.",
         typed=str | None,
         check=_names("eager", "compile", "graph"),
     )
     micro_batch: list[int] | None = option(
         None,
         "SIZES",
-        "With commas. Default: the batch in 1, 2, 4, … parts.",
+        "Micro-batch sizes to try. Default: the batch in 1, 2, 4, … parts.",
         _HOW,
         typed=str | None,
         check=_NUMBERS,
     )
-    seconds: float = measuring.seconds_option(300.0, "Begin no new setting after this long.", _HOW)
+    seconds: float = measuring.seconds_option(300.0, "Start no new setting after this time.", _HOW)
     clock: str = measuring.clock_option(_HOW)
-    exhaustive: bool = _how(False, None, "Measure everything that fits.", flag="--exhaustive")
+    exhaustive: bool = _how(False, None, "Measure every setting that fits.", flag="--exhaustive")
     bandwidth: str | None = _how(
         None,
         "RATE",
-        'Of one rank\'s link, such as "25GB/s": adds a model of more ranks.',
+        "Bandwidth of one rank, such as 25GB/s. Adds a prediction for more ranks.",
     )
     ranks: list[int] | None = option(
         None,
         "NUMBERS",
-        "For the model of --bandwidth. Default: 2,4,8,16,32,64.",
+        "Numbers of ranks for --bandwidth. Default: 2,4,8,16,32,64.",
         _HOW,
         typed=str | None,
         check=_NUMBERS,
     )
     out: Path = measuring.result_option(
         "tune.json",
-        "For [bold]wholebatch train --from[/]; the page is written beside it.",
+        "Result file, for wholebatch train --from. An HTML page is written beside it.",
         _OUT,
     )
-    as_json: bool = _out(False, None, "Print what FILE.json has, too.", flag="--json")
+    as_json: bool = _out(False, None, "Print the results as JSON.", flag="--json")
 
 
-@command(TuneOptions)
+@command(
+    TuneOptions,
+    "wholebatch tune my_recipe.py --batch-size 512 --memory 20GiB",
+    "wholebatch tune my_recipe.py --micro-batch 8,16,32 --seconds 60",
+    "wholebatch train my_recipe.py --from tune.json",
+)
 def tune(options: TuneOptions) -> None:
-    """Find the fastest settings for a batch here, what holds them back, and whether to accumulate.
+    """Find the fastest settings for a batch on this machine.
 
-    Then: wholebatch train --from tune.json
+    Also shows the bottleneck, and if accumulation is worth its time. Then train with the settings:
+    wholebatch train --from tune.json.
     """
     ranks, out = options.ranks, options.out
     if ranks is not None and options.bandwidth is None:
         given = ",".join(map(str, ranks))
         raise OptionError(f"--ranks {given}: belongs to --bandwidth, the rate of one rank's link")
 
-    # Torch is imported from here on: a wrong option was told at once.
+    with Spinner(console_of(stderr=options.as_json)) as doing:
+        doing("importing torch")
+        subject, tuned = _measured(options, doing)
+    if tuned is None:
+        return
+    console = doing.console
+    show = partial(_show, console, tuned, subject=subject)
+    measuring.write_result(tuned, out, console, show, as_json=options.as_json)
+    if not options.as_json:
+        line = f"wholebatch train --from {path_from_here(out)}"
+        say_command(console, "Train with these settings:", line)
+
+
+def _measured(options: TuneOptions, doing: Spinner) -> tuple[str, Tuned | None]:
+    """Return the recipe's name and what was found; None on all ranks but the first."""
     from wholebatch.cli.error_messages import short_warnings
     from wholebatch.cli.parallel_ranks import process_group
     from wholebatch.cli.recipes import load_recipe
@@ -135,18 +161,10 @@ def tune(options: TuneOptions) -> None:
     with process_group(options.device) as (rank, where), short_warnings(shown=rank == 0):
         parse_memory(options.memory, device=where)
         recipe = load_recipe(options.recipe)
-        console = Console(stderr=options.as_json)
-        if rank:
-            console = Console(quiet=True, force_terminal=False)
-        with TuneProgress(console, unit=recipe.unit) as progress:
+        doing.stop()
+        with TuneProgress(doing.console, unit=recipe.unit) as progress:
             tuned = _tune(recipe, options, where=where, rank=rank, bandwidth=link, watch=progress)
-    if rank:
-        return
-    show = partial(_show, console, tuned, subject=recipe.name)
-    measuring.write_result(tuned, out, console, show, as_json=options.as_json)
-    if not options.as_json:
-        again = f"train so:  wholebatch train --from {escape(path_from_here(out))}"
-        console.print(again, highlight=False, soft_wrap=True)
+    return recipe.name, None if rank else tuned
 
 
 def _tune(
@@ -252,33 +270,25 @@ class TuneProgress(Progress):
         speed = f"{short_count(rate)} {self._unit}/s" if rate else "no speed"
         peak = f", {bytes_said(trial.peak)}" if trial.peak else ""
         line = f"{trial.setting.said()}: {speed}{peak} ({trial.why})"
-        self.console.print(line, markup=False, highlight=False, soft_wrap=True, style="dim")
+        say(self.console, line, style="dim")
 
 
 def _show(console: Console, tuned: Tuned, *, subject: str) -> None:
     """Print the recommendation and why."""
     head, *more = tuned.advice
     body = [Text(head, style="bold green"), *(Text(line) for line in more)]
-    console.print(
-        Panel(
-            Group(*body),
-            title=f"[bold]{escape(subject)}[/]: batch of {tuned.batch_size} on {tuned.device}",
-            title_align="left",
-            border_style="green",
-            expand=False,
-            padding=(1, 2),
-        )
-    )
-    console.print(_split_table(tuned), highlight=False)
-    console.print(f"[bold]bottleneck: {tuned.bottleneck.kind}[/]", highlight=False)
+    title = f"{subject}: batch of {tuned.batch_size} on {tuned.device}"
+    console.print(panel(title, body, "green"), highlight=False)
+    console.print(fitting(_split_table(tuned), console.width), highlight=False)
+    say(console, f"Bottleneck: {tuned.bottleneck.kind}", style="bold")
     for line in (*tuned.bottleneck.evidence, *tuned.accumulation):
-        console.print(f"  {escape(line)}", highlight=False, soft_wrap=True)
+        say(console, line, indent=2)
     if tuned.ranks is not None:
-        console.print(_ranks(tuned), highlight=False)
+        console.print(fitting(_ranks(tuned), console.width), highlight=False)
 
 
 def _split_table(tuned: Tuned) -> Table:
-    table = plain_table("a window", ">ms", ">")
+    table = plain_table("part of a window", ">ms", ">share")
     split = tuned.best.split
     window = sum(split.values()) or 1.0
     for part in PARTS:
@@ -294,9 +304,7 @@ def _ranks(tuned: Tuned) -> Table:
         f">{tuned.unit}/s, nothing overlapped",
         ">all overlapped",
         ">reduction",
-        title=escape(tuned.ranks["said"]),
-        title_justify="left",
-        title_style="italic",
+        title=tuned.ranks["said"],
     )
     for point in tuned.ranks["points"]:
         table.add_row(

@@ -28,11 +28,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-import typer
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, RenderableType
 from rich.markup import escape
-from rich.padding import Padding
-from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
@@ -44,7 +41,14 @@ from wholebatch.cli.command_options import (
     recipe_argument,
 )
 from wholebatch.cli.recipe_measuring import made
-from wholebatch.cli.report.terminal_output import plain_table
+from wholebatch.cli.report.terminal_output import (
+    Spinner,
+    console_of,
+    fitting,
+    panel,
+    plain_table,
+    say,
+)
 from wholebatch.cli.run_settings import like_train, resolve
 from wholebatch.errors import OptionError, RecipeError, WholebatchError
 
@@ -54,9 +58,9 @@ if TYPE_CHECKING:
     from wholebatch.verification import Case, LoopTrial, LoopVerdict, Verdict
     from wholebatch.verification.run_comparison import Comparison
 
-_BATCH = "The batch and the update"
+_BATCH = "Batch"
 _batch, _like_train = partial(option, panel=_BATCH), partial(like_train, panel=_BATCH)
-_loop = partial(option, panel="A loop of your own")
+_loop = partial(option, panel="Your own loop")
 
 
 @dataclass(frozen=True)
@@ -65,99 +69,110 @@ class VerifyOptions:
 
     recipe: str | None = recipe_argument(
         "A Python file with model(), data() and loss(model, micro), or an embedded recipe: "
-        "[bold]bytes-gpt[/] (the default) or [bold]digits-cnn[/]."
+        "bytes-gpt (the default) or digits-cnn."
     )
     batch_size: int | None = _like_train(
-        "batch_size", "Samples that make one update.", metavar="N", of_recipes=True
+        "batch_size", "Samples per update.", metavar="N", of_recipes=True
     )
     micro_batch: str | None = _like_train(
         "micro_batch",
-        "How the batch is divided. Default: the recipe's, else about four, unevenly.",
+        "Size of a micro-batch. Default: the recipe's, else about four uneven parts.",
         metavar='N|"N tokens"',
         of_recipes=True,
     )
-    precision: str | None = _like_train("precision", "full (or fp32), bf16, fp16.", of_recipes=True)
+    precision: str | None = _like_train(
+        "precision", "Numbers to compute in.", metavar="full|bf16|fp16", of_recipes=True
+    )
     clip_norm: float | None = _like_train(
         "clip_norm",
-        "Clip to this norm. With --loop: what a loop that clips by hand clips to; torch's "
-        "clip_grad_norm_ is noticed by itself.",
+        "Clip to this norm. With --loop: the norm that a loop clips to by hand "
+        "(clip_grad_norm_ is detected).",
     )
     batchnorm: str = _batch(
         "exact",
         "POLICY",
-        "As in WholeBatch.",
+        "As WholeBatch(batchnorm=): exact, statistics, freeze, group, layer, sync or refuse.",
         check=one_of("exact", "statistics", "freeze", "group", "layer", "sync", "refuse"),
         of_recipes=True,
     )
-    execute: str | None = _like_train(
-        "execute", "As in WholeBatch.", metavar="MODE", of_recipes=True
-    )
+    execute: str | None = _like_train("execute", "As WholeBatch(execute=).", of_recipes=True)
     gradients: str | None = _like_train(
         "gradients",
-        "As in WholeBatch; release and moments without the recipe's clipping.",
+        "Where gradients are kept. release and moments do not use the recipe's clipping.",
         of_recipes=True,
     )
-    float64: bool = _batch(
-        True, None, "Prove it in float64 too, on a copy of the model.", of_recipes=True
-    )
+    float64: bool = _batch(True, None, "Do not repeat the proof in float64.", of_recipes=True)
     loop: str | None = _loop(
         None,
         "FILE.py:FUNCTION",
-        "Hold function(model, optimizer, micro_batches), which trains one window, against the "
-        "undivided batch and every known mistake.",
+        "Check your own loop: a function(model, optimizer, micro_batches) that trains one window.",
     )
     model: str = _loop(
         "all",
         "mlp|lm|cnn|all",
-        "The built-in models to try the loop on, if FILE.py has no model() of its own.",
+        "Built-in models for the loop, if FILE.py has no model().",
     )
     steps: int | None = _loop(
         None,
         "N",
-        "What the loop calls a full window, in micro-batches. Default: 4, or [bold]steps[/] in "
-        "FILE.py.",
+        "Micro-batches in a full window of the loop. Default: steps in FILE.py, else 4.",
     )
     equal: bool = _loop(
         False,
         None,
-        "The loop's micro-batches always have equally many units: do not try uneven ones.",
+        "Test only micro-batches of equal size.",
         flag="--equal",
     )
     ddp: bool = _loop(
         False,
         None,
-        "Under torchrun: hand the model over in DistributedDataParallel.",
+        "Under torchrun: wrap the model in DistributedDataParallel.",
         flag="--ddp",
     )
-    seed: int = _like_train("seed", "Of the weights and the data.", default=0)
-    device: str = _batch("auto", "auto|cpu|cuda", "Where to run.")
-    as_json: bool = option(False, None, "Print JSON instead.", "Output", flag="--json")
+    seed: int = _like_train("seed", "Seed of weights and data.", default=0)
+    device: str = _batch("auto", "auto|cpu|cuda", "Device.")
+    as_json: bool = option(False, None, "Print JSON.", "Output", flag="--json")
 
 
-@command(VerifyOptions)
-def verify(options: VerifyOptions) -> None:
-    """Prove that accumulation makes the update of the undivided batch, or find out why not.
+@command(
+    VerifyOptions,
+    "wholebatch verify my_recipe.py",
+    "wholebatch verify my_recipe.py --micro-batch 8 --precision bf16",
+    "wholebatch verify --loop train.py:one_window",
+)
+def verify(options: VerifyOptions) -> int:
+    """Prove that a model or a loop makes the update of the whole batch.
 
-    Exit status: 0 the same update, 1 another one, 2 wrong usage.
+    If it does not, the causes are named. Exit status: 0 the same update, 1 another update, 2 wrong
+    usage.
     """
     _check_partners(options)
+    with Spinner(console_of(stderr=options.as_json)) as doing:
+        doing("importing torch")
+        return _verify(options, doing)
+
+
+def _verify(options: VerifyOptions, doing: Spinner) -> int:
     import torch
 
+    from wholebatch.cli.error_messages import short_warnings
     from wholebatch.cli.parallel_ranks import process_group
 
     verdict: Verdict | LoopVerdict
-    with process_group(options.device) as (rank, where):
+    with process_group(options.device) as (rank, where), short_warnings(shown=rank == 0):
+        doing(f"comparing {options.loop or options.recipe or 'bytes-gpt'} with the undivided batch")
         if options.loop is None:
             title, verdict = _verify_recipe(options, where=where, rank=rank)
         else:
             title, verdict = options.loop, _verify_loop(options.loop, options, where)
+        doing.stop()
         if rank == 0:
             _show(title, verdict, as_json=options.as_json)
             sys.stdout.flush()
         if torch.distributed.is_initialized():
             # torchrun ends all ranks once one exits with 1: not before the first has printed.
             torch.distributed.barrier()
-    raise typer.Exit(verdict.exit_status)
+    return verdict.exit_status
 
 
 def _check_partners(options: VerifyOptions) -> None:
@@ -170,8 +185,9 @@ def _check_partners(options: VerifyOptions) -> None:
     for one in fields(options):
         is_given = getattr(options, one.name) != one.default
         if loop is not None and is_given and one.metadata.get("of_recipes"):
-            flag = "--no-float64" if one.name == "float64" else flag_of(one)
-            raise OptionError(f"{flag}: belongs to a RECIPE; a --loop has its own way to train")
+            raise OptionError(
+                f"{flag_of(one)}: belongs to a RECIPE; a --loop has its own way to train"
+            )
     if options.ddp and "WORLD_SIZE" not in os.environ:
         raise OptionError("--ddp: belongs to torchrun; this is one process")
 
@@ -212,7 +228,7 @@ def _verify_recipe(
         batches.peek(),
         micro_batch=micro_batch_of(recipe, config),
         optimizer=optimizer,
-        precision=config.autocast,
+        precision=config.autocast,  # type: ignore[arg-type]
         clip_norm=clip_norm,
         units=recipe.units,
         **more,
@@ -373,28 +389,17 @@ def _show_verdict(console: Console, title: str, verdict: Verdict) -> None:
         _answer(verdict.same, ": an approximation, as asked for" if verdict.approximate else ""),
         Text(f"{size} · {verdict.precision} · {verdict.device} · {verdict.seconds:.1f} s", "dim"),
         Text(),
-        _distances(verdict),
+        fitting(_distances(verdict), console.width - 4),
     ]
-    console.print(_panel(title, body, is_good=verdict.same))
-    console.print(_worst(verdict.gradient, 4 if verdict.same else 8))
+    console.print(panel(title, body, "green" if verdict.same else "red"))
+    console.print(fitting(_worst(verdict.gradient, 4 if verdict.same else 8), console.width))
     if not verdict.same:
         for cause in verdict.causes:
-            where = f" in [bold]{escape(listed(cause.where))}[/]" if cause.where else ""
-            _block(console, f"[red bold]{escape(cause.kind)}[/]{where}", cause.evidence)
-            _block(console, "[green]instead[/]", cause.advice)
+            where = f" in {listed(cause.where)}" if cause.where else ""
+            _block(console, f"{cause.kind}{where}", cause.evidence, "bold red")
+            _block(console, "instead", cause.advice, "green")
     for note in verdict.notes:
-        _block(console, "[yellow]note[/]", note)
-
-
-def _panel(title: str, body: list[RenderableType], *, is_good: bool) -> Panel:
-    return Panel(
-        Group(*body),
-        title=f"[bold]{escape(title)}[/]",
-        title_align="left",
-        border_style="green" if is_good else "red",
-        expand=False,
-        padding=(1, 2),
-    )
+        _block(console, "note", note, "yellow")
 
 
 def _answer(same: bool, what: str = "") -> Text:
@@ -406,7 +411,7 @@ def _answer(same: bool, what: str = "") -> Text:
 def _distances(verdict: Verdict) -> Table:
     from wholebatch.verification.run_comparison import percent as distance
 
-    table = plain_table("", ">off by", ">rounding explains", "")
+    table = plain_table("", ">off by", ">rounding", "")
     rows = [verdict.gradient, verdict.update]
     if verdict.float64 is not None:
         rows.append(verdict.float64)
@@ -424,10 +429,8 @@ def _worst(comparison: Comparison, number: int) -> Table:
     from wholebatch.verification.run_comparison import percent as distance
 
     table = plain_table(
-        *("parameter", ">numbers", ">off by", ">rounding alone"),
-        title="the gradients that are furthest off, by what rounding explains",
-        title_justify="left",
-        title_style="bold",
+        *("parameter", ">numbers", ">off by", ">rounding"),
+        title="Largest gradient errors, relative to rounding",
     )
     for line in comparison.worst(number):
         style = "red" if line.differs else "dim"
@@ -453,24 +456,24 @@ def _show_loop(console: Console, verdict: LoopVerdict) -> None:
     ranks = f" · {verdict.ranks} ranks" if verdict.ranks > 1 else ""
     about = f"{len(verdict.trials)} windows · {verdict.precision}{ranks} · {verdict.seconds:.1f} s"
     body.append(Text(about, "dim"))
-    console.print(_panel(verdict.loop, body, is_good=verdict.same))
-    console.print(_windows(verdict))
+    console.print(panel(verdict.loop, body, "green" if verdict.same else "red"))
+    console.print(fitting(_windows(verdict), console.width))
     wrong = next((trial for trial in verdict.trials if trial.found != RIGHT), None)
     if wrong is not None:
         console.print()
-        console.print(_evidence(wrong))
+        console.print(fitting(_evidence(wrong), console.width))
     for key in verdict.mistakes[1:]:
         also = MISTAKES[key]
-        _block(console, f"[red]also: {also.name}[/]", f"{also.does}. Instead: {also.instead}")
+        _block(console, f"also: {also.name}", f"{also.does}. Instead: {also.instead}", "red")
     for note in dict.fromkeys(note for trial in verdict.trials for note in trial.notes):
-        _block(console, "[yellow]note[/]", note)
+        _block(console, "note", note, "yellow")
 
 
 def _windows(verdict: LoopVerdict) -> Table:
     from wholebatch.verification.mistakes import MISTAKES, RIGHT
     from wholebatch.verification.run_comparison import percent as distance
 
-    table = plain_table("model", "window", ">steps", ">off by", "found")
+    table = plain_table("model", "window", ">steps", ">off by", "~found")
     before = ""
     for trial in verdict.trials:
         if trial.found == RIGHT:
@@ -492,10 +495,8 @@ def _evidence(trial: LoopTrial) -> Table:
 
     what = "gradients that the optimizer saw" if trial.observed_by == "gradients" else "update"
     table = plain_table(
-        *("hypothesis", ">distance", "", "as"),
-        title=f"how far the {what} are from each hypothesis ({trial.case}: {trial.name})",
-        title_justify="left",
-        title_style="bold",
+        *("~hypothesis", ">distance", "", "~as"),
+        title=f"Distance of the {what} from each hypothesis ({trial.case}: {trial.name})",
     )
     for fit in trial.fits[:9]:
         mark = "[green]fits[/]" if fit.fits else ""
@@ -505,6 +506,6 @@ def _evidence(trial: LoopTrial) -> Table:
     return table
 
 
-def _block(console: Console, head: str, text: str) -> None:
-    console.print(head, highlight=False)
-    console.print(Padding(escape(text), (0, 0, 0, 2)), highlight=False)
+def _block(console: Console, head: str, text: str, style: str) -> None:
+    say(console, head, style=style)
+    say(console, text, indent=2)

@@ -23,7 +23,7 @@ from wholebatch.core.forward_state import ForwardState, restore_random
 from wholebatch.core.lookahead_loader import Feed
 from wholebatch.core.loss import Loss, Terms, Units
 from wholebatch.core.model_and_optimizer import Scheduler
-from wholebatch.core.options import Close, Memory
+from wholebatch.core.options import BatchNormPolicy, Close, Memory
 from wholebatch.core.stream import GivenLoss, Stream
 from wholebatch.core.window import Step, Turn, count_units, make_window
 from wholebatch.coupled.contrastive.losses import OfTheBatch
@@ -64,7 +64,11 @@ class Steps:
 
 
 def by_epoch(schedule: Mapping[int, int]) -> Steps:
-    """Return a schedule of `steps=` by epoch: one pass of `over` over its loader is one."""
+    """Return a schedule for `steps=` by epoch. One pass of `over` is an epoch.
+
+    Args:
+        schedule: Micro-batches per window from an epoch on: `{0: 4, 8: 16}`.
+    """
     return _schedule(schedule, per_epoch=True)
 
 
@@ -99,16 +103,25 @@ class Accumulator(Stream):
     1 4 8.0
     2 2 4.0
 
-    The window's last `backward` closes it and returns its Step; every other returns None. The
-    loss is given as a sum with the units it is over (`wb.Loss` is taken too), or as a mean:
-    `acc.backward(mean=..., units=...)`. Without `over`, `backward` closes every `steps`-th time,
-    and `flush()` closes a short last window.
+    The last `backward` of a window makes the update and returns its Step; every other returns
+    None. Without `over`, every `steps`-th `backward` is the last, and `flush()` closes a short last
+    window.
 
-    `audit=True` looks at the first window: what is given as a sum must not be a mean, the loss must
-    not compare samples, and the model must not let them act on each other or move state of its own.
-
-    `close=wb.Close(...)` says how a window ends, as in `WholeBatch`. With `optimizer=None` it ends
-    with the whole gradient in `.grad`, for you to step with and to clear.
+    Args:
+        model: The model, or a list of models.
+        optimizer: One optimizer or several. With None, a window ends with the whole gradient in
+            `.grad`, for you to step with and to clear.
+        steps: Micro-batches per window. Or a schedule by update, `{0: 4, 800: 8}`, or by epoch,
+            `wb.by_epoch({0: 4, 8: 8})`.
+        clip_norm: Clip the gradient of the whole window to this norm; a list gives one norm per
+            parameter group.
+        scheduler: A learning-rate scheduler, or several. Each is stepped once per update.
+        batchnorm: What to do with BatchNorm layers: "refuse", "statistics", "freeze", "group",
+            "layer" or "sync" (see `wb.BatchNorm`). "exact" needs `WholeBatch`.
+        memory: `wb.Memory(gradients=..., optimizer=...)`.
+        audit: Test the first window: a sum must not be a mean, and samples must not depend on each
+            other. False skips the test.
+        close: `wb.Close(...)`, how a window ends.
     """
 
     def __init__(
@@ -119,7 +132,7 @@ class Accumulator(Stream):
         steps: int | dict[int, int] | Steps,
         clip_norm: ClipNorm = None,
         scheduler: Scheduler | Sequence[Scheduler] | None = None,
-        batchnorm: str = "refuse",
+        batchnorm: BatchNormPolicy = "refuse",
         memory: Memory | None = None,
         audit: bool = True,
         close: Close | None = None,
@@ -154,6 +167,13 @@ class Accumulator(Stream):
         self._terms: list[str] = []  # that were announced
         self._watch(self._next_size())
 
+    def __repr__(self) -> str:
+        target = self._window.target
+        models = "+".join(type(model).__name__ for model in target.models)
+        optimizers = "+".join(type(one).__name__ for one in target.optimizers)
+        steps, updates = self.steps, self.updates
+        return f"Accumulator({models}, {optimizers or None}, steps={steps}, updates={updates})"
+
     # ------------------------------------------------------------- the window
 
     @property
@@ -179,11 +199,18 @@ class Accumulator(Stream):
     ) -> Step | None:
         """Add one micro-batch's gradient; the window's last backward closes it.
 
-        Give `total`, the sum over `units` (or a wb.Loss, which is both; or wb.Loss.terms, after
-        `announce`), or `mean=`, the mean over them. The loss of a function of `compile` is only
-        entered. `more=True` says that another backward of the same micro-batch follows. The units
-        of a micro-batch are the sum over its backwards: give 0 with all but one if they are terms
-        over the same units.
+        Args:
+            total: The loss of the micro-batch as a sum over `units`, or a `wb.Loss`, which has
+                both; or `wb.Loss.terms(...)`, after `announce`. A loss made by `compile` is only
+                counted.
+            units: How many units the loss is over: samples, tokens or weights. Where one
+                micro-batch has several backwards over the same units, give them once, and 0 with
+                the others.
+            mean: The loss as a mean over `units`, instead of `total`.
+            more: True if another backward of the same micro-batch follows.
+
+        Returns:
+            The Step if the window was closed, else None.
         """
         with self._turn:
             return self._backward(total, units, mean, more)
@@ -457,7 +484,13 @@ _driven: WeakSet[nn.Module] = WeakSet()  # models in a loop right now: nesting t
 def over(
     loader: Iterable[Any], *accumulators: Accumulator, continue_window: bool = False
 ) -> Iterator[Any]:
-    """Drive several accumulators (a GAN's two) over one loader; each has windows of its own."""
+    """Drive several accumulators (a GAN's two) over one loader; each has windows of its own.
+
+    Args:
+        loader: Any iterable of micro-batches.
+        accumulators: The accumulators to drive.
+        continue_window: Continue a window that is open, instead of refusing it.
+    """
     if not accumulators:
         raise OptionError("wb.over(loader): give at least one Accumulator")
     for accumulator in accumulators:

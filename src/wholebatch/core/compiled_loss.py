@@ -21,6 +21,7 @@ from wholebatch.compile import Execute, Executor, check_execute
 from wholebatch.compile.captured_state import FUNCTIONS, reached
 from wholebatch.core.loss import SINGLE, Loss, Units, as_loss
 from wholebatch.core.precision import Full
+from wholebatch.core.torch_version import execute_here
 from wholebatch.errors import LossError, OptionError, WindowError
 
 if TYPE_CHECKING:
@@ -142,7 +143,7 @@ class CompiledLoss:
         self._given: Any = None
         self._call = _on_micro_batch(loss, models, reads or loss)
         self.executor = Executor(
-            check_execute(execute, device),
+            execute_here(check_execute(execute, device)),
             model=_all_modules(models, reads or loss),
             loss=self._call,
             window=window,

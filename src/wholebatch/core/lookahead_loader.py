@@ -60,8 +60,10 @@ def unpadded(loader: Iterable[Any], *, static: Static = (), start: int = 0) -> I
     one sample (and by one batch, if a batch held only a repeat). Loaders that repeat nothing are
     returned unchanged.
 
-    `static` is the option of `split`. `start` is the number of batches already taken, for a loader
-    that resumes in the middle of an epoch by itself.
+    Args:
+        loader: A DataLoader; anything else is returned unchanged.
+        static: Leaves that are passed on whole, as for `split`.
+        start: Batches already taken, for a loader that resumes in mid-epoch by itself.
     """
     if not isinstance(loader, DataLoader):
         return loader

@@ -112,9 +112,12 @@ class Terms:
 class Loss:
     """A sum over units; the window's loss is the sum of totals over the sum of units.
 
-    `units` may be a 0-dim tensor on the device: it is read once per window, not per micro-batch.
-    `extras` are tensors by name that a compiled loss function hands back beside the loss (an
-    accuracy, logits): no gradient flows through them.
+    Args:
+        total: The loss of the micro-batch as a sum, a 0-dim tensor.
+        units: What the sum is over: a number of samples or tokens, or a sum of weights. A 0-dim
+            tensor on the device is read once per window.
+        extras: Tensors by name that a compiled loss function returns beside the loss, such as an
+            accuracy. No gradient flows through them.
     """
 
     total: Tensor
@@ -180,10 +183,13 @@ def terms_of(loss: Loss | Terms) -> dict[str, Term]:
 def mean_loss(mean: Tensor, units: Units) -> Loss:
     """Return the Loss of a mean over `units`.
 
-    A micro-batch without any unit (all its tokens masked) has the mean 0/0; it contributes
-    nothing here instead of a nan. Units on a GPU are not waited for: a mean of your own that may
-    have none there, `total / count`, must be written `total / count.clamp(min=1)`, or its
-    backward makes 0/0 again.
+    A micro-batch without units (all its tokens masked) has the mean 0/0; here it adds nothing
+    instead of a nan. On a GPU, write a mean of your own that may have no units as
+    `total / count.clamp(min=1)`: otherwise its backward computes 0/0 again.
+
+    Args:
+        mean: The loss of the micro-batch as a mean, a 0-dim tensor.
+        units: What the mean is over: samples, tokens or a sum of weights.
     """
     check_total(mean)
     units = check_units(units)
@@ -243,6 +249,13 @@ def cross_entropy(
     Labels of the logits' own shape are probabilities of the classes (mixed or distilled labels);
     as in torch, their mean is over the rows whatever the weights. The sum is made in float32 or
     better.
+
+    Args:
+        logits: Scores of the classes.
+        labels: The right classes, or their probabilities.
+        ignore_index: Labels with this value do not count.
+        weight: A weight per class. The units are then the sum of the weights of the labels.
+        label_smoothing: As in torch.
     """
     of_rows = labels.is_floating_point() and logits.shape == labels.shape and logits.dim() > 1
     if of_rows:
@@ -284,6 +297,10 @@ def causal_lm(model: Any, micro: Any) -> Loss:
     Where the logits would be large, they are made and used up in slices: for models that have
     `base_model` (which gives the last hidden states) and `get_output_embeddings()` (a linear layer
     whose output is the logits), as those of Hugging Face do.
+
+    Args:
+        model: The language model.
+        micro: The micro-batch.
     """
     if isinstance(micro, tuple | list) and len(micro) == 2:
         inputs, targets = micro

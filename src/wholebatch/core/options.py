@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 
@@ -19,20 +19,28 @@ from wholebatch.core.splitting.micro_batches import check_micro_batch
 from wholebatch.core.splitting.samples import Static, check_layout
 from wholebatch.errors import OptionError
 
+BatchNormPolicy: TypeAlias = Literal[
+    "exact", "statistics", "freeze", "group", "layer", "sync", "refuse"
+]
+SyncMode: TypeAlias = Literal["auto", "hold", "every", "none"]
+
 
 @dataclass(frozen=True)
 class Close:
-    """Options of the close of a window: reduce over ranks, clip, check, step.
+    """Options for the end of a window: reduce over ranks, clip, check, step.
 
-    - `clip_value` clamps every number of the gradient; `clip_norm=` is an option of its own.
-    - `on_gradient(named)` is called with (name, parameter) pairs whose `.grad` is the whole
-      gradient, before it is clipped, and may change it in place.
-    - `nonfinite` and `zero_units`: "raise", or "skip" to skip and count windows whose gradient is
-      not finite, or whose losses have no units.
-    - `scaler`: a GradScaler of your own. `ema`: what has `update_parameters(model)`, once per
-      update.
-    - `sync`: "hold" reduces gradients once per window, "every" in each backward, "auto" chooses.
-      "none" trains a plain model on several ranks by itself on each.
+    Args:
+        clip_value: Clamp every number of the gradient. Clipping by norm is `clip_norm=` of
+            `WholeBatch` and `Accumulator`.
+        on_gradient: A function that gets (name, parameter) pairs whose `.grad` is the whole
+            gradient, before clipping. It may change the gradients in place.
+        nonfinite: "raise" an error on a gradient that is not finite, or "skip" and count its
+            window.
+        zero_units: The same for a window without units.
+        scaler: Your own GradScaler.
+        ema: An object with `update_parameters(model)`, called once per update.
+        sync: "hold" reduces gradients once per window, "every" in each backward, "auto" chooses.
+            "none" trains a plain model separately on each rank.
     """
 
     clip_value: float | None = None
@@ -41,7 +49,7 @@ class Close:
     zero_units: Policy = "raise"
     scaler: torch.amp.GradScaler | None = None
     ema: Ema | None = None
-    sync: str = "auto"
+    sync: SyncMode = "auto"
 
     def with_clip_norm(self, clip_norm: ClipNorm) -> CloseOptions:
         """Return what the close itself needs."""
@@ -68,13 +76,14 @@ class Close:
 
 @dataclass(frozen=True)
 class Memory:
-    """Options of memory: the budget on the device, and what is kept outside of it.
+    """Memory options: the budget on the device, and what is kept outside of it.
 
-    - `budget`: bytes ("20GiB", a number), a fraction of the device, or "free".
-    - `gradients`: "device"; "host" sums them in host memory; "swap" lets Adam's moments wait there
-      in their place; "release" frees them in the last backward; "moments" (Adam accumulation) is
-      approximate.
-    - `optimizer`: "device", or "host" to keep the optimizer's state there.
+    Args:
+        budget: A size ("20GiB" or a number of bytes), a fraction of the device, or "free".
+        gradients: "device"; "host" sums them in host memory; "swap" moves Adam's moments to host
+            memory while they are summed; "release" frees them in the last backward; "moments"
+            (Adam accumulation) is an approximation.
+        optimizer: Where the optimizer's state is kept: "device" or "host".
     """
 
     budget: int | float | str | None = None
@@ -91,16 +100,20 @@ class Memory:
 class BatchNorm:
     """Options of BatchNorm in a window of several micro-batches.
 
-    - `policy`: "exact" (the statistics of the whole batch, by lock-step), "statistics", "freeze",
-      "group", "layer", "sync" or "refuse".
-    - `hold`: what lock-step keeps on the device: "graphs", "inputs", "host", or "auto".
+    Args:
+        policy: "exact" normalises with the statistics of the whole batch. "statistics" normalises
+            each micro-batch by itself and updates the running statistics once per window. "freeze"
+            uses the running statistics. "group" and "layer" replace BatchNorm by GroupNorm, "sync"
+            by SyncBatchNorm. "refuse" raises an error.
+        hold: What "exact" keeps in device memory between micro-batches: "graphs" (fastest),
+            "inputs" (recomputes), "host" (copies to host memory), or "auto".
     """
 
-    policy: str = "exact"
+    policy: BatchNormPolicy = "exact"
     hold: Literal["auto", "graphs", "inputs", "host"] = "auto"
 
     @staticmethod
-    def of(batchnorm: BatchNorm | str) -> BatchNorm:
+    def of(batchnorm: BatchNorm | BatchNormPolicy) -> BatchNorm:
         """Return the option; a policy alone is the short form."""
         return batchnorm if isinstance(batchnorm, BatchNorm) else BatchNorm(batchnorm)
 
@@ -127,13 +140,17 @@ def samples(
     batch_size: int | Callable[[Any], int] | None = None,
     static: str | Sequence[str] = (),
 ) -> Samples:
-    """Return a micro-batch size for `micro_batch=`, and how a batch is to be read.
+    """Return a value for `micro_batch=` that also says how to read a batch.
 
-    `batch_size` (a number, or a function of the batch) and `static` (names of leaves that are not
-    to be split) are needed only where a batch does not show its samples.
+    It is needed only for batches whose samples are not obvious.
 
     >>> samples(8, static="class_weights").micro_batch
     8
+
+    Args:
+        micro_batch: Samples per micro-batch, `wb.tokens(...)` or "auto".
+        batch_size: The number of samples of a batch, or a function that returns it.
+        static: Names of leaves that are passed on whole instead of split.
     """
     check_layout(batch_size, static)
     return Samples(check_micro_batch(micro_batch), batch_size, static)

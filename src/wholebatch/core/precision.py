@@ -13,13 +13,15 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from wholebatch.errors import OptionError
+from wholebatch.errors import OptionError, UnsupportedError
+
+PrecisionName: TypeAlias = Literal["full", "fp32", "bf16", "fp16"]
 
 
 class Precision(ABC):
@@ -211,6 +213,12 @@ class SixteenBit:
             ]
             if not mine:
                 continue
+            if not hasattr(mine[0], "grad_dtype"):
+                raise UnsupportedError(
+                    f"16-bit parameters with torch {torch.__version__}: adding their gradients in "
+                    "fp32 needs torch 2.11 or newer; keep float32 parameters, and use "
+                    'precision="bf16"'
+                )
             self.parameters += mine
             if not _takes_fp32_gradients(optimizer, mine[0]):
                 self._rounded += mine

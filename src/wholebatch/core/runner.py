@@ -26,6 +26,7 @@ from wholebatch.core.loss import SINGLE, Loss, Terms, as_loss
 from wholebatch.core.precision import Precision
 from wholebatch.core.splitting import Tokens, batch_size_of, to_device
 from wholebatch.core.splitting.samples import layout_of
+from wholebatch.core.torch_version import execute_here
 from wholebatch.core.window import Window
 from wholebatch.coupled import batchnorms, tracked_instance_norms
 from wholebatch.coupled import choose as choose_batchnorm
@@ -102,7 +103,7 @@ class Runner:
         looks = audit and not window.sync.counts_must_agree
         self._guard: SplitGuard | None = SplitGuard(root, looks=looks)
         self.executor = Executor(
-            self._executed(check_execute(execute, self._device)),
+            self._executed(execute_here(check_execute(execute, self._device))),
             model=root,
             loss=loss.stand_in if isinstance(loss, Coupled) else loss,
             window=window,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import nn
@@ -15,7 +15,7 @@ from wholebatch.core import state_dict as state
 from wholebatch.core.close import ClipNorm, read_scalars
 from wholebatch.core.model_and_optimizer import Scheduler
 from wholebatch.core.noise_scale import NoiseScale, Probe, check_noise
-from wholebatch.core.options import BatchNorm, Close, Memory, Samples
+from wholebatch.core.options import BatchNorm, BatchNormPolicy, Close, Memory, Samples
 from wholebatch.core.runner import (
     AfterMicro,
     LossFunction,
@@ -33,13 +33,10 @@ from wholebatch.memory.budget import Budget
 from wholebatch.memory.micro_batch_fitting import Fitting
 from wholebatch.memory.out_of_memory import Attempt
 
-if TYPE_CHECKING:
-    pass
-
-
 _NOTHING = object()
 
 MicroBatch: TypeAlias = int | Tokens | Samples | Literal["auto"]
+Dropout: TypeAlias = Literal["fresh", "per-sample"]
 
 
 class WholeBatch:
@@ -56,28 +53,37 @@ class WholeBatch:
     >>> step.update, step.units, step.micro_batches
     (1, 10.0, 3)
 
-    `loss(model, micro)` returns `wb.Loss(total, units)`, `wb.Loss.terms({...})` or a tensor of
-    per-unit losses. `units(micro)`, if given, counts them before the first backward (a number, or
-    one for each term); a loss of several terms needs it. Batches may stay on the host: only the
-    micro-batch travels to the model's device. Where a batch does not show its samples,
-    `micro_batch=wb.samples(8, batch_size=..., static=...)` says how to read it. A model with
-    BatchNorm runs its micro-batches in lock-step, with the statistics of the whole batch
-    (`batchnorm="exact"`, or `wb.BatchNorm(policy, hold=...)`). A model that couples its samples in
-    another way is refused before its first split step, by name (`audit=False` trains it knowingly).
+    Batches may stay in host memory: only the micro-batch is copied to the model's device. A window
+    that runs out of memory starts again with smaller micro-batches. The update stays the same.
 
-    A loss that compares samples is `loss=wb.Coupled(encode, loss)`; `model` may be a list or dict
-    of models. With `dropout="per-sample"` masks follow their samples, however the batch is split.
-
-    `close=wb.Close(...)` says how a window ends: clipping by value, work on the whole gradient,
-    what is not finite, a GradScaler, an EMA. To step yourself, give `optimizer=None` and call
-    `gradient(batch)`.
-
-    `micro_batch="auto"` takes the largest that is predicted to fit into `memory` ("20GiB", a
-    fraction, or what is free). A window that runs out of memory all the same begins again with
-    smaller micro-batches, and later windows begin with those: the update is the same.
-
-    `memory=wb.Memory(budget, gradients="host", optimizer="host")` also keeps gradients and the
-    optimizer's state out of the device's memory.
+    Args:
+        model: The model, or a list or dict of models.
+        optimizer: One optimizer or several. With None, call `gradient(batch)` and step yourself.
+        loss: A function `loss(model, micro)` that returns `wb.Loss(total, units)`,
+            `wb.Loss.terms({...})` or a tensor of per-unit losses. For a loss that compares
+            samples: `wb.Coupled(encode, loss)`.
+        micro_batch: Samples per micro-batch, a token budget `wb.tokens(4096)`, or "auto" for the
+            largest that fits `memory`. `wb.samples(8, static=...)` says how to read a batch whose
+            samples are not obvious.
+        units: A function `units(micro)` that counts the units before the first backward: a number,
+            or one per term. A loss of several terms needs it.
+        precision: "full" (or "fp32") computes in the parameters' dtype; "bf16" and "fp16" use
+            autocast.
+        clip_norm: Clip the gradient of the whole batch to this norm; a list gives one norm per
+            parameter group.
+        scheduler: A learning-rate scheduler, or several. Each is stepped once per update.
+        batchnorm: "exact" gives BatchNorm the statistics of the whole batch. For the other
+            policies see `wb.BatchNorm`.
+        dropout: "fresh" draws masks per micro-batch. With "per-sample" the masks belong to the
+            samples and do not depend on the split.
+        execute: "eager", "compile", "graph" (a recorded CUDA graph), or "auto" for the fastest
+            that gives the same numbers.
+        memory: A budget such as "20GiB", 0.8 of the device or "free"; or `wb.Memory(...)`, which
+            also moves gradients and optimizer state to host memory.
+        audit: Test on the first batch that its micro-batches add up, and refuse a model that
+            couples its samples. False skips the test.
+        close: `wb.Close(...)`, how a window ends: clipping by value, gradients that are not finite,
+            a GradScaler, an EMA.
     """
 
     def __init__(
@@ -88,11 +94,11 @@ class WholeBatch:
         loss: LossFunction | Coupled,
         micro_batch: MicroBatch = "auto",
         units: UnitsFunction | None = None,
-        precision: str = "full",
+        precision: precisions.PrecisionName = "full",
         clip_norm: ClipNorm = None,
         scheduler: Scheduler | Sequence[Scheduler] | None = None,
-        batchnorm: BatchNorm | str = "exact",
-        dropout: str = "fresh",
+        batchnorm: BatchNorm | BatchNormPolicy = "exact",
+        dropout: Dropout = "fresh",
         execute: Execute = "auto",
         memory: Memory | Budget | None = None,
         audit: bool = True,
@@ -156,6 +162,13 @@ class WholeBatch:
         self._while_waiting: Callable[[], None] | None = None
         self._done = self._of = 0  # micro-batches of the open window that are in it, and of all
 
+    def __repr__(self) -> str:
+        optimizers = "+".join(type(one).__name__ for one in self._window.target.optimizers)
+        return (
+            f"WholeBatch({type(self._root).__name__}, {optimizers or None}, "
+            f"micro_batch={self.micro_batch!r}, updates={self.updates})"
+        )
+
     @property
     def compiling(self) -> str | None:
         """The compilation that goes on beside the run, for a progress line; None if none does."""
@@ -188,9 +201,10 @@ class WholeBatch:
         return self._window.sync.waited()
 
     def measure_noise(self, every: int | Literal["auto"] = "auto") -> None:
-        """Measure the gradient noise scale in one of `every` windows, from here on.
+        """Start to measure the gradient noise scale; `noise` is the estimate so far.
 
-        A measured window costs up to a fifth more. `noise` is the estimate so far.
+        Args:
+            every: Measure one of so many windows. A measured window takes up to a fifth longer.
         """
         check_noise(every)
         coupled = self._runner.needs_every_rank() is not None
@@ -203,10 +217,15 @@ class WholeBatch:
         return None if self._probe is None else self._probe.estimate
 
     def step(self, batch: Any, *, after_micro: AfterMicro | None = None) -> Step:
-        """Make one update from the whole batch. After an error nothing of it is left behind.
+        """Make one update from the whole batch. An error leaves nothing of the window behind.
 
-        `after_micro(done, of)` is called after every micro-batch; `state_dict()` may be called in
-        it, and the step with the same batch after `load_state_dict()` goes on from there.
+        Args:
+            batch: The whole batch: tensors, or any structure of them.
+            after_micro: A function `after_micro(done, of)`, called after every micro-batch. It may
+                save `state_dict()`; a step with the same batch then resumes in mid-window.
+
+        Returns:
+            The exact mean loss, the gradient norm and what else happened.
         """
         if not self._window.target.steps:
             raise WindowError("step() with optimizer=None: call gradient(batch), then your step")
@@ -215,10 +234,14 @@ class WholeBatch:
         return self.last_step
 
     def gradient(self, batch: Any, *, after_micro: AfterMicro | None = None) -> Step:
-        """Make the gradient of the whole batch and leave it in `.grad`: the step is yours.
+        """Leave the gradient of the whole batch in `.grad`: the step is yours.
 
-        It is normalised and clipped, and has the parameters' dtype. No optimizer, scheduler or EMA
-        is stepped. Clear the gradients after your step: the next window refuses to begin on them.
+        It is normalised and clipped. No optimizer, scheduler or EMA is stepped. Clear the gradients
+        after your step: the next window refuses to start on old ones.
+
+        Args:
+            batch: The whole batch, as for `step`.
+            after_micro: As for `step`.
         """
         self._window.store.check_hand_over()
         with self._turn, self._window.sync.failures():
@@ -226,9 +249,15 @@ class WholeBatch:
         return self.last_step
 
     def choose(self, batch: Any) -> str | None:
-        """Let "auto" choose for batches like this one now; return what it chose, and why.
+        """Choose the micro-batch for batches like this one now; return the choice and its reason.
 
-        Two lines, or None where nothing was predicted. On several ranks, all of them call it.
+        On several ranks, call it on all of them.
+
+        Args:
+            batch: A batch like those of the run.
+
+        Returns:
+            Two lines of text, or None if nothing had to be predicted.
         """
         with self._turn:
             self._fitting.split(batch)
@@ -316,9 +345,12 @@ class WholeBatch:
     def over(self, loader: Iterable[Any], *, ahead: bool = False) -> Iterator[Any]:
         """Yield the loader's batches, for `step`; ranks may have different numbers of them.
 
-        A rank that has run out takes part in the updates of the others, with nothing to add.
-        `ahead=True` reads the next batch while the device still computes; what the loader draws
-        from the global random generator is then drawn before the step ends.
+        A rank that has run out of batches joins the updates of the others with an empty one.
+
+        Args:
+            loader: Any iterable of batches.
+            ahead: Read the next batch while the device computes. Random numbers that the loader
+                draws are then drawn before the step ends.
         """
         window = self._window
         if window.sync.ranks == 1:
@@ -379,7 +411,11 @@ class WholeBatch:
         return self._runner.needs_every_rank()
 
     def join(self, like: Any) -> Step:
-        """Take part in the other ranks' step without data; `like`, a batch, is not counted."""
+        """Take part in the other ranks' step without data.
+
+        Args:
+            like: Any batch. It is not counted.
+        """
         with self._turn:
             if self._probe is not None:
                 self._probe.begin()

@@ -213,7 +213,7 @@ class Turn:
 _SINGLE_WEIGHT = {SINGLE: 1.0}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Step:
     """One update: its exact mean loss, and what happened on the way.
 
@@ -232,6 +232,12 @@ class Step:
     loss_scale: float = 1.0
     terms: Mapping[str, float] = field(default_factory=dict)
     skipped: str | None = None
+
+    def __repr__(self) -> str:
+        said = f"loss={self.loss:.6g}, units={self.units:g}, grad_norm={self.grad_norm:.4g}"
+        said += f", micro_batches={self.micro_batches}, seconds={self.seconds:.3g}"
+        said += f", skipped={self.skipped!r}" if self.skipped else ""
+        return f"Step(update={self.update}, {said})"
 
 
 @dataclass(eq=False)

@@ -107,18 +107,23 @@ def audit(
 ) -> Audit:
     """Return what keeps micro-batches of `model` from the update of the whole batch.
 
-    Layers are looked at as they are now: a BatchNorm in evaluation mode couples nothing and is not
-    reported. With a `batch` the model also runs on its first samples (8 at most): with one of them
-    changed, to see which layers mix samples, and in halves, to see whether what comes and its
-    gradient add up and which state a forward moves. `forward(model, batch)` says how the model is
-    called (default: with the batch, or with its items as keywords or positions). It may be a loss
-    function: then one that compares samples, or gives a mean as a sum, is found. `batch_size` and
-    `static` say how the batch is to be read, as in `WholeBatch`. Parameters, gradients, buffers,
-    attributes of modules and random generators are left as found.
+    Layers are judged in their current mode: a BatchNorm in evaluation mode is not reported. The
+    model, its gradients and buffers, and the random generators are left as found.
 
     >>> import torch
     >>> print(audit(nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3)), torch.randn(4, 2)))
     no layer couples the samples of a batch (by type and by changing one sample)
+
+    Args:
+        model: The model to look at.
+        batch: Run the model on the first samples of this batch (8 at most): with one sample
+            changed, to find layers that mix samples, and in halves, to test that the outputs and
+            gradients add up. Without a batch, layers are judged by their type only.
+        forward: A function `forward(model, batch)` that calls the model. With a loss function, a
+            loss that compares samples or returns a mean as a sum is found too. Default: call the
+            model with the batch, or with its items.
+        batch_size: The number of samples, or a function that returns it, as for `split`.
+        static: Leaves that are passed on whole, as for `split`.
     """
     findings = tuple(_by_type(model))
     if batch is None:

@@ -46,9 +46,14 @@ def moe_loss(
     `(loss, routers, mask)`: `routers` holds the logits (tokens, experts) of each layer, or pairs
     of probabilities and chosen experts (tokens, k); `mask` is 0 for tokens that do not count.
 
-    `layers="together"` takes both means over the tokens of all layers at once, as Transformers
-    does; "each" adds the losses of the layers. The z-loss is the mean of logsumexp(logits)².
-    `keep` is that of `wb.Coupled`: graphs of the first pass that need no second one.
+    Args:
+        loss: The loss of the model without its balance term.
+        balance: Weight of the load-balancing loss. Default: the model's own.
+        z: Weight of the router z-loss, the mean of logsumexp(logits)².
+        top_k: Experts per token. Default: the model's own.
+        layers: "together" takes the means over the tokens of all layers, as Transformers does;
+            "each" adds the losses of the layers.
+        keep: As for `wb.Coupled`: graphs of the first pass that need no second one.
     """
     if layers not in ("together", "each"):
         raise OptionError(f'layers={layers!r}: must be "together" or "each"')

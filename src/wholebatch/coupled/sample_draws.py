@@ -28,6 +28,10 @@ def randn_like(x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
 
     >>> randn_like(torch.zeros(4, 3)).shape
     torch.Size([4, 3])
+
+    Args:
+        x: A tensor whose first dimension is the samples.
+        dtype: The dtype of the result. Default: that of `x`.
     """
     uniform = _uniform(x)
     if uniform is None:
@@ -40,6 +44,10 @@ def rand_like(x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
     """Return numbers uniform in [0, 1) in the shape of `x`, whose first dimension is the samples.
 
     A mask that drops a tenth is `rand_like(x) < 0.1`.
+
+    Args:
+        x: A tensor whose first dimension is the samples.
+        dtype: The dtype of the result. Default: that of `x`.
     """
     uniform = _uniform(x)
     if uniform is None:
@@ -56,6 +64,12 @@ def randint_like(
 
     >>> randint_like(torch.zeros(4), 1000, dtype=torch.long).shape
     torch.Size([4])
+
+    Args:
+        x: A tensor whose first dimension is the samples.
+        low: The smallest integer; `high`, if that is left out.
+        high: One above the largest integer.
+        dtype: The dtype of the result. Default: that of `x`.
     """
     low, high = (0, low) if high is None else (low, high)
     if not low < high:

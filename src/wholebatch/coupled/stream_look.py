@@ -337,7 +337,8 @@ def _plain_autograd() -> Iterator[bool]:
     """
     private = torch._C._autograd
     hooks = []
-    while (top := private._top_saved_tensors_default_hooks(True)) is not None:
+    topmost = getattr(private, "_top_saved_tensors_default_hooks", None)  # since torch 2.7
+    while topmost is not None and (top := topmost(True)) is not None:
         private._pop_saved_tensors_default_hooks()
         hooks.append(top)
     try:

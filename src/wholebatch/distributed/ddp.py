@@ -122,7 +122,7 @@ def _layout(parameters: Sequence[nn.Parameter]) -> list[_Bucket]:
     buckets: list[_Bucket] = []
     filling: dict[tuple[torch.dtype, torch.device], tuple[_Bucket, int]] = {}
     for parameter in reversed(parameters):
-        dtype = parameter.grad_dtype or parameter.dtype
+        dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype
         key = (dtype, parameter.device)
         size = parameter.numel() * dtype.itemsize
         bucket, filled = filling.get(key, (None, 0))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -34,11 +34,20 @@ class Pipeline:
         step = train.step(batch["tokens"], target=batch["labels"])
     ```
 
-    `step` is called on every rank, with the same batch (ranks in the middle may leave it out).
-    `loss(output, target)` runs on the last stage and returns `wb.Loss(total, units)` or a tensor of
-    per-unit losses. A batch that does not divide evenly is padded, and the padding never reaches
-    the loss. `schedule` is "gpipe", "1f1b" or "interleaved" (a list of stages for each rank).
-    `data_parallel` is the process group of the ranks that hold replicas of the same stages.
+    Call `step` on every rank with the same batch (ranks in the middle may leave it out). A batch
+    that does not divide evenly is padded; the padding never reaches the loss.
+
+    Args:
+        stage: This rank's stage; a list of stages with "interleaved".
+        optimizer: The optimizer of this rank's stages, or several.
+        loss: A function `loss(output, target)` that returns `wb.Loss(total, units)` or a tensor of
+            per-unit losses. It runs on the last stage.
+        micro_batch: Samples per micro-batch.
+        schedule: The order of forward and backward passes.
+        data_parallel: The process group of the ranks that hold replicas of the same stages.
+        clip_norm: Clip the gradient of all stages together to this norm.
+        scheduler: A learning-rate scheduler, or several. Each is stepped once per update.
+        close: `wb.Close(...)`: `clip_value`, `nonfinite` and `zero_units`.
     """
 
     def __init__(
@@ -48,7 +57,7 @@ class Pipeline:
         *,
         loss: LossFunction,
         micro_batch: int,
-        schedule: str = "1f1b",
+        schedule: Literal["gpipe", "1f1b", "interleaved"] = "1f1b",
         data_parallel: dist.ProcessGroup | None = None,
         clip_norm: float | None = None,
         scheduler: Scheduler | Sequence[Scheduler] | None = None,
@@ -108,8 +117,12 @@ class Pipeline:
     def step(self, *inputs: Any, target: Any = None, **keywords: Any) -> Step:
         """Make one update from the whole batch; every rank gets the same report.
 
-        `inputs` go to the first stage, `keywords` to the stages of the rank that passes them. Every
-        tensor has one entry per sample, in its first dimension.
+        Every tensor has one entry per sample, in its first dimension.
+
+        Args:
+            *inputs: The inputs of the first stage.
+            target: The targets, for the loss.
+            **keywords: Keyword inputs of the stages of the rank that passes them.
         """
         window, runner = self._window, self._runner
         samples = runner.prepare(inputs, keywords, target)

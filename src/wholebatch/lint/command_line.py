@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import sys
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,7 +103,9 @@ def _lint_input(options: LintArguments, settings: Settings) -> int:
 def _report(options: LintArguments, findings: Sequence[Finding], files: int, repaired: int) -> int:
     """Write the findings in the format that was asked for, and return the exit status."""
     shown = as_statistics if options.statistics else FORMATS[options.form]
-    _write(shown(findings), options.output)
+    rendered = shown(findings)
+    is_screen = options.form == "text" and options.output is None and sys.stdout.isatty()
+    _write(_wrapped(rendered) if is_screen else rendered, options.output)
     if options.form == "text":
         print(_summary(files, findings, repaired), file=sys.stderr)
     failed = any(f.level != "note" for f in findings) and not options.exit_zero
@@ -132,6 +136,17 @@ def _write(rendered: str, output: str | None) -> None:
         Path(output).write_text(rendered + "\n", encoding="utf-8")
     except OSError as error:
         raise UsageError(f"output={output!r}: cannot be written: {error.strerror}") from error
+
+
+def _wrapped(rendered: str) -> str:
+    """Return the text for a terminal: lines are broken between words, the rest is indented."""
+    width = shutil.get_terminal_size().columns
+    return "\n".join(
+        textwrap.fill(
+            line, width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
+        )
+        for line in rendered.splitlines()
+    )
 
 
 def _summary(files: int, findings: Sequence[Finding], repaired: int) -> str:

@@ -33,6 +33,14 @@ def distillation_loss(
     >>> loss = distillation_loss(logits, torch.randn(2, 3, 5), torch.ones(2, 3))
     >>> int(loss.units)
     6
+
+    Args:
+        student: Logits of the student, `[sequences, tokens, vocabulary]`.
+        teacher: Logits of the teacher.
+        mask: 1 for tokens that count, `[sequences, tokens]`.
+        beta: The mixture: 0 is KL(teacher ‖ student), 1 is KL(student ‖ teacher).
+        temperature: The logits are divided by it.
+        mean: The named mean, such as "tokens" or "sequences".
     """
     if student.shape != teacher.shape or student.shape[:-1] != mask.shape:
         raise LossError(

@@ -73,6 +73,13 @@ def aggregate(
     tokens 10.0 4
     sequences 6.0 2
     sequence_sums 10.0 2
+
+    Args:
+        per_token: Losses, `[sequences, tokens]`.
+        mask: 1 for tokens that count, `[sequences, tokens]`.
+        mean: The named mean, such as "tokens" or "sequences".
+        constant: The number that mean="constant" divides by.
+        group_size: The size of each sequence's group, from `group_sizes`.
     """
     mask = _checked_mask(per_token, mask)
     units = aggregate_units(mask, mean=mean, group_size=group_size)
@@ -97,6 +104,11 @@ def aggregate_units(
 
     >>> aggregate_units(torch.tensor([[1, 1, 0], [1, 0, 0]]), mean="tokens").item()
     3
+
+    Args:
+        mask: 1 for tokens that count, `[sequences, tokens]`.
+        mean: The named mean, such as "tokens" or "sequences".
+        group_size: The size of each sequence's group, from `group_sizes`.
     """
     _check_mean(mean)
     if (mean in _GROUPED) != (group_size is not None):
@@ -127,6 +139,10 @@ def group_sizes(groups: Tensor, mask: Tensor | None = None) -> Tensor:
 
     >>> group_sizes(torch.tensor([7, 7, 3]))
     tensor([2, 2, 1])
+
+    Args:
+        groups: One label per sequence: the prompt that it answers.
+        mask: Count tokens of this mask instead of sequences.
     """
     _, group_of = groups.unique(return_inverse=True)
     counts = torch.ones_like(group_of) if mask is None else mask.bool().sum(1)
@@ -162,6 +178,19 @@ def policy_loss(
     >>> loss = policy_loss(logprobs, torch.tensor([0.5]), torch.ones(1, 2))
     >>> loss.total.item(), int(loss.units)
     (-1.0, 2)
+
+    Args:
+        logprobs: Log probabilities of the sampled tokens, `[sequences, tokens]`.
+        advantages: `[sequences]` or `[sequences, tokens]`.
+        mask: 1 for tokens that count, `[sequences, tokens]`.
+        mean: The named mean, such as "tokens" or "sequences".
+        old: Log probabilities of the policy that sampled. Default: this one.
+        clip: The range of the ratio: one number, (low, high), or None.
+        max_ratio: The largest ratio where the advantage is negative (dual clip).
+        ratio: "sequence" uses one ratio per sequence (GSPO).
+        plus: Added to the loss of each token, such as a KL term.
+        constant: The number that mean="constant" divides by.
+        group_size: The size of each sequence's group, from `group_sizes`.
     """
     mask = _checked_mask(logprobs, mask)
     low, high = _clip_range(clip)
@@ -189,6 +218,11 @@ def token_kl(logprobs: Tensor, reference: Tensor, estimator: Estimator = "k3") -
 
     With d = reference - logprobs: "k1" is -d (unbiased, may be negative), "k2" is d²/2, "k3" is
     exp(d) - 1 - d (unbiased and never negative; GRPO's).
+
+    Args:
+        logprobs: Log probabilities of the sampled tokens.
+        reference: Those of the reference model.
+        estimator: "k1", "k2" or "k3".
     """
     difference = _wide(reference - logprobs)
     if estimator == "k1":
@@ -213,6 +247,14 @@ def value_loss(
 
     With `clip`, values may move by that much from `old`: the larger of both errors counts, as in
     PPO.
+
+    Args:
+        values: Predicted values, `[sequences, tokens]`.
+        returns: The values to predict.
+        mask: 1 for tokens that count, `[sequences, tokens]`.
+        mean: The named mean, such as "tokens" or "sequences".
+        old: The values when the data was sampled, for `clip`.
+        clip: How far values may move from `old`.
     """
     if (old is None) != (clip is None):
         raise OptionError("value_loss: old= and clip= go together; give both or none")

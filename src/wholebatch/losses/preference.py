@@ -24,6 +24,12 @@ def sequence_logprobs(
 
     >>> sequence_logprobs(torch.zeros(1, 3, 4), torch.tensor([[-100, 1, 2]]))
     tensor([-2.7726])
+
+    Args:
+        logits: `[sequences, tokens, vocabulary]`.
+        labels: `[sequences, tokens]`, not shifted.
+        mean: Return the mean over tokens instead of the sum.
+        ignore_index: Labels with this value do not count.
     """
     logits, labels = logits[:, :-1], labels[:, 1:]
     if logits.dtype in (torch.float16, torch.bfloat16):
@@ -48,6 +54,14 @@ def dpo_loss(
 
     Give sums of log probabilities. With `label_smoothing` ε (cDPO) it is
     -(1 - ε)·log sigmoid(β·Δ) - ε·log sigmoid(-β·Δ).
+
+    Args:
+        chosen: Log probabilities of the preferred answers, one per pair.
+        rejected: Log probabilities of the other answers.
+        reference_chosen: The reference model's, of the preferred answers.
+        reference_rejected: The reference model's, of the other answers.
+        beta: Strength of the preference.
+        label_smoothing: The share of labels that are taken as wrong (cDPO).
     """
     _check_pairs(chosen, rejected, reference_chosen, reference_rejected)
     scaled = beta * ((chosen - reference_chosen) - (rejected - reference_rejected))
@@ -68,6 +82,13 @@ def ipo_loss(
     """Return (Δ - 1/(2β))², summed over pairs.
 
     Give means over tokens, as TRL and the authors' results have it, or sums, as the paper writes.
+
+    Args:
+        chosen: Log probabilities of the preferred answers, one per pair.
+        rejected: Log probabilities of the other answers.
+        reference_chosen: The reference model's, of the preferred answers.
+        reference_rejected: The reference model's, of the other answers.
+        beta: Strength of the preference.
     """
     _check_pairs(chosen, rejected, reference_chosen, reference_rejected)
     delta = (chosen - reference_chosen) - (rejected - reference_rejected)
@@ -75,7 +96,14 @@ def ipo_loss(
 
 
 def simpo_loss(chosen: Tensor, rejected: Tensor, *, beta: float = 2.0, margin: float = 1.0) -> Loss:
-    """Return -log sigmoid(β·(chosen - rejected) - margin), summed over pairs. Give means."""
+    """Return -log sigmoid(β·(chosen - rejected) - margin), summed over pairs. Give means.
+
+    Args:
+        chosen: Log probabilities of the preferred answers, one per pair.
+        rejected: Log probabilities of the other answers.
+        beta: Strength of the preference.
+        margin: The wanted difference.
+    """
     _check_pairs(chosen, rejected)
     losses = -functional.logsigmoid(beta * (chosen - rejected) - margin)
     return Loss(losses.sum(), len(losses))
@@ -90,6 +118,12 @@ def orpo_loss(
     odds(rejected)), with odds(p) = p / (1 - p), over pairs. The likelihood is a mean over pairs of
     means over tokens, as in the paper. With `tokens`, how many each chosen answer has, it is a mean
     over all tokens, as in TRL: then the two terms, "nll" and "odds", have units of their own.
+
+    Args:
+        chosen: Log probabilities of the preferred answers, one per pair.
+        rejected: Log probabilities of the other answers.
+        beta: Weight of the odds-ratio loss.
+        tokens: Tokens of each chosen answer, for a mean over all tokens.
     """
     _check_pairs(chosen, rejected)
     log_odds = (chosen - rejected) - (_log1mexp(chosen) - _log1mexp(rejected))
@@ -107,6 +141,12 @@ def reward_loss(
     """Return -log sigmoid(chosen - rejected - margin), summed over pairs of rewards.
 
     `center` weighs the square of a pair's summed rewards, which keeps rewards near zero.
+
+    Args:
+        chosen: Rewards of the preferred answers, one per pair.
+        rejected: Rewards of the other answers.
+        margin: The wanted difference.
+        center: Weight of the squared sum of a pair's rewards.
     """
     _check_pairs(chosen, rejected)
     losses = -functional.logsigmoid(chosen - rejected - margin)
@@ -131,6 +171,15 @@ def kto_loss(
     without a gradient. Give them as `kl`, one per sample: the loss is then one of the whole batch,
     for `wb.Coupled` (it is refused for a micro-batch alone). Or give their mean over the window,
     from a pass of your own, as a 0-dim tensor.
+
+    Args:
+        policy: Log probabilities of the answers, one per sample.
+        reference: The reference model's.
+        desirable: True for good answers.
+        kl: Log-ratios of mismatched answers, one per sample; or their mean, a 0-dim tensor.
+        beta: Strength of the preference.
+        desirable_weight: Weight of good answers.
+        undesirable_weight: Weight of bad answers.
     """
     if not policy.shape == reference.shape == desirable.shape or policy.dim() != 1:
         raise LossError(

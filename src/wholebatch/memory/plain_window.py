@@ -79,7 +79,7 @@ class PlainWindow:
         if after_forward:
             self._forward(micro)
         for parameter in with_gradients:
-            dtype = parameter.grad_dtype or parameter.dtype
+            dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype
             parameter.grad = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
         self._add([micro])
 
@@ -197,7 +197,7 @@ class _OffloadedGradients:
 
     def _flush(self) -> None:
         ready, self._ready, self._bytes = self._ready, [], 0
-        kept = [parameter.grad_dtype for parameter in ready]
+        kept = [getattr(parameter, "grad_dtype", None) for parameter in ready]
         for parameter in ready:
             if parameter.grad is not None and parameter.grad.dtype is not parameter.dtype:
                 precisions.round_gradient(parameter)
@@ -213,7 +213,7 @@ class _OffloadedGradients:
         if self.optimizer is None or self.gradients == "release":
             return
         for bucket in _buckets(self._parameters, self._most):
-            kept = [parameter.grad_dtype for parameter in bucket]
+            kept = [getattr(parameter, "grad_dtype", None) for parameter in bucket]
             for parameter in bucket:
                 parameter.grad_dtype = parameter.dtype  # Sums are rounded to it before the step.
                 parameter.grad = torch.empty_like(parameter)

@@ -209,7 +209,7 @@ class HostStore(Store):
         if held is None:
             yield
             return
-        found = parameter.grad_dtype
+        found = getattr(parameter, "grad_dtype", None)
         parameter.grad_dtype = held.dtype
         parameter.grad = held.to(parameter.device, copy=True)
         try:
@@ -433,7 +433,7 @@ class _ParametersToHost:
 
 
 def _set_gradient(parameter: nn.Parameter, gradient: Tensor) -> None:
-    if parameter.grad_dtype is not gradient.dtype:
+    if getattr(parameter, "grad_dtype", None) is not gradient.dtype:
         parameter.grad_dtype = gradient.dtype
     parameter.grad = gradient
 

@@ -202,7 +202,7 @@ class ReleaseStore(DeviceStore):
         """Sum over the ranks, with the numbers of ranks that have a gradient for each parameter."""
         parameters = bucket.parameters
         like = parameters[0]
-        dtype = like.grad_dtype or like.dtype
+        dtype = getattr(like, "grad_dtype", None) or like.dtype
         rows = [
             torch.zeros(p.numel(), dtype=dtype, device=p.device)
             if p.grad is None

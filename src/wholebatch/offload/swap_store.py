@@ -262,7 +262,7 @@ class SwapStore(DeviceStore):
 
 def _room(parameter: nn.Parameter, state: dict[str, Any]) -> tuple[dict[str, Tensor], Tensor]:
     """Return the moments that leave, and their memory as the gradient of this parameter."""
-    dtype = parameter.grad_dtype or parameter.dtype
+    dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype
     if dtype is parameter.dtype:
         first = state["exp_avg"]
         if first.stride() != parameter.stride() or first.dtype is not dtype:

@@ -107,6 +107,8 @@ def _distance(found: dict[str, Tensor], right: dict[str, Tensor]) -> float:
     return float((off / norm) ** 0.5) if norm else float("nan")
 
 
+WRONG = 0.01
+"""From here on a gradient error is no rounding: it is another gradient than that of the batch."""
 DRIFT = 0.05
 """The largest difference between both measurements of the first row that goes unreported."""
 
@@ -126,6 +128,30 @@ class LoopRow:
     def window(self) -> float | None:
         """Return the seconds of a window: the median of the faster half, to exclude other work."""
         return usual(sorted(self.seconds)) if self.seconds else None
+
+    @property
+    def is_wrong(self) -> bool:
+        """True if its gradient is not that of the undivided batch."""
+        return self.off is not None and self.off > WRONG
+
+    def summary(self, first: LoopRow) -> str:
+        """Return the speed beside the first loop and the gradient error, in words.
+
+        >>> ours, other = LoopRow("ours", (0.119,), off=3e-8), LoopRow("other", (0.1,), off=0.18)
+        >>> other.summary(ours)
+        '1.19× faster, gradient 18% wrong'
+        >>> ours.summary(ours)
+        'gradient right (3e-08)'
+        """
+        said = []
+        if self is not first and self.window and first.window:
+            slower = self.window / first.window
+            times = f"{slower:.2f}× slower" if slower > 1 else f"{1 / slower:.2f}× faster"
+            said.append("same speed" if round(slower, 2) == 1 else times)
+        if self.off is not None:
+            wrong = f"gradient {self.off:.0%} wrong"
+            said.append(wrong if self.is_wrong else f"gradient right ({self.off:.1g})")
+        return ", ".join(said)
 
 
 @dataclass(frozen=True)
@@ -170,6 +196,8 @@ class LoopComparison:
                 "times_the_first": None if not first or not row.window else row.window / first,
                 "peak_bytes": row.peak,
                 "gradient_off_by": row.off,
+                "is_wrong": row.is_wrong,
+                "summary": row.summary(self.rows[0]),
                 "windows": len(row.seconds),
                 "note": row.why or None,
             }

@@ -136,7 +136,7 @@ class Running:
             self.model,
             self.optimizer,
             loss=self._loss if self._is_eager else workload.loss,
-            precision=mode.precision,
+            precision=mode.precision,  # type: ignore[arg-type]
             execute=mode.execute,  # type: ignore[arg-type]
             **grouped(
                 {

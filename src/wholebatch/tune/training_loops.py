@@ -293,7 +293,7 @@ def _ours(execute: str) -> Loop:
             model,
             optimizer,
             loss=loss,
-            precision=job.precision,
+            precision=job.precision,  # type: ignore[arg-type]
             execute=execute,  # type: ignore[arg-type]
             clip_norm=job.clip_norm,
             **grouped({**job.options, "micro_batch": job.micro_batch, "nonfinite": "skip"}),

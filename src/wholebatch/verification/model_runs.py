@@ -293,7 +293,7 @@ class ModelRuns:
             self.model,
             self.optimizer,
             loss=self.loss,
-            precision=self.numbers.precision,
+            precision=self.numbers.precision,  # type: ignore[arg-type]
             clip_norm=self.clip_norm,
             audit=False,  # what couples samples is to be shown here, not refused
             **grouped(options),

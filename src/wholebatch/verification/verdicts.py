@@ -29,6 +29,9 @@ class Cause:
 class _Answer:
     """The parts of a verdict that follow from its `same` and its `to_dict`."""
 
+    def __repr__(self: Any) -> str:
+        return f"<{type(self).__name__}: {self.line}>"
+
     def __bool__(self: Any) -> bool:
         return bool(self.same)
 
@@ -42,7 +45,7 @@ class _Answer:
         return 0 if self.same else 1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Verdict(_Answer):
     """The answer if accumulation makes the update of the undivided batch, on this model and batch.
 
@@ -148,7 +151,7 @@ class LoopTrial:
         return next((f for f in self.fits if f.key == self.found != RIGHT), None)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class LoopVerdict(_Answer):
     """The answer if a loop makes the update of the undivided batch; true if so in every trial."""
 

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from wholebatch.core.close import ClipNorm
-from wholebatch.core.options import BatchNorm, Samples, flattened
-from wholebatch.core.splitting import Tokens
+from wholebatch.core.options import BatchNorm, BatchNormPolicy, flattened
+from wholebatch.core.precision import PrecisionName
+from wholebatch.core.whole_batch import MicroBatch
 from wholebatch.distributed.process_group import world_size
 from wholebatch.errors import LossError, OptionError, UnsupportedError, WholebatchError
 from wholebatch.verification.diagnose import Evidence, diagnose, moved_buffers
@@ -88,11 +89,11 @@ def verify(
     loss: Callable[[Any, Any], Any],
     batch: Any,
     *,
-    micro_batch: int | Tokens | Samples | str | None = None,
+    micro_batch: MicroBatch | None = None,
     optimizer: torch.optim.Optimizer | None = None,
-    precision: str = "full",
+    precision: PrecisionName = "full",
     clip_norm: ClipNorm = None,
-    batchnorm: BatchNorm | str = "exact",
+    batchnorm: BatchNorm | BatchNormPolicy = "exact",
     float64: bool = True,
     **options: Any,
 ) -> Verdict:
@@ -107,17 +108,29 @@ def verify(
     >>> verdict.same, verdict.micro_batches
     (True, 3)
 
-    The undivided batch is run by plain torch, the accumulated window by `WholeBatch` with the
-    same options (`**options`: any that it has, such as `memory=wb.Memory(gradients="host")` and
-    `close=wb.Close(clip_value=1.0)`); both from the same weights, optimizer state and random
-    numbers. What the optimizer saw and what it did are compared, for each parameter and in all,
-    against the measured rounding of the undivided batch itself. Model, optimizer and random
-    generators are afterwards as they were. `print(verdict)` tells the causes when it differs.
+    Plain torch runs the undivided batch, `WholeBatch` the accumulated window, both from the same
+    weights, optimizer state and random numbers. Gradients and updates are compared, per parameter
+    and in total, with the measured rounding error of the undivided batch. Model, optimizer and
+    random generators are left as found. `print(verdict)` names the causes of a difference.
 
-    `micro_batch=None` divides by about four, unevenly. `float64=False` leaves out the runs on a
-    copy of the model in float64. `scheduler=` and `ema=` move nothing before the update and are
-    left out. Where the undivided batch does not fit in memory, the largest part that does is
-    taken, and the verdict says so.
+    If the undivided batch does not fit in memory, the largest part that fits is used, and the
+    verdict says so.
+
+    Args:
+        model: The model.
+        loss: The loss function, as for `WholeBatch`.
+        batch: One batch of real data.
+        micro_batch: As for `WholeBatch`. None divides the batch in about four uneven parts.
+        optimizer: Your optimizer. Default: SGD.
+        precision: As for `WholeBatch`.
+        clip_norm: As for `WholeBatch`.
+        batchnorm: As for `WholeBatch`.
+        float64: Compare again on a copy of the model in float64.
+        **options: Other options of `WholeBatch`, such as `memory=wb.Memory(gradients="host")`.
+            `scheduler=` and `ema=` are ignored: they change nothing before the update.
+
+    Returns:
+        A Verdict, which is true if the update is the same.
     """
     began = time.perf_counter()
     options = flattened({**options, "micro_batch": micro_batch, "batchnorm": batchnorm})

@@ -40,12 +40,16 @@ class Callout:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows under a head. The first column labels the row; `bold` holds the indices of bold rows."""
+    """Rows under a head. The first column labels the row.
+
+    `bold` and `wrong` hold the indices of rows that are marked, and of those in red.
+    """
 
     head: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     caption: str = ""
     bold: frozenset[int] = frozenset()
+    wrong: frozenset[int] = frozenset()
     folded: bool = False
     """Folded until opened: the numbers of a chart, for those who cannot see it."""
 
@@ -263,7 +267,8 @@ def _table(table: Table) -> str:
         first, *others = row
         cells = f'<th scope="row">{escape(first)}</th>'
         cells += "".join(f"<td>{escape(cell)}</td>" for cell in others)
-        mark = ' class="marked"' if number in table.bold else ""
+        kinds = [name for name in ("bold", "wrong") if number in getattr(table, name)]
+        mark = f' class="{" ".join(kinds)}"' if kinds else ""
         rows.append(f"<tr{mark}>{cells}</tr>")
     caption = f"<caption>{escape(table.caption)}</caption>" if table.caption else ""
     inside = "".join(rows)

@@ -208,7 +208,9 @@ class Events:
             try:
                 from torch.utils.tensorboard import SummaryWriter
             except ImportError:
-                raise MissingExtraError("tensorboard", "cli", "wholebatch train") from None
+                raise MissingExtraError(
+                    "tensorboard", "tensorboard", "writing its events"
+                ) from None
             self._folder = folder
             if folder.exists() and not folder.is_dir():  # TensorFlow has errors of its own for it
                 raise StateError(f"{folder} cannot be written: File exists")

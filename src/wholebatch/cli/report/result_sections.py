@@ -375,6 +375,7 @@ def benchmarks(found: Sequence[tuple[str, Data]]) -> list[Section]:
     for at, (name, data) in enumerate(found):
         labels, rows = _rows(data)
         columns = list(dict.fromkeys(key for row in rows for key in row if _is_plain(row[key])))
+        wrong = frozenset(place for place, row in enumerate(rows) if row.get("is_wrong"))
         numbers = [key for key in columns if any(_is_number(row.get(key)) for row in rows)]
         parts: list[Any] = [Text(_about(data))]
         parts += [Text(str(note)) for note in data.get("notes", ())]
@@ -389,6 +390,8 @@ def benchmarks(found: Sequence[tuple[str, Data]]) -> list[Section]:
                     (label, *(_cell(key, row.get(key)) for key in columns))
                     for label, row in zip(labels, rows, strict=True)
                 ),
+                "Loops in red train with a wrong gradient." if wrong else "",
+                wrong=wrong,
             )
         )
         sections.append(Section(f"benchmark-of-{at}", f"Benchmark: {name}", tuple(parts)))
@@ -405,7 +408,8 @@ def _rows(data: Data) -> tuple[list[str], list[Data]]:
     labels: list[str] = []
     rest: list[Data] = []
     for number, row in enumerate(rows, start=1):
-        words = [key for key, value in row.items() if isinstance(value, str)][:2]
+        texts = [key for key, value in row.items() if isinstance(value, str)]
+        words = texts[: 1 if "way" in row else 2]
         text = ", ".join(str(row[key]) for key in words)
         if "micro" in row:
             text += f", micro-batch {row['micro']}"
@@ -429,7 +433,7 @@ def _times(name: str, labels: Sequence[str], rows: Sequence[Data], keys: Sequenc
             list(labels),
             series_color(at),
             orientation="h",
-            marker={"color": series_color(at)},
+            marker={"color": [_bar_color(row, at) for row in rows]},
             hovertemplate="%{x:.4g}",
         )
         for at, key in enumerate(keys)
@@ -439,12 +443,17 @@ def _times(name: str, labels: Sequence[str], rows: Sequence[Data], keys: Sequenc
     return Chart(name, "Times", traces, layout, height=height, wide=True)
 
 
+def _bar_color(row: Data, series: int) -> str:
+    """Return red for a loop with a wrong gradient, else the colour of the series."""
+    return "--bad" if row.get("is_wrong") else series_color(series)
+
+
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _is_plain(value: object) -> bool:
-    return isinstance(value, str | int | float)
+    return isinstance(value, str | int | float) and not isinstance(value, bool)
 
 
 def _cell(key: str, value: object) -> str:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
 from rich.markup import escape
+from rich.padding import Padding
 from rich.panel import Panel
-from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
+
+from wholebatch.cli.report.text_lines import command_lines
 
 _SECONDS_BETWEEN_LINES = 5.0
 
@@ -48,29 +51,20 @@ class Terminal:
         for label, value in rows:
             table.add_row(escape(label), escape(value))
         if boxed:
-            panel = Panel(
-                table, title=f"[bold]{escape(title)}[/]", title_align="left", expand=False
-            )
-            self._console.print(panel)
+            self._console.print(panel(title, [table]))
         else:
-            self._console.print(f"[bold]{escape(title)}[/]", highlight=False)
+            say(self._console, title, style="bold")
             self._console.print(table)
 
     def note(self, text: str) -> None:
         """Print one line, above the bar if there is one."""
-        if self._live:
-            self._console.print(escape(text), highlight=False, soft_wrap=True)
-        else:
-            self._line(text)
+        say(self._console, text)
+        self._console.file.flush()
 
-    @contextmanager
-    def working(self, what: str) -> Iterator[None]:
-        """Show a status while something takes a moment; a log shows nothing."""
-        if not self._live:
-            yield
-            return
-        with self._console.status(escape(what)):
-            yield
+    def command(self, label: str, line: str) -> None:
+        """Print a command line for copying."""
+        say_command(self._console, label, line)
+        self._console.file.flush()
 
     def begin(self, *, done: int, total: int) -> None:
         """Start the progress at `done` of `total` updates."""
@@ -137,17 +131,116 @@ class Terminal:
         self._console.file.flush()  # Show it at once to a reader who follows the log.
 
 
-def plain_table(*columns: str, **style: Any) -> Table:
-    """Return a table without lines; a column whose name begins with ">" is aligned to the right."""
-    table = Table(**{"box": None, "padding": (0, 3, 0, 0), "header_style": "dim", **style})
-    for name in columns:
-        is_right = name.startswith(">")
-        table.add_column(
-            name.removeprefix(">"),
-            justify="right" if is_right else "left",
-            overflow="ellipsis" if is_right else "fold",
+class Spinner(Progress):
+    """Says what is happening and for how long, on a terminal; a log shows nothing."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(
+            SpinnerColumn(),
+            TextColumn("[bold]{task.description}"),
+            TimeElapsedColumn(),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
         )
+        self._now = self.add_task("", total=None)
+
+    def __call__(self, what: str) -> None:
+        """Show that this is happening now."""
+        self.reset(self._now, description=escape(what))
+        self.start()
+
+
+def console_of(*, stderr: bool = False) -> Console:
+    """Return the console of this process: only the first of several ranks speaks."""
+    if os.environ.get("RANK", "0") != "0":
+        return Console(quiet=True, force_terminal=False)
+    return Console(stderr=stderr)
+
+
+def say(console: Console, text: str | Text, *, style: str = "", indent: int = 0) -> None:
+    """Print a paragraph: wrapped between words on a terminal, one line in a log."""
+    said = text if isinstance(text, Text) else Text(text, style)
+    if console.is_terminal:
+        console.print(Padding(said, (0, 0, 0, indent)), highlight=False)
+    else:
+        console.print(Text(" " * indent) + said, highlight=False, soft_wrap=True)
+
+
+def say_command(console: Console, label: str, line: str) -> None:
+    """Print a command line for copying, with a shell's continuation where it is too long."""
+    if not console.is_terminal:
+        console.print(f"{label} {line}", highlight=False, soft_wrap=True, markup=False)
+        return
+    console.print(label, highlight=False)
+    for part in command_lines(line, console.width):
+        console.print(part, highlight=False, markup=False, style="bold", soft_wrap=True)
+
+
+def panel(title: str, body: Iterable[RenderableType], style: str = "none") -> Panel:
+    """Return a box with its title inside, where it is wrapped and never cut."""
+    inside = Group(Text(title, "bold"), Text(), *body)
+    return Panel(inside, border_style=style, expand=False, padding=(0, 1))
+
+
+def plain_table(*columns: str, **style: Any) -> Table:
+    """Return a table without lines.
+
+    A column whose name begins with ">" is aligned to the right, one with "~" may be wrapped.
+    """
+    plain = {"box": None, "padding": (0, 3, 0, 0), "header_style": "dim", "pad_edge": False}
+    table = Table(**{**plain, "title_justify": "left", "title_style": "bold", **style})
+    for name in columns:
+        justify: Any = "right" if name.startswith(">") else "left"
+        table.add_column(name.lstrip(">~"), justify=justify, no_wrap=not name.startswith("~"))
     return table
+
+
+_LEAST_WRAPPED = 24  # columns that a text needs to be read easily
+
+
+def fitting(table: Table, width: int) -> RenderableType:
+    """Return the table, or its rows as lines where the terminal is too narrow for it.
+
+    >>> from rich.console import Console
+    >>> table = plain_table("loop", ">milliseconds of a window")
+    >>> table.add_row("by hand", "12")
+    >>> Console(width=24, force_terminal=False).print(fitting(table, 24))
+    by hand
+      milliseconds of a
+      window: 12
+    """
+    columns = [[_text(cell) for cell in column.cells] for column in table.columns]
+    titles = [_text(column.header) for column in table.columns]
+    needed = -table.padding[1]
+    for column, title, cells in zip(table.columns, titles, columns, strict=True):
+        texts = [text.plain for text in (title, *cells)]
+        least = max(map(len, texts), default=0)
+        if not column.no_wrap:
+            words = [len(word) for text in texts for word in text.split()]
+            least = min(least, max(_LEAST_WRAPPED, *words, 0))
+        needed += least + table.padding[1] + table.padding[3]
+    lines: list[RenderableType] = []
+    if table.title is not None:  # above the table, where it may be as wide as the terminal
+        lines.append(Text(str(table.title), table.title_style or ""))
+        table.title = None
+    if needed <= width:
+        return Group(*lines, table)
+    for (head, *cells), row in zip(zip(*columns, strict=True), table.rows, strict=True):
+        said = [
+            Text.assemble(title, ": " if title.plain else "", cell)
+            for title, cell in zip(titles[1:], cells, strict=True)
+            if cell.plain
+        ]
+        head.style = head.style or row.style or "bold"
+        if head.plain.isdigit():
+            head = Text.assemble(titles[0], ": ", head)
+        lines += [head, Padding(Text(" · ").join(said), (0, 0, 0, 2))]
+    return Group(*lines)
+
+
+def _text(cell: Any) -> Text:
+    return cell if isinstance(cell, Text) else Text.from_markup(str(cell))
 
 
 def short_count(number: float) -> str:

@@ -20,6 +20,7 @@ MOST_BARS = 60
 MOST_POINTS = 800
 """The most points of a curve; longer runs are shown by means over stretches."""
 
+_DASHES = ("solid", "dash", "dot", "dashdot", "longdash")  # for those who see no colours
 _PLACE = {"updates": "update", "epochs": "epoch", "tokens": "token"}
 Record = dict[str, Any]
 
@@ -106,7 +107,8 @@ def _chart(
     for place, (run, unit) in enumerate(shown):
         ys = [_number(value(record)) for record in run.records]
         if any(y is not None for y in ys):
-            traces.append(_trace(run, unit, ys, series_color(place), bounds))
+            line = {"color": series_color(place), "dash": _DASHES[place % len(_DASHES)]}
+            traces.append(_trace(run, unit, ys, line, bounds))
     if not traces:
         return None
     if bounds is None:
@@ -120,7 +122,7 @@ def _trace(
     run: TrainingRun,
     unit: str,
     ys: Sequence[float | None],
-    color: str,
+    line: dict[str, str],
     bounds: tuple[str, str] | None,
 ) -> dict[str, Any]:
     """Return the curve of one run, with a choice of x axes and, if short, its intervals."""
@@ -133,13 +135,13 @@ def _trace(
         "name": run.name,
         "xs": dict(zip(along, columns, strict=False)),
         "y": columns[-1],
-        "line": {"color": color, "width": 2},
-        "marker": {"size": 6, "color": color},
+        "line": {**line, "width": 2},
+        "marker": {"size": 6, "color": line["color"]},
         "connectgaps": False,
     }
     if bounds is not None and len(columns[-1]) <= MOST_BARS:
         ends = [[_number(run.records[at].get(name)) for at in known] for name in bounds]
-        trace["error_y"] = _bars(columns[-1], *ends, color=color)
+        trace["error_y"] = _bars(columns[-1], *ends, color=line["color"])
     return trace
 
 
@@ -214,7 +216,11 @@ def overview(
     """Return a table with the runs as columns; rows in which they differ are marked."""
     if not runs:
         return None
-    settings = [_settings_of(run) for run in runs]
+    others = _other_settings(runs)
+    settings = [
+        {**_settings_of(run), **{name.replace("_", " "): _setting(run, name) for name in others}}
+        for run in runs
+    ]
     results = [
         _results_of(run, unit, verdicts.get(run.name))
         for run, unit in zip(runs, units, strict=True)
@@ -226,11 +232,7 @@ def overview(
     if set(made["losses that are not finite"]) == {"0"}:
         del made["losses that are not finite"]
     rows = [(label, *cells) for label, cells in made.items() if not set(cells) <= {"", "–"}]
-    marked = frozenset(
-        place
-        for place, (label, *cells) in enumerate(rows)
-        if label not in results[0] and len(set(cells)) > 1
-    )
+    marked = frozenset(place for place, (_, *cells) in enumerate(rows) if len(set(cells)) > 1)
     head = ("", *(run.name for run in runs))
     caption = "What differs between the runs is in bold." if len(runs) > 1 else ""
     return Section("runs", "At a glance", (Table(head, tuple(rows), caption, marked),))
@@ -243,10 +245,33 @@ def _settings_of(run: TrainingRun) -> dict[str, str]:
         "batch": _batch_text(run),
         "precision": _setting(run, "precision"),
         "clipped to norm": _setting(run, "clip_norm"),
-        "learning rate": _setting(run, "lr"),
+        "learning rate": _rate_text(run),
         "seed": _setting(run, "seed"),
         "device": f"{run.config.get('device', '–')}" + (f" × {ranks} ranks" if ranks != 1 else ""),
     }
+
+
+_IN_OVERVIEW = frozenset({"batch_size", "micro_batch", "precision", "clip_norm", "lr", "seed"})
+
+
+def _other_settings(runs: Sequence[TrainingRun]) -> list[str]:
+    """Return the names of the settings in which the runs differ, beyond those always shown."""
+    names = dict.fromkeys(name for run in runs for name in run.settings)
+    return [
+        name
+        for name in names
+        if name not in _IN_OVERVIEW and len({_setting(run, name) for run in runs}) > 1
+    ]
+
+
+def _rate_text(run: TrainingRun) -> str:
+    """Return the learning rate as the windows had it: first → last, where it changed."""
+    rate = _field("lr")
+    rates = [value for r in run.records if (value := _number(rate(r))) is not None]
+    if not rates:
+        return _setting(run, "lr")
+    ends = dict.fromkeys(f"{value:.3g}" for value in (rates[0], rates[-1]))
+    return " → ".join(ends)
 
 
 def _results_of(run: TrainingRun, unit: str, verdict: Record | None) -> dict[str, str]:
@@ -290,8 +315,6 @@ def _batch_text(run: TrainingRun) -> str:
 
 def _setting(run: TrainingRun, name: str) -> str:
     value = run.settings.get(name)
-    if value is None and name == "lr":
-        return "the recipe's"
     return "–" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 

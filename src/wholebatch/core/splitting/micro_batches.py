@@ -57,10 +57,15 @@ def split(
     {'x': tensor([[8, 9]]), 'names': ['e'], 'temperature': 0.5}
 
     Tensors, NumPy arrays and lists of samples are split. Mappings, dataclasses, named tuples,
-    tuples and lists around them keep their type. Everything else is passed on unchanged. The number
-    of samples is the one that fits most leaves. If two numbers fit equally well, give `batch_size`
-    (a number, or a function of the batch). `static` names leaves to pass on unchanged although
-    their first dimension is the number of samples: `static=("aux.class_weights",)`.
+    tuples and lists around them keep their type. Everything else is passed on unchanged.
+
+    Args:
+        batch: Tensors, or any structure of them.
+        micro_batch: Samples per micro-batch, or `wb.tokens(...)`.
+        batch_size: The number of samples, or a function that returns it. Default: the number that
+            fits most leaves.
+        static: Names of leaves to pass on whole although their first dimension is the number of
+            samples: `static=("aux.class_weights",)`.
     """
     return [micro for micro, _ in split_numbered(batch, micro_batch, batch_size, static)]
 
@@ -244,25 +249,11 @@ def tokens(
 ) -> Tokens:
     """Return a micro-batch size of at most `budget` padded tokens, for `split` and `WholeBatch`.
 
-    Give the length of each sample by one of
-
-    - `mask`: the name of a `[samples, tokens]` leaf that is nonzero for real tokens;
-    - `pad`: the padding value of each leaf that decides, `{"input_ids": 0, "labels": -100}`: a
-      token is padding if all of them have their padding value;
-    - `lengths`: the name of a leaf with one length per sample.
-
-    If none is given, an "attention_mask" in the batch is the mask. Without one, nothing is trimmed,
-    and every sample counts as many tokens as the batch is wide. A sample is never cut shorter than
-    its last label (in a leaf called "labels") that is not -100: such labels count in the loss even
-    where the mask is zero. `pad` or `trim` can override this for the labels.
-
-    Leaves of shape `[samples, tokens, ...]` are trimmed. If the width appears in another dimension
-    (an attention mask `[samples, 1, tokens, tokens]`), `trim={"name": (2, 3)}` says which
-    dimensions to trim, and `trim={"name": ()}` says none. `sort=False` keeps the order of the
-    samples.
-
-    `multiple=64` trims to multiples of 64 tokens, so that micro-batches have few different shapes.
-    Each shape gets its own graph if micro-steps are compiled or captured (`execute=`).
+    The length of a sample comes from `mask`, `pad` or `lengths`. If none is given, an
+    "attention_mask" in the batch is the mask. Without one, nothing is trimmed, and every sample
+    counts as many tokens as the batch is wide. A sample is never cut before its last label (in a
+    leaf called "labels") that is not -100: such labels count in the loss even where the mask is
+    zero. `pad` or `trim` can override this for the labels.
 
     `pack=True` puts several samples into each row, without padding, and adds `position_ids` in
     place of the attention mask; `pack=512` makes rows of 512 tokens. A batch that is packed
@@ -277,6 +268,20 @@ def tokens(
     >>> from wholebatch.core.splitting import split
     >>> [micro["input_ids"].tolist() for micro in split(batch, tokens(6, lengths="length"))]
     [[[4, 5, 6, 7]], [[1, 2], [8, 9], [3, 0]]]
+
+    Args:
+        budget: The most tokens of a micro-batch, padding included.
+        mask: The name of a `[samples, tokens]` leaf that is nonzero for real tokens.
+        pad: The padding value of each leaf that decides, `{"input_ids": 0, "labels": -100}`. A
+            token is padding if all of them have their padding value.
+        lengths: The name of a leaf with one length per sample.
+        trim: Which dimensions of a leaf to trim. Needed where the width is not the second: for an
+            attention mask `[samples, 1, tokens, tokens]` it is `{"name": (2, 3)}`. `{"name": ()}`
+            trims none.
+        sort: Sort the samples by length. False keeps their order.
+        pack: Put several samples into each row, without padding. A number is the length of a row.
+        multiple: Trim to multiples of so many tokens. Micro-batches then have few different shapes,
+            and each shape has a compiled graph of its own.
     """
     return Tokens(
         budget,

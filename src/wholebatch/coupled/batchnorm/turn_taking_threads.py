@@ -417,8 +417,10 @@ def _inherited_state() -> Callable[[Callable[[], R]], R]:
     New threads do not inherit that state. Backward runs on the thread that calls it, also on CUDA:
     only then can a micro-batch pause in the middle of it without blocking the others.
     """
-    accelerator = torch.accelerator.current_accelerator()
-    kinds = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
+    kinds = ["cpu"]
+    if torch.accelerator.is_available():
+        accelerator = torch.accelerator.current_accelerator()
+        kinds += [] if accelerator is None else [accelerator.type]
     casts = [(k, torch.get_autocast_dtype(k), torch.is_autocast_enabled(k)) for k in kinds]
     cast_cache = torch.is_autocast_cache_enabled()
     inference, grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()

@@ -40,21 +40,21 @@ _CHUNK = 1 << 25  # Similarities at a time: 128 MiB in float32.
 class Coupled:
     """A loss of the whole batch.
 
-    `encode(model, micro)` returns a tensor, or a dict, tuple or list of tensors: the
-    representations of a micro-batch, and anything else the loss needs (labels, weights).
-    `loss(all)` gets the same structure with every tensor concatenated over the micro-batches along
-    its first dimension. It returns a `Loss`. Parameters that only `loss` uses (a temperature) get
-    their gradient too.
+    `encode` runs twice on every micro-batch, with the same random numbers. Parameters that only
+    `loss` uses (a temperature) get their gradient too.
 
-    `encode` runs twice on every micro-batch with the same random numbers, and must return the same
-    representations both times. `tolerance` is the largest relative difference allowed. The last
-    `keep` micro-batches are encoded once: their graphs stay in memory until the gradient is known.
-    "auto" keeps as many graphs as fit in the memory that a window leaves free (in one process, on
-    CUDA or with `memory=`).
+    Before the first split window, the rows of `encode` are compared with those of half the samples.
 
-    Before the first split window, the rows of `encode` are held against those of half the samples.
-    Where they are sums over the micro-batch, `addends(model, micro)` returns a Loss of them, and
-    its totals are compared instead.
+    Args:
+        encode: A function `encode(model, micro)` that returns the representations of a
+            micro-batch and what else the loss needs: a tensor, or a dict, tuple or list of tensors.
+        loss: A function of the same structure, with every tensor concatenated over the whole
+            batch. It returns a `Loss`.
+        tolerance: The largest relative difference between both runs of `encode`.
+        keep: So many of the last micro-batches are encoded only once: their graphs stay in memory.
+            "auto" keeps as many as fit (in one process, on CUDA or with `memory=`).
+        addends: A function `addends(model, micro)`, where `encode` returns sums over the
+            micro-batch: it returns a Loss of them, and its totals are compared instead.
     """
 
     encode: Callable[[Any, Any], Any]
@@ -116,13 +116,20 @@ def clip_loss(
     """Return InfoNCE between two views of the same samples: row i of `a` matches row i of `b`.
 
     This is the sum over samples of the cross entropy of `scale · a_i · b_j` over j, with target i;
-    with `symmetric` the mean of both directions, as in CLIP. `rows` of the similarities are
-    computed at a time, by default as many as give 2^25 similarities.
+    with `symmetric` the mean of both directions, as in CLIP.
 
     >>> a, b = torch.randn(6, 4, requires_grad=True), torch.randn(6, 4)
     >>> loss = clip_loss(a, b, rows=2)
     >>> loss.units
     6
+
+    Args:
+        a: Representations of one view, `[samples, features]`.
+        b: Representations of the other view.
+        scale: Factor of the similarities: 1 / temperature.
+        symmetric: Average both directions.
+        normalise: Scale every representation to length 1 first.
+        rows: Rows of the similarity matrix computed at a time. Default: 2^25 similarities.
     """
     rows = _check(a, b, rows)
     if normalise:
@@ -150,6 +157,13 @@ def info_nce(
 
     >>> info_nce(torch.randn(6, 4, requires_grad=True), torch.randn(6, 4)).units
     6
+
+    Args:
+        queries: Representations of the queries, `[samples, features]`.
+        keys: Representations of the keys.
+        temperature: The similarities are divided by it.
+        normalise: Scale every representation to length 1 first.
+        rows: Rows of the similarity matrix computed at a time. Default: 2^25 similarities.
     """
     return clip_loss(
         queries, keys, scale=1.0 / temperature, symmetric=False, normalise=normalise, rows=rows
@@ -169,6 +183,14 @@ def siglip_loss(
 
     This is the sum over i and j of `-log sigmoid(±(scale · a_i · b_j + bias))`. The units are the
     samples.
+
+    Args:
+        a: Representations of one view, `[samples, features]`.
+        b: Representations of the other view.
+        scale: Factor of the similarities.
+        bias: Added to the similarities.
+        normalise: Scale every representation to length 1 first.
+        rows: Rows of the similarity matrix computed at a time. Default: 2^25 similarities.
     """
     rows = _check(a, b, rows)
     if normalise:
@@ -199,6 +221,13 @@ def supcon_loss(
     For each sample i that shares its label with others, this is the mean over those j of
     `-log softmax(z_i · z_j / temperature)`. The softmax is over all j other than i. The units are
     the samples that share their label.
+
+    Args:
+        z: Representations, `[samples, features]`.
+        labels: One label per sample.
+        temperature: The similarities are divided by it.
+        normalise: Scale every representation to length 1 first.
+        rows: Rows of the similarity matrix computed at a time. Default: 2^25 similarities.
     """
     rows = _check(z, z, rows)
     if labels.shape != z.shape[:1]:
