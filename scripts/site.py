@@ -13,6 +13,7 @@ from typing import Any
 ORDER: dict[str, tuple[str, ...]] = {
     "Start": (
         "index.md",
+        "gradient-accumulation.md",
         "choose.md",
         "migrate/hand-written.md",
         "migrate/transformers.md",
@@ -22,6 +23,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "troubleshooting.md",
         "faq.md",
         "glossary.md",
+        "coverage.md",
         "compatibility.md",
     ),
     "Guides": (
