@@ -60,7 +60,7 @@ def test_before_and_after(name: str, capsys: pytest.CaptureFixture[str]) -> None
     assert_listed(name, capsys.readouterr().out)
 
 
-@pytest.mark.slow
+@pytest.mark.distributed
 def test_two_ranks() -> None:
     printed = torchrun(FOLDER / "two_ranks.py", 2).stdout
     found = re.search(r"off by (\d+)% in the usual loop, by (\S+) with", printed)
