@@ -4,7 +4,8 @@
 
 A small UNet learns to denoise 8x8 images of bars. Noise and timesteps come from `wb.randn_like`
 and `wb.randint_like`: in a window, each sample gets the same draws whatever micro-batch it is in.
-An average of the weights (EMA) is kept by the window, one step per update.
+The usual loop draws with `torch.randn_like`, which gives every split of the batch other noise. An
+average of the weights (EMA) is kept by the window, one step per update.
 """
 
 from __future__ import annotations
@@ -40,12 +41,27 @@ class UNet(nn.Module):
         return out
 
 
+def before(micro_batch: int) -> Tensor:
+    """Return the gradient of the usual loop, whose noise depends on the split."""
+    model = UNet().double()
+    torch.manual_seed(1)
+    micros = bars(50, 3, torch.float64).split(micro_batch)
+    for x in micros:
+        noise, t = torch.randn_like(x), torch.randint(1, STEPS, (len(x),))
+        (squared_error(model, x, noise, t).mean() / len(micros)).backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
 def loss(model: UNet, x: Tensor) -> wb.Loss:
     noise = wb.randn_like(x)
     t = wb.randint_like(x[:, 0, 0, 0], 1, STEPS, dtype=torch.long)
+    return wb.Loss(squared_error(model, x, noise, t).sum(), x.numel())
+
+
+def squared_error(model: UNet, x: Tensor, noise: Tensor, t: Tensor) -> Tensor:
     kept = torch.cos(t.to(x.dtype) / STEPS * torch.pi / 2)[:, None, None, None]
     made = model(kept * x + (1 - kept**2).sqrt() * noise, t)
-    return wb.Loss((made - noise).square().sum(), x.numel())
+    return (made - noise).square()
 
 
 def bars(number: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -74,6 +90,8 @@ def main() -> dict[str, float]:
         f"split by {size}": float((gradient(size) - whole).norm() / whole.norm())
         for size in (1, 8, 17)
     }
+    usual = before(50)
+    found["usual loop"] = float((before(8) - usual).norm() / usual.norm())
     verdict = wb.verify(UNet(), loss, bars(32, 4), micro_batch=9)
 
     model = UNet()
@@ -96,7 +114,10 @@ def main() -> dict[str, float]:
     print(f"wb.verify: {'the same update' if verdict.same else verdict}")
     print(f"loss at the first step {first:.3f}; on other images after 100 updates:", end=" ")
     print(f"{found['loss of the last weights']:.3f}, EMA {found['loss of the EMA']:.3f}")
-    print("Noise and timesteps follow their samples, so every split makes the same update.")
+    print(
+        f"Shown: split by 8 the gradient is off by {found['usual loop']:.0%} in the usual loop, by "
+        f"{found['split by 8']:.0e} with wb.randn_like."
+    )
     found["first loss"], found["verified"] = first, float(verdict.same)
     return found
 

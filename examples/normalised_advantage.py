@@ -77,6 +77,10 @@ def main() -> dict[str, float]:
         above = sum(float((a - b).square().sum()) for a, b in zip(made, reference, strict=True))
         errors[how] = (above / sum(float(b.square().sum()) for b in reference)) ** 0.5
         print(f"{how:20} gradient off by {errors[how]:.1e}")
+    print(
+        f"Shown: the gradient is off by {errors['plain accumulation']:.1%} in the usual loop, by "
+        f"{errors['wb.Coupled']:.0e} with wb.Coupled."
+    )
     return errors
 
 
