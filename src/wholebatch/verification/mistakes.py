@@ -318,7 +318,8 @@ def wrong_update(
 
     `settings` are the optimizer's groups at each forward. The right update has those of the first.
     """
-    if len(run.steps) != 1 or not run.steps[0].repeatable:
+    groups = len(runs.optimizer.param_groups)
+    if len(run.steps) != 1 or not run.steps[0].repeatable or len(run.steps[0].groups) != groups:
         return []
     gradient, update = flat(run.gradients, runs.parameters), flat(run.update, runs.parameters)
 
