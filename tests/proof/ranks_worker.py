@@ -95,6 +95,16 @@ def ranks_added(model: Any, optimizer: Any, micros: Any) -> None:
     optimizer.zero_grad()
 
 
+def world_size_forgotten(model: Any, optimizer: Any, micros: Any) -> None:
+    """DDP averages what is divided by the units of all ranks already."""
+    wrapped = DistributedDataParallel(model)
+    counted = all_units(micros)
+    for micro in micros:
+        (total(wrapped, micro) / counted).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 def in_engine(kind: str, rank: int) -> dict[str, Any]:
     """The verdict of `wb.verify` on a model inside an engine."""
     torch.manual_seed(5)
@@ -128,6 +138,7 @@ LOOPS = {
     not_wrapped: ["unsynchronised-ranks"],
     not_divided: ["not-divided"],
     ranks_added: ["ranks-added"],
+    world_size_forgotten: ["world-size-forgotten"],
 }
 
 
@@ -139,7 +150,7 @@ def main() -> None:
         found["engines"][kind] = in_engine(kind, rank)
     for loop in LOOPS:
         # The mistake of its own on all three models; what one rank can show too, on one.
-        everywhere = loop in (right_ddp, never_reduced, not_wrapped)
+        everywhere = loop in (right_ddp, never_reduced, not_wrapped, world_size_forgotten)
         for case in ZOO if everywhere else ["mlp"]:
             verdict = verify_loop(loop, case=case)
             found["loops"][f"{loop.__name__} {case}"] = {

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from wholebatch.core.splitting.samples import flatten
 from wholebatch.distributed.process_group import largest_over_ranks, sum_over_ranks, world_size
 from wholebatch.verification.model_runs import DividedBatch, ModelRuns, joined
 from wholebatch.verification.observed_window import SeenStep, WindowObserver, WindowRun
@@ -78,6 +79,30 @@ MISTAKES: dict[str, Mistake] = {
         "the gradient is clipped after every backward, so each micro-batch is cut down on its own",
         "clip once, right before the step",
     ),
+    "clipped-too-early": Mistake(
+        "clipped too early",
+        "the gradient is clipped before it is complete: before the last backward, or before it is "
+        "divided",
+        "clip right before the step, after the last backward and the division",
+    ),
+    "other-units": Mistake(
+        "weighed by other units",
+        "the micro-batches are weighed or divided by their samples or padded tokens, but the loss "
+        "is a mean over the labels that count",
+        "count the labels that the loss counts (labels != -100), and divide by those of the window",
+    ),
+    "scheduled-per-micro-batch": Mistake(
+        "schedule stepped per micro-batch",
+        "the learning rate changes between the micro-batches of a window: the schedule runs as "
+        "many times too fast",
+        "call scheduler.step() once per window, after optimizer.step()",
+    ),
+    "moved-beside-the-step": Mistake(
+        "weights changed beside the step",
+        "the gradient is right, but the parameters did not move as the optimizer moves them with "
+        "it: the loop changes them in another place too",
+        "let the optimizer alone change the trained weights, and keep an average (EMA) in a copy",
+    ),
     "nominal-count": Mistake(
         "nominal count on a short window",
         "a window with fewer micro-batches is divided by the full number all the same",
@@ -103,6 +128,12 @@ MISTAKES: dict[str, Mistake] = {
         "ranks added, not averaged",
         "the gradients of the ranks are summed, so they are as many times too large",
         "divide by the units of all ranks",
+    ),
+    "world-size-forgotten": Mistake(
+        "world size forgotten",
+        "the loss is divided by the units of all ranks, and DistributedDataParallel averages the "
+        "ranks after that: the gradient is as many times too small as there are ranks",
+        "multiply the loss by the number of ranks",
     ),
     "coupled": Mistake(
         "coupled samples",
@@ -145,6 +176,11 @@ class WindowParts:
     units: Sequence[float]
     nominal: int
     clip_norm: float | None = None
+    clip_value: float | None = None
+
+    @property
+    def clips(self) -> bool:
+        return self.clip_norm is not None or self.clip_value is not None
 
     @property
     def count(self) -> int:
@@ -163,7 +199,9 @@ class WindowParts:
         return result
 
     def clip(self, gradient: Tensor) -> Tensor:
-        """Return the gradient clipped by its norm, as torch clips."""
+        """Return the gradient clipped by its values or its norm, as torch clips."""
+        if self.clip_value is not None:
+            gradient = gradient.clamp(-self.clip_value, self.clip_value)
         if self.clip_norm is None:
             return gradient
         return gradient * min(1.0, self.clip_norm / (float(gradient.norm()) + 1e-6))
@@ -175,17 +213,24 @@ class WindowParts:
     def weightings(self) -> dict[str, list[float]]:
         """Return the usual weights of the micro-batches' means, by what is added with them."""
         total = sum(self.units)
+        everywhere = self.units_everywhere / world_size()
         return {
             f"mean losses / {self.count}": [1 / self.count] * self.count,
             f"mean losses / {self.nominal}": [1 / self.nominal] * self.count,
             "shares of the units": [u / total for u in self.units],
             "mean losses": [1.0] * self.count,
             "sums": list(self.units),
+            "shares of the units of all ranks": [u / everywhere for u in self.units],
         }
 
 
 def parts_of(
-    runs: ModelRuns, micros: Sequence[Any], *, steps: int, clip_norm: float | None = None
+    runs: ModelRuns,
+    micros: Sequence[Any],
+    *,
+    steps: int,
+    clip_norm: float | None = None,
+    clip_value: float | None = None,
 ) -> tuple[WindowParts, float]:
     """Take a window apart; return also how far rounding brings the right gradient from itself."""
     like = runs.parameters
@@ -194,7 +239,7 @@ def parts_of(
         gradient, counted = runs.gradient_of(micro)
         means.append(flat(gradient, like) / (counted[0] or 1.0))
         units.append(counted[0])
-    parts = WindowParts(torch.zeros_like(means[0]), means, units, steps, clip_norm)
+    parts = WindowParts(torch.zeros_like(means[0]), means, units, steps, clip_norm, clip_value)
     everywhere = parts.units_everywhere
     added = torch.stack([m * u for m, u in zip(means, units, strict=True)]).sum(0)
     added = sum_over_ranks(added) / everywhere
@@ -222,7 +267,9 @@ def fits_of(
     tolerance = TIMES_THE_FLOOR * floor
     if (fit := _without_one_update(run)) is not None:
         return [fit, MistakeFit(RIGHT, "the undivided batch", 1.0, False)], "steps", tolerance
-    candidates = list(_hypotheses(parts))
+    if parts.clip_value is not None:  # what is left of the gradient is smaller, its rounding not
+        tolerance *= float(parts.right.norm() / parts.clip(parts.right).norm())
+    candidates = [*_hypotheses(parts), *_other_units(parts, micros)]
     if len(run.steps) > 1 and len(run.steps) == parts.count:
         candidates += _stepped(runs, micros, parts, run.steps)
     if run.steps:
@@ -264,24 +311,45 @@ def _rounded_away(runs: ModelRuns, size: float) -> float:
     return TIMES_THE_FLOOR * 6e-8 * math.hypot(*before) / size
 
 
-def moved_otherwise(runs: ModelRuns, run: WindowRun) -> list[str]:
-    """Return a note if the update is not the one that the optimizer makes of what it saw."""
-    if len(run.steps) != 1 or len(run.steps[0].groups) != len(runs.optimizer.param_groups):
+def wrong_update(
+    runs: ModelRuns, run: WindowRun, settings: Sequence[Sequence[dict[str, Any]]]
+) -> list[MistakeFit]:
+    """Return the mistake of a step that saw the right gradient and made another update, if any.
+
+    `settings` are the optimizer's groups at each forward. The right update has those of the first.
+    """
+    groups = len(runs.optimizer.param_groups)
+    if len(run.steps) != 1 or not run.steps[0].repeatable or len(run.steps[0].groups) != groups:
         return []
-    made = _update_of(runs, flat(run.gradients, runs.parameters), run.steps[0].groups)
-    limit = 1e-4 + _rounded_away(runs, max(float(made.norm()), 1e-30))
-    if apart(flat(run.update, runs.parameters), made) <= limit:
+    gradient, update = flat(run.gradients, runs.parameters), flat(run.update, runs.parameters)
+
+    def off(groups: Sequence[dict[str, Any]]) -> tuple[float, bool]:
+        made = _update_of(runs, gradient, groups)
+        far = apart(update, made)
+        limit = 1e-4 + _rounded_away(runs, max(float(made.norm()), 1e-30))
+        return largest_over_ranks(far), bool(largest_over_ranks(far > limit))
+
+    far, differs = off(run.steps[0].groups)
+    if differs:
+        fit = MistakeFit("moved-beside-the-step", "the step and something else", 0.0, True)
+        return [fit, MistakeFit(RIGHT, "the optimizer's step", far, False)]
+    rates = [[float(group.get("lr") or 0.0) for group in groups] for groups in settings]
+    if not largest_over_ranks(any(rate != rates[0] for rate in rates)):
         return []
-    return [
-        "the parameters did not move as the optimizer moves them with this gradient: the loop "
-        "changes them, or its optimizer, in another place too"
-    ]
+    from_first, differs = off(settings[0])
+    if not differs:
+        return []
+    variant = f"from {max(rates[0]):.3g} to {max(rates[-1]):.3g} between the micro-batches"
+    fit = MistakeFit("scheduled-per-micro-batch", variant, far, True)
+    return [fit, MistakeFit(RIGHT, "the learning rate of the window's start", from_first, False)]
 
 
-def always_active(parts: WindowParts) -> float:
-    """Return a limit of the norm at which every clipping, wherever it stands, cuts something."""
-    smallest = min(float(mean.norm()) for mean in parts.means) / max(parts.count, parts.nominal)
-    limit = 0.5 * min(float(parts.right.norm()), smallest)
+def always_active(parts: WindowParts, by: str) -> float:
+    """Return a limit of the norm or value at which every clipping, wherever it is, cuts."""
+    order = 2.0 if by == "norm" else math.inf
+    sizes = [float(torch.linalg.vector_norm(mean, order)) for mean in parts.means]
+    smallest = min(sizes) / max(parts.count, parts.nominal)
+    limit = 0.5 * min(float(torch.linalg.vector_norm(parts.right, order)), smallest)
     return -largest_over_ranks(-limit)
 
 
@@ -304,7 +372,9 @@ def _hypotheses(parts: WindowParts) -> Iterator[Hypothesis]:
         "each micro-batch on its own, weighted rightly",
         (parts.clip(sum_over_ranks(summed) / everywhere),),
     )
-    yield from _clipped_each(parts, everywhere)
+    if parts.clips and parts.count > 1:
+        yield from _clipped_each(parts)
+        yield from _clipped_early(parts)
     if world_size() > 1:
         for key, variant, gradient in _wrong_over_ranks(parts, summed, everywhere):
             yield Hypothesis(key, variant, (parts.clip(gradient),))
@@ -325,6 +395,9 @@ def _wrong_over_ranks(parts: WindowParts, summed: Tensor, everywhere: float) -> 
     yield "mean-of-means", "each rank's own mean, averaged over the ranks", parts.average(added)
     for variant, gradient in (("means", means), ("means over units", added)):
         yield "ranks-added", f"{variant} of the ranks, summed", sum_over_ranks(gradient)
+    forgotten, once_more = "world-size-forgotten", f"divided by {world_size()} once more"
+    yield forgotten, f"the mean, {once_more}", sum_over_ranks(summed) / (everywhere * world_size())
+    yield forgotten, f"mean losses, {once_more}", parts.average(means) / world_size()
 
 
 def _wrong_weights(parts: WindowParts) -> _Wrong:
@@ -376,16 +449,53 @@ def _wrong_with_one(
     yield "counted-twice", f"the {which} of the means / {count}", (means + one) / count
 
 
-def _clipped_each(parts: WindowParts, everywhere: float) -> Iterator[Hypothesis]:
+def _other_units(parts: WindowParts, micros: Sequence[Any]) -> Iterator[Hypothesis]:
+    """Yield weights by samples or by tokens with their padding, instead of the units."""
+    leaves = [[leaf.value for leaf in flatten(micro)[0]] for micro in micros]
+    tensors = [[v for v in one if isinstance(v, Tensor) and v.dim() > 0] for one in leaves]
+    tokens = [[v for v in one if v.dim() > 1 and not v.is_floating_point()] for one in tensors]
+    counts: dict[str, list[float]] = {}
+    if all(tensors):
+        counts["samples"] = [float(len(one[0])) for one in tensors]
+    if all(tokens):
+        counts["tokens, with padding"] = [float(one[-1].shape[:2].numel()) for one in tokens]
+    sums = parts.weighted(parts.units)
+    for name, counted in counts.items():
+        if not largest_over_ranks(counted != list(parts.units)):
+            continue
+        wrong = {f"sums divided by {name}": sums}
+        if largest_over_ranks(len(set(counted)) > 1):  # else it is a mean of means
+            wrong[f"mean losses weighed by {name}"] = parts.weighted(counted)
+        local = sum(counted)
+        everywhere = float(sum_over_ranks(torch.tensor([local], dtype=torch.float64)))
+        for variant, gradient in wrong.items():
+            averaged = (parts.clip(parts.average(gradient / local)),)
+            yield Hypothesis("other-units", variant, averaged)
+            together = (parts.clip(sum_over_ranks(gradient) / everywhere),)
+            yield Hypothesis("other-units", f"{variant} of all ranks", together)
+
+
+def _clipped_early(parts: WindowParts) -> Iterator[Hypothesis]:
+    """Yield clipping before the last backward, and before the division."""
+    key, weightings = "clipped-too-early", parts.weightings()
+    for variant, weights in weightings.items():
+        before, last = parts.weighted([*weights[:-1], 0.0]), parts.means[-1] * weights[-1]
+        averaged = parts.average(parts.clip(before) + last)
+        yield Hypothesis(key, f"{variant}, before the last backward", (averaged,))
+    divisors = {
+        "sums": (sum(parts.units), parts.units_everywhere / world_size()),
+        "mean losses": (parts.count, parts.nominal),
+    }
+    for variant, by in divisors.items():
+        clipped = parts.clip(parts.average(parts.weighted(weightings[variant])))
+        for divisor in by:
+            yield Hypothesis(key, f"{variant}, before dividing", (clipped / divisor,))
+
+
+def _clipped_each(parts: WindowParts) -> Iterator[Hypothesis]:
     """Yield clipping after every backward: the running sum, or each micro-batch's gradient."""
-    if parts.clip_norm is None or parts.count == 1:
-        return
     key, count, total = "clipped-per-micro-batch", parts.count, sum(parts.units)
-    scales = parts.weightings()
-    scales["shares of the units of all ranks"] = [
-        u * world_size() / everywhere for u in parts.units
-    ]
-    for variant, weights in scales.items():
+    for variant, weights in parts.weightings().items():
         running = torch.zeros_like(parts.right)
         alone = torch.zeros_like(parts.right)
         for mean, weight in zip(parts.means, weights, strict=True):

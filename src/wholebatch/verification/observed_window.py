@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import importlib
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -149,6 +150,7 @@ class SeenStep:
     gradients: tuple[Tensor | None, ...]
     groups: tuple[dict[str, Any], ...]
     stepped: frozenset[int] = frozenset()  # places of the parameters that it stepped on
+    repeatable: bool = True  # by the optimizer that was handed over, without a closure
 
 
 @dataclass(frozen=True)
@@ -181,14 +183,19 @@ class WindowObserver:
     """Watches every optimizer that steps on `parameters`, while it is entered.
 
     It also notes how clipping is called and under which autocast the model runs: a loop of
-    someone else's does not say. `clip_to` replaces the loop's own limit of the norm.
+    someone else's does not say. `clip_to` replaces the loop's own limit of the norm, and with it
+    `clip_value_to` that of the values. `settings` are the groups of `optimizer` at every forward
+    before the first step.
     """
 
     model: nn.Module
     parameters: Sequence[nn.Parameter]
     clip_to: float | None = None
+    clip_value_to: float = math.inf
+    optimizer: torch.optim.Optimizer | None = None
     steps: list[SeenStep] = field(default_factory=list)
-    clips: bool = False
+    settings: list[tuple[dict[str, Any], ...]] = field(default_factory=list)
+    clips: set[str] = field(default_factory=set)  # by "norm", by "value"
     autocast: set[torch.dtype] = field(default_factory=set)
     scaler_steps: int = 0
 
@@ -199,8 +206,8 @@ class WindowObserver:
             self.model.register_forward_pre_hook(self._before_forward).remove,
         ]
         self._patch(_clip_grad, "_clip_grads_with_norm_", self._clip_norm)
-        self._patch(_clip_grad, "clip_grad_value_", self._clip_value)
-        self._patch(torch.nn.utils, "clip_grad_value_", self._clip_value)
+        self._patch_everywhere("clip_grads_with_norm_", self._clip_norm)
+        self._patch_everywhere("clip_grad_value_", self._clip_value)
         self._patch(torch.amp.GradScaler, "step", self._scaler_step)
         return self
 
@@ -224,12 +231,42 @@ class WindowObserver:
         setattr(owner, name, replaced)
         self._undo.append(lambda: setattr(owner, name, original))
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        groups = optimizer.param_groups
-        its_own = {id(p) for group in groups for p in group["params"]}
+    def _patch_everywhere(self, name: str, around: Callable[..., Any]) -> None:
+        """Patch a function of `torch.nn.utils`, also in modules that imported it by its name."""
+        original = getattr(torch.nn.utils, name, None)
+        for module in list(sys.modules.values()):
+            if original is not None and getattr(module, "__dict__", {}).get(name) is original:
+                self._patch(module, name, around)
+
+    def _before_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """See the gradients now, or after the step's closure has made them."""
+        its_own = {id(p) for group in optimizer.param_groups for p in group["params"]}
         stepped = frozenset(i for i, p in enumerate(self.parameters) if id(p) in its_own)
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if not stepped:
-            return
+            return None
+        if not callable(closure):
+            self._see(optimizer, stepped)
+            return None
+        evaluations = 0
+
+        def observed() -> Any:
+            nonlocal evaluations
+            loss = closure()
+            evaluations += 1
+            if evaluations == 1:  # LBFGS evaluates again, at weights of its own
+                self._see(optimizer, stepped, closure=True)
+            return loss
+
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": observed}
+        return (args[0], observed, *args[2:]), kwargs
+
+    def _see(
+        self, optimizer: torch.optim.Optimizer, stepped: frozenset[int], *, closure: bool = False
+    ) -> None:
         gradients = tuple(
             None if parameter.grad is None else _dense(parameter.grad).to("cpu", copy=True)
             for parameter in self.parameters
@@ -239,13 +276,16 @@ class WindowObserver:
             for gradient in gradients:
                 if gradient is not None:
                     gradient.div_(float(scale))
-        settings = tuple({n: v for n, v in group.items() if n != "params"} for group in groups)
-        self.steps.append(SeenStep(gradients, settings, stepped))
+        handed = self.optimizer is None or optimizer is self.optimizer
+        step = SeenStep(gradients, _settings(optimizer), stepped, handed and not closure)
+        self.steps.append(step)
 
     def _before_forward(self, *_: Any) -> None:
         kind = self.parameters[0].device.type
         if torch.is_autocast_enabled(kind):
             self.autocast.add(torch.get_autocast_dtype(kind))
+        if self.optimizer is not None and not self.steps:
+            self.settings.append(_settings(self.optimizer))
 
     def _clip_norm(
         self,
@@ -255,23 +295,37 @@ class WindowObserver:
         total_norm: Tensor,
         foreach: bool | None = None,
     ) -> Any:
-        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        if any(id(parameter) in self._mine for parameter in parameters):
-            self.clips = True
-            if self.clip_to is not None:
-                max_norm = self.clip_to
+        parameters, ours = self._clipped(parameters, "norm")
+        if ours and self.clip_to is not None:
+            max_norm = self.clip_to
         return original(parameters, max_norm, total_norm, foreach)
 
     def _clip_value(
         self, original: Any, parameters: Any, clip_value: float, foreach: bool | None = None
     ) -> Any:
-        if self.clip_to is not None:
-            clip_value = math.inf  # only the norm is tried out; the scale must be seen
+        parameters, ours = self._clipped(parameters, "value")
+        if ours and self.clip_to is not None:
+            clip_value = self.clip_value_to
         return original(parameters, clip_value, foreach)
+
+    def _clipped(self, parameters: Any, how: str) -> tuple[list[Tensor], bool]:
+        """Return the clipped parameters as a list and if one is ours; then note how it is done."""
+        listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        ours = any(id(parameter) in self._mine for parameter in listed)
+        self.clips |= {how} if ours else set()
+        return listed, ours
 
     def _scaler_step(self, original: Any, scaler: Any, *args: Any, **kwargs: Any) -> Any:
         self.scaler_steps += 1
         return original(scaler, *args, **kwargs)
+
+
+def _settings(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], ...]:
+    """Return the settings of every parameter group."""
+    return tuple(
+        {name: copy.copy(value) for name, value in group.items() if name != "params"}
+        for group in optimizer.param_groups
+    )
 
 
 @torch.no_grad()

@@ -197,8 +197,9 @@ class LoopVerdict(_Answer):
             )
         also = [MISTAKES[key].name for key in self.mistakes if key != fit.key]
         more = f"; also: {', '.join(also)}" if also else ""
+        what = "update" if first.observed_by == "updates" else "gradient"
         return (
-            f"DIFFERENT update: {fit.name}: {self.loop} is {off} from the right gradient and "
+            f"DIFFERENT update: {fit.name}: {self.loop} is {off} from the right {what} and "
             f"{percent(fit.distance)} from that of this mistake ({fit.variant}){where}{more}"
         )
 

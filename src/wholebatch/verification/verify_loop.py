@@ -9,6 +9,7 @@ full windows (a nominal count), behind clipping (a wrong scale) and behind Adam 
 from __future__ import annotations
 
 import copy
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -29,8 +30,8 @@ from wholebatch.verification.mistakes import (
     apart,
     fits_of,
     flat,
-    moved_otherwise,
     parts_of,
+    wrong_update,
 )
 from wholebatch.verification.model_runs import ModelRuns
 from wholebatch.verification.observed_window import StartingState, WindowObserver, WindowRun
@@ -118,13 +119,13 @@ def _case(case: Case | str) -> Case:
 class _Window:
     even: bool
     count: int
-    clipped: bool = False
+    clipped: str = ""  # by its "norm", by its "value"
 
     def name(self, units: Sequence[float], steps: int) -> str:
         """Return the kind of window, by the units that its micro-batches turned out to have."""
         kind = "equal" if len(set(units)) == 1 else "uneven"
         short = f" (short: {self.count} of {steps})" if self.count < steps else ""
-        clipped = ", clipped" if self.clipped else ""
+        clipped = f", clipped by {self.clipped}" if self.clipped else ""
         return f"{self.count} {kind} micro-batches{short}{clipped}"
 
 
@@ -165,14 +166,14 @@ class _CaseTrials:
     def all(self, *, uneven: bool) -> list[LoopTrial]:
         """Return the trials of full and short windows, with equal and uneven micro-batches."""
         full, short = self.steps, self.steps - 1
-        trials, clips = [], False
+        trials: list[LoopTrial] = []
+        clips: set[str] = set()
         for even in (True, False) if uneven else (True,):
             for count in (full, short):
                 trial, observer = self._trial(_Window(even, count))
                 trials.append(trial)
-                clips = clips or observer.clips
-        if clips:
-            trials.append(self._trial(_Window(True, full, clipped=True))[0])
+                clips |= observer.clips
+        trials += [self._trial(_Window(True, full, clipped=how))[0] for how in sorted(clips)]
         if world_size() == 1 and all(trial.found == RIGHT for trial in trials):
             trials += self._in_a_row(trials[0])
         return trials
@@ -215,22 +216,25 @@ class _CaseTrials:
 
     def _trial(self, window: _Window) -> tuple[LoopTrial, WindowObserver]:
         micros = self.case.window(self.steps, window.even, self.rank)[: window.count]
-        clip_to = _NO_LIMIT
-        if window.clipped:
-            clip_to = always_active(parts_of(self._model_runs(), micros, steps=self.steps)[0])
-        run, observer = self._observed(micros, clip_to)
+        limits: dict[str, float] = {}
+        if by := window.clipped:
+            limits[by] = always_active(
+                parts_of(self._model_runs(), micros, steps=self.steps)[0], by
+            )
+        run, observer = self._observed(micros, limits)
         if observer.autocast and self.numbers.precision == "full":
             names = {dtype: name for name, dtype in AUTOCAST.items()}
             name = names.get(next(iter(observer.autocast)), "full")
             self.numbers = Numbers(name, 1024.0 if name == "fp16" else 1.0)
         runs = self._model_runs()
-        limit = clip_to if window.clipped else self.clip_norm
-        parts, floor = parts_of(runs, micros, steps=self.steps, clip_norm=limit)
+        norm, value = limits.get("norm", self.clip_norm), limits.get("value")
+        parts, floor = parts_of(runs, micros, steps=self.steps, clip_norm=norm, clip_value=value)
         fits, observed_by, tolerance = fits_of(runs, parts, run, micros, floor)
         notes = list(self.notes)
         found = _found(fits)
-        if found is not None and observed_by == "gradients":
-            notes += moved_otherwise(runs, run)
+        is_right = found == RIGHT and observed_by == "gradients"
+        if is_right and (wrong := wrong_update(runs, run, observer.settings)):
+            fits, found, observed_by = wrong, wrong[0].key, "updates"
         if not window.even and len(set(parts.units)) == 1 and len(micros) > 1:
             notes.append(
                 f"{self.case.name}: all micro-batches have equally many units, so a mean of means "
@@ -257,15 +261,19 @@ class _CaseTrials:
         model = copy.deepcopy(self.model)
         return ModelRuns(model, self.make_optimizer(model), self.case.loss, numbers=self.numbers)
 
-    def _observed(self, micros: Sequence[Any], clip_to: float) -> tuple[WindowRun, WindowObserver]:
+    def _observed(
+        self, micros: Sequence[Any], limits: dict[str, float]
+    ) -> tuple[WindowRun, WindowObserver]:
         """Let the loop train one window on copies; again, if its loss scaler skips the step."""
-        run, observer = self._once(micros, clip_to)
+        run, observer = self._once(micros, limits)
         if observer.scaler_steps and not run.steps:
             with _low_loss_scale():
-                run, observer = self._once(micros, clip_to)
+                run, observer = self._once(micros, limits)
         return run, observer
 
-    def _once(self, micros: Sequence[Any], clip_to: float) -> tuple[WindowRun, WindowObserver]:
+    def _once(
+        self, micros: Sequence[Any], limits: dict[str, float]
+    ) -> tuple[WindowRun, WindowObserver]:
         model = copy.deepcopy(self.model)
         optimizer = self.make_optimizer(model)
         start = StartingState(model, optimizer)
@@ -273,7 +281,8 @@ class _CaseTrials:
         handed: nn.Module = model
         if self.ddp and world_size() > 1:
             handed = nn.parallel.DistributedDataParallel(model)
-        with WindowObserver(model, trained, clip_to=clip_to) as observer:
+        norm, value = limits.get("norm", _NO_LIMIT), limits.get("value", math.inf)
+        with WindowObserver(model, trained, norm, value, optimizer) as observer:
             self.loop(handed, optimizer, self._copies(micros))
             return observer.run(start), observer
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils import clip_grad_value_
 
 NOMINAL = 4
 
@@ -181,6 +183,99 @@ def first_counted_twice(model: Any, optimizer: Any, micros: Any) -> None:
     optimizer.zero_grad()
 
 
+def scheduled_per_micro_batch(model: Any, optimizer: Any, micros: Any) -> None:
+    """With half the rate for every step of the schedule: 16 times too small after four."""
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    for micro in micros:
+        (total(model, micro) / units(micros)).backward()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch notices the first of these itself
+            schedule.step()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def value_clipped_per_micro_batch(model: Any, optimizer: Any, micros: Any) -> None:
+    for micro in micros:
+        (total(model, micro) / units(micros)).backward()
+        nn.utils.clip_grad_value_(model.parameters(), 0.1)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def value_clipped_by_an_imported_name(model: Any, optimizer: Any, micros: Any) -> None:
+    for micro in micros:
+        (total(model, micro) / units(micros)).backward()
+        clip_grad_value_(model.parameters(), 0.1)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def blended_with_an_average(model: Any, optimizer: Any, micros: Any) -> None:
+    """The average is written back into the weights that are trained."""
+    average = [parameter.detach().clone() for parameter in model.parameters()]
+    for micro in micros:
+        (total(model, micro) / units(micros)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with torch.no_grad():
+        for parameter, old in zip(model.parameters(), average, strict=True):
+            parameter.lerp_(old, 0.1)
+
+
+def clipped_before_the_last(model: Any, optimizer: Any, micros: Any) -> None:
+    for micro in micros:
+        if micro is micros[-1]:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        (total(model, micro) / units(micros)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def clipped_before_dividing(model: Any, optimizer: Any, micros: Any) -> None:
+    for micro in micros:
+        total(model, micro).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    for parameter in model.parameters():
+        parameter.grad /= units(micros)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def value_clipped_before_dividing(model: Any, optimizer: Any, micros: Any) -> None:
+    for micro in micros:
+        total(model, micro).backward()
+    nn.utils.clip_grad_value_(model.parameters(), 0.1)
+    for parameter in model.parameters():
+        parameter.grad /= units(micros)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def weighed_by_samples(model: Any, optimizer: Any, micros: Any) -> None:
+    samples = sum(len(micro["y"]) for micro in micros)
+    for micro in micros:
+        (mean(model, micro) * len(micro["y"]) / samples).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def weighed_by_padded_tokens(model: Any, optimizer: Any, micros: Any) -> None:
+    tokens = sum(micro["y"].numel() for micro in micros)
+    for micro in micros:
+        (mean(model, micro) * micro["y"].numel() / tokens).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def divided_by_padded_tokens(model: Any, optimizer: Any, micros: Any) -> None:
+    tokens = sum(micro["y"].numel() for micro in micros)
+    for micro in micros:
+        (total(model, micro) / tokens).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 PLANTED = {
     not_divided: "not-divided",
     not_divided_sums: "not-divided",
@@ -201,5 +296,15 @@ PLANTED = {
     never_cleared: "never-cleared",
     last_left_out: "left-out",
     first_counted_twice: "counted-twice",
+    scheduled_per_micro_batch: "scheduled-per-micro-batch",
+    value_clipped_per_micro_batch: "clipped-per-micro-batch",
+    value_clipped_by_an_imported_name: "clipped-per-micro-batch",
+    blended_with_an_average: "moved-beside-the-step",
+    clipped_before_the_last: "clipped-too-early",
+    clipped_before_dividing: "clipped-too-early",
+    value_clipped_before_dividing: "clipped-too-early",
 }
 """Each loop with the key of the mistake that it makes, the first to be named."""
+
+OTHER_UNITS = [weighed_by_samples, weighed_by_padded_tokens, divided_by_padded_tokens]
+"""Loops that are wrong where labels are masked or padded: every label counts in them."""

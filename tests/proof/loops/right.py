@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad
 from torch.nn import functional
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.utils.checkpoint import checkpoint
 
 import wholebatch as wb
@@ -223,6 +224,74 @@ def whole_batch(model: Any, optimizer: Any, micros: Any) -> None:
     wb.WholeBatch(model, optimizer, loss=loss, micro_batch=3).step(batch)
 
 
+def stepped_with_a_closure(model: Any, optimizer: Any, micros: Any) -> None:
+    """As Lightning does: the window is inside the optimizer's step."""
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        losses = [total(model, micro) / units(micros) for micro in micros]
+        for loss in losses:
+            loss.backward()
+        return torch.stack(losses).sum().detach()
+
+    optimizer.step(closure)
+
+
+def stepped_with_a_named_closure(model: Any, optimizer: Any, micros: Any) -> None:
+    def closure() -> None:
+        one_backward(model, micros)
+
+    optimizer.zero_grad()
+    optimizer.step(closure=closure)
+
+
+def one_backward(model: Any, micros: Any) -> None:
+    (torch.stack([total(model, micro) for micro in micros]).sum() / units(micros)).backward()
+
+
+def clipped_in_two_calls(model: Any, optimizer: Any, micros: Any) -> None:
+    one_backward(model, micros)
+    gradients = [p.grad for p in model.parameters()]
+    norm = nn.utils.get_total_norm(gradients)
+    nn.utils.clip_grads_with_norm_(model.parameters(), 0.01, norm)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def clipped_in_two_imported_calls(model: Any, optimizer: Any, micros: Any) -> None:
+    one_backward(model, micros)
+    norm = get_total_norm([p.grad for p in model.parameters()])
+    clip_grads_with_norm_(model.parameters(), 0.01, norm)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def an_optimizer_made_inside(model: Any, optimizer: Any, micros: Any) -> None:
+    inside = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    one_backward(model, micros)
+    inside.step()
+    inside.zero_grad()
+
+
+def rate_set_before_the_step(model: Any, optimizer: Any, micros: Any) -> None:
+    one_backward(model, micros)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.003
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def bf16_clipped_by_value(model: Any, optimizer: Any, micros: Any) -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        losses = [total(model, micro) / units(micros) for micro in micros]
+    for loss in losses:
+        loss.backward()
+    nn.utils.clip_grad_value_(model.parameters(), 0.1)
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 RIGHT = [
     sums_over_counted_units,
     means_times_their_share,
@@ -244,4 +313,11 @@ RIGHT = [
     fp16_with_a_scaler,
     accumulator,
     whole_batch,
+    stepped_with_a_closure,
+    stepped_with_a_named_closure,
+    clipped_in_two_calls,
+    clipped_in_two_imported_calls,
+    an_optimizer_made_inside,
+    rate_set_before_the_step,
+    bf16_clipped_by_value,
 ]
