@@ -382,7 +382,7 @@ def losses_of(trainer: Any) -> list[float]:
 
 
 @pytest.mark.parametrize("execute", ["eager", "compile"])
-@pytest.mark.parametrize("operation", [150, 700])
+@pytest.mark.parametrize("operation", [150, 600])
 def test_out_of_memory_makes_smaller_micro_batches(
     run: Run, traces: Traces, operation: int, execute: Any
 ) -> None:

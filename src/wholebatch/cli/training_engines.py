@@ -273,6 +273,8 @@ class Staged:
             "done": 0,
             "of": 0,
             "batchnorm": None,
+            "draws": (False, None),
+            "first_number": 0,
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
