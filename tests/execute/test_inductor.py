@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from wholebatch.compile import joint_graph as inductor
+from wholebatch.compile import inductor
 
 
 def _features(hint: Any, numel: int) -> Any:

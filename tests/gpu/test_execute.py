@@ -320,7 +320,6 @@ def test_a_recorded_step_waits_for_its_numbers_alone() -> None:
     assert train.updates == 8
 
 
-@mock.patch.object(Executor, "compiles_beside_on", ())
 def test_auto_records_first_and_compiles_when_the_run_is_old_enough() -> None:
     model = fresh()
     train = wb.WholeBatch(
@@ -334,7 +333,10 @@ def test_auto_records_first_and_compiles_when_the_run_is_old_enough() -> None:
         executor._plan.started = time.perf_counter() - seconds
 
     # Compiling so small a graph would pay for itself at once; here it takes hours.
-    with mock.patch.object(plan, "_COMPILE_PER_OPERATION", 1e3):
+    with (
+        mock.patch.object(plan, "_COMPILE_PER_OPERATION", 1e3),
+        mock.patch.object(Executor, "compiles_beside_on", ()),
+    ):
         older_than(-1e9)
         train.step(whole)
         assert executor.mode == "eager"
