@@ -46,23 +46,14 @@ def _forward_operation() -> Any:
             return _forward_by_operations(q, k, v, bias, draw, dropout, scale)
         from wholebatch.compile.triton_kernels import biased_attention
 
-        out, normaliser = _like(q, v.shape[-1]), q.new_empty(q.shape[:3], dtype=torch.float32)
+        out, normaliser = allocated(q, k, v)
         biased_attention(q, k, v, bias, draw, out, normaliser, dropout=dropout, scale=scale)
         return out, normaliser
 
     @operation.register_fake
-    def _(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        bias: Tensor,
-        draw: Tensor | None,
-        dropout: float,
-        scale: float,
-    ) -> tuple[Tensor, Tensor]:
+    def allocated(q: Tensor, _: Tensor, v: Tensor, *__: Any) -> tuple[Tensor, Tensor]:
         return _like(q, v.shape[-1]), q.new_empty(q.shape[:3], dtype=torch.float32)
 
-    del _
     return torch.ops.wholebatch.biased_attention.default
 
 
@@ -83,23 +74,19 @@ def _backward_operation() -> Any:
             return _backward_by_operations(*given, dropout, scale)
         from wholebatch.compile.triton_kernels import biased_attention_backward
 
-        dk, dv = _like(k), _like(v)
-        scores = bias.new_empty(bias.shape)
+        dq, dk, dv, scores = allocated(*given)
         biased_attention_backward(*given, dk, dv, scores, dropout=dropout, scale=scale)
-        dq = _like(q)
         nothing = q.new_empty(())
         made = torch.baddbmm(nothing, scores.flatten(0, 1), k.flatten(0, 1), beta=0, alpha=scale)
         dq.copy_(made.view(q.shape))
         return dq, dk, dv, scores
 
     @operation.register_fake
-    def _(
-        gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, out: Tensor,
-        normaliser: Tensor, draw: Tensor | None, dropout: float, scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    def allocated(
+        _: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, *__: Any
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return _like(q), _like(k), _like(v), bias.new_empty(bias.shape)
 
-    del _
     return torch.ops.wholebatch.biased_attention_backward.default
 
 
@@ -223,8 +210,6 @@ def fuse_attention(graph: fx.Graph) -> int:
     ]
     pairs = [(node, _backward_of(node)) for node in forwards]
     if not pairs or any(back is None and _options(node)[0] for node, back in pairs):
-        return 0
-    if not can_fuse_attention(forwards[0].args[0].meta["val"].device):
         return 0
     return sum(_replace(graph, node, back) for node, back in pairs if back is not None)
 

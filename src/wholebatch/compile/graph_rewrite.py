@@ -6,8 +6,8 @@ None of these rewrites changes a number beyond the order of additions:
 - Each gradient is added into its buffer as soon as it is computed, so that it is freed early.
 - A weight gradient that is a matrix product, or rows of an embedding, is added by the operation
   that computes it, and never exists on its own.
-- A cross-entropy and its gradient become one operation (`entropy`). So does the backward of a layer
-  norm with the operations around it (`norms`).
+- A cross-entropy and its gradient become one operation (`entropy`). So does the backward of a
+  layer norm or RMS norm with the operations around it (`norms`).
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ class Fusions:
     entropy: bool = False
     """Compute a cross-entropy and its gradient in one kernel, in the logits' memory (CUDA only)."""
     norms: bool = False
-    """Compute a layer norm's backward, its sums and the residual in one kernel (CUDA only)."""
+    """Compute a norm's backward, its sums and the residual in one kernel (CUDA only)."""
     gelu_sums: bool = False
     """Compute a GELU's gradient and that of the bias before it in one kernel (CUDA only)."""
     attention: bool = False
-    """Use kernels of our own for attention with a learnt bias, where the device has them."""
+    """Use kernels of our own for attention with a learnt bias (CUDA only)."""
     gelu: bool = False
     """Compute 16-bit GELUs with one exponential; pays if kernels are fused."""
 

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, TypeAlias
 import torch
 from torch import Tensor
 
+from wholebatch.compile.biased_attention import can_fuse_attention
 from wholebatch.compile.compile_workers import Job, job_of
 from wholebatch.compile.cross_entropy import can_fuse_entropy
 from wholebatch.compile.fused_weight_grad import can_add_products
@@ -24,9 +25,21 @@ from wholebatch.compile.gelu import can_fuse_gelu
 from wholebatch.compile.gradient_buffers import Casts, Gradients
 from wholebatch.compile.graph_rewrite import Fusions, rewrite
 from wholebatch.compile.inductor import compiled_by_inductor
-from wholebatch.compile.layer_norm import can_fuse_norms
+from wholebatch.compile.layer_norm import NORMS, can_fuse_norms
 from wholebatch.compile.repeated_blocks import Blocks, calls_other_graphs
 from wholebatch.compile.trace import Form, State, Traced
+
+aten = torch.ops.aten
+_KERNELS: dict[str, tuple[set[Any], Callable[[torch.device], bool]]] = {
+    "entropy": ({aten._log_softmax_backward_data.default}, can_fuse_entropy),
+    "norms": (NORMS, can_fuse_norms),
+    "gelu_sums": ({aten.gelu_backward.default}, can_fuse_gelu),
+    "attention": (
+        {aten._scaled_dot_product_efficient_attention_backward.default},
+        can_fuse_attention,
+    ),
+}
+"""The operations that each kernel of ours replaces, and its check on the device."""
 
 Results: TypeAlias = tuple[list[Tensor], list[Tensor]]
 Runnable: TypeAlias = Callable[[Sequence[Tensor], Sequence[Tensor]], Results]
@@ -135,18 +148,17 @@ class JointStep:
 
         A kernel is compiled and checked only if the graph has operations (`targets`) for it.
         """
-        wanted, aten = self.fusions, torch.ops.aten
-        has_entropy = aten._log_softmax_backward_data.default in targets
-        has_norms = aten.native_layer_norm_backward.default in targets
-        has_gelu = aten.gelu_backward.default in targets
+        wanted = self.fusions
+        by_kernel = {
+            name: getattr(wanted, name) and not fused.isdisjoint(targets) and has_kernel(device)
+            for name, (fused, has_kernel) in _KERNELS.items()
+        }
         return replace(
             wanted,
             products=wanted.products and can_add_products(device),
             products_in_full=wanted.products_in_full and not self.compiled,
-            entropy=wanted.entropy and has_entropy and can_fuse_entropy(device),
-            norms=wanted.norms and has_norms and can_fuse_norms(device),
-            gelu_sums=wanted.gelu_sums and has_gelu and can_fuse_gelu(device),
             gelu=wanted.gelu and self.compiled and device.type == "cuda",
+            **by_kernel,
         )
 
     def hold(self, state: State) -> None:

@@ -6,6 +6,8 @@ input, its sum with the residual's gradient, a 16-bit copy of that for the next 
 sums over all rows: the gradients of the norm's weight and bias, and of the bias of the layer
 before. Compiled, these are seven kernels, and each reads most of the data again. As one operation,
 everything is read once.
+
+An RMS norm is a layer norm without mean and bias: the same operation, in which both are missing.
 """
 
 from __future__ import annotations
@@ -32,6 +34,8 @@ from wholebatch.compile.fusion import (
 from wholebatch.core.precision import SIXTEEN_BIT
 
 aten = torch.ops.aten
+_RMS_BACKWARD = getattr(getattr(aten, "_fused_rms_norm_backward", None), "default", None)
+"""None before torch 2.9."""
 _LONGEST = 8192
 """The longest row that one program can hold."""
 
@@ -42,7 +46,8 @@ class Read(NamedTuple):
     gradient: Tensor
     x: Tensor
     addend: Tensor | None
-    mean: Tensor
+    mean: Tensor | None
+    """None for an RMS norm."""
     rstd: Tensor
     weight: Tensor | None
     residual: Tensor | None
@@ -62,7 +67,7 @@ def _operation() -> Any:
         gradient: Tensor,
         x: Tensor,
         addend: Tensor | None,
-        mean: Tensor,
+        mean: Tensor | None,
         rstd: Tensor,
         weight: Tensor | None,
         residual: Tensor | None,
@@ -110,11 +115,15 @@ def _by_operations(read: Read, low: Tensor | None, total: Tensor, sums: list[boo
     columns = x.shape[-1]
     if addend is not None:
         x = x + addend
-    wanted = [True, weight is not None, weight is not None]
-    bias = None if weight is None else torch.zeros_like(weight)
-    out, of_weight, of_bias = aten.native_layer_norm_backward.default(
-        gradient.to(x.dtype), x, [columns], mean, rstd, weight, bias, wanted
-    )
+    gradient = gradient.to(x.dtype)
+    normal = (x if mean is None else x - mean) * rstd
+    scaled = gradient if weight is None else gradient * weight
+    out = scaled - normal * (scaled * normal).mean(-1, keepdim=True)
+    if mean is not None:
+        out = out - scaled.mean(-1, keepdim=True)
+    out = out * rstd
+    rows = tuple(range(x.dim() - 1))
+    of_weight, of_bias = (gradient * normal).sum(rows), gradient.sum(rows)
     if residual is not None:
         out = out + residual
     of_low = None
@@ -122,10 +131,9 @@ def _by_operations(read: Read, low: Tensor | None, total: Tensor, sums: list[boo
         low.copy_(out)
         of_low = low.to(x.dtype).reshape(-1, columns).sum(0)
     for place, found in enumerate((of_weight, of_bias, of_low)):
-        if sums[place]:
+        if sums[place] and found is not None:
             total[place] = found
-    made: Tensor = out
-    return made
+    return out
 
 
 @cache
@@ -142,26 +150,32 @@ def _agrees(run: Callable[..., Any], device: torch.device) -> bool:
     addend = residual.bfloat16()
     var, mean = torch.var_mean(x + addend, 1, correction=0, keepdim=True)
     rstd = (var + 1e-5).rsqrt()
-    read = Read(gradient.bfloat16(), x, addend, mean, rstd, 1.0 + x[0], residual)
-    how = torch.bfloat16, [True] * 3
-    out, low, sums = run(*read, *how)
-    wanted_out, wanted_low, wanted_sums = _made_by(_by_operations, read, *how)
-    pairs = (out, wanted_out), (low, wanted_low), *zip(sums, wanted_sums, strict=True)
-    return all(
-        bool((one.float() - other.float()).norm() <= 2e-3 * other.float().norm())
-        for one, other in pairs
-    )
+    for center in (mean, None):
+        read = Read(gradient.bfloat16(), x, addend, center, rstd, 1.0 + x[0], residual)
+        how = torch.bfloat16, [True, center is not None, True]
+        out, low, sums = run(*read, *how)
+        wanted_out, wanted_low, wanted_sums = _made_by(_by_operations, read, *how)
+        pairs = (out, wanted_out), (low, wanted_low), *zip(sums, wanted_sums, strict=True)
+        if not all(
+            bool((one.float() - other.float()).norm() <= 2e-3 * other.float().norm())
+            for place, (one, other) in enumerate(pairs)
+            if place != 3 or center is not None  # Without a mean there is no bias.
+        ):
+            return False
+    return True
 
 
 @dataclass
 class _Norm:
-    """The nodes of one layer norm's backward, and the uses of its gradient."""
+    """The nodes of one norm's backward, and the uses of its gradient."""
 
-    node: fx.Node
     gradient: fx.Node
     x: fx.Node
     total: fx.Node
     """The gradient of its input, or that plus the residual's."""
+    mean: fx.Node | None
+    rstd: fx.Node
+    weight: fx.Node | None
     addend: fx.Node | None = None
     """The part of the norm's input besides `x`."""
     residual: fx.Node | None = None
@@ -171,12 +185,12 @@ class _Norm:
 
 
 def fuse_norms(graph: fx.Graph) -> int:
-    """Replace every layer-norm backward that allows it with the fused op; return how many.
+    """Replace the backward of every norm that allows it with the fused op; return how many.
 
     Gradients must already be added into their buffers. Dead-code elimination removes the replaced
     nodes.
     """
-    nodes = graph.find_nodes(op="call_function", target=aten.native_layer_norm_backward.default)
+    nodes = [node for node in graph.nodes if node.target in _MATCHES]
     inputs: dict[fx.Node, tuple[fx.Node, fx.Node | None]] = {}
     for node in reversed(nodes):  # In the order of the forward.
         norm = _matched(node)
@@ -191,31 +205,153 @@ def fuse_norms(graph: fx.Graph) -> int:
 
 
 def _matched(node: fx.Node) -> _Norm | None:
-    """Return the parts of this layer norm's backward, or None if the fused op cannot replace it."""
-    gradient, x, shape, *_ = node.args
+    """Return the norm whose backward is at `node`, or None if the fused op cannot replace it."""
+    norm = _MATCHES[node.target](node)
+    if norm is None:
+        return None
+    value = norm.x.meta["val"]
+    if cast_to(norm.gradient) is value.dtype:
+        source = norm.gradient.all_input_nodes[0]
+        if source.meta["val"].dtype in SIXTEEN_BIT:
+            norm.gradient = source
+    if norm.residual is None:
+        _take_residual(norm, value)
+    _take_low(norm, value.shape[-1])
+    return norm
+
+
+def _of_torch(node: fx.Node) -> _Norm | None:
+    """Return the parts of the backward of torch's own layer norm or RMS norm."""
+    gradient, x, shape, *statistics, weight = node.args[: 5 + (len(node.args) > 6)]
     assert isinstance(gradient, fx.Node)
     assert isinstance(x, fx.Node)
     assert isinstance(shape, (list, tuple))
-    value = x.meta["val"]
-    columns = shape[0]
     outs = {user.args[1]: user for user in node.users if user.target is getitem}
     if not _takes(x, shape) or 0 not in outs or len(outs) != len(node.users):
         return None
-    assert isinstance(columns, int)
-    if cast_to(gradient) is value.dtype:
-        source = gradient.all_input_nodes[0]
-        if source.meta["val"].dtype in SIXTEEN_BIT:
-            gradient = source
-    norm = _Norm(node, gradient, x, outs[0])
+    mean, rstd = (None, *statistics)[-2:]
+    norm = _Norm(gradient, x, outs[0], mean, rstd, weight)  # type: ignore[arg-type]
     for place in (1, 2):
         if place in outs and outs[place].users:
             added = added_into_buffer(outs[place])
             if added is None:
                 return None
             norm.sums[place - 1] = added
-    _take_residual(norm, value)
-    _take_low(norm, columns)
     return norm
+
+
+def _of_operations(cube: fx.Node) -> _Norm | None:
+    """Return the parts of the backward of an RMS norm that is written out; `cube` is rstd³.
+
+    With g the gradient times the weight, autograd computes g rstd + 2 x (-½ Σ(g x) rstd³) / columns
+    which is rstd (g - n Σ(g n) / columns), n = x rstd, whatever rstd is.
+    """
+    rstd = cube.all_input_nodes[0]
+    slope = _only(cube, aten.mul.Tensor)
+    spread = _only(slope, aten.expand.default)
+    share = _only(spread, aten.div.Scalar)
+    across = _only(share, aten.mul.Tensor)
+    if cube.args[1] != 3 or slope is None or share is None or across is None:
+        return None
+    double = _made(_other(across, share), aten.mul.Scalar, 2.0)
+    power = _made(double, aten.pow.Tensor_Scalar, 1.0)
+    along = _made(_other(slope, cube), aten.mul.Scalar, -0.5)
+    if power is None or along is None or along.target is not aten.sum.dim_IntList:
+        return None
+    x, product = power, along.all_input_nodes[0]
+    columns = x.meta["val"].shape[-1]
+    scaled = _other(product, x) if product.target is aten.mul.Tensor else None
+    last = along.args[1] in ([-1], [x.meta["val"].dim() - 1])
+    if scaled is None or not last or share.args[1] != columns or not _takes(x, [columns]):
+        return None
+    found = _sum_of_both(_user(scaled, rstd), across)
+    if found is None:
+        return None
+    gradient, weight = _weighted(scaled)
+    norm = _Norm(gradient, x, found[0], None, rstd, weight, residual=found[1])
+    added = _weight_gradient(gradient, x, rstd)
+    if added is not None:
+        norm.sums[0] = added
+    return norm
+
+
+_MATCHES: dict[Any, Callable[[fx.Node], _Norm | None]] = {
+    aten.native_layer_norm_backward.default: _of_torch,
+    _RMS_BACKWARD: _of_torch,
+    aten.pow.Tensor_Scalar: _of_operations,
+}
+NORMS = {
+    aten.native_layer_norm_backward.default,
+    _RMS_BACKWARD,
+    aten.rsqrt.default,
+}
+"""A graph without any of these operations has no norm to fuse."""
+
+
+def _only(node: fx.Node | None, target: Any) -> fx.Node | None:
+    """Return the only user of a node, if it is of this kind."""
+    users = [] if node is None else list(node.users)
+    return users[0] if len(users) == 1 and users[0].target is target else None
+
+
+def _made(node: fx.Node | None, target: Any, number: float) -> fx.Node | None:
+    """Return the tensor from which `target(tensor, number)` has made this node."""
+    if node is None or node.target is not target or node.args[1] != number:
+        return None
+    return node.all_input_nodes[0]
+
+
+def _other(node: fx.Node, part: fx.Node) -> fx.Node | None:
+    """Return the other tensor of an operation with two."""
+    others = [one for one in node.all_input_nodes if one is not part]
+    return others[0] if len(others) == 1 and len(node.args) == 2 and not node.kwargs else None
+
+
+def _user(node: fx.Node, other: fx.Node) -> fx.Node | None:
+    """Return the product of these two, if there is one."""
+    users = (one for one in node.users if one.target is aten.mul.Tensor)
+    return next((one for one in users if _other(one, node) is other), None)
+
+
+def _sum_of_both(one: fx.Node | None, two: fx.Node) -> tuple[fx.Node, fx.Node | None] | None:
+    """Return the sum of both, and what is added to it in between (the residual's gradient)."""
+    first, second = _only(one, aten.add.Tensor), _only(two, aten.add.Tensor)
+    if one is None or first is None or second is None:
+        return None
+    if first is second:
+        return first, None
+    for inner, part, outer in ((first, one, second), (second, two, first)):
+        if _only(inner, aten.add.Tensor) is outer:
+            residual, sum_ = _other(inner, part), outer.meta["val"]
+            if (
+                residual is not None
+                and residual.meta["val"].dtype is sum_.dtype
+                and same_shape(residual.meta["val"].shape, sum_.shape)
+            ):
+                return outer, residual
+    return None
+
+
+def _weighted(scaled: fx.Node) -> tuple[fx.Node, fx.Node | None]:
+    """Return the gradient and the norm's weight that were multiplied, or the gradient alone."""
+    if scaled.target is aten.mul.Tensor:
+        for weight in scaled.all_input_nodes:
+            gradient = _other(scaled, weight)
+            if (
+                weight.op == "placeholder"
+                and weight.meta["val"].dim() == 1
+                and gradient is not None
+            ):
+                return gradient, weight
+    return scaled, None
+
+
+def _weight_gradient(gradient: fx.Node, x: fx.Node, rstd: fx.Node) -> Added | None:
+    """Return where the sum of gradient · x · rstd over all rows is added into a buffer."""
+    normal = _user(x, rstd)
+    sums = None if normal is None else _only(_user(gradient, normal), aten.sum.dim_IntList)
+    rows = list(range(x.meta["val"].dim() - 1))
+    return None if sums is None or sums.args[1] != rows else added_into_buffer(sums)
 
 
 def _takes(x: fx.Node, shape: Sequence[Any]) -> bool:
@@ -278,13 +414,12 @@ def _take_low(norm: _Norm, columns: int) -> None:
 
 
 def _replace(graph: fx.Graph, norm: _Norm) -> None:
-    _, _, _, mean, rstd, weight, *_ = norm.node.args
     low = None if norm.low is None else norm.low.meta["val"].dtype
     sums = [place in norm.sums for place in range(3)]
     call = graph.call_function
-    # All inputs exist where the residual's gradient is added.
-    with graph.inserting_before(norm.total if norm.residual else norm.node):
-        read = norm.gradient, norm.x, norm.addend, mean, rstd, weight, norm.residual
+    statistics = norm.mean, norm.rstd, norm.weight
+    with graph.inserting_before(norm.total):  # All inputs exist here.
+        read = norm.gradient, norm.x, norm.addend, *statistics, norm.residual
         made = call(_operation(), (*read, low, sums))
         total = call(getitem, (made, 0))
         total.meta.update(norm.total.meta)

@@ -184,9 +184,9 @@ def gelu_backward(
 def layer_norm_rows(  # type: ignore[no-untyped-def]
     gradients, inputs, addends, means, rstds, weight, residuals, outs, lows, partials,
     rows, columns,
-    has_addend: tl.constexpr, has_weight: tl.constexpr, has_residual: tl.constexpr,
-    has_low: tl.constexpr, sums_weight: tl.constexpr, sums_bias: tl.constexpr,
-    sums_low: tl.constexpr, block: tl.constexpr,
+    has_addend: tl.constexpr, has_mean: tl.constexpr, has_weight: tl.constexpr,
+    has_residual: tl.constexpr, has_low: tl.constexpr,
+    sums_weight: tl.constexpr, sums_bias: tl.constexpr, sums_low: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     programs = tl.num_programs(0)
@@ -211,8 +211,9 @@ def layer_norm_rows(  # type: ignore[no-untyped-def]
         x = x_next
         if has_addend:
             x += a_next.to(tl.float32)
-        mean = tl.load(means + row)
         rstd = tl.load(rstds + row)
+        if has_mean:
+            x -= tl.load(means + row)
         following = start + stride
         more = inside & (row + programs < rows)
         g_next = tl.load(gradients + following + here, mask=more, other=0.0)
@@ -222,16 +223,17 @@ def layer_norm_rows(  # type: ignore[no-untyped-def]
         if has_residual:
             residual = r_next
             r_next = tl.load(residuals + following + here, mask=more, other=0.0)
-        normal = tl.where(inside, (x - mean) * rstd, 0.0)
+        normal = tl.where(inside, x * rstd, 0.0)
         if sums_weight:
             of_weight += g * normal
         if sums_bias:
             of_bias += g
         if has_weight:
             g *= w
-        along = tl.sum(g, 0) / columns
         across = tl.sum(g * normal, 0) / columns
-        out = (g - along - normal * across) * rstd
+        if has_mean:
+            g -= tl.sum(g, 0) / columns
+        out = (g - normal * across) * rstd
         if has_residual:
             out += residual
         tl.store(outs + start + here, out, mask=inside)
@@ -270,12 +272,14 @@ def layer_norm_backward(read: Read, low: Tensor | None, total: Tensor, sums: lis
     kernel: Any = layer_norm_rows[(programs,)]
     kernel(
         *read, out, low, partials, rows, columns,
-        has_addend=read.addend is not None, has_weight=read.weight is not None,
-        has_residual=read.residual is not None, has_low=low is not None,
-        sums_weight=sums[0], sums_bias=sums[1], sums_low=sums[2], block=block, num_warps=warps,
+        has_addend=read.addend is not None, has_mean=read.mean is not None,
+        has_weight=read.weight is not None, has_residual=read.residual is not None,
+        has_low=low is not None, sums_weight=sums[0], sums_bias=sums[1], sums_low=sums[2],
+        block=block, num_warps=warps,
     )  # fmt: skip
     if any(sums):
-        _sum_columns(partials, total, adds=False)
+        needed = 3 if sums[2] else 1 + sums[1]
+        _sum_columns(partials[:needed], total, adds=False)
     return out
 
 

@@ -29,6 +29,7 @@ _COMPARISONS = {
     aten.ge.Scalar: (True, False),
 }
 """The results for a bound below all uniform numbers, and for one above all of them."""
+_CAUSAL = "wholebatch_causal"
 
 
 class ValueReads:
@@ -53,6 +54,45 @@ class ValueReads:
         for node in reversed(graph.nodes):
             if node.name in self.settled and not node.users and node.op == "call_function":
                 graph.erase_node(node)
+
+
+def always_causal(mask: Tensor, rows: Any, columns: Any) -> bool:
+    """True if this mask of attention is computed from constants alone and hides the future only.
+
+    transformers makes such a mask when it is traced, where eager code would have none.
+    """
+    node, root = _node_of(mask)
+    if node is None or mask.requires_grad or mask.shape[-2:] != (rows, columns) or rows != columns:
+        return False
+    if _CAUSAL not in node.meta:  # Every layer asks.
+        found = computed(node, root, {})
+        with _disable_current_modes():
+            node.meta[_CAUSAL] = isinstance(found, Tensor) and _hides_the_future(found)
+    return bool(node.meta[_CAUSAL])
+
+
+def _hides_the_future(mask: Tensor) -> bool:
+    past = torch.ones(mask.shape[-2:], dtype=torch.bool, device=mask.device).tril()
+    if mask.dtype is torch.bool:
+        return torch.equal(mask, past.expand_as(mask))
+    hidden = mask <= torch.finfo(mask.dtype).min
+    return torch.equal(hidden, ~past.expand_as(mask)) and not mask[past.expand_as(mask)].any()
+
+
+def repeats_of_heads(heads: Tensor) -> int:
+    """Return how often each head was repeated, by `expand` and a copy, for `heads` (B, H, S, D)."""
+    node, _ = _node_of(heads)
+    targets = (aten.view.default, aten._unsafe_view.default), (aten.clone.default,)
+    chain = [node]
+    for allowed in (*targets, (aten.expand.default,)):
+        if node is None or node.target not in allowed:
+            return 1
+        node = node.all_input_nodes[0]
+        chain.append(node)
+    after, before = (one.meta["val"].shape for one in chain[-2:] if one is not None)
+    if len(before) != 5 or before[2] != 1 or heads.shape[1] != after[1] * after[2]:
+        return 1
+    return int(after[2])
 
 
 def _node_of(tensor: Tensor) -> tuple[fx.Node | None, Any]:
