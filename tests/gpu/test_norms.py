@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from itertools import product
 
 import torch
 from torch import Tensor, nn
@@ -21,15 +22,10 @@ def _distance(found: Tensor, wanted: Tensor) -> float:
 
 def test_norms_of_every_width_are_as_near_to_float64_as_their_rounding() -> None:
     torch.manual_seed(0)
-    for rows, columns in (
-        (1, 7),
-        (5, 64),
-        (67, 300),
-        (4099, 768),
-        (1024, 2048),
-        (40, 8192),
-    ):
-        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+    shapes = (1, 7), (5, 64), (67, 300), (4099, 768), (1024, 2048), (40, 8192)
+    dtypes = torch.float32, torch.bfloat16, torch.float16
+    for (rows, columns), dtype in product(shapes, dtypes):
+        for is_rms in (False, True):
             x = torch.randn(rows, columns, device=DEVICE) * 2.0 + 1.0
             gradient = torch.randn(rows, columns, device=DEVICE).to(dtype)
             residual = torch.randn(rows, columns, device=DEVICE)
@@ -37,14 +33,15 @@ def test_norms_of_every_width_are_as_near_to_float64_as_their_rounding() -> None
             addend = torch.randn(rows, columns, device=DEVICE).to(dtype)
             var, mean = torch.var_mean(x + addend, 1, correction=0, keepdim=True)
             rstd = (var + 1e-5).rsqrt()
-            given = gradient, x, addend, mean, rstd, weight, residual
+            center = None if is_rms else mean
+            given = gradient, x, addend, center, rstd, weight, residual
             out, low, sums = norms._operation()(*given, torch.bfloat16, [True] * 3)
 
-            normal = ((x + addend).double() - mean.double()) * rstd.double()
+            normal = ((x + addend).double() - (0.0 if is_rms else mean.double())) * rstd.double()
             scaled = gradient.double() * weight.double()
-            across = (scaled * normal).mean(1, keepdim=True)
-            exact = (scaled - scaled.mean(1, keepdim=True) - normal * across) * rstd.double()
-            exact += residual.double()
+            along = 0.0 if is_rms else scaled.mean(1, keepdim=True)
+            exact = scaled - along - normal * (scaled * normal).mean(1, keepdim=True)
+            exact = exact * rstd.double() + residual.double()
             assert _distance(out, exact) <= 1e-6, (rows, columns, dtype)
             assert torch.equal(low, out.bfloat16())
             assert _distance(sums[0], (gradient.double() * normal).sum(0)) <= 1e-5

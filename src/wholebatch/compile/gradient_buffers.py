@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from wholebatch.core.precision import SIXTEEN_BIT
 
-_ALIGNED = 256
+ALIGNED = 64
 """The alignment of each tensor in a shared allocation, in elements, for vectorised loads."""
 
 
@@ -27,14 +27,16 @@ def buffer_dtype(parameter: Tensor) -> torch.dtype:
 def in_one_piece(like: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
     """Return zeros of these shapes and strides, with one allocation for each dtype.
 
+    All matrices come first, so that those of one layer lie one behind the other (`as_one`).
     Allocated one by one, they would fill the gaps left by freed activations, and the caching
     allocator could not release the segments around them.
     """
     places: dict[torch.dtype, int] = {}
-    starts = []
-    for tensor, dtype in zip(like, dtypes, strict=True):
-        starts.append(places.get(dtype, 0))
-        places[dtype] = starts[-1] + -(-tensor.numel() // _ALIGNED) * _ALIGNED
+    starts = [0] * len(like)
+    for number in sorted(range(len(like)), key=lambda number: like[number].dim() < 2):
+        dtype = dtypes[number]
+        starts[number] = places.get(dtype, 0)
+        places[dtype] = starts[number] + -(-like[number].numel() // ALIGNED) * ALIGNED
     if not like:
         return []
     device = like[0].device
@@ -46,6 +48,19 @@ def in_one_piece(like: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[
         pieces[dtype].as_strided(tensor.shape, _dense_strides(tensor), start).data
         for tensor, dtype, start in zip(like, dtypes, starts, strict=True)
     ]
+
+
+def as_one(parts: Sequence[Tensor]) -> Tensor | None:
+    """Return the rows of all parts as one tensor, if they lie one behind the other in memory."""
+    first, *_ = parts
+    end = first.storage_offset()
+    for part in parts:
+        apart = part.untyped_storage().data_ptr() != first.untyped_storage().data_ptr()
+        if apart or part.storage_offset() != end or not part.is_contiguous():
+            return None
+        end += part.numel()
+    rows = sum(part.shape[0] for part in parts)
+    return first.as_strided((rows, *first.shape[1:]), first.stride()).data
 
 
 def _dense_strides(tensor: Tensor) -> tuple[int, ...]:

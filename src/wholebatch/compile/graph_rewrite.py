@@ -8,6 +8,7 @@ None of these rewrites changes a number beyond the order of additions:
   that computes it, and never exists on its own.
 - A cross-entropy and its gradient become one operation (`entropy`). So does the backward of a
   layer norm or RMS norm with the operations around it (`norms`).
+- Layers that read the same input are one product with all their weights (`shared_inputs`).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from wholebatch.compile.cross_entropy import fuse_entropy
 from wholebatch.compile.fusion import base_of, cast_to, fixed, is_cheap, same_shape, written_by
 from wholebatch.compile.gelu import fuse_gelu, simplify_gelu
 from wholebatch.compile.layer_norm import fuse_norms
+from wholebatch.compile.shared_input import SharedInputs, Weight
 from wholebatch.compile.trace import Traced
 from wholebatch.core.precision import SIXTEEN_BIT
 
@@ -52,13 +54,15 @@ class Fusions:
     """Compute a GELU's gradient and that of the bias before it in one kernel (CUDA only)."""
     attention: bool = False
     """Use kernels of our own for attention with a learnt bias (CUDA only)."""
+    shared_inputs: bool = False
+    """Compute products of one input with several weights as one; pays with `products`."""
     gelu: bool = False
     """Compute 16-bit GELUs with one exponential; pays if kernels are fused."""
 
 
 @dataclass(frozen=True)
 class Rewritten:
-    """The graph: (trained, others, tensors, seeds, casts, buffers) -> (totals, units).
+    """The graph: (trained, others, tensors, seeds, casts, buffers, joined) -> (totals, units).
 
     Open sizes come before these inputs.
     """
@@ -66,11 +70,14 @@ class Rewritten:
     graph: fx.GraphModule
     casts: tuple[tuple[int, torch.dtype], ...]
     """The trained parameter and the dtype of each cast input."""
+    joined: tuple[tuple[int, ...], ...]
+    """For each joined input, which of (casts, buffers) it holds, one behind the other."""
     fused_products: int
     fused_embeddings: int
     fused_losses: int
     fused_norms: int
     fused_gelus: int
+    shared_products: int
 
 
 def rewrite(
@@ -115,6 +122,10 @@ def rewrite(
         adder.add(buffer, gradient, dtype)
     graph.output(tuple(results[:kept]))
     graph.eliminate_dead_code()
+    _merge_equal(graph, inputs[:trained])
+    shared, saved = SharedInputs(graph, _weights(casts, inputs[:trained], traced, buffers)), 0
+    if options.shared_inputs:
+        saved = shared.join()
     if options.attention:
         fuse_attention(graph)
     norms = fuse_norms(graph) if options.norms else 0
@@ -122,19 +133,38 @@ def rewrite(
     if options.gelu:
         simplify_gelu(graph)
     graph.eliminate_dead_code()
-    _merge_equal(graph, inputs[:trained])
     _views_of_any_strides(graph)
     graph.lint()
+    tail = {node: place for place, node in enumerate((*casts.values(), *buffers))}
     module = fx.GraphModule(traced.graph, graph)  # It keeps the constants that the graph refers to.
     return Rewritten(
         module,
         tuple(casts),
+        tuple(tuple(tail[one] for one in parts) for parts in shared.joined),
         fused_products=adder.products,
         fused_embeddings=adder.embeddings,
         fused_losses=losses,
         fused_norms=norms,
         fused_gelus=gelus,
+        shared_products=saved,
     )
+
+
+def _weights(
+    casts: dict[tuple[int, torch.dtype], fx.Node],
+    trained: Sequence[fx.Node],
+    traced: Traced,
+    buffers: Sequence[fx.Node],
+) -> list[Weight]:
+    """Return the weights that autocast casts, numbered as `in_one_piece` puts them into memory."""
+    matrices = [i for i, node in enumerate(trained) if node.meta["val"].dim() > 1]
+    place = {index: number for number, index in enumerate(matrices)}
+    of = dict(zip(traced.used, buffers, strict=True))
+    return [
+        Weight(place[index], cast, of.get(index))
+        for (index, _), cast in casts.items()
+        if trained[index].meta["val"].dim() == 2
+    ]
 
 
 def _drop_detach(graph: fx.Graph, results: list[Any]) -> None:

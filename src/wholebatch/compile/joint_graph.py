@@ -22,8 +22,8 @@ from wholebatch.compile.cross_entropy import can_fuse_entropy
 from wholebatch.compile.fused_weight_grad import can_add_products
 from wholebatch.compile.fusion import collection_paused
 from wholebatch.compile.gelu import can_fuse_gelu
-from wholebatch.compile.gradient_buffers import Casts, Gradients
-from wholebatch.compile.graph_rewrite import Fusions, rewrite
+from wholebatch.compile.gradient_buffers import Casts, Gradients, as_one
+from wholebatch.compile.graph_rewrite import Fusions, Rewritten, rewrite
 from wholebatch.compile.inductor import compiled_by_inductor
 from wholebatch.compile.layer_norm import NORMS, can_fuse_norms
 from wholebatch.compile.repeated_blocks import Blocks, calls_other_graphs
@@ -60,6 +60,7 @@ class JointStep:
         norms=True,
         gelu_sums=True,
         attention=True,
+        shared_inputs=True,
         gelu=True,
     )
     """The fusions to use where the device has them; measurements switch some off."""
@@ -95,15 +96,10 @@ class JointStep:
         self.hold(state)
         device = self._trained[0].device
         buffers = gradients.of(self.used)
-        rewritten = rewrite(
-            traced,
-            len(self._trained),
-            [buffer.dtype for buffer in buffers],
-            self._possible_fusions(device, {node.target for node in traced.graph.graph.nodes}),
-        )
+        fusions = self._possible_fusions(device, {node.target for node in traced.graph.graph.nodes})
+        rewritten, self._tail = _rewritten(traced, len(self._trained), buffers, casts, fusions)
         self.fused = (rewritten.fused_products, rewritten.fused_embeddings)
         self.operations = sum(node.op == "call_function" for node in rewritten.graph.graph.nodes)
-        self._tail = [*casts.of(rewritten.casts), *buffers]
         self._run: Callable[..., Any] = rewritten.graph
         arguments: list[Any]
         if self.sizes is None:
@@ -153,9 +149,11 @@ class JointStep:
             name: getattr(wanted, name) and not fused.isdisjoint(targets) and has_kernel(device)
             for name, (fused, has_kernel) in _KERNELS.items()
         }
+        products = wanted.products and can_add_products(device)
         return replace(
             wanted,
-            products=wanted.products and can_add_products(device),
+            products=products,
+            shared_inputs=wanted.shared_inputs and products,
             products_in_full=wanted.products_in_full and not self.compiled,
             gelu=wanted.gelu and self.compiled and device.type == "cuda",
             **by_kernel,
@@ -179,6 +177,19 @@ class JointStep:
         trained = [parameter.detach() for parameter in self._trained]
         sizes = () if self.sizes is None else self.sizes.numbers(tensors)
         return [*sizes, *trained, *self._others, *tensors, *seeds, *self._tail]
+
+
+def _rewritten(
+    traced: Traced, trained: int, buffers: Sequence[Tensor], casts: Casts, fusions: Fusions
+) -> tuple[Rewritten, list[Tensor]]:
+    """Return the rewritten graph, and its inputs behind the seeds."""
+    rewritten = rewrite(traced, trained, [buffer.dtype for buffer in buffers], fusions)
+    tail = [*casts.of(rewritten.casts), *buffers]
+    joined = [as_one([tail[place] for place in places]) for places in rewritten.joined]
+    found = [one for one in joined if one is not None]
+    if len(found) < len(joined):  # Another graph had some of them put elsewhere before.
+        return _rewritten(traced, trained, buffers, casts, replace(fusions, shared_inputs=False))
+    return rewritten, [*tail, *found]
 
 
 @dataclass(frozen=True)

@@ -302,6 +302,12 @@ def _share_kept(draw, at, below, grown):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _tile(matrix, lines, stride, d, inside):  # type: ignore[no-untyped-def]
+    """Return these lines of a matrix, and zeros for those that are not inside."""
+    return tl.load(matrix + lines[:, None] * stride + d[None, :], mask=inside[:, None], other=0.0)
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def biased_attention_rows(  # type: ignore[no-untyped-def]
     queries, keys, values, biases, draw, outs, normalisers,
     qb, qh, qm, kb, kh, kn, vb, vh, vn, bb, bh, bm, bn, ob, oh, om,
@@ -313,10 +319,7 @@ def biased_attention_rows(  # type: ignore[no-untyped-def]
     m = tl.program_id(0) * block_m + tl.arange(0, block_m)
     d = tl.arange(0, size)
     in_rows = m < rows
-    q = tl.load(
-        queries + batch * qb + head * qh + m[:, None] * qm + d[None, :],
-        mask=in_rows[:, None], other=0.0,
-    )  # fmt: skip
+    q = _tile(queries + batch * qb + head * qh, m, qm, d, in_rows)
     largest = tl.full([block_m], float("-inf"), dtype=tl.float32)
     total = tl.zeros([block_m], dtype=tl.float32)
     out = tl.zeros([block_m, size], dtype=tl.float32)
@@ -338,7 +341,7 @@ def biased_attention_rows(  # type: ignore[no-untyped-def]
         if drops:
             at = (which.to(tl.int32) * rows + m[:, None]) * columns + n[None, :]
             shares *= _share_kept(draw, at, below, grown)
-        v = tl.load(value + n[:, None] * vn + d[None, :], mask=inside[:, None], other=0.0)
+        v = _tile(value, n, vn, d, inside)
         out = tl.dot(shares.to(v.dtype), v, out * shrink[:, None])
         largest = larger
     out = out / tl.where(total > 0.0, total, 1.0)[:, None]
@@ -395,14 +398,8 @@ def biased_attention_columns(  # type: ignore[no-untyped-def]
     n = tl.program_id(0) * block_n + tl.arange(0, block_n)
     d = tl.arange(0, size)
     inside = n < columns
-    k = tl.load(
-        keys + batch * kb + head * kh + n[:, None] * kn + d[None, :],
-        mask=inside[:, None], other=0.0,
-    )  # fmt: skip
-    v = tl.load(
-        values + batch * vb + head * vh + n[:, None] * vn + d[None, :],
-        mask=inside[:, None], other=0.0,
-    )  # fmt: skip
+    k = _tile(keys + batch * kb + head * kh, n, kn, d, inside)
+    v = _tile(values + batch * vb + head * vh, n, vn, d, inside)
     dk = tl.zeros([block_n, size], dtype=tl.float32)
     dv = tl.zeros([block_n, size], dtype=tl.float32)
     query = queries + batch * qb + head * qh
@@ -413,10 +410,9 @@ def biased_attention_columns(  # type: ignore[no-untyped-def]
     for first in range(0, rows, block_m):
         m = first + tl.arange(0, block_m)
         in_rows = m < rows
-        lines = in_rows[:, None]
-        q = tl.load(query + m[:, None] * qm + d[None, :], mask=lines, other=0.0)
-        g = tl.load(upstream + m[:, None] * gm + d[None, :], mask=lines, other=0.0)
-        o = tl.load(made + m[:, None] * om + d[None, :], mask=lines, other=0.0)
+        q = _tile(query, m, qm, d, in_rows)
+        g = _tile(upstream, m, gm, d, in_rows)
+        o = _tile(made, m, om, d, in_rows)
         along = tl.sum(g.to(tl.float32) * o.to(tl.float32), 1)
         base = tl.load(normalisers + which * rows + m, mask=in_rows, other=float("inf"))
         there = inside[:, None] & in_rows[None, :]

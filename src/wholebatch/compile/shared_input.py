@@ -1,0 +1,252 @@
+"""Several linear layers that read the same input, as one matrix product.
+
+Queries, keys and values are products of one input with three weights, and so are the two halves of
+a gated perceptron. As one product with the weights one above the other they fill the device better,
+in the forward, for the gradient of the input, and for those of the weights. Nothing is copied: the
+16-bit copies of the weights, and their gradient buffers, lie one behind the other in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import fx
+
+from wholebatch.compile.fused_weight_grad import add_product
+from wholebatch.compile.fusion import VIEWS, cast_to, is_view, same_shape
+from wholebatch.compile.gradient_buffers import ALIGNED
+
+aten = torch.ops.aten
+_READS = (*VIEWS, aten.reshape.default)
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A trained weight of the graph: its number in memory, its 16-bit copy and its gradient."""
+
+    place: int
+    """Weights of consecutive numbers lie one behind the other."""
+    cast: fx.Node
+    buffer: fx.Node | None
+
+
+@dataclass
+class _Layer:
+    """A product of the shared input with one weight, and its backward."""
+
+    weight: Weight
+    product: fx.Node
+    of_weight: fx.Node | None = None
+    """The addition of the weight's gradient."""
+    of_output: fx.Node | None = None
+    of_input: fx.Node | None = None
+
+
+class SharedInputs:
+    """Joins the products in a graph; `joined` are the inputs that it has added to the graph."""
+
+    def __init__(self, graph: fx.Graph, weights: Sequence[Weight]) -> None:
+        self._graph = graph
+        self._weights = {one.cast: one for one in weights}
+        self.joined: dict[tuple[fx.Node, ...], fx.Node] = {}
+        """For each tuple of inputs of the graph, the input that is all of them in one."""
+
+    def join(self) -> int:
+        """Join what can be joined; return the number of products saved in the forward."""
+        groups = [run for layers in self._by_input() for run in _runs(layers)]
+        used: dict[fx.Node | None, list[tuple[fx.Node, ...]]] = {}
+        for run in groups:
+            for layer in run:
+                _find_backward(layer)
+                if layer.of_weight is not None:
+                    used.setdefault(layer.weight.buffer, []).append(_casts(run))
+        saved = 0
+        for run in groups:
+            if any(len(set(used.get(one.weight.buffer, ()))) > 1 for one in run):
+                continue  # Used in several ways.
+            has_backward = all(
+                one.of_weight is not None
+                and one.weight.buffer is not None
+                and len(one.weight.buffer.users) == len(used[one.weight.buffer])
+                for one in run
+            )
+            self._join_forward(run)
+            saved += len(run) - 1
+            if has_backward:
+                self._join_backward(run)
+        return saved
+
+    def _by_input(self) -> list[list[_Layer]]:
+        """Return the products with weights that have the same input and are written alike."""
+        found: dict[Any, list[_Layer]] = {}
+        for node in self._graph.nodes:
+            if node.target is aten.mm.default or (
+                node.target is aten.addmm.default and not node.kwargs
+            ):
+                x, turned = node.args[-2:]
+                weight = self._weights.get(_untransposed(turned, odd=True))
+                if weight is not None and x not in self._weights:
+                    found.setdefault((node.target, x), []).append(_Layer(weight, node))
+        return list(found.values())
+
+    def _all_in_one(self, parts: Sequence[fx.Node]) -> fx.Node:
+        """Return the input of the graph that holds the rows of all these inputs."""
+        key = tuple(parts)
+        if key not in self.joined:
+            last = self._graph.find_nodes(op="placeholder")[-1]
+            with self._graph.inserting_after(last):
+                made = self._graph.placeholder("_and_".join(one.name for one in parts))
+            if "val" in parts[0].meta:  # Buffers get theirs later.
+                made.meta["val"] = torch.cat([one.meta["val"] for one in parts])
+            self.joined[key] = made
+        return self.joined[key]
+
+    def _join_forward(self, run: Sequence[_Layer]) -> None:
+        first = run[0].product
+        biases = [one.product.args[0] for one in run] if len(first.args) == 3 else []
+        earliest = min(one.product for one in run)
+        with self._graph.inserting_before(earliest):
+            weight = self._call(aten.t.default, self._all_in_one(_casts(run)))
+            bias = [self._bias(biases)] if biases else []
+            made = self._call(first.target, *bias, first.args[-2], weight)
+            end = 0
+            for one in run:
+                start, end = end, end + one.weight.cast.meta["val"].shape[0]
+                part = self._call(aten.slice.Tensor, made, 1, start, end)
+                one.product.replace_all_uses_with(part)
+                _refresh_views(part)
+        for one in run:
+            self._graph.erase_node(one.product)
+
+    def _bias(self, biases: list[Any]) -> fx.Node:
+        if all(map(_can_adjoin, biases)):
+            return self._all_in_one(biases)
+        return self._call(aten.cat.default, biases)
+
+    def _join_backward(self, run: Sequence[_Layer]) -> None:
+        """Join the gradients of the weights, and those of the input if only their sum is read."""
+        additions = [one.of_weight for one in run if one.of_weight is not None]
+        last = max(additions)
+        products = [one.of_input for one in run if one.of_input is not None]
+        sums = len(products) == len(run) and self._summed(products)
+        if sums:
+            last = max(last, *products)
+        with self._graph.inserting_before(last):
+            gradient = self._call(aten.cat.default, [one.of_output for one in run], 1)
+            turned = self._call(aten.t.default, gradient)
+            buffers = [one.weight.buffer for one in run if one.weight.buffer is not None]
+            x = additions[0].args[2]
+            self._graph.call_function(add_product(), (self._all_in_one(buffers), turned, x))
+            if sums:
+                weight = self._all_in_one(_casts(run))
+                made = self._call(aten.mm.default, gradient, weight)
+                max(products).replace_all_uses_with(made)
+        for node in additions:
+            self._graph.erase_node(node)
+
+    def _summed(self, products: Sequence[fx.Node]) -> bool:
+        """Leave only the last of these products in the sum; return False if they are not summed.
+
+        It will be the product of all.
+        """
+        *others, last = sorted(products)
+        addends = [_read_once(product) for product in others]
+        if not all(map(_is_summed, (*addends, _read_once(last)))):
+            return False
+        for addend in addends:
+            [user] = addend.users
+            [rest] = [one for one in user.all_input_nodes if one is not addend]
+            user.replace_all_uses_with(rest)
+            self._graph.erase_node(user)
+        return True
+
+    def _call(self, target: Any, *args: Any) -> fx.Node:
+        node = self._graph.call_function(target, args)
+        _evaluate(node)
+        return node
+
+
+def _casts(run: Sequence[_Layer]) -> tuple[fx.Node, ...]:
+    return tuple(one.weight.cast for one in run)
+
+
+def _runs(layers: Sequence[_Layer]) -> list[list[_Layer]]:
+    """Return the layers whose weights lie one behind the other, in that order."""
+    layers = sorted(layers, key=lambda one: one.weight.place)
+    runs = [layers[:1]]
+    for before, after in pairwise(layers):
+        if after.weight.place == before.weight.place + 1 and _can_adjoin(before.weight.cast):
+            runs[-1].append(after)
+        else:
+            runs.append([after])
+    return [run for run in runs if len(run) > 1]
+
+
+def _can_adjoin(part: fx.Node) -> bool:
+    """True if the next tensor in memory may begin where this input ends."""
+    return part.op == "placeholder" and part.meta["val"].numel() % ALIGNED == 0
+
+
+def _untransposed(node: Any, *, odd: bool = False) -> Any:
+    """Return the matrix of which this is the transpose (`odd`), or that it is itself."""
+    while isinstance(node, fx.Node) and node.target is aten.t.default:
+        node, odd = node.args[0], not odd
+    return None if odd else node
+
+
+def _find_backward(layer: _Layer) -> None:
+    """Find the addition of the weight's gradient and the gradient of the input."""
+    x, buffer = layer.product.args[-2], layer.weight.buffer
+    for addition in () if buffer is None else buffer.users:
+        if addition.target is add_product() and addition.args[2] is x:
+            gradient = _untransposed(addition.args[1], odd=True)
+            if gradient is None or layer.of_weight is not None:
+                layer.of_weight = None
+                return
+            layer.of_weight, layer.of_output = addition, gradient
+            for user in gradient.users:
+                if (
+                    user.target is aten.mm.default
+                    and user.args[0] is gradient
+                    and _untransposed(user.args[1]) is layer.weight.cast
+                ):
+                    layer.of_input = user
+
+
+def _read_once(node: fx.Node) -> fx.Node:
+    """Follow a result through views and casts to float32, as long as each has one user."""
+    while len(node.users) == 1:
+        [user] = node.users
+        if user.target not in _READS and cast_to(user) is not torch.float32:
+            break
+        node = user
+    return node
+
+
+def _is_summed(addend: fx.Node) -> bool:
+    """True if the only use of this node is a sum with another one of its shape and dtype."""
+    user = next(iter(addend.users)) if len(addend.users) == 1 else None
+    if user is None or user.target is not aten.add.Tensor or user.kwargs:
+        return False
+    values = [one.meta["val"] for one in (user, *user.all_input_nodes)]
+    return len(values) == 3 and all(
+        one.dtype is values[0].dtype and same_shape(one.shape, values[0].shape) for one in values
+    )
+
+
+def _refresh_views(node: fx.Node) -> None:
+    """Evaluate the views of a node again, since its strides have changed."""
+    for user in node.users:
+        if is_view(user):
+            _evaluate(user)
+            _refresh_views(user)
+
+
+def _evaluate(node: fx.Node) -> None:
+    """Give the node a fake value."""
+    args = fx.node.map_arg(node.args, lambda one: one.meta["val"])
+    node.meta["val"] = node.target(*args)  # type: ignore[operator]
