@@ -11,9 +11,10 @@ from torch import Tensor, fx, nn
 import wholebatch as wb
 from tests.support import distance
 from wholebatch.compile.fused_weight_grad import add_product
-from wholebatch.compile.gradient_buffers import as_one, in_one_piece
+from wholebatch.compile.gradient_buffers import Casts, Gradients, as_one, in_one_piece
 from wholebatch.compile.graph_inputs import take_apart
 from wholebatch.compile.graph_rewrite import Fusions, Rewritten, rewrite
+from wholebatch.compile.joint_graph import _rewritten
 from wholebatch.compile.trace import Form, State, Traced, trace
 from wholebatch.core.precision import choose
 
@@ -40,12 +41,14 @@ def _micro(*, padded: bool = False) -> dict[str, Tensor]:
     return {"input_ids": tokens, "labels": tokens, **mask}
 
 
-def _traced(model: nn.Module, micro: dict[str, Tensor]) -> tuple[Traced, State, list[Tensor]]:
+def _traced(
+    model: nn.Module, micro: dict[str, Tensor], loss: Any = _loss
+) -> tuple[Traced, State, list[Tensor]]:
     precision, inputs = choose("bf16", "cpu"), take_apart(micro)
     state = State.of(model, list(model.parameters()))
     with precision.forward():
-        form = Form.of(_loss(model, micro), "loss")
-    return trace(model, _loss, precision, state, inputs, form, "loss"), state, inputs.tensors
+        form = Form.of(loss(model, micro), "loss")
+    return trace(model, loss, precision, state, inputs, form, "loss"), state, inputs.tensors
 
 
 class InFloat64(fx.Interpreter):
@@ -104,3 +107,113 @@ def test_the_rewritten_graph_makes_the_same_gradients() -> None:
     wanted = [one.grad for one in exact.parameters()]
     # The model normalises and rotates in float32, whatever its dtype is.
     assert distance(found, [one for one in wanted if one is not None]) <= 1e-6
+
+
+def test_keys_are_not_repeated_for_16_bit_and_padding_keeps_its_mask() -> None:
+    def keys(micro: dict[str, Tensor]) -> set[int]:
+        nodes = _traced(_model(), micro)[0].graph.graph.nodes
+        calls = [n for n in nodes if "attention_for_cpu.default" in str(n.target)]
+        assert all((n.kwargs.get("attn_mask") is None) == (len(n.args) == 5) for n in calls)
+        return {n.args[1].meta["val"].shape[1] for n in calls}
+
+    assert keys(_micro()) == {2}
+    assert keys(_micro(padded=True)) == {4}  # It needs a mask: torch has no fused kernel for both.
+
+
+def _mask(kind: str, tokens: Tensor, dtype: torch.dtype) -> Tensor:
+    place = torch.arange(tokens.shape[1])
+    past = place[None, :] <= place[:, None]
+    if kind == "bool":
+        return past
+    if kind == "near":
+        return past & (place[:, None] - place[None, :] < 4)
+    if kind == "later":
+        return place[None, :] < place[:, None] + 2
+    if kind == "data":
+        return past & (tokens != 5)[:, None, None, :]
+    hidden = {"infinite": float("-inf"), "lowest": torch.finfo(torch.float32).min, "low": -3.0}
+    return torch.zeros(past.shape, dtype=dtype).masked_fill(~past, hidden[kind])
+
+
+class Attends(nn.Module):
+    """One attention over tokens, with a mask of some kind."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.kind = kind
+        self.embed = nn.Embedding(64, 16)
+        self.read = nn.Linear(16, 64)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+        x = self.embed(input_ids)[:, None]
+        mask = _mask(self.kind, input_ids, x.dtype)
+        mixed = nn.functional.scaled_dot_product_attention(x, x.sin(), x.cos(), attn_mask=mask)
+        logits = self.read(mixed[:, 0]).flatten(0, 1)
+        return nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum")
+
+
+def _sum(model: Any, batch: Any) -> wb.Loss:
+    return wb.Loss(model(**batch), batch["labels"].numel())
+
+
+@pytest.mark.parametrize("kind", ["bool", "infinite", "lowest", "low", "near", "later", "data"])
+def test_only_a_mask_that_always_is_causal_is_left_out(kind: str) -> None:
+    model, micro = Attends(kind), _micro()
+    given = _traced(model, micro, _sum)
+    calls = [n for n in given[0].graph.graph.nodes if "attention_for_cpu.default" in str(n.target)]
+    left_out = [len(node.args) == 5 and node.args[4] for node in calls]
+    assert left_out == [kind in ("bool", "infinite", "lowest")]
+    _, found = _gradients(*given, Fusions(products=True))
+    exact = model.double()
+    _sum(exact, micro).total.mul(0.25).backward()
+    assert distance(found, [one.grad for one in exact.parameters()]) <= 1e-12  # type: ignore[misc]
+
+
+class Reads(nn.Module):
+    """Pairs of layers on one input: applied twice, by themselves elsewhere, and with biases."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(64, 8)
+        self.twice = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(2))
+        self.apart = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(2))
+        self.odd = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.read = nn.Linear(8, 64)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+        x = self.embed(input_ids)
+        for _ in range(2):
+            x = x + self.twice[0](x).sin() * self.twice[1](x)
+        x = x + self.apart[0](x).sin() * self.apart[1](x)
+        x = x + self.apart[1](x)
+        x = x + self.odd[0](x).sin() * self.odd[1](x) * self.odd[2](x).cos()
+        logits = self.read(x).flatten(0, 1)
+        return nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum")
+
+
+def test_layers_used_twice_and_biases_of_odd_sizes() -> None:
+    model, micro = Reads(), _micro()
+    given = _traced(model, micro, _sum)
+    rewritten, found = _gradients(*given, Fusions(products=True, shared_inputs=True))
+    assert rewritten.shared_products == 2 + 1 + 2
+    assert len(rewritten.joined) == 2 + 1 + 2  # Weights and buffers; `apart` only its weights.
+    exact = model.double()
+    _sum(exact, micro).total.mul(0.25).backward()
+    assert distance(found, [one.grad for one in exact.parameters()]) <= 1e-12  # type: ignore[misc]
+
+
+def test_buffers_that_lie_apart_are_not_joined() -> None:
+    model = Reads()
+    traced, state, _ = _traced(model, _micro(), _sum)
+    parameters = list(state.trained.values())
+    options = Fusions(products=True, shared_inputs=True)
+    buffers = Gradients(parameters).of(traced.used)
+    rewritten, tail = _rewritten(traced, len(parameters), buffers, Casts(parameters), options)
+    assert len(tail) == len(rewritten.casts) + len(buffers) + len(rewritten.joined)
+    assert rewritten.shared_products
+    apart = [buffer.clone() for buffer in buffers]
+    rewritten, tail = _rewritten(traced, len(parameters), apart, Casts(parameters), options)
+    assert not rewritten.shared_products
+    assert len(tail) == len(rewritten.casts) + len(buffers)

@@ -18,8 +18,7 @@ from torch.nn import functional
 
 from wholebatch.compile.execute_mode import CannotTrace
 from wholebatch.compile.recurrent_layers import RECURRENT, traceable
-from wholebatch.compile.value_reads import always_causal, repeats_of_heads
-from wholebatch.core.precision import SIXTEEN_BIT
+from wholebatch.compile.traced_attention import attention
 
 _LEN = builtins.len
 _ONE_AT_A_TIME = threading.RLock()
@@ -33,8 +32,7 @@ def traceable_calls() -> Iterator[None]:
     - `module.to(dtype)` in a forward may convert nothing; a conversion is refused.
     - Recurrent layers are one operation, and do not lay out their weights anew for cuDNN.
     - Distributions do not check the values of their parameters.
-    - Attention gets its mask in rows: torch's fused kernels refuse T5's, whose heads come last.
-      A mask that is always causal becomes `is_causal`, for which kernels skip half of the scores.
+    - Attention knows a mask that is always causal, and gets others in rows.
     """
     recurrent = {"flatten_parameters": _keep_layout, "_apply": _convert_nothing}
     with (
@@ -43,7 +41,7 @@ def traceable_calls() -> Iterator[None]:
         replaced(nn.Module, {"_apply": _convert_nothing}),
         replaced(nn.RNNBase, recurrent),
         replaced(_VF, {kind: traceable(kind) for kind in RECURRENT}),
-        replaced(functional, {"scaled_dot_product_attention": _attention}),
+        replaced(functional, {"scaled_dot_product_attention": attention}),
         # torch.compile also leaves out these checks, which read the parameters.
         replaced(torch.distributions.Distribution, {"_validate_args": False}),
     ):
@@ -61,46 +59,6 @@ def _convert_nothing(
         if function(tensor) is not tensor:
             raise CannotTrace(f"its forward moves or casts a {type(module).__name__}")
     return module
-
-
-_ATTENTION = functional.scaled_dot_product_attention
-
-
-def _attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    **options: Any,
-) -> Tensor:
-    if attn_mask is not None:
-        if always_causal(attn_mask, query.shape[-2], key.shape[-2]):
-            attn_mask, is_causal = None, True
-            key, value, options["enable_gqa"] = _grouped(query, key, value, **options)
-        else:
-            attn_mask = _in_rows(attn_mask)
-    return _ATTENTION(query, key, value, attn_mask, dropout_p, is_causal, **options)
-
-
-def _grouped(
-    query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool = False, **_: Any
-) -> tuple[Tensor, Tensor, bool]:
-    """Return one key and value for each group of heads if they were repeated for the mask's sake.
-
-    Kernels for 16 bit read each as often as needed. The gradient of the first of a group is the sum
-    over the group, and the others get none.
-    """
-    kind, times = query.device.type, repeats_of_heads(key)
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
-    if times == 1 or repeats_of_heads(value) != times or dtype not in SIXTEEN_BIT:
-        return key, value, enable_gqa
-    return key.unflatten(1, (-1, times))[:, :, 0], value.unflatten(1, (-1, times))[:, :, 0], True
-
-
-def _in_rows(mask: Tensor) -> Tensor:
-    return mask if mask.dim() == 0 or mask.stride(-1) == 1 else mask.contiguous()
 
 
 def _keep_layout(_: nn.RNNBase) -> None:

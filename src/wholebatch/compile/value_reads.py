@@ -29,7 +29,6 @@ _COMPARISONS = {
     aten.ge.Scalar: (True, False),
 }
 """The results for a bound below all uniform numbers, and for one above all of them."""
-_CAUSAL = "wholebatch_causal"
 
 
 class ValueReads:
@@ -41,7 +40,7 @@ class ValueReads:
     def answer(self, func: Any, args: Any) -> Any:
         """Return the value that is read, if it can never change; else NotImplemented."""
         if func is aten._local_scalar_dense.default:
-            node, root = _node_of(args[0])
+            node, root = node_of(args[0])
             value = None if node is None else _settled(node, root)
             if node is not None and value is not None:
                 self.settled.update((node.name, *(source.name for source in node.all_input_nodes)))
@@ -56,46 +55,8 @@ class ValueReads:
                 graph.erase_node(node)
 
 
-def always_causal(mask: Tensor, rows: Any, columns: Any) -> bool:
-    """True if this mask of attention is computed from constants alone and hides the future only.
-
-    transformers makes such a mask when it is traced, where eager code would have none.
-    """
-    node, root = _node_of(mask)
-    if node is None or mask.requires_grad or mask.shape[-2:] != (rows, columns) or rows != columns:
-        return False
-    if _CAUSAL not in node.meta:  # Every layer asks.
-        found = computed(node, root, {})
-        with _disable_current_modes():
-            node.meta[_CAUSAL] = isinstance(found, Tensor) and _hides_the_future(found)
-    return bool(node.meta[_CAUSAL])
-
-
-def _hides_the_future(mask: Tensor) -> bool:
-    past = torch.ones(mask.shape[-2:], dtype=torch.bool, device=mask.device).tril()
-    if mask.dtype is torch.bool:
-        return torch.equal(mask, past.expand_as(mask))
-    hidden = mask <= torch.finfo(mask.dtype).min
-    return torch.equal(hidden, ~past.expand_as(mask)) and not mask[past.expand_as(mask)].any()
-
-
-def repeats_of_heads(heads: Tensor) -> int:
-    """Return how often each head was repeated, by `expand` and a copy, for `heads` (B, H, S, D)."""
-    node, _ = _node_of(heads)
-    targets = (aten.view.default, aten._unsafe_view.default), (aten.clone.default,)
-    chain = [node]
-    for allowed in (*targets, (aten.expand.default,)):
-        if node is None or node.target not in allowed:
-            return 1
-        node = node.all_input_nodes[0]
-        chain.append(node)
-    after, before = (one.meta["val"].shape for one in chain[-2:] if one is not None)
-    if len(before) != 5 or before[2] != 1 or heads.shape[1] != after[1] * after[2]:
-        return 1
-    return int(after[2])
-
-
-def _node_of(tensor: Tensor) -> tuple[fx.Node | None, Any]:
+def node_of(tensor: Tensor) -> tuple[fx.Node | None, Any]:
+    """Return the node that computes this tensor, and the module that holds the constants."""
     from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
     mode = get_proxy_mode()
