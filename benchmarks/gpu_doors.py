@@ -3,6 +3,7 @@
     python benchmarks/gpu_doors.py                                   # all rows, on a CUDA device
     python benchmarks/gpu_doors.py --rows llama/4 --doors trainer,exact --budget 300
     python benchmarks/gpu_doors.py --rows tiny/2 --execute eager     # a small model, on a CPU too
+    python benchmarks/gpu_doors.py --llama     # beside torch.compile of the undivided batch
 
 A Llama of transformers under bf16 autocast (the tiny one in float32), fused AdamW, clipped by norm,
 on sequences of one length, without logging and saving. Windows are measured after the first few,
@@ -36,11 +37,19 @@ from wholebatch.compile import ExecuteWarning
 
 WARM = 4  # windows that are not counted
 MEASURED = 8
-VOCABULARY = {"llama": 32_000, "llama-1b": 32_000, "lora": 32_000, "t5": 32_128, "tiny": 64}
+VOCABULARY = {
+    "llama": 32_000,
+    "llama-1b": 32_000,
+    "lora": 32_000,
+    "qwen2": 151_936,
+    "t5": 32_128,
+    "tiny": 64,
+}
 SIZES = {
     "llama": (768, 2048, 12, 12),
     "llama-1b": (2048, 5632, 22, 32),
     "lora": (2048, 5632, 22, 32),
+    "qwen2": (896, 4864, 24, 14),
     "tiny": (32, 64, 2, 2),
 }
 """Width, width of the perceptrons, layers and heads."""
@@ -104,17 +113,20 @@ class Job:
 
 
 def llama(job: Job) -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
+    import transformers
 
     names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     sizes: dict[str, Any] = dict(zip(names, SIZES[job.name], strict=True))
-    config = LlamaConfig(
+    kind = "Llama"
+    if job.name == "qwen2":  # of 0.5 B
+        kind, sizes["num_key_value_heads"], sizes["tie_word_embeddings"] = "Qwen2", 2, True
+    config = getattr(transformers, f"{kind}Config")(
         vocab_size=job.vocabulary,
         max_position_embeddings=job.length,
         use_cache=False,
         **sizes,
     )
-    return LlamaForCausalLM(config)
+    return getattr(transformers, f"{kind}ForCausalLM")(config)
 
 
 def t5() -> Any:
@@ -425,11 +437,23 @@ DOORS: dict[str, tuple[str, tuple[str, ...], Callable[[Job], None]]] = {
 ROWS = {
     "llama/4": ("llama", 64, 4, 1024),
     "llama/1": ("llama", 64, 1, 1024),
+    "llama/8": ("llama", 64, 8, 1024),
+    "llama/64": ("llama", 64, 64, 1024),
+    "llama-1b/1": ("llama-1b", 32, 1, 1024),
     "llama-1b/4": ("llama-1b", 32, 4, 1024),
+    "llama-1b/32": ("llama-1b", 32, 32, 1024),
+    "qwen2/2": ("qwen2", 32, 2, 1024),
+    "qwen2/32": ("qwen2", 32, 32, 1024),
     "lora/4": ("lora", 32, 4, 1024),
     "t5/4": ("t5", 64, 4, 512),
     "tiny/2": ("tiny", 8, 2, 16),
 }
+LLAMA = [
+    *(("llama/4", "whole"), ("llama/8", "whole"), ("llama/64", "loop+")),
+    *(("llama-1b/4", "whole"), ("llama-1b/1", "whole"), ("llama-1b/32", "loop+")),
+    *(("qwen2/2", "whole"), ("qwen2/32", "loop+")),
+]
+"""The Llama family, each beside the undivided batch: one micro-batch of the whole window."""
 
 
 def missing(packages: tuple[str, ...]) -> list[str]:
@@ -484,6 +508,7 @@ def main() -> None:
     parser.add_argument("--doors", default=",".join(DOORS), help=f"of {', '.join(DOORS)}")
     parser.add_argument("--budget", type=float, default=600.0, help="seconds for everything")
     parser.add_argument("--execute", default="graph", help="of WholeBatch and exact(Trainer)")
+    parser.add_argument("--llama", action="store_true", help="the Llama family, and nothing else")
     parser.add_argument("--write", help="a markdown file for the table")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -492,6 +517,7 @@ def main() -> None:
     torch.set_float32_matmul_precision("high")
     ends = time.perf_counter() + options.budget
     todo = [(row, door) for row in options.rows.split(",") for door in options.doors.split(",")]
+    todo = LLAMA if options.llama else todo
     table = ["| model, micro | door | ms per window | GiB |", "|---|---|---:|---:|"]
     for place, (row, door) in enumerate(todo):
         label, packages, _ = DOORS[door]
