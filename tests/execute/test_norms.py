@@ -68,10 +68,10 @@ def test_under_autocast_everything_around_the_norm_is_in_it() -> None:
     nodes = rewritten.graph.graph.nodes
     calls = [n for n in nodes if "wholebatch.layer_norm_backward" in str(n.target)]
     last, middle, first = [call.args[5:] for call in calls]  # weight, residual, 16 bit, sums
-    assert last[1:] == (None, torch.bfloat16, [True] * 3)  # nothing by-passes the last norm
+    assert last[1:] == (None, torch.bfloat16, [True] * 3, None)  # nothing by-passes the last norm
     assert middle[1] is not None
-    assert middle[2:] == (torch.bfloat16, [True] * 3)
-    assert first[2:] == (None, [True, True, False])  # an embedding comes before, in 32 bit
+    assert middle[2:] == (torch.bfloat16, [True] * 3, None)
+    assert first[2:] == (None, [True, True, False], None)  # an embedding comes before, in 32 bit
     # The second norm's input is the first one's plus what a layer has added to it.
     assert [call.args[2] is not None for call in calls] == [False, True, False]
     assert calls[1].args[1] is calls[2].args[1]

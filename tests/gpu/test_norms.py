@@ -35,7 +35,7 @@ def test_norms_of_every_width_are_as_near_to_float64_as_their_rounding() -> None
             rstd = (var + 1e-5).rsqrt()
             center = None if is_rms else mean
             given = gradient, x, addend, center, rstd, weight, residual
-            out, low, sums = norms._operation()(*given, torch.bfloat16, [True] * 3)
+            out, low, sums = norms._operation()(*given, torch.bfloat16, [True] * 3, None)
 
             normal = ((x + addend).double() - (0.0 if is_rms else mean.double())) * rstd.double()
             scaled = gradient.double() * weight.double()
@@ -47,6 +47,12 @@ def test_norms_of_every_width_are_as_near_to_float64_as_their_rounding() -> None
             assert _distance(sums[0], (gradient.double() * normal).sum(0)) <= 1e-5
             assert _distance(sums[1], gradient.double().sum(0)) <= 1e-5
             assert _distance(sums[2], low.double().sum(0)) <= 1e-5
+            for place in range(3):
+                into = weight.clone()
+                alone = [one == place for one in range(3)]
+                again, *_ = norms._operation()(*given, torch.bfloat16, alone, into)
+                assert torch.equal(again, out)
+                assert _distance(into - weight, sums[place].double()) <= 1e-5
 
 
 def test_norms_without_weight_residual_or_sums() -> None:
@@ -56,8 +62,8 @@ def test_norms_without_weight_residual_or_sums() -> None:
     var, mean = torch.var_mean(x, 1, correction=0, keepdim=True)
     rstd = (var + 1e-5).rsqrt()
     given = gradient, x, None, mean, rstd, None, None, None
-    found, low, sums = norms._operation()(*given, [False] * 3)
-    wanted = norms._by_operations(norms.Read(*given[:-1]), None, sums, [False] * 3)
+    found, low, sums = norms._operation()(*given, [False] * 3, None)
+    wanted = norms._by_operations(norms.Read(*given[:-1]), None, sums, [False] * 3, None)
     assert not low.numel()
     assert not sums.numel()
     assert _distance(found, wanted.double()) <= 1e-6

@@ -55,14 +55,15 @@ class Read(NamedTuple):
 
 @cache
 def _operation() -> Any:
-    """Return the op `(*Read, low, sums) -> (gradient, the same in 16 bit, sums)`.
+    """Return the op `(*Read, low, sums, into) -> (gradient, the same in 16 bit, sums)`.
 
     The sums over rows, computed where asked for, are those of the weight's gradient, the bias's
-    gradient, and the 16-bit gradient. They are not added into buffers here: the buffers are views
-    of one allocation, and Inductor copies all of it for an operation that mutates two of them.
+    gradient, and the 16-bit gradient. A single one is added to the buffer `into`. Several are not:
+    the buffers are views of one allocation, and Inductor copies all of it for an operation that
+    mutates two of them.
     """
 
-    @torch.library.custom_op("wholebatch::layer_norm_backward", mutates_args=())
+    @torch.library.custom_op("wholebatch::layer_norm_backward", mutates_args=("into",))
     def operation(
         gradient: Tensor,
         x: Tensor,
@@ -73,6 +74,7 @@ def _operation() -> Any:
         residual: Tensor | None,
         low: torch.dtype | None,
         sums: list[bool],
+        into: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         given = gradient, x, addend, mean, rstd, weight, residual
         side_by_side: list[Any] = [None if one is None else one.contiguous() for one in given]
@@ -80,13 +82,13 @@ def _operation() -> Any:
             from wholebatch.compile.triton_kernels import layer_norm_backward as run
         else:
             run = _by_operations
-        return _made_by(run, Read(*side_by_side), low, sums)
+        return _made_by(run, Read(*side_by_side), low, sums, into)
 
     @operation.register_fake
     def _(_gradient: Tensor, x: Tensor, *more: Any) -> tuple[Tensor, Tensor, Tensor]:
-        *_, low, sums = more
+        *_, low, sums, into = more
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
-        return out, _lower(x, low), _sums(x, sums)
+        return out, _lower(x, low), _sums(x, sums, into)
 
     del _
     return torch.ops.wholebatch.layer_norm_backward.default
@@ -98,18 +100,24 @@ def _lower(x: Tensor, low: torch.dtype | None) -> Tensor:
     return torch.empty_like(x, dtype=low, memory_format=torch.contiguous_format)
 
 
-def _sums(x: Tensor, sums: list[bool]) -> Tensor:
-    return x.new_empty(len(sums) if any(sums) else 0, x.shape[-1])
+def _sums(x: Tensor, sums: list[bool], into: Tensor | None) -> Tensor:
+    return x.new_empty(len(sums) if any(sums) and into is None else 0, x.shape[-1])
 
 
 def _made_by(
-    run: Callable[..., Tensor], read: Read, low: torch.dtype | None, sums: list[bool]
+    run: Callable[..., Tensor],
+    read: Read,
+    low: torch.dtype | None,
+    sums: list[bool],
+    into: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    lower, total = _lower(read.x, low), _sums(read.x, sums)
-    return run(read, None if low is None else lower, total, sums), lower, total
+    lower, total = _lower(read.x, low), _sums(read.x, sums, into)
+    return run(read, None if low is None else lower, total, sums, into), lower, total
 
 
-def _by_operations(read: Read, low: Tensor | None, total: Tensor, sums: list[bool]) -> Tensor:
+def _by_operations(
+    read: Read, low: Tensor | None, total: Tensor, sums: list[bool], into: Tensor | None
+) -> Tensor:
     """Compute the kernel's result with torch operations: for the CPU, and to check the kernel."""
     gradient, x, addend, mean, rstd, weight, residual = read
     columns = x.shape[-1]
@@ -132,7 +140,10 @@ def _by_operations(read: Read, low: Tensor | None, total: Tensor, sums: list[boo
         of_low = low.to(x.dtype).reshape(-1, columns).sum(0)
     for place, found in enumerate((of_weight, of_bias, of_low)):
         if sums[place] and found is not None:
-            total[place] = found
+            if into is None:
+                total[place] = found
+            else:
+                into += found
     return out
 
 
@@ -150,16 +161,16 @@ def _agrees(run: Callable[..., Any], device: torch.device) -> bool:
     addend = residual.bfloat16()
     var, mean = torch.var_mean(x + addend, 1, correction=0, keepdim=True)
     rstd = (var + 1e-5).rsqrt()
-    for center in (mean, None):
+    for center, into in ((mean, None), (None, residual[0])):
         read = Read(gradient.bfloat16(), x, addend, center, rstd, 1.0 + x[0], residual)
-        how = torch.bfloat16, [True, center is not None, True]
-        out, low, sums = run(*read, *how)
-        wanted_out, wanted_low, wanted_sums = _made_by(_by_operations, read, *how)
-        pairs = (out, wanted_out), (low, wanted_low), *zip(sums, wanted_sums, strict=True)
+        how = torch.bfloat16, [True, into is None, into is None]
+        given = [None if into is None else into.clone() for _ in range(2)]
+        *found, sums = run(*read, *how, given[0])
+        *wanted, exact = _made_by(_by_operations, read, *how, given[1])
+        pairs = [*zip(found, wanted, strict=True), *zip(sums, exact, strict=True), tuple(given)]
         if not all(
-            bool((one.float() - other.float()).norm() <= 2e-3 * other.float().norm())
-            for place, (one, other) in enumerate(pairs)
-            if place != 3 or center is not None  # Without a mean there is no bias.
+            one is None or bool((one.float() - two.float()).norm() <= 2e-3 * two.float().norm())
+            for one, two in pairs
         ):
             return False
     return True
@@ -416,11 +427,12 @@ def _take_low(norm: _Norm, columns: int) -> None:
 def _replace(graph: fx.Graph, norm: _Norm) -> None:
     low = None if norm.low is None else norm.low.meta["val"].dtype
     sums = [place in norm.sums for place in range(3)]
+    [into] = [one.buffer for one in norm.sums.values()] if len(norm.sums) == 1 else [None]
     call = graph.call_function
     statistics = norm.mean, norm.rstd, norm.weight
     with graph.inserting_before(norm.total):  # All inputs exist here.
         read = norm.gradient, norm.x, norm.addend, *statistics, norm.residual
-        made = call(_operation(), (*read, low, sums))
+        made = call(_operation(), (*read, low, sums, into))
         total = call(getitem, (made, 0))
         total.meta.update(norm.total.meta)
         norm.total.replace_all_uses_with(total)
@@ -428,8 +440,9 @@ def _replace(graph: fx.Graph, norm: _Norm) -> None:
             lower = call(getitem, (made, 1))
             lower.meta.update(norm.low.meta)
             norm.low.replace_all_uses_with(lower)
-        added = call(getitem, (made, 2)) if any(sums) else None
+        added = call(getitem, (made, 2)) if len(norm.sums) > 1 else None
         for place, one in norm.sums.items():
-            row = call(aten.select.int, (added, 0, place))
-            call(aten.add_.Tensor, (one.buffer, row))
+            if added is not None:
+                row = call(aten.select.int, (added, 0, place))
+                call(aten.add_.Tensor, (one.buffer, row))
             graph.erase_node(one.addition)

@@ -252,10 +252,12 @@ def layer_norm_rows(  # type: ignore[no-untyped-def]
         tl.store(at + 2 * stride, of_low, mask=inside)
 
 
-def layer_norm_backward(read: Read, low: Tensor | None, total: Tensor, sums: list[bool]) -> Tensor:
+def layer_norm_backward(
+    read: Read, low: Tensor | None, total: Tensor, sums: list[bool], into: Tensor | None
+) -> Tensor:
     """Return the gradient of `x` plus `residual`, and write it to `low` too.
 
-    The sums of the rows go to `total`.
+    The sums of the rows go to `total`; a single one is added to `into`, if given.
     """
     x = read.x
     columns = x.shape[-1]
@@ -277,9 +279,10 @@ def layer_norm_backward(read: Read, low: Tensor | None, total: Tensor, sums: lis
         has_low=low is not None, sums_weight=sums[0], sums_bias=sums[1], sums_low=sums[2],
         block=block, num_warps=warps,
     )  # fmt: skip
-    if any(sums):
-        needed = 3 if sums[2] else 1 + sums[1]
-        _sum_columns(partials[:needed], total, adds=False)
+    if into is not None:
+        _sum_columns(partials[sums.index(True)][None], into[None], adds=True)
+    elif any(sums):
+        _sum_columns(partials, total, adds=False)
     return out
 
 
