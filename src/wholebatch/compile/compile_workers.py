@@ -369,8 +369,7 @@ def _environment() -> dict[str, str]:
         "TORCHINDUCTOR_CACHE_DIR": cache_dir(),
         # Children of a worker are forked: it has no threads, and they start at once.
         "TORCHINDUCTOR_WORKER_START": "fork",
-        # Pieces differ in size: the worker of the largest one ends up with most of the cores.
-        "TORCHINDUCTOR_COMPILE_THREADS": str(max(1, 2 * _cores() // max(1, _number()))),
+        "TORCHINDUCTOR_COMPILE_THREADS": str(max(1, _cores() // max(1, _number()))),
     }
 
 

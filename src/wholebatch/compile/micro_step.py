@@ -306,8 +306,8 @@ class Executor:
         if self._workers is None and self._plan.compiles:
             if self._device.type in self.compiles_beside_on:
                 self._workers = compile_workers(self._device)
-            if self._device.type == "cuda" and self._workers is None:
-                start_compiler(with_processes=True)
+            if self._device.type == "cuda":
+                start_compiler(with_processes=self._workers is None)
 
     def _send(self, joint: JointStep, inputs: Inputs) -> None:
         """Have the pieces of this joint step compiled beside the run."""
@@ -321,13 +321,10 @@ class Executor:
         if self._workers is None:
             return None
         try:
-            pending = self._workers.compile(joint.jobs())
+            return self._workers.compile(joint.jobs())
         except PicklingError as problem:
             self.notes.tell(f"compiled in the training process: {first_line(problem)}")
             return None
-        # Not before: an import in a thread would slow down the first window and the trace.
-        start_compiler(with_processes=False)
-        return pending
 
     def _has_come(self, key: Key) -> bool:
         """True if this joint step is compiled, or must be compiled here, on all ranks."""
