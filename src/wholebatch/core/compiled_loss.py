@@ -142,9 +142,10 @@ class CompiledLoss:
         self._loss, self._door, self._window, self._device = loss, door, window, device
         self._given: Any = None
         self._call = _on_micro_batch(loss, models, reads or loss)
+        self._modules = _all_modules(models, reads or loss)
         self.executor = Executor(
             execute_here(check_execute(execute, device)),
-            model=_all_modules(models, reads or loss),
+            model=self._modules,
             loss=self._call,
             window=window,
             precision=Full(),
@@ -169,7 +170,7 @@ class CompiledLoss:
         self._given = micro
         try:
             with (
-                self._door.micro_step() as may_compile,
+                self._door.micro_step(self._modules) as may_compile,
                 torch.autocast(kind, enabled=False) if is_on else nullcontext(),
             ):
                 added = self._added(micro, may_compile)

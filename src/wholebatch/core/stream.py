@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, cast, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from wholebatch.compile import Execute
 from wholebatch.core.close import check_terms
@@ -210,8 +210,11 @@ class Stream:
         )
 
     @contextmanager
-    def micro_step(self) -> Iterator[bool]:
-        """Return the context of a compiled function's micro-step; False if only eager code may."""
+    def micro_step(self, modules: nn.Module) -> Iterator[bool]:
+        """Return the context of a compiled function's micro-step; False if only eager code may.
+
+        `modules` holds all modules that the function uses.
+        """
         self.pending.refuse()
         if self._window.open is not None:
             self._window.open.refuse_broken()

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn, TypeAlias
 
@@ -106,19 +106,21 @@ def backward_into(
     return Backward(restoring, overlaps=False)
 
 
-def is_reentrant(totals: Iterable[Tensor]) -> bool:
-    """Return True if the graph has a node of torch.utils.checkpoint(use_reentrant=True)."""
+def graph_nodes(totals: Iterable[Tensor]) -> Iterator[Any]:
+    """Yield every node of the autograd graph below these totals."""
     stack: list[Any] = [total.grad_fn for total in totals]
     seen: set[Any] = set()
     while stack:
         node = stack.pop()
-        if node is None or node in seen:
-            continue
-        if type(node).__name__ == "CheckpointFunctionBackward":
-            return True
-        seen.add(node)
-        stack.extend(successor for successor, _ in node.next_functions)
-    return False
+        if node is not None and node not in seen:
+            yield node
+            seen.add(node)
+            stack.extend(successor for successor, _ in node.next_functions)
+
+
+def is_reentrant(totals: Iterable[Tensor]) -> bool:
+    """Return True if the graph has a node of torch.utils.checkpoint(use_reentrant=True)."""
+    return any(type(n).__name__ == "CheckpointFunctionBackward" for n in graph_nodes(totals))
 
 
 UnitsFunction: TypeAlias = Callable[[Any], Units | Mapping[str, Units]]

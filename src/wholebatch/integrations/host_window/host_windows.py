@@ -252,11 +252,11 @@ class HostWindows(Stream):
         self._engine.backward_made()
 
     @contextmanager
-    def micro_step(self) -> Iterator[bool]:
+    def micro_step(self, modules: nn.Module) -> Iterator[bool]:
         """Return the context of a compiled function's micro-step; see `Stream`."""
         if self.open is None:
             self._begin_window()
-        with super().micro_step() as may_compile, self._engine.held():
+        with super().micro_step(modules) as may_compile, self._engine.held():
             yield may_compile
 
     def add_eagerly(self, loss: Loss | Terms) -> None:
