@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from wholebatch.offload.host_sums import HostSums, total_norm
-from wholebatch.offload.parameter_buckets import flat_of, in_shape_of
+from wholebatch.offload.parameter_buckets import HostSums, flat_of, in_shape_of, total_norm
 from wholebatch.offload.transfer_to_host import HostTransfer, add_on_host
 
 

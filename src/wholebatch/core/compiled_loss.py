@@ -21,12 +21,26 @@ from wholebatch.compile import Execute, Executor, check_execute
 from wholebatch.compile.captured_state import FUNCTIONS, reached
 from wholebatch.core.loss import SINGLE, Loss, Units, as_loss
 from wholebatch.core.precision import Full
-from wholebatch.core.torch_version import execute_here
-from wholebatch.errors import LossError, OptionError, WindowError
+from wholebatch.errors import LossError, OptionError, UnsupportedError, WindowError
 
 if TYPE_CHECKING:
     from wholebatch.core.stream import Stream
     from wholebatch.core.window import Window
+
+
+_HAS_GRAPHS = hasattr(torch.nn.Parameter, "grad_dtype")  # since torch 2.11
+
+
+def execute_here(execute: Any) -> Any:
+    """Return the way to run a micro-step: eager code where torch is too old for graphs."""
+    if _HAS_GRAPHS or execute == "eager":
+        return execute
+    if execute == "auto":
+        return "eager"
+    raise UnsupportedError(
+        f'execute="{execute}" with torch {torch.__version__}: compiled and recorded graphs need '
+        'torch 2.11 or newer; use execute="eager", or "auto"'
+    )
 
 
 class AddedLoss:

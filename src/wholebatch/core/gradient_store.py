@@ -24,14 +24,17 @@ from torch.optim.optimizer import (
 )
 
 from wholebatch.core.close import (
+    Ahead,
     Closed,
     CloseOptions,
     DeferredHooks,
+    Numbers,
+    WindowSums,
+    close_ahead,
     close_gradients,
     dense_gradients,
     read_scalars,
 )
-from wholebatch.core.close_on_device import Ahead, Numbers, WindowSums, close_ahead
 from wholebatch.core.optimizer_step import foreign_code, stepping, takes_grad_scale
 from wholebatch.core.precision import SIXTEEN_BIT
 from wholebatch.distributed import Sync

@@ -20,24 +20,23 @@ import torch
 from torch import Tensor, nn
 
 from wholebatch.compile import Execute, Executor, check_execute
+from wholebatch.core.compiled_loss import execute_here
 from wholebatch.core.foreign_writes import Untouched
 from wholebatch.core.forward_state import ForwardState, restore_random
 from wholebatch.core.loss import SINGLE, Loss, Terms, as_loss
 from wholebatch.core.precision import Precision
 from wholebatch.core.splitting import Tokens, batch_size_of, to_device
 from wholebatch.core.splitting.samples import layout_of
-from wholebatch.core.torch_version import execute_here
 from wholebatch.core.window import Window
 from wholebatch.coupled import batchnorms, tracked_instance_norms
 from wholebatch.coupled import choose as choose_batchnorm
-from wholebatch.coupled.audit import SplitGuard
+from wholebatch.coupled.audit import SplitGuard, check_packing
 from wholebatch.coupled.batchnorm.lock_step import Hold, LockStep
 from wholebatch.coupled.batchnorm.lock_step_graph import Recorder
 from wholebatch.coupled.batchnorm.policies import Policy, Statistics
 from wholebatch.coupled.contrastive.losses import Coupled, refuse_in_parts
 from wholebatch.coupled.contrastive.two_pass import WholeLoss
 from wholebatch.coupled.normalisation_layers import running_buffers
-from wholebatch.coupled.packing_look import check_packing
 from wholebatch.coupled.per_sample_dropout import PerSample, check_dropout
 from wholebatch.coupled.sample_draws import WindowDraws
 from wholebatch.errors import OptionError, UnsupportedError

@@ -25,6 +25,7 @@ from wholebatch.core.close import (
     CloseOptions,
     DeferredHooks,
     OnGradient,
+    WindowSums,
     check_counts,
     check_same_norm,
     check_terms,
@@ -36,7 +37,6 @@ from wholebatch.core.close import (
     scalar_on,
     where_nonfinite,
 )
-from wholebatch.core.close_on_device import WindowSums
 from wholebatch.core.gradient_store import DeviceStore, Store
 from wholebatch.core.loss import SINGLE, Loss, Terms, Units, check_total, check_units
 from wholebatch.core.model_and_optimizer import Scheduler, Target, build_target, step_scheduler

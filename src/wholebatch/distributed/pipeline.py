@@ -2,25 +2,285 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import pipelining
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils import _pytree as pytree
 
 from wholebatch.core import state_dict as state
-from wholebatch.core.loss import SINGLE
+from wholebatch.core.loss import SINGLE, Loss, Units, as_loss
 from wholebatch.core.model_and_optimizer import Scheduler, build_target
 from wholebatch.core.options import Close
+from wholebatch.core.splitting import batch_size_of, split, to_device
 from wholebatch.core.window import Step, Window
 from wholebatch.coupled import batchnorms, tracked_instance_norms
 from wholebatch.coupled.normalisation_layers import uses_batch_statistics
-from wholebatch.distributed.pipeline_stages import LossFunction, Pipelined, PipelineRunner
-from wholebatch.errors import OptionError, UnsupportedError
+from wholebatch.distributed.ddp import Buckets
+from wholebatch.distributed.process_group import Group
+from wholebatch.distributed.sync_strategy import Sync
+from wholebatch.errors import LossError, OptionError, UnsupportedError
+
+Stage: TypeAlias = pipelining.PipelineStage
+LossFunction: TypeAlias = Callable[[Any, Any], Loss | Tensor]
+
+_SCHEDULES: dict[str, type[Any]] = {
+    "gpipe": pipelining.ScheduleGPipe,
+    "1f1b": pipelining.Schedule1F1B,
+    "interleaved": pipelining.ScheduleInterleaved1F1B,
+}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """The total and units of one micro-batch, computed on the last stage."""
+
+    total: Tensor
+    units: Units
+
+
+class PipelineRunner:
+    """The stages of this rank, run under a schedule that fits the current batch.
+
+    Schedules need equal shapes, and some need a certain number of micro-batches. So the inputs are
+    padded with copies of the last sample. The outputs of the copies are cut off before the loss:
+    their gradient is exactly zero, and the loss and its units are those of the batch.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        *,
+        schedule: str,
+        micro_batch: int,
+        loss: LossFunction,
+        largest: Callable[[Tensor], Tensor],
+    ) -> None:
+        if schedule not in _SCHEDULES:
+            raise OptionError(
+                f"schedule={schedule!r}: must be one of {', '.join(map(repr, _SCHEDULES))}"
+            )
+        if schedule != "interleaved" and len(stages) > 1:
+            raise OptionError(
+                f"schedule={schedule!r} with {len(stages)} stages on a rank: it runs one; use "
+                'schedule="interleaved"'
+            )
+        self._stages = list(stages)
+        self._kind = schedule
+        self._size = micro_batch
+        self._loss = loss
+        self._largest = largest
+        self._device = torch.device(stages[0].device)
+        self.is_first = any(stage.is_first for stage in stages)
+        self.is_last = any(stage.is_last for stage in stages)
+        self._schedule: Any = None
+        self._places = 0
+        self._shapes: list[Any] = []
+        self._targets: list[Any] = []
+        self._samples = 0
+        self._seed: Callable[[Tensor], Tensor] = torch.ones_like
+        self._entries: dict[int, Entry] = {}
+
+    def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> int:
+        """Check the batch together with the other stages, and return its number of samples."""
+        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        sizes = {len(tensor) if tensor.dim() else 0 for tensor in tensors}
+        self._targets = []
+        if self.is_last and target is not None:
+            sizes.add(batch_size_of(target))
+            self._targets = split(target, self._size)
+        shapes = [(tuple(tensor.shape[1:]), tensor.dtype) for tensor in tensors]
+        mine = [
+            float(max(sizes, default=-math.inf)),
+            -float(min(sizes, default=math.inf)),
+            float(self.is_first and not args),
+            float(self.is_last and target is None),
+            float(shapes != self._shapes),
+        ]
+        # One small collective, so that all ranks raise: if only one did, the others would hang.
+        most, least, no_input, no_target, changed = self._largest(
+            torch.tensor(mine, dtype=torch.float64)
+        ).tolist()
+        self._shapes = shapes
+        if no_input or no_target:
+            what = "inputs" if no_input else "target="
+            where = "first" if no_input else "last"
+            raise OptionError(f"step() without {what} on the rank of the {where} stage: give them")
+        if most != -least:
+            raise OptionError(
+                f"tensors with different first dimensions ({-least:g} and {most:g}): every tensor "
+                "of every stage's inputs and target has one entry per sample of the same batch"
+            )
+        self._samples = int(most)
+        self._fit(changed=bool(changed))
+        return self._samples
+
+    def _fit(self, *, changed: bool) -> None:
+        """Build a schedule for this number of micro-batches and these shapes."""
+        places = self._fitting(math.ceil(self._samples / self._size))
+        if self._schedule is not None and places == self._places and not changed:
+            return
+        self._places = places
+        for stage in self._stages if changed else ():
+            for name in ("inputs_meta", "_outputs_meta"):
+                if hasattr(stage, name):  # torch 2.11 keeps the first shapes that it sees.
+                    setattr(stage, name, None)
+        stages = self._stages if self._kind == "interleaved" else self._stages[0]
+        self._schedule = _SCHEDULES[self._kind](
+            stages, n_microbatches=places, loss_fn=self._scaled_loss, scale_grads=False
+        )
+
+    def _fitting(self, places: int) -> int:
+        """Return the next number of micro-batches that the schedule can run; the rest are empty."""
+        if self._kind == "gpipe":
+            return places
+        ranks = self._stages[0].group_size
+        if self._kind == "1f1b":
+            return max(places, ranks)
+        places = max(places, ranks)
+        while places % (places // ranks):
+            places += 1
+        return places
+
+    @property
+    def micro_batches(self) -> int:
+        """The number of micro-batches that hold samples."""
+        return math.ceil(self._samples / self._size)
+
+    def run(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        seed: Callable[[Tensor], Tensor],
+    ) -> list[Entry]:
+        """Run all forwards and backwards; on the last stage, return one entry per micro-batch.
+
+        The backward of every total starts from `seed(total)`.
+        """
+        self._seed = seed
+        self._entries = {}
+        args, kwargs = self._filled_up(args, kwargs)
+        index = torch.arange(self._places).repeat_interleave(self._size) if self.is_last else None
+        try:
+            self._schedule.step(*args, target=index, return_outputs=False, **kwargs)
+            return [self._entries[place] for place in sorted(self._entries)]
+        finally:
+            self._targets = []
+            self._entries = {}
+
+    def _filled_up(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        rows = torch.arange(self._places * self._size).clamp(max=self._samples - 1)
+
+        def fill(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            whole = leaf if len(rows) == len(leaf) else leaf.index_select(0, rows.to(leaf.device))
+            return whole.to(self._device)
+
+        batch = (args if self.is_first else (), kwargs)
+        filled: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map(fill, batch)
+        return filled
+
+    def _scaled_loss(self, output: Any, index: Tensor) -> Tensor:
+        """Return the seeded loss of one micro-batch, without the padding, and keep its entry.
+
+        Torch makes one extra call to infer shapes. A later call for the same place replaces it.
+        """
+        place = int(index[0])
+        real = max(0, min(self._size, self._samples - place * self._size))
+        output = pytree.tree_map(
+            lambda leaf: leaf[:real] if isinstance(leaf, Tensor) and leaf.dim() else leaf, output
+        )
+        if real == 0:
+            nothing = [leaf.sum() for leaf in pytree.tree_leaves(output) if _carries(leaf)]
+            return torch.stack(nothing).sum()
+        result = as_loss(self._loss(output, to_device(self._targets[place], self._device)))
+        if not isinstance(result, Loss):
+            raise LossError(
+                "a loss of several terms in a pipeline: return one wb.Loss(total, units), or "
+                "per-unit losses"
+            )
+        units = result.units
+        self._entries[place] = Entry(
+            result.total.detach(), units.detach() if isinstance(units, Tensor) else units
+        )
+        return result.total * self._seed(result.total)
+
+
+def _carries(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.requires_grad
+
+
+class Pipelined(Sync):
+    """The ranks of one pipeline, and those that hold replicas of this rank's stages.
+
+    The schedule moves activations and their gradients between stages, and averages nothing. What
+    is left are sums: losses and units are on the last stage and are wanted on all, the norm is over
+    the parameters of all stages, and replicas of a stage add up their gradients.
+    """
+
+    same_parameters = False
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        group: dist.ProcessGroup | None,
+        data_parallel: dist.ProcessGroup | None,
+        device: torch.device,
+    ) -> None:
+        self._modules = tuple(modules)
+        self._device = device
+        self.stages = Group([group], device, rank=dist.get_rank(group))
+        self._replica_group = data_parallel
+        self._replicas: Group | None = None
+        groups = [group]
+        if data_parallel is not None:
+            self._replicas = Group([data_parallel], device, rank=dist.get_rank(data_parallel))
+            groups.append(data_parallel)
+        self.use_group(Group(groups, device, rank=dist.get_rank()))
+        self.policy = "hold: replicas of a stage add up their gradients once per window"
+        if self._replicas is not None:
+            with torch.no_grad():
+                self._replicas.broadcast([p for m in modules for p in m.parameters()])
+            self.after_update()
+
+    @contextmanager
+    def backward(
+        self, parameters: Sequence[nn.Parameter], *, reduces: bool, overlap: bool = True
+    ) -> Iterator[None]:
+        yield  # the schedule makes the backwards
+
+    def reduce_now(self, parameters: Sequence[nn.Parameter]) -> None:
+        if self._replicas is None:
+            return
+        present = torch.tensor([float(p.grad is not None) for p in parameters])
+        on_some = self._replicas.sum_tensor(present.to(self._device)).tolist()
+        used = [p for p, count in zip(parameters, on_some, strict=True) if count]
+        with Buckets(used, self._replica_group, self._replicas.wait).reducing(overlap=False):
+            pass
+
+    def largest(self, value: Tensor) -> Tensor:
+        return super().largest(value.to(self._device))
+
+    def total_norm(self, gradients: Sequence[Tensor]) -> Tensor:
+        return self.stages.norm(gradients)
+
+    def after_update(self) -> None:
+        """Broadcast the first replica's buffers, as DDP does."""
+        if self._replicas is not None:
+            buffers = [b for m in self._modules for b in m.buffers() if b.is_floating_point()]
+            self._replicas.broadcast(buffers)
 
 
 class Pipeline:

@@ -14,7 +14,7 @@ from wholebatch.errors import WindowError
 
 if TYPE_CHECKING:
     from wholebatch.distributed.process_group import Group
-    from wholebatch.distributed.rank_progress import Progress
+    from wholebatch.distributed.rank_failure import Progress
 
 
 class Sync(ABC):

@@ -21,14 +21,22 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from wholebatch.core.close import Closed, CloseOptions, DeferredHooks, close_gradients
-from wholebatch.core.close_on_device import Numbers
+from wholebatch.core.close import Closed, CloseOptions, DeferredHooks, Numbers, close_gradients
 from wholebatch.core.gradient_store import Store
 from wholebatch.core.optimizer_step import stepping
 from wholebatch.distributed import Sync
 from wholebatch.errors import UnsupportedError
-from wholebatch.offload.host_sums import Bucket, HostSums, on_host, total_norm
-from wholebatch.offload.parameter_buckets import flat_of, in_parts, in_shape_of, one_ahead, only
+from wholebatch.offload.parameter_buckets import (
+    Bucket,
+    HostSums,
+    flat_of,
+    in_parts,
+    in_shape_of,
+    on_host,
+    one_ahead,
+    only,
+    total_norm,
+)
 from wholebatch.offload.transfer_to_host import CudaTransfer, HostTransfer
 
 if TYPE_CHECKING:

@@ -19,8 +19,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from wholebatch.core.close import Closed, CloseOptions, DeferredHooks, check_counts, read_scalars
-from wholebatch.core.close_on_device import Numbers
+from wholebatch.core.close import (
+    Closed,
+    CloseOptions,
+    DeferredHooks,
+    Numbers,
+    check_counts,
+    read_scalars,
+)
 from wholebatch.core.gradient_store import DeviceStore
 from wholebatch.core.optimizer_step import is_torchs
 from wholebatch.core.precision import round_gradient

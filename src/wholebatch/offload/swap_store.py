@@ -28,8 +28,9 @@ from wholebatch.core.precision import round_gradient
 from wholebatch.distributed import Sync
 from wholebatch.errors import UnsupportedError
 from wholebatch.offload.adam_accumulation import adam_state_of, check_adam
-from wholebatch.offload.host_sums import Bucket, HostSums
 from wholebatch.offload.parameter_buckets import (
+    Bucket,
+    HostSums,
     flat_of,
     in_parts,
     in_shape_of,

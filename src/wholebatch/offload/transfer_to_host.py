@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from wholebatch.offload.host_sums import norm_of_row
+from wholebatch.offload.parameter_buckets import norm_of_row
 
 _SLOTS = 4
 """One is filled, one gets its sums, one adds, one leaves."""
