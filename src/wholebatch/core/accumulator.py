@@ -235,7 +235,7 @@ class Accumulator(Stream):
             last = is_last and not more
             if self._beside:
                 self._refuse_moved(lambda: _leaves_of(total if mean is None else mean))
-            if isinstance(total, Terms) and self._window.known is not None:
+            if isinstance(total, Terms) and self._window.now.known is not None:
                 if self._look.active:
                     self._look.at_backward(total, in_parts=self._in_parts)
                 self._window.add_loss(total, last=last, counts=self._counts)
@@ -336,7 +336,7 @@ class Accumulator(Stream):
         self._begin_backward()
         if self._beside:
             self._refuse_moved(lambda: set(map(id, modules.parameters())))
-        if self._window.known is not None:
+        if self._window.now.known is not None:
             raise LossError(
                 "announce() with a compiled loss function, which has one total and its units: "
                 "give backward() the wb.Loss.terms(...) of a function that is not compiled"
@@ -378,7 +378,7 @@ class Accumulator(Stream):
     def _close(self) -> Step:
         self._untouched.check()
         if self._look.active:
-            self._look.end_window(self._window.micro_batches)
+            self._look.end_window(self._window.now.micro_batches)
         self._restore_buffers()
         self._places = 0
         if self._driver is not None:

@@ -197,11 +197,11 @@ class CompiledLoss:
         if not may_compile:
             loss = self._eager_step(micro, self._call)
             return AddedLoss(loss.total.detach(), loss.units, _detached(loss.extras), self._door)
-        entered = self._window.entered
+        entered = len(self._window.now.owners)
         try:
             made = self.executor.micro_step(micro)
         except BaseException:
-            if self._window.entered != entered or self.executor.mode != "eager":
+            if len(self._window.now.owners) != entered or self.executor.mode != "eager":
                 self._door.mark_broken()
             raise
         return AddedLoss(made.totals[SINGLE], made.units[SINGLE], made.extras, self._door)

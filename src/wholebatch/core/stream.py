@@ -159,7 +159,7 @@ class Stream:
     @property
     def micro_batches(self) -> int:
         """Micro-batches that the open window holds."""
-        return self._window.micro_batches
+        return self._window.now.micro_batches
 
     @overload
     def compile(self, loss: Callable[..., Any], *, execute: Execute = "auto") -> CompiledLoss: ...

@@ -347,6 +347,9 @@ class OpenWindow:
         return 1.0
 
 
+_NO_WINDOW = OpenWindow([])
+
+
 class Window:
     """The micro-batches that together make one update, one window after the other."""
 
@@ -407,6 +410,11 @@ class Window:
         assert self.open is not None, "no window is open"
         return self.open
 
+    @property
+    def now(self) -> OpenWindow:
+        """The open window; an empty one where none is open."""
+        return _NO_WINDOW if self.open is None else self.open
+
     def trained(self) -> list[nn.Parameter]:
         """Return the parameters that the optimizers train now."""
         return [parameter for group in self.target.groups() for parameter in group]
@@ -427,33 +435,6 @@ class Window:
         """
         sparse = any(isinstance(one, torch.optim.SparseAdam) for one in self.target.optimizers)
         return self.sync.ranks == 1 and type(self.store) is DeviceStore and not sparse
-
-    # The open window as graphs see it.
-
-    @property
-    def inputs(self) -> list[nn.Parameter]:
-        """The parameters that the open window trains."""
-        return [] if self.open is None else self.open.inputs
-
-    @property
-    def broken(self) -> bool:
-        """True if a backward of the open window failed half way."""
-        return self.open is not None and self.open.broken
-
-    @property
-    def micro_batches(self) -> int:
-        """Micro-batches that are complete in the open window."""
-        return 0 if self.open is None else self.open.micro_batches
-
-    @property
-    def entered(self) -> int:
-        """Losses that the open window has recorded."""
-        return 0 if self.open is None else len(self.open.owners)
-
-    @property
-    def known(self) -> Mapping[str, float] | None:
-        """The units of the whole window, if they were counted before."""
-        return None if self.open is None else self.open.known
 
     # -------------------------------------------------------------------- add
 
@@ -481,7 +462,7 @@ class Window:
         if isinstance(loss, Loss):
             self.add(loss.total, loss.units, last=last, counts=counts)
             return
-        check_terms(self.known, loss.by_name)
+        check_terms(self.now.known, loss.by_name)
         terms, window = loss.by_name.items(), self.current
         window.record(
             {name: term.total.detach() for name, term in terms},

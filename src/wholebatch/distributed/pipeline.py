@@ -414,7 +414,7 @@ class Pipeline:
 
     def _drop_strangers(self) -> None:
         """Clear the gradients of parameters that no optimizer steps; backward computes them too."""
-        own = {id(parameter) for parameter in self._window.inputs}
+        own = {id(parameter) for parameter in self._window.now.inputs}
         for module in self._window.target.models:
             for parameter in module.parameters():
                 if id(parameter) not in own:

@@ -114,7 +114,7 @@ class GivenWindows(WholeBatch):
         totals, owners = window.totals.get(SINGLE, ()), list(window.owners)
         step = super()._close(micros, start, steps)
         device = self._window.target.device
-        if self._runner.whole_loss is not None or not totals:  # one loss of the whole batch
+        if self._runner.keeping is not None or not totals:  # one loss of the whole batch
             self._shares = torch.zeros(self._batches, device=device)
             self._shares[0] = step.loss
             return step
