@@ -24,12 +24,10 @@ from torch.optim.optimizer import (
 )
 
 from wholebatch.core.close import (
-    Ahead,
     Closed,
     CloseOptions,
     DeferredHooks,
     Numbers,
-    WindowSums,
     close_ahead,
     close_gradients,
     dense_gradients,
@@ -42,6 +40,7 @@ from wholebatch.errors import LossError, StateError, UnsupportedError, WindowErr
 
 if TYPE_CHECKING:
     from wholebatch.core.model_and_optimizer import Target
+    from wholebatch.core.window import OpenWindow
 
 
 class Store(ABC):
@@ -182,12 +181,8 @@ class Store(ABC):
         return
 
     def close_ahead(
-        self,
-        groups: Sequence[Sequence[nn.Parameter]],
-        sums: WindowSums,
-        hooks: DeferredHooks,
-        while_waiting: Callable[[], None] | None,
-    ) -> Ahead | None:
+        self, window: OpenWindow, hooks: DeferredHooks, while_waiting: Callable[[], None] | None
+    ) -> Closed | None:
         """Close on the device and read the numbers later; None if the host must decide."""
         return None
 
@@ -403,30 +398,24 @@ class DeviceStore(Store):
             self.opened()
 
     def close_ahead(
-        self,
-        groups: Sequence[Sequence[nn.Parameter]],
-        sums: WindowSums,
-        hooks: DeferredHooks,
-        while_waiting: Callable[[], None] | None,
-    ) -> Ahead | None:
+        self, window: OpenWindow, hooks: DeferredHooks, while_waiting: Callable[[], None] | None
+    ) -> Closed | None:
         target = self.target
-        if not self.in_grad:  # gradients and optimizer state are not all there at once
-            return None
         if (
-            self.sync.ranks > 1
+            not self.in_grad  # gradients and optimizer state are not all there at once
+            or self.sync.ranks > 1
             or self.sync.grows_own_graph
             or hooks
             or target.sixteen_bit.parameters
         ):
             return None
-        device = next(parameter.device for group in groups for parameter in group)
+        device = window.inputs[0].device
         if not can_close_ahead(target.optimizers, self.options, device):
             return None
         before = self.before_step()
         try:
             return close_ahead(
-                sums,
-                groups,
+                window,
                 target.optimizers,
                 self.options,
                 total_norm=self.sync.total_norm,

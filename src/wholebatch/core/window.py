@@ -25,7 +25,6 @@ from wholebatch.core.close import (
     CloseOptions,
     DeferredHooks,
     OnGradient,
-    WindowSums,
     check_counts,
     check_same_norm,
     check_terms,
@@ -254,8 +253,8 @@ class OpenWindow:
     averaged_by: float = 1.0
     scale: LossScale | None = None
     loss_scale: float = 1.0
-    totals: dict[str, list[Tensor | float]] = field(default_factory=dict)
-    units: dict[str, list[Units]] = field(default_factory=dict)
+    totals: dict[str, list[Any]] = field(default_factory=dict)
+    units: dict[str, list[Any]] = field(default_factory=dict)
     weights: dict[str, float] = field(default_factory=dict)
     owners: list[int] = field(default_factory=list)
     """The micro-batch of each total (one may have several)."""
@@ -545,7 +544,9 @@ class Window:
             raise WindowError("a window whose last backward failed cannot be closed: discard() it")
         if not window.reduced:
             self.store.reduce_now()
-        ahead = self._close_ahead(window, while_waiting) if steps else None
+        ahead = None
+        if steps and window.totals:  # the device closes the window while the host waits for it
+            ahead = self.store.close_ahead(window, self._hooks, while_waiting)
         weights = window.weights or self._last_weights  # none: this rank only joins the others
         names = sorted(weights)
         totals = {name: read_scalars(window.totals.get(name, ())) for name in names}
@@ -553,7 +554,7 @@ class Window:
         units = max(units_of.values())
         if units == 0.0:
             return self._empty(window)
-        means = _means(sum_of, units_of)
+        means = {name: sum_of[name] / units_of[name] if units_of[name] else 0.0 for name in names}
         loss = math.fsum(weights[name] * means[name] for name in names)
 
         losses_finite = all(map(math.isfinite, sum_of.values()))
@@ -570,15 +571,12 @@ class Window:
         self.sync.after_update()
         self.next_seed = power_of_two_near(1.0 / units)
         self._last_weights = weights
-        return Step(
-            update=self.updates,
+        return self._report(
+            window,
             loss=loss,
             units=units,
             grad_norm=closed.norm,
             clip=closed.clip,
-            micro_batches=window.micro_batches,
-            seconds=time.perf_counter() - window.started,
-            loss_scale=window.loss_scale,
             terms=means if names != [SINGLE] else {},
             skipped=skipped,
         )
@@ -616,21 +614,6 @@ class Window:
         self.begin(0, known=known)
         return self.close()
 
-    def _close_ahead(
-        self, window: OpenWindow, while_waiting: Callable[[], None] | None
-    ) -> Closed | None:
-        """Let the device close the window while the host waits for its numbers."""
-        if not window.totals:
-            return None
-        sums = WindowSums(window.totals, window.units, window.known, window.seed, window.loss_scale)
-        ahead = self.store.close_ahead(window.groups, sums, self._hooks, while_waiting)
-        if ahead is None:
-            return None
-        window.totals = {name: [*values] for name, values in ahead.totals.items()}
-        window.units = {name: [*values] for name, values in ahead.units.items()}
-        window.seed = ahead.seed
-        return ahead.closed
-
     def _closed(self, window: OpenWindow, normalise: float, losses_finite: bool) -> Closed:
         """Bring the gradients to what the optimizer must see."""
         if self._hooks.calls and not losses_finite:  # no update: there is nothing to work on
@@ -661,15 +644,15 @@ class Window:
                 "such batches, or pass zero_units='skip' to skip and count them"
             )
         self.skipped += 1
+        return self._report(window, loss=math.nan, units=0.0, grad_norm=0.0, skipped="no units")
+
+    def _report(self, window: OpenWindow, **found: Any) -> Step:
         return Step(
             update=self.updates,
-            loss=math.nan,
-            units=0.0,
-            grad_norm=0.0,
             micro_batches=window.micro_batches,
             seconds=time.perf_counter() - window.started,
             loss_scale=window.loss_scale,
-            skipped="no units",
+            **found,
         )
 
     def _nonfinite(
@@ -707,11 +690,6 @@ class Window:
         self.sync.discard()
         self._hooks.give_back()
         self.open = self._backward_into = None
-
-
-def _means(totals: Mapping[str, float], units: Mapping[str, float]) -> dict[str, float]:
-    """Return the mean of each term; 0 for one without units."""
-    return {name: total / units[name] if units[name] else 0.0 for name, total in totals.items()}
 
 
 def make_window(
