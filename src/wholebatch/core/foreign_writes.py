@@ -53,7 +53,8 @@ class Watch:
             if not inputs:
                 return
             made = [parameter for parameter in inputs if parameter.grad is not None]
-            self._parameter = min(made or inputs, key=_matrices_first)
+            # The smallest matrix: a bias may be zero, which decays to zero.
+            self._parameter = min(made or inputs, key=lambda p: (p.dim() < 2, p.numel()))
             self._norm = _norm_of(self._parameter)
             self.note_rates()
         self._gradient = self._parameter.grad
@@ -113,11 +114,6 @@ def _norm_of(parameter: nn.Parameter) -> Tensor:
     wide = torch.float32 if values.device.type == "mps" else torch.float64
     norm: Tensor = torch.linalg.vector_norm(values, dtype=wide)
     return norm
-
-
-def _matrices_first(parameter: nn.Parameter) -> tuple[bool, int]:
-    """Prefer the smallest matrix: a bias may be zero, which decays to zero."""
-    return parameter.dim() < 2, parameter.numel()
 
 
 _WHY = {

@@ -132,10 +132,6 @@ class Store(ABC):
         """Remove this parameter's hook: later backwards add to its `.grad` by themselves."""
         self._hooked.pop(id(parameter)).remove()
 
-    def is_hooked(self, parameter: Tensor) -> bool:
-        """True until this parameter's hook is removed."""
-        return id(parameter) in self._hooked
-
     def _unhook(self) -> None:
         for handle in self._hooked.values():
             handle.remove()
@@ -522,14 +518,11 @@ def can_close_ahead(
         and not isinstance(options.clip_norm, Sequence)
         and not _global_optimizer_pre_hooks
         and not _global_optimizer_post_hooks
-        and all(_steps_on_device(optimizer) for optimizer in optimizers)
-    )
-
-
-def _steps_on_device(optimizer: torch.optim.Optimizer) -> bool:
-    return (
-        type(optimizer) in _STEPS_ON_DEVICE
-        and not optimizer._optimizer_step_pre_hooks
-        and not optimizer._optimizer_step_post_hooks
-        and takes_grad_scale(optimizer)
+        and all(
+            type(optimizer) in _STEPS_ON_DEVICE
+            and not optimizer._optimizer_step_pre_hooks
+            and not optimizer._optimizer_step_post_hooks
+            and takes_grad_scale(optimizer)
+            for optimizer in optimizers
+        )
     )

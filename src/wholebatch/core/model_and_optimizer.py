@@ -93,7 +93,12 @@ def build_target(
     models = tuple(_as_list(model, nn.Module, "model", "an nn.Module"))
     given = sync.optimizer(optimizer)
     if given is None:
-        _refuse_beside_own_step(scheduler=scheduler, ema=ema)
+        for name, value in (("scheduler", scheduler), ("ema", ema)):
+            if value is not None:
+                raise OptionError(
+                    f"{name}= with optimizer=None: the step is yours, and what follows it too; "
+                    "call it after your step"
+                )
         given = stand_in(models)
     optimizers = tuple(
         _as_list(given, torch.optim.Optimizer, "optimizer", "a torch.optim.Optimizer")
@@ -133,15 +138,6 @@ def build_target(
         sixteen_bit=SixteenBit(optimizers),
         steps=optimizer is not None,
     )
-
-
-def _refuse_beside_own_step(**options: object) -> None:
-    for name, value in options.items():
-        if value is not None:
-            raise OptionError(
-                f"{name}= with optimizer=None: the step is yours, and what follows it too; call it "
-                "after your step"
-            )
 
 
 def stand_in(models: Sequence[nn.Module]) -> torch.optim.Optimizer:

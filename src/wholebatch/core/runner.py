@@ -241,7 +241,9 @@ class Runner:
         """
         micro_step = self._eager_step if self._is_plain else self.micro_step
         with self._prepared(micros, how):
-            places = self.agreed_places(len(micros))
+            places, sync = len(micros), self._window.sync
+            if sync.counts_must_agree:
+                places = int(sync.largest(torch.tensor(float(places), device=self._device)))
             for index in range(how.first, places):
                 self._is_last = how.reduces and index == places - 1
                 how.before_micro(index)
@@ -277,13 +279,6 @@ class Runner:
         self._counts = True
         for state in before:
             state.restore()
-
-    def agreed_places(self, own: int) -> int:
-        """Return how many micro-batches every rank runs, where they must agree."""
-        sync = self._window.sync
-        if not sync.counts_must_agree:
-            return own
-        return int(sync.largest(torch.tensor(float(own), device=self._device)))
 
     def in_lock_step(self, micros: Sequence[Any]) -> bool:
         """Return True if these micro-batches have to run together."""

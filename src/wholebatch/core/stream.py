@@ -201,11 +201,8 @@ class Stream:
             loss,
             door=self,
             window=self._window,
-            models=self._window.target.models,
-            device=self._window.target.device,
             execute=execute,
             keeps_moments=bool(self._counting),
-            adds=self.adds,
             reads=reads,
         )
 
@@ -245,7 +242,7 @@ class Stream:
         """Drop what the window holds; the next micro-batch begins a new one."""
         self._window.discard()
         self._untouched.forget()
-        self.pending.forget()
+        self.pending.loss = None
         for policy in self._counting:
             policy.discard_window()
 

@@ -375,7 +375,7 @@ class Window:
         self._backward_into: Backward | None = None  # of graphs like those of this window
         self.calls_on_gradient = on_gradient is not None
         self.leaves_gradients = not target.steps  # whether the last window has left them in .grad
-        self._hooks = DeferredHooks(on_gradient, target.named_parameters)
+        self.hooks = DeferredHooks(on_gradient, target.named_parameters)
 
     # ------------------------------------------------------------------ begin
 
@@ -390,7 +390,7 @@ class Window:
             raise WindowError("every parameter of the optimizer is frozen: nothing to train")
         self.store.begin(inputs, known)
         self.sync.begin(inputs)
-        self._hooks.take(self.store.parameters)
+        self.hooks.take(self.store.parameters)
         seed: float | Tensor = 1.0
         if known is None:
             seed = self.next_seed or first_seed(units, self.sync, self.target.device)
@@ -546,7 +546,7 @@ class Window:
             self.store.reduce_now()
         ahead = None
         if steps and window.totals:  # the device closes the window while the host waits for it
-            ahead = self.store.close_ahead(window, self._hooks, while_waiting)
+            ahead = self.store.close_ahead(window, self.hooks, while_waiting)
         weights = window.weights or self._last_weights  # none: this rank only joins the others
         names = sorted(weights)
         totals = {name: read_scalars(window.totals.get(name, ())) for name in names}
@@ -616,10 +616,10 @@ class Window:
 
     def _closed(self, window: OpenWindow, normalise: float, losses_finite: bool) -> Closed:
         """Bring the gradients to what the optimizer must see."""
-        if self._hooks.calls and not losses_finite:  # no update: there is nothing to work on
+        if self.hooks.calls and not losses_finite:  # no update: there is nothing to work on
             return Closed(norm=math.nan, clip=1.0, finite=False)
-        closed = self.store.close(window.groups, normalise / window.loss_scale, self._hooks)
-        if self._hooks.calls and self.sync.ranks > 1 and self.sync.keeps_gradients:
+        closed = self.store.close(window.groups, normalise / window.loss_scale, self.hooks)
+        if self.hooks.calls and self.sync.ranks > 1 and self.sync.keeps_gradients:
             check_same_norm(closed.norm, self.sync.largest, self.target.device)
         return closed
 
@@ -680,15 +680,11 @@ class Window:
 
     # ---------------------------------------------------------------- discard
 
-    def give_back_hooks(self) -> None:
-        """Put the user's hooks back on the parameters, whatever becomes of the window."""
-        self._hooks.give_back()
-
     def discard(self) -> None:
         """Drop what the window holds. Parameters and optimizer state stay as they are."""
         self.store.discard()
         self.sync.discard()
-        self._hooks.give_back()
+        self.hooks.give_back()
         self.open = self._backward_into = None
 
 

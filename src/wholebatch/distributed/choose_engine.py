@@ -6,7 +6,6 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -98,10 +97,6 @@ def _kind(model: nn.Module) -> str:
             return f"{type(model).__name__} around DistributedDataParallel"
     if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
         return f"DeepSpeed ({type(model).__name__} with parameters of ZeRO 3, not its engine)"
-    if any(_is_dtensor(parameter) for parameter in model.parameters()):
+    if any("DTensor" in (type(p).__name__, type(p.data).__name__) for p in model.parameters()):
         return f"{type(model).__name__} with DTensor parameters but without fully_shard"
     return "plain"
-
-
-def _is_dtensor(parameter: torch.Tensor) -> bool:
-    return type(parameter).__name__ == "DTensor" or type(parameter.data).__name__ == "DTensor"

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -66,10 +67,8 @@ class Buckets:
         for bucket in self._buckets:
             bucket.missing = len(bucket.parameters)
             if overlap:
-                for parameter in bucket.parameters:
-                    handles.append(
-                        parameter.register_post_accumulate_grad_hook(self._ready_in(bucket))
-                    )
+                ready = partial(self._ready, bucket)
+                handles += [p.register_post_accumulate_grad_hook(ready) for p in bucket.parameters]
         try:
             yield
         finally:
@@ -80,13 +79,10 @@ class Buckets:
         for bucket in self._buckets:
             self._receive(bucket)
 
-    def _ready_in(self, bucket: _Bucket) -> Callable[[Tensor], None]:
-        def ready(_: Tensor) -> None:
-            bucket.missing -= 1
-            while self._next < len(self._buckets) and self._buckets[self._next].missing == 0:
-                self._send_next()
-
-        return ready
+    def _ready(self, bucket: _Bucket, _: Tensor) -> None:
+        bucket.missing -= 1
+        while self._next < len(self._buckets) and self._buckets[self._next].missing == 0:
+            self._send_next()
 
     @torch.no_grad()
     def _send_next(self) -> None:

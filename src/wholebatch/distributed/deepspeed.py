@@ -9,9 +9,10 @@ each rank holds its slice of the reduced gradients (ZeRO 1-3: `optimizer.average
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,13 +22,6 @@ from torch import Tensor, nn
 from wholebatch.distributed.process_group import Group
 from wholebatch.distributed.sync_strategy import Sync, reduces_in_backward_only
 from wholebatch.errors import NonFiniteError, OptionError, UnsupportedError, WindowError
-
-
-@dataclass
-class Slice:
-    """This rank's slice of a reduced gradient."""
-
-    grad: Tensor | None
 
 
 class EngineOptimizer(torch.optim.Optimizer):
@@ -58,7 +52,7 @@ class BackwardOrder:
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.value = 0
         self._handles = [
-            parameter.register_post_accumulate_grad_hook(self._reached(index))
+            parameter.register_post_accumulate_grad_hook(partial(self._reached, index))
             for index, parameter in enumerate(parameters, start=1)
         ]
 
@@ -66,11 +60,8 @@ class BackwardOrder:
         for handle in self._handles:
             handle.remove()
 
-    def _reached(self, index: int) -> Callable[[Tensor], None]:
-        def reached(_: Tensor) -> None:
-            self.value = (self.value * 1_000_003 + index) % 2**52
-
-        return reached
+    def _reached(self, index: int, _: Tensor) -> None:
+        self.value = (self.value * 1_000_003 + index) % 2**52
 
 
 class DeepSpeed(Sync):
@@ -206,10 +197,10 @@ class DeepSpeed(Sync):
             return groups
         self._check_order()
         optimizer = self._engine.optimizer
-        slices: list[list[Slice]] = [[] for _ in groups]
+        slices: list[list[Any]] = [[] for _ in groups]  # of this rank, as holders of a gradient
         for index, pieces in optimizer.averaged_gradients.items():
             place = optimizer.sub_group_to_group_id[index] if self._stage == 3 else index
-            slices[place] += [Slice(piece) for piece in pieces]
+            slices[place] += [SimpleNamespace(grad=piece) for piece in pieces]
         return slices
 
     def _check_order(self) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -40,12 +39,8 @@ _SCHEDULES: dict[str, type[Any]] = {
 }
 
 
-@dataclass(frozen=True)
-class Entry:
-    """The total and units of one micro-batch, computed on the last stage."""
-
-    total: Tensor
-    units: Units
+Entry: TypeAlias = tuple[Tensor, Units]
+"""The total and units of one micro-batch, computed on the last stage."""
 
 
 class PipelineRunner:
@@ -203,8 +198,8 @@ class PipelineRunner:
             lambda leaf: leaf[:real] if isinstance(leaf, Tensor) and leaf.dim() else leaf, output
         )
         if real == 0:
-            nothing = [leaf.sum() for leaf in pytree.tree_leaves(output) if _carries(leaf)]
-            return torch.stack(nothing).sum()
+            leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+            return torch.stack([leaf.sum() for leaf in leaves if leaf.requires_grad]).sum()
         result = as_loss(self._loss(output, to_device(self._targets[place], self._device)))
         if not isinstance(result, Loss):
             raise LossError(
@@ -212,14 +207,9 @@ class PipelineRunner:
                 "per-unit losses"
             )
         units = result.units
-        self._entries[place] = Entry(
-            result.total.detach(), units.detach() if isinstance(units, Tensor) else units
-        )
+        units = units.detach() if isinstance(units, Tensor) else units
+        self._entries[place] = (result.total.detach(), units)
         return result.total * self._seed(result.total)
-
-
-def _carries(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.requires_grad
 
 
 class Pipelined(Sync):
@@ -390,8 +380,8 @@ class Pipeline:
         now = window.begin(samples)
         try:
             entries = runner.run(inputs, keywords, self._seed)
-            for entry in entries:
-                now.record({SINGLE: entry.total}, {SINGLE: entry.units}, {SINGLE: 1.0})
+            for total, units in entries:
+                now.record({SINGLE: total}, {SINGLE: units}, {SINGLE: 1.0})
                 now.micro_batches += 1
             now.micro_batches = runner.micro_batches  # Also on ranks that compute no loss.
             self._drop_strangers()

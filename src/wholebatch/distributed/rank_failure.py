@@ -485,8 +485,9 @@ def _blame(positions: dict[int, dict[str, Any]], ranks: int) -> tuple[list[int],
     """
     absent = sorted(set(range(ranks)) - positions.keys())
     if absent:
+        do = "does" if len(absent) == 1 else "do"
         return absent, (
-            f"{_named(absent)} made no progress {{since}} and {_do(absent)} not answer: stopped, "
+            f"{_named(absent)} made no progress {{since}} and {do} not answer: stopped, "
             "the machine is gone, or C code keeps the interpreter"
         )
     working = [rank for rank, position in positions.items() if not position["waits"]]
@@ -506,10 +507,6 @@ def _blame(positions: dict[int, dict[str, Any]], ranks: int) -> tuple[list[int],
 def _named(ranks: Sequence[int]) -> str:
     many = ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
     return f"rank {many}" if len(ranks) == 1 else f"ranks {many}"
-
-
-def _do(ranks: Sequence[int]) -> str:
-    return "does" if len(ranks) == 1 else "do"
 
 
 _alarms: dict[int, Alarm] = {}  # by the id of the job's store

@@ -581,7 +581,7 @@ class HostWindows(Stream):
 
     def detach(self) -> None:
         """Leave the models as they were found (a conversion of BatchNorm is kept)."""
-        self._window.give_back_hooks()
+        self._window.hooks.give_back()
         self._look.end_window()
         for policy in self._batchnorms:
             policy.detach()

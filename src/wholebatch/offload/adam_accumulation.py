@@ -212,7 +212,7 @@ class MomentsStore(Store):
 
     def reduce_now(self) -> None:
         for parameter in self.parameters:
-            if self.is_hooked(parameter):  # a gradient that no backward has made
+            if id(parameter) in self._hooked:  # a gradient that no backward has made
                 self._made(parameter)
         self.backward_made()
         for parameter in self._in_place:

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -53,13 +54,6 @@ _Buckets: TypeAlias = Sequence[tuple[Bucket, list[nn.Parameter]]]
 def _transfer(device: torch.device, nbytes: int) -> HostTransfer | CudaTransfer:
     """Return the way of this device's gradients to their sums."""
     return CudaTransfer(device, nbytes) if device.type == "cuda" else HostTransfer(nbytes)
-
-
-class _Holder:
-    """A sum, as the close reads it."""
-
-    def __init__(self, gradient: Tensor | None) -> None:
-        self.grad = gradient
 
 
 class HostStore(Store):
@@ -181,7 +175,7 @@ class HostStore(Store):
         rounds = self.target.sixteen_bit.rounds
         in_place = any(p.dtype is not torch.float32 and not rounds(p) for p in self.parameters)
         return close_gradients(
-            [[_Holder(self._sum(parameter)) for parameter in group] for group in groups],
+            [[SimpleNamespace(grad=self._sum(p)) for p in group] for group in groups],
             self.target.optimizers,
             self.options,
             normalise,
