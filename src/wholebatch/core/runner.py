@@ -110,7 +110,7 @@ class Runner:
         self._device = window.target.device
         self._untouched = Untouched(window, by="the loss function")
         looks = audit and not window.sync.counts_must_agree
-        self._guard: SplitGuard | None = SplitGuard(root, looks=looks)
+        self._guard: SplitGuard | None = SplitGuard(root, window.sync, looks=looks)
         self.executor = Executor(
             self._executed(execute_here(check_execute(execute, self._device))),
             model=root,
@@ -165,7 +165,7 @@ class Runner:
                 return function(self.model, to_device(few, self._device))
 
         name = getattr(function, "__name__", "a function")
-        guard.look(run, batch, micros, **layout, outputs=encodes, name=name, sync=sync)
+        guard.look(run, batch, micros, **layout, outputs=encodes, name=name)
         self._share_that_draws_are_used()
         if not guard.pending:
             self._guard = None
@@ -186,7 +186,7 @@ class Runner:
     def join_look(self) -> None:
         """Take part in the other ranks' look, without a sample."""
         if self._guard is not None and self._guard.pending:
-            self._guard.join(self._window.sync)
+            self._guard.join()
             self._share_that_draws_are_used()
 
     def _share_that_draws_are_used(self) -> None:

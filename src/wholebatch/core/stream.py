@@ -7,7 +7,6 @@ the whole batch is looked for in the first window, and nobody else may write the
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,12 +23,10 @@ from wholebatch.core.loss import Loss, Terms, Units, check_units, mean_loss
 from wholebatch.core.precision import SIXTEEN_BIT
 from wholebatch.core.window import Step, Window
 from wholebatch.coupled import choose as choose_batchnorm
-from wholebatch.coupled.audit import audit as audit_model
+from wholebatch.coupled.audit import warn_of_spectral_norms
 from wholebatch.coupled.batchnorm.policies import Refuse, Statistics
 from wholebatch.coupled.stream_look import StreamLook
 from wholebatch.errors import LossError
-
-_log = logging.getLogger("wholebatch")
 
 
 @dataclass(frozen=True)
@@ -136,9 +133,8 @@ class Stream:
         self._batchnorms = [
             choose_batchnorm(batchnorm, model, reduce=reduce) for model in target.models
         ]
-        for finding in (one for model in target.models for one in audit_model(model).findings):
-            if finding.kind == "spectral":
-                _log.warning("%s", finding)
+        for model in target.models:
+            warn_of_spectral_norms(model)
         # Only these have something to do at every micro-batch.
         self._counting = [one for one in self._batchnorms if isinstance(one, Statistics)]
         self._refusing = [one for one in self._batchnorms if isinstance(one, Refuse) and one.norms]

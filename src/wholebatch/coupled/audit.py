@@ -186,30 +186,77 @@ def _kind(module: nn.Module) -> str:
     return "batchnorm" if type(module).forward is _BatchNorm.forward else "custom"
 
 
-class SplitGuard:
-    """Audits a model by type when it is made, and by a look at the first batch that is split.
+def warn_of_spectral_norms(model: nn.Module) -> None:
+    """Warn of spectral normalisations, which move once per micro-batch."""
+    for finding in _by_type(model):
+        if finding.kind == "spectral":
+            _log.warning("%s", finding)
 
-    The look (`check_adds_up`) is left out where forwards run collectives of their own. A batch
-    whose first samples have no units tells nothing; in one process the next one is looked at then.
+
+class LossLook:
+    """Looks once whether a loss adds up (`check_adds_up`), all ranks together.
+
+    A batch whose first samples have no units tells nothing; in one process the next one is looked
+    at then. `off` is how a user of this door trains all the same.
     """
 
-    def __init__(self, model: nn.Module, *, looks: bool) -> None:
+    def __init__(
+        self, model: nn.Module, sync: Sync, *, looks: bool, off: str = "audit=False"
+    ) -> None:
+        self._model, self._sync, self._off = model, sync, off
+        self._tries = _TRIES if looks else 0
+
+    @property
+    def pending(self) -> bool:
+        """True if the look is still to come."""
+        return self._tries > 0
+
+    def look_at(
+        self,
+        run: Callable[[Any], Any],
+        samples: Callable[[], tuple[Layout | None, int | None]],
+        *,
+        known: Iterable[AuditFinding] = (),
+        **options: Any,
+    ) -> None:
+        """Refuse what does not add up, and what is `known` to be refused.
+
+        `samples()` returns the batch and how many of it a micro-batch has. The other options are
+        those of `check_adds_up`.
+        """
+        result = LookResult()
+        try:
+            layout, size = samples()
+            with local_collectives():
+                result = check_adds_up(self._model, run, layout, micro_batch=size, **options)
+        except torch.OutOfMemoryError:
+            _log.warning("no memory to look whether micro-batches add up to the whole batch")
+        except Exception as error:  # most often the loss's own, and the step will raise it
+            _log.warning("no look whether micro-batches add up to the whole batch: %r", error)
+        again = self._sync.ranks == 1 and not result.conclusive
+        self._tries = self._tries - 1 if again else 0
+        self._refuse((*known, *result.findings))
+
+    def _refuse(self, found: tuple[AuditFinding, ...]) -> None:
+        on_another = bool(self._sync.sum([float(len(found))])[0])
+        LookResult(found).refuse(self._off, on_another_rank=on_another)
+
+
+class SplitGuard(LossLook):
+    """Audits a model by type when it is made, and by a look at the first batch that is split.
+
+    The look is left out where forwards run collectives of their own.
+    """
+
+    def __init__(self, model: nn.Module, sync: Sync, *, looks: bool) -> None:
+        super().__init__(model, sync, looks=looks)
         for name, parameter in model.named_parameters():
             if nn.parameter.is_lazy(parameter):
                 raise UnsupportedError(
                     f"{name!r} is lazy and has no weights yet: run one batch through the model "
                     "first"
                 )
-        self._model = model
-        self._tries = _TRIES if looks else 0
-        for finding in _by_type(model):
-            if finding.kind == "spectral":
-                _log.warning("%s", finding)
-
-    @property
-    def pending(self) -> bool:
-        """True if the first look is still to come."""
-        return self._tries > 0
+        warn_of_spectral_norms(model)
 
     def look(
         self,
@@ -219,38 +266,21 @@ class SplitGuard:
         *,
         batch_size: BatchSize,
         static: Static,
-        outputs: bool,
-        name: str,
-        sync: Sync,
+        **options: Any,
     ) -> None:
-        """Refuse what does not add up; once, all ranks together.
+        """Refuse what does not add up; `micros` is what the batch is split into."""
 
-        `micros` is what the batch is split into. The other options are those of `check_adds_up`.
-        """
-        result = LookResult()
-        try:
-            layout, size = _samples(readable_layout(batch, batch_size, static), micros, static)
-            with local_collectives():
-                result = check_adds_up(
-                    self._model, run, layout, micro_batch=size, outputs=outputs, name=name
-                )
-        except torch.OutOfMemoryError:
-            _log.warning("no memory to look whether micro-batches add up to the whole batch")
-        except Exception as error:
-            # Most often it is the loss function's, and the step will raise it.
-            _log.warning("no look whether micro-batches add up to the whole batch: %r", error)
-        self._tries = self._tries - 1 if sync.ranks == 1 and not result.conclusive else 0
+        def samples() -> tuple[Layout | None, int]:
+            return _samples(readable_layout(batch, batch_size, static), micros, static)
+
         ghosts = (finding for finding in _by_type(self._model) if finding.kind == "ghost")
-        self._refuse(LookResult((*ghosts, *result.findings)), sync)
+        self.look_at(run, samples, known=ghosts, **options)
 
-    def join(self, sync: Sync) -> None:
+    def join(self) -> None:
         """Take part in the other ranks' look, without a sample of one's own."""
         if self.pending:
             self._tries = 0
-            self._refuse(LookResult(), sync)
-
-    def _refuse(self, result: LookResult, sync: Sync) -> None:
-        result.refuse(on_another_rank=bool(sync.sum([float(len(result.findings))])[0]))
+            self._refuse(())
 
 
 def _samples(

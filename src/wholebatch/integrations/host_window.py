@@ -46,8 +46,7 @@ from wholebatch.core.splitting.samples import readable_layout
 from wholebatch.core.state_dict import check_window, load_window, window_state
 from wholebatch.core.stream import GivenLoss, Stream
 from wholebatch.core.window import OpenWindow, Window
-from wholebatch.coupled.adds_up import LookResult, check_adds_up
-from wholebatch.coupled.local_collectives import local_collectives
+from wholebatch.coupled.audit import LossLook
 from wholebatch.distributed import Sync
 from wholebatch.distributed.ddp import Buckets
 from wholebatch.distributed.fsdp import check_dtypes
@@ -670,45 +669,33 @@ def refuse_shared_batches(accelerator: Any, host: str) -> None:
             )
 
 
-_MOST_TRIES = 8
 _LARGEST_CONTAINER = 1000
 
 
-class FirstLook:
-    """Looks once whether the loss of a host's micro-batches adds up (`coupled.adds_up`).
+class FirstLook(LossLook):
+    """Looks once whether the loss of a host's micro-batches adds up.
 
     A run of the loss may change attributes of `host`, beside the model's. Numbers among them, and
     small containers (a trainer's metrics), are put back.
     """
 
     def __init__(self, model: nn.Module, windows: HostWindows, *, host: object, off: str) -> None:
-        self._model, self._windows, self._host, self._off = model, windows, host, off
-        self._tries = _MOST_TRIES if windows.may_look else 0
+        super().__init__(model, windows.sync, looks=windows.may_look, off=off)
+        self._windows, self._host = windows, host
 
     @property
     def pending(self) -> bool:
-        """True if the look is still to come."""
-        return self._tries > 0 and self._windows.open is None
+        return super().pending and self._windows.open is None
 
     def at(self, run: Callable[[Any], Loss], batch: Any, *, micro_batch: int | None = None) -> None:
-        """Refuse a loss that does not add up, on the first samples of `batch`, on all ranks.
-
-        Samples without units tell nothing; one process then looks at the next window's first.
-        """
-        made = LookResult()
-        with attributes_restored(self._host), local_collectives():
-            try:
-                layout = readable_layout(batch, None, ())
-                made = check_adds_up(
-                    self._model, run, layout, micro_batch=micro_batch, name="the loss"
+        """Refuse a loss that does not add up, on the first samples of `batch`, on all ranks."""
+        try:
+            with attributes_restored(self._host):
+                self.look_at(
+                    run, lambda: (readable_layout(batch, None, ()), micro_batch), name="the loss"
                 )
-            except Exception as error:  # most often the loss's own, and the training will raise it
-                _log.warning("no look whether micro-batches add up to the whole batch: %r", error)
-        self._windows.discard()  # what BatchNorm policies have recorded of the runs
-        again = self._windows.sync.ranks == 1 and not made.conclusive
-        self._tries = self._tries - 1 if again else 0
-        found = self._windows.sync.sum([float(len(made.findings))])[0]
-        made.refuse(self._off, on_another_rank=bool(found))
+        finally:
+            self._windows.discard()  # what BatchNorm policies have recorded of the runs
 
 
 @contextmanager

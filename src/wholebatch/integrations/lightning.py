@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -196,7 +196,7 @@ class ExactWindows(Callback):
         self._given: GivenLoss | None = None  # the loss whose backward comes next
         self._look: FirstLook | None = None
         self._saved: dict[str, Any] | None = None
-        self._replaced: tuple[LightningModule, dict[str, Any]] | None = None
+        self._replaced = ExitStack()
         self._compiled: CompiledStep | None = None
         self.last: Settled | None = None
 
@@ -222,9 +222,6 @@ class ExactWindows(Callback):
     def _take_training_step(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Replace training_step by one that weighs the loss on its way to the Trainer."""
         assert self._windows is not None
-        names = ("training_step", "optimizer_zero_grad")
-        own = pl_module.__dict__  # a compiled training_step, or none of its own
-        self._replaced = (pl_module, {name: own[name] for name in names if name in own})
         inner, clear = pl_module.training_step, pl_module.optimizer_zero_grad
         self._compiled = CompiledStep(pl_module, self._windows, self._units_of, self._execute)
 
@@ -254,7 +251,11 @@ class ExactWindows(Callback):
             if self._compiled is None or not self._compiled.runs:
                 clear(epoch, batch_idx, optimizer)
 
-        own["training_step"], own["optimizer_zero_grad"] = training_step, zero_grad
+        self._replaced.enter_context(
+            replaced_attributes(
+                pl_module, training_step=training_step, optimizer_zero_grad=zero_grad
+            )
+        )
 
     def _look_first(
         self, trainer: Trainer, module: LightningModule, step: Callable[[Any], Any], batch: Any
@@ -334,13 +335,8 @@ class ExactWindows(Callback):
     def _give_back(self) -> None:
         if self._windows is not None:
             self._windows.detach()
-        if self._replaced is None:
-            return
-        module, found = self._replaced
-        self._replaced = self._compiled = None
-        for name in ("training_step", "optimizer_zero_grad"):
-            del module.__dict__[name]
-        module.__dict__.update(found)
+        self._replaced.close()
+        self._compiled = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of windows, and an open one with its gradients (of all ranks)."""

@@ -53,7 +53,7 @@ _Buckets: TypeAlias = Sequence[tuple[Bucket, list[nn.Parameter]]]
 
 def _transfer(device: torch.device, nbytes: int) -> HostTransfer | CudaTransfer:
     """Return the way of this device's gradients to their sums."""
-    return CudaTransfer(device, nbytes) if device.type == "cuda" else HostTransfer(nbytes)
+    return CudaTransfer(device, nbytes) if device.type == "cuda" else HostTransfer()
 
 
 class HostStore(Store):

@@ -153,7 +153,14 @@ def write_page(page: HtmlPage, path: Path) -> Path:
 
 def render(page: HtmlPage) -> str:
     """Return the whole file as text."""
-    charts = {chart.name: _spec(chart) for chart in page.charts}
+    charts = {
+        chart.name: {
+            "data": [_plain(dict(trace)) for trace in chart.data],
+            "layout": _plain(dict(chart.layout)),
+            "height": chart.height,
+        }
+        for chart in page.charts
+    }
     if len(charts) != len(page.charts):
         raise ValueError("two charts of a page have the same name")
     links = "".join(
@@ -187,14 +194,6 @@ def _plotly() -> str:
 
 def _asset(name: str) -> str:
     return (_ASSETS / name).read_text(encoding="utf-8")
-
-
-def _spec(chart: Chart) -> dict[str, Any]:
-    return {
-        "data": [_plain(dict(trace)) for trace in chart.data],
-        "layout": _plain(dict(chart.layout)),
-        "height": chart.height,
-    }
 
 
 def _plain(value: Any) -> Any:
