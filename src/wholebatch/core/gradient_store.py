@@ -27,7 +27,6 @@ from wholebatch.core.close import (
     Closed,
     CloseOptions,
     DeferredHooks,
-    Numbers,
     close_ahead,
     close_gradients,
     dense_gradients,
@@ -102,14 +101,8 @@ class Store(ABC):
         for parameter in holders:
             parameter.grad = None
 
-    def begin(
-        self, parameters: list[nn.Parameter], known: Mapping[str, float] | None = None
-    ) -> None:
-        """Open a window; none of these parameters holds a gradient.
-
-        `known` are the units of each term over the whole window and all ranks, if they were counted
-        before.
-        """
+    def begin(self, window: OpenWindow) -> None:
+        """Begin a window, none of whose parameters holds a gradient."""
         if not self.steps_on_all:  # hooks may have been added since the store was chosen
             refuse_foreign_code(self.target.optimizers, self.option)
         if any(parameter._version == version for parameter, version in self.spoiled):
@@ -120,7 +113,7 @@ class Store(ABC):
             )
         self.spoiled = []
         self.dropped = set()
-        self.parameters = parameters
+        self.parameters = window.inputs
 
     def hook(self, made: Callable[[Tensor], None]) -> None:
         """Call `made(parameter)` whenever a backward has made `.grad`, until the window ends."""
@@ -145,10 +138,10 @@ class Store(ABC):
                 "these gradients cannot be put right at the close; return a float32 sum"
             )
 
-    def before_backward(self, last: bool, totals: Numbers, units: Numbers) -> bool:
-        """Return whether to run a backward; in the `last`, every gradient it makes is final.
+    def before_backward(self, window: OpenWindow, *, last: bool) -> bool:
+        """Return whether to run a backward, whose loss is in `window` already.
 
-        `totals` and `units` are those of the window so far, including this backward's.
+        In the `last` one, every gradient that it makes is final.
         """
         return True
 
@@ -183,9 +176,7 @@ class Store(ABC):
         return None
 
     @abstractmethod
-    def close(
-        self, groups: Sequence[Sequence[nn.Parameter]], normalise: float, hooks: DeferredHooks
-    ) -> Closed:
+    def close(self, window: OpenWindow, normalise: float, hooks: DeferredHooks) -> Closed:
         """Bring the gradients to what the optimizer must see."""
 
     def skip(self) -> None:
@@ -384,10 +375,8 @@ class DeviceStore(Store):
     opened: Callable[[], None] | None = None
     """Called when a window opens, before there is a gradient."""
 
-    def begin(
-        self, parameters: list[nn.Parameter], known: Mapping[str, float] | None = None
-    ) -> None:
-        super().begin(parameters, known)
+    def begin(self, window: OpenWindow) -> None:
+        super().begin(window)
         if self.target.sixteen_bit.parameters:
             self.target.sixteen_bit.begin()
         if self.opened is not None:
@@ -421,11 +410,9 @@ class DeviceStore(Store):
             failure = str(error)
         self.failed_in_step(before, failure)
 
-    def close(
-        self, groups: Sequence[Sequence[nn.Parameter]], normalise: float, hooks: DeferredHooks
-    ) -> Closed:
+    def close(self, window: OpenWindow, normalise: float, hooks: DeferredHooks) -> Closed:
         return close_gradients(
-            self.sync.holders(groups),
+            self.sync.holders(window.groups),
             self.target.optimizers,
             self.options,
             normalise,

@@ -384,18 +384,18 @@ class Window:
         if self.open is not None:
             raise WindowError("begin() on an open window: close or discard it first")
         self.store.refuse_stray()
-        groups = self.target.groups()
-        inputs = [parameter for group in groups for parameter in group]
-        if not inputs:
+        window = OpenWindow(
+            self.target.groups(), known, 1.0, self.sync.averaged_by, self.target.scale
+        )
+        if not window.inputs:
             raise WindowError("every parameter of the optimizer is frozen: nothing to train")
-        self.store.begin(inputs, known)
-        self.sync.begin(inputs)
+        self.store.begin(window)
+        self.sync.begin(window.inputs)
         self.hooks.take(self.store.parameters)
-        seed: float | Tensor = 1.0
         if known is None:
-            seed = self.next_seed or first_seed(units, self.sync, self.target.device)
-        self.open = OpenWindow(groups, known, seed, self.sync.averaged_by, self.target.scale)
-        return self.open
+            window.seed = self.next_seed or first_seed(units, self.sync, self.target.device)
+        self.open = window
+        return window
 
     def open_early(self) -> bool:
         """Open the window if its seed is known without a loss; return True if it is open."""
@@ -490,7 +490,7 @@ class Window:
                 else backward_into([*window.inputs, *also], self.target.models, totals)
             )
         into, reduces = self._backward_into, last and self.store.in_grad
-        if not self.store.before_backward(last and into.overlaps, window.totals, window.units):
+        if not self.store.before_backward(window, last=last and into.overlaps):
             return
         try:
             if sync.ranks == 1 and not sync.grows_own_graph:
@@ -618,7 +618,7 @@ class Window:
         """Bring the gradients to what the optimizer must see."""
         if self.hooks.calls and not losses_finite:  # no update: there is nothing to work on
             return Closed(norm=math.nan, clip=1.0, finite=False)
-        closed = self.store.close(window.groups, normalise / window.loss_scale, self.hooks)
+        closed = self.store.close(window, normalise / window.loss_scale, self.hooks)
         if self.hooks.calls and self.sync.ranks > 1 and self.sync.keeps_gradients:
             check_same_norm(closed.norm, self.sync.largest, self.target.device)
         return closed

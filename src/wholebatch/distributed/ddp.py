@@ -11,7 +11,7 @@ micro-batches, or zeros. Nothing is averaged, so nothing is undone.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from wholebatch.distributed.process_group import Group
-from wholebatch.distributed.sync_strategy import Sync
+from wholebatch.distributed.sync_strategy import Context, Parameters, Sync
 from wholebatch.errors import OptionError, UnsupportedError, WindowError
 
 _BUCKET_BYTES = 25 * 2**20
@@ -158,9 +158,7 @@ class Replicated(Sync):
             model.require_backward_grad_sync = False
             model.require_forward_param_sync = False  # buffers: once, in `after_update`
 
-    def backward(
-        self, parameters: Sequence[nn.Parameter], *, reduces: bool, overlap: bool = True
-    ) -> AbstractContextManager[None]:
+    def backward(self, parameters: Parameters, *, reduces: bool, overlap: bool) -> Context:
         if any(model.require_backward_grad_sync for model in self._models):
             raise WindowError(
                 "DistributedDataParallel's own synchronisation was switched on again, so gradients "
@@ -170,7 +168,7 @@ class Replicated(Sync):
             return nullcontext()
         return self._buckets_of(parameters).reducing(overlap=overlap)
 
-    def reduce_now(self, parameters: Sequence[nn.Parameter]) -> None:
+    def reduce_now(self, parameters: Parameters) -> None:
         with self._buckets_of(parameters).reducing(overlap=False):
             pass
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from wholebatch.distributed.process_group import Group
-from wholebatch.distributed.sync_strategy import Sync, reduces_in_backward_only
+from wholebatch.distributed.sync_strategy import Parameters, Sync, reduces_in_backward_only
 from wholebatch.errors import NonFiniteError, OptionError, UnsupportedError, WindowError
 
 
@@ -152,7 +152,7 @@ class DeepSpeed(Sync):
                 "and it would move twice per update; give it to one of the two"
             )
 
-    def begin(self, parameters: Sequence[nn.Parameter]) -> None:
+    def begin(self, parameters: Parameters) -> None:
         super().begin(parameters)
         if self._order is not None:
             self._order.value = 0
@@ -168,9 +168,7 @@ class DeepSpeed(Sync):
             )
 
     @contextmanager
-    def backward(
-        self, parameters: Sequence[nn.Parameter], *, reduces: bool, overlap: bool = True
-    ) -> Iterator[None]:
+    def backward(self, parameters: Parameters, *, reduces: bool, overlap: bool) -> Iterator[None]:
         self._engine.set_gradient_accumulation_boundary(reduces)
         if reduces and self._stage == 1 and not self._engine.zero_overlap_comm():
             # Buckets are filled with the gradients that are there: they must be the same ones
@@ -189,7 +187,7 @@ class DeepSpeed(Sync):
         scaled = [total * seed for total, seed in zip(totals, seeds, strict=True)]
         self._engine.backward(torch.stack(scaled).sum(), scale_wrt_gas=False)
 
-    def reduce_now(self, parameters: Sequence[nn.Parameter]) -> None:
+    def reduce_now(self, parameters: Parameters) -> None:
         raise reduces_in_backward_only("a DeepSpeed engine")
 
     def holders(self, groups: Sequence[Sequence[nn.Parameter]]) -> Sequence[Sequence[Any]]:

@@ -26,7 +26,7 @@ from wholebatch.coupled import batchnorms, tracked_instance_norms
 from wholebatch.coupled.normalisation_layers import uses_batch_statistics
 from wholebatch.distributed.ddp import Buckets
 from wholebatch.distributed.process_group import Group
-from wholebatch.distributed.sync_strategy import Sync
+from wholebatch.distributed.sync_strategy import Parameters, Sync
 from wholebatch.errors import LossError, OptionError, UnsupportedError
 
 Stage: TypeAlias = pipelining.PipelineStage
@@ -246,12 +246,10 @@ class Pipelined(Sync):
             self.after_update()
 
     @contextmanager
-    def backward(
-        self, parameters: Sequence[nn.Parameter], *, reduces: bool, overlap: bool = True
-    ) -> Iterator[None]:
+    def backward(self, parameters: Parameters, *, reduces: bool, overlap: bool) -> Iterator[None]:
         yield  # the schedule makes the backwards
 
-    def reduce_now(self, parameters: Sequence[nn.Parameter]) -> None:
+    def reduce_now(self, parameters: Parameters) -> None:
         if self._replicas is None:
             return
         present = torch.tensor([float(p.grad is not None) for p in parameters])

@@ -18,7 +18,7 @@ import copy
 import logging
 import math
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeAlias
@@ -51,6 +51,7 @@ from wholebatch.distributed import Sync
 from wholebatch.distributed.ddp import Buckets
 from wholebatch.distributed.fsdp import check_dtypes
 from wholebatch.distributed.process_group import Group, world_size
+from wholebatch.distributed.sync_strategy import Context, Parameters
 from wholebatch.errors import OptionError, StateError, UnsupportedError, WindowError
 
 GradientsIn: TypeAlias = Literal["whole", "sharded", "elsewhere"]
@@ -101,13 +102,11 @@ class HostEngine(Sync):
             yield
         self.reduced = self.held_back = False
 
-    def backward(
-        self, parameters: Sequence[nn.Parameter], *, reduces: bool, overlap: bool = True
-    ) -> AbstractContextManager[None]:
+    def backward(self, parameters: Parameters, *, reduces: bool, overlap: bool) -> Context:
         return nullcontext()
 
     @torch.no_grad()
-    def reduce_now(self, parameters: Sequence[nn.Parameter]) -> None:
+    def reduce_now(self, parameters: Parameters) -> None:
         if self.group is None or not parameters:
             return
         for parameter in parameters:
@@ -211,17 +210,16 @@ class HostGradients(DeviceStore):
         if self.sync.kept != "elsewhere":
             super().refuse_stray()
 
-    def begin(
-        self, parameters: list[nn.Parameter], known: Mapping[str, float] | None = None
-    ) -> None:
-        kept = [] if self.sync.kept == "elsewhere" else parameters
+    def begin(self, window: OpenWindow) -> None:
+        kept = [] if self.sync.kept == "elsewhere" else window.inputs
         if self._adds_beside:
             self.target.sixteen_bit.end()
             self._beside = [one for one in kept if one.dtype in SIXTEEN_BIT]
-            Store.begin(self, kept, known)
+            Store.begin(self, window)
         else:
-            super().begin(kept, known)
-        own = {id(parameter) for parameter in parameters}
+            super().begin(window)
+        self.parameters = kept
+        own = {id(parameter) for parameter in window.inputs}
         everything = (p for model in self.target.models for p in model.parameters())
         self._strangers = [p for p in everything if kept and id(p) not in own]
 
@@ -244,9 +242,7 @@ class HostGradients(DeviceStore):
             self._sums.clear()
         self.sync.reduce_now(self._beside if self.sync.reduced else self.parameters)
 
-    def close(
-        self, groups: Sequence[Sequence[nn.Parameter]], normalise: float, hooks: DeferredHooks
-    ) -> Closed:
+    def close(self, window: OpenWindow, normalise: float, hooks: DeferredHooks) -> Closed:
         return close_gradients(
             [[*self.parameters, *self._strangers]],
             (),

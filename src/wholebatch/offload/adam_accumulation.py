@@ -62,6 +62,7 @@ from wholebatch.offload.parameter_buckets import (
 
 if TYPE_CHECKING:
     from wholebatch.core.model_and_optimizer import Target
+    from wholebatch.core.window import OpenWindow
 
 
 _SMALL = 2**15
@@ -103,11 +104,10 @@ class MomentsStore(Store):
 
     # Open window
 
-    def begin(
-        self, parameters: list[nn.Parameter], known: Mapping[str, float] | None = None
-    ) -> None:
-        super().begin(parameters, known)
-        self._counts = known is None or any(known.values())
+    def begin(self, window: OpenWindow) -> None:
+        super().begin(window)
+        parameters = window.inputs
+        self._counts = window.known is None or any(window.known.values())
         self._most = bucket_bytes(parameters, BUCKET_BYTES["moments"])
         self._may_wait = bucket_bytes(parameters, _WAITING_BYTES)
         self._groups = _groups_of(self.target.optimizers)
@@ -228,9 +228,7 @@ class MomentsStore(Store):
         return {id(p) for p in self.parameters} - self._opened.keys()
 
     @torch.no_grad()
-    def close(
-        self, groups: Sequence[Sequence[nn.Parameter]], normalise: float, hooks: DeferredHooks
-    ) -> Closed:
+    def close(self, window: OpenWindow, normalise: float, hooks: DeferredHooks) -> Closed:
         assert normalise == 1.0  # the units were known before the first backward
         if self.sync.ranks > 1:
             some = [p for p in self.parameters if id(p) not in self.dropped]

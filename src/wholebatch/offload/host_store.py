@@ -13,7 +13,7 @@ memory is allocated at the close, when the activations are gone, and freed again
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from wholebatch.core.close import Closed, CloseOptions, DeferredHooks, Numbers, close_gradients
+from wholebatch.core.close import Closed, CloseOptions, DeferredHooks, close_gradients
 from wholebatch.core.gradient_store import Store
 from wholebatch.core.optimizer_step import stepping
 from wholebatch.distributed import Sync
@@ -42,6 +42,7 @@ from wholebatch.offload.transfer_to_host import CudaTransfer, HostTransfer
 
 if TYPE_CHECKING:
     from wholebatch.core.model_and_optimizer import Target
+    from wholebatch.core.window import OpenWindow
 
 
 _SMALLEST_TO_STAY = 2**20
@@ -88,10 +89,9 @@ class HostStore(Store):
 
     # Open window
 
-    def begin(
-        self, parameters: list[nn.Parameter], known: Mapping[str, float] | None = None
-    ) -> None:
-        super().begin(parameters, known)
+    def begin(self, window: OpenWindow) -> None:
+        super().begin(window)
+        parameters = window.inputs
         self.target.sixteen_bit.begin()  # hooks see what the plain window would add
         if self._sums is None or not self._sums.is_for(parameters):
             self._sums = None  # first, so that two sets never exist at once
@@ -131,7 +131,7 @@ class HostStore(Store):
         flat = flat_of(gradient.detach(), parameter)
         transfer.put(flat, total, first=first, norms=norms, stays=stays)
 
-    def before_backward(self, last: bool, totals: Numbers, units: Numbers) -> bool:
+    def before_backward(self, window: OpenWindow, *, last: bool) -> bool:
         self._is_last = last
         # Let nothing stay before an optimizer's first step, which allocates its state.
         self._may_stay = (
@@ -163,9 +163,7 @@ class HostStore(Store):
         assert self._sums is not None
         return {id(p) for p in self.parameters} - self._sums.filled
 
-    def close(
-        self, groups: Sequence[Sequence[nn.Parameter]], normalise: float, hooks: DeferredHooks
-    ) -> Closed:
+    def close(self, window: OpenWindow, normalise: float, hooks: DeferredHooks) -> Closed:
         sums = self._drain()
         if self.sync.ranks > 1:
             self._reduce(sums)
@@ -175,7 +173,7 @@ class HostStore(Store):
         rounds = self.target.sixteen_bit.rounds
         in_place = any(p.dtype is not torch.float32 and not rounds(p) for p in self.parameters)
         return close_gradients(
-            [[SimpleNamespace(grad=self._sum(p)) for p in group] for group in groups],
+            [[SimpleNamespace(grad=self._sum(p)) for p in group] for group in window.groups],
             self.target.optimizers,
             self.options,
             normalise,

@@ -14,7 +14,7 @@ leave, and lie side by side to make room.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +41,7 @@ from wholebatch.offload.parameter_buckets import (
 
 if TYPE_CHECKING:
     from wholebatch.core.model_and_optimizer import Target
+    from wholebatch.core.window import OpenWindow
 
 
 @dataclass(eq=False, slots=True)
@@ -77,13 +78,11 @@ class SwapStore(DeviceStore):
 
     # Open window
 
-    def begin(
-        self, parameters: list[nn.Parameter], known: Mapping[str, float] | None = None
-    ) -> None:
-        super().begin(parameters, known)
-        if self._sums is None or not self._sums.is_for(parameters):
+    def begin(self, window: OpenWindow) -> None:
+        super().begin(window)
+        if self._sums is None or not self._sums.is_for(window.inputs):
             self._sums = None  # first, so that two sets never exist at once
-            self._sums = HostSums.of(parameters, self.target.optimizers)
+            self._sums = HostSums.of(window.inputs, self.target.optimizers)
         self._send(self._sums)
         self.hook(self._made)
 
@@ -149,12 +148,10 @@ class SwapStore(DeviceStore):
     def absent(self) -> set[int]:
         return {id(parameter) for parameter in self.parameters if parameter.grad is None}
 
-    def close(
-        self, groups: Sequence[Sequence[nn.Parameter]], normalise: float, hooks: DeferredHooks
-    ) -> Closed:
+    def close(self, window: OpenWindow, normalise: float, hooks: DeferredHooks) -> Closed:
         if self.sync.ranks > 1:
             self._reduce()
-        return super().close(groups, normalise, hooks)
+        return super().close(window, normalise, hooks)
 
     @torch.no_grad()
     def _reduce(self) -> None:
