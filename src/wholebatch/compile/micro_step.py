@@ -176,7 +176,7 @@ class Executor:
             return
         empty_cache(self._device)  # The buffers must not fill gaps left by earlier work either.
         take_workspace(self._device)
-        self._parameters = self._window.trained()
+        self._parameters = self._window.target.trained()
         self._fingerprint = Fingerprint(self._model, self._loss)
         self._make_buffers(State.of(self._model, self._parameters))
         self._gradients.of(range(len(self._gradients.parameters)))

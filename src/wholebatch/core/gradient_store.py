@@ -91,8 +91,7 @@ class Store(ABC):
 
     def refuse_stray(self) -> None:
         """Refuse gradients that the window has not made, and would add to."""
-        trained = [parameter for group in self.target.groups() for parameter in group]
-        holders = [parameter for parameter in trained if parameter.grad is not None]
+        holders = [p for p in self.target.trained() if p.grad is not None]
         local = [getattr(one, "_local_tensor", one) for one in dense_gradients(holders)]
         dirty = read_scalars([gradient.any() for gradient in local])
         for parameter, is_dirty in zip(holders, dirty, strict=True):

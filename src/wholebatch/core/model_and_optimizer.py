@@ -62,6 +62,10 @@ class Target:
             for group in optimizer.param_groups
         ]
 
+    def trained(self) -> list[nn.Parameter]:
+        """Return the trainable parameters, as they are now."""
+        return [parameter for group in self.groups() for parameter in group]
+
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Return the trainable parameters by name; of several models, by place: "0.weight"."""
         names = {
@@ -69,8 +73,7 @@ class Target:
             for place, model in enumerate(self.models)
             for name, parameter in model.named_parameters()
         }
-        parameters = [parameter for group in self.groups() for parameter in group]
-        return [(names.get(id(p), f"parameter {n}"), p) for n, p in enumerate(parameters)]
+        return [(names.get(id(p), f"parameter {n}"), p) for n, p in enumerate(self.trained())]
 
     def name_of(self, parameter: nn.Parameter) -> str:
         """Return the parameter's name in its model, for messages."""

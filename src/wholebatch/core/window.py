@@ -414,10 +414,6 @@ class Window:
         """The open window; an empty one where none is open."""
         return _NO_WINDOW if self.open is None else self.open
 
-    def trained(self) -> list[nn.Parameter]:
-        """Return the parameters that the optimizers train now."""
-        return [parameter for group in self.target.groups() for parameter in group]
-
     @property
     def only_eager(self) -> str | None:
         """The reason why micro-steps can only run by eager code; None where there is none."""

@@ -34,7 +34,7 @@ from wholebatch.coupled.causes import (
     samples_compared,
 )
 from wholebatch.coupled.local_collectives import LocalCollectiveError
-from wholebatch.coupled.normalisation_layers import is_spectral_norm
+from wholebatch.coupled.normalisation_layers import evaluation_mode, is_spectral_norm
 from wholebatch.coupled.sample_runs import (
     FirstSamples,
     OwnBackward,
@@ -371,20 +371,16 @@ class _Look:
     def _without_draws(self, samples: FirstSamples) -> LookResult | tuple[SampleRun, ...]:
         """Look again in evaluation mode, where dropout draws nothing."""
         _log.debug("random numbers could not be held: a look in evaluation mode")
-        training = [module for module in samples.model.modules() if module.training]
         graph, samples.graph = samples.graph, False
         try:
-            for module in training:
-                module.training = False
-            whole, halves = samples.whole(), samples.halves()
+            with evaluation_mode(samples.model):
+                whole, halves = samples.whole(), samples.halves()
         except torch.OutOfMemoryError:
             raise
         except Exception as problem:  # not a loss, or none in evaluation mode
             raise Uncheckable(repr(problem)) from None
         finally:
             samples.graph = graph
-            for module in training:
-                module.training = True
         if samples.tolerance.adds_up(whole, halves):
             return LookResult()
         if not samples.draws.held or not whole.drew_alike(halves):

@@ -28,6 +28,7 @@ from wholebatch.coupled.causes import AuditFinding, layers_that_couple
 from wholebatch.coupled.local_collectives import local_collectives
 from wholebatch.coupled.normalisation_layers import (
     batchnorms,
+    evaluation_mode,
     is_spectral_norm,
     tracked_instance_norms,
     uses_batch_statistics,
@@ -317,16 +318,11 @@ def check_packing(
     """
     ones, together = alone(layout, by, lengths_of(layout, by)[0], _SEQUENCES)
     before = ForwardState(*models)
-    training = [module for model in models for module in model.modules() if module.training]
     called = CalledModules(nn.ModuleList(models))
     try:
-        for module in training:
-            module.training = False
-        with torch.no_grad(), called, local_collectives():
+        with evaluation_mode(*models), torch.no_grad(), called, local_collectives():
             apart, packed = _sums(map(run, ones)), _sums([run(together)])
     finally:
-        for module in training:
-            module.training = True
         before.restore()
     rounding = 1e-3 if torch.backends.cuda.matmul.allow_tf32 else 2e-5
     allowed = 1e-2 if called.sixteen_bit else rounding

@@ -10,7 +10,7 @@ micro-batches, or zeros. Nothing is averaged, so nothing is undone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -53,7 +53,9 @@ class Buckets:
     ) -> None:
         self._wait = wait
         self._send = send or (lambda flat: dist.all_reduce(flat, group=group, async_op=True))
-        self._buckets = _layout(parameters)
+        # In the order of a backward.
+        some = in_buckets(reversed(parameters), _BUCKET_BYTES, lambda p: (_grad_dtype(p), p.device))
+        self._buckets = [_Bucket(one, _grad_dtype(one[0])) for one in some]
         self._next = 0
         self.filled_in: set[int] = set()
         """The parameters, by id, that had no gradient here at the last reduction."""
@@ -113,20 +115,26 @@ class Buckets:
         bucket.flat = bucket.work = None
 
 
-def _layout(parameters: Sequence[nn.Parameter]) -> list[_Bucket]:
-    """Put the parameters into buckets of one dtype and device, in the order of a backward."""
-    buckets: list[_Bucket] = []
-    filling: dict[tuple[torch.dtype, torch.device], tuple[_Bucket, int]] = {}
-    for parameter in reversed(parameters):
-        dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype
-        key = (dtype, parameter.device)
-        size = parameter.numel() * dtype.itemsize
-        bucket, filled = filling.get(key, (None, 0))
-        if bucket is None or filled + size > _BUCKET_BYTES:
-            bucket, filled = _Bucket([], dtype), 0
+def _grad_dtype(parameter: nn.Parameter) -> torch.dtype:
+    return getattr(parameter, "grad_dtype", None) or parameter.dtype
+
+
+def in_buckets(
+    parameters: Iterable[nn.Parameter],
+    most: int,
+    kind: Callable[[nn.Parameter], Hashable] = lambda p: (p.dtype, p.device),
+) -> list[list[nn.Parameter]]:
+    """Put neighbours of one kind together, up to `most` bytes of their sums."""
+    buckets: list[list[nn.Parameter]] = []
+    filling: dict[Hashable, tuple[list[nn.Parameter], int]] = {}
+    for parameter in parameters:
+        size = parameter.numel() * max(4, parameter.element_size())
+        bucket, filled = filling.get(kind(parameter), ([], 0))
+        if not bucket or filled + size > most:
+            bucket, filled = [], 0
             buckets.append(bucket)
-        bucket.parameters.append(parameter)
-        filling[key] = (bucket, filled + size)
+        bucket.append(parameter)
+        filling[kind(parameter)] = bucket, filled + size
     return buckets
 
 

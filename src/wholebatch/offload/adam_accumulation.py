@@ -43,6 +43,7 @@ from wholebatch.core.close import Closed, CloseOptions, DeferredHooks, read_scal
 from wholebatch.core.gradient_store import Store
 from wholebatch.core.precision import SIXTEEN_BIT
 from wholebatch.distributed import Sync
+from wholebatch.distributed.ddp import in_buckets
 from wholebatch.errors import OptionError, StateError, UnsupportedError, WindowError
 from wholebatch.offload.packed_moments import (
     Key,
@@ -56,7 +57,6 @@ from wholebatch.offload.parameter_buckets import (
     BUCKET_BYTES,
     as_real,
     bucket_bytes,
-    in_buckets,
     sum_over_ranks,
 )
 
@@ -372,14 +372,13 @@ def check_moments(target: Target, options: CloseOptions, *, counts_units: bool) 
             for flag in ("amsgrad", "capturable", "differentiable"):
                 if group.get(flag):
                     raise UnsupportedError(f"{option} with {name}({flag}=True): leave it out")
-    for group_of in target.groups():
-        for parameter in group_of:
-            if parameter.dtype in SIXTEEN_BIT:
-                raise UnsupportedError(
-                    f"{option} with 16-bit parameters ({target.name_of(parameter)}): their moments "
-                    "are 16-bit too, and lose what is added in small parts; keep the parameters in "
-                    'float32 and use precision="bf16"'
-                )
+    for parameter in target.trained():
+        if parameter.dtype in SIXTEEN_BIT:
+            raise UnsupportedError(
+                f"{option} with 16-bit parameters ({target.name_of(parameter)}): their moments are "
+                "16-bit too, and lose what is added in small parts; keep the parameters in float32 "
+                'and use precision="bf16"'
+            )
 
 
 def check_adam(optimizer: torch.optim.Optimizer, option: str, what: str) -> None:

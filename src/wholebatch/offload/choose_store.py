@@ -42,7 +42,8 @@ def choose(
     """
     _check_name("gradients", gradients, get_args(GradientsOn))
     _check_name("optimizer_on", optimizer_on, get_args(OptimizerOn))
-    runs_itself = sync.grows_own_graph or sync.owns_hooks or not _is_whole(target)
+    is_whole = all(type(parameter.data) is torch.Tensor for parameter in target.trained())
+    runs_itself = sync.grows_own_graph or sync.owns_hooks or not is_whole
     if runs_itself and (gradients != "device" or optimizer_on != "device"):
         _refuse(gradients, optimizer_on)
     if optimizer_on == "host" and gradients != "host":
@@ -100,12 +101,6 @@ def _check_whole_gradient(what: str, gradients: str, sync: Sync) -> None:
             f"{what} with gradients={gradients!r}: the whole gradient is never in .grad there; use "
             'gradients="device"'
         )
-
-
-def _is_whole(target: Target) -> bool:
-    return all(
-        type(parameter.data) is torch.Tensor for group in target.groups() for parameter in group
-    )
 
 
 def _check_dense(target: Target, option: str) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from wholebatch.core.gradient_store import refuse_foreign_code
 from wholebatch.core.precision import SIXTEEN_BIT
 from wholebatch.distributed import Sync
+from wholebatch.distributed.ddp import in_buckets
 from wholebatch.errors import UnsupportedError
 
 BUCKET_BYTES = {
@@ -42,30 +43,6 @@ def bucket_bytes(parameters: Iterable[Tensor], most: int) -> int:
     """Return the size of a bucket: a sixteenth of all gradients, so that small models gain too."""
     total = sum(p.numel() * max(4, p.element_size()) for p in parameters)
     return min(most, max(_SMALLEST_BUCKET, total // 16))
-
-
-def dtype_and_device(parameter: nn.Parameter) -> Hashable:
-    """Return what the parameters of a bucket have in common."""
-    return parameter.dtype, parameter.device
-
-
-def in_buckets(
-    parameters: Iterable[nn.Parameter],
-    most: int,
-    kind: Callable[[nn.Parameter], Hashable] = dtype_and_device,
-) -> list[list[nn.Parameter]]:
-    """Put neighbours of one kind together, up to `most` bytes of their sums."""
-    buckets: list[list[nn.Parameter]] = []
-    filling: dict[Hashable, tuple[list[nn.Parameter], int]] = {}
-    for parameter in parameters:
-        size = parameter.numel() * max(4, parameter.element_size())
-        bucket, filled = filling.get(kind(parameter), ([], 0))
-        if not bucket or filled + size > most:
-            bucket, filled = [], 0
-            buckets.append(bucket)
-        bucket.append(parameter)
-        filling[kind(parameter)] = bucket, filled + size
-    return buckets
 
 
 def one_ahead(items: Iterable[T], start: Callable[[T], S]) -> Iterator[S]:

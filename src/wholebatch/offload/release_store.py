@@ -30,13 +30,13 @@ from wholebatch.core.gradient_store import DeviceStore
 from wholebatch.core.optimizer_step import is_torchs
 from wholebatch.core.precision import round_gradient
 from wholebatch.distributed import Sync
+from wholebatch.distributed.ddp import in_buckets
 from wholebatch.errors import OptionError
 from wholebatch.offload.parameter_buckets import (
     BUCKET_BYTES,
     HeldPostHooks,
     as_real,
     bucket_bytes,
-    in_buckets,
     only,
     sum_over_ranks,
 )

@@ -15,7 +15,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from wholebatch.core.plain_files import finite
+from wholebatch.core.plain_files import finite, reason
 from wholebatch.errors import MissingExtraError, OptionError
 
 SERIES = 8
@@ -147,7 +147,7 @@ def write_page(page: HtmlPage, path: Path) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise OptionError(f"{path}: cannot be written: {error.strerror or error}") from error
+        raise OptionError(f"{path}: cannot be written: {reason(error)}") from error
     return path
 
 
