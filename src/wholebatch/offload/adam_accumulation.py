@@ -49,9 +49,7 @@ from wholebatch.offload.packed_moments import (
     Key,
     keys_of,
     pack,
-    pack_together,
     unpack,
-    unpack_together,
 )
 from wholebatch.offload.parameter_buckets import (
     BUCKET_BYTES,
@@ -169,10 +167,7 @@ class MomentsStore(Store):
                 self._key_cache.key(id(parameter), state, self._unopened)
                 for parameter, state in zip(some, states, strict=True)
             ]
-            if len(some) == 1:
-                pack(firsts[0], seconds[0], keys[0])
-            else:
-                pack_together(firsts, seconds, keys)
+            pack(firsts, seconds, keys)
             self._keys.update((id(p), key.row) for p, key in zip(some, keys, strict=True))
             self._opened.update((id(parameter), parameter) for parameter in some)
             torch._foreach_mul_(firsts, group.decay / self.sync.ranks)
@@ -204,9 +199,7 @@ class MomentsStore(Store):
         """Yield pieces of the sums in the first moments, the old first, and the old second."""
         moments = [self._moments(parameter) for parameter in some]
         keys = [self._keys[id(parameter)] for parameter in some]
-        if len(some) == 1:
-            return unpack(*moments[0], keys[0])
-        return unpack_together([m for m, _ in moments], [v for _, v in moments], keys)
+        return unpack([m for m, _ in moments], [v for _, v in moments], keys)
 
     # Close
 
