@@ -709,8 +709,7 @@ def make_window(
         sync=sync,
     )
     store = choose_store(
-        memory.gradients,
-        optimizer_on=memory.optimizer,
+        memory,
         target=target,
         options=options,
         sync=sync,

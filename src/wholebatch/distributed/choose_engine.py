@@ -50,22 +50,18 @@ def choose(models: nn.Module | Sequence[nn.Module], *, sync: str = "auto") -> Sy
         )
     if len(models) > 1 and kind in _ONE_MODEL:
         raise UnsupportedError(_ONE_MODEL[kind])
-    return _strategy(kind, models, sync)
-
-
-def _strategy(kind: str, models: Sequence[Any], sync: str) -> Sync:
-    """Return the engine's class for these models; an engine is imported where it is used."""
-    if kind == "ddp":
+    wrapped: Any = models
+    if kind == "ddp":  # an engine is imported where it is used
         from wholebatch.distributed.ddp import Replicated
 
-        return Replicated(models, sync=sync)
+        return Replicated(wrapped, sync=sync)
     if kind == "fsdp2":
         from wholebatch.distributed.fsdp import Sharded
 
-        return Sharded(models[0], sync=sync)
+        return Sharded(wrapped[0], sync=sync)
     from wholebatch.distributed.deepspeed import DeepSpeed
 
-    return DeepSpeed(models[0], sync=sync)
+    return DeepSpeed(wrapped[0], sync=sync)
 
 
 def _warn_alone(ranks: int) -> None:

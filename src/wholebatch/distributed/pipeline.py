@@ -39,10 +39,6 @@ _SCHEDULES: dict[str, type[Any]] = {
 }
 
 
-Entry: TypeAlias = tuple[Tensor, Units]
-"""The total and units of one micro-batch, computed on the last stage."""
-
-
 class PipelineRunner:
     """The stages of this rank, run under a schedule that fits the current batch.
 
@@ -54,11 +50,12 @@ class PipelineRunner:
     def __init__(
         self,
         stages: Sequence[Stage],
+        window: Window,
+        sync: Pipelined,
         *,
         schedule: str,
         micro_batch: int,
         loss: LossFunction,
-        largest: Callable[[Tensor], Tensor],
     ) -> None:
         if schedule not in _SCHEDULES:
             raise OptionError(
@@ -69,11 +66,8 @@ class PipelineRunner:
                 f"schedule={schedule!r} with {len(stages)} stages on a rank: it runs one; use "
                 'schedule="interleaved"'
             )
-        self._stages = list(stages)
-        self._kind = schedule
-        self._size = micro_batch
-        self._loss = loss
-        self._largest = largest
+        self._stages, self._window, self._sync = list(stages), window, sync
+        self._kind, self._size, self._loss = schedule, micro_batch, loss
         self._device = torch.device(stages[0].device)
         self.is_first = any(stage.is_first for stage in stages)
         self.is_last = any(stage.is_last for stage in stages)
@@ -82,8 +76,7 @@ class PipelineRunner:
         self._shapes: list[Any] = []
         self._targets: list[Any] = []
         self._samples = 0
-        self._seed: Callable[[Tensor], Tensor] = torch.ones_like
-        self._entries: dict[int, Entry] = {}
+        self._made: dict[int, tuple[Tensor, Units]] = {}  # totals and units, on the last stage
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> int:
         """Check the batch together with the other stages, and return its number of samples."""
@@ -102,9 +95,8 @@ class PipelineRunner:
             float(shapes != self._shapes),
         ]
         # One small collective, so that all ranks raise: if only one did, the others would hang.
-        most, least, no_input, no_target, changed = self._largest(
-            torch.tensor(mine, dtype=torch.float64)
-        ).tolist()
+        asked = torch.tensor(mine, dtype=torch.float64, device=self._device)
+        most, least, no_input, no_target, changed = self._sync.stages.largest(asked).tolist()
         self._shapes = shapes
         if no_input or no_target:
             what = "inputs" if no_input else "target="
@@ -146,31 +138,20 @@ class PipelineRunner:
             places += 1
         return places
 
-    @property
-    def micro_batches(self) -> int:
-        """The number of micro-batches that hold samples."""
-        return math.ceil(self._samples / self._size)
-
-    def run(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        seed: Callable[[Tensor], Tensor],
-    ) -> list[Entry]:
-        """Run all forwards and backwards; on the last stage, return one entry per micro-batch.
-
-        The backward of every total starts from `seed(total)`.
-        """
-        self._seed = seed
-        self._entries = {}
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Run all forwards and backwards; on the last stage, enter the losses in the window."""
+        self._made = {}
         args, kwargs = self._filled_up(args, kwargs)
         index = torch.arange(self._places).repeat_interleave(self._size) if self.is_last else None
         try:
             self._schedule.step(*args, target=index, return_outputs=False, **kwargs)
-            return [self._entries[place] for place in sorted(self._entries)]
         finally:
             self._targets = []
-            self._entries = {}
+        window = self._window.current
+        for _, (total, units) in sorted(self._made.items()):
+            window.record({SINGLE: total}, {SINGLE: units}, {SINGLE: 1.0})
+            window.micro_batches += 1
+        window.micro_batches = math.ceil(self._samples / self._size)  # on the other stages too
 
     def _filled_up(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -188,7 +169,7 @@ class PipelineRunner:
         return filled
 
     def _scaled_loss(self, output: Any, index: Tensor) -> Tensor:
-        """Return the seeded loss of one micro-batch, without the padding, and keep its entry.
+        """Return the seeded loss of one micro-batch, without the padding, and keep it.
 
         Torch makes one extra call to infer shapes. A later call for the same place replaces it.
         """
@@ -208,8 +189,8 @@ class PipelineRunner:
             )
         units = result.units
         units = units.detach() if isinstance(units, Tensor) else units
-        self._entries[place] = (result.total.detach(), units)
-        return result.total * self._seed(result.total)
+        self._made[place] = (result.total.detach(), units)
+        return result.total * self._window.current.seed_of(SINGLE, result.total, 1.0)
 
 
 class Pipelined(Sync):
@@ -344,11 +325,7 @@ class Pipeline:
         ]
         self._refuse_batch_statistics()
         self._runner = PipelineRunner(
-            stages,
-            schedule=schedule,
-            micro_batch=micro_batch,
-            loss=loss,
-            largest=lambda values: sync.stages.largest(values.to(torch.device(stages[0].device))),
+            stages, self._window, sync, schedule=schedule, micro_batch=micro_batch, loss=loss
         )
         self.last_step: Step | None = None
 
@@ -375,22 +352,15 @@ class Pipeline:
         window, runner = self._window, self._runner
         samples = runner.prepare(inputs, keywords, target)
         self._refuse_batch_statistics()
-        now = window.begin(samples)
+        window.begin(samples)
         try:
-            entries = runner.run(inputs, keywords, self._seed)
-            for total, units in entries:
-                now.record({SINGLE: total}, {SINGLE: units}, {SINGLE: 1.0})
-                now.micro_batches += 1
-            now.micro_batches = runner.micro_batches  # Also on ranks that compute no loss.
+            runner.run(inputs, keywords)
             self._drop_strangers()
             self.last_step = window.close()
             return self.last_step
         finally:
             if window.open is not None:
                 window.discard()
-
-    def _seed(self, total: Tensor) -> Tensor:
-        return self._window.current.seed_of(SINGLE, total, 1.0)
 
     def _refuse_batch_statistics(self) -> None:
         for name, module in self._norms:
