@@ -19,8 +19,7 @@ from wholebatch.compile import Execute
 from wholebatch.core.close import check_terms
 from wholebatch.core.compiled_loss import CompiledLoss, Pending
 from wholebatch.core.foreign_writes import Untouched
-from wholebatch.core.loss import Loss, Terms, Units, check_units, mean_loss
-from wholebatch.core.precision import SIXTEEN_BIT
+from wholebatch.core.loss import Loss, Terms, Units, check_units, mean_loss, wide
 from wholebatch.core.window import Step, Window
 from wholebatch.coupled import choose as choose_batchnorm
 from wholebatch.coupled.audit import warn_of_spectral_norms
@@ -104,9 +103,7 @@ class GivenLoss:
     @property
     def total(self) -> Tensor | float:
         """The sum, detached; a mean over no units (0/0) adds nothing."""
-        value = self.loss.detach().reshape(())
-        if value.dtype in SIXTEEN_BIT:
-            value = value.float()  # times 10,000 is beyond fp16, and 1001 is 1000 in bf16
+        value = wide(self.loss.detach().reshape(()))
         units = self.units
         if not self.is_mean:
             return value

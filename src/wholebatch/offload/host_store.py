@@ -70,7 +70,7 @@ class HostStore(Store):
         super().__init__(target, options, sync)
         self._steps_on_host = steps_on_host
         self.counts_changes = not steps_on_host  # there the parameters' memory is replaced
-        self._sums: HostSums | None = None
+        self._sums = HostSums([])
         self._transfers: dict[torch.device, HostTransfer | CudaTransfer] = {}
         self._is_last = False
         self._may_stay = self._has_stepped = False
@@ -85,7 +85,7 @@ class HostStore(Store):
     @property
     def host_bytes(self) -> int:
         """Host memory of the sums."""
-        return 0 if self._sums is None else self._sums.bytes
+        return self._sums.bytes
 
     # Open window
 
@@ -93,8 +93,8 @@ class HostStore(Store):
         super().begin(window)
         parameters = window.inputs
         self.target.sixteen_bit.begin()  # hooks see what the plain window would add
-        if self._sums is None or not self._sums.is_for(parameters):
-            self._sums = None  # first, so that two sets never exist at once
+        if not self._sums.is_for(parameters):
+            self._sums = HostSums([])  # first, so that two sets never exist at once
             self._sums = HostSums.of(parameters, self.target.optimizers)
         self._sums.filled = set()
         self._on_device.begin(parameters)
@@ -108,7 +108,6 @@ class HostStore(Store):
         gradient = parameter.grad
         if gradient is None:  # a function of the graph returned none
             return
-        assert self._sums is not None
         assert isinstance(parameter, nn.Parameter)
         if gradient.is_sparse:
             raise UnsupportedError(
@@ -148,19 +147,16 @@ class HostStore(Store):
         """Return the sums, once every gradient that was handed over is in them."""
         for transfer in self._transfers.values():
             transfer.drain()
-        assert self._sums is not None
         return self._sums
 
     def _sum(self, parameter: nn.Parameter) -> Tensor | None:
         """Return the sum in the parameter's shape, wherever it is; None if there is none."""
-        assert self._sums is not None
         here = self._on_device.sums.get(id(parameter))
         return self._sums.shaped(parameter) if here is None else in_shape_of(parameter, here)
 
     # Close
 
     def absent(self) -> set[int]:
-        assert self._sums is not None
         return {id(p) for p in self.parameters} - self._sums.filled
 
     def close(self, window: OpenWindow, normalise: float, hooks: DeferredHooks) -> Closed:
@@ -264,8 +260,7 @@ class HostStore(Store):
         self.target.sixteen_bit.end()
         self._norms = {}
         self._on_device.sums.clear()
-        if self._sums is not None:
-            self._sums.filled = set()
+        self._sums.filled = set()
 
 
 class SumsOnDevice:

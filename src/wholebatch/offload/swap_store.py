@@ -66,7 +66,7 @@ class SwapStore(DeviceStore):
 
     def __init__(self, target: Target, options: CloseOptions, sync: Sync) -> None:
         super().__init__(target, options, sync)
-        self._sums: HostSums | None = None  # memory of the host for the moments, in buckets
+        self._sums = HostSums([])  # memory of the host for the moments, in buckets
         self._swapped: dict[int, _Swapped] = {}
         self._sides: dict[torch.device, torch.cuda.Stream] = {}
         self._gone: dict[int, torch.cuda.Event] = {}  # by bucket: its moments are on the host
@@ -74,14 +74,14 @@ class SwapStore(DeviceStore):
     @property
     def host_bytes(self) -> int:
         """Host memory of the waiting moments."""
-        return 0 if self._sums is None else self._sums.bytes
+        return self._sums.bytes
 
     # Open window
 
     def begin(self, window: OpenWindow) -> None:
         super().begin(window)
-        if self._sums is None or not self._sums.is_for(window.inputs):
-            self._sums = None  # first, so that two sets never exist at once
+        if not self._sums.is_for(window.inputs):
+            self._sums = HostSums([])  # first, so that two sets never exist at once
             self._sums = HostSums.of(window.inputs, self.target.optimizers)
         self._send(self._sums)
         self.hook(self._made)
@@ -156,7 +156,6 @@ class SwapStore(DeviceStore):
     @torch.no_grad()
     def _reduce(self) -> None:
         """Sum over the ranks, bucket by bucket."""
-        assert self._sums is not None
         for bucket in self._sums.buckets:
             some = [p for p in bucket.parameters if id(p) not in self.dropped]
             if not some:
@@ -187,7 +186,6 @@ class SwapStore(DeviceStore):
 
         While the optimizer steps on one bucket, the next one travels.
         """
-        assert self._sums is not None
         used = [
             bucket
             for bucket in self._sums.buckets
