@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import fx
 
 from wholebatch.compile import inductor
+
+aten = torch.ops.aten
 
 
 def _features(hint: Any, numel: int) -> Any:
@@ -59,3 +62,35 @@ def test_another_version_of_inductor_is_left_alone(monkeypatch: pytest.MonkeyPat
     monkeypatch.delattr(InductorChoices, "should_use_persistent_reduction")
     with inductor._whole_rows(4096):
         assert not hasattr(InductorChoices, "should_use_persistent_reduction")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("pointwise", [False, True])
+def test_parts_of_a_concatenation_are_written_in_place(
+    pointwise: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A CPU is asked for what Inductor does on CUDA by itself."""
+    from torch._inductor import ir
+
+    made, create = [], ir.ConcatKernel.create
+
+    def spy(inputs: Any, dim: int) -> Any:
+        made.append(dim)
+        return create(inputs, dim)
+
+    monkeypatch.setattr(ir.ConcatKernel, "create", spy)
+    graph = fx.Graph()
+    a, b = graph.placeholder("a"), graph.placeholder("b")
+    parts = [graph.call_function(aten.sin.default, (one,)) for one in (a, b)]
+    both = graph.call_function(aten.cat.default, (parts, 1))
+    read = aten.exp.default if pointwise else aten.t.default
+    last = graph.call_function(read, (both,))
+    if not pointwise:
+        last = graph.call_function(aten.mm.default, (last, a))
+    graph.output((last,))
+    module = fx.GraphModule({}, graph)
+    given = [torch.randn(4, 3), torch.randn(4, 5)]
+    options = {"force_pointwise_cat": True, "force_disable_caches": True}
+    run = inductor.compiled_by_inductor(module, given, more=options, whole_rows=4096)
+    assert torch.allclose(run(*given)[0], module(*given)[0])
+    assert made == ([] if pointwise else [1])

@@ -123,9 +123,9 @@ def rewrite(
     graph.output(tuple(results[:kept]))
     graph.eliminate_dead_code()
     _merge_equal(graph, inputs[:trained])
-    shared, saved = SharedInputs(graph, _weights(casts, inputs[:trained], traced, buffers)), 0
-    if options.shared_inputs:
-        saved = shared.join()
+    weights = _weights(casts, inputs[:trained], traced, buffers)
+    shared = SharedInputs(graph, weights, casts.values())
+    saved = shared.join() if options.shared_inputs else 0
     if options.attention:
         fuse_attention(graph)
     norms = fuse_norms(graph) if options.norms else 0

@@ -8,7 +8,7 @@ in the forward, for the gradient of the input, and for those of the weights. Not
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -49,8 +49,11 @@ class _Layer:
 class SharedInputs:
     """Joins the products in a graph; `joined` are the inputs that it has added to the graph."""
 
-    def __init__(self, graph: fx.Graph, weights: Sequence[Weight]) -> None:
+    def __init__(
+        self, graph: fx.Graph, weights: Sequence[Weight], casts: Collection[fx.Node]
+    ) -> None:
         self._graph = graph
+        self._casts = casts
         self._weights = {one.cast: one for one in weights}
         self.joined: dict[tuple[fx.Node, ...], fx.Node] = {}
         """For each tuple of inputs of the graph, the input that is all of them in one."""
@@ -84,9 +87,7 @@ class SharedInputs:
         """Return the products with weights that have the same input and are written alike."""
         found: dict[Any, list[_Layer]] = {}
         for node in self._graph.nodes:
-            if node.target is aten.mm.default or (
-                node.target is aten.addmm.default and not node.kwargs
-            ):
+            if node.target is aten.mm.default or _adds_a_row(node):
                 x, turned = node.args[-2:]
                 weight = self._weights.get(_untransposed(turned, odd=True))
                 if weight is not None and x not in self._weights:
@@ -123,7 +124,7 @@ class SharedInputs:
             self._graph.erase_node(one.product)
 
     def _bias(self, biases: list[Any]) -> fx.Node:
-        if all(map(_can_adjoin, biases)):
+        if all(one in self._casts and _can_adjoin(one) for one in biases):
             return self._all_in_one(biases)
         return self._call(aten.cat.default, biases)
 
@@ -188,7 +189,14 @@ def _runs(layers: Sequence[_Layer]) -> list[list[_Layer]]:
 
 def _can_adjoin(part: fx.Node) -> bool:
     """True if the next tensor in memory may begin where this input ends."""
-    return part.op == "placeholder" and part.meta["val"].numel() % ALIGNED == 0
+    return bool(part.meta["val"].numel() % ALIGNED == 0)
+
+
+def _adds_a_row(node: fx.Node) -> bool:
+    """True if it is a product to which the same bias is added in every row."""
+    if node.target is not aten.addmm.default or node.kwargs:
+        return False
+    return bool(node.all_input_nodes[0].meta["val"].dim() == 1)
 
 
 def _untransposed(node: Any, *, odd: bool = False) -> Any:

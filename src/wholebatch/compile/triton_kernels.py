@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _ENTROPY_BLOCK = 8192
 _NUMBERS_PER_WARP = 512
-_SUM_COLUMNS, _SUM_LINES = 32, 32
+_SUM_COLUMNS, _SUM_LINES = 16, 128
 """The tile of one program of `column_sums`."""
 _GELU_ROWS, _GELU_COLUMNS = 2, 256
 """The tile of one program of `gelu_backward_columns`."""
