@@ -65,9 +65,9 @@ def test_another_version_of_inductor_is_left_alone(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("pointwise", [False, True])
+@pytest.mark.parametrize("kind", ["product", "pointwise", "copies"])
 def test_parts_of_a_concatenation_are_written_in_place(
-    pointwise: bool, monkeypatch: pytest.MonkeyPatch
+    kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A CPU is asked for what Inductor does on CUDA by itself."""
     from torch._inductor import ir
@@ -81,11 +81,12 @@ def test_parts_of_a_concatenation_are_written_in_place(
     monkeypatch.setattr(ir.ConcatKernel, "create", spy)
     graph = fx.Graph()
     a, b = graph.placeholder("a"), graph.placeholder("b")
-    parts = [graph.call_function(aten.sin.default, (one,)) for one in (a, b)]
+    parts = [a, b]
+    if kind != "copies":
+        parts = [graph.call_function(aten.sin.default, (one,)) for one in parts]
     both = graph.call_function(aten.cat.default, (parts, 1))
-    read = aten.exp.default if pointwise else aten.t.default
-    last = graph.call_function(read, (both,))
-    if not pointwise:
+    last = graph.call_function(aten.exp.default if kind == "pointwise" else aten.t.default, (both,))
+    if kind != "pointwise":
         last = graph.call_function(aten.mm.default, (last, a))
     graph.output((last,))
     module = fx.GraphModule({}, graph)
@@ -93,4 +94,4 @@ def test_parts_of_a_concatenation_are_written_in_place(
     options = {"force_pointwise_cat": True, "force_disable_caches": True}
     run = inductor.compiled_by_inductor(module, given, more=options, whole_rows=4096)
     assert torch.allclose(run(*given)[0], module(*given)[0])
-    assert made == ([] if pointwise else [1])
+    assert made == ([1] if kind == "product" else [])
