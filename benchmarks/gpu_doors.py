@@ -449,9 +449,9 @@ ROWS = {
     "tiny/2": ("tiny", 8, 2, 16),
 }
 LLAMA = [
-    *(("llama/4", "whole"), ("llama/8", "whole"), ("llama/64", "loop+")),
-    *(("llama-1b/4", "whole"), ("llama-1b/1", "whole"), ("llama-1b/32", "loop+")),
-    *(("qwen2/2", "whole"), ("qwen2/32", "loop+")),
+    *(("llama/4", "whole"), ("llama/64", "loop+"), ("llama-1b/4", "whole"), ("llama/8", "whole")),
+    *(("qwen2/2", "whole"), ("llama-1b/32", "loop+"), ("llama-1b/1", "whole")),
+    ("qwen2/32", "loop+"),
 ]
 """The Llama family, each beside the undivided batch: one micro-batch of the whole window."""
 

@@ -48,7 +48,7 @@ def _traced(
     state = State.of(model, list(model.parameters()))
     with precision.forward():
         form = Form.of(loss(model, micro), "loss")
-    return trace(model, loss, precision, state, inputs, form, "loss"), state, inputs.tensors
+    return trace(model, loss, precision, state, inputs, form, "loss"), state, list(inputs.tensors)
 
 
 class InFloat64(fx.Interpreter):

@@ -161,8 +161,9 @@ def _parts_written_in_place() -> Iterator[None]:
     """Let the kernel of each part of a concatenation write it where it belongs, in this context.
 
     Inductor would compute every part for every number of the result, and take the one that counts.
-    On an H200 that took 66 µs for the gradients of queries, keys and values, instead of 12. It
-    still does if the parts are in memory already, and if only pointwise operations read the result.
+    On an H200 that took 66 µs for the gradients of queries, keys and values (4,096 rows of 768),
+    where moving them takes 10. It still does so if the parts are in memory already, and if only
+    pointwise operations read the result.
     """
     from torch._inductor import ir, lowering
     from torch._inductor.utils import is_pointwise_use
