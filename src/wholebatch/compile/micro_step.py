@@ -134,7 +134,7 @@ class Executor:
         if not self._plan.eager:
             try:
                 self._reserve()
-                added = self._graph_step(micro)
+                added = self._graph_step(micro, last=reduces)
                 if added is not None:
                     return added
             except CannotTrace as reason:
@@ -174,6 +174,8 @@ class Executor:
             return
         if self._window.updates or self._gradients.parameters:
             return
+        if self._window.store.steps_in_backward:  # A window of one micro-batch needs no buffers.
+            return
         empty_cache(self._device)  # The buffers must not fill gaps left by earlier work either.
         take_workspace(self._device)
         self._parameters = self._window.trained()
@@ -194,7 +196,7 @@ class Executor:
         parameters = list(state.trained.values())
         self._gradients, self._casts = Gradients(parameters), Casts(parameters)
 
-    def _graph_step(self, micro: Any) -> Added | None:
+    def _graph_step(self, micro: Any, *, last: bool) -> Added | None:
         """Run this micro-batch in a graph if possible; return None if eager code must run it."""
         inputs = take_apart(micro)
         if not self._window.open_early():
@@ -202,6 +204,9 @@ class Executor:
         self._look_at_the_window()
         self._plan.micro_batches += 1
         prepared = self._steps.get(inputs.key)
+        steps = last and self._window.store.steps_in_backward
+        if steps and (prepared is None or not self._window.entered):
+            return None  # Eager code frees the gradients of an only micro-batch as they are made.
         if prepared is None:
             self._start_compiler()
             self._seen[inputs.key] = self._seen.get(inputs.key, 0) + 1
@@ -219,7 +224,7 @@ class Executor:
             at_once = self._plan.compiles_at_once(self._compiled(), shared=self._shapes.serve)
             return self._prepare(inputs, micro, compiled=at_once or self._shapes.ready(inputs))
         joint = prepared.joint
-        if not joint.compiled and self._upgrades(inputs, joint):
+        if not joint.compiled and not steps and self._upgrades(inputs, joint):
             return self._prepare(inputs, micro, compiled=True)
         if not self._gradients.are_in_place(joint.used):
             self._gradients.put_in_place(joint.used)

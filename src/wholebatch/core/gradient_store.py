@@ -56,6 +56,12 @@ class Store(ABC):
     only_eager: str | None = None
     """The reason why no compiled graph may run a micro-step; None if one may."""
 
+    takes_buffers: bool = False
+    """True if eager code may add into the gradient buffers of graphs from the start."""
+
+    steps_in_backward: bool = False
+    """True if eager code steps on parameters in the window's last backward, and frees gradients."""
+
     counts_first: bool = False
     """True if the units of a window must be known before its first backward."""
 
@@ -160,8 +166,11 @@ class Store(ABC):
 
     # Close
 
-    def reduce_now(self) -> None:
-        """Reduce what is in `.grad` over the ranks: no backward has."""
+    def reduce_now(self, totals: Numbers, units: Numbers) -> None:
+        """Reduce what is in `.grad` over the ranks: no backward has.
+
+        `totals` and `units` are those of the window.
+        """
         if self.in_grad:
             self.sync.reduce_now(self.parameters)
 
@@ -385,6 +394,7 @@ class DeviceStore(Store):
     """Autograd adds into `.grad`; the close and the optimizer read it there."""
 
     steps_on_all = True
+    takes_buffers = True
     lends = False
     """Gradients that are left to the user may be written again by the next window."""
     opened: Callable[[], None] | None = None

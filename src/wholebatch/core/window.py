@@ -424,7 +424,7 @@ class Window:
         requires sparse gradients: in a buffer they would become dense.
         """
         sparse = any(isinstance(one, torch.optim.SparseAdam) for one in self.target.optimizers)
-        return self.sync.ranks == 1 and type(self.store) is DeviceStore and not sparse
+        return self.sync.ranks == 1 and self.store.takes_buffers and not sparse
 
     # The open window as graphs see it.
 
@@ -561,7 +561,7 @@ class Window:
         if window.broken:
             raise WindowError("a window whose last backward failed cannot be closed: discard() it")
         if not window.reduced:
-            self.store.reduce_now()
+            self.store.reduce_now(window.totals, window.units)
         ahead = self._close_ahead(window, while_waiting) if steps else None
         weights = window.weights or self._last_weights  # none: this rank only joins the others
         names = sorted(weights)

@@ -40,6 +40,7 @@ import torch
 from torch import Tensor, nn
 
 from wholebatch.core.close import Closed, CloseOptions, DeferredHooks, read_scalars
+from wholebatch.core.close_on_device import Numbers
 from wholebatch.core.gradient_store import Store
 from wholebatch.core.precision import SIXTEEN_BIT
 from wholebatch.distributed import Sync
@@ -210,7 +211,7 @@ class MomentsStore(Store):
 
     # Close
 
-    def reduce_now(self) -> None:
+    def reduce_now(self, totals: Numbers, units: Numbers) -> None:
         for parameter in self.parameters:
             if self.is_hooked(parameter):  # a gradient that no backward has made
                 self._made(parameter)

@@ -56,7 +56,8 @@ class ReleaseStore(DeviceStore):
     option = 'gradients="release"'
     steps_on_all = False
     in_grad = False  # the window's last backward must not reduce them: this does
-    only_eager = 'with gradients="release" the update is made by hooks that only eager code calls'
+    takes_buffers = False
+    steps_in_backward = True
     counts_first = True
     counts_changes = False  # the update is made in backwards
 
@@ -132,8 +133,9 @@ class ReleaseStore(DeviceStore):
         if self._releasing:
             self._finish()
 
-    def reduce_now(self) -> None:
-        """Step on all buckets, if no backward was the last."""
+    def reduce_now(self, totals: Numbers, units: Numbers) -> None:
+        """Step on all buckets, if no backward was the last, or a graph has made it."""
+        self._sums = totals, units
         if self._refused is None:
             self._look()
         if not self._refused:

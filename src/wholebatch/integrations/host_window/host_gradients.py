@@ -18,6 +18,7 @@ from wholebatch.core.close import (
     close_gradients,
     dense_gradients,
 )
+from wholebatch.core.close_on_device import Numbers
 from wholebatch.core.gradient_store import DeviceStore, Store
 from wholebatch.core.precision import SIXTEEN_BIT, LossScale
 from wholebatch.distributed import Sync
@@ -145,6 +146,7 @@ class HostGradients(DeviceStore):
     """
 
     lends = True
+    takes_buffers = False
     sync: HostEngine
 
     def __init__(self, *given: Any) -> None:
@@ -206,7 +208,7 @@ class HostGradients(DeviceStore):
                 self._sums[id(parameter)] = wide if there is None else there.add_(wide)
                 parameter.grad = None
 
-    def reduce_now(self) -> None:
+    def reduce_now(self, totals: Numbers, units: Numbers) -> None:
         """Reduce what no backward of the host has: all, or the sums beside `.grad`."""
         if self._beside:
             self.target.sixteen_bit.begin()
