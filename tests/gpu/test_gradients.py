@@ -61,7 +61,8 @@ def run(
     adding = options.pop("adding", True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
     options = {"micro_batch": 3, "units": lambda m: m["y"].numel(), **options}
-    train = wb.WholeBatch(model, optimizer, loss=loss, execute="eager", **grouped(options))
+    options = {"execute": "eager", **options}
+    train = wb.WholeBatch(model, optimizer, loss=loss, **grouped(options))
     train._runner.executor._eager.allowed = adding
     return model, [train.step(batch()) for _ in range(updates)], train
 
@@ -146,7 +147,20 @@ def test_swap_has_the_bits_of_the_plain_window() -> None:
         for options in ({}, {"clip_norm": 0.05}, {"fused": False}):
             train = same_bits(dtype, "swap", **options)
             states = train._window.target.optimizers[0].state.values()
-            assert {s["exp_avg"].device.type for s in states} == {"cuda"}
+            assert {s["exp_avg"].device.type for s in states} == {"cpu"}
+            assert all(s["exp_avg"].is_pinned() for s in states)
+
+
+def test_stores_with_recorded_micro_steps_make_the_update_of_the_eager_ones() -> None:
+    for gradients, more in (("swap", {"clip_norm": 0.05}), ("release", {"nonfinite": "skip"})):
+        for dtype, at_most in ((torch.float64, 1e-11), (torch.float32, 2e-3)):
+            options: Any = {"gradients": gradients, "micro_batch": 4, "updates": 5, **more}
+            eager, _, _ = run(dtype, **options)
+            recorded, _, train = run(dtype, execute="graph", **options)
+            mode = train._runner.executor.mode
+            assert mode == "graph of compile" or gradients == "release", mode
+            assert train._runner.executor._steps, (gradients, dtype)
+            assert far(recorded, eager) <= at_most, (gradients, dtype, far(recorded, eager))
 
 
 def test_swapped_moments_are_on_the_host_in_a_window() -> None:

@@ -21,7 +21,7 @@ from torch import Tensor, fx
 
 from wholebatch.compile import fused_weight_grad as fused
 from wholebatch.compile.biased_attention import fuse_attention
-from wholebatch.compile.cross_entropy import fuse_entropy
+from wholebatch.compile.cross_entropy import bring_products_forward, fuse_entropy
 from wholebatch.compile.fusion import base_of, cast_to, fixed, is_cheap, same_shape, written_by
 from wholebatch.compile.gelu import fuse_gelu, simplify_gelu
 from wholebatch.compile.layer_norm import fuse_norms
@@ -115,6 +115,8 @@ def rewrite(
         adder.add(buffer, gradient, dtype)
     graph.output(tuple(results[:kept]))
     graph.eliminate_dead_code()
+    if losses > 1:
+        bring_products_forward(graph, fused.add_product())
     if options.attention:
         fuse_attention(graph)
     norms = fuse_norms(graph) if options.norms else 0
@@ -294,7 +296,7 @@ def _summands(
         and all(
             isinstance(part, fx.Node)
             and _used_only_by(part, gradient)
-            and part.meta["val"].dtype is dtype
+            and part.meta["val"].dtype in (dtype, *SIXTEEN_BIT)
             and same_shape(part.meta["val"].shape, gradient.meta["val"].shape)
             for part in parts
         )
