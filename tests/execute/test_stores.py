@@ -16,6 +16,7 @@ from wholebatch.core.options import grouped
 STORES: dict[str, dict[str, Any]] = {
     "swap": {"clip_norm": 0.05},
     "release": {"nonfinite": "skip"},
+    "host": {"clip_norm": 0.05},
 }
 
 

@@ -27,6 +27,7 @@ from wholebatch.compile.gelu import fuse_gelu, simplify_gelu
 from wholebatch.compile.layer_norm import fuse_norms
 from wholebatch.compile.trace import Traced
 from wholebatch.core.precision import SIXTEEN_BIT
+from wholebatch.offload.graph_sums import leave
 
 aten = torch.ops.aten
 _NEAR = 32
@@ -52,6 +53,8 @@ class Fusions:
     """Compute a GELU's gradient and that of the bias before it in one kernel (CUDA only)."""
     attention: bool = False
     """Use kernels of our own for attention with a learnt bias, where the device has them."""
+    leaves: bool = False
+    """Hand gradients over to the host's sums, in place of adding them into buffers."""
     gelu: bool = False
     """Compute 16-bit GELUs with one exponential; pays if kernels are fused."""
 
@@ -214,6 +217,10 @@ class _Adder:
         self.embeddings = 0
 
     def add(self, buffer: fx.Node, gradient: fx.Node, dtype: torch.dtype) -> None:
+        if self._options.leaves:
+            with self._graph.inserting_after(gradient):
+                self._graph.call_function(leave(), (buffer, gradient))
+            return
         for part, parent in list(_summands(gradient, None, dtype)):
             if not (self._product(buffer, part, parent, dtype) or self._rows(buffer, part)):
                 with self._graph.inserting_after(part):

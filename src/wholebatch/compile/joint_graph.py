@@ -86,11 +86,15 @@ class JointStep:
             traced,
             len(self._trained),
             [buffer.dtype for buffer in buffers],
-            self._possible_fusions(device, {node.target for node in traced.graph.graph.nodes}),
+            replace(
+                self._possible_fusions(device, {node.target for node in traced.graph.graph.nodes}),
+                leaves=gradients.leaves,
+            ),
         )
         self.fused = (rewritten.fused_products, rewritten.fused_embeddings)
         self.operations = sum(node.op == "call_function" for node in rewritten.graph.graph.nodes)
-        self._tail = [*casts.of(rewritten.casts), *buffers]
+        self._gradients = gradients
+        self._tail = [*casts.of(rewritten.casts), *gradients.inputs(self.used)]
         self._run: Callable[..., Any] = rewritten.graph
         arguments: list[Any]
         if self.sizes is None:
@@ -155,7 +159,7 @@ class JointStep:
         self._others = list(state.others.values())
 
     def __call__(self, tensors: Sequence[Tensor], seeds: Sequence[Tensor]) -> Results:
-        with torch.no_grad():
+        with torch.no_grad(), self._gradients.within(self):
             results = list(self._run(*self._arguments(tensors, seeds)))
         return results[: len(self.form.names)], results[len(self.form.names) :]
 

@@ -174,7 +174,8 @@ class Executor:
             return
         if self._window.updates or self._gradients.parameters:
             return
-        if self._window.store.steps_in_backward:  # A window of one micro-batch needs no buffers.
+        store = self._window.store
+        if not (store.in_grad or store.takes_buffers):  # Gradients may never be on the device.
             return
         empty_cache(self._device)  # The buffers must not fill gaps left by earlier work either.
         take_workspace(self._device)
@@ -194,7 +195,8 @@ class Executor:
 
     def _make_buffers(self, state: State) -> None:
         parameters = list(state.trained.values())
-        self._gradients, self._casts = Gradients(parameters), Casts(parameters)
+        self._gradients = self._window.store.for_graphs(parameters) or Gradients(parameters)
+        self._casts = Casts(parameters)
 
     def _graph_step(self, micro: Any, *, last: bool) -> Added | None:
         """Run this micro-batch in a graph if possible; return None if eager code must run it."""
@@ -230,7 +232,7 @@ class Executor:
             self._gradients.put_in_place(joint.used)
         self.mode = prepared.mode
         joint.runs += 1
-        with self.speed.timed(self.mode):
+        with self.speed.timed(self.mode), self._gradients.around(joint):
             results = prepared.run(inputs.tensors, self._seeds(prepared.form))
         added = prepared.form.read(*results)
         self._window.current.record(added.totals, added.units, added.weights)
@@ -504,14 +506,14 @@ class Executor:
     def _proven(self, joint: JointStep, done: EagerResult) -> Prepared:
         """Run the graph from the same state as eager code, and capture it if the results agree."""
         # The trial run writes into the buffers: save the window's gradients first.
-        buffers, inputs = self._gradients.of(joint.used), done.inputs
+        inputs = done.inputs
         held = self._gradients.set_aside(joint.used)
         self._casts.refresh()
         seeds = self._seeds(done.form)
 
         def run() -> list[Tensor]:
             done.before.restore()
-            torch._foreach_zero_(buffers)
+            self._gradients.zero(joint.used)
             totals, rest = joint(inputs.tensors, seeds)
             return [*totals, *_fractions(done.form.read(totals, rest))]
 
@@ -528,6 +530,7 @@ class Executor:
                 check.hold_against(found, done.results, "loss")
                 wanted = done.gradients(joint.used, held)
                 if wanted is not None:
+                    buffers = self._gradients.of(joint.used)
                     check.hold_against(buffers, wanted, "gradient", truth=in_full)
             step = self._captured(joint, inputs, seeds) if self._plan.captures else joint
         finally:

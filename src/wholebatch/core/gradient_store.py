@@ -164,6 +164,10 @@ class Store(ABC):
         """Take note that a backward is over."""
         return
 
+    def for_graphs(self, parameters: Sequence[nn.Parameter]) -> Any | None:
+        """Return the place where graphs add gradients; None if that is buffers in `.grad`."""
+        return None
+
     # Close
 
     def reduce_now(self, totals: Numbers, units: Numbers) -> None:
