@@ -152,7 +152,13 @@ def test_swap_has_the_bits_of_the_plain_window() -> None:
 
 
 def test_stores_with_recorded_micro_steps_make_the_update_of_the_eager_ones() -> None:
-    for gradients, more in (("swap", {"clip_norm": 0.05}), ("release", {"nonfinite": "skip"})):
+    more: dict[str, Any]
+    for gradients, more in (
+        ("swap", {"clip_norm": 0.05}),
+        ("release", {"nonfinite": "skip"}),
+        ("host", {"clip_norm": 0.05}),
+        ("host", {"optimizer_on": "host"}),
+    ):
         for dtype, at_most in ((torch.float64, 1e-11), (torch.float32, 2e-3)):
             options: Any = {"gradients": gradients, "micro_batch": 4, "updates": 5, **more}
             eager, _, _ = run(dtype, **options)
