@@ -135,6 +135,7 @@ class _SlicedCrossEntropy(torch.autograd.Function):
             if losses is None:
                 losses = functional.cross_entropy(logits.to(total.dtype), y, reduction="sum")
             total += losses.sum()
+            del logits  # before the next slice's are made
         return total
 
     @staticmethod
@@ -148,17 +149,17 @@ class _SlicedCrossEntropy(torch.autograd.Function):
             if adding is None or adding.entropy(logits, y, above) is None:
                 logits = _slope(logits, y, above)
             d_hidden[part] = logits @ w
-            if ctx.needs_input_grad[1]:
-                left, right = logits.t(), hidden[part]
-                if adding is None or not adding.add(weight, left, right):
-                    product = left @ right
-                    if d_weight is None:
-                        d_weight = product.to(above.dtype)
-                    else:
-                        d_weight += product
+            adds = adding is not None and adding.add(weight, logits.t(), hidden[part])
+            if not adds:
+                product = logits.t() @ hidden[part]
+                if d_weight is None:
+                    d_weight = product.to(above.dtype)
+                else:
+                    d_weight += product
             if bias is not None:
                 column = logits.sum(0, dtype=above.dtype)
                 d_bias = column if d_bias is None else d_bias + column
+            del logits  # before the next slice's are made
         return (
             d_hidden,
             None if d_weight is None else d_weight.to(weight.dtype),
