@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from wholebatch.offload.parameter_buckets import flat_of, in_shape_of
-from wholebatch.offload.transfer_to_host import CudaTransfer, add_on_host
+from wholebatch.offload.transfer_to_host import CudaTransfer, HostTransfer
 
 if TYPE_CHECKING:
     from wholebatch.offload.host_store import HostStore
@@ -50,9 +50,15 @@ class GraphSums:
     lends = False
     leaves = True
 
-    def __init__(self, store: HostStore, parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(
+        self,
+        store: HostStore,
+        parameters: Sequence[nn.Parameter],
+        transfer: HostTransfer | CudaTransfer,
+    ) -> None:
         self.parameters = list(parameters)
         self._store = store
+        self._transfer = transfer
         device = self.parameters[0].device
         tokens = torch.zeros(len(self.parameters), _APART, device=device)
         self._tokens = [row[:1] for row in tokens]
@@ -80,12 +86,12 @@ class GraphSums:
 
     def are_in_place(self, used: tuple[int, ...]) -> bool:
         """True if the next graph may add to the sums as they are."""
-        filled = self._store.filled
+        filled = self._store.sums.filled
         return not self._drops and all(id(self.parameters[index]) in filled for index in used)
 
     def put_in_place(self, used: tuple[int, ...]) -> None:
         """Let the next graph add to these sums, or drop them if the window has none yet."""
-        filled = self._store.filled
+        filled = self._store.sums.filled
         missing = [index for index in used if id(self.parameters[index]) not in filled]
         self._drops = len(missing) == len(used)
         self._drop.fill_(self._drops)
@@ -101,7 +107,7 @@ class GraphSums:
 
     def set_aside(self, used: Sequence[int]) -> list[Tensor | None]:
         """Return copies of these sums; None for a parameter that has none in this window."""
-        filled = self._store.filled
+        filled = self._store.sums.filled
         return [
             total.clone() if id(self.parameters[index]) in filled else None
             for index, total in zip(used, self.of(used), strict=True)
@@ -128,7 +134,7 @@ class GraphSums:
     def around(self, graph: object) -> Iterator[None]:
         """Bring the transfers of eager code and those of a graph that runs now in order."""
         transfer = self._transfer
-        if transfer is None:
+        if not isinstance(transfer, CudaTransfer):
             yield
             return
         transfer.backward_made()
@@ -146,29 +152,17 @@ class GraphSums:
         self._norms = self._norms_of[id(graph)] = {}
         _receiving.append(self)
         try:
-            if self._transfer is None:
+            before = self._transfer.bytes_out
+            with self._transfer.from_graph(self._drop):
                 yield
-            else:
-                before = self._transfer.bytes_out
-                with self._transfer.from_graph(self._drop):
-                    yield
-                self._bytes_of[id(graph)] = self._transfer.bytes_out - before
+            self._bytes_of[id(graph)] = self._transfer.bytes_out - before
         finally:
             _receiving.pop()
-
-    @property
-    def _transfer(self) -> CudaTransfer | None:
-        transfer = self._store.transfer(self.parameters[0].device)
-        return transfer if isinstance(transfer, CudaTransfer) else None
 
     def receive(self, token: Tensor, gradient: Tensor) -> None:
         """Take over a gradient."""
         parameter = self._of_token[token.data_ptr()]
         flat = flat_of(gradient, parameter)
         total = self._store.sums.flat(parameter)
-        transfer = self._transfer
-        if transfer is None:  # at once: compiled code writes to this memory again
-            add_on_host(total, flat, first=self._drops)
-        else:
-            norms = self._norms[total.data_ptr()] = []
-            transfer.put(flat, total, first=False, norms=norms)
+        norms = self._norms[total.data_ptr()] = []
+        self._transfer.put(flat, total, first=False, norms=norms)

@@ -14,7 +14,7 @@ The sums of 16-bit parameters are float32, as large as both moments together: th
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -27,8 +27,9 @@ from wholebatch.core.optimizer_step import stepping
 from wholebatch.core.precision import SIXTEEN_BIT, round_gradient
 from wholebatch.distributed import Sync
 from wholebatch.offload.adam_accumulation import adam_state_of, check_adam
-from wholebatch.offload.host_sums import Bucket, HostSums
 from wholebatch.offload.parameter_buckets import (
+    Bucket,
+    HostSums,
     flat_of,
     in_parts,
     in_shape_of,
@@ -39,6 +40,7 @@ from wholebatch.offload.parameter_buckets import (
 
 if TYPE_CHECKING:
     from wholebatch.core.model_and_optimizer import Target
+    from wholebatch.core.window import OpenWindow
 
 _AT_ONCE = 3
 """Buckets on the device at once: one comes, one is stepped on, one leaves."""
@@ -53,24 +55,22 @@ class SwapStore(DeviceStore):
 
     def __init__(self, target: Target, options: CloseOptions, sync: Sync) -> None:
         super().__init__(target, options, sync)
-        self._sums: HostSums | None = None  # memory of the host for the moments, in buckets
+        self._sums = HostSums([])  # memory of the host for the moments, in buckets
         self._waiting: dict[int, dict[str, Tensor]] = {}  # moments on the host, by parameter
 
     @property
     def host_bytes(self) -> int:
         """Host memory of the waiting moments."""
-        return 0 if self._sums is None else self._sums.bytes
+        return self._sums.bytes
 
     # Open window
 
-    def begin(
-        self, parameters: list[nn.Parameter], known: Mapping[str, float] | None = None
-    ) -> None:
-        if self._sums is None or not self._sums.is_for(parameters):
-            self._sums = HostSums.of(parameters, self.target.optimizers)
+    def begin(self, window: OpenWindow) -> None:
+        if not self._sums.is_for(window.inputs):
+            self._sums = HostSums.of(window.inputs, self.target.optimizers)
             self._waiting = {}
         self._send_away(self._sums)
-        super().begin(parameters, known)
+        super().begin(window)
 
     @torch.no_grad()
     def _send_away(self, sums: HostSums) -> None:
@@ -96,17 +96,14 @@ class SwapStore(DeviceStore):
     def absent(self) -> set[int]:
         return {id(parameter) for parameter in self.parameters if parameter.grad is None}
 
-    def close(
-        self, groups: Sequence[Sequence[nn.Parameter]], normalise: float, hooks: DeferredHooks
-    ) -> Closed:
+    def close(self, window: OpenWindow, normalise: float, hooks: DeferredHooks) -> Closed:
         if self.sync.ranks > 1:
             self._reduce()
-        return super().close(groups, normalise, hooks)
+        return super().close(window, normalise, hooks)
 
     @torch.no_grad()
     def _reduce(self) -> None:
         """Sum over the ranks, bucket by bucket."""
-        assert self._sums is not None
         for bucket in self._sums.buckets:
             some = [p for p in bucket.parameters if id(p) not in self.dropped]
             if not some:
@@ -121,7 +118,6 @@ class SwapStore(DeviceStore):
                 parameter.grad.copy_(in_shape_of(parameter, summed))
 
     def step(self, remaining: float) -> None:
-        assert self._sums is not None
         ways = {device: _Way(device) for device in {one.device for one in self._sums.buckets}}
         try:
             for index, optimizer in enumerate(self.target.optimizers):
@@ -139,7 +135,6 @@ class SwapStore(DeviceStore):
         ways: Mapping[torch.device, _Way],
     ) -> None:
         """Step on one bucket after the other, while the next one comes and the last one leaves."""
-        assert self._sums is not None
         used = [
             bucket
             for bucket in self._sums.buckets
