@@ -13,16 +13,21 @@ from tests.execute.nets import mode_of, traced
 from tests.support import EXACT, Whole, adamw, mlp, pieces, samples
 from wholebatch.core.options import grouped
 
-STORES: dict[str, dict[str, Any]] = {
+STORES: dict[str, dict[str, Any]] = {  # with a fused optimizer where that makes a difference
     "swap": {"clip_norm": 0.05},
     "release": {"nonfinite": "skip"},
     "host": {"clip_norm": 0.05},
 }
 
 
+def fused(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+
+
 def made(model: nn.Module, store: str, sizes: list[int], **options: Any) -> wb.WholeBatch:
     options = {**STORES[store], "units": lambda m: len(m["y"]), **options}
-    train = traced(model, adamw(model), **grouped({"gradients": store, **options}))
+    optimizer = fused(model) if store == "release" else adamw(model)
+    train = traced(model, optimizer, **grouped({"gradients": store, **options}))
     train._fitting.split = lambda batch: pieces(batch, sizes)  # type: ignore[method-assign]
     return train
 
@@ -34,7 +39,9 @@ def test_update_of_the_undivided_batch(
 ) -> None:
     monkeypatch.setattr("wholebatch.offload.parameter_buckets._SMALLEST_BUCKET", 700)
     model = mlp()
-    whole = Whole(model, adamw, clip_norm=STORES[store].get("clip_norm"))
+    whole = Whole(
+        model, fused if store == "release" else adamw, clip_norm=STORES[store].get("clip_norm")
+    )
     train = made(model, store, sizes)
     modes: set[str] = set()
     for _ in range(4):
@@ -48,7 +55,7 @@ def test_update_of_the_undivided_batch(
 
 def test_released_gradients_of_an_only_micro_batch_have_no_buffers() -> None:
     model = mlp()
-    whole, train = Whole(model, adamw), made(model, "release", [10])
+    whole, train = Whole(model, fused), made(model, "release", [10])
     for _ in range(3):
         whole.step(samples(10))
         train.step(samples(10))
