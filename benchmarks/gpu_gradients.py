@@ -56,6 +56,7 @@ class Row:
     windows: int = 2
     beside: str = ""
     """The row that it is compared with."""
+    execute: str = "eager"
 
 
 def rows(large: int) -> dict[str, Row]:
@@ -74,6 +75,18 @@ def rows(large: int) -> dict[str, Row]:
         "autocast-host-large": Row("host", large, FP32, beside="autocast-plain-large", windows=3),
         "plain-once": Row("device", few, FP32, samples=few, windows=4),
         "release-once": Row("release", few, FP32, samples=few, beside="plain-once", windows=4),
+        **{
+            f"graph-{gradients}{'-long' if samples else ''}": Row(
+                {"plain": "device"}.get(gradients, gradients),
+                4,
+                FP32,
+                samples=samples,
+                beside="" if gradients == "plain" else f"graph-plain{'-long' if samples else ''}",
+                execute="graph",
+            )
+            for samples in (0, 256)
+            for gradients in ("plain", "swap", "release", "host")
+        },
         "host-step": Row("host", large, BF16, optimizer_on="host", beside="plain-large", windows=2),
     }
 
@@ -88,6 +101,10 @@ AIMS: dict[str, list[tuple[str, str, float]]] = {
         ("allocated_saved_of_gradients", "gradient bytes saved on the device", 0.90),
         ("times_plain", "the plain window in the same execution mode", 1.2),
     ],
+    **{
+        f"graph-{gradients}-long": [("times_plain", "the plain window in graphs", 1.03)]
+        for gradients in ("swap", "release")
+    },
     "swap-1": [("allocated_saved_of_gradients", "gradient bytes saved on the device", 0.95)],
 }
 """What a row must show: a share that is to be at least so large, or a time at most so long."""
@@ -232,11 +249,13 @@ def measured(case_name: str, row: Row, until: float) -> dict[str, Any]:
         loss=summed,
         units=lambda micro: micro["y"].numel(),
         precision="full" if row.parameters == BF16 else "bf16",
-        execute="eager",
+        execute=row.execute,
         **grouped({"micro_batch": min(row.micro, samples), **options}),
     )
     began = time.perf_counter()
     losses = [train.step(batch, after_micro=in_time).loss]
+    if row.execute == "graph":  # release prepares in its second window
+        losses.append(train.step(batch, after_micro=in_time).loss)
     synchronize()
     first = time.perf_counter() - began
     if HAS_CUDA:
@@ -267,6 +286,7 @@ def measured(case_name: str, row: Row, until: float) -> dict[str, Any]:
         "gradient_gib": 4 * parameters / GIB,
         "numbers": parameters,
         "micro_batches": -(-samples // min(row.micro, samples)),
+        "mode": train._runner.executor.mode,
         "recoveries": train.recoveries,
         "bytes_out": out,
         "host_gib": getattr(train._window.store, "host_bytes", 0) / GIB,

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import wholebatch as wb
 from tests.execute.nets import mode_of, traced
 from tests.support import EXACT, distance, sgd
+from wholebatch.compile.fused_weight_grad import Adding
 from wholebatch.core import sliced_cross_entropy
 
 VOCABULARY = 13
@@ -141,7 +142,33 @@ def test_pairs_of_inputs_and_shifted_targets() -> None:
 
 
 @pytest.mark.usefixtures("small_slices")
-def test_slices_within_the_traced_micro_step() -> None:
+@pytest.mark.parametrize("anywhere", [False, True])
+@pytest.mark.parametrize("micro_batch", [3, 4])
+def test_slices_in_eager_windows(
+    anywhere: bool, micro_batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the product adds the weight's gradient to `.grad`."""
+    monkeypatch.setattr(Adding, "anywhere", anywhere)
+    ours, whole = Model(bias=True).double(), Model(bias=True).double()
+    train = wb.WholeBatch(
+        ours, sgd(ours), loss=wb.causal_lm, micro_batch=micro_batch, execute="eager"
+    )
+    optimizer = sgd(whole)
+    for _ in range(2):
+        train.step(batch(8, 400))
+        loss = wb.causal_lm(Plain(whole), batch(8, 400))
+        (loss.total / loss.units).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert distance(ours.parameters(), whole.parameters()) <= EXACT
+    added = train._runner.executor._eager.added
+    assert added > 2 * 9 if anywhere else added == 0  # nine slices at least after the first
+
+
+@pytest.mark.usefixtures("small_slices")
+@pytest.mark.parametrize("joins", [False, True])
+def test_slices_within_the_traced_micro_step(joins: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sliced_cross_entropy, "joins_graph", lambda _: joins)
     models = [Model(bias=True).double(), Model(bias=True).double()]
     graph = traced(models[0], loss=wb.causal_lm)
     eager = wb.WholeBatch(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from tests.execute.nets import Micro, loss, run_rewritten
 from tests.support import distance
 from wholebatch.compile.cross_entropy import can_fuse_entropy
 from wholebatch.compile.graph_rewrite import Fusions
+from wholebatch.core import sliced_cross_entropy
 from wholebatch.core.precision import choose
 
 
@@ -103,6 +105,38 @@ def test_what_it_cannot_be_stays_as_it_is(loss: Callable[[Any, Any], wb.Loss]) -
     assert fused[0] == 0
     for one, other in zip([*plain[1], *plain[2]], [*fused[1], *fused[2]], strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("precision", ["full", "bf16"])
+def test_each_slice_of_a_loss_is_done_before_the_next(
+    precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sliced_cross_entropy, "joins_graph", lambda _: True)
+    monkeypatch.setattr(sliced_cross_entropy, "rows_at_once", lambda _: 9)
+
+    def in_slices(model: Any, micro: Micro) -> wb.Loss:
+        labels, hidden = micro["y"].flatten(), torch.tanh(model.embed(micro["x"])).flatten(0, 1)
+        total = sliced_cross_entropy.sliced_cross_entropy(hidden, model.read, labels)
+        return wb.Loss(total, (labels != -100).sum())
+
+    chosen = choose(precision, "cpu")
+    plain = _run(Reader(), loss, chosen, fuses=False)
+    fusions = Fusions(entropy=True, products_in_full=True)
+    rewritten, outputs, added = run_rewritten(Reader(), in_slices, chosen, fusions)
+    assert distance([outputs[0]], [plain[1][0]]) <= 1e-6
+    assert distance(added, plain[2]) <= (1e-6 if precision == "full" else 4e-3)
+    places = {node: place for place, node in enumerate(rewritten.graph.graph.nodes)}
+    losses = [node for node in places if "cross_entropy_" in str(node.target)]
+    assert len(losses) == rewritten.fused_losses > 2
+    for one, following in itertools.pairwise(losses):
+        made = {one.args[0]}
+        for node in places:  # the gradient, and what is made of it
+            if places[node] > places[one] and not made.isdisjoint(node.all_input_nodes):
+                if "cat" in str(node.target):
+                    continue
+                assert places[node] < places[following.args[0].args[0]], node
+                made.add(node)
+        assert len(made) > 4
 
 
 def test_no_cpu_has_the_kernel() -> None:

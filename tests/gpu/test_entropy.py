@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from unittest import mock
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
+import wholebatch as wb
 from wholebatch.compile.cross_entropy import _operation, can_fuse_entropy
+from wholebatch.core import sliced_cross_entropy
 
 DEVICE = torch.device("cuda")
 
@@ -63,3 +68,60 @@ def test_labels_that_are_a_column_of_a_wider_tensor() -> None:
     found = _operation()(logits, labels, torch.ones((), device=DEVICE), -100)
     assert _distance(found, rows) <= 1e-6
     assert _distance(logits, gradient) <= 1e-6
+
+
+def test_a_loss_in_slices_adds_its_gradients_by_products_eager_and_recorded() -> None:
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, 5000, (4, 1025), generator=generator)
+
+    def trained(execute: str, dtype: torch.dtype) -> tuple[Model, wb.WholeBatch]:
+        torch.manual_seed(0)
+        model = Model().to(DEVICE, dtype)
+        precision = "bf16" if dtype is torch.float32 else "full"
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        train = wb.WholeBatch(
+            model,
+            optimizer,
+            loss=wb.causal_lm,
+            micro_batch=2,
+            precision=precision,
+            execute=execute,  # type: ignore[arg-type]
+        )
+        for _ in range(3):
+            train.step({"input_ids": tokens})
+        train.gradient({"input_ids": tokens})
+        return model, train
+
+    with mock.patch.object(sliced_cross_entropy, "rows_at_once", return_value=384):
+        exact, _ = trained("eager", torch.float64)
+        eager, train = trained("eager", torch.float32)
+        assert train._runner.executor._eager.added > 5
+        recorded, train = trained("graph", torch.float32)
+    [step] = train._runner.executor._steps.values()
+    assert step.captured
+    assert step.joint.fused[0] >= 2 * 1024 // 384  # every slice's product adds itself
+    for model in (eager, recorded):
+        for ours, right in zip(model.parameters(), exact.parameters(), strict=True):
+            assert ours.grad is not None
+            assert right.grad is not None
+            assert _distance(ours.grad, right.grad) <= 1e-2
+
+
+class Body(nn.Embedding):
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return super().forward(input_ids)
+
+
+class Model(nn.Module):
+    """Shaped like a language model of Hugging Face."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base_model = Body(5000, 256)
+        self.head = nn.Linear(256, 5000, bias=False)
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+    def forward(self, input_ids: Tensor) -> SimpleNamespace:
+        return SimpleNamespace(logits=self.head(self.base_model(input_ids)))

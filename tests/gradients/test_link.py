@@ -86,6 +86,18 @@ def test_sums_that_stay_are_complete_where_they_stay() -> None:
         torch.testing.assert_close(norm, torch.linalg.vector_norm(wanted[index].double()))
 
 
+@pytest.mark.usefixtures("streams")
+def test_a_graph_adds_to_the_sums_or_drops_them() -> None:
+    link = CudaTransfer(torch.device("cpu"), 0)
+    total, drop = torch.full((25,), float("nan")), torch.tensor(True)
+    for number in range(1, 4):
+        with link.from_graph(drop):
+            link.put(torch.ones(25), total, first=False)
+        assert torch.equal(total, torch.full((25,), float(number)))
+        drop.fill_(False)
+    assert all(slot.left is None for slot in link._slots)  # no event outlives a capture
+
+
 def test_the_ring_is_a_small_share_of_the_sums() -> None:
     assert ring_bytes(2**30) <= 2**30 * 0.032
     assert ring_bytes(2**40) == 128 * 2**20

@@ -20,6 +20,16 @@ from wholebatch.compile.fusion import PRODUCTS, VIEWS, computes_rightly, same_sh
 
 aten = torch.ops.aten
 _SUM, _MEAN = 2, 1
+_VIEWS = (*VIEWS, aten.t.default)
+_FOLLOWERS = (
+    *_VIEWS,
+    aten._to_copy.default,
+    aten.mm.default,
+    aten.sum.dim_IntList,
+    aten.addmm_.default,
+    aten.add_.Tensor,
+)
+"""Operations on the gradient of logits that come with it: the gradients of the last layer."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -62,6 +72,17 @@ def _by_operations(logits: Tensor, labels: Tensor, seed: Tensor, ignored: int) -
 def can_fuse_entropy(device: torch.device) -> bool:
     """True if this device has the kernel and it computes correctly."""
     return computes_rightly(device, _operation, _agrees)
+
+
+def entropy_in_place(logits: Tensor, labels: Tensor, seed: Tensor) -> Tensor | None:
+    """Return the losses of the rows, and overwrite the logits with their gradient times the seed.
+
+    Return None if this device has no kernel for it. The label -100 is ignored.
+    """
+    if logits.dtype not in _DTYPES or not can_fuse_entropy(logits.device):
+        return None
+    losses: Tensor = _operation()(logits, labels, seed, -100)
+    return losses
 
 
 def _agrees(run: Callable[..., Any], device: torch.device) -> bool:
@@ -240,6 +261,34 @@ def _replace(graph: fx.Graph, loss: _Loss, results: list[Any]) -> None:
             user.replace_all_uses_with(total)
             results[:] = [total if result is user else result for result in results]
     loss.gradient.replace_all_uses_with(gradient)
+
+
+def bring_products_forward(graph: fx.Graph, add_product: Any) -> None:
+    """Move what only the gradient of a loss's logits waits for up to that loss.
+
+    A loss in slices has several. With its products at its side, the logits of a slice are freed
+    before those of the next one are made.
+    """
+    for loss in graph.find_nodes(op="call_function", target=_operation()):
+        known, nodes = set[fx.Node](), iter(graph.nodes)
+        for node in nodes:
+            known.add(node)
+            if node is loss:
+                break
+        made = {loss.args[0]}
+        last = loss
+        for node in list(nodes):
+            if made.isdisjoint(node.all_input_nodes):
+                continue
+            if node.target not in (add_product, *_FOLLOWERS):
+                continue
+            late = [one for one in node.all_input_nodes if one not in known]  # a view of a weight
+            if all(one.target in _VIEWS and known.issuperset(one.all_input_nodes) for one in late):
+                for one in (*late, node):
+                    last.append(one)
+                    last = one
+                    known.add(one)
+                made.add(node)
 
 
 def _size(graph: fx.Graph, node: fx.Node, dim: int) -> fx.Node:

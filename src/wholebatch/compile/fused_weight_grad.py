@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn import functional
 
+from wholebatch.compile.cross_entropy import entropy_in_place
 from wholebatch.core.loss import Loss, Terms
 from wholebatch.core.precision import SIXTEEN_BIT, Precision
 
@@ -105,6 +106,7 @@ def _adds(device: torch.device, dtype: torch.dtype, sizes: tuple[int, int, int])
 class Adding:
     """`eager(micro, loss)` with weight gradients added directly into `.grad` where possible."""
 
+    entropy = staticmethod(entropy_in_place)
     anywhere = False
     """Set by tests: also use it on devices without an fp32-accumulating product."""
 
@@ -130,6 +132,7 @@ class Adding:
         self._device = device
         self._model = model
         self._layers: list[tuple[nn.Module, MethodType]] = []
+        self.copy_of = precision.copy_of
         self._own: set[int] = set()
         self._adds = False  # True while the window's own backward runs.
         self._stream: Any = None
@@ -199,16 +202,17 @@ class Adding:
         ours: Callable[..., Tensor | None] = _FORWARDS[type(module).forward]
 
         def forward(layer: Any, x: Tensor) -> Tensor:
-            if not torch.compiler.is_compiling() and self._may_add(layer, x):
+            if not torch.compiler.is_compiling() and self.may_add(layer, x):
                 result = ours(self, layer, x)
                 if result is not None:
                     return result
             plain: Tensor = type(layer).forward(layer, x)
             return plain
 
+        vars(forward)["adding"] = self  # `sliced_cross_entropy` uses the layer without calling it
         return forward
 
-    def _may_add(self, layer: Any, x: Tensor) -> bool:
+    def may_add(self, layer: Any, x: Tensor) -> bool:
         """True if no hook, mode or transform observes this call."""
         weight = layer._parameters.get("weight")
         return (
@@ -237,6 +241,13 @@ class Adding:
         return buffer is None or (
             type(buffer) is Tensor and not buffer.is_sparse and buffer.is_contiguous()
         )
+
+    def add(self, weight: Tensor, left: Tensor, right: Tensor) -> bool:
+        """Add `left @ right` to the weight's `.grad`; return False if autograd should add it."""
+        if not self.adds_to(weight) or not _add_product(weight, left, right):
+            return False
+        self.added += 1
+        return True
 
     # ----------------------------------------------------------------- layers
 
@@ -310,10 +321,8 @@ class _Linear(torch.autograd.Function):
         dw = db = None
         if wants_weight:
             left, right = rows.t(), x.reshape(-1, x.shape[-1])
-            if not ctx.adding.adds_to(weight) or not _add_product(weight, left, right):
+            if not ctx.adding.add(weight, left, right):
                 dw = _product(left, right, weight.dtype)
-            else:
-                ctx.adding.added += 1
         if wants_bias:
             db = rows.sum(0, dtype=ctx.bias_dtype)
         return dx, dw, db, None, None, None

@@ -7,7 +7,7 @@ clears `.grad`, and become `.grad` again at the first micro-step of the next win
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -114,6 +114,8 @@ class Gradients:
         self._entered: tuple[int, ...] = ()
         self.lends = False
         """True if eager code adds into the buffers too."""
+        self.leaves = False
+        """True if a graph hands gradients over to a store, in place of adding them to buffers."""
         self._lent: dict[int, int] = {}  # The version of each buffer that eager code may add into.
 
     def of(self, used: Sequence[int]) -> list[Tensor]:
@@ -123,6 +125,16 @@ class Gradients:
         made = in_one_piece(like, [buffer_dtype(parameter) for parameter in like])
         self._buffers.update(zip(wanted, made, strict=True))
         return [self._buffers[index] for index in used]
+
+    inputs = of
+    """Return the inputs of a graph that stand for these buffers."""
+
+    def around(self, graph: object) -> AbstractContextManager[None]:
+        """Return the context of one run of a graph."""
+        return nullcontext()
+
+    within = around
+    """Return the context in which a graph runs, or is captured."""
 
     def are_in_place(self, used: tuple[int, ...]) -> bool:
         """True if the buffers are these parameters' `.grad` now."""
@@ -150,6 +162,10 @@ class Gradients:
             if parameter.grad is buffer and buffer._version == version:
                 parameter.grad = None
         self._lent.clear()
+
+    def zero(self, used: Sequence[int]) -> None:
+        """Set these buffers to zero."""
+        torch._foreach_zero_(self.of(used))
 
     def set_aside(self, used: Sequence[int]) -> list[Tensor | None]:
         """Return copies of these parameters' `.grad` in host memory."""

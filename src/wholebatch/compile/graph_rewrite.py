@@ -22,13 +22,14 @@ from torch import Tensor, fx
 
 from wholebatch.compile import fused_weight_grad as fused
 from wholebatch.compile.biased_attention import fuse_attention
-from wholebatch.compile.cross_entropy import fuse_entropy
+from wholebatch.compile.cross_entropy import bring_products_forward, fuse_entropy
 from wholebatch.compile.fusion import base_of, cast_to, fixed, is_cheap, same_shape, written_by
 from wholebatch.compile.gelu import fuse_gelu, simplify_gelu
 from wholebatch.compile.layer_norm import fuse_norms
 from wholebatch.compile.shared_input import SharedInputs, Weight
 from wholebatch.compile.trace import Traced
 from wholebatch.core.precision import SIXTEEN_BIT
+from wholebatch.offload.graph_sums import leave
 
 aten = torch.ops.aten
 _NEAR = 32
@@ -56,6 +57,8 @@ class Fusions:
     """Use kernels of our own for attention with a learnt bias (CUDA only)."""
     shared_inputs: bool = False
     """Compute products of one input with several weights as one; pays with `products`."""
+    leaves: bool = False
+    """Hand gradients over to the host's sums, in place of adding them into buffers."""
     gelu: bool = False
     """Compute 16-bit GELUs with one exponential; pays if kernels are fused."""
 
@@ -122,6 +125,8 @@ def rewrite(
         adder.add(buffer, gradient, dtype)
     graph.output(tuple(results[:kept]))
     graph.eliminate_dead_code()
+    if losses > 1:
+        bring_products_forward(graph, fused.add_product())
     _merge_equal(graph, inputs[:trained])
     weights = _weights(casts, inputs[:trained], traced, buffers)
     shared = SharedInputs(graph, weights, casts.values())
@@ -242,6 +247,10 @@ class _Adder:
         self.embeddings = 0
 
     def add(self, buffer: fx.Node, gradient: fx.Node, dtype: torch.dtype) -> None:
+        if self._options.leaves:
+            with self._graph.inserting_after(gradient):
+                self._graph.call_function(leave(), (buffer, gradient))
+            return
         for part, parent in list(_summands(gradient, None, dtype)):
             if not (self._product(buffer, part, parent, dtype) or self._rows(buffer, part)):
                 with self._graph.inserting_after(part):
@@ -324,7 +333,7 @@ def _summands(
         and all(
             isinstance(part, fx.Node)
             and _used_only_by(part, gradient)
-            and part.meta["val"].dtype is dtype
+            and part.meta["val"].dtype in (dtype, *SIXTEEN_BIT)
             and same_shape(part.meta["val"].shape, gradient.meta["val"].shape)
             for part in parts
         )

@@ -95,11 +95,13 @@ class JointStep:
         """The number of runs, replays included; the trial run counts."""
         self.hold(state)
         device = self._trained[0].device
-        buffers = gradients.of(self.used)
         fusions = self._possible_fusions(device, {node.target for node in traced.graph.graph.nodes})
-        rewritten, self._tail = _rewritten(traced, len(self._trained), buffers, casts, fusions)
+        if gradients.leaves:
+            fusions = replace(fusions, leaves=True, shared_inputs=False)
+        rewritten, self._tail = _rewritten(traced, len(self._trained), gradients, casts, fusions)
         self.fused = (rewritten.fused_products, rewritten.fused_embeddings)
         self.operations = sum(node.op == "call_function" for node in rewritten.graph.graph.nodes)
+        self._gradients = gradients
         self._run: Callable[..., Any] = rewritten.graph
         arguments: list[Any]
         if self.sizes is None:
@@ -165,7 +167,7 @@ class JointStep:
         self._others = list(state.others.values())
 
     def __call__(self, tensors: Sequence[Tensor], seeds: Sequence[Tensor]) -> Results:
-        with torch.no_grad():
+        with torch.no_grad(), self._gradients.within(self):
             results = list(self._run(*self._arguments(tensors, seeds)))
         return results[: len(self.form.names)], results[len(self.form.names) :]
 
@@ -180,15 +182,16 @@ class JointStep:
 
 
 def _rewritten(
-    traced: Traced, trained: int, buffers: Sequence[Tensor], casts: Casts, fusions: Fusions
+    traced: Traced, trained: int, gradients: Gradients, casts: Casts, fusions: Fusions
 ) -> tuple[Rewritten, list[Tensor]]:
     """Return the rewritten graph, and its inputs behind the seeds."""
-    rewritten = rewrite(traced, trained, [buffer.dtype for buffer in buffers], fusions)
-    tail = [*casts.of(rewritten.casts), *buffers]
+    dtypes = [buffer.dtype for buffer in gradients.of(traced.used)]
+    rewritten = rewrite(traced, trained, dtypes, fusions)
+    tail = [*casts.of(rewritten.casts), *gradients.inputs(traced.used)]
     joined = [as_one([tail[place] for place in places]) for places in rewritten.joined]
     found = [one for one in joined if one is not None]
     if len(found) < len(joined):  # Another graph had some of them put elsewhere before.
-        return _rewritten(traced, trained, buffers, casts, replace(fusions, shared_inputs=False))
+        return _rewritten(traced, trained, gradients, casts, replace(fusions, shared_inputs=False))
     return rewritten, [*tail, *found]
 
 

@@ -134,7 +134,7 @@ class Executor:
         if not self._plan.eager:
             try:
                 self._reserve()
-                added = self._graph_step(micro)
+                added = self._graph_step(micro, last=reduces)
                 if added is not None:
                     return added
             except CannotTrace as reason:
@@ -174,6 +174,9 @@ class Executor:
             return
         if self._window.updates or self._gradients.parameters:
             return
+        store = self._window.store
+        if not (store.in_grad or store.takes_buffers):  # Gradients may never be on the device.
+            return
         empty_cache(self._device)  # The buffers must not fill gaps left by earlier work either.
         take_workspace(self._device)
         self._parameters = self._window.target.trained()
@@ -192,9 +195,10 @@ class Executor:
 
     def _make_buffers(self, state: State) -> None:
         parameters = list(state.trained.values())
-        self._gradients, self._casts = Gradients(parameters), Casts(parameters)
+        self._gradients = self._window.store.for_graphs(parameters) or Gradients(parameters)
+        self._casts = Casts(parameters)
 
-    def _graph_step(self, micro: Any) -> Added | None:
+    def _graph_step(self, micro: Any, *, last: bool) -> Added | None:
         """Run this micro-batch in a graph if possible; return None if eager code must run it."""
         inputs = take_apart(micro)
         if not self._window.open_early():
@@ -202,6 +206,9 @@ class Executor:
         self._look_at_the_window()
         self._plan.micro_batches += 1
         prepared = self._steps.get(inputs.key)
+        steps = last and self._window.store.steps_in_backward
+        if steps and (prepared is None or not self._window.now.owners):
+            return None  # Eager code frees the gradients of an only micro-batch as they are made.
         if prepared is None:
             self._start_compiler()
             self._seen[inputs.key] = self._seen.get(inputs.key, 0) + 1
@@ -219,13 +226,13 @@ class Executor:
             at_once = self._plan.compiles_at_once(self._compiled(), shared=self._shapes.serve)
             return self._prepare(inputs, micro, compiled=at_once or self._shapes.ready(inputs))
         joint = prepared.joint
-        if not joint.compiled and self._upgrades(inputs, joint):
+        if not joint.compiled and not steps and self._upgrades(inputs, joint):
             return self._prepare(inputs, micro, compiled=True)
         if not self._gradients.are_in_place(joint.used):
             self._gradients.put_in_place(joint.used)
         self.mode = prepared.mode
         joint.runs += 1
-        with self.speed.timed(self.mode):
+        with self.speed.timed(self.mode), self._gradients.around(joint):
             results = prepared.run(inputs.tensors, self._seeds(prepared.form))
         added = prepared.form.read(*results)
         self._window.current.record(added.totals, added.units, added.weights)
@@ -499,14 +506,14 @@ class Executor:
     def _proven(self, joint: JointStep, done: EagerResult) -> Prepared:
         """Run the graph from the same state as eager code, and capture it if the results agree."""
         # The trial run writes into the buffers: save the window's gradients first.
-        buffers, inputs = self._gradients.of(joint.used), done.inputs
+        inputs = done.inputs
         held = self._gradients.set_aside(joint.used)
         self._casts.refresh()
         seeds = self._seeds(done.form)
 
         def run() -> list[Tensor]:
             done.before.restore()
-            torch._foreach_zero_(buffers)
+            self._gradients.zero(joint.used)
             totals, rest = joint(inputs.tensors, seeds)
             return [*totals, *_fractions(done.form.read(totals, rest))]
 
@@ -523,6 +530,7 @@ class Executor:
                 check.hold_against(found, done.results, "loss")
                 wanted = done.gradients(joint.used, held)
                 if wanted is not None:
+                    buffers = self._gradients.of(joint.used)
                     check.hold_against(buffers, wanted, "gradient", truth=in_full)
             step = self._captured(joint, inputs, seeds) if self._plan.captures else joint
         finally:

@@ -57,6 +57,12 @@ class Store(ABC):
     only_eager: str | None = None
     """The reason why no compiled graph may run a micro-step; None if one may."""
 
+    takes_buffers: bool = False
+    """True if eager code may add into the gradient buffers of graphs from the start."""
+
+    steps_in_backward: bool = False
+    """True if eager code steps on parameters in the window's last backward, and frees gradients."""
+
     counts_first: bool = False
     """True if the units of a window must be known before its first backward."""
 
@@ -147,6 +153,10 @@ class Store(ABC):
     def backward_made(self) -> None:
         """Take note that a backward is over."""
         return
+
+    def for_graphs(self, parameters: Sequence[nn.Parameter]) -> Any | None:
+        """Return the place where graphs add gradients; None if that is buffers in `.grad`."""
+        return None
 
     # Close
 
@@ -369,6 +379,7 @@ class DeviceStore(Store):
     """Autograd adds into `.grad`; the close and the optimizer read it there."""
 
     steps_on_all = True
+    takes_buffers = True
     lends = False
     """Gradients that are left to the user may be written again by the next window."""
     opened: Callable[[], None] | None = None

@@ -429,7 +429,7 @@ class Window:
         requires sparse gradients: in a buffer they would become dense.
         """
         sparse = any(isinstance(one, torch.optim.SparseAdam) for one in self.target.optimizers)
-        return self.sync.ranks == 1 and type(self.store) is DeviceStore and not sparse
+        return self.sync.ranks == 1 and self.store.takes_buffers and not sparse
 
     # -------------------------------------------------------------------- add
 

@@ -173,6 +173,7 @@ class HostGradients(DeviceStore):
     """
 
     lends = True
+    takes_buffers = False
     sync: HostEngine
 
     def __init__(self, *given: Any) -> None:

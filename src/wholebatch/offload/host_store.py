@@ -27,6 +27,7 @@ from wholebatch.core.gradient_store import Store
 from wholebatch.core.optimizer_step import stepping
 from wholebatch.distributed import Sync
 from wholebatch.errors import UnsupportedError
+from wholebatch.offload.graph_sums import GraphSums
 from wholebatch.offload.parameter_buckets import (
     Bucket,
     HostSums,
@@ -62,7 +63,6 @@ class HostStore(Store):
 
     option = 'gradients="host"'
     in_grad = False
-    only_eager = 'with gradients="host" they leave by hooks that only eager code calls'
 
     def __init__(
         self, target: Target, options: CloseOptions, sync: Sync, *, steps_on_host: bool = False
@@ -143,11 +143,25 @@ class HostStore(Store):
         for transfer in self._transfers.values():
             transfer.backward_made()
 
-    def _drain(self) -> HostSums:
+    # Graphs
+
+    def for_graphs(self, parameters: Sequence[nn.Parameter]) -> GraphSums:
+        return GraphSums(self, parameters, self._transfers[parameters[0].device])
+
+    @property
+    def sums(self) -> HostSums:
+        """The sums, which gradients may still be on their way to."""
+        return self._sums
+
+    def take_norms(self, norms: dict[int, list[Tensor]]) -> None:
+        """Take the norms of all sums after a graph has added to them."""
+        self._norms = norms
+
+    def drained(self) -> HostSums:
         """Return the sums, once every gradient that was handed over is in them."""
         for transfer in self._transfers.values():
             transfer.drain()
-        return self._sums
+        return self.sums
 
     def _sum(self, parameter: nn.Parameter) -> Tensor | None:
         """Return the sum in the parameter's shape, wherever it is; None if there is none."""
@@ -160,7 +174,7 @@ class HostStore(Store):
         return {id(p) for p in self.parameters} - self._sums.filled
 
     def close(self, window: OpenWindow, normalise: float, hooks: DeferredHooks) -> Closed:
-        sums = self._drain()
+        sums = self.drained()
         if self.sync.ranks > 1:
             self._reduce(sums)
         if self.sync.ranks > 1 or hooks.taken:
@@ -218,7 +232,7 @@ class HostStore(Store):
             parameter.grad_dtype = found
 
     def step(self, remaining: float) -> None:
-        sums = self._drain()
+        sums = self.drained()
         rounds = self.target.sixteen_bit.rounds
         way = (
             _ParametersToHost(rounds)
@@ -242,12 +256,12 @@ class HostStore(Store):
     # State
 
     def saved(self) -> list[Tensor | None]:
-        self._drain()
+        self.drained()
         held = [self._sum(parameter) for parameter in self.parameters]
         return [None if one is None else one.to("cpu", copy=True) for one in held]
 
     def load(self, saved: Any) -> None:
-        sums = self._drain()
+        sums = self.drained()
         for parameter, gradient in zip(self.parameters, saved, strict=True):
             if gradient is not None:
                 in_shape_of(parameter, sums.flat(parameter)).copy_(gradient)

@@ -12,6 +12,7 @@ a loss is not finite, that backward does not run at all.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -62,7 +63,8 @@ class ReleaseStore(DeviceStore):
     option = 'gradients="release"'
     steps_on_all = False
     in_grad = False  # the window's last backward must not reduce them: this does
-    only_eager = 'with gradients="release" the update is made by hooks that only eager code calls'
+    takes_buffers = False
+    steps_in_backward = True
     counts_first = True
     counts_changes = False  # the update is made in backwards
 
@@ -92,7 +94,8 @@ class ReleaseStore(DeviceStore):
         self._user_hooks = {
             id(p): p._backward_hooks for p in parameters if p._backward_hooks is not None
         }
-        self._buckets = _layout(self.target.optimizers, parameters)
+        most = bucket_bytes(parameters, BUCKET_BYTES["release"])
+        self._buckets = _layout(self.target.optimizers, parameters, most)
         self._bucket_of = {id(p): bucket for bucket in self._buckets for p in bucket.parameters}
         self.hook(self._made)
 
@@ -133,9 +136,12 @@ class ReleaseStore(DeviceStore):
             self._finish()
 
     def reduce_now(self) -> None:
-        """Step on all buckets, if no backward was the last."""
+        """Step on all buckets, if no backward was the last, or a graph has run in its place."""
         if self._refused is None:
             self._look()
+            if self.sync.ranks == 1 and all(map(_is_fused, self.target.optimizers)):
+                # All gradients are there, and a fused step makes no copies: step on all at once.
+                self._buckets = _layout(self.target.optimizers, self.parameters, sys.maxsize)
         if not self._refused:
             self._finish()
 
@@ -169,11 +175,7 @@ class ReleaseStore(DeviceStore):
         self, optimizer: torch.optim.Optimizer, ready: list[nn.Parameter], bad: Tensor
     ) -> None:
         self._bad.append(bad)
-        fused = (
-            getattr(optimizer, "_step_supports_amp_scaling", False)
-            and is_torchs(optimizer)
-            and all(group.get("fused") for group in optimizer.param_groups)
-        )
+        fused = _is_fused(optimizer)
         if not fused and bool(bad):
             return  # leave them as they are; a fused step finds that out on the device
         for parameter in ready:
@@ -275,10 +277,19 @@ def check_release(target: Target, options: CloseOptions, *, counts_units: bool) 
         )
 
 
+def _is_fused(optimizer: torch.optim.Optimizer) -> bool:
+    """True if a step leaves everything as it was where `found_inf` says so, on the device."""
+    return (
+        getattr(optimizer, "_step_supports_amp_scaling", False)
+        and is_torchs(optimizer)
+        and all(group.get("fused") for group in optimizer.param_groups)
+    )
+
+
 def _layout(
-    optimizers: Sequence[torch.optim.Optimizer], parameters: Sequence[nn.Parameter]
+    optimizers: Sequence[torch.optim.Optimizer], parameters: Sequence[nn.Parameter], most: int
 ) -> list[_SteppedTogether]:
-    """Put parameters into buckets, the last ones first, as backward reaches them."""
+    """Put parameters into buckets of at most so many bytes, in the order of a backward."""
     owners = {
         id(p): optimizer
         for optimizer in optimizers
@@ -287,7 +298,7 @@ def _layout(
     }
     buckets = in_buckets(
         reversed(parameters),
-        bucket_bytes(parameters, BUCKET_BYTES["release"]),
+        most,
         lambda p: (id(owners[id(p)]), p.dtype, p.device),
     )
     return [_SteppedTogether(owners[id(some[0])], some, len(some)) for some in buckets]

@@ -1,22 +1,22 @@
-"""Gradients take the place of Adam's moments, which wait on the host while a window is open.
+"""Adam's moments wait on the host, and come to the device for the step alone.
 
-A plain window needs the gradients from the first backward to the step, and the optimizer's state in
-the step alone, so both can use the same memory of the device. When a window opens, the first moment
-of every parameter goes to the host, and the gradients add up where it was. At the close the moments
-come back bucket by bucket, the optimizer steps, and the new moments take their place again. The
-same gradients reach the same step as in the plain window, so if autograd adds in both, as on a CPU,
-the update has the same bits. Each moment travels once out and once back in a window, however many
-micro-batches it has.
+A window needs the gradients from the first backward to the step, and the optimizer's state in the
+step alone. So the first moment of every parameter lives in pinned host memory, and the gradients
+take its place on the device. At the close the moments come bucket by bucket, the optimizer steps,
+and the new moments go back, while the next bucket comes: the link works in both directions at once.
+The gradients are in `.grad`, and the same step sees them as in the plain window, so every way of
+running a micro-step works, and the update has the bits of the plain window. Each moment travels
+once in and once out for each window, however many micro-batches it has.
 
-The sums of 16-bit parameters are float32, as large as both moments together: there both moments
-leave, and lie side by side to make room.
+The sums of 16-bit parameters are float32, as large as both moments together: there both wait.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -24,9 +24,8 @@ from torch import Tensor, nn
 from wholebatch.core.close import Closed, CloseOptions, DeferredHooks
 from wholebatch.core.gradient_store import DeviceStore
 from wholebatch.core.optimizer_step import stepping
-from wholebatch.core.precision import round_gradient
+from wholebatch.core.precision import SIXTEEN_BIT, round_gradient
 from wholebatch.distributed import Sync
-from wholebatch.errors import UnsupportedError
 from wholebatch.offload.adam_accumulation import adam_state_of, check_adam
 from wholebatch.offload.parameter_buckets import (
     Bucket,
@@ -43,33 +42,21 @@ if TYPE_CHECKING:
     from wholebatch.core.model_and_optimizer import Target
     from wholebatch.core.window import OpenWindow
 
-
-@dataclass(eq=False, slots=True)
-class _Swapped:
-    """One parameter's moments: where they belong, where they wait, and the room that they leave."""
-
-    bucket: int
-    state: dict[str, Any]
-    moments: dict[str, Tensor]
-    host: Tensor
-    room: Tensor
-    taken: bool = False
+_AT_ONCE = 3
+"""Buckets on the device at once: one comes, one is stepped on, one leaves."""
 
 
 class SwapStore(DeviceStore):
-    """Gradients in `.grad`, which is memory of the optimizer's state; that is on the host."""
+    """Gradients in `.grad`; the moments that they replace are on the host."""
 
     option = 'gradients="swap"'
     steps_on_all = False
     in_grad = False  # the window's last backward would make a copy of all to reduce them
-    only_eager = 'with gradients="swap" they change places by hooks that only eager code calls'
 
     def __init__(self, target: Target, options: CloseOptions, sync: Sync) -> None:
         super().__init__(target, options, sync)
         self._sums = HostSums([])  # memory of the host for the moments, in buckets
-        self._swapped: dict[int, _Swapped] = {}
-        self._sides: dict[torch.device, torch.cuda.Stream] = {}
-        self._gone: dict[int, torch.cuda.Event] = {}  # by bucket: its moments are on the host
+        self._waiting: dict[int, dict[str, Tensor]] = {}  # moments on the host, by parameter
 
     @property
     def host_bytes(self) -> int:
@@ -79,69 +66,30 @@ class SwapStore(DeviceStore):
     # Open window
 
     def begin(self, window: OpenWindow) -> None:
-        super().begin(window)
         if not self._sums.is_for(window.inputs):
-            self._sums = HostSums([])  # first, so that two sets never exist at once
             self._sums = HostSums.of(window.inputs, self.target.optimizers)
-        self._send(self._sums)
-        self.hook(self._made)
+            self._waiting = {}
+        self._send_away(self._sums)
+        super().begin(window)
 
     @torch.no_grad()
-    def _send(self, sums: HostSums) -> None:
-        """Send the moments to the host, where the optimizer's state is from now on."""
+    def _send_away(self, sums: HostSums) -> None:
+        """Move moments that are not on the host there: new ones, or those of a checkpoint."""
         groups = {
             id(p): (optimizer, group)
             for optimizer in self.target.optimizers
             for group in optimizer.param_groups
             for p in group["params"]
         }
-        for number in reversed(range(len(sums.buckets))):  # the order in which backward needs room
-            bucket = sums.buckets[number]
-            for parameter in bucket.parameters:
-                state = adam_state_of(*groups[id(parameter)], parameter)
-                moments, room = _room(parameter, state)
-                self._swapped[id(parameter)] = _Swapped(
-                    number, state, moments, sums.flat(parameter), room
-                )
-            side = self._side(bucket.device)
-            with torch.cuda.stream(side):
-                for parameter in bucket.parameters:
-                    place = self._swapped[id(parameter)]
-                    place.host.copy_(flat_of(place.room, parameter), non_blocking=True)
-                    place.state.update(_moments_in(parameter, place.host, place.moments))
-                if side is not None:
-                    self._gone[number] = side.record_event()
-
-    def _side(self, device: torch.device) -> torch.cuda.Stream | None:
-        """Return a stream for transfers, which waits for all work of the device so far."""
-        if device.type != "cuda":
-            return None
-        if device not in self._sides:
-            self._sides[device] = torch.cuda.Stream(device)
-        self._sides[device].wait_stream(torch.cuda.current_stream(device))
-        return self._sides[device]
-
-    @torch.no_grad()
-    def _made(self, parameter: Tensor) -> None:
-        """Move a first gradient into its room, where later ones are added to it."""
-        gradient = parameter.grad
-        place = self._swapped[id(parameter)]
-        if gradient is None or place.taken:
-            return
-        if gradient.is_sparse:
-            raise UnsupportedError(
-                'a sparse gradient with gradients="swap"; use sparse=False, or gradients="device"'
-            )
-        self._take(place, parameter.device)
-        parameter.grad = place.room.copy_(gradient)
-        self.unhook(parameter)
-
-    def _take(self, place: _Swapped, device: torch.device) -> None:
-        """Let gradients use the room, once its moments are on the host."""
-        gone = self._gone.get(place.bucket)
-        if gone is not None:
-            torch.cuda.current_stream(device).wait_event(gone)
-        place.taken = True
+        for parameter in (p for bucket in sums.buckets for p in bucket.parameters):
+            state = adam_state_of(*groups[id(parameter)], parameter)
+            waiting = self._waiting.get(id(parameter))
+            if waiting is None:
+                waiting = _moments_of(parameter, sums.flat(parameter))
+                self._waiting[id(parameter)] = waiting
+            for name, place in waiting.items():
+                if state[name] is not place:
+                    state[name] = place.copy_(state[name])
 
     # Close
 
@@ -162,131 +110,140 @@ class SwapStore(DeviceStore):
                 continue
             for parameter in some:
                 if parameter.grad is None:  # another rank has one
-                    place = self._swapped[id(parameter)]
-                    self._take(place, parameter.device)
-                    parameter.grad = place.room.zero_()
+                    dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype
+                    parameter.grad = torch.zeros_like(parameter, dtype=dtype)
             rows = [flat_of(p.grad, p) for p in some if p.grad is not None]
-            for row, summed in zip(rows, sum_over_ranks(self.sync, rows), strict=True):
-                row.copy_(summed)
+            for parameter, summed in zip(some, sum_over_ranks(self.sync, rows), strict=True):
+                assert parameter.grad is not None
+                parameter.grad.copy_(in_shape_of(parameter, summed))
 
     def step(self, remaining: float) -> None:
-        for index, optimizer in enumerate(self.target.optimizers):
-            with in_parts(optimizer):
-                for parameters, back in self._returning(index):
-                    for parameter in parameters:
-                        if self.target.sixteen_bit.rounds(parameter):
-                            round_gradient(parameter)
-                    with stepping(optimizer, remaining), only(optimizer, parameters):
-                        optimizer.step()
-                    self._settle(parameters, back)
-                    del back  # before the next but one is sent
+        ways = {device: _Way(device) for device in {one.device for one in self._sums.buckets}}
+        try:
+            for index, optimizer in enumerate(self.target.optimizers):
+                with in_parts(optimizer):
+                    self._step(index, optimizer, remaining, ways)
+        finally:
+            for way in ways.values():
+                way.end()  # the optimizer's state may be read from here on
 
-    def _returning(self, optimizer: int) -> Iterator[tuple[list[nn.Parameter], list[Tensor]]]:
-        """Yield, bucket by bucket, the parameters with a gradient, and their moments on the device.
-
-        While the optimizer steps on one bucket, the next one travels.
-        """
+    def _step(
+        self,
+        index: int,
+        optimizer: torch.optim.Optimizer,
+        remaining: float,
+        ways: Mapping[torch.device, _Way],
+    ) -> None:
+        """Step on one bucket after the other, while the next one comes and the last one leaves."""
         used = [
             bucket
             for bucket in self._sums.buckets
-            if bucket.optimizer == optimizer and any(p.grad is not None for p in bucket.parameters)
+            if bucket.optimizer == index and any(p.grad is not None for p in bucket.parameters)
         ]
-        for bucket, flat, arrived in one_ahead(used, self._sent_back):
-            if arrived is not None:
-                torch.cuda.current_stream(flat.device).wait_event(arrived)
-            some = [
-                (p, piece)
-                for p, piece in zip(bucket.parameters, flat.split(bucket.sizes), strict=True)
-                if p.grad is not None
-            ]
-            for parameter, piece in some:
-                place = self._swapped[id(parameter)]
-                place.state.update(_moments_in(parameter, piece, place.moments))
-            del flat, piece
-            yield [parameter for parameter, _ in some], [piece for _, piece in some]
-            del some
-
-    @torch.no_grad()
-    def _sent_back(self, bucket: Bucket) -> tuple[Bucket, Tensor, torch.cuda.Event | None]:
-        """Start the way back of a bucket's moments."""
-        device = bucket.device
-        if device.type != "cuda":
-            return bucket, bucket.flat.clone(), None
-        flat = torch.empty(sum(bucket.sizes), dtype=bucket.flat.dtype, device=device)
-        side = self._side(device)  # it waits for earlier users of this memory
-        assert side is not None
-        with torch.cuda.stream(side):
-            flat.copy_(bucket.flat, non_blocking=True)
-            return bucket, flat, side.record_event()
-
-    @torch.no_grad()
-    def _settle(self, parameters: list[nn.Parameter], back: list[Tensor]) -> None:
-        """Put the new moments where they were: the gradients there are used."""
-        for parameter, new in zip(parameters, back, strict=True):
-            place = self._swapped.pop(id(parameter))
-            parameter.grad = None
-            flat_of(place.room, parameter).copy_(new)
-            place.state.update(place.moments)
-
-    # State
-
-    def saved(self) -> list[Tensor | None]:
-        for side in self._sides.values():
-            side.synchronize()  # the optimizer's state, which is saved too, must be on the host
-        return super().saved()
-
-    def load(self, saved: Any) -> None:
-        super().load(saved)
-        for parameter in self.parameters:
-            self._made(parameter)
-
-    @torch.no_grad()
-    def discard(self) -> None:
-        for parameter in self.parameters:  # without an update, restore the moments
-            place = self._swapped.pop(id(parameter), None)
-            if place is None:
-                continue
-            if place.taken:
+        for bucket, moments in one_ahead(used, lambda one: (one, ways[one.device].fetch(one.flat))):
+            parameters = [p for p in bucket.parameters if p.grad is not None]
+            for parameter in parameters:
+                if self.target.sixteen_bit.rounds(parameter):
+                    round_gradient(parameter)
+            with (
+                moments as flat,
+                self._moments_in(optimizer, bucket, flat),
+                stepping(optimizer, remaining),
+                only(optimizer, parameters),
+            ):
+                optimizer.step()
+            for parameter in parameters:
                 parameter.grad = None
-                flat_of(place.room, parameter).copy_(place.host, non_blocking=True)
-            place.state.update(place.moments)
-        for device, side in self._sides.items():
-            side.wait_stream(torch.cuda.current_stream(device))  # before moments leave again
-        self._swapped, self._gone = {}, {}
-        super().discard()
+
+    @contextmanager
+    def _moments_in(
+        self, optimizer: torch.optim.Optimizer, bucket: Bucket, flat: Tensor
+    ) -> Iterator[None]:
+        """Let the optimizer find the moments of a bucket in this row."""
+        for parameter, piece in zip(bucket.parameters, flat.split(bucket.sizes), strict=True):
+            optimizer.state[parameter].update(_moments_of(parameter, piece))
+        try:
+            yield
+        finally:
+            for parameter in bucket.parameters:
+                optimizer.state[parameter].update(self._waiting[id(parameter)])
 
 
-def _room(parameter: nn.Parameter, state: dict[str, Any]) -> tuple[dict[str, Tensor], Tensor]:
-    """Return the moments that leave, and their memory as the gradient of this parameter."""
-    dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype
-    if dtype is parameter.dtype:
-        first = state["exp_avg"]
-        if first.stride() != parameter.stride() or first.dtype is not dtype:
-            first = state["exp_avg"] = torch.empty_like(parameter, requires_grad=False).copy_(first)
-        return {"exp_avg": first}, first
-    first, second = state["exp_avg"], state["exp_avg_sq"]
-    count = parameter.numel()
-    side_by_side = (
-        first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
-        and (first.storage_offset(), second.storage_offset()) == (0, count)
-        and first.stride() == second.stride() == parameter.stride()
-    )
-    if not side_by_side:
-        both = torch.empty(2 * count, dtype=parameter.dtype, device=parameter.device)
-        moved = [in_shape_of(parameter, half) for half in both.split(count)]
-        for new, name in zip(moved, ("exp_avg", "exp_avg_sq"), strict=True):
-            state[name] = new.copy_(state[name])
-        first, second = moved
-    both = first.as_strided((2 * count,), (1,), 0)
-    return {"exp_avg": first, "exp_avg_sq": second}, in_shape_of(parameter, both.view(dtype))
+class _Way:
+    """The way of moments to a device for the step, and back; few rows are there at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None = None
+        if device.type == "cuda":
+            self._streams = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._here: deque[_Row] = deque()
+
+    @torch.no_grad()
+    def fetch(self, host: Tensor) -> _Row:
+        """Start the way of a row to the device, in memory that an earlier one has left."""
+        if len(self._here) == _AT_ONCE:
+            left = self._here.popleft().left
+            if left is not None:
+                torch.cuda.current_stream(self._device).wait_event(left)
+        row = _Row(host, torch.empty_like(host, device=self._device), self._streams)
+        self._here.append(row)
+        return row
+
+    def end(self) -> None:
+        """Wait until all rows are on the host again."""
+        for stream in self._streams or ():
+            stream.synchronize()
 
 
-def _moments_in(
-    parameter: nn.Parameter, flat: Tensor, names: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
-    """View a row of memory as the moments that it holds."""
-    rows = flat.view(parameter.dtype).split(parameter.numel()) if parameter.numel() else [flat]
-    return {name: in_shape_of(parameter, row) for name, row in zip(names, rows, strict=False)}
+class _Row:
+    """A row of moments on its device: as a context, it is there, and then goes back."""
+
+    def __init__(
+        self,
+        host: Tensor,
+        flat: Tensor,
+        streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None,
+    ) -> None:
+        self._host, self._flat, self._streams = host, flat, streams
+        self._arrived: torch.cuda.Event | None = None
+        self.left: torch.cuda.Event | None = None
+        if streams is None:
+            flat.copy_(host)
+            return
+        streams[0].wait_stream(torch.cuda.current_stream(flat.device))  # users of this memory
+        with torch.cuda.stream(streams[0]):
+            flat.copy_(host, non_blocking=True)
+            self._arrived = streams[0].record_event()
+
+    def __enter__(self) -> Tensor:
+        if self._arrived is not None:
+            torch.cuda.current_stream(self._flat.device).wait_event(self._arrived)
+        return self._flat
+
+    @torch.no_grad()
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is not None:
+            return  # a step that failed: the host has the moments from before
+        if self._streams is None:
+            self._host.copy_(self._flat)
+            return
+        away = self._streams[1]
+        away.wait_stream(torch.cuda.current_stream(self._flat.device))
+        with torch.cuda.stream(away):
+            self._host.copy_(self._flat, non_blocking=True)
+            self.left = away.record_event()
+
+
+def _moments_of(parameter: nn.Parameter, flat: Tensor) -> dict[str, Tensor]:
+    """View a row of memory as the moments that wait in it: both of a 16-bit parameter."""
+    if parameter.dtype not in SIXTEEN_BIT:
+        return {"exp_avg": in_shape_of(parameter, flat)}
+    first, second = flat.view(parameter.dtype).tensor_split(2)
+    return {
+        "exp_avg": in_shape_of(parameter, first),
+        "exp_avg_sq": in_shape_of(parameter, second),
+    }
 
 
 def check_swap(target: Target) -> None:

@@ -16,6 +16,8 @@ Both add in the order in which gradients were made, so a sum has the same bits a
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -98,9 +100,9 @@ class CudaTransfer:
         self._next = 0
         self._load: _Load | None = None
         self._in, self._add, self._out = (torch.cuda.Stream(device) for _ in range(3))
-        for stream in (self._in, self._add, self._out):
-            stream.wait_stream(torch.cuda.current_stream(device))  # the slots' memory is free now
         self._sent: set[int] = set()  # addresses of sums that are on their way back
+        self._drop: Tensor | None = None
+        self.fork()  # the slots' memory is free from then on
 
     @torch.no_grad()
     def put(
@@ -168,6 +170,8 @@ class CudaTransfer:
         self._add.wait_event(self._in.record_event())
         leave = [part for part in load.parts if not part.stays]
         with torch.cuda.stream(self._add):
+            if self._drop is not None:
+                load.sums[: load.filled].masked_fill_(self._drop, 0.0)
             if not any(part.first or part.stays for part in load.parts):
                 load.sums[: load.filled].add_(load.made[: load.filled])
             else:
@@ -193,6 +197,40 @@ class CudaTransfer:
         self.flush()
         self._in.wait_event(self._out.record_event())
         self._sent.clear()
+
+    @contextmanager
+    def from_graph(self, drop: Tensor) -> Iterator[None]:
+        """Take gradients from a graph, which may be captured: the streams fork from it and join it.
+
+        `drop` is a flag on the device: if it is set, the sums from before do not count.
+        """
+        self._restart()
+        self.fork()
+        self._drop = drop
+        try:
+            yield
+            self.flush()
+        finally:
+            self._drop = None
+            self.join()
+            self._restart()
+
+    def _restart(self) -> None:
+        """Forget events: those of a capture mean nothing outside, nor the other way round."""
+        self._load = None
+        self._sent.clear()
+        for slot in self._slots:
+            slot.left = None
+
+    def fork(self) -> None:
+        """Let transfers wait for the work of the device so far."""
+        for stream in (self._in, self._add, self._out):
+            stream.wait_stream(torch.cuda.current_stream(self.device))
+
+    def join(self) -> None:
+        """Let the device wait for the transfers so far."""
+        for stream in (self._in, self._add, self._out):
+            torch.cuda.current_stream(self.device).wait_stream(stream)
 
     def drain(self) -> None:
         """Wait until everything that was handed over is in its sum."""
@@ -239,6 +277,16 @@ class HostTransfer:
 
     def __init__(self) -> None:
         self.bytes_out = 0
+        self._drop: Tensor | None = None
+
+    @contextmanager
+    def from_graph(self, drop: Tensor) -> Iterator[None]:
+        """Take gradients from a graph; if `drop` is set, the sums from before do not count."""
+        self._drop = drop
+        try:
+            yield
+        finally:
+            self._drop = None
 
     def put(
         self,
@@ -252,6 +300,7 @@ class HostTransfer:
         """Add a flat gradient to `total`, or let it become that; see `CudaTransfer.put`."""
         assert stays is None
         _check_sizes(gradient, total)
+        first = first if self._drop is None else bool(self._drop)
         add_on_host(total, gradient, first=first, norms=norms)
         self.bytes_out += gradient.nbytes
 

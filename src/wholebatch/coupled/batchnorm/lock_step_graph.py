@@ -241,8 +241,9 @@ class Recorder:
             raise CannotTrace("it draws random numbers on the host, which no replay would do")
         if window.target.sixteen_bit.parameters:
             raise CannotTrace("gradients of 16-bit parameters are added by hooks")
-        if window.store.only_eager is not None:
-            raise CannotTrace(window.store.only_eager)
+        store = window.store
+        if store.only_eager is not None or not (store.in_grad or store.takes_buffers):
+            raise CannotTrace(store.only_eager or f"{store.option} leaves no gradients in .grad")
         if not isinstance(window.sync, Single):
             raise CannotTrace("an engine for several ranks holds parts of its graph")
         refuse_hooks(self._model)

@@ -1,0 +1,77 @@
+"""Gradient stores under graphs: the update of the undivided batch, and the memory of each store."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import wholebatch as wb
+from tests.execute.nets import mode_of, traced
+from tests.support import EXACT, Whole, adamw, mlp, pieces, samples
+from wholebatch.core.options import grouped
+
+STORES: dict[str, dict[str, Any]] = {  # with a fused optimizer where that makes a difference
+    "swap": {"clip_norm": 0.05},
+    "release": {"nonfinite": "skip"},
+    "host": {"clip_norm": 0.05},
+}
+
+
+def fused(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+
+
+def made(model: nn.Module, store: str, sizes: list[int], **options: Any) -> wb.WholeBatch:
+    options = {**STORES[store], "units": lambda m: len(m["y"]), **options}
+    optimizer = fused(model) if store == "release" else adamw(model)
+    train = traced(model, optimizer, **grouped({"gradients": store, **options}))
+    train._fitting.split = lambda batch: pieces(batch, sizes)  # type: ignore[method-assign]
+    return train
+
+
+@pytest.mark.parametrize("sizes", [[4, 4, 2], [1, 6, 3]], ids=str)
+@pytest.mark.parametrize("store", STORES)
+def test_update_of_the_undivided_batch(
+    store: str, sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("wholebatch.offload.parameter_buckets._SMALLEST_BUCKET", 700)
+    model = mlp()
+    whole = Whole(
+        model, fused if store == "release" else adamw, clip_norm=STORES[store].get("clip_norm")
+    )
+    train = made(model, store, sizes)
+    modes: set[str] = set()
+    for _ in range(4):
+        batch = samples(10)
+        expected = whole.step(batch)
+        step = train.step(batch, after_micro=lambda *_: modes.add(mode_of(train)))
+        assert step.loss == pytest.approx(expected, rel=1e-12)
+    assert modes == {"eager", "operations"}
+    whole.assert_same(model, at_most=10 * EXACT)
+
+
+def test_released_gradients_of_an_only_micro_batch_have_no_buffers() -> None:
+    model = mlp()
+    whole, train = Whole(model, fused), made(model, "release", [10])
+    for _ in range(3):
+        whole.step(samples(10))
+        train.step(samples(10))
+    assert mode_of(train) == "eager"
+    assert not train._runner.executor._gradients._buffers
+    whole.assert_same(model, at_most=10 * EXACT)
+
+
+def test_a_loss_that_is_not_finite_releases_nothing() -> None:
+    model = mlp()
+    train = made(model, "release", [5, 5])
+    train.step(samples(10))
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    bad = samples(10)
+    bad["x"][7] = float("nan")
+    assert train.step(bad).skipped is not None
+    assert mode_of(train) == "operations"
+    assert all(map(torch.equal, before, model.parameters()))
+    assert train.step(samples(10)).skipped is None
