@@ -1,4 +1,4 @@
-"""Buffers that outlive a window: the fp32 gradients, and the 16-bit copies of the weights.
+"""Buffers that outlive a window: the fp32 gradients, and the 16- or 8-bit copies of the weights.
 
 CUDA graphs read and write fixed addresses. So the buffers are kept when the close of a window
 clears `.grad`, and become `.grad` again at the first micro-step of the next window.
@@ -8,12 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
+from wholebatch.core.linear_layers import FLOAT8, Quantised, quantise_weight
 from wholebatch.core.precision import SIXTEEN_BIT
+
+Cast: TypeAlias = tuple[int, torch.dtype | int]
+"""A parameter's number, and a dtype or the number of a part of `Quantised`."""
 
 _ALIGNED = 256
 """The alignment of each tensor in a shared allocation, in elements, for vectorised loads."""
@@ -185,26 +189,43 @@ class Gradients:
 
 
 class Casts:
-    """16-bit copies of the weights, made once per window and shared by all graphs."""
+    """16- or 8-bit copies of the weights, made once per window and shared by all graphs."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._parameters = list(parameters)
-        self._copies: dict[tuple[int, torch.dtype], Tensor] = {}
+        self._copies: dict[Cast, Tensor] = {}
+        self._quantised: dict[int, Quantised] = {}
 
-    @torch.no_grad()
-    def of(self, wanted: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:
+    def of(self, wanted: Sequence[Cast]) -> list[Tensor]:
         """Return these copies, and make those that are missing."""
         keys = [key for key in dict.fromkeys(wanted) if key not in self._copies]
-        sources: list[Tensor] = [self._parameters[index] for index, _ in keys]
-        made = in_one_piece(sources, [dtype for _, dtype in keys])
-        if made:
-            torch._foreach_copy_(made, sources)
-        self._copies.update(zip(keys, made, strict=True))
+        new = {(index, kind): kind for index, kind in keys if isinstance(kind, torch.dtype)}
+        made = in_one_piece([self._parameters[index] for index, _ in new], list(new.values()))
+        self._copies.update(zip(new, made, strict=True))
+        eight = list(dict.fromkeys(index for index, kind in keys if isinstance(kind, int)))
+        like = [part for index in eight for part in _parts_of(self._parameters[index])]
+        parts = iter(in_one_piece(like, [FLOAT8, torch.float32] * (2 * len(eight))))
+        for index in eight:
+            self._quantised[index] = Quantised(*(next(parts) for _ in range(4)))
+            self._copies.update({(index, n): one for n, one in enumerate(self._quantised[index])})
+        if keys:
+            self.refresh()
         return [self._copies[key] for key in wanted]
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Cast all weights again, into the same memory: the weights have changed."""
-        if self._copies:
-            sources: list[Tensor] = [self._parameters[index] for index, _ in self._copies]
-            torch._foreach_copy_(list(self._copies.values()), sources)
+        copies = {key: one for key, one in self._copies.items() if key[0] not in self._quantised}
+        if copies:
+            sources: list[Tensor] = [self._parameters[index] for index, _ in copies]
+            torch._foreach_copy_(list(copies.values()), sources)
+        for index, parts in self._quantised.items():
+            for part, made in zip(parts, quantise_weight()(self._parameters[index]), strict=True):
+                part.copy_(made)
+
+
+def _parts_of(weight: Tensor) -> list[Tensor]:
+    """Return tensors with the shapes of the weight's quantised parts."""
+    above, below = weight.shape
+    shapes = (above, 1), (below, above), (below, 1)
+    return [weight, *(torch.empty(shape, device="meta") for shape in shapes)]

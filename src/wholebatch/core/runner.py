@@ -398,7 +398,7 @@ class LockStepRunner(Runner):
             window=window,
             forward=self.forward,
             execute=self.executor.execute,
-            sixteen_bit=self._precision.name in ("bf16", "fp16"),
+            sixteen_bit=self._precision.name != "full",
         )
 
     def hold(self, hold: Hold) -> None:

@@ -125,7 +125,9 @@ class WholeBatch:
         self._count = None if units is None else UnitsCount(units, sync)
         self._layout: dict[str, Any] = {"batch_size": given.batch_size, "static": given.static}
         keeps = not sync.grows_own_graph  # else weights come and go with each micro-batch
-        self._precision = precisions.choose(precision, target.device.type, keeps=keeps)
+        self._precision = precisions.choose(
+            precision, target.device.type, keeps=keeps, models=models
+        )
         self._window = window
         self._runner = choose_runner(
             model,
