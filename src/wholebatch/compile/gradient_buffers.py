@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import islice
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from wholebatch.core.linear_layers import FLOAT8, Quantised, quantise_weight
+from wholebatch.core.linear_layers import Quantised
 from wholebatch.core.precision import SIXTEEN_BIT
 
 Cast: TypeAlias = tuple[int, torch.dtype | int]
@@ -28,7 +29,9 @@ def buffer_dtype(parameter: Tensor) -> torch.dtype:
     return torch.float32 if parameter.dtype in SIXTEEN_BIT else parameter.dtype
 
 
-def in_one_piece(like: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
+def in_one_piece(
+    like: Sequence[Tensor], dtypes: Sequence[torch.dtype], device: torch.device | None = None
+) -> list[Tensor]:
     """Return zeros of these shapes and strides, with one allocation for each dtype.
 
     Allocated one by one, they would fill the gaps left by freed activations, and the caching
@@ -41,7 +44,7 @@ def in_one_piece(like: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[
         places[dtype] = starts[-1] + -(-tensor.numel() // _ALIGNED) * _ALIGNED
     if not like:
         return []
-    device = like[0].device
+    device = device or like[0].device
     pieces = {
         dtype: torch.zeros(length, dtype=dtype, device=device) for dtype, length in places.items()
     }
@@ -203,11 +206,9 @@ class Casts:
         made = in_one_piece([self._parameters[index] for index, _ in new], list(new.values()))
         self._copies.update(zip(new, made, strict=True))
         eight = list(dict.fromkeys(index for index, kind in keys if isinstance(kind, int)))
-        like = [part for index in eight for part in _parts_of(self._parameters[index])]
-        parts = iter(in_one_piece(like, [FLOAT8, torch.float32] * (2 * len(eight))))
-        for index in eight:
-            self._quantised[index] = Quantised(*(next(parts) for _ in range(4)))
-            self._copies.update({(index, n): one for n, one in enumerate(self._quantised[index])})
+        for index, parts in zip(eight, self._room(eight), strict=True):
+            self._quantised[index] = parts
+            self._copies.update({(index, number): part for number, part in enumerate(parts)})
         if keys:
             self.refresh()
         return [self._copies[key] for key in wanted]
@@ -220,12 +221,12 @@ class Casts:
             sources: list[Tensor] = [self._parameters[index] for index, _ in copies]
             torch._foreach_copy_(list(copies.values()), sources)
         for index, parts in self._quantised.items():
-            for part, made in zip(parts, quantise_weight()(self._parameters[index]), strict=True):
-                part.copy_(made)
+            parts.fill(self._parameters[index])
 
-
-def _parts_of(weight: Tensor) -> list[Tensor]:
-    """Return tensors with the shapes of the weight's quantised parts."""
-    above, below = weight.shape
-    shapes = (above, 1), (below, above), (below, 1)
-    return [weight, *(torch.empty(shape, device="meta") for shape in shapes)]
+    def _room(self, indices: Sequence[int]) -> Iterator[Quantised]:
+        """Yield memory for the parts of each of these weights."""
+        like = [Quantised.empty(self._parameters[index].to("meta")) for index in indices]
+        flat = [part for parts in like for part in parts]
+        device = self._parameters[0].device
+        made = iter(in_one_piece(flat, [part.dtype for part in flat], device))
+        yield from (Quantised(*islice(made, 4)) for _ in like)

@@ -15,6 +15,7 @@ for those that are too small for the format beside the largest of their row.
 from __future__ import annotations
 
 from functools import cache
+from importlib import import_module
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -30,19 +31,42 @@ _448 = 8 << 23  # The exponent of 448 = 1.75 x 2^8.
 _ONE = 254 << 23  # The exponents of a power of two and of its reciprocal add up to this.
 
 
-def rows_of(tensor: Tensor) -> Tensor:
-    """Return the tensor as a matrix: one row per token."""
-    return tensor.reshape(-1, tensor.shape[-1])
+class Quantised(NamedTuple):
+    """A weight in 8 bits: by output channel, and transposed by input channel."""
 
+    rows: Tensor
+    row_scales: Tensor
+    columns: Tensor
+    column_scales: Tensor
 
-def quantise(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each row in 8 bits, and its scale; NaN is the scale of a row that is not finite."""
-    largest = rows.abs().amax(-1, keepdim=True).float().clamp(min=_LEAST)
-    # A fraction above 1.75 carries into the exponent; what is left of the fraction is cut off.
-    bits = ((largest.view(torch.int32) + _QUARTER) & _EXPONENT) - _448
-    scales = torch.where(largest.isfinite(), bits.view(torch.float32), torch.nan)
-    wide = rows if rows.dtype is torch.float64 else rows.float()
-    return (wide * (_ONE - bits).view(torch.float32)).to(FLOAT8), scales
+    @staticmethod
+    def empty(weight: Tensor) -> Quantised:
+        """Return the parts of a weight, not computed yet."""
+        above, below = weight.shape
+        return Quantised(
+            weight.new_empty((above, below), dtype=FLOAT8),
+            weight.new_empty((above, 1), dtype=torch.float32),
+            weight.new_empty((below, above), dtype=FLOAT8),
+            weight.new_empty((below, 1), dtype=torch.float32),
+        )
+
+    def fill(self, weight: Tensor) -> None:
+        """Quantise the weight into these parts."""
+        kernels = _kernels(weight.device)
+        if kernels is not None and weight.dtype is not torch.float64:
+            kernels.quantise_weight(weight, self)
+            return
+        for part, made in zip(self, _both_layouts(weight), strict=True):
+            part.copy_(made)
+
+    def linear(self, x: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the outputs of quantised inputs."""
+        return product(x, scales, self.rows, self.row_scales, dtype)
+
+    def input_gradient(self, dy: Tensor) -> Tensor:
+        """Return the gradient of the input, from that of the output."""
+        dx = product(*quantise(rows_of(dy)), self.columns, self.column_scales, dy.dtype)
+        return dx.reshape(*dy.shape[:-1], dx.shape[-1])
 
 
 @cache
@@ -51,19 +75,65 @@ def quantise_weight() -> Any:
 
     @torch.library.custom_op("wholebatch::quantise_weight", mutates_args=())
     def operation(weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return (*quantise(weight), *quantise(weight.t().contiguous()))
+        made = Quantised.empty(weight)
+        made.fill(weight)
+        return tuple(made)  # type: ignore[return-value]
 
     @operation.register_fake
     def _(weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        above, below = weight.shape
-        shapes = (above, below), (above, 1), (below, above), (below, 1)
-        dtypes = FLOAT8, torch.float32, FLOAT8, torch.float32
-        one, two, three, four = map(weight.new_empty, shapes)
-        made = [part.to(dtype) for part, dtype in zip((one, two, three, four), dtypes, strict=True)]
-        return made[0], made[1], made[2], made[3]
+        return tuple(Quantised.empty(weight))  # type: ignore[return-value]
 
     del _
     return torch.ops.wholebatch.quantise_weight.default
+
+
+def rows_of(tensor: Tensor) -> Tensor:
+    """Return the tensor as a matrix: one row per token."""
+    return tensor.reshape(-1, tensor.shape[-1])
+
+
+def quantise(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return each row in 8 bits, and its scale; NaN is the scale of a row that is not finite."""
+    # A trace records operations of torch, which a compiler fuses with those that made the rows.
+    if type(rows) is Tensor and rows.dtype is not torch.float64:
+        kernels = _kernels(rows.device)
+        if kernels is not None:
+            made: tuple[Tensor, Tensor] = kernels.quantise_rows(rows)
+            return made
+    return _quantise(rows)
+
+
+def _quantise(rows: Tensor) -> tuple[Tensor, Tensor]:
+    largest = rows.abs().amax(-1, keepdim=True).float().clamp(min=_LEAST)
+    # A fraction above 1.75 carries into the exponent; what is left of the fraction is cut off.
+    bits = ((largest.view(torch.int32) + _QUARTER) & _EXPONENT) - _448
+    scales = torch.where(largest.isfinite(), bits.view(torch.float32), torch.nan)
+    wide = rows if rows.dtype is torch.float64 else rows.float()
+    return (wide * (_ONE - bits).view(torch.float32)).to(FLOAT8), scales
+
+
+def _both_layouts(weight: Tensor) -> Quantised:
+    return Quantised(*_quantise(weight), *_quantise(weight.t().contiguous()))
+
+
+@cache
+def _kernels(device: torch.device) -> Any:
+    """Return the module of the kernels; None if the device has none, or they compute otherwise."""
+    if device.type != "cuda":
+        return None
+    try:
+        kernels: Any = import_module("wholebatch.core.fp8_kernels")
+        numbers = torch.arange(80 * 144, device=device).reshape(80, 144)
+        weight = numbers.remainder(1009).sub(480).float().mul(numbers.remainder(37).sub(18).exp2())
+        weight = weight.bfloat16()
+        wanted, found = _both_layouts(weight), Quantised.empty(weight)
+        kernels.quantise_weight(weight, found)
+        rows = kernels.quantise_rows(weight)
+        pairs = [*zip(wanted, found, strict=True), *zip(wanted, rows, strict=False)]
+    except Exception:  # A compiler may raise anything; torch's operations do the same.
+        return None
+    same = all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs)
+    return kernels if same else None
 
 
 def product(
@@ -83,24 +153,6 @@ def product(
     with torch.autocast(left.device.type, enabled=False):
         sums = torch.mm(left.to(wide), right.to(wide).t())
     return (sums * left_scales * right_scales.t()).to(dtype)
-
-
-class Quantised(NamedTuple):
-    """A weight in 8 bits: by output channel, and transposed by input channel."""
-
-    rows: Tensor
-    row_scales: Tensor
-    columns: Tensor
-    column_scales: Tensor
-
-    def linear(self, x: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the outputs of quantised inputs."""
-        return product(x, scales, self.rows, self.row_scales, dtype)
-
-    def input_gradient(self, dy: Tensor) -> Tensor:
-        """Return the gradient of the input, from that of the output."""
-        dx = product(*quantise(rows_of(dy)), self.columns, self.column_scales, dy.dtype)
-        return dx.reshape(*dy.shape[:-1], dx.shape[-1])
 
 
 class AddsProducts(Protocol):
@@ -131,8 +183,9 @@ class Linear(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.w, ctx.adding = w, adding
         ctx.bias_dtype = None if bias is None else bias.dtype
-        if rows is None or isinstance(w, Tensor):
+        if isinstance(w, Tensor):
             return functional.linear(x, w, b)
+        assert rows is not None
         y = w.linear(*rows, x.dtype)
         return (y if b is None else y + b).reshape(*x.shape[:-1], y.shape[-1])
 

@@ -263,8 +263,8 @@ def _loss_scale(
         raise OptionError(f"scaler={type(scaler).__name__}: must be a torch.amp.GradScaler")
     if scaler is not None and precision in ("bf16", "fp8"):
         raise OptionError(
-            f"scaler= with precision={precision!r}: bf16 has the range of fp32 and needs no loss scaling; "
-            "leave the scaler out"
+            f"scaler= with precision={precision!r}: bf16 has the range of fp32 and needs no loss "
+            "scaling; leave the scaler out"
         )
     if scaler is None and precision == "fp16":
         scaler = torch.amp.GradScaler(device.type)

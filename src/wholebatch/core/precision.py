@@ -1,10 +1,11 @@
 """The number formats of a micro-batch's computation and of its gradient sums.
 
 `Precision` decides how the forward runs (plain, or under autocast with the weights cast, or
-quantised, once per window), `LossScale` keeps fp16 gradients in range, and `SixteenBit` adds the gradients of 16-bit
-parameters in fp32. bf16 keeps 8 bits: after a few dozen additions, a micro-batch's gradient falls
-below half a unit in the last place of the sum and is lost (error 1.1e-1 after 256 additions; 1e-8
-in fp32). `Parameter.grad_dtype` makes autograd itself add into an fp32 `.grad`.
+quantised, once per window), `LossScale` keeps fp16 gradients in range, and `SixteenBit` adds the
+gradients of 16-bit parameters in fp32. bf16 keeps 8 bits: after a few dozen additions, a
+micro-batch's gradient falls below half a unit in the last place of the sum and is lost (error
+1.1e-1 after 256 additions; 1e-8 in fp32). `Parameter.grad_dtype` makes autograd itself add into an
+fp32 `.grad`.
 """
 
 from __future__ import annotations
@@ -223,7 +224,7 @@ class Fp8(Autocast):
         return self._kept(layer.weight, Quantised, _quantised), self._input[3]
 
     @contextmanager
-    def forward(self) -> Iterator[None]:  # type: ignore[override]
+    def forward(self) -> Iterator[None]:
         try:
             with self._replaced(), super().forward():
                 yield
@@ -233,9 +234,7 @@ class Fp8(Autocast):
     @contextmanager
     def _replaced(self) -> Iterator[None]:
         """Replace the forwards of the layers; a window has replaced them already."""
-        here = [
-            (layer, run) for layer, run in self.layers.values() if "forward" not in vars(layer)
-        ]
+        here = [(layer, run) for layer, run in self.layers.values() if "forward" not in vars(layer)]
         for layer, run in here:
             vars(layer)["forward"] = run
         try:
