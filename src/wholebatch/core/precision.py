@@ -257,18 +257,18 @@ def _quantised(weight: Tensor, _: object) -> Quantised:
 def eight_bit_layers(model: nn.Module, least: int) -> list[nn.Linear]:
     """Return the linear layers that compute in 8 bits.
 
-    Not the output layer (of Transformers, or the model's last), nor one whose weight other modules
-    have too, or that is not trained.
+    Not the output layer (the one that a model of Transformers names, else the last), nor one whose
+    weight other modules have too, or that is not trained.
     """
-    model = getattr(model, "module", model)  # DDP's
     layers = [one for one in model.modules() if isinstance(one, nn.Linear)]
-    of_transformers = getattr(model, "get_output_embeddings", lambda: None)()
-    last = of_transformers or (layers[-1] if layers else None)
+    name = "get_output_embeddings"
+    named = [getattr(one, name)() for one in model.modules() if hasattr(one, name)]
+    outputs = [one for one in named if one is not None] or layers[-1:]
     places = Counter(id(one) for part in model.modules() for one in part._parameters.values())
     return [
         layer
         for layer in layers
-        if layer is not last
+        if not any(layer is one for one in outputs)
         and type(layer).forward is nn.Linear.forward
         and type(weight := layer._parameters.get("weight")) is nn.Parameter
         and weight.requires_grad

@@ -68,7 +68,7 @@ class WholeBatch:
         units: A function `units(micro)` that counts the units before the first backward: a number,
             or one per term. A loss of several terms needs it.
         precision: "full" (or "fp32") computes in the parameters' dtype; "bf16" and "fp16" use
-            autocast.
+            autocast; "fp8" is bf16 with linear layers in 8 bits (Hopper GPUs and newer).
         clip_norm: Clip the gradient of the whole batch to this norm; a list gives one norm per
             parameter group.
         scheduler: A learning-rate scheduler, or several. Each is stepped once per update.
@@ -267,7 +267,8 @@ class WholeBatch:
 
     def _update(self, batch: Any, after_micro: AfterMicro | None, *, steps: bool = True) -> Step:
         micros = self._fitting.split(batch)
-        self._look(batch, micros)
+        with self._precision.window():
+            self._look(batch, micros)
         window = self._window
         first = 0 if window.open is None else self._resume_at(micros)
         known = None if self._count is None or window.open is not None else self._count(micros)
