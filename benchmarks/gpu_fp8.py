@@ -27,6 +27,8 @@ import torch
 from torch import Tensor, nn
 
 import wholebatch as wb
+from wholebatch.core import linear_layers
+from wholebatch.core import precision as precisions
 
 sys.path += [os.environ[name] for name in ("DOORS",) if name in os.environ]
 VOCABULARY, LENGTH = 32_000, 1024
@@ -184,10 +186,17 @@ def apart(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
     return (above / sum(float(b.square().sum()) for _, b in pairs)) ** 0.5
 
 
+def with_e5m2(self: linear_layers.Quantised, dy: Tensor) -> Tensor:
+    """Return the input gradient as if that of the output were cast to float8_e5m2."""
+    rows = linear_layers.rows_of(dy).float()
+    scale = linear_layers.quantise(rows)[1] * 2.0**-7  # The largest is 57344 = 448 x 2^7.
+    rounded = (rows / scale).to(torch.float8_e5m2).float() * scale
+    weight = (self.columns.float() * self.column_scales).t()
+    return (rounded @ weight).to(dy.dtype).reshape(*dy.shape[:-1], weight.shape[1])
+
+
 def distance(which: str, layers: int) -> None:
     """Print the distance of each arithmetic's gradient to float64, and that between splits."""
-    from wholebatch.core import precision as precisions
-
     llama, micro = MODELS[which], tokens(1)
     model = llama.build(layers)
     full = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -211,8 +220,13 @@ def distance(which: str, layers: int) -> None:
         return gradients(model, run)
 
     print(f"{which}, {layers} layers, one text: relative L2 distance of the gradient to float64")
-    print(f"  bf16 autocast        {apart(gradients(model, lambda: autocast(model)), truth):.4e}")
-    print(f"  fp8                  {apart(fp8(), truth):.4e}", flush=True)
+    sixteen = gradients(model, lambda: autocast(model))
+    print(f"  bf16 autocast                {apart(sixteen, truth):.4e}")
+    print(f"  fp8                          {apart(fp8(), truth):.4e}", flush=True)
+    before = linear_layers.Quantised.input_gradient
+    linear_layers.Quantised.input_gradient = with_e5m2  # type: ignore[method-assign]
+    print(f"  fp8, dy in e5m2 (emulated)   {apart(fp8(), truth):.4e}", flush=True)
+    linear_layers.Quantised.input_gradient = before  # type: ignore[method-assign]
     for recipe in ("rowwise", "rowwise_with_gw_hp", "tensorwise"):
         try:
             other = with_torchao(llama.build(layers), recipe)
@@ -228,26 +242,23 @@ def distance(which: str, layers: int) -> None:
 def between_splits(llama: Llama, layers: int) -> None:
     """Print the distance of a window's gradient over different splits to the undivided batch's."""
     batch = tokens(8)
+    model = llama.build(layers)
     for precision in ("bf16", "fp8"):
         whole: dict[str, Tensor] = {}
-        for size in (8, 4, 2, 3, 1):
-            model = llama.build(layers)
-            optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        for size in (8, 4, 3, 1):
             options: Any = {"micro_batch": size, "precision": precision, "execute": "eager"}
-            before = {name: p.detach().clone() for name, p in model.named_parameters()}
-            wb.WholeBatch(model, optimizer, loss=loss, **options).step(batch)
-            made = {name: p.detach() - before[name] for name, p in model.named_parameters()}
+            wb.WholeBatch(model, None, loss=loss, **options).gradient(batch)
+            made = {name: p.grad.detach().clone() for name, p in model.named_parameters()}
+            model.zero_grad(set_to_none=True)
             whole = whole or made
-            print(f"  {precision} update, micro-batch {size}: {apart(made, whole):.3e}", flush=True)
-            del model, optimizer, before, made
-            free()
+            print(f"  {precision}, micro-batch {size} of 8: {apart(made, whole):.3e}", flush=True)
 
 
 # ----------------------------------------------------------------------------- curve
 
 
 def curve(updates: int, every: int, precisions: Sequence[str], size: Sequence[int]) -> None:
-    """Train bytes-gpt in each precision from the same weights, and print the losses side by side."""
+    """Train bytes-gpt in each precision from the same weights, and print the losses."""
     from wholebatch.cli.recipes import bytes_gpt
 
     bytes_gpt.WIDTH, bytes_gpt.LAYERS, bytes_gpt.HEADS, bytes_gpt.CONTEXT = size

@@ -44,6 +44,10 @@ class Precision(ABC):
     def forward(self) -> AbstractContextManager[object]:
         """Return the context for a micro-batch's forward (and only for that)."""
 
+    def look(self) -> AbstractContextManager[object]:
+        """Return the context for the look at a few samples, before the first window."""
+        return self.forward()
+
     def copy_of(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the weight in this dtype, outside the autograd graph."""
         return weight.detach().to(dtype)
@@ -230,6 +234,10 @@ class Fp8(Autocast):
                 yield
         finally:
             self._input = ()
+
+    def look(self) -> AbstractContextManager[object]:
+        # In bf16: in a deep model at its start, 8-bit gradients of few samples are mostly noise.
+        return super().forward()
 
     @contextmanager
     def _replaced(self) -> Iterator[None]:

@@ -152,7 +152,7 @@ class Runner:
             function = function.addends or function.encode
 
         def run(few: Any) -> Any:
-            with self._precision.forward(), self._draws.micro(lambda: None):
+            with self._precision.look(), self._draws.micro(lambda: None):
                 return function(self.model, to_device(few, self._device))
 
         name = getattr(function, "__name__", "a function")

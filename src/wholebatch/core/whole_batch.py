@@ -267,8 +267,7 @@ class WholeBatch:
 
     def _update(self, batch: Any, after_micro: AfterMicro | None, *, steps: bool = True) -> Step:
         micros = self._fitting.split(batch)
-        with self._precision.window():
-            self._look(batch, micros)
+        self._look(batch, micros)
         window = self._window
         first = 0 if window.open is None else self._resume_at(micros)
         known = None if self._count is None or window.open is not None else self._count(micros)
