@@ -1,7 +1,8 @@
 """fp8 windows beside bf16 and torchao on one GPU: time, memory, distance to float64, and loss.
 
     python benchmarks/gpu_fp8.py speed                    # ms and GiB per window, both models
-    python benchmarks/gpu_fp8.py speed --rows 4x4096/fp8 4x4096/torchao-rowwise
+    python benchmarks/gpu_fp8.py speed --profile --rows 4x4096/fp8 4x4096/torchao-rowwise
+    python benchmarks/gpu_fp8.py products                 # the matrix products of both by themselves
     python benchmarks/gpu_fp8.py distance                 # gradient and update against float64
     python benchmarks/gpu_fp8.py curve --updates 2000     # bytes-gpt at 124 M, bf16 and fp8
 
@@ -126,7 +127,7 @@ def windows_of_torchao(llama: Llama, recipe: str) -> tuple[Callable[[], Any], Ca
     return window, lambda: "torch.compile"
 
 
-def timed_row(name: str) -> None:
+def timed_row(name: str, *, profiles: bool) -> None:
     which, way = name.split("/")
     llama, began = MODELS[which], time.perf_counter()
     if way.startswith("torchao"):
@@ -151,12 +152,19 @@ def timed_row(name: str) -> None:
         f"{peak:5.1f} GiB  {mode()}  ready in {ready:.0f} s",
         flush=True,
     )
+    if profiles:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            window()
+            torch.cuda.synchronize()
+        kernels = sorted(profile.key_averages(), key=lambda one: -one.self_device_time_total)
+        for one in kernels[:30]:
+            print(f"  {one.self_device_time_total / 1e3:8.2f} ms {one.count:5d} x {one.key[:150]}")
 
 
-def speed(rows: Sequence[str]) -> None:
+def speed(rows: Sequence[str], *, profiles: bool) -> None:
     for name in rows:
         try:
-            timed_row(name)
+            timed_row(name, profiles=profiles)
         except Exception as problem:  # Another row may run.
             print(f"{name:28s} {type(problem).__name__}: {str(problem)[:300]}", flush=True)
         free()
@@ -167,6 +175,63 @@ def free() -> None:
     torch.compiler.reset()
     if DEVICE == "cuda":
         torch.cuda.empty_cache()
+
+
+# ----------------------------------------------------------------------------- products
+
+
+def microseconds(calls: Sequence[Callable[[], Any]]) -> float:
+    """Return the time of one call: a CUDA graph of all, on data that is not in the cache."""
+    for call in calls:
+        call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    times = []
+    for _ in range(6):
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        before.record()
+        graph.replay()
+        after.record()
+        torch.cuda.synchronize()
+        times.append(1000 * before.elapsed_time(after) / len(calls))
+    return statistics.median(times)
+
+
+def products() -> None:
+    """Print the time of each product in bf16 and fp8, and if a row depends on their number."""
+    print("rows x in x out        bf16      fp8  (us)   error to float64   half the rows alone")
+    for name in ("22x2048", "4x4096"):
+        llama = MODELS[name]
+        rows = llama.micro * LENGTH
+        for inner, outer in (
+            (llama.width, llama.width),
+            (llama.width, llama.inner),
+            (llama.inner, llama.width),
+        ):
+            xs = [torch.randn(rows, inner, device=DEVICE).bfloat16() for _ in range(8)]
+            ws = [torch.randn(outer, inner, device=DEVICE) * 0.02 for _ in range(8)]
+            low = [w.bfloat16() for w in ws]
+            eight = [linear_layers.Quantised(*linear_layers.quantise_weight()(w)) for w in ws]
+            pairs = [linear_layers.quantise(x) for x in xs]
+
+            def fp8(q: Any, w: Any) -> Tensor:
+                made: Tensor = w.linear(*q, torch.bfloat16)
+                return made
+
+            plain = microseconds([lambda x=x, w=w: x @ w.t() for x, w in zip(xs, low, strict=True)])
+            ours = microseconds(
+                [lambda q=q, w=w: fp8(q, w) for q, w in zip(pairs, eight, strict=True)]
+            )
+            made, (q, scales) = fp8(pairs[0], eight[0]), pairs[0]
+            wide = eight[0].rows.double() * eight[0].row_scales
+            exact = (q.double() * scales) @ wide.t()
+            error = float((made.double() - exact).norm() / exact.norm())
+            half = fp8((q[: rows // 2], scales[: rows // 2]), eight[0])
+            same = "the same bits" if torch.equal(half, made[: rows // 2]) else "other bits"
+            size = f"{rows} x {inner} x {outer}"
+            print(f"{size:20s} {plain:8.1f} {ours:8.1f}        {error:.2e}    {same}", flush=True)
 
 
 # ----------------------------------------------------------------------------- distance
@@ -198,6 +263,8 @@ def with_e5m2(self: linear_layers.Quantised, dy: Tensor) -> Tensor:
 def distance(which: str, layers: int) -> None:
     """Print the distance of each arithmetic's gradient to float64, and that between splits."""
     llama, micro = MODELS[which], tokens(1)
+    between_splits(llama, layers)
+    free()
     model = llama.build(layers)
     full = {name: p.detach().clone() for name, p in model.named_parameters()}
     model.double()
@@ -234,13 +301,11 @@ def distance(which: str, layers: int) -> None:
             print(f"  torchao {recipe:20s} {found:.4e}", flush=True)
         except Exception as problem:  # Another row may run.
             print(f"  torchao {recipe}: {type(problem).__name__}: {str(problem)[:200]}")
-    del truth
-    free()
-    between_splits(llama, layers)
 
 
 def between_splits(llama: Llama, layers: int) -> None:
     """Print the distance of a window's gradient over different splits to the undivided batch's."""
+    print("relative L2 distance of a window's gradient to that of the undivided batch")
     batch = tokens(8)
     model = llama.build(layers)
     for precision in ("bf16", "fp8"):
@@ -309,6 +374,8 @@ def main() -> None:
         nargs="+",
         default=[f"{name}/{way}" for name in ("4x4096", "22x2048") for way in WAYS],
     )
+    of_speed.add_argument("--profile", action="store_true", help="print the longest kernels too")
+    commands.add_parser("products")
     of_distance = commands.add_parser("distance")
     of_distance.add_argument("--model", default="4x4096", choices=MODELS)
     of_distance.add_argument("--layers", type=int, default=2)
@@ -321,7 +388,9 @@ def main() -> None:
     )
     options = parser.parse_args()
     if options.command == "speed":
-        speed(options.rows)
+        speed(options.rows, profiles=options.profile)
+    elif options.command == "products":
+        products()
     elif options.command == "distance":
         distance(options.model, options.layers)
     else:

@@ -140,6 +140,8 @@ def product(
     left: Tensor, left_scales: Tensor, right: Tensor, right_scales: Tensor, dtype: torch.dtype
 ) -> Tensor:
     """Return `left @ right.t()` of quantised rows; devices without the kernel emulate it."""
+    if type(left) is Tensor and not left.numel():  # For example an expert without tokens.
+        return left.new_empty((0, right.shape[0]), dtype=dtype)
     if left.is_cuda:
         return torch._scaled_mm(
             left,
