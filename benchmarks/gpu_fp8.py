@@ -2,7 +2,7 @@
 
     python benchmarks/gpu_fp8.py speed                    # ms and GiB per window, both models
     python benchmarks/gpu_fp8.py speed --profile --rows 4x4096/fp8 4x4096/torchao-rowwise
-    python benchmarks/gpu_fp8.py products                 # the matrix products of both by themselves
+    python benchmarks/gpu_fp8.py products                 # their matrix products by themselves
     python benchmarks/gpu_fp8.py distance                 # gradient and update against float64
     python benchmarks/gpu_fp8.py curve --updates 2000     # bytes-gpt at 124 M, bf16 and fp8
 
@@ -22,6 +22,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -196,7 +197,7 @@ def microseconds(calls: Sequence[Callable[[], Any]]) -> float:
         after.record()
         torch.cuda.synchronize()
         times.append(1000 * before.elapsed_time(after) / len(calls))
-    return statistics.median(times)
+    return float(statistics.median(times))
 
 
 def products() -> None:
@@ -220,10 +221,10 @@ def products() -> None:
                 made: Tensor = w.linear(*q, torch.bfloat16)
                 return made
 
-            plain = microseconds([lambda x=x, w=w: x @ w.t() for x, w in zip(xs, low, strict=True)])
-            ours = microseconds(
-                [lambda q=q, w=w: fp8(q, w) for q, w in zip(pairs, eight, strict=True)]
+            plain = microseconds(
+                [partial(torch.mm, x, w.t()) for x, w in zip(xs, low, strict=True)]
             )
+            ours = microseconds([partial(fp8, q, w) for q, w in zip(pairs, eight, strict=True)])
             made, (q, scales) = fp8(pairs[0], eight[0]), pairs[0]
             wide = eight[0].rows.double() * eight[0].row_scales
             exact = (q.double() * scales) @ wide.t()
@@ -248,7 +249,7 @@ def apart(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
     """Return the relative L2 distance over all parameters."""
     pairs = [(found[name.replace("_orig_mod.", "")], one) for name, one in wanted.items()]
     above = sum(float((a.to(b.device) - b).square().sum()) for a, b in pairs)
-    return (above / sum(float(b.square().sum()) for _, b in pairs)) ** 0.5
+    return float((above / sum(float(b.square().sum()) for _, b in pairs)) ** 0.5)
 
 
 def with_e5m2(self: linear_layers.Quantised, dy: Tensor) -> Tensor:
