@@ -68,7 +68,8 @@ LAYERS: tuple[frozenset[str], ...] = (
             "memory.budget",
         }
     ),
-    frozenset({"core.readable_sizes", "core.sliced_cross_entropy", "errors"}),
+    frozenset({"core.readable_sizes", "core.sliced_cross_entropy", "core.linear_layers", "errors"}),
+    frozenset({"core.fp8_kernels"}),
 )
 # Allowed between two units of one layer beside those of one package: (importer, imported).
 SIDEWAYS: frozenset[tuple[str, str]] = frozenset(
@@ -89,6 +90,7 @@ EAGER: dict[str, frozenset[str]] = {
     "cli.report": frozenset({"rich"}),
     "cli.recipes": frozenset({"sklearn"}),
     "compile.triton_kernels": frozenset({"triton"}),  # comes with torch's CUDA builds
+    "core.fp8_kernels": frozenset({"triton"}),
 }
 # An adapter is imported by those who use its library: it imports that when it is loaded.
 HOSTS: dict[str, frozenset[str]] = {

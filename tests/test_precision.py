@@ -201,8 +201,8 @@ def test_a_loss_that_is_not_finite_is_no_matter_of_the_loss_scale() -> None:
 
 def test_refusals() -> None:
     model = mlp()
-    with pytest.raises(wb.errors.OptionError, match="precision='fp8': must be 'full'"):
-        wb.WholeBatch(model, sgd(model), loss=loss, precision="fp8")
+    with pytest.raises(wb.errors.OptionError, match="precision='fp4': must be 'full'"):
+        wb.WholeBatch(model, sgd(model), loss=loss, precision="fp4")
     with pytest.raises(wb.errors.OptionError, match="bf16 has the range of fp32"):
         wb.WholeBatch(
             model,

@@ -212,7 +212,7 @@ def test_data_that_is_slow_is_the_bottleneck() -> None:
     [
         ({}, "give one of them"),
         ({"batch": batch(), "batches": batch}, "give one of them"),
-        ({"batch": batch(), "precisions": ("fp8",)}, "precisions: 'fp8' must be one of full"),
+        ({"batch": batch(), "precisions": ("fp4",)}, "precisions: 'fp4' must be one of full"),
         ({"batch": batch(), "executes": ()}, "executes: must name at least one"),
         ({"batch": batch(), "micro_batches": [25]}, "25 must be from 1 to the batch of 24"),
         ({"batch": batch(), "memory": "much"}, "memory='much'"),

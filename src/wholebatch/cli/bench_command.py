@@ -51,9 +51,11 @@ class BenchOptions:
     )
     precision: str | None = _what(
         None,
-        "full|bf16|fp16",
-        "Precision of every loop.",
-        check=must_be("full, bf16 or fp16", lambda it: it in ("full", "fp32", "bf16", "fp16")),
+        "full|bf16|fp16|fp8",
+        "Precision of every loop; with fp8, the others compute in bf16.",
+        check=must_be(
+            "full, bf16, fp16 or fp8", lambda it: it in ("full", "fp32", "bf16", "fp16", "fp8")
+        ),
     )
     device: str = _what("auto", "auto|cpu|cuda", "Device.")
     beside: str | None = _how(

@@ -29,7 +29,7 @@ from wholebatch.core.plain_files import read_json, reason
 from wholebatch.errors import OptionError, StateError
 from wholebatch.tune.batch_scaling import BatchSchedule, parse_amount
 
-PRECISIONS = ("full", "fp32", "bf16", "fp16", "bf16-pure")
+PRECISIONS = ("full", "fp32", "bf16", "fp16", "fp8", "bf16-pure")
 _TOKENS = re.compile(r"(\d+)\s*tokens?")
 _BATCH, _RUN = "Batch and update", "Run"
 # In every config.json; later settings have their default where they are absent.
@@ -146,9 +146,9 @@ class Config:
     )
     precision: str = _batch_setting(
         "full",
-        "full|bf16|fp16|bf16-pure",
-        "full (or fp32): as the model is. bf16, fp16: autocast. bf16-pure: 16-bit parameters, "
-        "gradients added in fp32.",
+        "full|bf16|fp16|fp8|bf16-pure",
+        "full (or fp32): as the model is. bf16, fp16: autocast. fp8: bf16 with linear layers in 8 "
+        "bits. bf16-pure: 16-bit parameters, gradients added in fp32.",
         check=_precision,
     )
     memory: str | None = _batch_setting(

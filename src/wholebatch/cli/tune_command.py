@@ -75,8 +75,8 @@ class TuneOptions:
     precision: tuple[str, ...] | None = _how(
         None,
         "NAMES",
-        "Precisions to try: full, bf16, fp16, separated by commas. Default: the recipe's, and on "
-        "CUDA also bf16.",
+        "Precisions to try: full, bf16, fp16, fp8, separated by commas. Default: the recipe's, and "
+        "on CUDA also bf16.",
         typed=str | None,
         check=_names(*PRECISIONS),
     )

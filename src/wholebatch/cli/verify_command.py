@@ -81,7 +81,7 @@ class VerifyOptions:
         of_recipes=True,
     )
     precision: str | None = _like_train(
-        "precision", "Numbers to compute in.", metavar="full|bf16|fp16", of_recipes=True
+        "precision", "Numbers to compute in.", metavar="full|bf16|fp16|fp8", of_recipes=True
     )
     clip_norm: float | None = _like_train(
         "clip_norm",

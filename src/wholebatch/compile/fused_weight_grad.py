@@ -187,14 +187,18 @@ class Adding:
         replaced = []
         try:
             for module, forward in self._layers:
-                # Skip a module whose forward other code has replaced.
-                if "forward" not in module.__dict__:
+                # Skip a module whose forward other code than the precision has replaced.
+                before = module.__dict__.get("forward")
+                if before is self._precision.forward_of(module):
                     module.__dict__["forward"] = forward
-                    replaced.append(module)
+                    replaced.append((module, before))
             yield
         finally:
-            for module in replaced:
-                module.__dict__.pop("forward", None)
+            for module, before in replaced:
+                if before is None:
+                    module.__dict__.pop("forward", None)
+                else:
+                    module.__dict__["forward"] = before
 
     def _forward_of(self, module: nn.Module) -> Callable[[Any, Tensor], Tensor]:
         # Bind the function to the module with MethodType: a copy of the module that is made while
@@ -206,7 +210,8 @@ class Adding:
                 result = ours(self, layer, x)
                 if result is not None:
                     return result
-            plain: Tensor = type(layer).forward(layer, x)
+            before = self._precision.forward_of(layer)
+            plain: Tensor = type(layer).forward(layer, x) if before is None else before(x)
             return plain
 
         vars(forward)["adding"] = self  # `sliced_cross_entropy` uses the layer without calling it
@@ -249,6 +254,12 @@ class Adding:
         self.added += 1
         return True
 
+    def weight_gradient(self, weight: Tensor, left: Tensor, right: Tensor) -> Tensor | None:
+        """Add `left @ right` to the weight's `.grad`, or return it for autograd to add."""
+        if self.add(weight, left, right):
+            return None
+        return _product(left, right, weight.dtype)
+
     # ----------------------------------------------------------------- layers
 
     def linear(self, layer: nn.Linear, x: Tensor) -> Tensor | None:
@@ -265,15 +276,7 @@ class Adding:
             return None
         if dtype not in SIXTEEN_BIT and not self.anywhere:
             return None
-        result: Tensor = _Linear.apply(  # type: ignore[no-untyped-call]
-            x.to(dtype),
-            weight,
-            bias,
-            self._precision.copy_of(weight, dtype),
-            None if bias is None else self._precision.copy_of(bias, dtype),
-            self,
-        )
-        return result
+        return self._precision.linear(layer, x, dtype, self)
 
     def embedding(self, layer: nn.Embedding, tokens: Tensor) -> Tensor | None:
         """Return the layer's output, or None if its gradient is of another kind."""
@@ -290,42 +293,6 @@ _FORWARDS: dict[Any, Any] = {
     nn.Linear.forward: Adding.linear,
     nn.Embedding.forward: Adding.embedding,
 }
-
-
-class _Linear(torch.autograd.Function):
-    """`linear(x, w, b)`, where `w` and `b` are the weight and bias in the dtype of `x`."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        w: Tensor,
-        b: Tensor | None,
-        adding: Adding,
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.w, ctx.adding = w, adding
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        return functional.linear(x, w, b)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-        # A backward that will be differentiated again must depend on the weight itself.
-        w = weight.to(x.dtype) if torch.is_grad_enabled() else ctx.w
-        rows = dy.reshape(-1, dy.shape[-1])
-        dx = torch.matmul(dy, w) if wants_x else None
-        dw = db = None
-        if wants_weight:
-            left, right = rows.t(), x.reshape(-1, x.shape[-1])
-            if not ctx.adding.add(weight, left, right):
-                dw = _product(left, right, weight.dtype)
-        if wants_bias:
-            db = rows.sum(0, dtype=ctx.bias_dtype)
-        return dx, dw, db, None, None, None
 
 
 def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:

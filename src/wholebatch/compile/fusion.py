@@ -14,7 +14,7 @@ from torch import fx
 
 aten = torch.ops.aten
 VIEWS = (aten.view.default, aten._unsafe_view.default)
-PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default)
+PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten._scaled_mm.default)
 """Operations that return a matrix in newly allocated memory."""
 _EXTERNAL = (*PRODUCTS, aten.baddbmm.default, aten.convolution.default)
 """Operations that are kernels of a library: nothing is fused across them."""

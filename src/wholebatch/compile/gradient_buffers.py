@@ -1,4 +1,4 @@
-"""Buffers that outlive a window: the fp32 gradients, and the 16-bit copies of the weights.
+"""Buffers that outlive a window: the fp32 gradients, and the 16- or 8-bit copies of the weights.
 
 CUDA graphs read and write fixed addresses. So the buffers are kept when the close of a window
 clears `.grad`, and become `.grad` again at the first micro-step of the next window.
@@ -8,12 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from typing import Any
+from itertools import islice
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
+from wholebatch.core.linear_layers import Quantised
 from wholebatch.core.precision import SIXTEEN_BIT
+
+Cast: TypeAlias = tuple[int, torch.dtype | int]
+"""A parameter's number, and a dtype or the number of a part of `Quantised`."""
 
 ALIGNED = 64
 """The alignment of each tensor in a shared allocation, in elements, for vectorised loads."""
@@ -24,7 +29,9 @@ def buffer_dtype(parameter: Tensor) -> torch.dtype:
     return torch.float32 if parameter.dtype in SIXTEEN_BIT else parameter.dtype
 
 
-def in_one_piece(like: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
+def in_one_piece(
+    like: Sequence[Tensor], dtypes: Sequence[torch.dtype], device: torch.device | None = None
+) -> list[Tensor]:
     """Return zeros of these shapes and strides, with one allocation for each dtype.
 
     All matrices come first, so that those of one layer lie one behind the other (`as_one`).
@@ -39,7 +46,7 @@ def in_one_piece(like: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[
         places[dtype] = starts[number] + -(-like[number].numel() // ALIGNED) * ALIGNED
     if not like:
         return []
-    device = like[0].device
+    device = device or like[0].device
     pieces = {
         dtype: torch.zeros(length, dtype=dtype, device=device) for dtype, length in places.items()
     }
@@ -216,26 +223,41 @@ class Gradients:
 
 
 class Casts:
-    """16-bit copies of the weights, made once per window and shared by all graphs."""
+    """16- or 8-bit copies of the weights, made once per window and shared by all graphs."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._parameters = list(parameters)
-        self._copies: dict[tuple[int, torch.dtype], Tensor] = {}
+        self._copies: dict[Cast, Tensor] = {}
+        self._quantised: dict[int, Quantised] = {}
 
-    @torch.no_grad()
-    def of(self, wanted: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:
+    def of(self, wanted: Sequence[Cast]) -> list[Tensor]:
         """Return these copies, and make those that are missing."""
         keys = [key for key in dict.fromkeys(wanted) if key not in self._copies]
-        sources: list[Tensor] = [self._parameters[index] for index, _ in keys]
-        made = in_one_piece(sources, [dtype for _, dtype in keys])
-        if made:
-            torch._foreach_copy_(made, sources)
-        self._copies.update(zip(keys, made, strict=True))
+        new = {(index, kind): kind for index, kind in keys if isinstance(kind, torch.dtype)}
+        made = in_one_piece([self._parameters[index] for index, _ in new], list(new.values()))
+        self._copies.update(zip(new, made, strict=True))
+        eight = list(dict.fromkeys(index for index, kind in keys if isinstance(kind, int)))
+        for index, parts in zip(eight, self._room(eight), strict=True):
+            self._quantised[index] = parts
+            self._copies.update({(index, number): part for number, part in enumerate(parts)})
+        if keys:
+            self.refresh()
         return [self._copies[key] for key in wanted]
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Cast all weights again, into the same memory: the weights have changed."""
-        if self._copies:
-            sources: list[Tensor] = [self._parameters[index] for index, _ in self._copies]
-            torch._foreach_copy_(list(self._copies.values()), sources)
+        copies = {key: one for key, one in self._copies.items() if key[0] not in self._quantised}
+        if copies:
+            sources: list[Tensor] = [self._parameters[index] for index, _ in copies]
+            torch._foreach_copy_(list(copies.values()), sources)
+        for index, parts in self._quantised.items():
+            parts.fill(self._parameters[index])
+
+    def _room(self, indices: Sequence[int]) -> Iterator[Quantised]:
+        """Yield memory for the parts of each of these weights."""
+        like = [Quantised.empty(self._parameters[index].to("meta")) for index in indices]
+        flat = [part for parts in like for part in parts]
+        device = self._parameters[0].device
+        made = iter(in_one_piece(flat, [part.dtype for part in flat], device))
+        yield from (Quantised(*islice(made, 4)) for _ in like)

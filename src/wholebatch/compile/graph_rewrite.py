@@ -2,7 +2,8 @@
 
 None of these rewrites changes a number beyond the order of additions:
 
-- A weight that autocast casts to 16 bit becomes an input that is cast once per window.
+- A weight that autocast casts to 16 bit becomes an input that is cast once per window. So do the
+  parts of a weight that is quantised to 8 bit.
 - Each gradient is added into its buffer as soon as it is computed, so that it is freed early.
 - A weight gradient that is a matrix product, or rows of an embedding, is added by the operation
   that computes it, and never exists on its own.
@@ -25,9 +26,11 @@ from wholebatch.compile.biased_attention import fuse_attention
 from wholebatch.compile.cross_entropy import bring_products_forward, fuse_entropy
 from wholebatch.compile.fusion import base_of, cast_to, fixed, is_cheap, same_shape, written_by
 from wholebatch.compile.gelu import fuse_gelu, simplify_gelu
+from wholebatch.compile.gradient_buffers import Cast
 from wholebatch.compile.layer_norm import fuse_norms
 from wholebatch.compile.shared_input import SharedInputs, Weight
 from wholebatch.compile.trace import Traced
+from wholebatch.core.linear_layers import quantise_weight
 from wholebatch.core.precision import SIXTEEN_BIT
 from wholebatch.offload.graph_sums import leave
 
@@ -71,8 +74,8 @@ class Rewritten:
     """
 
     graph: fx.GraphModule
-    casts: tuple[tuple[int, torch.dtype], ...]
-    """The trained parameter and the dtype of each cast input."""
+    casts: tuple[Cast, ...]
+    """The trained parameter and the format of each cast input."""
     joined: tuple[tuple[int, ...], ...]
     """For each joined input, which of (casts, buffers) it holds, one behind the other."""
     fused_products: int
@@ -100,20 +103,17 @@ def rewrite(
     kept = len(results) - len(traced.used)
     gradients: list[Any] = results[kept:]
 
-    casts: dict[tuple[int, torch.dtype], fx.Node] = {}
+    casts: dict[Cast, fx.Node] = {}
     last = inputs[-1]
     for index, parameter in enumerate(inputs[:trained]):
-        for user in list(parameter.users):  # A layer that is used twice is cast twice.
-            dtype = cast_to(user)
-            if dtype is None or dtype not in SIXTEEN_BIT:
-                continue
-            if (index, dtype) not in casts:
+        for kind, made in list(_casts_of(parameter)):  # A layer that is used twice is cast twice.
+            if (index, kind) not in casts:
                 with graph.inserting_after(last):
-                    last = graph.placeholder(f"cast_{index}_{str(dtype).removeprefix('torch.')}")
-                last.meta.update(user.meta)
-                casts[index, dtype] = last
-            user.replace_all_uses_with(casts[index, dtype])
-            graph.erase_node(user)
+                    last = graph.placeholder(f"cast_{index}_{str(kind).removeprefix('torch.')}")
+                last.meta.update(made.meta)
+                casts[index, kind] = last
+            made.replace_all_uses_with(casts[index, kind])
+            graph.erase_node(made)
     buffers = []
     for index in traced.used:
         with graph.inserting_after(last):
@@ -156,7 +156,7 @@ def rewrite(
 
 
 def _weights(
-    casts: dict[tuple[int, torch.dtype], fx.Node],
+    casts: dict[Cast, fx.Node],
     trained: Sequence[fx.Node],
     traced: Traced,
     buffers: Sequence[fx.Node],
@@ -167,9 +167,20 @@ def _weights(
     of = dict(zip(traced.used, buffers, strict=True))
     return [
         Weight(place[index], cast, of.get(index))
-        for (index, _), cast in casts.items()
-        if trained[index].meta["val"].dim() == 2
+        for (index, kind), cast in casts.items()
+        if isinstance(kind, torch.dtype) and trained[index].meta["val"].dim() == 2
     ]
+
+
+def _casts_of(parameter: fx.Node) -> Iterator[tuple[torch.dtype | int, fx.Node]]:
+    """Yield the nodes that hold this parameter in another format, and the format of each."""
+    for user in parameter.users:
+        dtype = cast_to(user)
+        if dtype in SIXTEEN_BIT:
+            assert dtype is not None
+            yield dtype, user
+        elif user.target is quantise_weight():
+            yield from ((part.args[1], part) for part in user.users)  # type: ignore[misc]
 
 
 def _drop_detach(graph: fx.Graph, results: list[Any]) -> None:

@@ -561,7 +561,8 @@ class Executor:
         self._plan.eager = True
         self._ranks.announce()
         self._reset()
-        if self.execute in ("compile", "graph") and self._plan.compiles:
+        compiles = self._plan.compiles and self._precision.name != "fp8"
+        if self.execute in ("compile", "graph") and compiles:
             eager = self._eager.plain
             self._forward = CompiledForward(self._model, self._loss, self._window, eager)
         how = "eagerly" if self._forward is None else "with a compiled forward only"

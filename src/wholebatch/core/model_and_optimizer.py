@@ -260,10 +260,10 @@ def _loss_scale(
 ) -> LossScale | None:
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise OptionError(f"scaler={type(scaler).__name__}: must be a torch.amp.GradScaler")
-    if scaler is not None and precision == "bf16":
+    if scaler is not None and precision in ("bf16", "fp8"):
         raise OptionError(
-            "scaler= with precision='bf16': bf16 has the range of fp32 and needs no loss scaling; "
-            "leave the scaler out"
+            f"scaler= with precision={precision!r}: bf16 has the range of fp32 and needs no loss "
+            "scaling; leave the scaler out"
         )
     if scaler is None and precision == "fp16":
         scaler = torch.amp.GradScaler(device.type)

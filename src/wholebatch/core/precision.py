@@ -1,27 +1,38 @@
 """The number formats of a micro-batch's computation and of its gradient sums.
 
-`Precision` decides how the forward runs (plain, or under autocast with the weights cast once per
-window), `LossScale` keeps fp16 gradients in range, and `SixteenBit` adds the gradients of 16-bit
-parameters in fp32. bf16 keeps 8 bits: after a few dozen additions, a micro-batch's gradient falls
-below half a unit in the last place of the sum and is lost (error 1.1e-1 after 256 additions; 1e-8
-in fp32). `Parameter.grad_dtype` makes autograd itself add into an fp32 `.grad`.
+`Precision` decides how the forward runs (plain, or under autocast with the weights cast, or
+quantised, once per window), `LossScale` keeps fp16 gradients in range, and `SixteenBit` adds the
+gradients of 16-bit parameters in fp32. bf16 keeps 8 bits: after a few dozen additions, a
+micro-batch's gradient falls below half a unit in the last place of the sum and is lost (error
+1.1e-1 after 256 additions; 1e-8 in fp32). `Parameter.grad_dtype` makes autograd itself add into an
+fp32 `.grad`.
 """
 
 from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Literal, TypeAlias
+from types import MethodType
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from wholebatch.core.linear_layers import (
+    AddsProducts,
+    Linear,
+    Quantised,
+    quantise,
+    quantise_weight,
+    rows_of,
+)
 from wholebatch.errors import OptionError, UnsupportedError
 
-PrecisionName: TypeAlias = Literal["full", "fp32", "bf16", "fp16"]
+PrecisionName: TypeAlias = Literal["full", "fp32", "bf16", "fp16", "fp8"]
 
 
 class Precision(ABC):
@@ -33,9 +44,36 @@ class Precision(ABC):
     def forward(self) -> AbstractContextManager[object]:
         """Return the context for a micro-batch's forward (and only for that)."""
 
+    def look(self) -> AbstractContextManager[object]:
+        """Return the context for the look at a few samples, before the first window."""
+        return self.forward()
+
     def copy_of(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the weight in this dtype, outside the autograd graph."""
         return weight.detach().to(dtype)
+
+    def forward_of(self, layer: nn.Module) -> Callable[[Tensor], Tensor] | None:
+        """Return the forward that replaces this layer's own; None if it runs as written."""
+        return None
+
+    def linear(
+        self, layer: nn.Linear, x: Tensor, dtype: torch.dtype, adding: AddsProducts | None
+    ) -> Tensor:
+        """Return the output of a linear layer that computes in this dtype.
+
+        `adding` may add the weight's gradient without autograd.
+        """
+        weight, bias = layer.weight, layer.bias
+        w, rows = self._factors(layer, x, dtype)
+        b = None if bias is None else self.copy_of(bias, dtype)
+        y: Tensor = Linear.apply(x.to(dtype), weight, bias, w, b, rows, adding)  # type: ignore[no-untyped-call]
+        return y
+
+    def _factors(
+        self, layer: nn.Linear, x: Tensor, dtype: torch.dtype
+    ) -> tuple[Tensor | Quantised, tuple[Tensor, Tensor] | None]:
+        """Return the weight of a layer's products, and its input if that is quantised too."""
+        return self.copy_of(layer.weight, dtype), None
 
     def let_go(self) -> None:
         """Drop cached casts; they are made again when needed."""
@@ -81,18 +119,25 @@ class Autocast(Precision):
         self._dtype = dtype
         self._keeps = keeps
         self._holding = False
-        self._copies: dict[tuple[int, torch.dtype], tuple[int, Tensor]] = {}
+        self._copies: dict[tuple[int, object], tuple[int, Any]] = {}
 
     def forward(self) -> AbstractContextManager[object]:
         return torch.autocast(self._device_type, dtype=self._dtype)
 
     def copy_of(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        if not self._holding or weight.dtype is dtype:
+        if weight.dtype is dtype:
             return super().copy_of(weight, dtype)
-        version, copy = self._copies.get((id(weight), dtype), (-1, weight))
-        if version != weight._version:  # Not cast yet, or the weight has changed since.
-            copy = super().copy_of(weight, dtype)
-            self._copies[id(weight), dtype] = weight._version, copy
+        copy: Tensor = self._kept(weight, dtype, super().copy_of)
+        return copy
+
+    def _kept(self, weight: Tensor, kind: Any, make: Callable[[Tensor, Any], Any]) -> Any:
+        """Return the weight in another format, made once per window."""
+        if not self._holding or type(weight) is not nn.Parameter:  # A trace replaces the weights.
+            return make(weight, kind)
+        version, copy = self._copies.get((id(weight), kind), (-1, None))
+        if version != weight._version:  # Not made yet, or the weight has changed since.
+            copy = make(weight, kind)
+            self._copies[id(weight), kind] = weight._version, copy
         return copy
 
     def let_go(self) -> None:
@@ -126,14 +171,156 @@ class OwnAutocast(Autocast):
     forward = nullcontext
 
 
-def choose(precision: str, device_type: str, *, keeps: bool = True) -> Precision:
+class Fp8(Autocast):
+    """bf16 autocast whose linear layers compute y and dx in 8 bits (see `core/linear_layers.py`).
+
+    The weights change only when a window closes: each is quantised once per window. A layer that
+    computes in 8 bits has a forward of its own within a window. It computes as written where
+    autocast is off, and under torch.func.
+    """
+
+    anywhere: ClassVar[bool] = False
+    """Set by tests: emulate the products on devices that do not have them."""
+    least: ClassVar[int] = 128
+    """Layers with fewer features stay in bf16: casting their input would take longer."""
+
+    def __init__(self, models: Sequence[nn.Module]) -> None:
+        device = next(models[0].parameters()).device
+        if not self.anywhere:
+            _refuse_without_fp8(device)
+        super().__init__(device.type, torch.bfloat16)
+        self.name = "fp8"
+        layers = [layer for model in models for layer in eight_bit_layers(model, self.least)]
+        if not layers:
+            raise OptionError(
+                "precision='fp8': no layer can use it. It is for nn.Linear layers that are trained "
+                f"and have their weight alone, with at least {self.least} features on both sides, "
+                "multiples of 16; the output layer stays in bf16. Use precision='bf16'"
+            )
+        self.layers = {id(layer): (layer, MethodType(self._run, layer)) for layer in layers}
+        self._input: tuple[Any, ...] = ()  # The last input that was quantised.
+
+    def _run(self, layer: nn.Linear, x: Tensor) -> Tensor:
+        if not self._is_on():
+            plain: Tensor = type(layer).forward(layer, x)
+            return plain
+        # Autocast leaves float64 alone.
+        dtype = x.dtype if x.dtype is torch.float64 else self._dtype
+        return self.linear(layer, x, dtype, None)
+
+    def _is_on(self) -> bool:
+        return (
+            torch.is_autocast_enabled(self._device_type)
+            and not torch._C._are_functorch_transforms_active()
+        )
+
+    def forward_of(self, layer: nn.Module) -> Callable[[Tensor], Tensor] | None:
+        return self.layers.get(id(layer), (None, None))[1]
+
+    def _factors(
+        self, layer: nn.Linear, x: Tensor, dtype: torch.dtype
+    ) -> tuple[Tensor | Quantised, tuple[Tensor, Tensor] | None]:
+        if id(layer) not in self.layers or not self._is_on():
+            return super()._factors(layer, x, dtype)
+        # Layers often share an input: queries, keys and values. It is quantised once.
+        if not self._input or self._input[0] is not x or self._input[1:3] != (x._version, dtype):
+            self._input = x, x._version, dtype, quantise(rows_of(x.detach().to(dtype)))
+        return self._kept(layer.weight, Quantised, _quantised), self._input[3]
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        try:
+            with self._replaced(), super().forward():
+                yield
+        finally:
+            self._input = ()
+
+    def look(self) -> AbstractContextManager[object]:
+        # In bf16: in a deep model at its start, 8-bit gradients of few samples are mostly noise.
+        return super().forward()
+
+    @contextmanager
+    def _replaced(self) -> Iterator[None]:
+        """Replace the forwards of the layers; a window has replaced them already."""
+        here = [(layer, run) for layer, run in self.layers.values() if "forward" not in vars(layer)]
+        for layer, run in here:
+            vars(layer)["forward"] = run
+        try:
+            yield
+        finally:
+            for layer, _ in here:
+                vars(layer).pop("forward", None)
+
+    @contextmanager
+    def window(self) -> Iterator[None]:
+        # Checkpointing runs a forward within the backward: replace them for both.
+        with self._replaced(), super().window():
+            yield
+
+
+def _quantised(weight: Tensor, _: object) -> Quantised:
+    return Quantised(*quantise_weight()(weight.detach()))
+
+
+def eight_bit_layers(model: nn.Module, least: int) -> list[nn.Linear]:
+    """Return the linear layers that compute in 8 bits.
+
+    Not the output layer (the one that a model of Transformers names, else the last), nor one whose
+    weight other modules have too, or that is not trained.
+    """
+    layers = [one for one in model.modules() if isinstance(one, nn.Linear)]
+    name = "get_output_embeddings"
+    named = [getattr(one, name)() for one in model.modules() if hasattr(one, name)]
+    outputs = [one for one in named if one is not None] or layers[-1:]
+    places = Counter(id(one) for part in model.modules() for one in part._parameters.values())
+    return [
+        layer
+        for layer in layers
+        if not any(layer is one for one in outputs)
+        and type(layer).forward is nn.Linear.forward
+        and type(weight := layer._parameters.get("weight")) is nn.Parameter
+        and weight.requires_grad
+        and weight.is_contiguous()
+        and places[id(weight)] == 1
+        and all(size >= least and size % 16 == 0 for size in weight.shape)
+    ]
+
+
+def _refuse_without_fp8(device: torch.device) -> None:
+    """Raise an UnsupportedError if the device does not multiply 8-bit rows."""
+    if device.type != "cuda":
+        name = {"cpu": "a CPU"}.get(device.type, device.type)
+    elif torch.version.hip is not None:
+        name = "ROCm"
+    elif (found := torch.cuda.get_device_capability(device)) < (9, 0):
+        name = f"{torch.cuda.get_device_name(device)} (compute capability {found[0]}.{found[1]})"
+    else:
+        return
+    raise UnsupportedError(
+        f"precision='fp8' on {name}: it needs an NVIDIA GPU of compute capability 9.0 or higher "
+        "(Hopper, Blackwell); use precision='bf16'"
+    )
+
+
+def choose(
+    precision: str, device_type: str, *, keeps: bool = True, models: Sequence[nn.Module] = ()
+) -> Precision:
     """Return the precision with this name, or raise an OptionError that lists the names.
 
-    `keeps`: weights may be cast once per window, instead of once per micro-batch.
+    `keeps`: weights may be cast once per window, instead of once per micro-batch. `models` are
+    those to train in fp8; without them (to predict memory) it counts as bf16, which needs as much.
     """
     if precision in ("full", "fp32"):
         return Full()
-    if precision == "bf16":
+    if precision == "fp8" and models:
+        if not keeps:
+            raise UnsupportedError(
+                "precision='fp8' with fully_shard or DeepSpeed: weights are quantised once per "
+                "window, and these engines free them after each micro-batch; use precision='bf16', "
+                "or DDP"
+            )
+        return Fp8(models)
+    if precision in ("bf16", "fp8"):
         return Autocast(device_type, torch.bfloat16, keeps=keeps)
     if precision == "fp16":
         return Autocast(device_type, torch.float16, keeps=keeps)
@@ -141,7 +328,7 @@ def choose(precision: str, device_type: str, *, keeps: bool = True) -> Precision
         return OwnAutocast(device_type, torch.bfloat16, keeps=keeps)
     raise OptionError(
         f"precision={precision!r}: must be 'full' (the parameters' own dtype; 'fp32' is the same), "
-        "'bf16' or 'fp16' (autocast)"
+        "'bf16' or 'fp16' (autocast), or 'fp8' (bf16 with linear layers in 8 bits)"
     )
 
 

@@ -161,7 +161,7 @@ class Runner:
             function = function.addends or function.encode
 
         def run(few: Any) -> Any:
-            with self._precision.forward(), self._draws.micro(lambda: None):
+            with self._precision.look(), self._draws.micro(lambda: None):
                 return function(self.model, to_device(few, self._device))
 
         name = getattr(function, "__name__", "a function")
@@ -424,7 +424,7 @@ class LockStepRunner(Runner):
             window=window,
             forward=self.forward,
             execute=self.executor.execute,
-            sixteen_bit=self._precision.name in ("bf16", "fp16"),
+            sixteen_bit=self._precision.name != "full",
         )
 
     def hold(self, hold: Hold) -> None:

@@ -27,7 +27,7 @@ from wholebatch.tune.settings import Trial
 from wholebatch.tune.window_timing import Clock, Workload
 
 _WIDTH = {"cpu": 1024, "cuda": 8192}
-_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 
 
 def share_of_arithmetic(

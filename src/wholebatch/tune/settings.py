@@ -132,7 +132,7 @@ def modes_of(
     Names that are unknown are refused.
     """
     for name, given, allowed in (
-        ("precisions", precisions, ("full", "bf16", "fp16")),
+        ("precisions", precisions, ("full", "bf16", "fp16", "fp8")),
         ("executes", executes, ("eager", "compile", "graph")),
         ("syncs", syncs, ("auto", "hold", "every")),
     ):

@@ -93,7 +93,8 @@ class _Stream(IterableDataset[Any]):
         return self._job.micro_batches()
 
 
-_LIGHTNING = {"full": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
+_ACCELERATE = {"full": "no", "bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}
+_LIGHTNING = {"full": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed", "fp8": "bf16-mixed"}
 
 
 def accelerate(job: Job, model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
@@ -102,7 +103,7 @@ def accelerate(job: Job, model: nn.Module, optimizer: torch.optim.Optimizer) -> 
 
     accelerator = Accelerator(
         gradient_accumulation_steps=job.steps,
-        mixed_precision="no" if job.precision == "full" else job.precision,
+        mixed_precision=_ACCELERATE[job.precision],
         cpu=job.device.type == "cpu",
         dataloader_config=DataLoaderConfiguration(dispatch_batches=False),
     )
@@ -202,7 +203,7 @@ def transformers(job: Job, model: nn.Module, optimizer: torch.optim.Optimizer) -
                 per_device_train_batch_size=1,
                 gradient_accumulation_steps=job.steps,
                 max_steps=10**9,
-                bf16=job.precision == "bf16",
+                bf16=job.precision in ("bf16", "fp8"),
                 fp16=job.precision == "fp16",
                 use_cpu=job.device.type == "cpu",
                 max_grad_norm=job.clip_norm or 0.0,

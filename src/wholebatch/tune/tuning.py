@@ -301,7 +301,7 @@ def _advice(best: Trial, trials: Sequence[Trial], *, budget: int, unit: str) -> 
     said = [head, *_beside(best, trials)]
     if memory_of(best):
         said.append(f"Peak memory {bytes_said(memory_of(best))} of {bytes_said(budget)}.")
-    if mode.precision in ("bf16", "fp16"):
+    if mode.precision != "full":
         said.append(
             f"{mode.precision} rounds more than full precision: the update is that of the "
             f"undivided batch in {mode.precision}."

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wholebatch.core.close import ClipNorm
+from wholebatch.core.close import ClipNorm, power_of_two_near
 from wholebatch.core.forward_state import capture_random, same_random
 from wholebatch.core.options import grouped
 from wholebatch.core.splitting import batch_size_of, drop_samples, split, to_device
@@ -201,6 +201,10 @@ class ModelRuns:
 
     def _backward(self, batch: Any, order: Sequence[int] | None) -> float:
         """Leave the gradient of the undivided (global) batch's mean in the parameters."""
+        with self.numbers.window(self.inner):
+            return self._run_backward(batch, order)
+
+    def _run_backward(self, batch: Any, order: Sequence[int] | None) -> float:
         model = self.model if self.is_sharded else self.inner
         scale = self.numbers.loss_scale
         everyone = self._global_batch(batch)
@@ -212,6 +216,10 @@ class ModelRuns:
             found = self._objective(model, batch, order)
             units = sum_over_ranks(torch.tensor(found.units, dtype=torch.float64))
             mean = found.mean(units.tolist())
+            if self.numbers.precision == "fp8" and "units" not in self.options:
+                # Eight bits of a gradient depend on the factor that is in it, unless that is a
+                # power of two: a window that does not know its units begins with one.
+                scale = float(units[0]) * power_of_two_near(1.0 / float(units[0]))
             # Shards are averaged over the ranks by their own backward; that is undone here.
             (mean * (scale * world_size() if self.is_sharded else scale)).backward()
             if world_size() > 1 and not self.is_sharded:
@@ -246,10 +254,11 @@ class ModelRuns:
         """
         if from_start:
             self.begin()
-        found = self._objective(self.inner, batch, order)
         scale = self.numbers.loss_scale
-        total = found.weighted_total() * scale
-        gradients = torch.autograd.grad(total, self.parameters, allow_unused=True)
+        with self.numbers.window(self.inner):
+            found = self._objective(self.inner, batch, order)
+            total = found.weighted_total() * scale
+            gradients = torch.autograd.grad(total, self.parameters, allow_unused=True)
         return [
             None if g is None else g.to_dense().cpu().div_(scale) for g in gradients
         ], found.units

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from wholebatch.core.close import ClipNorm
 from wholebatch.core.loss import Loss, as_loss
+from wholebatch.core.precision import Precision, choose
 from wholebatch.core.splitting import to_device
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -35,16 +36,21 @@ class Numbers:
     def unit(self, model: nn.Module) -> float:
         """Return the relative error of one rounding in the coarsest format that takes part."""
         formats = [p.dtype.to_real() for p in model.parameters()]
-        if self.precision in AUTOCAST:
-            formats.append(AUTOCAST[self.precision])
+        if self.precision != "full":
+            formats.append(AUTOCAST.get(self.precision, torch.bfloat16))
         unit = max(torch.finfo(dtype).eps / 2 for dtype in formats)
         return max(unit, _TF32) if torch.float32 in formats and _uses_tf32(model) else unit
 
-    def forward(self, device: torch.device) -> AbstractContextManager[Any]:
+    def forward(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Return the context of the forward."""
-        if self.precision not in AUTOCAST:
-            return nullcontext()
-        return torch.autocast(device.type, dtype=AUTOCAST[self.precision])
+        return self._chosen(model).forward()
+
+    def window(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Return the context of a forward and its backward, which checkpointing computes in."""
+        return self._chosen(model).window()
+
+    def _chosen(self, model: nn.Module) -> Precision:
+        return choose(self.precision, next(model.parameters()).device.type, models=[model])
 
 
 def _uses_tf32(model: nn.Module) -> bool:
@@ -91,7 +97,7 @@ def objective(
 ) -> Objective:
     """Run one forward of the batch as it is."""
     device = next(model.parameters()).device
-    with numbers.forward(device):
+    with numbers.forward(model):
         result = as_loss(loss(model, to_device(batch, device)))
     if isinstance(result, Loss):
         return Objective((_widened(result.total),), (float(result.units),), (1.0,))

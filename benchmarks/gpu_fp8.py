@@ -1,0 +1,402 @@
+"""fp8 windows beside bf16 and torchao on one GPU: time, memory, distance to float64, and loss.
+
+    python benchmarks/gpu_fp8.py speed                    # ms and GiB per window, both models
+    python benchmarks/gpu_fp8.py speed --profile --rows 4x4096/fp8 4x4096/torchao-rowwise
+    python benchmarks/gpu_fp8.py products                 # their matrix products by themselves
+    python benchmarks/gpu_fp8.py distance                 # gradient and update against float64
+    python benchmarks/gpu_fp8.py curve --updates 2000     # bytes-gpt at 124 M, bf16 and fp8
+
+The models of `speed` and `distance` are Llamas of Transformers with random weights and tokens, in
+texts of 1,024 tokens, with fused AdamW on float32 weights. torchao comes from its package, or from
+the folder in $DOORS: its rows are a hand-written loop over torch.compile. `distance` takes the
+gradient of one micro-batch in eager code, and the update of one window over different splits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import wholebatch as wb
+from wholebatch.core import linear_layers
+from wholebatch.core import precision as precisions
+
+sys.path += [os.environ[name] for name in ("DOORS",) if name in os.environ]
+VOCABULARY, LENGTH = 32_000, 1024
+WARM, MEASURED = 4, 8
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@dataclass(frozen=True)
+class Llama:
+    """The sizes of a Llama, and its window and micro-batch in texts."""
+
+    layers: int
+    width: int
+    inner: int
+    heads: int
+    window: int
+    micro: int
+
+    def build(self, layers: int | None = None) -> Any:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            hidden_size=self.width,
+            intermediate_size=self.inner,
+            num_hidden_layers=layers or self.layers,
+            num_attention_heads=self.heads,
+            vocab_size=VOCABULARY,
+            max_position_embeddings=LENGTH,
+            use_cache=False,
+        )
+        with torch.device(DEVICE):
+            return LlamaForCausalLM(config).train()
+
+
+MODELS = {
+    "4x4096": Llama(4, 4096, 14336, 32, window=16, micro=2),
+    "22x2048": Llama(22, 2048, 5632, 32, window=32, micro=4),
+    "tiny": Llama(2, 128, 256, 2, window=4, micro=2),
+}
+WAYS = ("bf16", "fp8", "torchao-tensorwise", "torchao-rowwise")
+
+
+def loss(model: nn.Module, micro: dict[str, Tensor]) -> wb.Loss:
+    logits = model(micro["x"]).logits
+    return wb.cross_entropy(logits.flatten(0, 1).float(), micro["y"].flatten())
+
+
+def tokens(texts: int, seed: int = 1) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, VOCABULARY, (texts, LENGTH), generator=generator).to(DEVICE)
+    return {"x": ids, "y": ids.roll(-1, 1)}
+
+
+def with_torchao(model: nn.Module, recipe: str) -> nn.Module:
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    convert_to_float8_training(
+        model, config=config, module_filter_fn=lambda _, name: name != "lm_head"
+    )
+    return model
+
+
+# ----------------------------------------------------------------------------- speed
+
+
+def windows_of_ours(llama: Llama, precision: str) -> tuple[Callable[[], Any], Callable[[], str]]:
+    model = llama.build()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=DEVICE == "cuda")
+    options: dict[str, Any] = {"micro_batch": llama.micro, "precision": precision}
+    window = wb.WholeBatch(model, optimizer, loss=loss, execute="graph", **options)
+    batch = tokens(llama.window)
+    executor = window._runner.executor
+    return lambda: window.step(batch), lambda: executor.mode
+
+
+def windows_of_torchao(llama: Llama, recipe: str) -> tuple[Callable[[], Any], Callable[[], str]]:
+    model = with_torchao(llama.build(), recipe)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=DEVICE == "cuda")
+    batch = tokens(llama.window)
+    units = batch["x"].numel()
+
+    @torch.compile
+    def total(micro: dict[str, Tensor]) -> Tensor:
+        with torch.autocast(DEVICE, torch.bfloat16):
+            return loss(model, micro).total / units
+
+    def window() -> None:
+        for start in range(0, llama.window, llama.micro):
+            total({k: v[start : start + llama.micro] for k, v in batch.items()}).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+
+    return window, lambda: "torch.compile"
+
+
+def timed_row(name: str, *, profiles: bool) -> None:
+    which, way = name.split("/")
+    llama, began = MODELS[which], time.perf_counter()
+    if way.startswith("torchao"):
+        window, mode = windows_of_torchao(llama, way.removeprefix("torchao-"))
+    else:
+        window, mode = windows_of_ours(llama, way)
+    for _ in range(WARM):
+        window()
+    ready = time.perf_counter() - began
+    if DEVICE == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    times = []
+    for _ in range(MEASURED):
+        start = time.perf_counter()
+        window()
+        if DEVICE == "cuda":
+            torch.cuda.synchronize()
+        times.append(1000 * (time.perf_counter() - start))
+    peak = torch.cuda.max_memory_allocated() / 2**30 if DEVICE == "cuda" else 0.0
+    print(
+        f"{name:28s} {statistics.median(times):7.1f} ms ({min(times):.1f} to {max(times):.1f})  "
+        f"{peak:5.1f} GiB  {mode()}  ready in {ready:.0f} s",
+        flush=True,
+    )
+    if profiles:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            window()
+            torch.cuda.synchronize()
+        kernels = sorted(profile.key_averages(), key=lambda one: -one.self_device_time_total)
+        for one in kernels[:30]:
+            print(f"  {one.self_device_time_total / 1e3:8.2f} ms {one.count:5d} x {one.key[:150]}")
+
+
+def speed(rows: Sequence[str], *, profiles: bool) -> None:
+    for name in rows:
+        try:
+            timed_row(name, profiles=profiles)
+        except Exception as problem:  # Another row may run.
+            print(f"{name:28s} {type(problem).__name__}: {str(problem)[:300]}", flush=True)
+        free()
+
+
+def free() -> None:
+    gc.collect()
+    torch.compiler.reset()
+    if DEVICE == "cuda":
+        torch.cuda.empty_cache()
+
+
+# ----------------------------------------------------------------------------- products
+
+
+def microseconds(calls: Sequence[Callable[[], Any]]) -> float:
+    """Return the time of one call: a CUDA graph of all, on data that is not in the cache."""
+    for call in calls:
+        call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    times = []
+    for _ in range(6):
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        before.record()
+        graph.replay()
+        after.record()
+        torch.cuda.synchronize()
+        times.append(1000 * before.elapsed_time(after) / len(calls))
+    return float(statistics.median(times))
+
+
+def products() -> None:
+    """Print the time of each product in bf16 and fp8, and if a row depends on their number."""
+    print("rows x in x out        bf16      fp8  (us)   error to float64   half the rows alone")
+    for name in ("22x2048", "4x4096"):
+        llama = MODELS[name]
+        rows = llama.micro * LENGTH
+        for inner, outer in (
+            (llama.width, llama.width),
+            (llama.width, llama.inner),
+            (llama.inner, llama.width),
+        ):
+            xs = [torch.randn(rows, inner, device=DEVICE).bfloat16() for _ in range(8)]
+            ws = [torch.randn(outer, inner, device=DEVICE) * 0.02 for _ in range(8)]
+            low = [w.bfloat16() for w in ws]
+            eight = [linear_layers.Quantised(*linear_layers.quantise_weight()(w)) for w in ws]
+            pairs = [linear_layers.quantise(x) for x in xs]
+
+            def fp8(q: Any, w: Any) -> Tensor:
+                made: Tensor = w.linear(*q, torch.bfloat16)
+                return made
+
+            plain = microseconds(
+                [partial(torch.mm, x, w.t()) for x, w in zip(xs, low, strict=True)]
+            )
+            ours = microseconds([partial(fp8, q, w) for q, w in zip(pairs, eight, strict=True)])
+            made, (q, scales) = fp8(pairs[0], eight[0]), pairs[0]
+            wide = eight[0].rows.double() * eight[0].row_scales
+            exact = (q.double() * scales) @ wide.t()
+            error = float((made.double() - exact).norm() / exact.norm())
+            half = fp8((q[: rows // 2], scales[: rows // 2]), eight[0])
+            same = "the same bits" if torch.equal(half, made[: rows // 2]) else "other bits"
+            size = f"{rows} x {inner} x {outer}"
+            print(f"{size:20s} {plain:8.1f} {ours:8.1f}        {error:.2e}    {same}", flush=True)
+
+
+# ----------------------------------------------------------------------------- distance
+
+
+def gradients(model: nn.Module, run: Callable[[], wb.Loss]) -> dict[str, Tensor]:
+    model.zero_grad(set_to_none=True)
+    made = run()
+    (made.total / made.units).backward()
+    return {name: p.grad.double() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def apart(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
+    """Return the relative L2 distance over all parameters."""
+    pairs = [(found[name.replace("_orig_mod.", "")], one) for name, one in wanted.items()]
+    above = sum(float((a.to(b.device) - b).square().sum()) for a, b in pairs)
+    return float((above / sum(float(b.square().sum()) for _, b in pairs)) ** 0.5)
+
+
+def with_e5m2(self: linear_layers.Quantised, dy: Tensor) -> Tensor:
+    """Return the input gradient as if that of the output were cast to float8_e5m2."""
+    rows = linear_layers.rows_of(dy).float()
+    scale = linear_layers.quantise(rows)[1] * 2.0**-7  # The largest is 57344 = 448 x 2^7.
+    rounded = (rows / scale).to(torch.float8_e5m2).float() * scale
+    weight = (self.columns.float() * self.column_scales).t()
+    return (rounded @ weight).to(dy.dtype).reshape(*dy.shape[:-1], weight.shape[1])
+
+
+def distance(which: str, layers: int) -> None:
+    """Print the distance of each arithmetic's gradient to float64, and that between splits."""
+    llama, micro = MODELS[which], tokens(1)
+    between_splits(llama, layers)
+    free()
+    model = llama.build(layers)
+    full = {name: p.detach().clone() for name, p in model.named_parameters()}
+    model.double()
+    truth = gradients(model, lambda: loss(model, micro))
+    model.float()
+    for name, parameter in model.named_parameters():
+        parameter.data.copy_(full[name])
+
+    def autocast(run: Any) -> wb.Loss:
+        with torch.autocast(DEVICE, torch.bfloat16):
+            return loss(run, micro)
+
+    def fp8() -> dict[str, Tensor]:
+        chosen = precisions.choose("fp8", DEVICE, models=[model])
+
+        def run() -> wb.Loss:
+            with chosen.forward():
+                return loss(model, micro)
+
+        return gradients(model, run)
+
+    print(f"{which}, {layers} layers, one text: relative L2 distance of the gradient to float64")
+    sixteen = gradients(model, lambda: autocast(model))
+    print(f"  bf16 autocast                {apart(sixteen, truth):.4e}")
+    print(f"  fp8                          {apart(fp8(), truth):.4e}", flush=True)
+    before = linear_layers.Quantised.input_gradient
+    linear_layers.Quantised.input_gradient = with_e5m2  # type: ignore[method-assign]
+    print(f"  fp8, dy in e5m2 (emulated)   {apart(fp8(), truth):.4e}", flush=True)
+    linear_layers.Quantised.input_gradient = before  # type: ignore[method-assign]
+    for recipe in ("rowwise", "rowwise_with_gw_hp", "tensorwise"):
+        try:
+            other = with_torchao(llama.build(layers), recipe)
+            found = apart(gradients(other, lambda one=other: autocast(one)), truth)  # type: ignore[misc]
+            print(f"  torchao {recipe:20s} {found:.4e}", flush=True)
+        except Exception as problem:  # Another row may run.
+            print(f"  torchao {recipe}: {type(problem).__name__}: {str(problem)[:200]}")
+
+
+def between_splits(llama: Llama, layers: int) -> None:
+    """Print the distance of a window's gradient over different splits to the undivided batch's."""
+    print("relative L2 distance of a window's gradient to that of the undivided batch")
+    batch = tokens(8)
+    model = llama.build(layers)
+    for precision in ("bf16", "fp8"):
+        whole: dict[str, Tensor] = {}
+        for size in (8, 4, 3, 1):
+            options: Any = {"micro_batch": size, "precision": precision, "execute": "eager"}
+            wb.WholeBatch(model, None, loss=loss, **options).gradient(batch)
+            made = {name: p.grad.detach().clone() for name, p in model.named_parameters()}
+            model.zero_grad(set_to_none=True)
+            whole = whole or made
+            print(f"  {precision}, micro-batch {size} of 8: {apart(made, whole):.3e}", flush=True)
+
+
+# ----------------------------------------------------------------------------- curve
+
+
+def curve(updates: int, every: int, precisions: Sequence[str], size: Sequence[int]) -> None:
+    """Train bytes-gpt in each precision from the same weights, and print the losses."""
+    from wholebatch.cli.recipes import bytes_gpt
+
+    bytes_gpt.WIDTH, bytes_gpt.LAYERS, bytes_gpt.HEADS, bytes_gpt.CONTEXT = size
+    corpus = bytes_gpt.data()
+    losses: dict[str, list[float]] = {}
+    batch_size, micro = 64, 16
+    for precision in precisions:
+        torch.manual_seed(0)
+        model = bytes_gpt.model().to(DEVICE)
+        optimizer = torch.optim.AdamW(
+            model.parameters(), lr=3e-4, weight_decay=0.1, fused=DEVICE == "cuda"
+        )
+        schedule = bytes_gpt.scheduler(optimizer, updates)
+        options: dict[str, Any] = {"precision": precision, "clip_norm": 1.0, "scheduler": schedule}
+        window = wb.WholeBatch(
+            model,
+            optimizer,
+            loss=bytes_gpt.loss,
+            units=bytes_gpt.units,
+            micro_batch=micro,
+            **options,
+        )
+        count = sum(p.numel() for p in model.parameters())
+        print(f"{precision}: {count / 1e6:.0f} M parameters", flush=True)
+        generator = torch.Generator().manual_seed(2)
+        losses[precision] = []
+        began = time.perf_counter()
+        for _ in range(updates):
+            places = torch.randint(len(corpus), (batch_size,), generator=generator).tolist()
+            samples = [corpus[place] for place in places]
+            batch = {k: torch.stack([one[k] for one in samples]).to(DEVICE) for k in samples[0]}
+            losses[precision].append(float(window.step(batch).loss))
+        print(f"  {updates} updates in {time.perf_counter() - began:.0f} s", flush=True)
+        del window, model, optimizer
+        free()
+    print("update   " + "".join(f"{name:>10s}" for name in precisions) + "   (mean since the last)")
+    for last in range(every, updates + 1, every):
+        means = [statistics.fmean(losses[name][last - every : last]) for name in precisions]
+        print(f"{last:6d}   " + "".join(f"{mean:10.4f}" for mean in means))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    commands = parser.add_subparsers(dest="command", required=True)
+    of_speed = commands.add_parser("speed")
+    of_speed.add_argument(
+        "--rows",
+        nargs="+",
+        default=[f"{name}/{way}" for name in ("4x4096", "22x2048") for way in WAYS],
+    )
+    of_speed.add_argument("--profile", action="store_true", help="print the longest kernels too")
+    commands.add_parser("products")
+    of_distance = commands.add_parser("distance")
+    of_distance.add_argument("--model", default="4x4096", choices=MODELS)
+    of_distance.add_argument("--layers", type=int, default=2)
+    of_curve = commands.add_parser("curve")
+    of_curve.add_argument("--updates", type=int, default=2000)
+    of_curve.add_argument("--every", type=int, default=100)
+    of_curve.add_argument("--precisions", nargs="+", default=["bf16", "fp8"])
+    of_curve.add_argument(
+        "--size", type=int, nargs=4, default=[768, 12, 12, 512], help="width, layers, heads, length"
+    )
+    options = parser.parse_args()
+    if options.command == "speed":
+        speed(options.rows, profiles=options.profile)
+    elif options.command == "products":
+        products()
+    elif options.command == "distance":
+        distance(options.model, options.layers)
+    else:
+        curve(options.updates, options.every, options.precisions, options.size)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""fp8 on a Hopper GPU: its kernels against torch's operations, its windows against one another."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+from unittest import SkipTest
+
+import torch
+from torch import Tensor, nn
+
+import wholebatch as wb
+from wholebatch.core import linear_layers as layers
+from wholebatch.core import precision as precisions
+
+DEVICE = torch.device("cuda")
+
+
+def needs_fp8() -> None:
+    if torch.cuda.get_device_capability() < (9, 0):
+        raise SkipTest("needs a Hopper GPU or a newer one")
+
+
+def _same(found: Tensor, wanted: Tensor) -> bool:
+    return torch.equal(found.view(torch.uint8), wanted.view(torch.uint8))
+
+
+def _distance(found: Tensor, wanted: Tensor) -> float:
+    return float((found.double() - wanted.double()).norm() / wanted.double().norm())
+
+
+def test_kernels_quantise_as_torch_does() -> None:
+    needs_fp8()
+    kernels = layers._kernels(DEVICE)
+    assert kernels is not None
+    torch.manual_seed(0)
+    for shape in ((1, 16), (33, 48), (128, 4096), (300, 14336), (5632, 2048)):
+        for dtype in (torch.float32, torch.bfloat16):
+            weight = torch.randn(shape, device=DEVICE) * torch.randn(shape[1], device=DEVICE).exp()
+            weight[0, 0] = math.nan if dtype is torch.float32 else 0.0
+            weight = weight.to(dtype)
+            wanted, found = layers._both_layouts(weight), layers.Quantised.empty(weight)
+            found.fill(weight)
+            finite = ~wanted.row_scales.isnan().flatten(), ~wanted.column_scales.isnan().flatten()
+            assert _same(found.rows[finite[0]], wanted.rows[finite[0]]), (shape, dtype)
+            assert _same(found.columns[finite[1]], wanted.columns[finite[1]]), (shape, dtype)
+            for part in (1, 3):
+                assert torch.equal(found[part].nan_to_num(-1.0), wanted[part].nan_to_num(-1.0))
+            rows, scales = layers.quantise(weight)
+            assert _same(rows[finite[0]], wanted.rows[finite[0]])
+            assert torch.equal(scales.nan_to_num(-1.0), wanted.row_scales.nan_to_num(-1.0))
+
+
+def test_products_do_not_depend_on_the_number_of_rows() -> None:
+    needs_fp8()
+    torch.manual_seed(0)
+    x = torch.randn(2048, 1024, device=DEVICE).bfloat16()
+    weight = layers.Quantised(*layers.quantise_weight()(torch.randn(512, 1024, device=DEVICE)))
+    rows, scales = layers.quantise(x)
+    made = weight.linear(rows, scales, torch.bfloat16)
+    exact = (rows.double() * scales) @ (weight.rows.double() * weight.row_scales).t()
+    assert _distance(made, exact) <= 4e-3
+    for number in (0, 48, 1024, 1365):
+        part = weight.linear(rows[:number], scales[:number], torch.bfloat16)
+        assert part.shape == (number, 512)
+        assert torch.equal(part, made[:number]) or _distance(part, made[:number]) <= 2e-3
+
+
+class Net(nn.Module):
+    """Three perceptrons with a residual, over tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.embed = nn.Embedding(97, 256)
+        self.norms = nn.ModuleList(nn.LayerNorm(256) for _ in range(3))
+        self.ups = nn.ModuleList(nn.Linear(256, 1024) for _ in range(3))
+        self.downs = nn.ModuleList(nn.Linear(1024, 256, bias=False) for _ in range(3))
+        self.read = nn.Linear(256, 97)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for norm, up, down in zip(self.norms, self.ups, self.downs, strict=True):
+            x = x + down(nn.functional.gelu(up(norm(x))))
+        logits: Tensor = self.read(x)
+        return logits
+
+
+def loss(model: nn.Module, micro: dict[str, Tensor]) -> wb.Loss:
+    return wb.cross_entropy(model(micro["x"]), micro["y"])
+
+
+def gradient(model: nn.Module, batch: Any, **options: Any) -> tuple[Tensor, str]:
+    model = copy.deepcopy(model)
+    train = wb.WholeBatch(model, None, loss=loss, **options)
+    for _ in range(3):
+        model.zero_grad(set_to_none=True)
+        train.gradient(batch)
+    made = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    return made, train._runner.executor.mode
+
+
+def test_the_gradient_is_that_of_the_whole_batch_and_as_near_to_fp32_as_fp8_allows() -> None:
+    needs_fp8()
+    model = Net().to(DEVICE)
+    generator = torch.Generator().manual_seed(2)
+    batch = {name: torch.randint(97, (12, 128), generator=generator).to(DEVICE) for name in "xy"}
+    eager: dict[str, Any] = {"precision": "fp8", "execute": "eager"}
+    whole, _ = gradient(model, batch, micro_batch=12, **eager)
+    for size in (6, 5, 1):
+        assert _distance(gradient(model, batch, micro_batch=size, **eager)[0], whole) <= 1e-3, size
+    recorded, mode = gradient(model, batch, micro_batch=4, precision="fp8", execute="graph")
+    assert mode == "graph of compile"
+    full, _ = gradient(model, batch, micro_batch=12, execute="eager")
+    noise = _distance(whole, full)
+    assert 1e-3 <= noise <= 0.2
+    assert _distance(recorded, full) <= 1.25 * noise
+
+
+def test_memory_is_not_above_that_of_bf16() -> None:
+    needs_fp8()
+    peaks = {}
+    generator = torch.Generator().manual_seed(2)
+    batch = {name: torch.randint(97, (8, 512), generator=generator).to(DEVICE) for name in "xy"}
+    for precision in ("bf16", "fp8"):
+        model = Net().to(DEVICE)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        options: dict[str, Any] = {"precision": precision, "execute": "eager", "micro_batch": 2}
+        train = wb.WholeBatch(model, optimizer, loss=loss, **options)
+        for _ in range(3):
+            torch.cuda.reset_peak_memory_stats()
+            train.step(batch)
+        peaks[precision] = torch.cuda.max_memory_allocated()
+        del train, model, optimizer
+        torch.cuda.empty_cache()
+    assert peaks["fp8"] <= 1.02 * peaks["bf16"], peaks
+
+
+def test_it_is_chosen_by_name() -> None:
+    needs_fp8()
+    assert precisions.choose("fp8", "cuda", models=[Net().to(DEVICE)]).name == "fp8"
