@@ -30,7 +30,6 @@ from wholebatch.core.precision import Precision
 from wholebatch.core.splitting import Tokens, batch_size_of, to_device
 from wholebatch.core.splitting.samples import layout_of
 from wholebatch.core.window import Window
-from wholebatch.coupled import batchnorms, tracked_instance_norms
 from wholebatch.coupled import choose as choose_batchnorm
 from wholebatch.coupled.audit import SplitGuard, check_packing
 from wholebatch.coupled.batchnorm.lock_step import Hold, LockStep
@@ -43,7 +42,11 @@ from wholebatch.coupled.contrastive.two_pass import (
     WholeRepresentations,
     gather_rows,
 )
-from wholebatch.coupled.normalisation_layers import running_buffers
+from wholebatch.coupled.normalisation_layers import (
+    batchnorms,
+    running_buffers,
+    tracked_instance_norms,
+)
 from wholebatch.coupled.per_sample_dropout import PerSample, check_dropout
 from wholebatch.coupled.sample_draws import WindowDraws
 from wholebatch.errors import LossError, OptionError, UnsupportedError, WindowError
