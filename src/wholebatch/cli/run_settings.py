@@ -164,7 +164,6 @@ class Config:
         None,
         "If not even one sample fits: use bf16 autocast, then gradient checkpointing, then "
         "gradients in host memory.",
-        flag="--fit",
         check=_switch,
         in_file=True,
     )
@@ -173,7 +172,6 @@ class Config:
         None,
         "Gradient checkpointing of the model's repeated blocks: recompute activations in the "
         "backward pass.",
-        flag="--checkpointing",
         check=_switch,
     )
     clip_norm: float | None = _batch_setting(
@@ -239,14 +237,12 @@ class Config:
         False,
         None,
         "Continue the run in --out, else the newest in runs/, bit for bit.",
-        flag="--resume",
     )
     auto_resume: bool = _run_option(
         False,
         None,
         "Continue the run in --out if it exists, else start it. Restarts by torchrun do this "
         "without the option.",
-        flag="--auto-resume",
     )
     checkpoint_every: int = _run_setting(
         50, "N", "Updates between checkpoints.", check=whole_number(), may_change=True
