@@ -47,8 +47,7 @@ from wholebatch.coupled.normalisation_layers import (
     running_buffers,
     tracked_instance_norms,
 )
-from wholebatch.coupled.per_sample_dropout import PerSample, check_dropout
-from wholebatch.coupled.sample_draws import WindowDraws
+from wholebatch.coupled.sample_draws import PerSample, WindowDraws, check_dropout
 from wholebatch.errors import LossError, OptionError, UnsupportedError, WindowError
 
 LossFunction: TypeAlias = Callable[[Any, Any], Loss | Terms | Tensor]
