@@ -373,8 +373,10 @@ def resolve(
     values: dict[str, Any] = {}
     for name, one in _FIELDS.items():
         asked = check(name, given.get(name), flag_of(one))
-        if asked is not None and stored is not None:
-            _check_unchanged(one, asked, stored)
+        if asked is not None and stored is not None and _is_stored(one):
+            kept = stored.get(name, one.default)
+            if asked != kept and not one.metadata.get("may_change"):
+                _refuse_change(f"{flag_of(one)} {asked}", kept)
         if asked is not None:
             values[name] = asked
         elif stored is not None and _is_stored(one):
@@ -397,12 +399,6 @@ def _default(name: str, given: Mapping[str, Any], defaults: Mapping[str, Any]) -
     if name in defaults and name != "lr":  # the rate is the recipe's own affair: its optimizer's
         return check(name, defaults[name], f"the recipe's defaults[{name!r}]")
     return _FIELDS[name].default
-
-
-def _check_unchanged(one: Field[Any], asked: Any, stored: Mapping[str, Any]) -> None:
-    kept = stored.get(one.name, one.default)
-    if _is_stored(one) and asked != kept and not one.metadata.get("may_change"):
-        _refuse_change(f"{flag_of(one)} {asked}", kept)
 
 
 def _same_schedule(given: Mapping[str, Any], kept: str | None) -> None:

@@ -566,7 +566,7 @@ class TwoPassRunner(LockStepRunner):
             torch.clear_autocast_cache()  # Casts made without a graph pass no gradient back.
             if policy is not None:
                 policy.begin_window()  # It counts the second pass only.
-            self._add_loss(whole, may_retry=passes.keeps_graphs)
+            self._add_loss(whole, may_retry=bool(passes.kept))
             passes.second(whole, inject, self._coupled.tolerance, weighing=self.keeping.weighing)
         except torch.OutOfMemoryError:
             self.keeping.ran_out()

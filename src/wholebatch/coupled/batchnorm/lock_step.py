@@ -122,7 +122,7 @@ class LockStep:
         self._model = model
         self._least_page = least_page
         self._pool: HostPool | None = None
-        self._recorded_pools: list[HostPool] = []
+        self.recorded_pools: list[HostPool] = []  # host memory of recordings that are replayed
         self._learned = LearnedUse()
         self.traffic: Traffic | None = None  # Of the last run with hold="host".
         self._kept_blocks: frozenset[str] = frozenset()  # Known after the first run.
@@ -235,17 +235,13 @@ class LockStep:
         pool = self._pool or HostPool(pinned=self._on_cuda())
         self._pool = None  # A later run uses another pool.
         pool.forget_copies()
-        self._recorded_pools.append(pool)
+        self.recorded_pools.append(pool)
         again: _Recompute = (lambda call: nullcontext()) if streams is None else streams.again
         try:
             return self._run((micros, forward, backward), streams=streams, pool=pool, again=again)
         finally:
             if streams is not None:
                 streams.close()
-
-    def forget_recordings(self) -> None:
-        """Free the host memory of all recordings, once none of them will be replayed."""
-        self._recorded_pools.clear()
 
     # ---------------------------------------------------------------- threads
 

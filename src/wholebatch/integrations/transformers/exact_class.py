@@ -291,7 +291,8 @@ def exact(
         raise OptionError(
             f"exact({trainer!r}): must be transformers.Trainer, or a class that descends from it"
         )
-    windows = _windows_of(trainer)
+    of_trl = (kind.__name__ for kind in trainer.__mro__ if kind.__module__.startswith("trl."))
+    windows = _OF_TRL.get(next(of_trl, ""), ExactWindows)
     if windows is ExactWindows:
         refuse_own_batches(trainer)
     if units is not None and not callable(units):
@@ -320,9 +321,3 @@ def exact(
         "__module__": trainer.__module__,
     }
     return type(f"Exact{trainer.__name__}", (windows, trainer), options)
-
-
-def _windows_of(trainer: type[Any]) -> type[ExactWindows]:
-    """Return the windows that know the loss of the TRL class that the trainer descends from."""
-    of_trl = (kind.__name__ for kind in trainer.__mro__ if kind.__module__.startswith("trl."))
-    return _OF_TRL.get(next(of_trl, ""), ExactWindows)
