@@ -17,6 +17,7 @@ Both add in the order in which gradients were made, so a sum has the same bits a
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -240,19 +241,11 @@ class HostTransfer:
     def __init__(self) -> None:
         self.bytes_out = 0
 
-    def put(
-        self,
-        gradient: Tensor,
-        total: Tensor,
-        *,
-        first: bool,
-        norms: list[Tensor] | None = None,
-        stays: Tensor | None = None,
-    ) -> None:
+    def put(self, gradient: Tensor, total: Tensor, *, stays: object = None, **how: Any) -> None:
         """Add a flat gradient to `total`, or let it become that; see `CudaTransfer.put`."""
         assert stays is None
         _check_sizes(gradient, total)
-        add_on_host(total, gradient, first=first, norms=norms)
+        add_on_host(total, gradient, **how)
         self.bytes_out += gradient.nbytes
 
     def backward_made(self) -> None:
