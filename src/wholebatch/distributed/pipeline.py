@@ -223,7 +223,6 @@ class Pipelined(Sync):
             self._replicas = Group([data_parallel], device, rank=dist.get_rank(data_parallel))
             groups.append(data_parallel)
         self.use_group(Group(groups, device, rank=dist.get_rank()))
-        self.policy = "hold: replicas of a stage add up their gradients once per window"
         if self._replicas is not None:
             with torch.no_grad():
                 self._replicas.broadcast([p for m in modules for p in m.parameters()])
