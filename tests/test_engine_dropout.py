@@ -14,7 +14,7 @@ import wholebatch as wb
 from tests.support import EXACT, distance, sgd
 from tests.test_engine_coupled import LOSSES, Clip, batch, coupled, encode
 from wholebatch.core.options import grouped
-from wholebatch.coupled.per_sample_dropout import PerSample
+from wholebatch.coupled.sample_draws import PerSample
 
 
 class Tagger(nn.Module):

@@ -32,8 +32,15 @@ if TYPE_CHECKING:
     from wholebatch.core.splitting import split, tokens
     from wholebatch.core.whole_batch import WholeBatch
     from wholebatch.core.window import Step
-    from wholebatch.coupled import Coupled, clip_loss, info_nce, moe_loss, siglip_loss, supcon_loss
     from wholebatch.coupled.audit import audit
+    from wholebatch.coupled.contrastive.losses import (
+        Coupled,
+        clip_loss,
+        info_nce,
+        siglip_loss,
+        supcon_loss,
+    )
+    from wholebatch.coupled.moe import moe_loss
     from wholebatch.coupled.sample_draws import rand_like, randint_like, randn_like
     from wholebatch.distributed.pipeline import Pipeline
     from wholebatch.losses.distillation import distillation_loss
@@ -111,7 +118,7 @@ _HOMES = {
     "Accumulator": "core.accumulator",
     "BatchNorm": "core.options",
     "Close": "core.options",
-    "Coupled": "coupled",
+    "Coupled": "coupled.contrastive.losses",
     "Loss": "core.loss",
     "Memory": "core.options",
     "Pipeline": "distributed.pipeline",
@@ -122,17 +129,17 @@ _HOMES = {
     "audit": "coupled.audit",
     "by_epoch": "core.accumulator",
     "causal_lm": "core.loss",
-    "clip_loss": "coupled",
+    "clip_loss": "coupled.contrastive.losses",
     "cross_entropy": "core.loss",
     "distillation_loss": "losses.distillation",
     "dpo_loss": "losses.preference",
     "errors": "errors",
     "group_sizes": "losses.policy",
-    "info_nce": "coupled",
+    "info_nce": "coupled.contrastive.losses",
     "ipo_loss": "losses.preference",
     "kto_loss": "losses.preference",
     "mean_loss": "core.loss",
-    "moe_loss": "coupled",
+    "moe_loss": "coupled.moe",
     "orpo_loss": "losses.preference",
     "over": "core.accumulator",
     "policy_loss": "losses.policy",
@@ -142,10 +149,10 @@ _HOMES = {
     "reward_loss": "losses.preference",
     "samples": "core.options",
     "sequence_logprobs": "losses.preference",
-    "siglip_loss": "coupled",
+    "siglip_loss": "coupled.contrastive.losses",
     "simpo_loss": "losses.preference",
     "split": "core.splitting",
-    "supcon_loss": "coupled",
+    "supcon_loss": "coupled.contrastive.losses",
     "token_kl": "losses.policy",
     "tokens": "core.splitting",
     "unpadded": "core.lookahead_loader",

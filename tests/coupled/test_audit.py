@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from wholebatch.coupled import audit, batchnorms
+from wholebatch.coupled.audit import audit
+from wholebatch.coupled.normalisation_layers import batchnorms
 
 
 class Own(nn.BatchNorm1d):

@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import wholebatch as wb
 from tests.support import EXACT, Seen, distance
-from wholebatch.coupled import batchnorms, choose, convert, groups_for, tracked_instance_norms
-from wholebatch.coupled.batchnorm.policies import Converted, Statistics
+from wholebatch.coupled.batchnorm.policies import Converted, Statistics, choose, convert, groups_for
+from wholebatch.coupled.normalisation_layers import batchnorms, tracked_instance_norms
 from wholebatch.errors import OptionError, StateError, UnsupportedError
 
 

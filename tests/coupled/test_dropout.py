@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from wholebatch.coupled.per_sample_dropout import PerSample
+from wholebatch.coupled.sample_draws import PerSample
 from wholebatch.errors import UnsupportedError, WindowError
 
 

@@ -164,7 +164,6 @@ class Config:
         None,
         "If not even one sample fits: use bf16 autocast, then gradient checkpointing, then "
         "gradients in host memory.",
-        flag="--fit",
         check=_switch,
         in_file=True,
     )
@@ -173,7 +172,6 @@ class Config:
         None,
         "Gradient checkpointing of the model's repeated blocks: recompute activations in the "
         "backward pass.",
-        flag="--checkpointing",
         check=_switch,
     )
     clip_norm: float | None = _batch_setting(
@@ -239,14 +237,12 @@ class Config:
         False,
         None,
         "Continue the run in --out, else the newest in runs/, bit for bit.",
-        flag="--resume",
     )
     auto_resume: bool = _run_option(
         False,
         None,
         "Continue the run in --out if it exists, else start it. Restarts by torchrun do this "
         "without the option.",
-        flag="--auto-resume",
     )
     checkpoint_every: int = _run_setting(
         50, "N", "Updates between checkpoints.", check=whole_number(), may_change=True
@@ -377,8 +373,10 @@ def resolve(
     values: dict[str, Any] = {}
     for name, one in _FIELDS.items():
         asked = check(name, given.get(name), flag_of(one))
-        if asked is not None and stored is not None:
-            _check_unchanged(one, asked, stored)
+        if asked is not None and stored is not None and _is_stored(one):
+            kept = stored.get(name, one.default)
+            if asked != kept and not one.metadata.get("may_change"):
+                _refuse_change(f"{flag_of(one)} {asked}", kept)
         if asked is not None:
             values[name] = asked
         elif stored is not None and _is_stored(one):
@@ -401,12 +399,6 @@ def _default(name: str, given: Mapping[str, Any], defaults: Mapping[str, Any]) -
     if name in defaults and name != "lr":  # the rate is the recipe's own affair: its optimizer's
         return check(name, defaults[name], f"the recipe's defaults[{name!r}]")
     return _FIELDS[name].default
-
-
-def _check_unchanged(one: Field[Any], asked: Any, stored: Mapping[str, Any]) -> None:
-    kept = stored.get(one.name, one.default)
-    if _is_stored(one) and asked != kept and not one.metadata.get("may_change"):
-        _refuse_change(f"{flag_of(one)} {asked}", kept)
 
 
 def _same_schedule(given: Mapping[str, Any], kept: str | None) -> None:

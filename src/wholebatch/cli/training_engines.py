@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -393,21 +394,18 @@ def cut(modules: Sequence[nn.Module], count: int) -> list[nn.Sequential]:
             pieces.append([module])
             weights.append(size)
     count = min(count, len(pieces))
-    # best[n][k]: the smallest largest stage of the first n pieces in k stages, and the last cut.
-    best: dict[tuple[int, int], tuple[int, int]] = {(0, 0): (0, 0)}
-    for n in range(1, len(pieces) + 1):
-        for k in range(1, min(n, count) + 1):
-            options = [
-                (max(best[before, k - 1][0], sum(weights[before:n])), -before)
-                for before in range(k - 1, n)
-                if (before, k - 1) in best
-            ]
-            largest, place = min(options)
-            best[n, k] = (largest, -place)
+
+    @cache
+    def best(n: int, k: int) -> tuple[int, int]:
+        """Return the smallest largest stage of the first n pieces in k stages, and its last cut."""
+        if k == 1:
+            return sum(weights[:n]), 0
+        return min((max(best(at, k - 1)[0], sum(weights[at:n])), -at) for at in range(k - 1, n))
+
     stages: list[nn.Sequential] = []
     n = len(pieces)
     for k in range(count, 0, -1):
-        before = best[n, k][1]
+        before = -best(n, k)[1]
         stages.append(nn.Sequential(*(one for piece in pieces[before:n] for one in piece)))
         n = before
     return stages[::-1]

@@ -117,18 +117,8 @@ class VerifyOptions:
         "N",
         "Micro-batches in a full window of the loop. Default: steps in FILE.py, else 4.",
     )
-    equal: bool = _loop(
-        False,
-        None,
-        "Test only micro-batches of equal size.",
-        flag="--equal",
-    )
-    ddp: bool = _loop(
-        False,
-        None,
-        "Under torchrun: wrap the model in DistributedDataParallel.",
-        flag="--ddp",
-    )
+    equal: bool = _loop(False, None, "Test only micro-batches of equal size.")
+    ddp: bool = _loop(False, None, "Under torchrun: wrap the model in DistributedDataParallel.")
     seed: int = _like_train("seed", "Seed of weights and data.", default=0)
     device: str = _batch("auto", "auto|cpu|cuda", "Device.")
     as_json: bool = option(False, None, "Print JSON.", "Output", flag="--json")

@@ -25,7 +25,7 @@ from wholebatch.core.loss import Loss, Terms, Units, terms_of
 from wholebatch.core.model_and_optimizer import Scheduler
 from wholebatch.core.options import BatchNormPolicy, Close, Memory
 from wholebatch.core.stream import GivenLoss, Stream
-from wholebatch.core.window import Step, Turn, count_units, graph_nodes, make_window
+from wholebatch.core.window import Step, Turn, UnitsCount, graph_nodes, make_window
 from wholebatch.coupled.contrastive.losses import OfTheBatch
 from wholebatch.errors import EmptyWindowError, LossError, OptionError, RankError, WindowError
 
@@ -164,7 +164,7 @@ class Accumulator(Stream):
         self._feed: Feed | None = None
         self._resume: dict[str, Any] | None = None
         self._before: list[ForwardState] = []  # models as they were before a stand-in's forward
-        self._terms: list[str] = []  # that were announced
+        self._announced: UnitsCount | None = None  # of the windows, if they are announced
         # The others of the loop, with their updates when this window began.
         self._beside: dict[Accumulator, int] = {}
         self._guards: list[Any] = []  # hooks on the models, from their update to the next item
@@ -319,13 +319,8 @@ class Accumulator(Stream):
             )
         if not isinstance(units, Mapping) or not units:
             raise OptionError(f"announce({units!r}): must be the units by term, {{name: units}}")
-        self._terms = sorted(units)
-        self._window.begin(known=self._over_ranks(count_units(lambda _: units, [None])))
-
-    def _over_ranks(self, counted: Mapping[str, float]) -> dict[str, float]:
-        """Return the sums of these units over the ranks, for the terms that were announced."""
-        sums = self._window.sync.sum([counted.get(name, 0.0) for name in self._terms])
-        return dict(zip(self._terms, sums, strict=True))
+        self._announced = self._announced or UnitsCount(lambda given: given, self._window.sync)
+        self._window.begin(known=self._announced([units]))
 
     # ------------------------------------------------- compiled loss functions
 
@@ -472,7 +467,8 @@ class Accumulator(Stream):
     def _join(self) -> None:
         """Take part in a window of the other ranks, having nothing to add."""
         self._places = 0
-        self.last_step = self._window.join(self._over_ranks({}) if self._terms else None)
+        known = None if self._announced is None else self._announced([])
+        self.last_step = self._window.join(known)
         for policy in self._counting if self.last_step.skipped is None else ():
             policy.end_window()  # a meeting of the ranks
 

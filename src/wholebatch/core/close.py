@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 ClipNorm: TypeAlias = float | Sequence[float | None] | None
 Policy: TypeAlias = Literal["raise", "skip"]
+Lent: TypeAlias = Callable[[nn.Parameter], AbstractContextManager[None]]
 
 
 class Holder(Protocol):
@@ -115,30 +116,31 @@ def close_gradients(
     optimizers: Sequence[torch.optim.Optimizer],
     options: CloseOptions,
     normalise: float,
+    hooks: DeferredHooks,
     *,
-    before_clip: Callable[[], None] | None = None,
-    on_gradient: Callable[[], None] | None = None,
     total_norm: Callable[[Sequence[Tensor]], Tensor],
     in_place: bool = False,
+    lent: Lent | None = None,
 ) -> Closed:
     """Bring the gradients of a window to what the optimizer must see.
 
-    `before_clip` (hooks on parameters) and then `on_gradient` see complete, normalised gradients,
-    as they would for the undivided batch. `on_gradient` is called for a finite gradient only: it
-    could hide that another one was not. `in_place` forces the factor into the gradients.
+    The hooks on parameters and then `on_gradient` see complete, normalised gradients, as they would
+    for the undivided batch. `on_gradient` is called for a finite gradient only: it could hide that
+    another one was not. `in_place` forces the factor into the gradients. `lent`: see
+    `DeferredHooks.run`.
     """
     gradients = [dense_gradients(group) for group in groups]
-    if before_clip is not None or on_gradient is not None:
+    if hooks:
         _multiply(_flat(gradients), normalise)
         normalise = 1.0
-    if before_clip is not None:
-        before_clip()
+    if hooks.taken:
+        hooks.run(lent)
         gradients = [dense_gradients(group) for group in groups]
-    if on_gradient is not None:
+    if hooks.calls:
         norm = math.hypot(*_norms(gradients, options.clip_norm, total_norm))
         if not math.isfinite(norm):
             return Closed(norm=norm, clip=1.0, finite=False)
-        on_gradient()
+        hooks.call()
         gradients = [dense_gradients(group) for group in groups]
     raw_norms = _norms(gradients, options.clip_norm, total_norm)
     norms = [raw * normalise for raw in raw_norms]
@@ -228,19 +230,6 @@ def first_nonfinite(totals: Mapping[str, Sequence[float]], owners: Sequence[int]
         if not math.isfinite(total)
     ]
     return min(bad, default=None)
-
-
-def where_nonfinite(
-    culprit: int | None, micro_batches: int, *, rank: int | None, losses: bool, own: bool
-) -> str:
-    """Say where something is not finite: `losses`, or only gradients; `own`: this rank has data."""
-    bad = "a loss that is not finite"
-    if culprit is not None:
-        on = "" if rank is None else f" on rank {rank}"
-        return f"micro-batch {culprit + 1} of {micro_batches}{on} has {bad}"
-    if losses:
-        return f"{'another rank' if own else 'the batch'} has {bad}"
-    return "the losses are finite but the gradients are not"
 
 
 def read_units(units: Sequence[Tensor | float]) -> float:
@@ -375,9 +364,7 @@ class DeferredHooks:
                 parameter._backward_hooks = None
                 self._taken.append((parameter, hooks))
 
-    def run(
-        self, lent: Callable[[nn.Parameter], AbstractContextManager[None]] | None = None
-    ) -> None:
+    def run(self, lent: Lent | None = None) -> None:
         """Call each hook in its order on the whole, normalised gradient, as autograd would.
 
         Within `lent(parameter)` a gradient that is kept elsewhere is in the parameter's `.grad`.

@@ -426,8 +426,7 @@ class DeviceStore(Store):
             self.target.optimizers,
             self.options,
             normalise,
-            before_clip=hooks.run if hooks.taken else None,
-            on_gradient=hooks.call if hooks.calls else None,
+            hooks,
             total_norm=self.sync.total_norm,
             in_place=bool(self.target.sixteen_bit.parameters),
         )

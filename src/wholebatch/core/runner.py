@@ -30,7 +30,6 @@ from wholebatch.core.precision import Precision
 from wholebatch.core.splitting import Tokens, batch_size_of, to_device
 from wholebatch.core.splitting.samples import layout_of
 from wholebatch.core.window import Window
-from wholebatch.coupled import batchnorms, tracked_instance_norms
 from wholebatch.coupled import choose as choose_batchnorm
 from wholebatch.coupled.audit import SplitGuard, check_packing
 from wholebatch.coupled.batchnorm.lock_step import Hold, LockStep
@@ -43,9 +42,12 @@ from wholebatch.coupled.contrastive.two_pass import (
     WholeRepresentations,
     gather_rows,
 )
-from wholebatch.coupled.normalisation_layers import running_buffers
-from wholebatch.coupled.per_sample_dropout import PerSample, check_dropout
-from wholebatch.coupled.sample_draws import WindowDraws
+from wholebatch.coupled.normalisation_layers import (
+    batchnorms,
+    running_buffers,
+    tracked_instance_norms,
+)
+from wholebatch.coupled.sample_draws import PerSample, WindowDraws, check_dropout
 from wholebatch.errors import LossError, OptionError, UnsupportedError, WindowError
 
 LossFunction: TypeAlias = Callable[[Any, Any], Loss | Terms | Tensor]
@@ -564,7 +566,7 @@ class TwoPassRunner(LockStepRunner):
             torch.clear_autocast_cache()  # Casts made without a graph pass no gradient back.
             if policy is not None:
                 policy.begin_window()  # It counts the second pass only.
-            self._add_loss(whole, may_retry=passes.keeps_graphs)
+            self._add_loss(whole, may_retry=bool(passes.kept))
             passes.second(whole, inject, self._coupled.tolerance, weighing=self.keeping.weighing)
         except torch.OutOfMemoryError:
             self.keeping.ran_out()

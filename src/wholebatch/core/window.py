@@ -34,7 +34,6 @@ from wholebatch.core.close import (
     read_scalars,
     read_units,
     scalar_on,
-    where_nonfinite,
 )
 from wholebatch.core.gradient_store import DeviceStore, Store
 from wholebatch.core.loss import SINGLE, Loss, Terms, Units, check_total, check_units
@@ -659,14 +658,12 @@ class Window:
         scaled = self.target.scale is not None and self.target.scale.enabled
         if scaled and losses_finite:
             return f"gradients not finite at loss scale {window.loss_scale:g}"
-        rank = self.sync.rank if self.sync.ranks > 1 else None
-        where = where_nonfinite(
-            culprit,
-            window.micro_batches,
-            rank=rank,
-            losses=not losses_finite,
-            own=bool(window.owners),
-        )
+        bad, where = "a loss that is not finite", "the losses are finite but the gradients are not"
+        if culprit is not None:
+            on = f" on rank {self.sync.rank}" if self.sync.ranks > 1 else ""
+            where = f"micro-batch {culprit + 1} of {window.micro_batches}{on} has {bad}"
+        elif not losses_finite:
+            where = f"{'another rank' if window.owners else 'the batch'} has {bad}"
         if self.options.nonfinite == "skip":
             return where
         raise NonFiniteError(

@@ -1,4 +1,4 @@
-"""Random numbers that follow their samples: `randn_like`, `rand_like`, `randint_like`.
+"""Random numbers that follow their samples: dropout, `randn_like`, `rand_like`, `randint_like`.
 
 Diffusion and flow matching draw noise and timesteps in the loss. torch draws them for the batch
 that it is given, so every way to split a batch gets other numbers. Within a window of `WholeBatch`,
@@ -13,12 +13,189 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from wholebatch.coupled.per_sample_dropout import PerSample, mixed, sample_bits
-from wholebatch.errors import OptionError, UnsupportedError
+from wholebatch.errors import OptionError, UnsupportedError, WindowError
+
+_aten = torch.ops.aten
+_MASK_BITS = 24
+_Shapes = dict[int, tuple[int, tuple[int, ...]]]
+"""By dropout call: the number of samples of a micro-batch, and the shape of the input."""
+
+
+@final
+class PerSample:
+    """Dropout that does not depend on how a batch is split, one window at a time.
+
+    Every mask depends only on a seed, the dropout call, the sample and the position within the
+    sample. So the update is the same for any micro-batch size, in any order of the samples, and
+    with or without trimmed padding. The masks are not those that PyTorch would draw.
+    """
+
+    def __init__(self) -> None:
+        self.seed: int | None = None
+        self._shapes: _Shapes = {}
+
+    @staticmethod
+    def draw_seed(generator: torch.Generator | None = None) -> int:
+        """Draw a seed for a window, by default from the global generator; a float64 holds it."""
+        empty = torch.empty((), dtype=torch.int64, device="cpu")
+        return int(empty.random_(2**53, generator=generator).item())
+
+    def begin_window(self, seed: int | None = None) -> None:
+        """Begin a window, whose micro-batches share the seed; draw one if none is given."""
+        self.seed = self.draw_seed() if seed is None else seed
+        self._shapes = {}
+
+    @contextmanager
+    def micro(self, samples: Sequence[int] | Tensor) -> Iterator[None]:
+        """Use per-sample masks in the forward and backward of a micro-batch.
+
+        `samples` are the indices of its samples in the whole batch. Inputs of dropout must have the
+        samples as their first dimension, or samples × heads as in PyTorch's attention.
+        """
+        if self.seed is None:
+            raise WindowError("PerSample.micro before begin_window: the window has no seed yet")
+        # The identity of a dropout call is drawn from the global generator. A checkpointed block
+        # restores the generator's state, so it gets the same masks when it is recomputed.
+        before = torch.get_rng_state()
+        torch.default_generator.manual_seed(self.seed)
+        try:
+            with _Masks(torch.as_tensor(samples, dtype=torch.int64), self._shapes):
+                yield
+        finally:
+            torch.set_rng_state(before)
+
+
+def check_dropout(choice: str, model: nn.Module) -> PerSample | None:
+    """Return the `PerSample` that `dropout=` asks for, or None; refuse unsupported layers."""
+    if choice not in ("fresh", "per-sample"):
+        raise OptionError(f'dropout={choice!r}: must be "fresh" or "per-sample"')
+    if choice == "fresh":
+        return None
+    for name, module in model.named_modules():
+        if isinstance(module, nn.RNNBase) and module.dropout and module.num_layers > 1:
+            why = "drops between its layers with time as the first dimension"
+        elif (
+            isinstance(module, (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer))
+            and not module.self_attn.batch_first
+            and any(isinstance(part, nn.Dropout) and part.p for part in module.modules())
+        ):
+            why = "is built with batch_first=False, so time is its first dimension"
+        else:
+            continue
+        raise UnsupportedError(
+            f'dropout="per-sample": {name or "the model"} ({type(module).__name__}) {why}, and '
+            'masks that follow their samples need the samples there; use dropout="fresh"'
+        )
+    return PerSample()
+
+
+class _Masks(TorchDispatchMode):
+    """A dispatch mode that replaces dropout masks and refuses other random operations."""
+
+    def __init__(self, samples: Tensor, shapes: _Shapes) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._samples = samples
+        self._shapes = shapes
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is _aten.native_dropout.default:
+            return self._dropout(*args, **kwargs)
+        if func is _aten.bernoulli_.float:
+            chance = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
+            return args[0].copy_(self._keep(args[0], chance))
+        fused = _dropout_of(func, args, kwargs)  # Fused attention draws its masks in the kernel.
+        if fused == 0.0:
+            return func(*args, **kwargs)
+        if fused is not None:
+            raise UnsupportedError(
+                f"{func}: the masks of fused attention cannot be made per sample; use "
+                "torch.nn.attention.sdpa_kernel(SDPBackend.MATH), or no dropout in attention"
+            )
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise UnsupportedError(
+                f'{func}: dropout="per-sample" knows dropout only, and this draws other random '
+                'numbers in the forward; use dropout="fresh"'
+            )
+        return func(*args, **kwargs)
+
+    def _dropout(self, x: Tensor, p: float, train: bool | None = None) -> tuple[Tensor, Tensor]:
+        if train is False:
+            return x.clone(), torch.ones_like(x, dtype=torch.bool)
+        keep = self._keep(x, 1.0 - p)
+        return x * keep * (0.0 if p == 1.0 else 1.0 / (1.0 - p)), keep
+
+    def _keep(self, x: Tensor, chance: float) -> Tensor:
+        """Return the mask of kept values: a hash of the seed and call, sample and position."""
+        count = len(self._samples)
+        if x.dim() == 0 or not count or x.shape[0] % count:
+            raise UnsupportedError(
+                f"dropout on a tensor of shape {tuple(x.shape)} in a micro-batch of {count} "
+                'samples: dropout="per-sample" needs the samples as its first dimension'
+            )
+        call = int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
+        self._check(call, count, tuple(x.shape))
+        bits = sample_bits(self._samples, call, x.shape, x.device)
+        keep: Tensor = bits.bitwise_and_(2**_MASK_BITS - 1) < round(chance * 2**_MASK_BITS)
+        return keep
+
+    def _check(self, call: int, count: int, shape: tuple[int, ...]) -> None:
+        """Refuse samples in dimension 1; this shows in micro-batches of different sizes."""
+        other, before = self._shapes.setdefault(call, (count, shape))
+        if other == count or len(shape) < 2 or len(before) < 2 or shape[0] != before[0]:
+            return
+        if shape[1] * other == before[1] * count:
+            raise UnsupportedError(
+                f"dropout on a tensor of shape {before} in a micro-batch of {other} samples and"
+                f" {shape} in one of {count}: the samples are its second dimension, and "
+                'dropout="per-sample" needs them as its first'
+            )
+
+
+def sample_bits(samples: Tensor, call: int, shape: Sequence[int], device: torch.device) -> Tensor:
+    """Return 64 random bits for each place: a hash of the call, the sample and the position.
+
+    The first dimension of `shape` is the samples, or a multiple of them.
+    """
+    bits = _mix(samples.to(device, non_blocking=True) + call)
+    # Hash one coordinate after the other, so that longer padding does not change the rest.
+    for size in (shape[0] // len(samples), *shape[1:]):
+        bits = _mix(bits[..., None] + torch.arange(1, size + 1, device=device) * _GOLDEN)
+    return bits.view(shape)
+
+
+def mixed(number: int) -> int:
+    """Return SplitMix64's hash of a number, as a signed 64-bit integer."""
+    return int(_mix(torch.tensor(_signed(number * 0x9E3779B97F4A7C15 % 2**64))).item())
+
+
+def _signed(value: int) -> int:
+    return value - 2**64 if value >= 2**63 else value
+
+
+_GOLDEN = _signed(0x9E3779B97F4A7C15)
+
+
+def _mix(z: Tensor) -> Tensor:
+    """Apply SplitMix64's finalizer in place; a mask makes the shifts logical."""
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        z.bitwise_xor_((z >> shift).bitwise_and_(2 ** (64 - shift) - 1)).mul_(_signed(factor))
+    return z.bitwise_xor_((z >> 31).bitwise_and_(2**33 - 1))
+
+
+def _dropout_of(func: Any, args: Any, kwargs: Any) -> float | None:
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.name == "dropout_p":
+            given = args[position] if position < len(args) else kwargs.get("dropout_p", 0.0)
+            return float(given)
+    return None
+
 
 _BITS = 52  # (2^52 - 1 + 1/2) / 2^52 is still below 1 in float64
 _here = threading.local()

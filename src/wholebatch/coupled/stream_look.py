@@ -203,7 +203,8 @@ class StreamLook:
         inner: nn.Module = getattr(module, "module", module) if _is_ddp(module) else module
         known = not self._called.isdisjoint(module.modules()) or module in self._judged
         self._called.update(module.modules())
-        if known or not inner.training or _runs_collectives(inner):
+        collective = any(isinstance(m, nn.SyncBatchNorm) or _is_ddp(m) for m in inner.modules())
+        if known or not inner.training or collective:
             return
         self._looking = True
         for policy in self._statistics:
@@ -253,10 +254,6 @@ def _do_nothing(*given: Any) -> None:
 
 def _is_ddp(module: nn.Module) -> bool:
     return isinstance(module, nn.parallel.DistributedDataParallel)
-
-
-def _runs_collectives(module: nn.Module) -> bool:
-    return any(isinstance(m, nn.SyncBatchNorm) or _is_ddp(m) for m in module.modules())
 
 
 # --------------------------------------------------------------------- a call, made again

@@ -159,7 +159,6 @@ class Replicated(Sync):
             isinstance(module, nn.SyncBatchNorm) for model in models for module in model.modules()
         )
         self.takes_graphs = not self.counts_must_agree  # else collectives run in the forward
-        self.policy = "hold: gradients are reduced once per window, during its last backward"
         self._buckets: Buckets | None = None
         self._layout: list[int] = []
         for model in models:  # what model.no_sync() sets, for as long as this window is used

@@ -76,7 +76,7 @@ class DeepSpeed(Sync):
         _check(engine)
         self._engine = engine
         self._stage = int(engine.zero_optimization_stage())
-        self._choose(sync)
+        self._check_sync(sync)
         self._device = next(engine.module.parameters()).device
         self._group = Group([dist.group.WORLD], self._device, rank=dist.get_rank())
         self.use_group(self._group)
@@ -92,7 +92,7 @@ class DeepSpeed(Sync):
             self._order = BackwardOrder([p for p in engine.module.parameters() if p.requires_grad])
             weakref.finalize(self, self._order.remove)
 
-    def _choose(self, sync: str) -> None:
+    def _check_sync(self, sync: str) -> None:
         each = self._stage >= 2
         if sync == ("hold" if each else "every"):
             why = (
@@ -104,11 +104,6 @@ class DeepSpeed(Sync):
                 f'sync={sync!r} with ZeRO {self._stage}: it {why}; use sync="auto", or '
                 f"ZeRO {'1' if each else '2'}"
             )
-        self.policy = (
-            f"every: ZeRO {self._stage} reduces in every backward and keeps slices"
-            if each
-            else f"hold: ZeRO {self._stage} reduces once, in the window's last backward"
-        )
 
     def optimizer(self, optimizer: Any) -> EngineOptimizer:
         engine = self._engine

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from wholebatch.distributed.process_group import Group
 from wholebatch.distributed.sync_strategy import Parameters, Sync, reduces_in_backward_only
-from wholebatch.errors import OptionError, UnsupportedError
+from wholebatch.errors import UnsupportedError
 
 _log = logging.getLogger("wholebatch")
 
@@ -58,9 +58,8 @@ class Sharded(Sync):
 
         whole = sum(p.numel() * max(p.element_size(), 4) for p in parameters)
         slices = whole // self.ranks
-        if sync in ("hold", "every"):
-            every, why = sync == "every", "as asked"
-        elif sync == "auto":
+        every, why = sync == "every", "as asked"
+        if sync == "auto":
             device = parameters[0].device  # of the numbers too: nccl takes no others
             here = torch.tensor(-free_memory(device), dtype=torch.float64, device=device)
             free = int(-super().largest(here))
@@ -70,8 +69,6 @@ class Sharded(Sync):
                 f"a rank has {bytes_said(free)} free"
                 + (" and half of that is left for activations" if every else "")
             )
-        else:
-            raise OptionError(f'sync={sync!r}: must be "hold", "every" or "auto"')
         policy = (
             f"every: gradients are reduce-scattered after each micro-batch ({why})"
             if every

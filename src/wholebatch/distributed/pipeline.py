@@ -22,8 +22,11 @@ from wholebatch.core.model_and_optimizer import Scheduler, build_target
 from wholebatch.core.options import Close
 from wholebatch.core.splitting import batch_size_of, split, to_device
 from wholebatch.core.window import Step, Window
-from wholebatch.coupled import batchnorms, tracked_instance_norms
-from wholebatch.coupled.normalisation_layers import uses_batch_statistics
+from wholebatch.coupled.normalisation_layers import (
+    batchnorms,
+    tracked_instance_norms,
+    uses_batch_statistics,
+)
 from wholebatch.distributed.ddp import Buckets
 from wholebatch.distributed.process_group import Group
 from wholebatch.distributed.sync_strategy import Parameters, Sync
@@ -220,7 +223,6 @@ class Pipelined(Sync):
             self._replicas = Group([data_parallel], device, rank=dist.get_rank(data_parallel))
             groups.append(data_parallel)
         self.use_group(Group(groups, device, rank=dist.get_rank()))
-        self.policy = "hold: replicas of a stage add up their gradients once per window"
         if self._replicas is not None:
             with torch.no_grad():
                 self._replicas.broadcast([p for m in modules for p in m.parameters()])

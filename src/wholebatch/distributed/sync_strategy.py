@@ -61,9 +61,6 @@ class Sync(ABC):
     clip_norm: float | None = None
     """A clipping set on the engine itself; the window does it in the engine's place."""
 
-    policy: str = "one process: nothing to reduce"
-    """When gradients are reduced, and why, in a sentence."""
-
     def use_group(self, group: Group) -> None:
         """Sum over these data-parallel ranks."""
         self.group, self.ranks, self.rank = group, group.ranks, group.rank

@@ -249,7 +249,7 @@ class HostGradients(DeviceStore):
             (),
             self.options,
             normalise,
-            before_clip=hooks.run if hooks.taken else None,
+            hooks,
             total_norm=self.sync.total_norm,
             in_place=True,
         )

@@ -187,9 +187,10 @@ class HostStore(Store):
             self.target.optimizers,
             self.options,
             normalise,
-            before_clip=(lambda: hooks.run(self._lent)) if hooks.taken else None,
+            hooks,
             total_norm=self._total_norm,
             in_place=in_place or self._steps_on_host,
+            lent=self._lent,
         )
 
     def _total_norm(self, gradients: Sequence[Tensor]) -> Tensor:

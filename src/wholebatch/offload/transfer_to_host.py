@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -288,20 +289,13 @@ class HostTransfer:
         finally:
             self._drop = None
 
-    def put(
-        self,
-        gradient: Tensor,
-        total: Tensor,
-        *,
-        first: bool,
-        norms: list[Tensor] | None = None,
-        stays: Tensor | None = None,
-    ) -> None:
+    def put(self, gradient: Tensor, total: Tensor, *, stays: object = None, **how: Any) -> None:
         """Add a flat gradient to `total`, or let it become that; see `CudaTransfer.put`."""
         assert stays is None
         _check_sizes(gradient, total)
-        first = first if self._drop is None else bool(self._drop)
-        add_on_host(total, gradient, first=first, norms=norms)
+        if self._drop is not None:
+            how["first"] = bool(self._drop)
+        add_on_host(total, gradient, **how)
         self.bytes_out += gradient.nbytes
 
     def backward_made(self) -> None:

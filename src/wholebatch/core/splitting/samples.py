@@ -277,7 +277,7 @@ def batch_size_of(batch: Any, *, batch_size: BatchSize = None, static: Static = 
 
 def layout_of(batch: Any, *, batch_size: BatchSize = None, static: Static = ()) -> Layout:
     """Return which leaves of `batch` hold samples, and how many samples there are."""
-    fixed = _Fixed.of(static, batch)
+    fixed = _fixed(static, batch)
     ballot: _Ballot = {}
     _vote("", batch, ballot, fixed)
     size = _elected(ballot, batch) if batch_size is None else _declared(batch, batch_size)
@@ -287,14 +287,14 @@ def layout_of(batch: Any, *, batch_size: BatchSize = None, static: Static = ()) 
     root_is_parts = batch_size is None and not _root_may_be_samples(batch)
 
     def is_leaf(name: str, node: Any) -> bool:
-        if name in fixed.names:
+        if name in fixed:
             return True
-        if fixed.reaches_into(name) or (root_is_parts and not name):
+        if _reaches_into(fixed, name) or (root_is_parts and not name):
             return False
         return _is_samples(name, node, size)
 
     leaves, structure = flatten(batch, is_leaf)
-    batched = tuple(x.name not in fixed.names and _has_samples(x.value, size) for x in leaves)
+    batched = tuple(x.name not in fixed and _has_samples(x.value, size) for x in leaves)
     if not any(batched):
         raise SplitError(
             f"batch_size={size}: no leaf of the batch has so many samples; first dimensions and "
@@ -345,24 +345,19 @@ def is_positive(value: Any) -> bool:
 _Ballot = dict[int, list[str]]
 
 
-@dataclass(frozen=True)
-class _Fixed:
-    """The leaves, or whole branches, that the caller declares to hold no samples."""
+def _fixed(static: Static, batch: Any) -> frozenset[str]:
+    """Return the leaves, or whole branches, that the caller declares to hold no samples."""
+    names = _names(static)
+    known = dict(_nodes("", batch)) if names else {}
+    for name in names:
+        if name not in known:
+            leaves = ", ".join(leaf.name for leaf in flatten(batch)[0]) or "none"
+            raise SplitError(f"static={name!r}: the batch has no such leaf; it has {leaves}")
+    return frozenset(names)
 
-    names: frozenset[str]
 
-    @classmethod
-    def of(cls, static: Static, batch: Any) -> _Fixed:
-        names = _names(static)
-        known = dict(_nodes("", batch)) if names else {}
-        for name in names:
-            if name not in known:
-                leaves = ", ".join(leaf.name for leaf in flatten(batch)[0]) or "none"
-                raise SplitError(f"static={name!r}: the batch has no such leaf; it has {leaves}")
-        return cls(frozenset(names))
-
-    def reaches_into(self, name: str) -> bool:
-        return any(not name or fixed.startswith(f"{name}.") for fixed in self.names)
+def _reaches_into(fixed: frozenset[str], name: str) -> bool:
+    return any(not name or one.startswith(f"{name}.") for one in fixed)
 
 
 def _names(static: object) -> tuple[str, ...]:
@@ -412,15 +407,15 @@ def _listed(ballot: _Ballot, sizes: Iterable[int]) -> str:
     return " and ".join(f"{size} ({speakers(size)})" for size in sizes)
 
 
-def _vote(name: str, node: Any, ballot: _Ballot, fixed: _Fixed) -> None:
+def _vote(name: str, node: Any, ballot: _Ballot, fixed: frozenset[str]) -> None:
     """Record each leaf of `node` under the number of samples that it votes for."""
-    if name in fixed.names:
+    if name in fixed:
         return
     _refuse_unsplittable(name, node)
     if is_array(node):
         if node.ndim > 0:
             ballot.setdefault(int(node.shape[0]), []).append(name)
-    elif not fixed.reaches_into(name) and (
+    elif not _reaches_into(fixed, name) and (
         _may_be_samples(node) if name else _root_may_be_samples(node)
     ):
         for key, value in children(node) or ():

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 from torch import nn
@@ -64,6 +64,8 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 Hold = Literal["graphs", "inputs", "host"]
+_Work = tuple[Sequence[Any], Callable[[Any], Any], Callable[[Any], Any]]
+"""The micro-batches, and the forward and the backward of each."""
 _Recompute = Callable[[Call], AbstractContextManager[None]]
 _LESS: dict[Hold, Hold] = {"graphs": "inputs", "inputs": "host"}
 
@@ -120,7 +122,7 @@ class LockStep:
         self._model = model
         self._least_page = least_page
         self._pool: HostPool | None = None
-        self._recorded_pools: list[HostPool] = []
+        self.recorded_pools: list[HostPool] = []  # host memory of recordings that are replayed
         self._learned = LearnedUse()
         self.traffic: Traffic | None = None  # Of the last run with hold="host".
         self._kept_blocks: frozenset[str] = frozenset()  # Known after the first run.
@@ -164,7 +166,7 @@ class LockStep:
         while True:
             backwards = _Backwards(self._waits)
             try:
-                return self._attempt(micros, forward, backward, backwards)
+                return self._attempt((micros, forward, backward), backwards)
             except BlockInputChanged:
                 continue
             except torch.OutOfMemoryError:
@@ -183,15 +185,10 @@ class LockStep:
             self.holding = "host"
         return True
 
-    def _attempt(
-        self,
-        micros: Sequence[M],
-        forward: Callable[[M], T],
-        backward: Callable[[T], R],
-        backwards: _Backwards,
-    ) -> list[R]:
+    def _attempt(self, work: _Work, backwards: _Backwards) -> list[Any]:
         """Run once; after a failure, restore the running statistics and the random state."""
-        streams = Streams(len(micros), self._devices()) if len(micros) > 1 else None
+        parties = len(work[0])
+        streams = Streams(parties, self._devices()) if parties > 1 else None
         found = [
             (buffer, buffer.detach().clone())
             for _, module in self._norms
@@ -199,7 +196,7 @@ class LockStep:
             if not nn.parameter.is_lazy(buffer)
         ]
         try:
-            results = self._run(micros, forward, backward, streams=streams, backwards=backwards)
+            results = self._run(work, streams=streams, backwards=backwards)
         except BaseException:
             with torch.no_grad():
                 for buffer, before in found:
@@ -238,39 +235,34 @@ class LockStep:
         pool = self._pool or HostPool(pinned=self._on_cuda())
         self._pool = None  # A later run uses another pool.
         pool.forget_copies()
-        self._recorded_pools.append(pool)
+        self.recorded_pools.append(pool)
         again: _Recompute = (lambda call: nullcontext()) if streams is None else streams.again
         try:
-            return self._run(micros, forward, backward, streams=streams, pool=pool, again=again)
+            return self._run((micros, forward, backward), streams=streams, pool=pool, again=again)
         finally:
             if streams is not None:
                 streams.close()
-
-    def forget_recordings(self) -> None:
-        """Free the host memory of all recordings, once none of them will be replayed."""
-        self._recorded_pools.clear()
 
     # ---------------------------------------------------------------- threads
 
     def _run(
         self,
-        micros: Sequence[M],
-        forward: Callable[[M], T],
-        backward: Callable[[T], R],
+        work: _Work,
         *,
         streams: Streams | RecordedStreams | None,
         pool: HostPool | None = None,
         again: _Recompute | None = None,
         backwards: _Backwards | None = None,
-    ) -> list[R]:
+    ) -> list[Any]:
         """Run every micro-batch in a thread of its own, and let them meet at the BatchNorms.
 
         `again` is the context in which a captured call of a block is recomputed.
         """
+        micros, forward, backward = work
         parties = len(micros)
         pages = self._pages(parties, pool)
         states = [state for state in (backwards, streams, pages) if state is not None]
-        threads = TurnTakingThreads[R](parties, states, around=below_autograd)
+        threads = TurnTakingThreads[Any](parties, states, around=below_autograd)
         on_caller = parties > 1 and self._has_thread_state()
         execute = execute_on_caller(threads) if on_caller else None
         begins = Begins(_cuda_offset if self._on_cuda() else lambda: 0, lambda: threads.party)
@@ -282,7 +274,7 @@ class LockStep:
             again=again,
         )
 
-        def body(party: int) -> R:
+        def body(party: int) -> Any:
             with nullcontext() if pages is None else WatchedOperations(pages, execute):
                 result = forward(micros[party])
                 recomputed.check()

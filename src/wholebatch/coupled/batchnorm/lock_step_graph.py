@@ -118,7 +118,7 @@ class Recorder:
         self._recordings: dict[Key, _Recording] = {}
         self._seen: dict[Key, int] = {}
         self._pool: Any = None
-        self._lock_step.forget_recordings()
+        self._lock_step.recorded_pools.clear()
 
     def run(
         self, micros: Sequence[Any], *, forward: Callable[[Any], T], backward: Callable[[T], None]

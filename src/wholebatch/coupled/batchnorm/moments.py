@@ -52,11 +52,6 @@ class WholeMoments:
         self._means = means
         self._invstd: dict[float, Tensor] = {}
 
-    @property
-    def unbiased_var(self) -> Tensor:
-        """The unbiased variance, which the running variance moves towards."""
-        return self.var * (self.count / (self.count - 1))
-
     @cached_property
     def mean_sums(self) -> Tensor:
         """The sum of each part's mean, to tell several calls of a layer apart."""
@@ -227,7 +222,8 @@ def update_buffers(
     whole: WholeMoments,
 ) -> None:
     """Set running = (1 - factor) · running + factor · (the whole batch's), in the wider dtype."""
-    for buffer, value in ((running_mean, whole.mean), (running_var, whole.unbiased_var)):
+    unbiased = whole.var * (whole.count / (whole.count - 1))
+    for buffer, value in ((running_mean, whole.mean), (running_var, unbiased)):
         if buffer is None:
             continue
         if isinstance(factor, float) and buffer.dtype == value.dtype:

@@ -218,13 +218,9 @@ class TwoPasses:
         self._moves_buffers = False
         self._start = capture_random()
         self._starts: dict[int, dict[str, Any]] = {}
-        self._kept: dict[int, Representations] = {}
+        self.kept: dict[int, Representations] = {}
         self.finite: list[Tensor] = []
         """For each micro-batch, a flag on the device: True if its representations are finite."""
-
-    @property
-    def keeps_graphs(self) -> bool:
-        return bool(self._kept)
 
     def first(self) -> WholeRepresentations:
         """Encode every micro-batch, without a graph if it is not kept; restore the buffers."""
@@ -234,12 +230,12 @@ class TwoPasses:
             self._before_micro(index)
             self._starts[index] = capture_random()
             keeps = index >= len(self._items) - self._keep
-            if keeps and not self._kept:
+            if keeps and not self.kept:
                 torch.clear_autocast_cache()  # Casts made without a graph pass no gradient back.
             with torch.set_grad_enabled(keeps):
                 made = Representations.of(self._encode(micro))
             if keeps:
-                self._kept[index] = made
+                self.kept[index] = made
             return made.detached()
 
         with torch.no_grad():
@@ -248,7 +244,7 @@ class TwoPasses:
             whole = WholeRepresentations(parts)
         self._moves_buffers = self._buffers.put_back()
         if self._moves_buffers:  # The second pass must change them, so it encodes everything.
-            self._kept.clear()
+            self.kept.clear()
         return whole
 
     def second(
@@ -270,8 +266,8 @@ class TwoPasses:
         def forward(item: Item) -> tuple[int, Representations]:
             index, micro = item
             self._before_micro(index)
-            if index in self._kept:
-                return index, self._kept.pop(index)
+            if index in self.kept:
+                return index, self.kept.pop(index)
             if self._lock_step is None:  # In lock-step, each has its own stream, restarted below.
                 restore_random(self._starts[index])
             with weighing(whole.rows(index)):

@@ -41,29 +41,23 @@ def micro_step(model: Any, data: Any, *, closes: bool) -> Any:
     # (One that XLA compiles is a function of the data, and may not create variables within.)
     given = [each for each in tree.flatten(data) if each is not None]
     with tf.control_dependencies([] if model.jit_compile else given):
-        return _micro_step(model, data, closes=closes)
-
-
-def _micro_step(model: Any, data: Any, *, closes: bool) -> Any:
-    import tensorflow as tf
-
-    x, y, sample_weight = inputs = keras.utils.unpack_x_y_sample_weight(data)
-    optimizer = model.optimizer
-    with tf.GradientTape(persistent=True) as tape:
-        y_pred, loss, groups = run_losses(model, inputs, training=True)
-        whole_loss = unscale_loss_for_distribution(loss)
-        model._loss_tracker.update_state(whole_loss, sample_weight=samples_in(x))
-        optimizer.hold([group.units is None for group in groups])
-        weights = model.trainable_weights
-        if not optimizer.built:
-            optimizer.build(weights)
-        weighted = optimizer.weighted(groups)
-    gradients = [tape.gradient(each, weights) for each in weighted]
-    del tape
-    optimizer.add(gradients, [group.units for group in groups], weighted)
-    if closes:
-        optimizer.close()
-    return model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
+        x, y, sample_weight = inputs = keras.utils.unpack_x_y_sample_weight(data)
+        optimizer = model.optimizer
+        with tf.GradientTape(persistent=True) as tape:
+            y_pred, loss, groups = run_losses(model, inputs, training=True)
+            whole_loss = unscale_loss_for_distribution(loss)
+            model._loss_tracker.update_state(whole_loss, sample_weight=samples_in(x))
+            optimizer.hold([group.units is None for group in groups])
+            weights = model.trainable_weights
+            if not optimizer.built:
+                optimizer.build(weights)
+            weighted = optimizer.weighted(groups)
+        gradients = [tape.gradient(each, weights) for each in weighted]
+        del tape
+        optimizer.add(gradients, [group.units for group in groups], weighted)
+        if closes:
+            optimizer.close()
+        return model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
 
 
 def looked_at(model: Any, iterator: Any) -> Any:

@@ -32,7 +32,7 @@ class GivenWindows(WholeBatch):
     the mean as its total, to look for a division by the number of batches.
 
     >>> import wholebatch as wb
-    >>> model = nn.Linear(3, 2)
+    >>> model = torch.nn.Linear(3, 2)
     >>> windows = GivenWindows(
     ...     model,
     ...     torch.optim.SGD(model.parameters(), lr=0.1),

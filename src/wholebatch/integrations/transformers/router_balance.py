@@ -15,8 +15,14 @@ import torch
 from torch import Tensor
 
 from wholebatch.core.loss import Loss
-from wholebatch.coupled import Coupled, moe_loss
-from wholebatch.coupled.moe import RecordedRouting, balance_of, recorded_routing, routing_sums
+from wholebatch.coupled import Coupled
+from wholebatch.coupled.moe import (
+    RecordedRouting,
+    balance_of,
+    moe_loss,
+    recorded_routing,
+    routing_sums,
+)
 from wholebatch.errors import UnsupportedError
 from wholebatch.integrations.host_window import attributes_restored
 
