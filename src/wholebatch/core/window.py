@@ -426,6 +426,11 @@ class Window:
         sparse = any(isinstance(one, torch.optim.SparseAdam) for one in self.target.optimizers)
         return self.sync.ranks == 1 and type(self.store) is DeviceStore and not sparse
 
+    @property
+    def changes_gradient(self) -> bool:
+        """True if hooks of the user's work on the gradient before its norm is reported."""
+        return bool(self._hooks)
+
     # The open window as graphs see it.
 
     @property

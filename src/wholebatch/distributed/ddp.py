@@ -137,6 +137,8 @@ def _layout(parameters: Sequence[nn.Parameter]) -> list[_Bucket]:
 class Replicated(Sync):
     """One or several DDP models on the same process group."""
 
+    hides_gradients = None
+
     def __init__(self, models: Sequence[DistributedDataParallel], *, sync: str = "auto") -> None:
         if sync == "every":
             raise OptionError(

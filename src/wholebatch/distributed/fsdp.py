@@ -31,6 +31,7 @@ class Sharded(Sync):
     counts_must_agree = True
     keeps_gradients = False
     grows_own_graph = True  # to the unsharded parameters
+    hides_gradients = None
 
     def __init__(self, model: nn.Module, *, sync: str = "auto") -> None:
         self._modules = [m for m in model.modules() if isinstance(m, FSDPModule)]
@@ -50,7 +51,12 @@ class Sharded(Sync):
         self.averaged_by = _divisor(self._modules, self.ranks)
         self._is_hybrid = mesh.ndim == 2
         self._found = [_switches(module) for module in self._modules]
-        self._every, self.policy = self._choose(sync, parameters)
+        self.sums_every, self.policy = self._choose(sync, parameters)
+        if self._is_hybrid and self.sums_every:
+            self.hides_gradients = (
+                'sync="every" on a mesh of replicas sums slices over a part of the ranks; use '
+                'sync="hold"'
+            )
 
     def _choose(self, sync: str, parameters: Sequence[Tensor]) -> tuple[bool, str]:
         from wholebatch.core.readable_sizes import bytes_said
@@ -86,7 +92,7 @@ class Sharded(Sync):
         self, parameters: Sequence[nn.Parameter], *, reduces: bool, overlap: bool = True
     ) -> Iterator[None]:
         for module in self._modules:
-            module.set_requires_gradient_sync(reduces or self._every, recurse=False)
+            module.set_requires_gradient_sync(reduces or self.sums_every, recurse=False)
             if self._is_hybrid:
                 module.set_requires_all_reduce(reduces, recurse=False)
         if self.progress is not None:
@@ -106,6 +112,15 @@ class Sharded(Sync):
     def total_norm(self, gradients: Sequence[Tensor]) -> Tensor:
         norm = torch.nn.utils.get_total_norm(gradients)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def norm_so_far(self, gradients: Sequence[Tensor]) -> Tensor | None:
+        if self.sums_every:
+            own = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
+        else:  # whole gradients, which torch keeps beside the slices until they are reduced
+            groups = [group for group in map(_param_group, self._modules) if group is not None]
+            held = (_whole_gradient(shard) for group in groups for shard in group.fsdp_params)
+            own = [gradient for gradient in held if gradient is not None]
+        return super().total_norm(own) if own else None
 
     def restore(self) -> None:
         super().restore()
@@ -130,6 +145,15 @@ def check_dtypes(model: nn.Module) -> None:
 def _param_group(module: FSDPModule) -> Any:
     """Return torch's own record of the parameters that this module shards, or None."""
     return module._get_fsdp_state()._fsdp_param_group
+
+
+def _whole_gradient(shard: Any) -> Tensor | None:
+    """Return the gradient that a parameter's backwards have added on this rank, if it is held."""
+    if shard.unsharded_accumulated_grad is not None:
+        held: Tensor = shard.unsharded_accumulated_grad_data
+        return held
+    whole = getattr(shard, "_unsharded_param", None)
+    return None if whole is None else whole.grad
 
 
 def _mesh(modules: Sequence[FSDPModule], parameter: DTensor) -> Any:
