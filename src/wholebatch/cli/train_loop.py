@@ -58,7 +58,7 @@ def run_loop(
         sinks = open_sinks(stack, session, folder)
         after = "micro-batch" if session.world.ranks == 1 else "window"
         stop = stack.enter_context(StopRequest(after=after, told=session.world.is_first))
-        terminal.begin(done=session.train.updates, total=session.config.steps)
+        terminal.begin(done=session.progress, total=session.config.steps)
         stack.callback(terminal.end)
         return _Loop(session, folder, terminal, sinks, stop).run(mid_window)
 
@@ -96,7 +96,7 @@ class _Loop:
         session = self.session
         is_new = session.world.first(lambda: not self._checkpoints.paths())
         checkpoint = self._save() if is_new else None
-        while session.train.updates < session.config.steps:
+        while session.progress < session.config.steps:
             if session.world.any(self.stop.requested):
                 return self._outcome(self._save(), 0, 0)
             batch = session.batches.peek()
@@ -130,7 +130,6 @@ class _Loop:
         self._metered = metered
         self._units += step.units
         self._seconds += seconds
-        session.pace.tokens += step.units
         record = record_of(
             step,
             window=session.windows,
@@ -139,11 +138,12 @@ class _Loop:
             now=time.time(),
             more=self._more(seconds),
         )
+        session.pace.end(step, session.train.noise)
         self._write(record)
         self._note_losses(record, record)
         session.position = session.batches.position
         self.terminal.update(
-            updates=session.train.updates,
+            updates=session.progress,
             loss=step.loss,
             units_per_second=self._rate,
             doing=getattr(session.train, "compiling", None),
@@ -154,7 +154,7 @@ class _Loop:
         """Return what a window has to record beside its step; it took so many seconds."""
         session, train = self.session, self.session.train
         found: dict[str, Any] = {"skipped_windows": train.skipped}
-        if session.pace.schedule is not None:
+        if session.pace.changes:
             found["batch_size"] = session.batches.batch_size
         noise = train.noise
         if noise is not None and noise != self._noise:

@@ -35,13 +35,18 @@ from wholebatch.errors import MissingExtraError, OptionError, RecipeError, State
 
 def train_with(
     recipe: Recipe, config: Config, world: World, model: nn.Module
-) -> tuple[torch.optim.Optimizer, WholeBatch | Staged, Zero | Staged | None]:
-    """Return the optimizer, what makes the updates, and the engine that keeps their state.
+) -> tuple[torch.optim.Optimizer, WholeBatch | Staged, Zero | Staged | None, Any]:
+    """Return the optimizer, what makes the updates, the engine that keeps their state, schedulers.
 
     The model is whole on one process, or spread over the ranks as `world.parallel` says. The engine
     is None where model and optimizer have their state themselves.
     """
     if world.parallel == "pipeline":
+        if config.grows:
+            raise OptionError(
+                f"--batch-size {config.batch_schedule} with --parallel pipeline: its stages do not "
+                "measure the gradient noise; give a size or a schedule"
+            )
         if config.gradients != "device":
             raise OptionError(
                 f"--gradients {config.gradients} with --parallel pipeline: its stages keep their "
@@ -50,7 +55,7 @@ def train_with(
         parts = stage_parts(recipe, config, world, model)
         optimizer = recipe.build_optimizer(parts, lr=config.lr)
         staged = Staged(recipe, config, world, model, parts, optimizer)
-        return optimizer, staged, staged
+        return optimizer, staged, staged, None
     zero = None
     given: nn.Module
     if world.parallel == "deepspeed":
@@ -66,6 +71,7 @@ def train_with(
     def loss(called: nn.Module, micro: Any) -> Any:
         return recipe.loss(given if called is spread else called, micro)
 
+    scheduler = recipe.build_scheduler(optimizer, steps=config.horizon)
     train = WholeBatch(
         spread,
         stepped,
@@ -78,11 +84,22 @@ def train_with(
         memory=Memory(config.budget, gradients=config.gradients),  # type: ignore[arg-type]
         execute=config.execute,  # type: ignore[arg-type]
         close=Close(nonfinite="skip" if config.gradients == "release" else "raise"),
-        scheduler=recipe.build_scheduler(optimizer, steps=config.horizon),
+        scheduler=scheduler,
     )
-    if config.noise != "off":
-        train.measure_noise(config.noise)  # type: ignore[arg-type]
-    return optimizer, train, zero
+    _measure_noise(train, config)
+    return optimizer, train, zero, scheduler
+
+
+def _measure_noise(train: WholeBatch, config: Config) -> None:
+    """Measure the gradient noise, unless it is off; a batch that follows it must have it."""
+    growing = f"--batch-size {config.batch_schedule}" if config.grows else None
+    if config.noise == "off":
+        if growing:
+            raise OptionError(f"{growing} with --noise off: the batch follows the noise")
+        return
+    train.measure_noise(config.noise)  # type: ignore[arg-type]
+    if growing and train.noise_hindrance is not None:
+        raise OptionError(f"{growing}: {train.noise_hindrance}")
 
 
 def move(model: nn.Module, config: Config, world: World) -> None:

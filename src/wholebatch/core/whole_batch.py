@@ -215,6 +215,11 @@ class WholeBatch:
         """The gradient noise scale as far as it was measured: `noise.advice()`."""
         return None if self._probe is None else self._probe.estimate
 
+    @property
+    def noise_hindrance(self) -> str | None:
+        """Why the noise scale is not measured, although it was asked for; else None."""
+        return None if self._probe is None else self._probe.off
+
     def step(self, batch: Any, *, after_micro: AfterMicro | None = None) -> Step:
         """Make one update from the whole batch. An error leaves nothing of the window behind.
 
