@@ -340,7 +340,7 @@ class WholeBatch:
         # A rank that must begin again would leave the others in a reduction. A measured window of
         # one micro-batch is reduced after its norm was taken.
         measured = probe is not None and probe.active and len(micros) == 1
-        alone = self._fitting.recovers or measured
+        alone = self._fitting.recovers or (measured and self._window.sync.keeps_gradients)
         numbers = partial(self._fitting.numbers_of, micros)
         reduces = self._window.sync.ranks == 1 or not alone
         self._runner.run(micros, WindowRun(first, reduces, before, after, numbers))
