@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from wholebatch import WholeBatch
 from wholebatch.cli.parallel_ranks import World
@@ -402,7 +401,7 @@ class Pace:
         self.tokens = 0.0  # units of all windows so far
         self._batches = batches
         self._train = train
-        self._schedulers = scheduler if isinstance(scheduler, list | tuple) else [scheduler]
+        self._scheduler = scheduler
         text = config.batch_schedule
         self.schedule: BatchSchedule | None = None
         self.auto: AutoBatch | None = None
@@ -458,11 +457,7 @@ class Pace:
         self.tokens += step.units
         if self.auto is None or step.skipped is not None:
             return
-        for scheduler in self._schedulers:
-            if scheduler is None or isinstance(scheduler, ReduceLROnPlateau):
-                continue
-            for _ in range(self.auto.batch // self.auto.first - 1):
-                scheduler.step()
+        self.auto.advance(self._scheduler)
         self.auto.after(step.units, noise)
 
     def _warmth(self, samples: int) -> float:

@@ -68,6 +68,16 @@ class AutoBatch:
             self._updates = 0
         return self.batch
 
+    def advance(self, schedulers: Any) -> None:
+        """Step schedulers once more for each further batch of the first size in this batch.
+
+        A window has stepped them once. One that waits for a plateau of the loss is left alone.
+        """
+        for scheduler in schedulers if isinstance(schedulers, list | tuple) else [schedulers]:
+            if scheduler is not None and type(scheduler).__name__ != "ReduceLROnPlateau":
+                for _ in range(self.batch // self.first - 1):
+                    scheduler.step()
+
     def _is_noisy(self, noise: NoiseScale | None) -> bool:
         twice = 2 * self.batch
         if noise is None or noise.samples < _WINDOWS_MEASURED or twice > (self.largest or twice):
