@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -86,8 +85,18 @@ class LearningCurve:
     @property
     def loss(self) -> float:
         """The mean loss of the last tenth of the data, before it was learned from."""
-        end = self.updates[-1].samples + 1
-        return _mean([u for u in self.updates if u.samples >= 0.9 * end] or self.updates[-1:])
+        return self._trailing()[-1][1]
+
+    def _trailing(self) -> list[tuple[int, float]]:
+        """Return the mean loss of the last tenth of the data, from every update on that has one."""
+        tenth = self.updates[-1].samples / 10
+        found, first = [], 0
+        for last, update in enumerate(self.updates):
+            while self.updates[first].samples < update.samples - tenth:
+                first += 1
+            if update.samples >= tenth:
+                found.append((last, _mean(self.updates[first : last + 1])))
+        return found
 
     @property
     def seconds(self) -> float:
@@ -104,11 +113,12 @@ class LearningCurve:
         return [(part[-1].samples, _mean(part)) for part in stretches.values()]
 
     def reaches(self, loss: float) -> tuple[int, int] | None:
-        """Return the updates and the samples after which the mean loss is this low, or None."""
-        samples = next((at for at, found in self.points() if found <= loss), None)
-        if samples is None:
-            return None
-        return sum(update.samples <= samples for update in self.updates), samples
+        """Return the updates and the samples after which the loss is this low, or None.
+
+        The loss is the mean over the last tenth of the data.
+        """
+        last = next((last for last, found in self._trailing() if found <= loss), None)
+        return None if last is None else (last + 1, self.updates[last].samples)
 
 
 def learn(contender: Contender, recipe: Recipe, *, samples: int) -> LearningCurve:
@@ -230,8 +240,10 @@ def range_test(recipe: Recipe, *, low: float, high: float, updates: int = 100) -
             break
         rates.append(rate)
         smooth.append(found)
-    slopes = [after - before for before, after in pairwise(smooth)]
-    steepest = rates[slopes.index(min(slopes))] if slopes else rates[0]
+    # Over a tenth of the way, and not in the first tenth, which is not smooth yet.
+    over = max(1, len(smooth) // 10)
+    slopes = [b - a for a, b in zip(smooth[over:], smooth[2 * over :], strict=False)]
+    steepest = rates[over + slopes.index(min(slopes)) + over // 2] if slopes else rates[0]
     lowest = rates[smooth.index(min(smooth))]
     return RangeTest(tuple(rates), tuple(smooth), steepest, lowest, diverges)
 
