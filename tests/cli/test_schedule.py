@@ -222,6 +222,23 @@ def test_a_batch_that_follows_the_noise(
     assert lines == metrics_of(tmp_path / "stopped")
 
 
+def test_a_spike_and_an_unscaled_rate_are_told(
+    command: Command, recipe: Write, tmp_path: Path
+) -> None:
+    """The 25th loss is a hundred times its neighbours; the batch is twice the recipe's."""
+    spike = ('model(micro["x"])', 'model(micro["x"]) * (1e3 if calls in (49, 50) else 1)')
+    path = recipe(NOISY, spike)
+    options = ["--batch-size", 8, "--micro-batch", 4, "--steps", 26, "--lr", 0.0001]
+    ran = command("train", path, *options, "--out", "run")
+    assert ran.status == 0, ran.err
+    marked = [line["update"] for line in metrics_of(tmp_path / "run") if line.get("spike")]
+    assert marked == [25]
+    assert "is far above the last" in ran.out
+    assert "--lr-rule" not in ran.out  # a rate was given
+    twice = command("train", recipe(NOISY), "--batch-size", 20, "--steps", 1, "--out", "twice")
+    assert "--lr-rule sqrt multiplies it by 1.41" in " ".join(twice.out.split())
+
+
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_two_ranks_follow_the_schedule_together(

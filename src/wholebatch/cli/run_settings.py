@@ -236,6 +236,12 @@ class Config:
         "Which of Adam's betas keep their half-life in tokens when the batch size changes.",
         check=one_of("keep", "beta2", "both"),
     )
+    weight_decay: str = _follows_setting(
+        "keep",
+        "keep|tokens",
+        "tokens: AdamW's weight decay keeps its half-life in tokens when the batch size changes.",
+        check=one_of("keep", "tokens"),
+    )
     warmup: str | None = _follows_setting(
         None,
         "N|Nep|Ntok",
@@ -449,10 +455,14 @@ def refuse_idle(
             "number of updates; that needs scheduler(optimizer, steps)"
         )
     rule = config.lr_rule or ("auto" if config.grows else "none")
-    if "base_batch" in typed and (rule, config.betas) == ("none", "keep"):
+    if "base_batch" in typed and (rule, config.betas, config.weight_decay) == (
+        "none",
+        "keep",
+        "keep",
+    ):
         raise OptionError(
             f"--base-batch {config.base_batch}: nothing follows the batch size; it belongs to "
-            "--lr-rule or --betas"
+            "--lr-rule, --betas or --weight-decay"
         )
     if parallel == "pipeline":
         for name, plain in (("execute", ("auto", "eager")), ("noise", ("auto", "off"))):

@@ -24,7 +24,7 @@ from wholebatch.cli.report.terminal_output import (
 from wholebatch.cli.run_settings import Config, Given, SettingsFile, given_of, read_settings_file
 from wholebatch.cli.stop_signal import STOPPED
 from wholebatch.errors import OptionError
-from wholebatch.tune.batch_scaling import Arithmetic
+from wholebatch.tune.batch_scaling import Arithmetic, lr_factor
 from wholebatch.tune.batch_scaling.batch_arithmetic import runs_said
 
 if TYPE_CHECKING:
@@ -167,10 +167,25 @@ def _idle(session: Session) -> Iterator[str]:
     world, precision = session.world, session.config.precision
     if session.device.type == "cpu" and precision != "full":
         yield f"{precision} is slow on a CPU without hardware for it"
+    yield from _unscaled(session)
     if world.asked != world.parallel:
         yield f"--parallel {world.asked} is for torchrun; this is one process"
     if world.deadline is not None and world.ranks == 1:
         yield "a deadline is for the ranks of torchrun; this is one process"
+
+
+def _unscaled(session: Session) -> Iterator[str]:
+    """Yield a note if the batch is not the recipe's, and nobody has said what the rate does."""
+    config, schedule = session.config, session.pace.schedule
+    base, size = config.base_batch, schedule.largest if schedule else config.batch_size
+    if base in (None, size) or config.lr_rule or config.lr or config.grows:
+        return
+    rule = "sqrt" if all("betas" in g for g in session.optimizer.param_groups) else "linear"
+    factor = lr_factor(base_batch=base, batch=size, rule=rule)
+    yield (
+        f"the learning rate is for batches of {base}, and batches of {size} come: --lr-rule {rule} "
+        f"multiplies it by {factor:.3g}; --lr-rule none keeps it"
+    )
 
 
 def _begin(session: Session, folder: RunFolder, found: Found | None, terminal: Terminal) -> None:
@@ -387,6 +402,11 @@ def summary_rows(session: Session, outcome: Outcome, *, memory: str, folder: Pat
     rows = [("loss", f"{outcome.first_loss:.4f} → {outcome.last_loss:.4f}")]
     if train.skipped:
         rows.append(("skipped", f"{train.skipped} windows made no update"))
+    if session.spikes.count:
+        where = (
+            'marked "spike" in metrics.jsonl; a longer warm-up, a lower rate or --clip-norm help'
+        )
+        rows.append(("loss spikes", f"{session.spikes.count}, {where}"))
     if train.recoveries:
         again = "the window began again in smaller micro-batches"
         rows.append(("out of memory", f"{train.recoveries} times; {again}"))

@@ -22,9 +22,11 @@ from wholebatch.cli.training_run import Session
 from wholebatch.core.noise_scale import NoiseScale
 from wholebatch.core.plain_files import read_json
 from wholebatch.core.splitting import batch_size_of
+from wholebatch.core.window import Step
 from wholebatch.errors import StateError, WindowError
 
 _MOST_SKIPPED_IN_A_ROW = 50
+_MOST_SPIKES_TOLD = 5
 
 
 @dataclass(frozen=True)
@@ -136,7 +138,7 @@ class _Loop:
             epoch=session.position.epoch,
             lr=rates,
             now=time.time(),
-            more=self._more(seconds),
+            more={**self._more(seconds), **self._spike(step)},
         )
         session.pace.end(step, session.train.noise)
         self._write(record)
@@ -172,6 +174,16 @@ class _Loop:
             found["communication"] = round(min(1.0, (waited - self._waited) / seconds), 6)
         self._waited = waited
         return found
+
+    def _spike(self, step: Step) -> dict[str, Any]:
+        """Tell of a loss far above those before it; the record marks it."""
+        spikes = self.session.spikes
+        found = spikes.see(step.loss) if step.skipped is None else None
+        if found is None:
+            return {}
+        if spikes.count <= _MOST_SPIKES_TOLD:
+            self.terminal.note(f"update {step.update}: {found}")
+        return {"spike": True}
 
     def _write(self, record: Mapping[str, Any]) -> None:
         try:

@@ -6,13 +6,14 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from wholebatch import WholeBatch
+from wholebatch.cli.loss_spikes import LossSpikes
 from wholebatch.cli.parallel_ranks import World
 from wholebatch.cli.recipes import Batches, Nothing, Position, Recipe
 from wholebatch.cli.run_settings import Config
@@ -135,6 +136,7 @@ class Session:
     pace: Pace
     fitted: str | None = None  # what --fit has applied
     engine: Zero | Staged | None = None
+    spikes: LossSpikes = field(default_factory=LossSpikes)
 
     @property
     def device(self) -> torch.device:
@@ -421,6 +423,7 @@ class Pace:
             base_batch=config.base_batch,
             rule=rule,
             betas=config.betas,
+            weight_decay=config.weight_decay,
             first_batch=first,
         )
         if self.changes:

@@ -11,6 +11,7 @@ from wholebatch.tune.batch_scaling.scaling_rules import (
     lr_factor,
     scale_lr,
     scale_warmup,
+    scale_weight_decay,
 )
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "parse_auto",
     "scale_lr",
     "scale_warmup",
+    "scale_weight_decay",
     "share_of",
     "solve",
 ]
