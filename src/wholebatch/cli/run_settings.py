@@ -317,6 +317,14 @@ class Config:
         check=one_of("1f1b", "gpipe", "interleaved"),
         may_change=True,
     )
+    sync: str = _run_setting(
+        "auto",
+        "auto|hold|every|gathered",
+        "With --parallel fsdp2: reduce once per window (hold) or in every micro-batch; gathered "
+        "also keeps the whole parameters over a window.",
+        check=one_of("auto", "hold", "every", "gathered"),
+        may_change=True,
+    )
     deadline: str | None = _run_option(
         None,
         "SECONDS|auto|off",

@@ -58,7 +58,7 @@ def train(typed: Given) -> int:
     source = read_settings_file(typed.get("source"))
     given = given_of(typed, source)
     parallel = given.get("parallel", "ddp")
-    for name, engine in (("zero", "deepspeed"), ("schedule", "pipeline")):
+    for name, engine in (("zero", "deepspeed"), ("schedule", "pipeline"), ("sync", "fsdp2")):
         if name in typed and parallel != engine:
             raise OptionError(f"--{name} {typed[name]}: belongs to --parallel {engine}")
 

@@ -83,7 +83,10 @@ def train_with(
         clip_norm=config.clip_norm,
         memory=Memory(config.budget, gradients=config.gradients),  # type: ignore[arg-type]
         execute=config.execute,  # type: ignore[arg-type]
-        close=Close(nonfinite="skip" if config.gradients == "release" else "raise"),
+        close=Close(
+            nonfinite="skip" if config.gradients == "release" else "raise",
+            sync=config.sync,  # type: ignore[arg-type]
+        ),
         scheduler=scheduler,
     )
     _measure_noise(train, config)

@@ -233,6 +233,7 @@ class Runner:
         window, drawn = self._window, self._prepare(micros, how.numbers)
         micro_step = self._eager_step if self._is_plain else self.micro_step
         places = self.agreed_places(len(micros))
+        window.sync.before_forwards()
         for index in range(how.first, places):
             self._is_last = how.reduces and index == places - 1
             how.before_micro(index)

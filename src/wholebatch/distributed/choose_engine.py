@@ -29,8 +29,9 @@ _ONE_MODEL = {
 
 def choose(models: nn.Module | Sequence[nn.Module], *, sync: str = "auto") -> Sync:
     """Return the strategy for the engine that these models are wrapped in."""
-    if sync not in ("auto", "hold", "every", "none"):
-        raise OptionError(f'sync={sync!r}: must be "hold", "every", "none" or "auto"')
+    if sync not in ("auto", "hold", "every", "gathered", "none"):
+        allowed = '"hold", "every", "gathered", "none" or "auto"'
+        raise OptionError(f"sync={sync!r}: must be {allowed}")
     models = [models] if isinstance(models, nn.Module) else list(models)
     kinds = {_kind(model) for model in models} or {"plain"}
     if len(kinds) > 1:
@@ -49,6 +50,8 @@ def choose(models: nn.Module | Sequence[nn.Module], *, sync: str = "auto") -> Sy
         raise OptionError(
             f'sync="none" on a model of {kind}, which reduces gradients: leave it out'
         )
+    if sync == "gathered" and kind != "fsdp2":
+        raise OptionError(f'sync="gathered" on a model of {kind}: belongs to FSDP2\'s fully_shard')
     if len(models) > 1 and kind in _ONE_MODEL:
         raise UnsupportedError(_ONE_MODEL[kind])
     return _strategy(kind, models, sync)

@@ -2,7 +2,9 @@
 
 Forward and backward run collectives of their own, so all ranks must run equally many micro-batches
 (`counts_must_agree`). While the reduction is held back, FSDP2 keeps whole gradients; with
-`sync="every"` it reduce-scatters after every micro-batch and keeps slices of them.
+`sync="every"` it reduce-scatters after every micro-batch and keeps slices of them. With
+`sync="gathered"` it also keeps the whole parameters, which are then gathered once per window
+instead of twice per micro-batch.
 """
 
 from __future__ import annotations
@@ -51,6 +53,8 @@ class Sharded(Sync):
         self.averaged_by = _divisor(self._modules, self.ranks)
         self._is_hybrid = mesh.ndim == 2
         self._found = [_switches(module) for module in self._modules]
+        self._gathers_once = sync == "gathered"
+        self._forward_meshes: list[tuple[Any, Any]] = []  # of the groups that stay gathered
         self.sums_every, self.policy = self._choose(sync, parameters)
         if self._is_hybrid and self.sums_every:
             self.hides_gradients = (
@@ -64,7 +68,7 @@ class Sharded(Sync):
 
         whole = sum(p.numel() * max(p.element_size(), 4) for p in parameters)
         slices = whole // self.ranks
-        if sync in ("hold", "every"):
+        if sync in ("hold", "every", "gathered"):
             every, why = sync == "every", "as asked"
         elif sync == "auto":
             device = parameters[0].device  # of the numbers too: nccl takes no others
@@ -77,15 +81,34 @@ class Sharded(Sync):
                 + (" and half of that is left for activations" if every else "")
             )
         else:
-            raise OptionError(f'sync={sync!r}: must be "hold", "every" or "auto"')
+            raise OptionError(f'sync={sync!r}: must be "hold", "every", "gathered" or "auto"')
         policy = (
             f"every: gradients are reduce-scattered after each micro-batch ({why})"
             if every
             else f"hold: gradients are reduced once per window ({why})"
         )
+        if self._gathers_once:
+            policy = "gathered: parameters are gathered and gradients reduced once per window"
         if self.rank == 0:
             _log.info("sync %s", policy)
         return every, policy
+
+    def before_forwards(self) -> None:
+        if not self._gathers_once or self._forward_meshes:
+            return
+        for module in self._modules:
+            state, group = module._get_fsdp_state(), _param_group(module)
+            module.set_reshard_after_backward(False, recurse=False)
+            if group is not None:
+                # The root's first forward would choose this, and is not to find another choice.
+                is_root = module is self._modules[0] and state._auto_reshard_after_forward
+                mesh = None if is_root else group.post_forward_mesh_info
+                self._forward_meshes.append((group, mesh))
+                group.post_forward_mesh_info = None  # nothing is sharded again after a forward
+
+    def begin(self, parameters: Sequence[nn.Parameter]) -> None:
+        super().begin(parameters)
+        self.before_forwards()  # in a stream: from its first backward on
 
     @contextmanager
     def backward(
@@ -95,6 +118,8 @@ class Sharded(Sync):
             module.set_requires_gradient_sync(reduces or self.sums_every, recurse=False)
             if self._is_hybrid:
                 module.set_requires_all_reduce(reduces, recurse=False)
+            if self._gathers_once:
+                module.set_reshard_after_backward(reduces, recurse=False)
         if self.progress is not None:
             self.progress.mark()
         with self.failures():
@@ -122,8 +147,24 @@ class Sharded(Sync):
             own = [gradient for gradient in held if gradient is not None]
         return super().total_norm(own) if own else None
 
+    def _free_gathered(self) -> None:
+        """Shard the parameters again, if a window has left them whole, as they would be."""
+        for group, mesh in self._forward_meshes:
+            group.post_forward_mesh_info = mesh
+        self._forward_meshes = []
+        for module in self._modules:
+            module.set_reshard_after_backward(True, recurse=False)
+            module.reshard()
+
+    def discard(self) -> None:
+        super().discard()
+        if self._forward_meshes:
+            self._free_gathered()
+
     def restore(self) -> None:
         super().restore()
+        if self._forward_meshes:
+            self._free_gathered()
         for module, (gradient_sync, all_reduce) in zip(self._modules, self._found, strict=True):
             module.set_requires_gradient_sync(gradient_sync, recurse=False)
             if self._is_hybrid:

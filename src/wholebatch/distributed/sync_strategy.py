@@ -98,6 +98,10 @@ class Sync(ABC):
 
         return alarm().failures()
 
+    def before_forwards(self) -> None:
+        """Prepare for the forwards of a window."""
+        return
+
     def begin(self, parameters: Sequence[nn.Parameter]) -> None:
         """Note that a window opens."""
         if self.progress is not None:
