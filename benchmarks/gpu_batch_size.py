@@ -6,7 +6,8 @@ Three runs over the same data: a fixed small batch, a fixed large one, and `auto
 with the small one and doubles as the critical batch grows. `--seconds` is the training time of
 each. The target is the loss of the fixed large batch over the last tenth of its data; the table
 has the updates and the data after which each run has reached it. `--model tiny --seconds 12` runs
-on a CPU in a minute. `--cost` also times windows with and without the noise scale.
+on a CPU in a minute. `--cost` also times windows with and without the noise scale; `--seconds 0`
+does nothing else.
 """
 
 from __future__ import annotations
@@ -56,9 +57,9 @@ class Size:
 
 
 SIZES = {
-    "tiny": Size(3, 128, 4, 64, 8_000_000, 4, 8, 64, 4e-3),
-    "30m": Size(8, 512, 8, 512, 200_000_000, 8, 16, 128, 1.5e-3),
-    "124m": Size(13, 896, 14, 512, 400_000_000, 8, 16, 128, 1e-3),
+    "tiny": Size(3, 128, 4, 64, 8_000_000, 2, 8, 64, 4e-3),
+    "30m": Size(9, 512, 8, 512, 60_000_000, 8, 16, 128, 1.5e-3),
+    "124m": Size(13, 896, 14, 512, 120_000_000, 8, 16, 128, 1e-3),
 }
 
 
@@ -123,7 +124,6 @@ def cost_of_noise(recipe: Recipe, batch: int, *, windows: int = 24) -> dict[str,
     times: tuple[list[float], list[float]] = ([], [])
     on_cuda = DEVICE.type == "cuda"
     clock = time.perf_counter if on_cuda else time.process_time
-    windows *= 4 if on_cuda else 1
     for window in range(windows):
         if on_cuda:
             torch.cuda.synchronize()
@@ -184,9 +184,10 @@ def main() -> None:
     }
     print(f"bytes-gpt, {count:,} parameters, {precision}, {where}", flush=True)
     if given.cost:
-        result["cost"] = [cost_of_noise(recipe, batch) for batch in (size.small, size.large)]
-        for cost in result["cost"]:
-            print({name: round(value, 5) for name, value in cost.items()}, flush=True)
+        cost = result["cost"] = cost_of_noise(recipe, 4 * size.micro_batch)
+        print({name: round(value, 5) for name, value in cost.items()}, flush=True)
+    if not given.seconds:
+        return
     samples = samples_in(given.seconds, recipe, size.large)
     result["sequences"] = samples
     print(f"{samples:,} sequences of {size.context} bytes in each run", flush=True)

@@ -44,6 +44,10 @@ def choose(models: nn.Module | Sequence[nn.Module], *, sync: str = "auto") -> Sy
         if sync != "none" and dist.is_available() and dist.is_initialized():
             _warn_alone(dist.get_world_size())
         return Single()
+    if kind == "tensor parallel":
+        from wholebatch.distributed.tensor_parallel import TensorParallel
+
+        return TensorParallel()
     if kind not in ("ddp", "fsdp2", "deepspeed"):
         raise UnsupportedError(f"model wrapped in {kind}: {_SUPPORTED}")
     if sync == "none":
@@ -102,7 +106,7 @@ def _kind(model: nn.Module) -> str:
     if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
         return f"DeepSpeed ({type(model).__name__} with parameters of ZeRO 3, not its engine)"
     if any(_is_dtensor(parameter) for parameter in model.parameters()):
-        return f"{type(model).__name__} with DTensor parameters but without fully_shard"
+        return "tensor parallel"
     return "plain"
 
 

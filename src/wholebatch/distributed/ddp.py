@@ -208,6 +208,12 @@ def _check(model: DistributedDataParallel) -> None:
             "DistributedDataParallel with a communication hook: the window makes its one "
             "reduction itself, exactly, and would not run the hook; do not register it"
         )
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "device_mesh"):
+            raise UnsupportedError(
+                f"{name}: a DTensor in DistributedDataParallel; for tensor parallelism beside data "
+                'parallelism call fully_shard(model, mesh=mesh["dp"]) instead'
+            )
     for name, module in model.named_modules():
         if getattr(module, "sparse", False) and isinstance(module, nn.Embedding | nn.EmbeddingBag):
             raise UnsupportedError(

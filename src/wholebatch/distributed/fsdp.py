@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from wholebatch.distributed.process_group import Group
 from wholebatch.distributed.sync_strategy import Sync, reduces_in_backward_only
+from wholebatch.distributed.tensor_parallel import norm_over_meshes
 from wholebatch.errors import OptionError, UnsupportedError
 
 _log = logging.getLogger("wholebatch")
@@ -135,8 +136,7 @@ class Sharded(Sync):
         return found
 
     def total_norm(self, gradients: Sequence[Tensor]) -> Tensor:
-        norm = torch.nn.utils.get_total_norm(gradients)
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+        return norm_over_meshes(gradients)
 
     def norm_so_far(self, gradients: Sequence[Tensor]) -> Tensor | None:
         if self.sums_every:
