@@ -273,7 +273,7 @@ class Config:
     noise: int | str = _run_setting(
         "auto",
         "auto|off|N",
-        "Estimate the gradient noise scale from every N-th window (auto: one in 16), and advise "
+        "Estimate the gradient noise scale from every N-th window (auto: one in 8), and advise "
         "on the batch size.",
         typed=str,
         check=_noise,

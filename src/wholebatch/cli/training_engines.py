@@ -30,7 +30,13 @@ from wholebatch.core.safe_loading import load_tensors
 from wholebatch.core.splitting import to_device
 from wholebatch.core.window import Step
 from wholebatch.distributed.pipeline import Pipeline
-from wholebatch.errors import MissingExtraError, OptionError, RecipeError, StateError
+from wholebatch.errors import (
+    MissingExtraError,
+    OptionError,
+    RecipeError,
+    StateError,
+    UnsupportedError,
+)
 
 
 def train_with(
@@ -100,9 +106,13 @@ def _measure_noise(train: WholeBatch, config: Config) -> None:
         if growing:
             raise OptionError(f"{growing} with --noise off: the batch follows the noise")
         return
-    train.measure_noise(config.noise)  # type: ignore[arg-type]
-    if growing and train.noise_hindrance is not None:
-        raise OptionError(f"{growing}: {train.noise_hindrance}")
+    often = _NOISE_OF_GROWTH if growing and config.noise == "auto" else config.noise
+    try:
+        train.measure_noise(often)  # type: ignore[arg-type]
+    except UnsupportedError as error:
+        if not growing:
+            raise
+        raise OptionError(f"{growing}: {error}") from error
 
 
 def move(model: nn.Module, config: Config, world: World) -> None:
@@ -188,6 +198,8 @@ def _loads_without_code(engine: Any) -> Iterator[None]:
 
 
 _FORMAT = 1
+_NOISE_OF_GROWTH = 4
+"""A batch that grows waits for the noise: one window in four is measured."""
 
 
 @dataclass(eq=False)

@@ -182,11 +182,11 @@ class Estimator:
         """Return the estimate from the windows so far; None for fewer than two.
 
         It takes a millisecond and is asked for in every window. So it is recomputed only when the
-        number of windows has grown by about 1/64. That depends on the number alone, so that a
+        number of windows has grown by about 1/8. That depends on the number alone, so that a
         resumed run gives the same values.
         """
         number = len(self._seen)
-        told = self._seen[: number - number % max(1, number // 64)]
+        told = self._seen[: number - number % max(1, number // 8)]
         if len(told) < 2:
             return None
         if self._told is None or self._told[0] is not told[-1]:
@@ -365,8 +365,8 @@ def _said(value: float) -> str:
 Noise: TypeAlias = int | Literal["auto"] | None
 
 _log = logging.getLogger("wholebatch")
-_EVERY = 4
-"""The interval of "auto": one norm in four windows."""
+_EVERY = 8
+"""The interval of "auto": one norm in eight windows."""
 
 
 def check_noise(noise: object) -> Noise:

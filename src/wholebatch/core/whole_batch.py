@@ -204,7 +204,7 @@ class WholeBatch:
         """Start to measure the gradient noise scale; `noise` is the estimate so far.
 
         Args:
-            every: Measure one of so many windows; "auto" is one of four.
+            every: Measure one of so many windows; "auto" is one of eight.
         """
         check_noise(every)
         coupled = self._runner.needs_every_rank() is not None
@@ -214,11 +214,6 @@ class WholeBatch:
     def noise(self) -> NoiseScale | None:
         """The gradient noise scale as far as it was measured: `noise.advice()`."""
         return None if self._probe is None else self._probe.estimate
-
-    @property
-    def noise_hindrance(self) -> str | None:
-        """Why the noise scale is not measured, although it was asked for; else None."""
-        return None if self._probe is None else self._probe.off
 
     def step(self, batch: Any, *, after_micro: AfterMicro | None = None) -> Step:
         """Make one update from the whole batch. An error leaves nothing of the window behind.

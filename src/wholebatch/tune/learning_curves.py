@@ -142,7 +142,7 @@ def learn(contender: Contender, recipe: Recipe, *, samples: int) -> LearningCurv
         **recipe.options,
     )
     if contender.largest is not None:
-        train.measure_noise()
+        train.measure_noise(4)
     take, memory = recipe.source(), _Peak(model, optimizer)
     made: list[Update] = []
     sizes: list[int] = []
