@@ -21,7 +21,8 @@ RIVAL = """# The accumulated batch beside its micro-batch alone
 `wholebatch rival bytes-gpt --seconds 100 --rates 0.5,1`, on {where}. Both train over the same {samples:,} samples. Alone,
 the micro-batch has the learning rate by the square root and the β2 of the same half-life in tokens (Marek et al. 2025,
 [arXiv:2507.07101](https://arxiv.org/abs/2507.07101)). *loss* is the mean over the last tenth of the data, before the
-model has learned from it. *rate* is the factor of the learning rate.
+model has learned from it. *rate* is the factor of the learning rate; where the highest is the best, higher ones may be
+better still. The run is short: measure your own recipe.
 """
 
 BATCH_SIZE = """# A batch that follows the noise
