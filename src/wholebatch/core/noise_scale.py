@@ -443,7 +443,7 @@ class Probe:
         window, sync = self._window.current, self._window.sync
         self._has_terms = bool(set(window.units) - {SINGLE})
         units = window.units.get(SINGLE)
-        changed = self._window.changes_gradient
+        changed = bool(self._window.hooks)  # The reported norm is that after the user's hooks.
         if self._has_terms or not units or self._norm is None or (changed and sync.ranks > 1):
             return Look()
         seed = window.seed if window.known is None else 1.0 / window.known[SINGLE]

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from wholebatch.distributed.process_group import Group
-from wholebatch.distributed.sync_strategy import Sync, reduces_in_backward_only
+from wholebatch.distributed.sync_strategy import Parameters, Sync, reduces_in_backward_only
 from wholebatch.distributed.tensor_parallel import norm_over_meshes
 from wholebatch.errors import OptionError, UnsupportedError
 
@@ -107,14 +107,12 @@ class Sharded(Sync):
                 self._forward_meshes.append((group, mesh))
                 group.post_forward_mesh_info = None  # nothing is sharded again after a forward
 
-    def begin(self, parameters: Sequence[nn.Parameter]) -> None:
+    def begin(self, parameters: Parameters) -> None:
         super().begin(parameters)
         self.before_forwards()  # in a stream: from its first backward on
 
     @contextmanager
-    def backward(
-        self, parameters: Sequence[nn.Parameter], *, reduces: bool, overlap: bool = True
-    ) -> Iterator[None]:
+    def backward(self, parameters: Parameters, *, reduces: bool, overlap: bool) -> Iterator[None]:
         for module in self._modules:
             module.set_requires_gradient_sync(reduces or self.sums_every, recurse=False)
             if self._is_hybrid:
@@ -126,7 +124,7 @@ class Sharded(Sync):
         with self.failures():
             yield
 
-    def reduce_now(self, parameters: Sequence[nn.Parameter]) -> None:
+    def reduce_now(self, parameters: Parameters) -> None:
         raise reduces_in_backward_only("a sharded model")
 
     def largest(self, value: Tensor) -> Tensor:
