@@ -207,6 +207,10 @@ def main() -> None:
         if auto["updates to target"] and row["updates to target"]:
             ratio = auto["updates to target"] / row["updates to target"]
             print(f"auto reaches the loss of large in {ratio:.2f} of the updates of {name}")
+    made = auto["updates"] / small["updates"]
+    print(
+        f"auto made {made:.2f} of the updates of small: loss {auto['loss']}, small {small['loss']}"
+    )
 
 
 if __name__ == "__main__":

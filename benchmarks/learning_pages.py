@@ -59,6 +59,12 @@ def main() -> None:
 
     found = json.loads((FOLDER / "batch_size.json").read_text(encoding="utf-8"))
     lines = [BATCH_SIZE.format(**found), *table(found["rows"]), ""]
+    _, small, auto = found["rows"]
+    lines += [
+        f"`auto` made {auto['updates'] / small['updates']:.0%} of the updates of the small batch over "
+        f"the same data, and ended at a loss of {auto['loss']:.4f} beside {small['loss']:.4f}.",
+        "",
+    ]
     cost = found.get("cost")
     if cost:
         lines += [
