@@ -1,4 +1,4 @@
-"""One rank of the noise scale's test: what DDP measures, and that it changes no bit."""
+"""One rank of the noise scale's test: what DDP and FSDP2 measure, and that no bit changes."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import wholebatch as wb
 from tests.support import measured
-from tests.test_noise import GRADIENT, SPREAD, Quadratic, gaussian, long_memory, still
+from tests.test_noise import GRADIENT, SPREAD, Quadratic, gaussian, long_memory
 from wholebatch.core.loss import Loss
 
-WINDOWS = 200
+WINDOWS = 100
 
 
 def loss(model: torch.nn.Module, x: torch.Tensor) -> Loss:
@@ -23,16 +24,23 @@ def loss(model: torch.nn.Module, x: torch.Tensor) -> Loss:
     return Loss(losses.sum(), len(x))
 
 
-def run(shares: tuple[int, int], micro_batch: int, noise: int | None) -> wb.WholeBatch:
-    rank = dist.get_rank()
+def made(kind: str, rate: float, micro_batch: int, noise: int | None) -> wb.WholeBatch:
+    """A model under DDP, or under FSDP2 that holds its gradients back or reduces every time."""
     model = Quadratic()
-    train = measured(
-        DistributedDataParallel(model),
-        still(model),
+    whole = DistributedDataParallel(model) if kind == "ddp" else fully_shard(model)
+    return measured(
+        whole,
+        torch.optim.SGD(model.parameters(), lr=rate),
         loss=loss,
         micro_batch=micro_batch,
         noise=noise,
+        sync="auto" if kind == "ddp" else kind,
     )
+
+
+def run(kind: str, shares: tuple[int, int], micro_batch: int) -> wb.WholeBatch:
+    rank = dist.get_rank()
+    train = made(kind, 0.0, micro_batch, 1)
     long_memory(train)
     for seed in range(WINDOWS):
         x = gaussian(sum(shares), gradient=GRADIENT, spread=SPREAD, seed=seed)
@@ -44,23 +52,25 @@ def run(shares: tuple[int, int], micro_batch: int, noise: int | None) -> wb.Whol
     return train
 
 
-def updated(noise: int | None) -> torch.Tensor:
-    model = Quadratic()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    train = measured(
-        DistributedDataParallel(model), optimizer, loss=loss, micro_batch=5, noise=noise
-    )
+def updated(kind: str, noise: int | None) -> torch.Tensor:
+    train = made(kind, 0.1, 5, noise)
     for seed in range(4):
         train.step(gaussian(17 + dist.get_rank(), gradient=1.0, spread=SPREAD, seed=seed))
-    return model.first.detach().clone()
+    first = next(train.model.parameters()).detach()
+    return (first.to_local() if kind != "ddp" else first).clone()
 
 
 def main(path: Path) -> None:
     dist.init_process_group("gloo")
-    same = torch.equal(updated(None), updated(1))
     found = []
-    for shares, micro_batch in (((35, 25), 7), ((32, 32), 64)):
-        noise = run(shares, micro_batch, 1).noise
+    for kind, shares, micro_batch in (
+        ("ddp", (35, 25), 7),
+        ("ddp", (32, 32), 64),
+        ("hold", (35, 25), 7),
+        ("every", (35, 25), 7),
+    ):
+        same = torch.equal(updated(kind, None), updated(kind, 1))
+        noise = run(kind, shares, micro_batch).noise
         assert noise is not None
         found.append({"spread": noise.spread, "critical": noise.critical, "same": same})
     every: list[object] = [None, None]

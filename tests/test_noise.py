@@ -15,7 +15,14 @@ import wholebatch as wb
 from tests.distributed.launch import ROOT, torchrun
 from tests.execute.nets import mode_of, traced
 from tests.support import measured, mlp, samples
-from wholebatch.core.noise_scale import Estimator, NoiseScale, Observation, Sums, fieller, student
+from wholebatch.core.noise_scale import (
+    Estimator,
+    Firsts,
+    NoiseScale,
+    Observation,
+    fieller,
+    student,
+)
 from wholebatch.errors import OptionError, UnsupportedError
 
 PARAMETERS = 40
@@ -84,7 +91,7 @@ def test_known_noise_is_found_within_ten_percent(
     assert noise.spread == pytest.approx(TRACE, rel=0.03)
     assert noise.critical == pytest.approx(CRITICAL, rel=0.1)
     assert noise.low <= CRITICAL <= noise.high
-    assert noise.high - noise.low < 0.5 * CRITICAL
+    assert noise.high - noise.low < 0.8 * CRITICAL
 
 
 def test_units_that_differ_from_sample_to_sample() -> None:
@@ -109,10 +116,15 @@ def test_units_that_differ_from_sample_to_sample() -> None:
     assert noise.critical == pytest.approx(CRITICAL, rel=0.1)
 
 
-@pytest.mark.parametrize("sizes", [(5, 5, 5, 5), (1, 2, 3, 9), (9, 3, 2, 1), (7, 1)])
-@pytest.mark.parametrize("own", [True, False])
-def test_both_estimates_are_without_bias(sizes: tuple[int, ...], own: bool) -> None:
-    """Their mean over 10,000 windows is the truth to four of its own standard errors."""
+@pytest.mark.parametrize(
+    ("sizes", "firsts"),
+    [((5, 5, 5, 5), 1), ((1, 2, 3, 9), 1), ((9, 3, 2, 1), 2), ((7, 1), 1), ((4, 9, 2), 3)],
+)
+def test_both_estimates_are_without_bias(sizes: tuple[int, ...], firsts: int) -> None:
+    """Their mean over 10,000 windows is the truth to four of its own standard errors.
+
+    `firsts` ranks have begun with the first of these micro-batches.
+    """
     place = torch.Generator().manual_seed(1)
     count, width = 10_000, 6
     spread = torch.linspace(0.5, 2.0, width, dtype=torch.float64)
@@ -121,11 +133,11 @@ def test_both_estimates_are_without_bias(sizes: tuple[int, ...], own: bool) -> N
     units = torch.tensor(sizes, dtype=torch.float64)[None, :, None]
     parts = units * mean + units.sqrt() * noise * spread
     whole = parts.sum(1).norm(dim=-1).tolist()
-    norms = (parts if own else parts.cumsum(1)).norm(dim=-1).tolist()
-    sums = Sums.of_own if own else Sums.of_growing
+    moments = (parts.square().sum(-1) / units[..., 0])[:, :firsts].sum(1).tolist()
+    seen = float(sum(sizes[:firsts]))
     found = [
-        Observation.of(sums(row, sizes), norm=norm, units=float(sum(sizes)))
-        for row, norm in zip(norms, whole, strict=True)
+        Observation.of(Firsts(moment, seen, firsts, 4), norm=norm, units=float(sum(sizes)))
+        for moment, norm in zip(moments, whole, strict=True)
     ]
     for name, truth in (
         ("spread", float(spread.square().sum())),
@@ -136,24 +148,20 @@ def test_both_estimates_are_without_bias(sizes: tuple[int, ...], own: bool) -> N
         assert error < 4.0, name
 
 
-@pytest.mark.parametrize("own", [True, False])
-def test_two_micro_batches_are_the_pair_of_mccandlish(own: bool) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_it_is_the_pair_of_mccandlish(ranks: int) -> None:
     """Their equations (A.2), with a small batch of 4 and a big one of 8."""
-    small, big = (3.0, 5.0), 6.0
-    if own:
-        sums = Sums.of_own([norm * 4 for norm in small], [4.0, 4.0])
-        small_square = (small[0] ** 2 + small[1] ** 2) / 2
-    else:
-        sums = Sums.of_growing([small[0] * 4, big * 8], [4.0, 4.0])
-        small_square = small[0] ** 2
-    found = Observation.of(sums, norm=big * 8, units=8.0)
+    small, big = (3.0, 5.0)[:ranks], 6.0
+    square = sum(norm**2 for norm in small) / ranks
+    firsts = Firsts(4 * square * ranks, 4.0 * ranks, ranks, 2)
+    found = Observation.of(firsts, norm=big * 8, units=8.0)
     assert found is not None
-    assert found.signal == pytest.approx((8 * big**2 - 4 * small_square) / (8 - 4))
-    assert found.spread == pytest.approx((small_square - big**2) / (1 / 4 - 1 / 8))
+    assert found.signal == pytest.approx((8 * big**2 - 4 * square) / (8 - 4))
+    assert found.spread == pytest.approx((square - big**2) / (1 / 4 - 1 / 8))
 
 
 def test_one_micro_batch_alone_says_nothing() -> None:
-    assert Observation.of(Sums.of_own([3.0], [4.0]), norm=3.0, units=4.0) is None
+    assert Observation.of(Firsts(9.0 / 4.0, 4.0, 1, 1), norm=3.0, units=4.0) is None
     model = Quadratic()
     train = measured(model, still(model), loss=summed, micro_batch=64, noise=1)
     for seed in range(5):
@@ -354,9 +362,9 @@ def test_samples_that_depend_on_each_other_are_refused_or_left_alone() -> None:
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_ranks_are_measured_before_their_gradients_are_reduced(tmp_path: Any) -> None:
-    """DDP on two ranks, uneven shares, one rank without data in some windows; one micro-batch."""
+    """DDP and FSDP2 on two ranks, uneven shares, one rank without data in some windows."""
     torchrun(ROOT / "tests" / "noise_worker.py", 2, str(tmp_path / "report.json"))
     for case in json.loads((tmp_path / "report.json").read_text()):
         assert case["spread"] == pytest.approx(TRACE, rel=0.05), case
-        assert case["critical"] == pytest.approx(CRITICAL, rel=0.1), case
+        assert case["critical"] == pytest.approx(CRITICAL, rel=0.2), case
         assert case["same"], case

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from wholebatch.core.noise_scale import Estimator, NoiseScale, Observation, Sums
+from wholebatch.core.noise_scale import Estimator, Firsts, NoiseScale, Observation
 
 
 def observed(scales: list[float], *, seed: int) -> NoiseScale:
@@ -16,10 +16,10 @@ def observed(scales: list[float], *, seed: int) -> NoiseScale:
     noise = torch.randn(len(scales), 4, 10, generator=place, dtype=torch.float64)
     means = torch.tensor(scales, dtype=torch.float64).rsqrt()
     parts = 8 * means[:, None, None] + math.sqrt(8) * noise
-    own, whole = parts.norm(dim=2).tolist(), parts.sum(1).norm(dim=1).tolist()
+    own, whole = parts.square().sum((1, 2)).tolist(), parts.sum(1).norm(dim=1).tolist()
     estimator = Estimator()
-    for norms, norm in zip(own, whole, strict=True):
-        seen = Observation.of(Sums.of_own(norms, [8.0] * 4), norm=norm, units=32.0)
+    for squares, norm in zip(own, whole, strict=True):  # four ranks of one micro-batch
+        seen = Observation.of(Firsts(squares / 8, 32.0, 4, 4), norm=norm, units=32.0)
         assert seen is not None
         estimator.add(seen)
     found = estimator.estimate()

@@ -184,6 +184,9 @@ def test_warmup_over_the_same_samples() -> None:
     assert scale_warmup(1000, base_batch=256, batch=512) == 500
     assert scale_warmup(1000, base_batch=256, batch=768) == 334  # never shorter
     assert scale_warmup(0, base_batch=1, batch=2) == 0
+    assert (
+        scale_warmup(500, base_batch=128, batch=1024, keep="ratio") == 4000
+    )  # as tutorials have it
 
 
 @pytest.mark.parametrize(
@@ -192,7 +195,10 @@ def test_warmup_over_the_same_samples() -> None:
         (lambda: scale_lr(0.1, base_batch=1, batch=2, rule="cube"), "linear, sqrt, none"),
         (lambda: scale_lr(-1, base_batch=1, batch=2, rule="sqrt"), "lr=-1: must be"),
         (lambda: lr_factor(base_batch=0, batch=2, rule="sqrt"), "base_batch=0"),
-        (lambda: scale_warmup(1, base_batch=1, batch=1, keep="x"), "'samples' or 'updates'"),
+        (
+            lambda: scale_warmup(1, base_batch=1, batch=1, keep="x"),
+            "'samples', 'updates' or 'ratio'",
+        ),
         (lambda: adam_betas((0.9, 1.0), base_batch=1, batch=1), "beta2=1.0"),
         (lambda: epochs_in_updates(-1, samples=1, batch=1), "epochs=-1"),
     ],
@@ -334,6 +340,22 @@ def test_the_betas_follow_while_the_optimizer_steps(
     assert optimizer.param_groups[0]["betas"] == (0.9, 0.99)
 
 
+@pytest.mark.parametrize(("rule", "decay"), [("none", 0.4), ("sqrt", 0.2), ("linear", 0.1)])
+def test_the_weights_forget_over_the_same_tokens(rule: str, decay: float) -> None:
+    """Four updates of one batch shrink the weights as one of four times the batch does."""
+    weight = torch.nn.Parameter(torch.ones(1, dtype=torch.float64))
+    optimizer = torch.optim.AdamW([weight], lr=1e-4, weight_decay=0.1)
+    seen = []
+    follow = Follow(optimizer, base_batch=8, rule=rule, weight_decay="tokens")
+    follow.set(32)
+    optimizer.register_step_pre_hook(lambda one, *_: seen.append(dict(one.param_groups[0])))
+    weight.grad = torch.zeros_like(weight)
+    optimizer.step()
+    assert seen[0]["weight_decay"] == pytest.approx(decay)
+    assert weight.item() == pytest.approx((1 - 1e-4 * 0.1) ** 4, rel=1e-9)
+    assert optimizer.param_groups[0]["weight_decay"] == 0.1
+
+
 def test_a_step_that_failed_leaves_nothing_behind() -> None:
     weight = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([weight], lr=0.1)
@@ -374,3 +396,5 @@ def test_impossible_following_is_refused() -> None:
         Follow(optimizer, base_batch=1, betas="both")
     with pytest.raises(OptionError, match="'keep', 'beta2' or 'both'"):
         Follow(optimizer, base_batch=1, betas="all")
+    with pytest.raises(OptionError, match="the weight decay of SGD is not decoupled"):
+        Follow(optimizer, base_batch=1, weight_decay="tokens")

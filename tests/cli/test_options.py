@@ -218,7 +218,7 @@ def test_an_empty_recipe_is_not_the_default(
         (["train", "--zero", "2"], "--zero 2: belongs to --parallel deepspeed"),
         (["train", "--parallel", "pipeline", "--zero", "1"], "--parallel deepspeed"),
         (["train", "--schedule", "gpipe"], "--schedule gpipe: belongs to --parallel pipeline"),
-        (["train", "--base-batch", "8"], "it belongs to --lr-rule or --betas"),
+        (["train", "--base-batch", "8"], "it belongs to --lr-rule, --betas or"),
         (["train", "--resume", "--fit"], "--fit with --resume: a run goes on with its own"),
         (["tune", "--ranks", "2,4"], "--ranks 2,4: belongs to --bandwidth"),
         (["verify", "--ddp"], "--ddp: belongs to torchrun"),

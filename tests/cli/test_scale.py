@@ -31,10 +31,12 @@ def test_goyal_2017_as_json(command: Command) -> None:
     ran = command(
         *("scale", "--batch-size", 8192, "--micro-batch", 32, "--ranks", 256, "--json"),
         *("--lr", 0.1, "--base-batch", 256, "--warmup", "5ep", "--samples", 1_281_167),
-        *("--betas", "0.9,0.999"),
+        *("--betas", "0.9,0.999", "--weight-decay", 0.1, "--lr-rule", "linear"),
     )
     assert ran.status == 0, ran.err
     found = json.loads(ran.out)
+    assert found["weight_decay"]["scaled"] == pytest.approx(0.1)  # the rate forgets enough
+    assert found["warmup"]["ratio"] == 32 * found["warmup"]["same_updates"]
     assert found["lr"]["scaled"] == pytest.approx(3.2)
     assert found["warmup"]["same_samples"] == 782
     assert found["epoch"] == {"updates": 157, "last_batch": 3215}

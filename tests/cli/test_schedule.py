@@ -138,13 +138,16 @@ def test_one_size_with_a_base_batch_is_goyal(
     ("options", "message"),
     [
         (["--batch-size", "64@0,x"], "'x' must be SIZE@PLACE"),
-        (["--batch-size", "many"], "many: must be a whole number of samples, or a schedule"),
+        (["--batch-size", "many"], "many: must be a whole number of samples, auto, or a schedule"),
         (["--batch-size", "0"], "--batch-size 0: must be a whole number"),
         (["--batch-size", "8@0,64@3"], "is more than the 37 samples"),
         (["--warmup", "soon"], "'soon' must be a number of updates"),
         (["--lr-rule", "cubic"], "must be one of none, linear, sqrt"),
         (["--betas", "all"], "must be one of keep, beta2, both"),
         (["--noise", "x"], 'must be "auto", "off"'),
+        (["--batch-size", "auto:9-4"], "auto:9-4: must be auto, auto:FIRST or auto:FIRST-LARGEST"),
+        (["--batch-size", "auto", "--noise", "off"], "the batch follows the noise"),
+        (["--batch-size", "auto:4", "--micro-batch", 4], "give --micro-batch 2"),
     ],
 )
 def test_what_is_impossible_is_refused_before_work(
@@ -185,6 +188,55 @@ def test_a_resumed_run_keeps_its_schedule(command: Command, recipe: Write) -> No
         assert f"--batch-size {asked}: the run that --resume continues has {kept}" in ran.err
     again = ["--batch-size", "4@0, 10@2", "--steps", 4]
     assert command("train", "--resume", *run, *again).status == 0
+
+
+def test_a_batch_that_follows_the_noise(
+    command: Command, recipe: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It doubles within its limits, the data and the schedule count, and resuming is the same."""
+    path = recipe(NOISY, ("0.9)", "0.99)"))
+    options = ["--batch-size", "auto:4-16", "--micro-batch", 2, "--steps", 150, "--noise", 1]
+    options += ["--lr", 0.01, "--base-batch", 4, "--checkpoint-every", 1000]
+    straight = command("train", path, *options, "--out", "straight")
+    assert straight.status == 0, straight.err
+    lines = metrics_of(tmp_path / "straight")
+    sizes = [line["batch_size"] for line in lines]
+    assert sizes[0] == 4
+    assert sizes == sorted(sizes)
+    assert set(sizes) == {4, 8, 16}
+    done = [sum(sizes[:place]) // 4 for place in range(len(sizes) + 1)]
+    assert done[-2] < 150 <= done[-1]
+    assert len(lines) < 150
+    assert f"4 → 16 samples an update: {len(lines)} updates instead of {done[-1]}" in straight.out
+    rates = [0.01 * 0.99**data * (size / 4) ** 0.5 for data, size in zip(done, sizes, strict=False)]
+    assert [line["lr"] for line in lines] == pytest.approx(rates)
+
+    monkeypatch.setenv("STOP_AT", "180")  # in the middle of a window of 8 or 16
+    assert command("train", path, *options, "--out", "stopped").status == 130
+    monkeypatch.delenv("STOP_AT")
+    assert metrics_of(tmp_path / "stopped")[-1]["batch_size"] > 4
+    assert command("train", "--resume", "--out", "stopped").status == 0
+    one, other = newest_checkpoint(tmp_path / "straight"), newest_checkpoint(tmp_path / "stopped")
+    for part in ("model", "optimizer", "data"):
+        assert_same_bits(one[part], other[part], part)
+    assert lines == metrics_of(tmp_path / "stopped")
+
+
+def test_a_spike_and_an_unscaled_rate_are_told(
+    command: Command, recipe: Write, tmp_path: Path
+) -> None:
+    """The 25th loss is a hundred times its neighbours; the batch is twice the recipe's."""
+    spike = ('model(micro["x"])', 'model(micro["x"]) * (1e3 if calls in (49, 50) else 1)')
+    path = recipe(NOISY, spike)
+    options = ["--batch-size", 8, "--micro-batch", 4, "--steps", 26, "--lr", 0.0001]
+    ran = command("train", path, *options, "--out", "run")
+    assert ran.status == 0, ran.err
+    marked = [line["update"] for line in metrics_of(tmp_path / "run") if line.get("spike")]
+    assert marked == [25]
+    assert "is far above the last" in ran.out
+    assert "--lr-rule" not in ran.out  # a rate was given
+    twice = command("train", recipe(NOISY), "--batch-size", 20, "--steps", 1, "--out", "twice")
+    assert "--lr-rule sqrt multiplies it by 1.41" in " ".join(twice.out.split())
 
 
 @pytest.mark.slow

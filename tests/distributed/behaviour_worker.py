@@ -44,8 +44,10 @@ class Counted(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.bytes = {"gradients": 0, "small": 0, "collectives": 0}
+        self.gathers = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.gathers += "allgather" in func.__name__
         if func.namespace in ("c10d", "_c10d_functional") and "reduce" in func.__name__:
             tensors = args[1] if "scatter" in func.__name__ else args[0]
             flat = tensors if isinstance(tensors, list | tuple) else [tensors]
@@ -183,7 +185,7 @@ def sharded_windows() -> dict[str, dict[str, float]]:
     With the bytes at the peak of the second, beyond those of the batch.
     """
     found = {}
-    for name, (precision, sync) in SHARDED.items():
+    for name, (precision, sync) in {**SHARDED, "gathered": ("full", "gathered")}.items():
         torch.manual_seed(4)
         whole = sharded_gpt()
         model = copy.deepcopy(whole)
@@ -203,10 +205,11 @@ def sharded_windows() -> dict[str, dict[str, float]]:
                 **grouped({"micro_batch": 6, **options}),
             )
             train.step(batch)
-            with MemoryMeter(model=one, optimizer=optimizer) as meter:
+            with MemoryMeter(model=one, optimizer=optimizer) as meter, Counted() as sent:
                 train.step(batch)
         found[name] = {
             "peak": meter.peak - sum(leaf.nbytes for leaf in batch.values()),
+            "gathers": sent.gathers,
             "off": distance([full(p) for p in model.parameters()], whole.parameters()),
         }
     return found

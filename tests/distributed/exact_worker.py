@@ -175,9 +175,10 @@ def cases_of(engine: str) -> dict[str, Callable[[], Any]]:
             name = f"accumulator {case} {make.__name__} clip={clip}"
             cases[name] = lambda c=case, k=clip, m=make: by_accumulator(engine, c, k, m, "hold")
         if engine != "ddp":
-            cases[f"accumulator {case} every"] = lambda c=case: by_accumulator(
-                engine, c, 0.05, sgd, "every"
-            )
+            for sync in ("every", "gathered"):
+                cases[f"accumulator {case} {sync}"] = lambda c=case, s=sync: by_accumulator(
+                    engine, c, 0.05, sgd, s
+                )
         if case != "unused":
             for known in (False, True):
                 cases[f"whole batch {case} known={known}"] = lambda c=case, u=known: by_whole_batch(

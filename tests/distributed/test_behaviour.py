@@ -82,7 +82,15 @@ def test_the_memory_of_a_sharded_window_was_predicted(name: str, ranks: Any) -> 
         assert rank["sharded"][name]["peak"] - predicted == 2 * 12 + 2 * 4
 
 
-@pytest.mark.parametrize("name", SHARDED)
+def test_parameters_are_gathered_once_per_window(ranks: Any) -> None:
+    """Two blocks and the root, three micro-batches; the root stays gathered after a forward."""
+    for rank in ranks:
+        assert rank["sharded"]["hold"]["gathers"] == 3 * (2 * 2 + 1)
+        assert rank["sharded"]["gathered"]["gathers"] == 3
+        assert rank["sharded"]["gathered"]["peak"] > rank["sharded"]["hold"]["peak"]
+
+
+@pytest.mark.parametrize("name", [*SHARDED, "gathered"])
 def test_sharded_windows_make_the_update_of_a_whole_model(name: str, ranks: Any) -> None:
     for rank in ranks:
         assert rank["sharded"][name]["off"] <= 1e-7

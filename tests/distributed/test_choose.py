@@ -37,7 +37,7 @@ def test_parameters_of_zero_3_outside_their_engine_are_refused() -> None:
 
 def test_one_process_may_say_that_it_trains_by_itself() -> None:
     assert choose(nn.Linear(3, 1), sync="none").ranks == 1
-    with pytest.raises(OptionError, match='sync=\'alone\': must be "hold", "every", "none" or'):
+    with pytest.raises(OptionError, match='sync=\'alone\': must be "hold", "every", "gathered"'):
         choose(nn.Linear(3, 1), sync="alone")
 
 

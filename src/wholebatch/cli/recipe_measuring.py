@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from wholebatch.cli.recipes import Recipe
     from wholebatch.cli.run_settings import Config
+    from wholebatch.tune.learning_curves import Recipe as LearningRecipe
 
 CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
 
@@ -100,6 +101,49 @@ def made(
         model.to(torch.bfloat16)
     model.to(where)
     return model, recipe.build_optimizer(model, lr=config.lr)
+
+
+def learning_recipe(recipe: Recipe, config: Config, device: str) -> LearningRecipe:
+    """Return the parts of runs beside each other: the model, and the data from its start."""
+    from wholebatch.cli.parallel_ranks import choose_device
+    from wholebatch.cli.training_run import fitted_to
+    from wholebatch.tune.learning_curves import Recipe as LearningRecipe
+
+    where = choose_device(device)
+    batches = recipe.build_batches(config.batch_size, seed=config.seed)
+    config = fitted_to(config, batches)
+    if batches.kind == "loader":
+        raise OptionError(
+            "the recipe's DataLoader makes the batches: return the dataset from data() instead"
+        )
+    if not isinstance(config.micro_batch, int):
+        raise OptionError(f"the micro-batch is {config.micro_batch!r}: give --micro-batch N")
+
+    def source() -> Callable[[int], Any]:
+        batches = recipe.build_batches(config.batch_size, seed=config.seed)
+        size = config.batch_size
+        batches.follow(lambda epoch: size)
+
+        def take(samples: int) -> Any:
+            nonlocal size
+            size = samples
+            return batches.take()
+
+        return take
+
+    optimizer = made(recipe, config, where)[1]
+    adaptive = all("betas" in group for group in optimizer.param_groups)
+    options: dict[str, Any] = {"precision": config.autocast, "clip_norm": config.clip_norm}
+    return LearningRecipe(
+        lambda: made(recipe, config, where),
+        recipe.loss,
+        source,
+        micro_batch=config.micro_batch,
+        base_batch=config.batch_size,
+        rule="sqrt" if adaptive else "linear",
+        schedule=lambda optimizer, steps: recipe.build_scheduler(optimizer, steps=steps),
+        options={**options, "units": recipe.units},
+    )
 
 
 class Result(Protocol):

@@ -42,6 +42,7 @@ def save_run(session: Session, checkpoints: Checkpoints, *, micro_batches: int =
     world, engine = session.world, session.engine
     progress = session.train.state_dict()
     data = {**session.batches.state_dict(session.position), **session.pace.state_dict()}
+    data["losses"] = session.spikes.recent
     state: dict[str, Any] = {"recipe": session.recipe.name, "train": progress, "data": data}
     if world.ranks > 1:
         state["ranks"] = world.gathered(_own(progress, world))
@@ -102,6 +103,7 @@ def restore_run(session: Session, found: Found) -> None:
         seed_generators(mixed % 2**63)
     session.position = session.batches.position
     session.pace.load_state_dict(state["data"])
+    session.spikes.recent = list(state["data"].get("losses", []))
 
 
 def _load_states(session: Session, found: Found) -> None:

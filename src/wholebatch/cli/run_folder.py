@@ -374,10 +374,13 @@ def _device_here(device: torch.device) -> dict[str, Any]:
 def arithmetic_of(
     batch_size: int, schedule: str | None, *, micro_batch: int | None, ranks: int
 ) -> Any:
-    """Return the arithmetic of a full batch: one entry, or one for each size of a schedule."""
+    """Return the arithmetic of a full batch: one entry, or one for each size of a schedule.
+
+    Of a batch that grows, the first.
+    """
     if micro_batch is None:  # A token budget: every batch splits differently.
         return {"global_batch": batch_size, "ranks": ranks}
-    if schedule is None:
+    if schedule is None or schedule.startswith("auto"):
         return Arithmetic(batch_size, micro_batch, ranks).as_dict()
     changes = BatchSchedule.parse(schedule)
     return [

@@ -27,7 +27,7 @@ from wholebatch.cli.command_options import (
 )
 from wholebatch.core.plain_files import read_json, reason
 from wholebatch.errors import OptionError, StateError
-from wholebatch.tune.batch_scaling import BatchSchedule, parse_amount
+from wholebatch.tune.batch_scaling import BatchSchedule, parse_amount, parse_auto
 
 PRECISIONS = ("full", "fp32", "bf16", "fp16", "fp8", "bf16-pure")
 _TOKENS = re.compile(r"(\d+)\s*tokens?")
@@ -78,6 +78,14 @@ def _is_count(text: str) -> bool:
     return text.isascii() and text.isdigit() and int(text) > 0
 
 
+def _schedule(text: str, label: str) -> str:
+    """Return a schedule of batch sizes, or "auto", as it is stored."""
+    if not text.strip().startswith("auto"):
+        return str(BatchSchedule.parse(text, label))
+    parse_auto(text, label)
+    return text.strip()
+
+
 def _precision(value: Any, label: str) -> str:
     return "full" if one_of(*PRECISIONS)(value, label) == "fp32" else str(value)
 
@@ -124,9 +132,10 @@ class Config:
     )
     batch_size: int = _batch_setting(
         32,
-        "N|SCHEDULE",
-        "Samples per update, over all ranks. Or a schedule over updates, epochs or tokens: "
-        "64@0,128@1000 or 64@0,128@2ep or 64@0,128@2Mtok.",
+        "N|auto|SCHEDULE",
+        "Samples per update, over all ranks. auto, auto:64 or auto:64-1024: doubled as the "
+        "critical batch grows; --steps then counts the data. Or a schedule over updates, epochs or "
+        "tokens: 64@0,128@1000 or 64@0,128@2ep or 64@0,128@2Mtok.",
         typed=str,
         check=whole_number(),
     )
@@ -134,9 +143,9 @@ class Config:
         default=None,
         metadata={
             "stored": True,
-            "check": lambda value, label: str(BatchSchedule.parse(str(value), label)),
+            "check": lambda value, label: _schedule(str(value), label),
         },
-    )  # given as --batch-size, which is then its largest
+    )  # given as --batch-size, which is then its largest, or the first of "auto"
     micro_batch: int | str = _batch_setting(
         "auto",
         'auto|N|"N tokens"',
@@ -205,10 +214,11 @@ class Config:
         check=whole_number(),
         may_change=True,
     )
-    lr_rule: str = _follows_setting(
-        "none",
+    lr_rule: str | None = _follows_setting(
+        None,
         "none|linear|sqrt",
-        "How the learning rate follows the batch size (linear: SGD; sqrt: Adam).",
+        "How the learning rate follows the batch size (linear: SGD; sqrt: Adam). Default: none; "
+        "with --batch-size auto the one for the optimizer.",
         check=one_of("none", "linear", "sqrt"),
     )
     base_batch: int | None = _follows_setting(
@@ -223,6 +233,12 @@ class Config:
         "keep|beta2|both",
         "Which of Adam's betas keep their half-life in tokens when the batch size changes.",
         check=one_of("keep", "beta2", "both"),
+    )
+    weight_decay: str = _follows_setting(
+        "keep",
+        "keep|tokens",
+        "tokens: AdamW's weight decay keeps its half-life in tokens when the batch size changes.",
+        check=one_of("keep", "tokens"),
     )
     warmup: str | None = _follows_setting(
         None,
@@ -253,7 +269,7 @@ class Config:
     noise: int | str = _run_setting(
         "auto",
         "auto|off|N",
-        "Estimate the gradient noise scale from every N-th window (auto: one in 16), and advise "
+        "Estimate the gradient noise scale from every N-th window (auto: one in 8), and advise "
         "on the batch size.",
         typed=str,
         check=_noise,
@@ -297,6 +313,14 @@ class Config:
         check=one_of("1f1b", "gpipe", "interleaved"),
         may_change=True,
     )
+    sync: str = _run_setting(
+        "auto",
+        "auto|hold|every|gathered",
+        "With --parallel fsdp2: reduce once per window (hold) or in every micro-batch; gathered "
+        "also keeps the whole parameters over a window.",
+        check=one_of("auto", "hold", "every", "gathered"),
+        may_change=True,
+    )
     deadline: str | None = _run_option(
         None,
         "SECONDS|auto|off",
@@ -308,6 +332,11 @@ class Config:
     def stored(self) -> dict[str, Any]:
         """The settings that `config.json` keeps."""
         return {name: getattr(self, name) for name, one in _FIELDS.items() if _is_stored(one)}
+
+    @property
+    def grows(self) -> bool:
+        """True if the batch size follows the gradient noise."""
+        return (self.batch_schedule or "").startswith("auto")
 
     @property
     def horizon(self) -> int:
@@ -368,7 +397,7 @@ def resolve(
     given: Mapping[str, Any], defaults: Mapping[str, Any], *, stored: Mapping[str, Any] | None
 ) -> Config:
     """Return the settings, each from the first place that has it; a stored run is not changed."""
-    if stored is not None and given.get("batch_size") is not None:
+    if stored is not None and (given.get("batch_size") or given.get("batch_schedule")):
         _same_schedule(given, stored.get("batch_schedule"))
     values: dict[str, Any] = {}
     for name, one in _FIELDS.items():
@@ -405,7 +434,7 @@ def _same_schedule(given: Mapping[str, Any], kept: str | None) -> None:
     asked = check("batch_schedule", given.get("batch_schedule"), "--batch-size")
     if asked != kept:
         _refuse_change(
-            f"--batch-size {asked or given['batch_size']}", kept or "one batch size throughout"
+            f"--batch-size {asked or given.get('batch_size')}", kept or "one batch size throughout"
         )
 
 
@@ -425,10 +454,15 @@ def refuse_idle(
             f"--lr-steps {config.lr_steps}: the recipe's learning-rate schedule is not made for a "
             "number of updates; that needs scheduler(optimizer, steps)"
         )
-    if "base_batch" in typed and (config.lr_rule, config.betas) == ("none", "keep"):
+    rule = config.lr_rule or ("auto" if config.grows else "none")
+    if "base_batch" in typed and (rule, config.betas, config.weight_decay) == (
+        "none",
+        "keep",
+        "keep",
+    ):
         raise OptionError(
             f"--base-batch {config.base_batch}: nothing follows the batch size; it belongs to "
-            "--lr-rule or --betas"
+            "--lr-rule, --betas or --weight-decay"
         )
     if parallel == "pipeline":
         for name, plain in (("execute", ("auto", "eager")), ("noise", ("auto", "off"))):
@@ -541,9 +575,13 @@ def _with_schedule(settings: Given, label: str) -> Given:
     text = str(text).strip()
     if text.isascii() and text.isdigit():
         return {**settings, "batch_size": int(text)}
+    if text.startswith("auto"):
+        size = parse_auto(text, label)[0] or settings.pop("batch_size", None)
+        known = {"batch_size": size} if isinstance(size, int) else {}  # else the recipe's
+        return {**settings, "batch_schedule": text, **known}
     if "@" not in text:
         raise OptionError(
-            f"{label} {text}: must be a whole number of samples, or a schedule such as "
+            f"{label} {text}: must be a whole number of samples, auto, or a schedule such as "
             "64@0,128@1000"
         )
     schedule = BatchSchedule.parse(text, label)

@@ -73,6 +73,9 @@ class ScaleOptions:
         "Warm-up at --base-batch, in updates (500) or epochs (5ep, needs --samples).",
     )
     betas: str | None = _follower(None, "B1,B2", "Adam's betas at --base-batch, such as 0.9,0.95.")
+    weight_decay: float | None = _follower(
+        None, "DECAY", "AdamW's weight decay at --base-batch.", check=positive_number
+    )
     samples: int | None = _follower(None, "N", "Samples per epoch.", check=_COUNT)
     as_json: bool = option(False, None, "Print JSON.", flag="--json")
 
@@ -132,17 +135,20 @@ def _follows(options: ScaleOptions, batch: int | None) -> Iterator[_Follower]:
         yield _epoch(samples, batch)
     if batch is None or base is None:
         return
-    if "--lr" in asked or "--lr-rule" in asked or not {"--warmup", "--betas"} & asked:
-        yield _rate(options.lr, options.lr_rule or "linear", base, batch)
+    rule = options.lr_rule or "linear"
+    if {"--lr", "--lr-rule"} & asked or not {"--warmup", "--betas", "--weight-decay"} & asked:
+        yield _rate(options.lr, rule, base, batch)
     if options.warmup is not None:
         yield _warmup(options.warmup, samples, base, batch)
     if options.betas is not None:
         yield _betas(_pair(options.betas), base, batch)
+    if options.weight_decay is not None:
+        yield _weight_decay(options.weight_decay, rule, base, batch)
 
 
 def _asked(options: ScaleOptions, batch: int | None) -> set[str]:
     """Return the options that ask for something that follows; refuse one without its partner."""
-    names = ("lr", "lr_rule", "warmup", "betas", "base_batch", "samples")
+    names = ("lr", "lr_rule", "warmup", "betas", "weight_decay", "base_batch", "samples")
     asked = ["--" + n.replace("_", "-") for n in names if getattr(options, n) is not None]
     if asked and options.base_batch is None and asked[0] != "--samples":
         raise OptionError(f"{asked[0]}: also give --base-batch, the batch size that it is for")
@@ -185,11 +191,13 @@ def _warmup(text: str, samples: int | None, base: int, batch: int) -> _Follower:
         same = scaling.epochs_in_updates(amount.number, samples=samples, batch=batch)
     else:
         same = scaling.scale_warmup(at_base, base_batch=base, batch=batch)
+    ratio = scaling.scale_warmup(at_base, base_batch=base, batch=batch, keep="ratio")
     line = (
         f"{at_base:,} updates for {base} → {same:,} for {batch} over the same samples "
-        f"(Goyal et al. 2017); {at_base:,} over the same updates (You et al. 2019)"
+        f"(Goyal et al. 2017); {at_base:,} over the same updates (You et al. 2019); {ratio:,} by "
+        f"× {batch / base:.3g}, which tutorials teach and no source we know has measured"
     )
-    value = {"base": at_base, "same_samples": same, "same_updates": at_base}
+    value = {"base": at_base, "same_samples": same, "same_updates": at_base, "ratio": ratio}
     return _Follower("warmup", value, "warm-up", line)
 
 
@@ -201,6 +209,16 @@ def _betas(pair: tuple[float, float], base: int, batch: int) -> _Follower:
         "(Marek et al. 2025)"
     )
     return _Follower("betas", {"base": list(pair), "scaled": list(new)}, "betas", line)
+
+
+def _weight_decay(decay: float, rule: str, base: int, batch: int) -> _Follower:
+    scaled = scaling.scale_weight_decay(decay, base_batch=base, batch=batch, rule=rule)
+    line = (
+        f"{decay:g} for {base} → {scaled:.6g} for {batch} beside the learning rate of {rule}: the "
+        "same half-life in tokens (Bergsma et al. 2025, AdamW)"
+    )
+    value = {"base": decay, "scaled": scaled, "rule": rule}
+    return _Follower("weight_decay", value, "weight decay", line)
 
 
 def _pair(text: str) -> tuple[float, float]:

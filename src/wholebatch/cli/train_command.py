@@ -24,7 +24,7 @@ from wholebatch.cli.report.terminal_output import (
 from wholebatch.cli.run_settings import Config, Given, SettingsFile, given_of, read_settings_file
 from wholebatch.cli.stop_signal import STOPPED
 from wholebatch.errors import OptionError
-from wholebatch.tune.batch_scaling import Arithmetic
+from wholebatch.tune.batch_scaling import Arithmetic, lr_factor
 from wholebatch.tune.batch_scaling.batch_arithmetic import runs_said
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from wholebatch.cli.parallel_ranks import World
     from wholebatch.cli.run_folder import RunFolder, RunStart
     from wholebatch.cli.train_loop import Outcome
-    from wholebatch.cli.training_run import Session
+    from wholebatch.cli.training_run import Pace, Session
 
 Rows = list[tuple[str, str]]
 
@@ -58,7 +58,7 @@ def train(typed: Given) -> int:
     source = read_settings_file(typed.get("source"))
     given = given_of(typed, source)
     parallel = given.get("parallel", "ddp")
-    for name, engine in (("zero", "deepspeed"), ("schedule", "pipeline")):
+    for name, engine in (("zero", "deepspeed"), ("schedule", "pipeline"), ("sync", "fsdp2")):
         if name in typed and parallel != engine:
             raise OptionError(f"--{name} {typed[name]}: belongs to --parallel {engine}")
 
@@ -122,8 +122,8 @@ def _train(
         terminal.rows(f"wholebatch {__version__}  {recipe.name}{about}", rows)
         for note in _idle(session):
             terminal.note(f"note: {note}")
-        if session.train.updates >= session.config.steps:
-            done = session.train.updates
+        done = session.progress
+        if done >= session.config.steps:
             terminal.note(f"nothing to do: the run has its {done} updates; give --steps for more")
             return 0
         again = resume_command(folder.path, parallel=world.parallel)
@@ -167,10 +167,25 @@ def _idle(session: Session) -> Iterator[str]:
     world, precision = session.world, session.config.precision
     if session.device.type == "cpu" and precision != "full":
         yield f"{precision} is slow on a CPU without hardware for it"
+    yield from _unscaled(session)
     if world.asked != world.parallel:
         yield f"--parallel {world.asked} is for torchrun; this is one process"
     if world.deadline is not None and world.ranks == 1:
         yield "a deadline is for the ranks of torchrun; this is one process"
+
+
+def _unscaled(session: Session) -> Iterator[str]:
+    """Yield a note if the batch is not the recipe's, and nobody has said what the rate does."""
+    config, schedule = session.config, session.pace.schedule
+    base, size = config.base_batch, schedule.largest if schedule else config.batch_size
+    if base in (None, size) or config.lr_rule or config.lr or config.grows:
+        return
+    rule = "sqrt" if all("betas" in g for g in session.optimizer.param_groups) else "linear"
+    factor = lr_factor(base_batch=base, batch=size, rule=rule)
+    yield (
+        f"the learning rate is for batches of {base}, and batches of {size} come: --lr-rule {rule} "
+        f"multiplies it by {factor:.3g}; --lr-rule none keeps it"
+    )
 
 
 def _begin(session: Session, folder: RunFolder, found: Found | None, terminal: Terminal) -> None:
@@ -200,7 +215,7 @@ def _run(
     outcome = run_loop(session, folder, terminal, mid_window=mid_window)
     updates = session.train.updates
     if not outcome.finished:
-        place = f"after update {updates} of {session.config.steps}"
+        place = f"after update {_updates_text(session)}"
         if outcome.of:
             place += f", {outcome.micro_batches} of {outcome.of} micro-batches into the next"
         terminal.note(f"stopped {place}; checkpoint {path_from_here(outcome.checkpoint)}")
@@ -221,7 +236,7 @@ def _run(
     title = f"{session.recipe.name}: {updates} updates, {short_duration(outcome.seconds)}"
     terminal.rows(title, rows, boxed=True)
     # Outside the box: a line to copy.
-    again = resume_command(folder.path, steps=2 * updates, parallel=world.parallel)
+    again = resume_command(folder.path, steps=2 * session.progress, parallel=world.parallel)
     terminal.command("Continue with:", again)
     return 0
 
@@ -248,11 +263,22 @@ def head_rows(session: Session, found: Found | None, *, folder: Path, chosen: st
             for place, line in enumerate(_memory_text(session, chosen))
         ),
         ("update", update),
-        ("run", f"{config.steps} updates, seed {config.seed}, in {path_from_here(folder)}/"),
+        ("run", f"{_length_text(session)}, seed {config.seed}, in {path_from_here(folder)}/"),
     ]
     if found is not None:
         rows.append(("resumed", _resumed_text(found, session)))
     return rows
+
+
+def _length_text(session: Session) -> str:
+    steps, auto = session.config.steps, session.pace.auto
+    return f"{steps} updates" if auto is None else f"the data of {steps} updates of {auto.first}"
+
+
+def _updates_text(session: Session) -> str:
+    made, steps, auto = session.train.updates, session.config.steps, session.pace.auto
+    data = "" if auto is None else f" ({auto.done} by the data)"
+    return f"{made}{data} of {steps}"
 
 
 def _model_text(session: Session) -> str:
@@ -284,7 +310,7 @@ def _spread_text(session: Session) -> str:
 
 def _data_text(session: Session) -> str:
     batches = session.batches
-    if batches.length is not None and session.pace.schedule is not None:
+    if batches.length is not None and session.pace.changes:
         return f"{batches.length:,} samples"
     if batches.length is not None:
         count = -(-batches.length // session.config.batch_size)
@@ -297,7 +323,8 @@ def _batch_rows(session: Session) -> Rows:
     config, ranks, schedule = session.config, session.world.shares, session.pace.schedule
     size = session.train.micro_batch_size
     if schedule is None or size is None:
-        return [("batch", batch_text(session.micro_batches(), config, ranks=ranks))]
+        rows = [("batch", batch_text(session.micro_batches(), config, ranks=ranks))]
+        return [*rows, *([] if session.pace.auto is None else [("", growth_text(session.pace))])]
     what = schedule.by.removesuffix("s")
     return [
         (
@@ -306,6 +333,13 @@ def _batch_rows(session: Session) -> Rows:
         )
         for place, samples in schedule.changes
     ]
+
+
+def growth_text(pace: Pace) -> str:
+    """Return how the batch grows, and how far."""
+    assert pace.auto is not None
+    most = "" if pace.auto.largest is None else f", at most {pace.auto.largest:,}"
+    return f"doubled while the critical batch is larger{most}; learning rate by {pace.rule}"
 
 
 def batch_text(sizes: Sequence[Sequence[int]] | None, config: Config, *, ranks: int) -> str:
@@ -368,10 +402,20 @@ def summary_rows(session: Session, outcome: Outcome, *, memory: str, folder: Pat
     rows = [("loss", f"{outcome.first_loss:.4f} → {outcome.last_loss:.4f}")]
     if train.skipped:
         rows.append(("skipped", f"{train.skipped} windows made no update"))
+    if session.spikes.count:
+        where = (
+            'marked "spike" in metrics.jsonl; a longer warm-up, a lower rate or --clip-norm help'
+        )
+        rows.append(("loss spikes", f"{session.spikes.count}, {where}"))
     if train.recoveries:
         again = "the window began again in smaller micro-batches"
         rows.append(("out of memory", f"{train.recoveries} times; {again}"))
     rows.append(("speed", f"{short_count(outcome.units_per_second)} {session.recipe.unit}/s"))
+    auto = session.pace.auto
+    if auto is not None:
+        grown = f"{auto.first:,} → {auto.batch:,} samples an update"
+        instead = f"{train.updates:,} updates instead of {auto.done:,}"
+        rows.append(("batch", f"{grown}: {instead}" if auto.batch > auto.first else grown))
     if train.noise is not None and train.noise.samples >= 4:
         rows.append(("batch size", train.noise.advice(session.recipe.unit)))
     names = ("metrics.jsonl", "tensorboard", "checkpoints", "config.json", "manifest.json")

@@ -22,9 +22,11 @@ from wholebatch.cli.training_run import Session
 from wholebatch.core.noise_scale import NoiseScale
 from wholebatch.core.plain_files import read_json
 from wholebatch.core.splitting import batch_size_of
+from wholebatch.core.window import Step
 from wholebatch.errors import StateError, WindowError
 
 _MOST_SKIPPED_IN_A_ROW = 50
+_MOST_SPIKES_TOLD = 5
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ def run_loop(
         sinks = open_sinks(stack, session, folder)
         after = "micro-batch" if session.world.ranks == 1 else "window"
         stop = stack.enter_context(StopRequest(after=after, told=session.world.is_first))
-        terminal.begin(done=session.train.updates, total=session.config.steps)
+        terminal.begin(done=session.progress, total=session.config.steps)
         stack.callback(terminal.end)
         return _Loop(session, folder, terminal, sinks, stop).run(mid_window)
 
@@ -96,7 +98,7 @@ class _Loop:
         session = self.session
         is_new = session.world.first(lambda: not self._checkpoints.paths())
         checkpoint = self._save() if is_new else None
-        while session.train.updates < session.config.steps:
+        while session.progress < session.config.steps:
             if session.world.any(self.stop.requested):
                 return self._outcome(self._save(), 0, 0)
             batch = session.batches.peek()
@@ -130,20 +132,20 @@ class _Loop:
         self._metered = metered
         self._units += step.units
         self._seconds += seconds
-        session.pace.tokens += step.units
         record = record_of(
             step,
             window=session.windows,
             epoch=session.position.epoch,
             lr=rates,
             now=time.time(),
-            more=self._more(seconds),
+            more={**self._more(seconds), **self._spike(step)},
         )
+        session.pace.end(step, session.train.noise)
         self._write(record)
         self._note_losses(record, record)
         session.position = session.batches.position
         self.terminal.update(
-            updates=session.train.updates,
+            updates=session.progress,
             loss=step.loss,
             units_per_second=self._rate,
             doing=getattr(session.train, "compiling", None),
@@ -154,7 +156,7 @@ class _Loop:
         """Return what a window has to record beside its step; it took so many seconds."""
         session, train = self.session, self.session.train
         found: dict[str, Any] = {"skipped_windows": train.skipped}
-        if session.pace.schedule is not None:
+        if session.pace.changes:
             found["batch_size"] = session.batches.batch_size
         noise = train.noise
         if noise is not None and noise != self._noise:
@@ -172,6 +174,16 @@ class _Loop:
             found["communication"] = round(min(1.0, (waited - self._waited) / seconds), 6)
         self._waited = waited
         return found
+
+    def _spike(self, step: Step) -> dict[str, Any]:
+        """Tell of a loss far above those before it; the record marks it."""
+        spikes = self.session.spikes
+        found = spikes.see(step.loss) if step.skipped is None else None
+        if found is None:
+            return {}
+        if spikes.count <= _MOST_SPIKES_TOLD:
+            self.terminal.note(f"update {step.update}: {found}")
+        return {"spike": True}
 
     def _write(self, record: Mapping[str, Any]) -> None:
         try:

@@ -31,18 +31,29 @@ from wholebatch.core.safe_loading import load_tensors
 from wholebatch.core.splitting import to_device
 from wholebatch.core.window import Step
 from wholebatch.distributed.pipeline import Pipeline
-from wholebatch.errors import MissingExtraError, OptionError, RecipeError, StateError
+from wholebatch.errors import (
+    MissingExtraError,
+    OptionError,
+    RecipeError,
+    StateError,
+    UnsupportedError,
+)
 
 
 def train_with(
     recipe: Recipe, config: Config, world: World, model: nn.Module
-) -> tuple[torch.optim.Optimizer, WholeBatch | Staged, Zero | Staged | None]:
-    """Return the optimizer, what makes the updates, and the engine that keeps their state.
+) -> tuple[torch.optim.Optimizer, WholeBatch | Staged, Zero | Staged | None, Any]:
+    """Return the optimizer, what makes the updates, the engine that keeps their state, schedulers.
 
     The model is whole on one process, or spread over the ranks as `world.parallel` says. The engine
     is None where model and optimizer have their state themselves.
     """
     if world.parallel == "pipeline":
+        if config.grows:
+            raise OptionError(
+                f"--batch-size {config.batch_schedule} with --parallel pipeline: its stages do not "
+                "measure the gradient noise; give a size or a schedule"
+            )
         if config.gradients != "device":
             raise OptionError(
                 f"--gradients {config.gradients} with --parallel pipeline: its stages keep their "
@@ -51,7 +62,7 @@ def train_with(
         parts = stage_parts(recipe, config, world, model)
         optimizer = recipe.build_optimizer(parts, lr=config.lr)
         staged = Staged(recipe, config, world, model, parts, optimizer)
-        return optimizer, staged, staged
+        return optimizer, staged, staged, None
     zero = None
     given: nn.Module
     if world.parallel == "deepspeed":
@@ -67,6 +78,7 @@ def train_with(
     def loss(called: nn.Module, micro: Any) -> Any:
         return recipe.loss(given if called is spread else called, micro)
 
+    scheduler = recipe.build_scheduler(optimizer, steps=config.horizon)
     train = WholeBatch(
         spread,
         stepped,
@@ -78,12 +90,30 @@ def train_with(
         clip_norm=config.clip_norm,
         memory=Memory(config.budget, gradients=config.gradients),  # type: ignore[arg-type]
         execute=config.execute,  # type: ignore[arg-type]
-        close=Close(nonfinite="skip" if config.gradients == "release" else "raise"),
-        scheduler=recipe.build_scheduler(optimizer, steps=config.horizon),
+        close=Close(
+            nonfinite="skip" if config.gradients == "release" else "raise",
+            sync=config.sync,  # type: ignore[arg-type]
+        ),
+        scheduler=scheduler,
     )
-    if config.noise != "off":
-        train.measure_noise(config.noise)  # type: ignore[arg-type]
-    return optimizer, train, zero
+    _measure_noise(train, config)
+    return optimizer, train, zero, scheduler
+
+
+def _measure_noise(train: WholeBatch, config: Config) -> None:
+    """Measure the gradient noise, unless it is off; a batch that follows it must have it."""
+    growing = f"--batch-size {config.batch_schedule}" if config.grows else None
+    if config.noise == "off":
+        if growing:
+            raise OptionError(f"{growing} with --noise off: the batch follows the noise")
+        return
+    often = _NOISE_OF_GROWTH if growing and config.noise == "auto" else config.noise
+    try:
+        train.measure_noise(often)  # type: ignore[arg-type]
+    except UnsupportedError as error:
+        if not growing:
+            raise
+        raise OptionError(f"{growing}: {error}") from error
 
 
 def move(model: nn.Module, config: Config, world: World) -> None:
@@ -169,6 +199,8 @@ def _loads_without_code(engine: Any) -> Iterator[None]:
 
 
 _FORMAT = 1
+_NOISE_OF_GROWTH = 4
+"""A batch that grows waits for the noise: one window in four is measured."""
 
 
 @dataclass(eq=False)

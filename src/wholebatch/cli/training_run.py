@@ -6,19 +6,22 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from wholebatch import WholeBatch
+from wholebatch.cli.loss_spikes import LossSpikes
 from wholebatch.cli.parallel_ranks import World
 from wholebatch.cli.recipes import Batches, Nothing, Position, Recipe
 from wholebatch.cli.run_settings import Config
 from wholebatch.cli.training_engines import Staged, Zero, micro_batch_of, move, train_with
+from wholebatch.core.noise_scale import NoiseScale
 from wholebatch.core.readable_sizes import bytes_said
 from wholebatch.core.splitting import batch_size_of, split
+from wholebatch.core.window import Step
 from wholebatch.coupled import batchnorms
 from wholebatch.errors import OptionError, UnsupportedError, WholebatchError
 from wholebatch.memory.activation_checkpointing import with_checkpoints
@@ -28,7 +31,14 @@ from wholebatch.memory.make_it_fit import Rung, ladder, refusal
 from wholebatch.memory.meter import MemoryMeter
 from wholebatch.memory.predict import predict_peak
 from wholebatch.memory.trial_step import held_bytes
-from wholebatch.tune.batch_scaling import Arithmetic, BatchSchedule, Follow, parse_amount
+from wholebatch.tune.batch_scaling import (
+    Arithmetic,
+    AutoBatch,
+    BatchSchedule,
+    Follow,
+    parse_amount,
+    parse_auto,
+)
 
 # Windows, whatever they were: the meter is slow. Plain SGD never has a state, and batches may all
 # be short.
@@ -126,6 +136,7 @@ class Session:
     pace: Pace
     fitted: str | None = None  # what --fit has applied
     engine: Zero | Staged | None = None
+    spikes: LossSpikes = field(default_factory=LossSpikes)
 
     @property
     def device(self) -> torch.device:
@@ -136,12 +147,33 @@ class Session:
         """Windows closed so far, those without an update too."""
         return self.train.updates + self.train.skipped
 
+    @property
+    def progress(self) -> int:
+        """Updates made so far; with a batch that grows, the data in updates of the first size."""
+        return self.train.updates if self.pace.auto is None else self.pace.auto.done
+
     def choose(self) -> str | None:
         """Let "auto" choose its micro-batch before the first step; return the choice and why."""
-        if self.train.micro_batch_size is not None or self.train.micro_batch != "auto":
-            return None  # given, or chosen by the run that is resumed
-        batch = self.batches.peek()
-        return self.train.choose(batch.like if isinstance(batch, Nothing) else batch)
+        chosen = None
+        # Else it was given, or chosen by the run that is resumed.
+        if self.train.micro_batch_size is None and self.train.micro_batch == "auto":
+            batch = self.batches.peek()
+            chosen = self.train.choose(batch.like if isinstance(batch, Nothing) else batch)
+        self._check_growth()
+        return chosen
+
+    def _check_growth(self) -> None:
+        """Refuse a batch that would never grow: its noise shows between two micro-batches."""
+        auto, size = self.pace.auto, self.train.micro_batch_size
+        if auto is None or size is None or (self.world.shares > 1 and not self.world.is_sharded):
+            return
+        if Arithmetic(auto.first, size, self.world.shares).steps == 1:
+            most = max(1, auto.first // (2 * self.world.shares))
+            raise OptionError(
+                f"--batch-size {self.config.batch_schedule}: a batch of {auto.first} in one "
+                "micro-batch does not show its gradient noise; give --micro-batch "
+                f"{most}, or a larger first batch"
+            )
 
     def micro_batches(self) -> list[list[int]] | None:
         """Return the samples in each micro-batch of a full batch, by rank; None if unknown."""
@@ -185,7 +217,7 @@ def build(
         )
     if config.checkpointing:
         apply_checkpointing(model)
-    optimizer, train, engine = train_with(recipe, config, world, model)
+    optimizer, train, engine, scheduler = train_with(recipe, config, world, model)
     memory = PeakMemory(model, optimizer, device=world.device)
     # The meter knows whole tensors only.
     memory.settled = memory.settled or world.parallel != "ddp"
@@ -201,7 +233,7 @@ def build(
         memory,
         batches,
         batches.position,
-        Pace(config, batches=batches, optimizer=optimizer, train=train),
+        Pace(config, batches=batches, optimizer=optimizer, train=train, scheduler=scheduler),
         fitted,
         engine,
     )
@@ -341,13 +373,19 @@ def paced(config: Config, recipe: Recipe, batches: Batches) -> Config:
         )
     if config.base_batch is not None:
         return config
-    if config.batch_schedule is not None:
+    if config.batch_schedule is not None and not config.grows:
         base = BatchSchedule.parse(config.batch_schedule).first
     elif batches.kind == "loader":
         base = config.batch_size
     else:
         base = recipe.defaults.get("batch_size", config.batch_size)
     return replace(config, base_batch=base)
+
+
+def _growing(config: Config, text: str, batches: Batches) -> AutoBatch:
+    """Return the batch that grows, at most to all the samples of the data."""
+    limits = [size for size in (parse_auto(text)[1], batches.length) if size is not None]
+    return AutoBatch(config.batch_size, min(limits, default=None))
 
 
 class Pace:
@@ -360,25 +398,45 @@ class Pace:
         batches: Batches,
         optimizer: torch.optim.Optimizer,
         train: WholeBatch | Staged,
+        scheduler: Any = None,
     ) -> None:
         self.tokens = 0.0  # units of all windows so far
         self._batches = batches
         self._train = train
+        self._scheduler = scheduler
         text = config.batch_schedule
-        self.schedule = None if text is None else BatchSchedule.parse(text)
+        self.schedule: BatchSchedule | None = None
+        self.auto: AutoBatch | None = None
+        first, rule = None, config.lr_rule or "none"
+        if text is not None and config.grows:
+            self.auto = _growing(config, text, batches)
+            adaptive = all("betas" in group for group in optimizer.param_groups)
+            first, rule = self.auto.first, config.lr_rule or ("sqrt" if adaptive else "linear")
+        elif text is not None:
+            self.schedule = BatchSchedule.parse(text)
+            first = self.schedule.first
+        self.rule = rule
         self._warmup = None if config.warmup is None else parse_amount(config.warmup)
         assert config.base_batch is not None
         self._follow = Follow(
             optimizer,
             base_batch=config.base_batch,
-            rule=config.lr_rule,
+            rule=rule,
             betas=config.betas,
-            first_batch=None if self.schedule is None else self.schedule.first,
+            weight_decay=config.weight_decay,
+            first_batch=first,
         )
-        if self.schedule is not None:
+        if self.changes:
             batches.follow(self._size_at)
 
+    @property
+    def changes(self) -> bool:
+        """True if the batch size may change during the run."""
+        return self.auto is not None or self.schedule is not None
+
     def _size_at(self, epoch: int) -> int:
+        if self.auto is not None:
+            return self.auto.batch
         assert self.schedule is not None
         return self.schedule.at(update=self._train.updates, epoch=epoch, tokens=self.tokens)
 
@@ -393,6 +451,18 @@ class Pace:
         self._follow.set(size, warmth=self._warmth(samples))
         return self._follow.rates()
 
+    def end(self, step: Step, noise: NoiseScale | None) -> None:
+        """Count a window; a batch that grows may be larger from the next one on.
+
+        The learning-rate schedule goes by the data: a batch of four times the first size is four
+        of its steps.
+        """
+        self.tokens += step.units
+        if self.auto is None or step.skipped is not None:
+            return
+        self.auto.advance(self._scheduler)
+        self.auto.after(step.units, noise)
+
     def _warmth(self, samples: int) -> float:
         if self._warmup is None or self._warmup.number == 0:
             return 1.0
@@ -406,7 +476,10 @@ class Pace:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that the place in the data does not have."""
-        return {"tokens": self.tokens}
+        auto = {} if self.auto is None else {"auto": self.auto.state_dict()}
+        return {"tokens": self.tokens, **auto}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.tokens = float(state.get("tokens", 0.0))
+        if self.auto is not None:
+            self.auto.load_state_dict(state["auto"])

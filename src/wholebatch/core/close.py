@@ -173,8 +173,8 @@ def _scaled(
     factor, flat = normalise * clips[0], _flat(gradients)
     if clip_value is not None:
         _multiply(flat, factor)
-        torch._foreach_clamp_max_(flat, clip_value)
-        torch._foreach_clamp_min_(flat, -clip_value)
+        torch._foreach_clamp_max_(_local(flat), clip_value)
+        torch._foreach_clamp_min_(_local(flat), -clip_value)
         return Closed(norm=norm, clip=1.0, finite=True)
     if in_kernel:
         return Closed(norm=norm, clip=clips[0], finite=True, remaining=factor)
@@ -290,10 +290,15 @@ def _flat(gradients: Iterable[Sequence[Tensor]]) -> list[Tensor]:
     return [gradient for group in gradients for gradient in group]
 
 
+def _local(gradients: Iterable[Tensor]) -> list[Tensor]:
+    """Return this rank's slices of DTensors, whose meshes may differ: for element-wise work."""
+    return [one.to_local() if hasattr(one, "to_local") else one for one in gradients]
+
+
 @torch.no_grad()
 def _multiply(gradients: Sequence[Tensor], factor: float) -> None:
     if gradients and factor != 1.0:
-        torch._foreach_mul_(list(gradients), factor)
+        torch._foreach_mul_(_local(gradients), factor)
 
 
 def _norms(

@@ -1,24 +1,18 @@
-"""The gradient noise scale, measured on micro-batches that are computed anyway.
+"""The gradient noise scale, from the norm of a window's first micro-batch and of the whole.
 
 The gradient of one unit is G + noise, and the noise has covariance Σ. The sum A of the gradients of
 N units has, on average,
 
-    |A|² = N² |G|² + N tr Σ
+    |A|² = N² |G|² + N tr Σ,  so  |A|²/N = tr Σ + N |G|²
 
-So norms at different N give both, without bias and without a second gradient buffer. There are two
-kinds of measurement, each with the mean u tr Σ + q |G|². Eager code shows every micro-batch's own
-gradient before it is added: e is its |A|², u its units, and q = u². A graph adds by itself and
-shows only the growing sum: e is the growth of |A|² with the micro-batch, u its units, and q the
-growth of N². In both cases, weighted least squares over the micro-batches and the whole window, Σ
-(e − u tr Σ − q |G|²)² / q → min, gives
+The gradients after the first micro-batch are those of its u units alone, and the close takes the
+norm of all N. Each of k ranks has a first micro-batch of its own. With m = Σ |A_i|²/u_i over them,
+U = Σ u_i and w = |A|²/N of the whole window and all ranks,
 
-    tr Σ = (Σ u e / q − |A|²/N) / (Σ u²/q − 1)        |G|² = |A|²/N² − tr Σ / N
+    |G|² = (w − m/k) / (N − U/k)        tr Σ = m/k − (U/k) |G|²
 
-with |A|² and N of the whole window. For own gradients this is the variance of the micro-batches
-around their mean, which does not depend on G. For growths it is noisier if the batch is far above
-the critical one. The sums of all ranks are added. The weights depend on the units alone, so both
-estimates are unbiased for any sizes of micro-batches. (With two micro-batches of one size, this is
-McCandlish et al.'s pair of a small and a big batch.)
+Both are unbiased for any sizes, and need one norm more than the window takes anyway. (With one rank
+this is McCandlish et al.'s pair of a small and a big batch.)
 
 The noise scale tr Σ / |G|² is the batch at which an update has as much noise as signal (McCandlish
 et al. 2018, arXiv:1812.06162). Training with that batch takes twice the minimal number of updates
@@ -30,19 +24,15 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
-from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
+from torch import Tensor
 
 from wholebatch.core.close import dense_gradients, read_scalars
-from wholebatch.core.loss import SINGLE
-from wholebatch.core.precision import SIXTEEN_BIT
-from wholebatch.distributed.ddp import Replicated
-from wholebatch.distributed.sync_strategy import Single
+from wholebatch.core.loss import SINGLE, Units
 from wholebatch.errors import OptionError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -72,48 +62,29 @@ class Observation:
         return self.signal + self.spread / self.units
 
     @staticmethod
-    def of(sums: Sums, *, norm: float, units: float) -> Observation | None:
-        """Estimate from the sums of all ranks and the whole norm; None for one micro-batch."""
-        if sums.weight - 1.0 < 1e-9 or not units > 0.0:
+    def of(first: Firsts, *, norm: float, units: float) -> Observation | None:
+        """Estimate from the first micro-batches and the whole sum; None if they are the same."""
+        count, whole = first.count, norm * norm
+        if count == 0 or units - first.units / count < 1e-9 * units:
             return None
-        whole = norm * norm
-        spread = (sums.moment - whole / units) / (sums.weight - 1.0)
-        signal = whole / units**2 - spread / units
+        small = first.moment / count
+        signal = (whole / units - small) / (units - first.units / count)
+        spread = small - first.units / count * signal
         if not (math.isfinite(spread) and math.isfinite(signal)):
             return None
-        return Observation(spread, signal, units, sums.count)
+        return Observation(spread, signal, units, first.micro_batches)
 
 
 @dataclass(frozen=True)
-class Sums:
-    """The sums over a rank's micro-batches that the estimate needs; ranks add them up."""
+class Firsts:
+    """The sums over the ranks' first micro-batches that the estimate needs."""
 
-    moment: float = 0.0  # Σ u e / q
-    weight: float = 0.0  # Σ u² / q
+    moment: float = 0.0
+    """Σ |A|²/u, with A the sum of the gradients of a micro-batch's u units."""
+    units: float = 0.0
     count: int = 0
-
-    @staticmethod
-    def of_own(norms: Sequence[float], units: Sequence[float]) -> Sums:
-        """Return the sums from each micro-batch's own |A| and units."""
-        pairs = [(norm, own) for norm, own in zip(norms, units, strict=True) if own > 0.0]
-        moment = math.fsum(norm * norm / own for norm, own in pairs)
-        return Sums(moment, float(len(pairs)), len(pairs))
-
-    @staticmethod
-    def of_growing(norms: Sequence[float], units: Sequence[float]) -> Sums:
-        """Return the sums from |A| of the running sum after each micro-batch, and the units."""
-        moment = weight = 0.0
-        done = before = 0.0
-        count = 0
-        for norm, own in zip(norms, units, strict=True):
-            if own <= 0.0:
-                continue
-            grown = (done + own) ** 2 - done**2
-            moment += own * (norm * norm - before) / grown
-            weight += own * own / grown
-            done, before = done + own, norm * norm
-            count += 1
-        return Sums(moment, weight, count)
+    micro_batches: int = 0
+    """All micro-batches of the window, not only the first ones."""
 
 
 @dataclass(frozen=True)
@@ -211,11 +182,11 @@ class Estimator:
         """Return the estimate from the windows so far; None for fewer than two.
 
         It takes a millisecond and is asked for in every window. So it is recomputed only when the
-        number of windows has grown by about 1/64. That depends on the number alone, so that a
+        number of windows has grown by about 1/8. That depends on the number alone, so that a
         resumed run gives the same values.
         """
         number = len(self._seen)
-        told = self._seen[: number - number % max(1, number // 64)]
+        told = self._seen[: number - number % max(1, number // 8)]
         if len(told) < 2:
             return None
         if self._told is None or self._told[0] is not told[-1]:
@@ -391,86 +362,11 @@ def _said(value: float) -> str:
     return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
 
 
-_HELD_BYTES = 32 * 2**20
-"""The most bytes of gradients that wait to be measured in one kernel."""
-
-
-class Incoming:
-    """Observes every gradient just before it is added to `.grad`, and keeps only norms.
-
-    The hooks are on autograd's accumulation nodes. So they are not among the user's hooks on the
-    parameters, which a window removes.
-    """
-
-    def __init__(self) -> None:
-        # Keep a reference: autograd would otherwise create the node again.
-        self._nodes: list[Any] = []
-        self._handles: list[Any] = []
-        self._held: list[tuple[Tensor | None, ...]] = []
-        self._bytes = 0
-        self._norms: list[Tensor] = []
-
-    def attach(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Observe the gradients of these parameters until `detach`."""
-        self.detach()
-        self._nodes = [get_gradient_edge(parameter).node for parameter in parameters]
-        whole = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
-        # A hook runs for every parameter of every micro-batch: if all gradients fit, it only
-        # appends.
-        see: Any = self._held.append if whole <= _HELD_BYTES else self._see
-        self._handles = [node.register_prehook(see) for node in self._nodes]
-
-    def detach(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-        self._nodes = []  # Drop the nodes: one that ever had a hook keeps calling Python.
-        self._held.clear()
-        self._norms = []
-        self._bytes = 0
-
-    def _see(self, gradients: tuple[Tensor | None, ...]) -> None:
-        self._held.append(gradients)
-        gradient = gradients[0]
-        if gradient is not None:
-            self._bytes += gradient.numel() * gradient.element_size()
-            if self._bytes > _HELD_BYTES:
-                self._look()
-
-    def _look(self) -> None:
-        with torch.no_grad():
-            kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-            for (gradient,) in self._held:
-                if gradient is None:
-                    continue
-                if gradient.is_sparse:
-                    gradient = gradient.coalesce().values()
-                if gradient.is_complex():
-                    gradient = torch.view_as_real(gradient)
-                kinds.setdefault((gradient.dtype, gradient.device), []).append(gradient)
-            for (dtype, _), alike in kinds.items():
-                wide = torch.float32 if dtype in SIXTEEN_BIT else None
-                self._norms += torch._foreach_norm(alike, 2, wide)
-        self._held.clear()
-        self._bytes = 0
-
-    def take(self) -> Tensor | None:
-        """Return the norm of all gradients since the last call; None if there were none."""
-        self._look()
-        norms, self._norms = self._norms, []
-        if not norms:
-            return None
-        if len({(norm.dtype, norm.device) for norm in norms}) > 1:
-            norms = [norm.to(norms[0].device, torch.float64) for norm in norms]
-        norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
-        return norm
-
-
 Noise: TypeAlias = int | Literal["auto"] | None
 
 _log = logging.getLogger("wholebatch")
-_EVERY = 16
-"""The interval of "auto". A measured window costs up to a fifth more; one in 16 costs about 1%."""
+_EVERY = 8
+"""The interval of "auto": one norm in eight windows."""
 
 
 def check_noise(noise: object) -> Noise:
@@ -486,20 +382,21 @@ def check_noise(noise: object) -> Noise:
 
 @dataclass(frozen=True)
 class Look:
-    """The measurements of a window on this rank."""
+    """The measurements of a window on this rank, still on the device."""
 
-    sums: Sums = field(default_factory=Sums)
-    norm: float = 0.0  # The norm of the sum of all its micro-batches' gradients.
-    is_whole: bool = True  # True if every micro-batch was seen.
+    norm: Tensor | float | None = None  # Of the gradients after the first micro-batch.
+    units: Units = 0.0  # Of that micro-batch.
+    seed: Tensor | float = 1.0  # The gradients are those of the sum times this.
+    whole: Tensor | float | None = None  # The norm at the end, if the close does not report it.
+    micro_batches: int = 0
 
 
 class Probe:
     """Measures one window in `every`; all others are left alone.
 
-    In a measured window the gradients are read once more. With several ranks there is one more
-    small collective, and the gradients are reduced at the close instead of during the last
-    backward: the norms must be those of the rank's own gradients. No bit of the update changes,
-    nothing is copied, and nothing is read from the device before the end of the window.
+    In a measured window the norm of the gradients is taken once more, after the first micro-batch.
+    With several ranks there is one more small collective. No bit of the update changes, nothing is
+    copied, and nothing is read from the device before the window is closed.
     """
 
     def __init__(self, noise: Noise, window: Window, *, coupled: bool = False) -> None:
@@ -512,95 +409,81 @@ class Probe:
         if self.off is not None and noise == "auto":
             _log.info("the gradient noise scale is not measured: %s", self.off)
         self._estimator = Estimator()
-        self._incoming = Incoming()
-        self._norms: list[Tensor | float] = []
-        self._own = True  # True if the norms are those of single micro-batches.
+        self._norm: Tensor | float | None = None
         self._has_terms = False
-        self._is_whole = True
         self.active = False
 
-    def begin(self, *, first: int = 0, together: bool = False, own: bool = False) -> None:
+    def begin(self, *, first: int = 0, together: bool = False) -> None:
         """Begin a window, or begin it again; a resumed one already has `first` micro-batches.
 
         `together`: the window runs in lock-step, so no micro-batch has a gradient before the last.
-        `own`: autograd adds every gradient itself, so it can be observed before.
         """
         window = self._window
         self.end()
         if self._every is not None and self.off is None and not together:
             # Skip the first window: it may be atypical (graphs are made in it).
             self.active = (window.updates + window.skipped) % self._every == 1 % self._every
-        if not self.active:
-            return
-        self._is_whole = first == 0 or (len(self._norms) == first and self._own == own)
         if first == 0:
-            self._norms = []
-        self._own = own
-        if own:
-            groups = window.target.groups()
-            self._incoming.attach([parameter for group in groups for parameter in group])
+            self._norm = None
 
     @torch.no_grad()
-    def micro_batch_done(self) -> None:
-        """Record the norm after the gradient of another micro-batch was added."""
-        if not self.active:
-            return
-        norm = self._incoming.take() if self._own else self._whole_norm()
-        self._norms.append(math.nan if norm is None else norm)  # No gradient, so no information.
+    def micro_batch_done(self, done: int) -> None:
+        """Take the norm after the gradient of the first micro-batch was added."""
+        if self.active and done == 1:
+            self._norm = self._norm_so_far()
 
-    def _whole_norm(self) -> Tensor | float:
-        gradients = [g for group in self._window.current.groups for g in dense_gradients(group)]
-        return self._window.sync.total_norm(gradients) if gradients else 0.0
+    def _norm_so_far(self) -> Tensor | None:
+        return self._window.sync.norm_so_far(dense_gradients(self._window.current.inputs))
 
     @torch.no_grad()
     def look(self) -> Look | None:
         """Return the measurements of the window, before its close clears them."""
         if not self.active:
             return None
-        window = self._window.current
-        units = window.units.get(SINGLE, [])
+        window, sync = self._window.current, self._window.sync
         self._has_terms = bool(set(window.units) - {SINGLE})
-        if self._has_terms or not self._is_whole or len(units) < len(self._norms):
-            return Look(is_whole=False)
-        # The buffers hold seed × loss scale × the sum of the units' gradients.
-        if window.known is not None:
-            scale = window.known[SINGLE] / window.loss_scale
-        else:
-            scale = 1.0 / (read_scalars([window.seed])[0] * window.loss_scale)
-        count = len(self._norms)  # Ignore later micro-batches: they only keep other ranks in step.
-        whole = self._whole_norm() if self._window.sync.ranks == 1 else 0.0
-        *norms, last = (norm * scale for norm in read_scalars([*self._norms, whole]))
-        sums = Sums.of_own if self._own else Sums.of_growing
-        return Look(sums(norms, read_scalars(units[:count])), last)
+        units = window.units.get(SINGLE)
+        changed = bool(self._window.hooks)  # The reported norm is that after the user's hooks.
+        if self._has_terms or not units or self._norm is None or (changed and sync.ranks > 1):
+            return Look()
+        seed = window.seed if window.known is None else 1.0 / window.known[SINGLE]
+        seed = seed * window.loss_scale * (1.0 if sync.sums_every else window.averaged_by)
+        whole = self._norm_so_far() if changed else None
+        return Look(self._norm, units[0], seed, whole, window.micro_batches)
 
     def closed(self, look: Look | None, step: Step) -> None:
         """Add the measurements of a closed window. All ranks call this, or none."""
         if not self.active:
             return
         self.end()
-        self._norms = []
-        look = look or Look()
-        sums, whole, sync = look.sums, look.norm, self._window.sync
-        is_whole = look.is_whole
-        if sync.ranks > 1:
-            flags = [float(self._has_terms), float(not is_whole)]
-            numbers = sync.sum([sums.moment, sums.weight, float(sums.count), *flags])
-            sums = Sums(numbers[0], numbers[1], int(numbers[2]))
-            self._has_terms, is_whole = numbers[3] > 0, numbers[4] == 0
-            whole = step.grad_norm * step.units
+        self._norm, sync = None, self._window.sync
+        joined, look = look is None, look or Look()
+        norm, units, seed, whole = read_scalars(
+            [0.0 if look.norm is None else look.norm, look.units, look.seed, look.whole or 0.0]
+        )
+        # A rank without data says nothing, and one whose micro-batch had no units neither.
+        unseen = look.norm is None and (sync.sums_every or not joined)
+        square = (norm / seed) ** 2
+        moment = square if sync.sums_every else square / units if units else 0.0
+        sums = [moment, units, float(units > 0), float(look.micro_batches)]
+        numbers = sync.sum([*sums, float(self._has_terms), float(unseen)])
+        if sync.sums_every:  # The ranks have slices of one gradient, of all their units.
+            numbers[0], numbers[2] = numbers[0] / max(numbers[1], 1e-300), min(numbers[2], 1.0)
+        self._has_terms = numbers[4] > 0
         if self._has_terms:  # All ranks stop, or none.
             self.off = "the loss has several terms, each over units of its own"
             _log.warning("the gradient noise scale is not measured: %s", self.off)
-        if step.skipped is not None or self.off is not None or not is_whole:
+        if step.skipped is not None or self.off is not None or numbers[5]:
             return
-        observation = Observation.of(sums, norm=whole, units=step.units)
+        first = Firsts(numbers[0], numbers[1], int(numbers[2]), int(numbers[3]))
+        whole = step.grad_norm * step.units if look.whole is None else whole / seed
+        observation = Observation.of(first, norm=whole, units=step.units)
         if observation is not None:
             self._estimator.add(observation)
 
     def end(self) -> None:
         """Stop measuring: the window is over, whatever its outcome."""
         self.active = False
-        self._incoming.detach()
 
     @property
     def estimate(self) -> NoiseScale | None:
@@ -609,15 +492,17 @@ class Probe:
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything measured so far, even in the middle of a window."""
-        norms = [] if self._window.open is None else read_scalars(self._norms)
-        return {"seen": self._estimator.state_dict(), "norms": norms, "own": self._own}
+        norm = None if self._window.open is None else self._norm
+        return {
+            "seen": self._estimator.state_dict(),
+            "norm": None if norm is None else read_scalars([norm])[0],
+        }
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        self._norms = []
+        self._norm = None
         if state is not None:
             self._estimator.load_state_dict(state["seen"])
-            self._own = bool(state.get("own", False))
-            self._norms = [] if self._window.open is None else list(state["norms"])
+            self._norm = None if self._window.open is None else state["norm"]
 
 
 def _hindrance(window: Window, coupled: bool) -> str | None:
@@ -626,11 +511,8 @@ def _hindrance(window: Window, coupled: bool) -> str | None:
             "the samples of a batch depend on each other (exact BatchNorm, wb.Coupled), so no "
             "micro-batch has a gradient of its own"
         )
-    if not isinstance(window.sync, Single | Replicated):
-        return (
-            "on a sharded model no rank holds the gradient of its own micro-batches; measure on "
-            "one process or with DDP"
-        )
+    if window.sync.hides_gradients is not None:
+        return window.sync.hides_gradients
     if window.calls_on_gradient and window.sync.ranks > 1:
         return "on_gradient= may change the gradient of all ranks before its norm is taken"
     if not window.store.in_grad:

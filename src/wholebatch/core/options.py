@@ -22,7 +22,7 @@ from wholebatch.errors import OptionError
 BatchNormPolicy: TypeAlias = Literal[
     "exact", "statistics", "freeze", "group", "layer", "sync", "refuse"
 ]
-SyncMode: TypeAlias = Literal["auto", "hold", "every", "none"]
+SyncMode: TypeAlias = Literal["auto", "hold", "every", "gathered", "none"]
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,7 @@ class Close:
         scaler: Your own GradScaler.
         ema: An object with `update_parameters(model)`, called once per update.
         sync: "hold" reduces gradients once per window, "every" in each backward, "auto" chooses.
+            "gathered" (FSDP2): "hold", with the parameters gathered once per window too.
             "none" trains a plain model separately on each rank.
     """
 

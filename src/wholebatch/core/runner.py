@@ -246,6 +246,7 @@ class Runner:
             places, sync = len(micros), self._window.sync
             if sync.counts_must_agree:
                 places = int(sync.largest(torch.tensor(float(places), device=self._device)))
+            sync.before_forwards()
             for index in range(how.first, places):
                 self._is_last = how.reduces and index == places - 1
                 how.before_micro(index)

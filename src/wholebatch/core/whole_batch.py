@@ -204,12 +204,11 @@ class WholeBatch:
         """Start to measure the gradient noise scale; `noise` is the estimate so far.
 
         Args:
-            every: Measure one of so many windows. A measured window takes up to a fifth longer.
+            every: Measure one of so many windows; "auto" is one of eight.
         """
         check_noise(every)
         coupled = self._runner.needs_every_rank() is not None
         self._probe = Probe(every, self._window, coupled=coupled)
-        self._fitting.measures_noise = True
 
     @property
     def noise(self) -> NoiseScale | None:
@@ -308,8 +307,7 @@ class WholeBatch:
             self._runner.begin_window(self._fitting.samples if numbers else 0)
         if self._probe is not None:
             together = self._runner.in_lock_step(micros)
-            own = self._runner.executor.by_autograd
-            self._probe.begin(first=first, together=together, own=own)
+            self._probe.begin(first=first, together=together)
 
     def _begin_again(self) -> None:
         """Drop an attempt that ran out of memory; all ranks keep the seed they have agreed on."""
@@ -330,12 +328,14 @@ class WholeBatch:
         def after(done: int, of: int) -> None:
             self._done = done
             if probe is not None:
-                probe.micro_batch_done()
+                probe.micro_batch_done(done)
             if after_micro is not None:
                 after_micro(done, of)
 
-        # A rank that must begin again would leave the others in a reduction.
-        alone = self._fitting.recovers or (probe is not None and probe.active)
+        # A rank that must begin again would leave the others in a reduction. A measured window of
+        # one micro-batch is reduced after its norm was taken.
+        measured = probe is not None and probe.active and len(micros) == 1
+        alone = self._fitting.recovers or (measured and self._window.sync.keeps_gradients)
         numbers = partial(self._fitting.numbers_of, micros)
         reduces = self._window.sync.ranks == 1 or not alone
         self._runner.run(micros, WindowRun(first, reduces, before, after, numbers))

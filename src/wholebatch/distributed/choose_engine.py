@@ -28,8 +28,9 @@ _ONE_MODEL = {
 
 def choose(models: nn.Module | Sequence[nn.Module], *, sync: str = "auto") -> Sync:
     """Return the strategy for the engine that these models are wrapped in."""
-    if sync not in ("auto", "hold", "every", "none"):
-        raise OptionError(f'sync={sync!r}: must be "hold", "every", "none" or "auto"')
+    if sync not in ("auto", "hold", "every", "gathered", "none"):
+        allowed = '"hold", "every", "gathered", "none" or "auto"'
+        raise OptionError(f"sync={sync!r}: must be {allowed}")
     models = [models] if isinstance(models, nn.Module) else list(models)
     kinds = {_kind(model) for model in models} or {"plain"}
     if len(kinds) > 1:
@@ -42,12 +43,18 @@ def choose(models: nn.Module | Sequence[nn.Module], *, sync: str = "auto") -> Sy
         if sync != "none" and dist.is_available() and dist.is_initialized():
             _warn_alone(dist.get_world_size())
         return Single()
+    if kind == "tensor parallel":
+        from wholebatch.distributed.tensor_parallel import TensorParallel
+
+        return TensorParallel()
     if kind not in ("ddp", "fsdp2", "deepspeed"):
         raise UnsupportedError(f"model wrapped in {kind}: {_SUPPORTED}")
     if sync == "none":
         raise OptionError(
             f'sync="none" on a model of {kind}, which reduces gradients: leave it out'
         )
+    if sync == "gathered" and kind != "fsdp2":
+        raise OptionError(f'sync="gathered" on a model of {kind}: belongs to FSDP2\'s fully_shard')
     if len(models) > 1 and kind in _ONE_MODEL:
         raise UnsupportedError(_ONE_MODEL[kind])
     wrapped: Any = models
@@ -94,5 +101,5 @@ def _kind(model: nn.Module) -> str:
     if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
         return f"DeepSpeed ({type(model).__name__} with parameters of ZeRO 3, not its engine)"
     if any("DTensor" in (type(p).__name__, type(p.data).__name__) for p in model.parameters()):
-        return f"{type(model).__name__} with DTensor parameters but without fully_shard"
+        return "tensor parallel"
     return "plain"

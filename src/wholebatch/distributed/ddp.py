@@ -141,6 +141,8 @@ def in_buckets(
 class Replicated(Sync):
     """One or several DDP models on the same process group."""
 
+    hides_gradients = None
+
     def __init__(self, models: Sequence[DistributedDataParallel], *, sync: str = "auto") -> None:
         if sync == "every":
             raise OptionError(
@@ -207,6 +209,12 @@ def _check(model: DistributedDataParallel) -> None:
             "DistributedDataParallel with a communication hook: the window makes its one "
             "reduction itself, exactly, and would not run the hook; do not register it"
         )
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "device_mesh"):
+            raise UnsupportedError(
+                f"{name}: a DTensor in DistributedDataParallel; for tensor parallelism beside data "
+                'parallelism call fully_shard(model, mesh=mesh["dp"]) instead'
+            )
     for name, module in model.named_modules():
         if getattr(module, "sparse", False) and isinstance(module, nn.Embedding | nn.EmbeddingBag):
             raise UnsupportedError(

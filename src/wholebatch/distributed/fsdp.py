@@ -2,7 +2,9 @@
 
 Forward and backward run collectives of their own, so all ranks must run equally many micro-batches
 (`counts_must_agree`). While the reduction is held back, FSDP2 keeps whole gradients; with
-`sync="every"` it reduce-scatters after every micro-batch and keeps slices of them.
+`sync="every"` it reduce-scatters after every micro-batch and keeps slices of them. With
+`sync="gathered"` it also keeps the whole parameters, which are then gathered once per window
+instead of twice per micro-batch.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from wholebatch.distributed.process_group import Group
 from wholebatch.distributed.sync_strategy import Parameters, Sync, reduces_in_backward_only
+from wholebatch.distributed.tensor_parallel import norm_over_meshes
 from wholebatch.errors import UnsupportedError
 
 _log = logging.getLogger("wholebatch")
@@ -31,6 +34,7 @@ class Sharded(Sync):
     counts_must_agree = True
     keeps_gradients = False
     grows_own_graph = True  # to the unsharded parameters
+    hides_gradients = None
 
     def __init__(self, model: nn.Module, *, sync: str = "auto") -> None:
         self._modules = [m for m in model.modules() if isinstance(m, FSDPModule)]
@@ -50,7 +54,14 @@ class Sharded(Sync):
         self.averaged_by = _divisor(self._modules, self.ranks)
         self._is_hybrid = mesh.ndim == 2
         self._found = [_switches(module) for module in self._modules]
-        self._every, self.policy = self._choose(sync, parameters)
+        self._gathers_once = sync == "gathered"
+        self._forward_meshes: list[tuple[Any, Any]] = []  # of the groups that stay gathered
+        self.sums_every, self.policy = self._choose(sync, parameters)
+        if self._is_hybrid and self.sums_every:
+            self.hides_gradients = (
+                'sync="every" on a mesh of replicas sums slices over a part of the ranks; use '
+                'sync="hold"'
+            )
 
     def _choose(self, sync: str, parameters: Sequence[Tensor]) -> tuple[bool, str]:
         from wholebatch.core.readable_sizes import bytes_said
@@ -74,16 +85,37 @@ class Sharded(Sync):
             if every
             else f"hold: gradients are reduced once per window ({why})"
         )
+        if self._gathers_once:
+            policy = "gathered: parameters are gathered and gradients reduced once per window"
         if self.rank == 0:
             _log.info("sync %s", policy)
         return every, policy
 
+    def before_forwards(self) -> None:
+        if not self._gathers_once or self._forward_meshes:
+            return
+        for module in self._modules:
+            state, group = module._get_fsdp_state(), _param_group(module)
+            module.set_reshard_after_backward(False, recurse=False)
+            if group is not None:
+                # The root's first forward would choose this, and is not to find another choice.
+                is_root = module is self._modules[0] and state._auto_reshard_after_forward
+                mesh = None if is_root else group.post_forward_mesh_info
+                self._forward_meshes.append((group, mesh))
+                group.post_forward_mesh_info = None  # nothing is sharded again after a forward
+
+    def begin(self, parameters: Parameters) -> None:
+        super().begin(parameters)
+        self.before_forwards()  # in a stream: from its first backward on
+
     @contextmanager
     def backward(self, parameters: Parameters, *, reduces: bool, overlap: bool) -> Iterator[None]:
         for module in self._modules:
-            module.set_requires_gradient_sync(reduces or self._every, recurse=False)
+            module.set_requires_gradient_sync(reduces or self.sums_every, recurse=False)
             if self._is_hybrid:
                 module.set_requires_all_reduce(reduces, recurse=False)
+            if self._gathers_once:
+                module.set_reshard_after_backward(reduces, recurse=False)
         if self.progress is not None:
             self.progress.mark()
         with self.failures():
@@ -99,11 +131,35 @@ class Sharded(Sync):
         return found
 
     def total_norm(self, gradients: Sequence[Tensor]) -> Tensor:
-        norm = torch.nn.utils.get_total_norm(gradients)
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+        return norm_over_meshes(gradients)
+
+    def norm_so_far(self, gradients: Sequence[Tensor]) -> Tensor | None:
+        if self.sums_every:
+            own = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
+        else:  # whole gradients, which torch keeps beside the slices until they are reduced
+            groups = [group for group in map(_param_group, self._modules) if group is not None]
+            held = (_whole_gradient(shard) for group in groups for shard in group.fsdp_params)
+            own = [gradient for gradient in held if gradient is not None]
+        return super().total_norm(own) if own else None
+
+    def _free_gathered(self) -> None:
+        """Shard the parameters again, if a window has left them whole, as they would be."""
+        for group, mesh in self._forward_meshes:
+            group.post_forward_mesh_info = mesh
+        self._forward_meshes = []
+        for module in self._modules:
+            module.set_reshard_after_backward(True, recurse=False)
+            module.reshard()
+
+    def discard(self) -> None:
+        super().discard()
+        if self._forward_meshes:
+            self._free_gathered()
 
     def restore(self) -> None:
         super().restore()
+        if self._forward_meshes:
+            self._free_gathered()
         for module, (gradient_sync, all_reduce) in zip(self._modules, self._found, strict=True):
             module.set_requires_gradient_sync(gradient_sync, recurse=False)
             if self._is_hybrid:
@@ -125,6 +181,15 @@ def check_dtypes(model: nn.Module) -> None:
 def _param_group(module: FSDPModule) -> Any:
     """Return torch's own record of the parameters that this module shards, or None."""
     return module._get_fsdp_state()._fsdp_param_group
+
+
+def _whole_gradient(shard: Any) -> Tensor | None:
+    """Return the gradient that a parameter's backwards have added on this rank, if it is held."""
+    if shard.unsharded_accumulated_grad is not None:
+        held: Tensor = shard.unsharded_accumulated_grad_data
+        return held
+    whole = getattr(shard, "_unsharded_param", None)
+    return None if whole is None else whole.grad
 
 
 def _mesh(modules: Sequence[FSDPModule], parameter: DTensor) -> Any:

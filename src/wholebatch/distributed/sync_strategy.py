@@ -58,6 +58,15 @@ class Sync(ABC):
     owns_step: bool = False
     """True if the engine steps the optimizer itself."""
 
+    sums_every: bool = False
+    """True if every backward leaves this rank's slices of the sum over all ranks."""
+
+    hides_gradients: str | None = (
+        "this engine shows no rank the gradient of its own micro-batches; measure on one process, "
+        "with DDP or with FSDP2"
+    )
+    """Why no rank sees the gradient of its own micro-batches; None if it does."""
+
     clip_norm: float | None = None
     """A clipping set on the engine itself; the window does it in the engine's place."""
 
@@ -89,6 +98,10 @@ class Sync(ABC):
         from wholebatch.distributed.rank_failure import alarm
 
         return alarm().failures()
+
+    def before_forwards(self) -> None:
+        """Prepare for the forwards of a window."""
+        return
 
     def begin(self, parameters: Parameters) -> None:
         """Note that a window opens."""
@@ -140,6 +153,13 @@ class Sync(ABC):
             return norm
         return torch.nn.utils.get_total_norm(gradients)
 
+    def norm_so_far(self, gradients: Sequence[Tensor]) -> Tensor | None:
+        """Return the norm of what this rank's backwards have added, before the reduction.
+
+        `gradients` are those in `.grad`. None if they are reduced already.
+        """
+        return self.total_norm(gradients) if gradients else None
+
     def holders(self, groups: Sequence[Sequence[nn.Parameter]]) -> Sequence[Sequence[Any]]:
         """Return the objects whose `.grad` holds the reduced gradients, by parameter group."""
         return groups
@@ -163,6 +183,7 @@ class Single(Sync):
     """The model is in one process, whatever its devices."""
 
     takes_graphs = True
+    hides_gradients = None
 
     def backward(self, parameters: Parameters, *, reduces: bool, overlap: bool) -> Context:
         return nullcontext()

@@ -92,7 +92,6 @@ def choose_micro_batch(
     static: Static = (),
     correct: Callable[[int, int], int] | None = None,
     gradients: str = "device",
-    noise: bool = False,
 ) -> Choice:
     """Return the largest micro-batch whose predicted peak is within `budget` bytes.
 
@@ -112,7 +111,6 @@ def choose_micro_batch(
             precision=precision,
             micro_batches=1 if samples == most else 2,
             gradients=gradients,
-            noise=noise,
         )
         return _corrected(predicted, samples, correct)
 

@@ -127,7 +127,6 @@ class Fitting:
         gradients: str = "device",
     ) -> None:
         self._gradients = gradients
-        self.measures_noise = False
         self._model = model.module if isinstance(model, DistributedDataParallel) else model
         self._loss = loss
         self._optimizer = optimizer
@@ -386,11 +385,9 @@ class Fitting:
                 choice, hold = choose_in_lock_step(*args, budget=budget, **options)
                 self._hold(hold)
             else:
-                options["noise"] = self.measures_noise and self._gradients == "device"
                 choice = choose_on_device(
                     *args, budget=budget, gradients=self._gradients, **options
                 )
-                del options["noise"]
                 if self._gradients == "device":  # a trial step would keep the others there too
                     choice = try_out(*args, choice, **options)
                 if not choice.fits:

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from wholebatch.core import precision as precisions
 from wholebatch.core.loss import Loss, as_loss
-from wholebatch.core.noise_scale import Incoming
 from wholebatch.coupled.batchnorm.lock_step import Hold, LockStep
 from wholebatch.distributed.ddp import Buckets
 from wholebatch.memory.fsdp_sharding import Sharding, reduces_next
@@ -40,13 +39,11 @@ class PlainWindow:
     reduction: Reduction | None = None
     sent: Callable[[torch.Tensor], None] = lambda flat: None
     gradients: str = "device"
-    noise: bool = False
     sharding: Sharding | None = None
 
     def __post_init__(self) -> None:
         hold, device = self.lock_step, next(self.model.parameters()).device
         self._in_lock_step = None if hold is None else LockStep(self.model, hold=hold)
-        self._incoming = Incoming() if self.noise else None
         self._casts = precisions.choose(self.precision, device.type, keeps=self.sharding is None)
         self._sixteen_bit = precisions.SixteenBit([self.optimizer] if self.optimizer else [])
         self._offloaded: _OffloadedGradients | None = None
@@ -109,8 +106,6 @@ class PlainWindow:
         self._sixteen_bit.round_once()
 
     def _add_in_turn(self, micros: Sequence[Any]) -> None:
-        if self._incoming is not None:
-            self._incoming.attach([p for p in self.model.parameters() if p.requires_grad])
         for place, micro in enumerate(micros):
             totals = self._forward(micro)
             is_last = place == len(micros) - 1
@@ -120,11 +115,7 @@ class PlainWindow:
             overlaps = self.reduction == "overlap" and is_last
             with self._reducing(overlaps, overlap=True), leaving:
                 torch.autograd.backward(totals)
-            if self._incoming is not None:
-                self._incoming.take()
             del totals
-        if self._incoming is not None:
-            self._incoming.detach()
 
     def _forward(self, micro: Any) -> list[torch.Tensor]:
         with self._casts.forward():

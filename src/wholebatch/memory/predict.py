@@ -86,7 +86,6 @@ class _WindowOptions:
     lock_step: Hold | None = None
     reduction: Reduction | None = None
     gradients: str = "device"
-    noise: bool = False
     sharding: Sharding | None = None
 
     def __post_init__(self) -> None:
@@ -187,9 +186,8 @@ class Predictor:
         """Predict the peak for micro-batches like `batch`; the options are `predict_peak`'s."""
         window = _WindowOptions(**options)
         if window.gradients != "device":
-            # Gradients off the device are reduced one bucket at a time, at the close, and noise is
-            # not measured.
-            window = replace(window, reduction=None, noise=False)
+            # Gradients off the device are reduced one bucket at a time, at the close.
+            window = replace(window, reduction=None)
         began = time.perf_counter()
         with nullcontext() if window.sharding is None else pretended_ranks(window.sharding.ranks):
             peaks = self._peaks(batch, window)
@@ -287,7 +285,6 @@ class Predictor:
                 reduction=options.reduction,
                 sent=lambda flat: meter.mark("communication", [flat]),
                 gradients=self._place(options),
-                noise=options.noise and options.lock_step is None,
                 sharding=options.sharding,
             )
             # Lock-step reads counts of samples, as an optimizer its steps; a loss may read nothing.
@@ -406,7 +403,6 @@ def predict_peak(
     lock_step: Hold | None = None,
     reduction: Reduction | None = None,
     gradients: str = "device",
-    noise: bool = False,
     sharding: Sharding | None = None,
 ) -> Prediction:
     """Predict the peak of a training step with micro-batches like `batch`.
@@ -418,9 +414,8 @@ def predict_peak(
     `lock_step` is what micro-batches that meet at every BatchNorm hold ("graphs", "inputs"); all
     `micro_batches` then count. `reduction` adds the buckets in which data-parallel ranks sum their
     gradients: "overlap" in the last backward, or "after" it. `gradients` is their place, as in
-    `WholeBatch` ("host" saves nothing if the device is the CPU). `noise` adds the memory of a
-    window that measures the gradient noise scale. `sharding` predicts one rank of a model sharded
-    by FSDP2.
+    `WholeBatch` ("host" saves nothing if the device is the CPU). `sharding` predicts one rank of a
+    model sharded by FSDP2.
 
     The model may be on any device, also `meta`; it is neither run nor changed. `device` is where
     the step would run (default: the model's device). For a CUDA device that this machine lacks,
@@ -434,7 +429,6 @@ def predict_peak(
         lock_step=lock_step,
         reduction=reduction,
         gradients=gradients,
-        noise=noise,
         sharding=sharding,
     )
 

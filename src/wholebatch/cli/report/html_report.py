@@ -9,7 +9,14 @@ from typing import Any
 
 from wholebatch.cli.report.html_page import HtmlPage, Section, write_page
 from wholebatch.cli.report.page_sources import Sources, TrainingRun, read_sources
-from wholebatch.cli.report.result_sections import benchmarks, memory, split, tuning, verification
+from wholebatch.cli.report.result_sections import (
+    benchmarks,
+    learning,
+    memory,
+    split,
+    tuning,
+    verification,
+)
 from wholebatch.cli.report.training_section import overview, training
 from wholebatch.core.readable_sizes import PARTS
 
@@ -34,11 +41,18 @@ def make_page(sources: Sources, *, title: str | None = None) -> HtmlPage:
         memory(plans),
         split(_splits(sources)),
         verification(sources.verdicts),
+        learning(sources.curves),
         *benchmarks(sources.benchmarks),
     ]
     names = [run.name for run in sources.runs] or [
         name
-        for found in (sources.tunes, sources.plans, sources.verdicts, sources.benchmarks)
+        for found in (
+            sources.tunes,
+            sources.plans,
+            sources.verdicts,
+            sources.benchmarks,
+            sources.curves,
+        )
         for name, _ in found
     ]
     shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

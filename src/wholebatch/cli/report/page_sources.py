@@ -46,6 +46,7 @@ class Sources:
     tunes: list[tuple[str, Data]] = field(default_factory=list)
     verdicts: list[tuple[str, Data]] = field(default_factory=list)
     benchmarks: list[tuple[str, Data]] = field(default_factory=list)
+    curves: list[tuple[str, Data]] = field(default_factory=list)
 
     def add(self, kind: str, name: str, data: Data) -> None:
         """Add the content of a file to its kind."""
@@ -68,7 +69,7 @@ def read_sources(paths: Sequence[Path]) -> Sources:
 
 
 def kind_of(data: object) -> str | None:
-    """Return the kind of a JSON file: plan, tune, verdict or benchmark; None for others.
+    """Return the kind of a JSON file: plan, tune, verdict, curve or benchmark; None for others.
 
     >>> kind_of({"same": True, "line": "same update: ..."}), kind_of([1, 2])
     ('verdict', None)
@@ -81,6 +82,8 @@ def kind_of(data: object) -> str | None:
         return "verdict"
     if "points" in data and "budget" in data:
         return "plan"
+    if isinstance(data.get("curves"), list):
+        return "curve"
     if isinstance(data.get("rows"), list) or isinstance(data.get("results"), dict):
         return "benchmark"
     return None

@@ -369,6 +369,28 @@ def _distance(value: float | None) -> str:
     return "not finite" if value is None else "0" if value == 0 else f"{value:.1e}"
 
 
+def learning(found: Sequence[tuple[str, Data]]) -> Section | None:
+    """Return the curves of runs beside each other, with their table and what they say."""
+    parts: list[Any] = []
+    for at, (_, data) in enumerate(found):
+        head, *more = data["advice"]
+        traces = [
+            curve(one["name"], one["x"], one["y"], series_color(place), mode="lines")
+            for place, one in enumerate(data["curves"])
+        ]
+        scale = {"type": "log"} if data.get("log_x") else {}
+        layout = {"xaxis": axis(data["x"], **scale), "yaxis": axis(data["y"])}
+        parts += [
+            Callout(head, tuple(more)),
+            Chart(f"learning-{at}", data["title"], traces, layout, wide=True),
+        ]
+        if data["rows"]:
+            keys = list(data["rows"][0])
+            rows = tuple(tuple(_cell(key, row[key]) for key in keys) for row in data["rows"])
+            parts.append(Table(tuple(keys), rows))
+    return Section("learning", "Learning", tuple(parts)) if parts else None
+
+
 def benchmarks(found: Sequence[tuple[str, Data]]) -> list[Section]:
     """Return one section for every file."""
     sections = []

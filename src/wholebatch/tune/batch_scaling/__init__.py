@@ -1,5 +1,6 @@
 """Batch arithmetic, learning-rate and warm-up rules, and batch-size schedules."""
 
+from wholebatch.tune.batch_scaling.auto_batch import AutoBatch, parse_auto
 from wholebatch.tune.batch_scaling.batch_arithmetic import Arithmetic, over_ranks, share_of, solve
 from wholebatch.tune.batch_scaling.batch_schedule import Amount, BatchSchedule, parse_amount
 from wholebatch.tune.batch_scaling.scaling_rules import (
@@ -10,11 +11,13 @@ from wholebatch.tune.batch_scaling.scaling_rules import (
     lr_factor,
     scale_lr,
     scale_warmup,
+    scale_weight_decay,
 )
 
 __all__ = [
     "Amount",
     "Arithmetic",
+    "AutoBatch",
     "BatchSchedule",
     "Follow",
     "adam_betas",
@@ -23,8 +26,10 @@ __all__ = [
     "lr_factor",
     "over_ranks",
     "parse_amount",
+    "parse_auto",
     "scale_lr",
     "scale_warmup",
+    "scale_weight_decay",
     "share_of",
     "solve",
 ]

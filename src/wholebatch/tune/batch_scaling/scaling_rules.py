@@ -1,4 +1,4 @@
-"""Rules for a changed batch size: learning rate, warm-up, Adam's betas.
+"""Rules for a changed batch size: learning rate, warm-up, Adam's betas, weight decay.
 
 These are rules of thumb with a source, not laws: docs/scaling.md has the tables of their tests.
 
@@ -8,6 +8,7 @@ These are rules of thumb with a source, not laws: docs/scaling.md has the tables
 - betas at the same half-life in tokens: Marek et al. 2025 (arXiv:2507.07101).
 - warm-up over the same samples: Goyal et al.; over the same updates (epochs in proportion to the
   batch): You et al. 2019 (arXiv:1901.08256, 1904.00962).
+- weight decay at the same half-life in tokens: Bergsma et al. 2025 (arXiv:2505.13738).
 """
 
 from __future__ import annotations
@@ -58,7 +59,9 @@ def scale_warmup(updates: float, *, base_batch: float, batch: float, keep: str =
 
     `keep="samples"` warms up over the same data (Goyal et al.: five epochs, whatever the batch).
     `keep="updates"` warms up over the same number of updates, so over epochs in proportion to the
-    batch (You et al.). The result is rounded up: never shorter than asked.
+    batch (You et al.). `keep="ratio"` multiplies the updates by batch / base_batch, as some
+    tutorials do; we know no source that measured it. The result is rounded up: never shorter than
+    asked.
 
     >>> scale_warmup(25024, base_batch=256, batch=8192)
     782
@@ -67,10 +70,12 @@ def scale_warmup(updates: float, *, base_batch: float, batch: float, keep: str =
         raise OptionError(f"updates={updates!r}: must be a number of updates, at least 0")
     _positive("base_batch", base_batch)
     _positive("batch", batch)
-    if keep not in ("samples", "updates"):
-        raise OptionError(f"keep={keep!r}: must be 'samples' or 'updates'")
+    if keep not in ("samples", "updates", "ratio"):
+        raise OptionError(f"keep={keep!r}: must be 'samples', 'updates' or 'ratio'")
     if keep == "updates":
         return math.ceil(updates)
+    if keep == "ratio":
+        return _rounded_up(updates, batch, base_batch)
     return _rounded_up(updates, base_batch, batch)
 
 
@@ -121,6 +126,22 @@ def adam_betas(
     return (betas[0] ** power if first else betas[0], betas[1] ** power)
 
 
+def scale_weight_decay(decay: float, *, base_batch: float, batch: float, rule: str) -> float:
+    """Return AdamW's weight decay with the half-life in tokens that it had at `base_batch`.
+
+    An update shrinks the weights by the factor 1 − lr × decay, so they forget over 1 / (lr × decay)
+    updates. At k times the batch, k times the product forgets over the same tokens. The rule for
+    the learning rate gives a part of that.
+
+    >>> scale_weight_decay(0.1, base_batch=64, batch=256, rule="sqrt")
+    0.2
+    """
+    if not 0 <= decay < math.inf:
+        raise OptionError(f"decay={decay!r}: must be a number, at least 0")
+    factor = lr_factor(base_batch=base_batch, batch=batch, rule=rule)
+    return decay * (batch / base_batch) / factor
+
+
 def _rounded_up(number: float, times: float, over: float) -> int:
     if isinstance(number, int) and isinstance(times, int) and isinstance(over, int):
         return -(-number * times // over)  # Exact: a float has only 53 bits.
@@ -167,6 +188,7 @@ class Follow:
         base_batch: int,
         rule: Rule | str = "none",
         betas: str = "keep",
+        weight_decay: str = "keep",
         first_batch: int | None = None,
     ) -> None:
         self._rule = check_rule(rule)
@@ -176,8 +198,17 @@ class Follow:
             raise OptionError(
                 f"betas={betas!r}: {type(optimizer).__name__} has no betas; use 'keep'"
             )
+        groups = optimizer.param_groups
+        if weight_decay not in ("keep", "tokens"):
+            raise OptionError(f"weight_decay={weight_decay!r}: must be 'keep' or 'tokens'")
+        if weight_decay != "keep" and not all(g.get("decoupled_weight_decay") for g in groups):
+            raise OptionError(
+                f"weight_decay={weight_decay!r}: the weight decay of {type(optimizer).__name__} is "
+                "not decoupled from its gradient, as AdamW's is; use 'keep'"
+            )
         self._optimizer = optimizer
         self._betas = betas
+        self._decays = weight_decay != "keep"
         self.base_batch = base_batch
         # The first batch of a schedule: the start of a warm-up must not jump.
         self.first_batch = first_batch
@@ -190,7 +221,8 @@ class Follow:
         """Set the size of the next batch; `warmth` is the progress of a warm-up, from 0 to 1."""
         self.batch = batch
         self.warmth = warmth
-        changes = self.factor != 1.0 or (self._betas != "keep" and batch != self.base_batch)
+        follows = self._betas != "keep" or self._decays
+        changes = self.factor != 1.0 or (follows and batch != self.base_batch)
         if changes and not self._hooked:
             # Register hooks only when needed: they keep a close from running ahead.
             self._hooked = True
@@ -220,20 +252,17 @@ class Follow:
             self._after()
         self._found = []
         for group in self._optimizer.param_groups:
-            found = {"lr": group["lr"]}
-            if self._betas != "keep":
-                found["betas"] = group["betas"]
-            self._found.append(found)
-        factor = self.factor
+            names = ["lr"] + ["betas"] * (self._betas != "keep") + ["weight_decay"] * self._decays
+            self._found.append({name: group[name] for name in names})
+        factor, sizes = self.factor, {"base_batch": self.base_batch, "batch": self.batch}
         for group in self._optimizer.param_groups:
             if factor != 1.0:
                 group["lr"] = group["lr"] * factor
             if self._betas != "keep":
-                group["betas"] = adam_betas(
-                    group["betas"],
-                    base_batch=self.base_batch,
-                    batch=self.batch,
-                    first=self._betas == "both",
+                group["betas"] = adam_betas(group["betas"], **sizes, first=self._betas == "both")
+            if self._decays:
+                group["weight_decay"] = scale_weight_decay(
+                    group["weight_decay"], **sizes, rule=self._rule
                 )
 
     def _after(self, *_: Any) -> None:

@@ -1,0 +1,110 @@
+"""A batch size that grows with the critical batch: `--batch-size auto`.
+
+The critical batch grows while a model learns (McCandlish et al. 2018, arXiv:1812.06162). A run that
+doubles its batch as soon as the critical one is twice as large makes fewer updates from the same
+data (batch-size warm-up, Merrill et al. 2025, arXiv:2505.23971). The learning rate follows by the
+rule for the optimizer, √2 for Adam. Where the schedule lowers the rate meanwhile, the larger batch
+takes the place of a part of the decay: half the rate at one batch, or 1/√2 of it at twice the batch
+(Seesaw, Meterez et al. 2025, arXiv:2510.14717).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from wholebatch.errors import OptionError
+from wholebatch.tune.batch_scaling.batch_arithmetic import check_count
+
+if TYPE_CHECKING:
+    from wholebatch.core.noise_scale import NoiseScale
+
+_TEXT = re.compile(r"auto(?::(\d{1,18})(?:-(\d{1,18}))?)?")
+_UPDATES_AT_A_SIZE = 32
+_WINDOWS_MEASURED = 8
+
+
+@dataclass
+class AutoBatch:
+    """The samples of the next update: `batch`. It doubles when the critical batch allows it.
+
+    After every update, `after(step.units, train.noise)` returns the next size. It doubles if the
+    critical batch is estimated as at least twice the batch, and its 95% interval is above the
+    batch. `done` counts the data, in batches of the first size: a run of 1,000 updates of that size
+    ends at `done >= 1000`. Let a learning-rate schedule go by `done` too.
+
+    >>> from wholebatch.core.noise_scale import NoiseScale
+    >>> noise = NoiseScale(900.0, 600.0, 1500.0, spread=9.0, signal=0.01, samples=40,
+    ...                    batch=64.0, micro_batches=8)
+    >>> auto = AutoBatch(64, largest=512)
+    >>> sizes = [auto.after(64.0, noise) for _ in range(32)]
+    >>> sizes[0], sizes[-1], auto.done
+    (64, 128, 32)
+    """
+
+    first: int
+    largest: int | None = None
+    batch: int = field(init=False)
+    done: int = field(init=False, default=0)
+    _units: float = field(init=False, default=0.0)
+    _updates: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        check_count("first", self.first)
+        if self.largest is not None and self.largest < self.first:
+            raise OptionError(
+                f"largest={self.largest}: must be at least the first size, {self.first}"
+            )
+        self.batch = self.first
+
+    def after(self, units: float, noise: NoiseScale | None) -> int:
+        """Count an update of `units`, and return the size of the next batch."""
+        self.done += self.batch // self.first
+        self._units += units
+        self._updates += 1
+        if self._updates >= _UPDATES_AT_A_SIZE and self._is_noisy(noise):
+            self.batch *= 2
+            self._updates = 0
+        return self.batch
+
+    def advance(self, schedulers: Any) -> None:
+        """Step schedulers once more for each further batch of the first size in this batch.
+
+        A window has stepped them once. One that waits for a plateau of the loss is left alone.
+        """
+        for scheduler in schedulers if isinstance(schedulers, list | tuple) else [schedulers]:
+            if scheduler is not None and type(scheduler).__name__ != "ReduceLROnPlateau":
+                for _ in range(self.batch // self.first - 1):
+                    scheduler.step()
+
+    def _is_noisy(self, noise: NoiseScale | None) -> bool:
+        twice = 2 * self.batch
+        if noise is None or noise.samples < _WINDOWS_MEASURED or twice > (self.largest or twice):
+            return False
+        units = self.batch * self._units / (self.done * self.first)
+        return 2 * units <= noise.critical and units <= noise.low
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state to resume from."""
+        return {name: getattr(self, name) for name in ("batch", "done", "_units", "_updates")}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, value in state.items():
+            setattr(self, name, value)
+
+
+def parse_auto(text: str, label: str = "--batch-size") -> tuple[int | None, int | None]:
+    """Return the first and the largest size of `auto`, `auto:64` or `auto:64-1024`.
+
+    >>> parse_auto("auto"), parse_auto("auto:16"), parse_auto("auto:16-512")
+    ((None, None), (16, None), (16, 512))
+    """
+    match = _TEXT.fullmatch(text.strip())
+    if match is not None:
+        first, largest = (None if one is None else int(one) for one in match.groups())
+        if first is None or 0 < first <= (largest or first):
+            return first, largest
+    raise OptionError(
+        f"{label} {text}: must be auto, auto:FIRST or auto:FIRST-LARGEST, such as auto:64-1024"
+    )
