@@ -19,7 +19,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -34,6 +34,7 @@ from torch._subclasses.fake_tensor import (
 from wholebatch.core.splitting.samples import flatten
 from wholebatch.coupled.batchnorm.lock_step import Hold
 from wholebatch.errors import OptionError, UnsupportedError
+from wholebatch.memory.alike_blocks import CHECK, FEW, MORE, AlikeBlocks, find_alike_blocks
 from wholebatch.memory.fake_meter import FakeMeter
 from wholebatch.memory.fake_tensors import (
     as_on_cuda,
@@ -55,6 +56,9 @@ CUDA_WORKSPACES = 64 * 2**20
 
 _ENOUGH_IN_LOCK_STEP = 3
 """The number of lock-step micro-batches to simulate; each further one adds the same bytes."""
+
+_ROUNDING = 0.002
+"""The gap that buckets of a fixed size may make between a line and a simulation."""
 
 _STATE = "optimizer state"
 _LEAVING = ("host", "swap", "moments")
@@ -106,26 +110,22 @@ class _WindowOptions:
 
 @dataclass(frozen=True)
 class _Peaks:
-    """The peaks, by category, of a window's two halves, and its largest single allocation."""
+    """The peaks of a window's parts, by category, and its largest single allocation."""
 
-    adding: dict[str, int]
-    stepping: dict[str, int]
+    parts: dict[str, dict[str, int]]
     largest: int
 
     def of_more(self, before: _Peaks, more: int) -> _Peaks:
-        """Extrapolate to `more` micro-batches, each adding as much as this one since `before`."""
-        adding = {
-            name: size + more * (size - before.adding[name]) for name, size in self.adding.items()
+        """Extrapolate: `more` blocks or micro-batches add as much each as one did to `before`."""
+        parts = {
+            part: {name: now + more * (now - then[name]) for name, now in self.parts[part].items()}
+            for part, then in before.parts.items()
         }
-        return replace(self, adding=adding)
+        return replace(self, parts=parts)
 
-    def with_held(self, held: int) -> _Peaks:
-        """Add bytes that are held all the time."""
-        adding, stepping = (
-            {**half, "temporaries": half["temporaries"] + held}
-            for half in (self.adding, self.stepping)
-        )
-        return _Peaks(adding, stepping, self.largest)
+    def highest(self) -> dict[str, int]:
+        """Return the bytes by category of the part that needs most."""
+        return max(self.parts.values(), key=lambda one: sum(one.values()))
 
 
 @dataclass
@@ -138,6 +138,9 @@ class _Copy:
     has_run: bool = False
     trained: list[torch.nn.Parameter] | None = None
     """The parameters that a backward gives a gradient; None before the first backward."""
+    blocks: AlikeBlocks | None = None
+    number: int = 0
+    """The number of alike blocks that were left in it; 0 for all."""
 
 
 @dataclass(frozen=True)
@@ -182,6 +185,7 @@ class Predictor:
         self._copies: dict[tuple[Any, ...], _Copy] = {}
         self._steps: dict[tuple[Any, ...], _Stepped] = {}
         self._leaving: dict[tuple[Any, ...], _Peaks] = {}
+        self._is_linear = self._is_uneven = False
 
     def peak(self, batch: Any, **options: Any) -> Prediction:
         """Predict the peak for micro-batches like `batch`; the options are `predict_peak`'s."""
@@ -193,23 +197,57 @@ class Predictor:
         began = time.perf_counter()
         with nullcontext() if window.sharding is None else pretended_ranks(window.sharding.ranks):
             peaks = self._peaks(batch, window)
-        by_category = max(peaks.adding, peaks.stepping, key=lambda one: sum(one.values()))
+        by_category = dict(peaks.highest())
+        if self._on_cuda:
+            held = held_on_device(window.gradients, self._model, self.device)
+            by_category["temporaries"] += CUDA_WORKSPACES + held
         return Prediction(
             sum(by_category.values()), by_category, time.perf_counter() - began, peaks.largest
         )
 
     def _peaks(self, batch: Any, window: _WindowOptions) -> _Peaks:
-        """Simulate as many micro-batches as are needed to know the peaks of all."""
+        """Simulate as many micro-batches and blocks as are needed to know the peaks of all."""
         count, enough = window.micro_batches, _ENOUGH_IN_LOCK_STEP
         if window.lock_step is None:  # The third starts from the same state as the second.
-            return self._run(batch, replace(window, micro_batches=min(count, 2)))
+            window = replace(window, micro_batches=min(count, 2))
+            return self._extrapolated(batch, window) or self._run(batch, window)
         if count <= enough:
             return self._run(batch, window)
         before = self._run(batch, replace(window, micro_batches=enough - 1))
         last = self._run(batch, replace(window, micro_batches=enough))
         return last.of_more(before, count - enough)
 
-    def _run(self, batch: Any, window: _WindowOptions) -> _Peaks:
+    def _extrapolated(self, batch: Any, window: _WindowOptions) -> _Peaks | None:
+        """Return the peaks of a deep model from those of shallow ones; None if it is not deep."""
+        blocks = None if self._is_uneven else find_alike_blocks(self._model)
+        if blocks is None:
+            return None
+
+        def of(number: int) -> _Peaks:
+            with blocks.shortened(self._model, number):
+                return self._run(batch, window, blocks=blocks, number=number)
+
+        try:
+            few, more = of(FEW), of(MORE)
+            if not self._is_linear:
+                guess, found = more.of_more(few, CHECK - MORE).highest(), of(CHECK).highest()
+                gap = abs(sum(guess.values()) - sum(found.values()))
+                self._is_linear = gap <= _ROUNDING * sum(found.values())
+            if self._is_linear:
+                return more.of_more(few, len(blocks.names) - MORE)
+        except Exception:  # A model may count its blocks, and fail with fewer; all of them run then.
+            pass
+        self._is_uneven = True
+        return None
+
+    def _run(
+        self,
+        batch: Any,
+        window: _WindowOptions,
+        *,
+        blocks: AlikeBlocks | None = None,
+        number: int = 0,
+    ) -> _Peaks:
         """Return the peaks of a window whose micro-batches are like `batch`."""
         kinds: tuple[Any, ...] = tuple(
             (type(module), module.training) for module in self._model.modules()
@@ -218,6 +256,7 @@ class Predictor:
             kinds = (*kinds, window.sharding.ranks, group_now())
         if kinds not in self._copies:
             self._copies[kinds] = self._copy(window.sharding)
+            self._copies[kinds].blocks, self._copies[kinds].number = blocks, number
         copy = self._copies[kinds]
         # Gradients that leave with buckets of the same size leave at the same moments.
         alike = replace(window, gradients="device"), BUCKET_BYTES.get(window.gradients, 0)
@@ -234,10 +273,7 @@ class Predictor:
                 raise
         if leaves:
             self._leaving[key] = peaks
-        if not self._on_cuda:
-            return peaks
-        held = held_on_device(window.gradients, copy.model, self.device)
-        return peaks.with_held(CUDA_WORKSPACES + held)
+        return peaks
 
     def _place(self, window: _WindowOptions) -> str:
         """Return the place of the gradients; on a CPU, the host is the device."""
@@ -276,7 +312,13 @@ class Predictor:
             granule=CUDA_GRANULE if self._on_cuda else 1,
         )
         kernels = as_on_cuda() if self._is_missing else nullcontext()
-        with _untouched(self._model), _quiet(), masks_as_for(batch), kernels, copy.mode, meter:
+        landmarks: AbstractContextManager[None] = nullcontext()
+        if copy.blocks is not None:
+            landmarks = copy.blocks.landmarks(copy.model, copy.number, meter.reach)
+        around = (_untouched(self._model), _quiet(), masks_as_for(batch), kernels, landmarks)
+        with ExitStack() as entered:
+            for one in (*around, copy.mode, meter):
+                entered.enter_context(one)
             window = PlainWindow(
                 copy.model,
                 self._loss,
@@ -373,11 +415,11 @@ class Predictor:
         the forwards and backwards of a later window need what those of the first did, plus the
         state; its step needs what a second step with the same gradients does.
         """
-        adding, at_end = meter.peak_by_category, meter.current_by_category
+        adding, at_end = meter.peaks_by_part(), meter.current_by_category
         largest = meter.largest
         is_first = self._is_first(options)
         dtypes = [None if p.grad is None else p.grad.dtype for p in copy.model.parameters()]
-        key = (options.gradients, options.sharding, is_first, *dtypes)
+        key = (options.gradients, options.sharding, is_first, copy.number, *dtypes)
         if key not in self._steps:
             if not is_first:
                 window.step()
@@ -388,9 +430,10 @@ class Predictor:
             beyond = {name: size - at_end.get(name, 0) for name, size in peak.items()}
             self._steps[key] = _Stepped(made, beyond, meter.largest)
         stepped = self._steps[key]
-        adding[_STATE] += stepped.made
+        for part in adding.values():
+            part[_STATE] += stepped.made
         stepping = {name: at_end.get(name, 0) + size for name, size in stepped.beyond.items()}
-        return _Peaks(adding, stepping, max(largest, stepped.largest))
+        return _Peaks({**adding, "step": stepping}, max(largest, stepped.largest))
 
 
 def predict_peak(
