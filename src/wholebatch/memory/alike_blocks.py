@@ -97,7 +97,9 @@ def find_alike_blocks(model: nn.Module) -> AlikeBlocks | None:
 def _share_tensors(model: nn.Module, blocks: AlikeBlocks) -> bool:
     """True if a parameter of a block is used outside of it."""
     inside = [
-        id(p) for n in blocks.names for p in model.get_submodule(f"{blocks.inside}.{n}").parameters()
+        id(p)
+        for n in blocks.names
+        for p in model.get_submodule(f"{blocks.inside}.{n}").parameters()
     ]
     every = [id(p) for _, p in model.named_parameters(remove_duplicate=False)]
     return len(set(inside)) < len(inside) or sum(one in set(inside) for one in every) > len(inside)

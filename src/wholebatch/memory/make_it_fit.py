@@ -105,12 +105,14 @@ def ladder(
     device: torch.device | str | None = None,
     lowers: bool = True,
     sharding: Sharding | None = None,
+    predictor: Predictor | None = None,
 ) -> list[Rung]:
     """Return the peak of a micro-batch like `sample` as it is, and with each way to save memory.
 
-    With `lowers=False` the precision stays as it is. `sharding` is the model's current sharding.
+    With `lowers=False` the precision stays as it is. `sharding` is the model's current sharding. A
+    `predictor` of the same model need not simulate again what it has.
     """
-    predictor = Predictor(model, loss, optimizer=optimizer, device=device)
+    predictor = predictor or Predictor(model, loss, optimizer=optimizer, device=device)
     blocks = _blocks_to_checkpoint(model)
 
     def predict(precision: str, *, checkpoints: bool = False, **options: Any) -> Prediction:

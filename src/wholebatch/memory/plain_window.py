@@ -21,6 +21,7 @@ from wholebatch.core.noise_scale import Incoming
 from wholebatch.coupled.batchnorm.lock_step import Hold, LockStep
 from wholebatch.distributed.ddp import Buckets
 from wholebatch.memory.fsdp_sharding import Sharding, reduces_next
+from wholebatch.memory.zero_stages import FlatSlices
 from wholebatch.offload.parameter_buckets import BUCKET_BYTES, bucket_bytes, only
 from wholebatch.offload.transfer_to_host import ring_bytes
 
@@ -42,11 +43,14 @@ class PlainWindow:
     gradients: str = "device"
     noise: bool = False
     sharding: Sharding | None = None
+    slices: FlatSlices | None = None
 
     def __post_init__(self) -> None:
         hold, device = self.lock_step, next(self.model.parameters()).device
         self._in_lock_step = None if hold is None else LockStep(self.model, hold=hold)
         self._incoming = Incoming() if self.noise else None
+        if self.sharding is not None and not self.sharding.shards_parameters:
+            self.sharding = None
         self._casts = precisions.choose(self.precision, device.type, keeps=self.sharding is None)
         self._sixteen_bit = precisions.SixteenBit([self.optimizer] if self.optimizer else [])
         self._offloaded: _OffloadedGradients | None = None
@@ -142,7 +146,10 @@ class PlainWindow:
         """Run the optimizer's step; gradients stay."""
         if self.optimizer is not None:
             with self.around_update():
-                (self._offloaded or self.optimizer).step()
+                if self.slices is not None:
+                    self.slices.step(self.model)
+                else:
+                    (self._offloaded or self.optimizer).step()
 
     def clear(self) -> None:
         """Drop the gradients."""

@@ -46,6 +46,7 @@ from wholebatch.memory.fake_tensors import (
 )
 from wholebatch.memory.fsdp_sharding import Sharding, gathered, group_now, pretended_ranks, shard
 from wholebatch.memory.plain_window import PlainWindow, Reduction, held_on_device
+from wholebatch.memory.zero_stages import FLATTEN, FlatSlices, on_one_rank
 from wholebatch.offload.parameter_buckets import BUCKET_BYTES
 
 CUDA_GRANULE = 512
@@ -106,6 +107,11 @@ class _WindowOptions:
                 " a sharded model keeps its gradients where its engine does, and its micro-batches"
                 " run one after the other"
             )
+
+    @property
+    def shards(self) -> Sharding | None:
+        """Return the sharding of parameters; None if every rank holds them all."""
+        return self.sharding if self.sharding and self.sharding.shards_parameters else None
 
 
 @dataclass(frozen=True)
@@ -184,19 +190,27 @@ class Predictor:
         self._run_on = torch.device("cpu") if self._is_missing else self.device
         self._copies: dict[tuple[Any, ...], _Copy] = {}
         self._steps: dict[tuple[Any, ...], _Stepped] = {}
-        self._leaving: dict[tuple[Any, ...], _Peaks] = {}
+        self._known: dict[tuple[Any, ...], _Peaks] = {}
         self._is_linear = self._is_uneven = False
 
-    def peak(self, batch: Any, **options: Any) -> Prediction:
-        """Predict the peak for micro-batches like `batch`; the options are `predict_peak`'s."""
+    def peak(self, batch: Any, *, depth: int | None = None, **options: Any) -> Prediction:
+        """Predict the peak for micro-batches like `batch`; the options are `predict_peak`'s.
+
+        With `depth`, the model has this many of its `alike_blocks`, instead of all.
+        """
         window = _WindowOptions(**options)
         if window.gradients != "device":
             # Gradients off the device are reduced one bucket at a time, at the close, and noise is
             # not measured.
             window = replace(window, reduction=None, noise=False)
         began = time.perf_counter()
-        with nullcontext() if window.sharding is None else pretended_ranks(window.sharding.ranks):
-            peaks = self._peaks(batch, window)
+        shards = window.shards
+        with nullcontext() if shards is None else pretended_ranks(shards.ranks):
+            peaks = self._peaks(batch, window, depth)
+        if window.sharding is not None:
+            size = next(self._model.parameters()).element_size()
+            adjusted = on_one_rank(peaks.parts, window.sharding, self.elements(depth), size)
+            peaks = replace(peaks, parts=adjusted)
         by_category = dict(peaks.highest())
         if self._on_cuda:
             held = held_on_device(window.gradients, self._model, self.device)
@@ -205,21 +219,35 @@ class Predictor:
             sum(by_category.values()), by_category, time.perf_counter() - began, peaks.largest
         )
 
-    def _peaks(self, batch: Any, window: _WindowOptions) -> _Peaks:
+    def alike_blocks(self) -> AlikeBlocks | None:
+        """Return the blocks that predictions are extrapolated over; None if there are few."""
+        return None if self._is_uneven else find_alike_blocks(self._model)
+
+    def elements(self, depth: int | None = None) -> int:
+        """Return the number of parameters, with this many of the alike blocks."""
+        count = sum(parameter.numel() for parameter in self._model.parameters())
+        blocks = self.alike_blocks() if depth else None
+        if depth is None or blocks is None:
+            return count
+        one = self._model.get_submodule(f"{blocks.inside}.{blocks.names[-1]}")
+        each = sum(parameter.numel() for parameter in one.parameters())
+        return count + (depth - len(blocks.names)) * each
+
+    def _peaks(self, batch: Any, window: _WindowOptions, depth: int | None) -> _Peaks:
         """Simulate as many micro-batches and blocks as are needed to know the peaks of all."""
         count, enough = window.micro_batches, _ENOUGH_IN_LOCK_STEP
         if window.lock_step is None:  # The third starts from the same state as the second.
             window = replace(window, micro_batches=min(count, 2))
-            return self._extrapolated(batch, window) or self._run(batch, window)
+            return self._extrapolated(batch, window, depth) or self._run(batch, window)
         if count <= enough:
             return self._run(batch, window)
         before = self._run(batch, replace(window, micro_batches=enough - 1))
         last = self._run(batch, replace(window, micro_batches=enough))
         return last.of_more(before, count - enough)
 
-    def _extrapolated(self, batch: Any, window: _WindowOptions) -> _Peaks | None:
+    def _extrapolated(self, batch: Any, window: _WindowOptions, depth: int | None) -> _Peaks | None:
         """Return the peaks of a deep model from those of shallow ones; None if it is not deep."""
-        blocks = None if self._is_uneven else find_alike_blocks(self._model)
+        blocks = self.alike_blocks()
         if blocks is None:
             return None
 
@@ -234,8 +262,10 @@ class Predictor:
                 gap = abs(sum(guess.values()) - sum(found.values()))
                 self._is_linear = gap <= _ROUNDING * sum(found.values())
             if self._is_linear:
-                return more.of_more(few, len(blocks.names) - MORE)
-        except Exception:  # A model may count its blocks, and fail with fewer; all of them run then.
+                return more.of_more(few, (depth or len(blocks.names)) - MORE)
+        except (
+            Exception
+        ):  # A model may count its blocks, and fail with fewer; all of them run then.
             pass
         self._is_uneven = True
         return None
@@ -252,40 +282,39 @@ class Predictor:
         kinds: tuple[Any, ...] = tuple(
             (type(module), module.training) for module in self._model.modules()
         )
-        if window.sharding is not None:
-            kinds = (*kinds, window.sharding.ranks, group_now())
-        if kinds not in self._copies:
-            self._copies[kinds] = self._copy(window.sharding)
-            self._copies[kinds].blocks, self._copies[kinds].number = blocks, number
-        copy = self._copies[kinds]
-        # Gradients that leave with buckets of the same size leave at the same moments.
-        alike = replace(window, gradients="device"), BUCKET_BYTES.get(window.gradients, 0)
+        alike: tuple[Any, ...] = (replace(window, sharding=_as_simulated(window.sharding)),)
+        if self._place(window) in _LEAVING:
+            # Gradients that leave with buckets of the same size leave at the same moments.
+            bucket = BUCKET_BYTES.get(window.gradients, 0)
+            alike = (replace(alike[0], gradients="device"), "leaving", bucket)
         values = [leaf.value for leaf in flatten(batch)[0]]
         shapes = [(v.shape, v.stride(), v.dtype) for v in values if isinstance(v, torch.Tensor)]
-        key = (kinds, alike, *shapes)
-        leaves = self._place(window) in _LEAVING
-        peaks = self._leaving.get(key) if leaves else None
-        if peaks is None:
+        key = (kinds, *alike, *shapes)
+        if key not in self._known:
+            if window.shards is not None:
+                kinds = (*kinds, window.shards.ranks, group_now())
+            if kinds not in self._copies:
+                self._copies[kinds] = self._copy(window.shards, blocks, number)
             try:
-                peaks = self._simulated(copy, batch, window)
+                self._known[key] = self._simulated(self._copies[kinds], batch, window)
             except BaseException:
                 del self._copies[kinds]  # its state is unknown
                 raise
-        if leaves:
-            self._leaving[key] = peaks
-        return peaks
+        return self._known[key]
 
     def _place(self, window: _WindowOptions) -> str:
         """Return the place of the gradients; on a CPU, the host is the device."""
+        if window.sharding is not None and window.sharding.zero == 2:
+            return "host"  # ZeRO 2 keeps slices, which `on_one_rank` adds.
         to_host = window.gradients in ("host", "swap")
         return "device" if to_host and not self._on_cuda else window.gradients
 
-    def _copy(self, sharding: Sharding | None) -> _Copy:
+    def _copy(self, sharding: Sharding | None, blocks: AlikeBlocks | None, number: int) -> _Copy:
         mode = fake_mode_of(self._model)
         model, parameters = fake_model(self._model, mode, self._run_on)
         if sharding is not None:
             parameters = shard(model, mode, parameters, ranks=sharding.ranks, device=self._run_on)
-        return _Copy(mode, model, parameters)
+        return _Copy(mode, model, parameters, blocks=blocks, number=number)
 
     def _simulated(self, copy: _Copy, batch: Any, window: _WindowOptions) -> _Peaks:
         """Run the last micro-batch alone if that is enough, otherwise all of them."""
@@ -302,6 +331,10 @@ class Predictor:
         self, copy: _Copy, batch: Any, options: _WindowOptions, *, last_is_enough: bool
     ) -> _Peaks:
         optimizer = self._fake_optimizer(copy, options)
+        slices = None
+        if optimizer is not None and options.sharding is not None and options.sharding.zero:
+            with copy.mode:
+                slices = FlatSlices(optimizer, options.sharding)
         micros = [fake_batch(copy.mode, batch, self._run_on)] * options.micro_batches
         if options.lock_step is not None:  # They are alive at the same time.
             micros = [fake_batch(copy.mode, batch, self._run_on) for _ in micros]
@@ -319,6 +352,8 @@ class Predictor:
         with ExitStack() as entered:
             for one in (*around, copy.mode, meter):
                 entered.enter_context(one)
+            if slices is not None:
+                meter.mark("parameters", slices.slices)
             window = PlainWindow(
                 copy.model,
                 self._loss,
@@ -331,6 +366,7 @@ class Predictor:
                 gradients=self._place(options),
                 noise=options.noise and options.lock_step is None,
                 sharding=options.sharding,
+                slices=slices,
             )
             # Lock-step reads counts of samples, as an optimizer its steps; a loss may read nothing.
             numbers = meter.answering() if options.lock_step is not None else nullcontext()
@@ -376,7 +412,7 @@ class Predictor:
     ) -> None:
         """Run the forwards and backwards."""
         needs_state = window.steps_in_backward and not self._is_first(options)
-        alike = options.lock_step is None and options.sharding is None
+        alike = options.lock_step is None and options.shards is None
         # The size of a sparse gradient depends on the micro-batch.
         has_sparse = any(getattr(one, "sparse", False) is True for one in copy.model.modules())
         if alike and last_is_enough and len(micros) == 2 and not has_sparse:
@@ -394,7 +430,7 @@ class Predictor:
                     with_gradients=there,
                 )
         else:
-            if options.sharding is not None:
+            if options.shards is not None:
                 if not copy.has_run:  # The first forward creates the whole parameters.
                     window.add_all(micros[:1])
                     copy.model.zero_grad(set_to_none=True)
@@ -433,6 +469,8 @@ class Predictor:
         for part in adding.values():
             part[_STATE] += stepped.made
         stepping = {name: at_end.get(name, 0) + size for name, size in stepped.beyond.items()}
+        if window.slices is not None:
+            adding[FLATTEN] = {**at_end, _STATE: at_end[_STATE] + stepped.made}
         return _Peaks({**adding, "step": stepping}, max(largest, stepped.largest))
 
 
@@ -480,6 +518,11 @@ def predict_peak(
         noise=noise,
         sharding=sharding,
     )
+
+
+def _as_simulated(sharding: Sharding | None) -> Sharding | None:
+    """Return the sharding whose simulation this one shares: the place of offloaded state is not."""
+    return sharding and replace(sharding, offload=False)
 
 
 def _target_device(model: torch.nn.Module, device: torch.device | str | None) -> torch.device:
