@@ -476,7 +476,7 @@ def _show(console: Console, plan: Plan) -> None:
     if plan.micro_batch is None:
         from wholebatch.memory.make_it_fit import refusal
 
-        text = refusal(list(plan.rungs), plan.budget)
+        text = refusal(list(plan.rungs), plan.budget, advises=not plan.answer.hardware)
         console.print()
         say(console, text, style="red")
         _show_answer(console, plan)
@@ -510,8 +510,11 @@ def _show_answer(console: Console, plan: Plan) -> None:
                 *([price] * has_prices),
             )
         console.print(fitting(table, console.width))
+    elif plan.sync is None:
+        say(console, "With --parallel fsdp2 --gpus 8 this command also tells which GPUs would do.")
     for found in plan.answer.largest:
-        size = f"{found.parameters / 1e9:.3g} B parameters in {found.blocks} blocks like these"
+        blocks = "1 block" if found.blocks == 1 else f"{found.blocks} blocks"
+        size = f"{found.parameters / 1e9:.3g} B parameters in {blocks} like these"
         say(console, f"Largest model that fits here, {found.how}: {size}")
 
 

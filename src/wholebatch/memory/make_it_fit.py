@@ -152,7 +152,7 @@ def ladder(
     return rungs
 
 
-def refusal(rungs: list[Rung], budget: int) -> str:
+def refusal(rungs: list[Rung], budget: int, *, advises: bool = True) -> str:
     """Return the error message for a budget that one sample does not fit."""
     first, *others = rungs
     said = [
@@ -160,7 +160,9 @@ def refusal(rungs: list[Rung], budget: int) -> str:
     ]
     would = f"; with {', '.join(said)}" if said else ""
     helps = any(rung.fits for rung in others)
-    last = "" if helps else "; use a smaller model, shorter samples, or a larger device"
+    last = (
+        "" if helps or not advises else "; use a smaller model, shorter samples, or a larger device"
+    )
     return (
         f"memory={bytes_said(budget)}: a micro-batch of one sample needs"
         f" {bytes_said(first.peak)}{would}{last}"

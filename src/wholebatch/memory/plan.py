@@ -6,14 +6,14 @@ Everything here is predicted. It needs neither the device nor memory for the mod
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 
 from wholebatch.core.splitting.samples import Static
-from wholebatch.errors import OptionError
+from wholebatch.errors import OptionError, UnsupportedError
 from wholebatch.memory.activation_checkpointing import (
     checkpointed,
     is_checkpointed,
@@ -224,16 +224,17 @@ def make_plan(
             )
     found = Answer()
     if not fits and predictor.device.type == "cuda":
-        found = answer(
-            predictor,
-            model,
-            planned.sample(),
-            precision=_lowest(model, precision),
-            budget=budget,
-            ranks=ranks,
-            kinds=kinds or {},
-            prices=prices or {},
-        )
+        with suppress(UnsupportedError):  # FSDP2 takes no 16-bit parameters.
+            found = answer(
+                predictor,
+                model,
+                planned.sample(),
+                precision=next(iter(lower_precisions(model, precision)), precision),
+                budget=budget,
+                ranks=ranks,
+                kinds=kinds or {},
+                prices=prices or {},
+            )
     price = (prices or {}).get("here")
     return Plan(
         batch_size=batch_size,
@@ -251,10 +252,6 @@ def make_plan(
         answer=found,
         price=None if price is None else ranks * price,
     )
-
-
-def _lowest(model: torch.nn.Module, precision: str) -> str:
-    return next(iter(lower_precisions(model, precision)), precision)
 
 
 def _check_sizes(batch_size: int, ranks: int, budget: int) -> None:

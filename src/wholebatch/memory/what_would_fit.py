@@ -1,6 +1,6 @@
 """An answer for a model that does not fit: how many GPUs of which kind, sharded how, would do.
 
-One sample per micro-batch is simulated with checkpointed blocks on a few ranks and on very many.
+One sample per micro-batch is simulated with checkpointed blocks on 8 ranks and on 64.
 The peak is convex in 1 / ranks, so between the two a line is never too low.
 """
 
@@ -24,7 +24,8 @@ from wholebatch.memory.fsdp_sharding import Sharding, pretended_ranks
 from wholebatch.memory.predict import Prediction, Predictor
 from wholebatch.memory.zero_stages import host_bytes
 
-_FEW, _MANY = 8, 1024
+_FEW, _MANY = 8, 64
+"""The numbers of ranks that are simulated; more than the second are not proposed."""
 _MOST_BLOCKS = 100_000
 
 
@@ -58,7 +59,7 @@ class LargestModel:
 
 @dataclass(frozen=True)
 class Answer:
-    """The hardware that would do, the cheapest first, and the largest models that fit here."""
+    """The hardware that would do, without offload first, and the largest models that fit here."""
 
     hardware: tuple[Hardware, ...] = ()
     largest: tuple[LargestModel, ...] = ()
@@ -92,8 +93,17 @@ def answer(
             if (one := sharded.hardware(name, memory, offload, prices, can)) is not None
         ]
         largest = [] if predictor.alike_blocks() is None else sharded.largest(budget, max(2, ranks))
-    found.sort(key=lambda one: (one.price or 0.0, one.offload, one.gpus * one.memory))
-    return Answer(tuple(found), tuple(largest))
+    best = [one for one in found if not any(_is_better(other, one) for other in found)]
+    best.sort(key=lambda one: (one.offload, one.gpus * one.memory))
+    return Answer(tuple(best), tuple(largest))
+
+
+def _is_better(one: Hardware, than: Hardware) -> bool:
+    """True if these GPUs are as few and as small, and cost no more."""
+    if one is than or one.offload != than.offload:
+        return False
+    is_cheap = than.price is None or (one.price is not None and one.price <= than.price)
+    return one.gpus <= than.gpus and one.memory < than.memory and is_cheap
 
 
 @dataclass(eq=False)
@@ -130,8 +140,7 @@ class _Sharded:
         self, gpu: str, memory: int, offload: bool, prices: Mapping[str, float], checkpoints: bool
     ) -> Hardware | None:
         """Return the fewest GPUs of a kind, in whole machines of 8, that would do."""
-        counts = (_FEW * 2**power for power in range(8))
-        gpus = next((n for n in counts if self.need(n, offload) <= memory), None)
+        gpus = next((n for n in (8, 16, 24, 32, 48, 64) if self.need(n, offload) <= memory), None)
         if gpus is None:
             return None
         sharding = Sharding(gpus, "every", offload=offload)
