@@ -61,6 +61,18 @@ def test_what_the_last_backward_takes_beyond_the_others_is_communication() -> No
     assert sum(split.values()) == 14.75
 
 
+def test_the_reduction_of_a_single_micro_batch_is_told_from_its_backward() -> None:
+    """The link is the bottleneck then, not launches; the remedy is named."""
+    marks = [("data", 0.0), ("start", 0.0), ("forward", 0.0), ("backward", 20.0), ("done", 50.0)]
+    split = split_of(stamped(*marks, ("end", 52.0)), ranks=2, alone=8.0)
+    assert (split["backward"], split["communication"]) == (8.0, 22.0)
+    trial = Trial(Setting(8, WAY), 1, "measured", "", seconds=52.0, split=split)
+    named = name_bottleneck(trial, fixed=Fixed(25.0, 27.0, 2), used=0.1)
+    assert named.kind == "network"
+    assert "more micro-batches per update" in named.remedy
+    assert named.utilisation == pytest.approx(0.1 * 28 / 52)
+
+
 def test_a_graph_is_one_part() -> None:
     marks = [mark for mark in WINDOW if mark[0] not in ("forward", "backward")]
     split = split_of(stamped(*marks, tells_apart=False))

@@ -209,7 +209,7 @@ class WholeBatch:
         check_noise(every)
         coupled = self._runner.needs_every_rank() is not None
         self._probe = Probe(every, self._window, coupled=coupled)
-        self._fitting.measures_noise = True
+        self._fitting.noise = self._probe
 
     @property
     def noise(self) -> NoiseScale | None:

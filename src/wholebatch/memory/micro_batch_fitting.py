@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from wholebatch.core.noise_scale import Probe
 from wholebatch.core.precision import LossScale
 from wholebatch.core.splitting import Batches, Tokens, batch_size_of, joined, split_numbered
 from wholebatch.core.splitting.samples import readable_layout
@@ -127,7 +128,7 @@ class Fitting:
         gradients: str = "device",
     ) -> None:
         self._gradients = gradients
-        self.measures_noise = False
+        self.noise: Probe | None = None
         self._model = model.module if isinstance(model, DistributedDataParallel) else model
         self._loss = loss
         self._optimizer = optimizer
@@ -386,11 +387,16 @@ class Fitting:
                 choice, hold = choose_in_lock_step(*args, budget=budget, **options)
                 self._hold(hold)
             else:
-                options["noise"] = self.measures_noise and self._gradients == "device"
+                measures = self.noise is not None and self.noise.off is None
+                how = {**options, "budget": budget, "gradients": self._gradients}
                 choice = choose_on_device(
-                    *args, budget=budget, gradients=self._gradients, **options
+                    *args, noise=measures and self._gradients == "device", **how
                 )
-                del options["noise"]
+                if self.noise is not None and measures and not choice.fits:
+                    # An estimate is worth less than a run that keeps its budget.
+                    choice = choose_on_device(*args, **how)
+                    self.noise.off = "one sample fits the budget only without it"
+                    _log.info("the gradient noise scale is not measured: %s", self.noise.off)
                 if self._gradients == "device":  # a trial step would keep the others there too
                     choice = try_out(*args, choice, **options)
                 if not choice.fits:

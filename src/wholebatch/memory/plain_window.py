@@ -81,7 +81,7 @@ class PlainWindow:
         """
         self._begin()
         if after_forward:
-            self._forward(micro)
+            self.totals(micro)
         for parameter in with_gradients:
             dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype
             parameter.grad = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
@@ -102,7 +102,7 @@ class PlainWindow:
 
     def _add(self, micros: Sequence[Any]) -> None:
         if self._in_lock_step is not None and len(micros) > 1:
-            self._in_lock_step.run(micros, forward=self._forward, backward=torch.autograd.backward)
+            self._in_lock_step.run(micros, forward=self.totals, backward=torch.autograd.backward)
             after = self.reduction is not None
         else:
             self._add_in_turn(micros)
@@ -116,7 +116,7 @@ class PlainWindow:
         if self._incoming is not None:
             self._incoming.attach([p for p in self.model.parameters() if p.requires_grad])
         for place, micro in enumerate(micros):
-            totals = self._forward(micro)
+            totals = self.totals(micro)
             is_last = place == len(micros) - 1
             if self.sharding is not None:
                 reduces_next(self.model, is_last or self.sharding.sync == "every")
@@ -130,7 +130,8 @@ class PlainWindow:
         if self._incoming is not None:
             self._incoming.detach()
 
-    def _forward(self, micro: Any) -> list[torch.Tensor]:
+    def totals(self, micro: Any) -> list[torch.Tensor]:
+        """Run a forward; return the totals of its loss."""
         with self._casts.forward():
             result = as_loss(self.loss(self.model, micro))
         parts = [result] if isinstance(result, Loss) else result.by_name.values()
