@@ -64,8 +64,11 @@ def climb(
     rungs: list[Rung] = []
     mode, size = base, samples
     for what, change, own_size in changes:
+        before = mode, size
         mode, size = mode._replace(**change), min(size, own_size)
         together = measure(Setting(size, mode))
+        if together.status == "stopped":  # Far too slow here: the next steps do without it.
+            mode, size = before
         alone = None
         if len(rungs) > 1:  # The first step is alone.
             alone = measure(Setting(own_size, base._replace(**change)))
