@@ -295,7 +295,14 @@ def _show(console: Console, tuned: Tuned, *, subject: str) -> None:
     for line in (*tuned.bottleneck.evidence, *tuned.accumulation):
         say(console, line, indent=2)
     if tuned.ladder:
+        from wholebatch.tune.bottleneck import REMEDIES
+
         console.print(fitting(_ladder(tuned), console.width), highlight=False)
+        for kind in dict.fromkeys(one.bottleneck.kind for one in tuned.ladder if one.bottleneck):
+            say(console, f"bound by {kind}: {REMEDIES[kind]}", indent=2)
+        for rung in tuned.ladder:
+            if rung.together.seconds is None:
+                say(console, f"{rung.what}: {rung.together.why}", indent=2)
     if tuned.ranks is not None:
         console.print(fitting(_ranks(tuned), console.width), highlight=False)
 
@@ -313,22 +320,21 @@ def _split_table(tuned: Tuned) -> Table:
 def _ladder(tuned: Tuned) -> Table:
     """Return the table of steps, each on top of those above it, and alone."""
     table = plain_table(
-        *("step", ">peak", ">ms", ">peak alone", ">ms alone", ">used", "bound by", "what helps"),
+        *("step", ">peak", ">ms", ">peak alone", ">ms alone", ">utilisation", "bound by"),
         title="The ladder: each step on top of those above it, and alone",
     )
     for rung in tuned.ladder:
         cells = [*_cost(rung.together), *(_cost(rung.alone) if rung.alone else ("", ""))]
         bound = rung.bottleneck
         used = "" if bound is None or bound.utilisation is None else f"{bound.utilisation:.0%}"
-        helps = ("", "") if bound is None else (bound.kind, bound.remedy)
-        table.add_row(rung.what, *cells, used, *helps)
+        table.add_row(rung.what, *cells, used, "" if bound is None else bound.kind)
     return table
 
 
 def _cost(trial: Trial) -> tuple[str, str]:
     """Return the peak and the milliseconds of a window; a prediction has no time."""
     if trial.seconds is None:
-        return f"{bytes_said(trial.predicted)} predicted" if trial.predicted else "?", trial.why
+        return f"{bytes_said(trial.predicted)} predicted" if trial.predicted else "?", trial.status
     return bytes_said(trial.peak or 0), f"{1000 * trial.seconds:.1f}"
 
 

@@ -9,6 +9,7 @@ micro-batch's backward, or not at all: the truth lies between.
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -49,12 +50,19 @@ def share_of_arithmetic(
         return None  # The loss cannot run on these samples: do without this evidence.
     if counted is None or not seconds:
         return None
-    return counted / size * samples / seconds / _best_flops(device, precision, dtype)
+    fastest = _best_flops(device, precision, dtype, workload.clock)
+    return counted / size * samples / seconds / fastest
 
 
-def _seconds(device: torch.device, work: Callable[[], object], *, times: int) -> float:
+def _seconds(
+    device: torch.device,
+    work: Callable[[], object],
+    *,
+    times: int,
+    host: Callable[[], float] = time.perf_counter,
+) -> float:
     """Return the seconds of the fastest of some runs, after one that is not timed."""
-    clock = Clock(device)
+    clock = Clock(device, host)
     work()
     taken = []
     for _ in range(times):
@@ -64,12 +72,14 @@ def _seconds(device: torch.device, work: Callable[[], object], *, times: int) ->
     return min(taken)
 
 
-def _best_flops(device: torch.device, precision: str, dtype: torch.dtype) -> float:
-    """Return the FLOP/s of a large square matrix product here."""
+def _best_flops(
+    device: torch.device, precision: str, dtype: torch.dtype, host: Callable[[], float]
+) -> float:
+    """Return the FLOP/s of a large square matrix product here, by the clock of the windows."""
     kind = _DTYPE.get(precision, dtype)
     width = _WIDTH.get(device.type, 1024)
     one = torch.randn(width, width, device=device).to(kind)
-    seconds = _seconds(device, lambda: torch.mm(one, one), times=5)
+    seconds = _seconds(device, lambda: torch.mm(one, one), times=5, host=host)
     return 2.0 * width**3 / seconds
 
 

@@ -212,6 +212,7 @@ def _ladder(search: Search, facts: _ModelFacts, batch: Any, found: Tuned) -> tup
     divided = found.best.setting.micro_batch
     precisions = [mode.precision for mode in modes if mode.precision != base.precision]
     copies = copy_bandwidth(facts.device)
+    has_units = search.workload.options.get("units") is not None
 
     def bound(trial: Trial) -> Bottleneck:
         used = share_of_arithmetic(
@@ -225,8 +226,8 @@ def _ladder(search: Search, facts: _ModelFacts, batch: Any, found: Tuned) -> tup
         base=base,
         precision=precisions[0] if precisions else None,
         can_checkpoint=any(mode.checkpointing for mode in modes),
-        # On a CPU the host is the device: releasing gradients while they are made saves there.
-        offload="host" if facts.device.type == "cuda" else "release",
+        # On a CPU the host is the device. Releasing gradients saves there, if units are counted.
+        offload="release" if has_units and facts.device.type == "cpu" else "host",
         measure=search.measured,
         bound=bound,
     )
