@@ -54,6 +54,7 @@ def evaluate(session: Session) -> float:
     size = session.train.micro_batch_size or config.batch_size
     casts = precision.choose(config.autocast, world.device.type, keeps=False)
     sums: dict[str, tuple[float, float]] = {}
+    weights: dict[str, float] = {}
     with torch.random.fork_rng(), _evaluating(given), torch.no_grad():
         while (batch := batches.peek()) is not None and batches.position.epoch == 0:
             is_empty = isinstance(batch, Nothing)
@@ -62,6 +63,7 @@ def evaluate(session: Session) -> float:
                 with casts.forward():
                     found = as_loss(recipe.loss(given, to_device(micro, world.device)))
                 for name, part in _parts(found).items():
+                    weights[name] = float(getattr(part, "weight", 1.0))
                     total, units = sums.get(name, (0.0, 0.0))
                     if not is_empty:
                         total, units = total + float(part.total), units + float(part.units)
@@ -69,11 +71,12 @@ def evaluate(session: Session) -> float:
             batches.take()
     everyones = world.gathered(sums)
     return sum(
-        sum(of[name][0] for of in everyones) / sum(of[name][1] for of in everyones) for name in sums
+        weight * sum(of[name][0] for of in everyones) / sum(of[name][1] for of in everyones)
+        for name, weight in weights.items()
     )
 
 
-def _parts(found: Any) -> dict[str, Loss]:
+def _parts(found: Any) -> dict[str, Any]:
     return {"": found} if isinstance(found, Loss) else dict(found.by_name)
 
 

@@ -17,13 +17,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from wholebatch.core.loss import Loss, as_loss
-from wholebatch.core.precision import choose as choose_precision
 from wholebatch.core.readable_sizes import bytes_said
 from wholebatch.core.splitting import batch_size_of, to_device
 from wholebatch.distributed.process_group import largest_over_ranks, world_size
 from wholebatch.errors import OptionError, WholebatchError
 from wholebatch.memory.choose_micro_batch import resize_batch
+from wholebatch.memory.plain_window import PlainWindow
 from wholebatch.tune.settings import Trial
 from wholebatch.tune.window_timing import Clock, Workload
 
@@ -97,12 +96,8 @@ def _flops_of(
     """Count the floating-point operations of one forward and backward; None if none were seen."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    casts = choose_precision(precision, next(model.parameters()).device.type)
     with FlopCounterMode(display=False) as counter:
-        with casts.forward():
-            result = as_loss(loss(model, micro))
-        parts = [result] if isinstance(result, Loss) else result.by_name.values()
-        torch.autograd.backward([part.total for part in parts])
+        torch.autograd.backward(PlainWindow(model, loss, precision=precision).totals(micro))
     model.zero_grad(set_to_none=True)
     return counter.get_total_flops() or None
 
