@@ -84,7 +84,7 @@ def test_what_does_not_fit_is_refused_with_what_would_help(
     assert main(["train", recipe, "--out", str(out), "--memory", "1MiB"]) == 2
     said = capfd.readouterr().err
     assert said.startswith("error: memory=1.00 MiB: a micro-batch of one sample needs ")
-    assert "sharding over" in said
+    assert "wholebatch plan --gpus 8 --parallel fsdp2 tells which would do" in said
     assert not out.exists()
 
 

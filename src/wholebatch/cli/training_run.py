@@ -291,7 +291,7 @@ def fit_in(
             precision=config.autocast,
             lowers=not keeps_precision and config.precision != "bf16-pure",
         )
-        own = (place for place, rung in enumerate(rungs) if rung.fits and rung.devices == 1)
+        own = (place for place, rung in enumerate(rungs) if rung.fits)
         if world.parallel != "ddp":  # engines that shard or cut a model move gradients themselves
             own = (place for place in own if rungs[place].gradients == "device")
         chosen = next(own, _REFUSED)
