@@ -100,6 +100,9 @@ class Sizing:
 _log = logging.getLogger("wholebatch")
 
 
+_NO_ROOM = "one sample fits the budget only without it"
+
+
 class Fitting:
     """Sizes of micro-batches: as given, or the largest that the memory is predicted to hold.
 
@@ -325,6 +328,7 @@ class Fitting:
             "sizing": None if sizing is None else sizing.state_dict(),
             "most": None if sizing is None else sizing.most,
             "given": str(self._micro_batch),
+            "measures_noise": self.noise is None or self.noise.off != _NO_ROOM,
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
@@ -333,6 +337,8 @@ class Fitting:
             returns = self._micro_batch != "auto"
             self.sizing = Sizing(saved["sizing"]["size"], most=saved["most"], returns=returns)
             self.sizing.load_state_dict(saved["sizing"])
+            if self.noise is not None and not saved.get("measures_noise", True):
+                self.noise.off = _NO_ROOM
 
     def _highest(self) -> int | None:
         if self._device.type == "cuda":
@@ -395,7 +401,7 @@ class Fitting:
                 if self.noise is not None and measures and not choice.fits:
                     # An estimate is worth less than a run that keeps its budget.
                     choice = choose_on_device(*args, **how)
-                    self.noise.off = "one sample fits the budget only without it"
+                    self.noise.off = _NO_ROOM
                     _log.info("the gradient noise scale is not measured: %s", self.noise.off)
                 if self._gradients == "device":  # a trial step would keep the others there too
                     choice = try_out(*args, choice, **options)
