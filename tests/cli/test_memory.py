@@ -12,6 +12,7 @@ from tests.cli.helpers import EXACT, assert_same_bits, metrics_of, newest_checkp
 from wholebatch.cli import main
 from wholebatch.cli.run_settings import Given, resolve
 from wholebatch.cli.training_run import PeakMemory
+from wholebatch.core.readable_sizes import bytes_said
 from wholebatch.errors import OptionError
 
 WIDE = EXACT.replace("nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)", "Net()").replace(
@@ -84,7 +85,7 @@ def test_what_does_not_fit_is_refused_with_what_would_help(
     assert main(["train", recipe, "--out", str(out), "--memory", "1MiB"]) == 2
     said = capfd.readouterr().err
     assert said.startswith("error: memory=1.00 MiB: a micro-batch of one sample needs ")
-    assert "sharding over" in said
+    assert "wholebatch plan --gpus 8 --parallel fsdp2 tells which would do" in said
     assert not out.exists()
 
 
@@ -109,10 +110,11 @@ def test_fit_applies_the_least_and_the_run_keeps_it(
     assert fitting.peak < rungs[0].peak
     out = tmp_path / "run"
     budget = f"{fitting.peak + 4096}B"  # and the window's own sums
-    # What looking at the noise needs is not predicted, and here there is nothing to spare.
-    options = ["--memory", budget, "--fit", "--noise", "off"]
-    assert main(["train", recipe, "--out", str(out), *options]) == 0
-    assert "--fit: applied checkpointing of 4 blocks: one sample needs" in capfd.readouterr().out
+    # There is no room to look at the noise, so it is not looked at.
+    assert main(["train", recipe, "--out", str(out), "--memory", budget, "--fit"]) == 0
+    said = capfd.readouterr().out
+    assert "--fit: applied checkpointing of 4 blocks: one sample needs" in said
+    assert f"predicted peak {bytes_said(fitting.peak)}" in said
     settings = json.loads((out / "config.json").read_text())["settings"]
     assert settings["checkpointing"] is True
     assert settings["precision"] == "full"

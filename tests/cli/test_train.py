@@ -285,3 +285,61 @@ def test_without_its_library_the_command_says_how_to_get_it() -> None:
     )
     assert ran.returncode == 2
     assert ran.stderr == "error: the command line needs rich: pip install 'wholebatch[cli]'\n"
+
+
+VALIDATED = (
+    "def loss(model, micro):",
+    "def validation():\n    return [Points()[i] for i in range(7)]\n\ndef loss(model, micro):",
+)
+
+
+def test_workers_read_the_same_batches_and_held_out_data_changes_nothing(
+    command: Command, recipe: Write, tmp_path: Path
+) -> None:
+    """Dropout, random samples, a short last batch, two epochs: equal to the last bit."""
+    plain = command("train", recipe(), "--out", "plain")
+    path = recipe(NOISY, VALIDATED, name="validated.py")
+    ran = command("train", path, "--workers", 2, "--validate", 2, "--out", "ahead")
+    assert (plain.status, ran.status) == (0, 0), ran.err
+    here, ahead = (metrics_of(tmp_path / name) for name in ("plain", "ahead"))
+    assert [r["loss"] for r in ahead] == [r["loss"] for r in here]
+    assert [r["update"] for r in ahead if "validation_loss" in r] == [2, 4, 6]
+    assert "update 2: validation loss" in ran.out
+    assert "held out" in ran.out
+    refused = command("train", recipe(), "--validate", 2, "--out", "none")
+    assert "--validate 2:" in refused.err
+    assert "has no validation()" in refused.err
+
+
+def test_the_validation_loss_is_the_mean_over_all_held_out_samples(
+    command: Command, recipe: Write, tmp_path: Path
+) -> None:
+    change = (
+        "def loss(model, micro):",
+        "def validation():\n    return data()\n\ndef loss(model, micro):",
+    )
+    path = recipe(EXACT, change)
+    found = {}
+    for micro in (10, 3):
+        ran = command("train", path, "--micro-batch", micro, "--steps", 1, "--out", f"by-{micro}")
+        assert ran.status == 0, ran.err
+        found[micro] = metrics_of(tmp_path / f"by-{micro}")[-1]["validation_loss"]
+    assert found[3] == pytest.approx(found[10], rel=1e-12)
+
+
+def test_slow_data_is_reported(command: Command, recipe: Write) -> None:
+    slow = ("def __getitem__(self, index):", "def __getitem__(self, index):\n        sleep(0.002)")
+    start = ("import os, signal", "import os, signal\nfrom time import sleep")
+    ran = command("train", recipe(NOISY, slow, start), "--steps", 30, "--out", "slow")
+    assert ran.status == 0, ran.err
+    assert "of the time goes into reading data; --workers 4 reads ahead" in ran.out
+
+
+def test_batchnorm_is_an_option(command: Command, recipe: Write, tmp_path: Path) -> None:
+    norm = ("nn.Dropout(0.3)", "nn.BatchNorm1d(16)")
+    for policy in ("freeze", "layer"):
+        ran = command("train", recipe(NOISY, norm), "--batchnorm", policy, "--out", policy)
+        assert ran.status == 0, ran.err
+    freeze, layer = (newest_checkpoint(tmp_path / name)["model"] for name in ("freeze", "layer"))
+    assert "1.running_mean" in freeze
+    assert "1.running_mean" not in layer

@@ -24,6 +24,7 @@ from tests.distributed.problem import (
     loss,
     micro,
 )
+from tests.distributed.zero_memory import measured_peaks
 from tests.support import Whole, distance, sgd
 
 
@@ -355,6 +356,7 @@ def main() -> None:
         from tests.distributed.deepspeed_advice import in_another_order, two_engines, walked
 
         advice = {**walked(), "engines": two_engines(), "order": in_another_order()}
+    memory = measured_peaks() if only in ("", "memory") else {}
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, results)
     if dist.get_rank() == 0:
@@ -363,7 +365,8 @@ def main() -> None:
             for name in results
         }
         with open(sys.argv[1], "w", encoding="utf-8") as file:
-            json.dump({"errors": worst, "refused": said, "advice": advice}, file)
+            found = {"errors": worst, "refused": said, "advice": advice, "memory": memory}
+            json.dump(found, file)
     dist.destroy_process_group()
 
 

@@ -235,16 +235,12 @@ def test_the_ladder_says_what_each_rung_gives() -> None:
     model, optimizer = gpt()
     sample = texts(1)
     rungs = ladder(model, loss, sample, budget=1, optimizer=optimizer)
-    assert [rung.what for rung in rungs[:3]] == [
+    assert [rung.what for rung in rungs] == [
         "as it is",
         "bf16 autocast",
         "bf16 autocast and checkpointing of 4 blocks",
     ]
     assert not any(rung.fits for rung in rungs)
-    enough = rungs[2].peak - rungs[2].peak // 10
-    last = ladder(model, loss, sample, budget=enough, optimizer=optimizer)[-1]
-    assert (last.fits, last.devices) == (True, 2)
-    assert last.what == "and sharding over 2 devices"
     assert not any(is_checkpointed(module) for module in model.modules())
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from tests.memory.models import GPT, loss, mlp, tokens, vectors
 from wholebatch.cli.plan_command import plan
@@ -20,9 +21,11 @@ from wholebatch.errors import (
     UnsupportedError,
     WholebatchError,
 )
+from wholebatch.memory import alike_blocks
+from wholebatch.memory.alike_blocks import find_alike_blocks
 from wholebatch.memory.fsdp_sharding import Sharding, pretended_ranks
 from wholebatch.memory.plan import make_plan
-from wholebatch.memory.predict import predict_peak
+from wholebatch.memory.predict import Prediction, Predictor, predict_peak
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 
@@ -305,12 +308,61 @@ def test_plans_a_sharded_model() -> None:
         budget=2**30,
         ranks=4,
         optimizer=optimizer,
-        sync="every",
+        sharding=Sharding(4, "every"),
     )
     assert made.arithmetic() == "micro-batch 1 × 1 step × 4 ranks = 4 samples"
     assert made.sync == "every"
-    assert [row.sync for row in made.variants] == ["every", "every", "hold"]
+    ways = ["every", "every", "hold", "every, offload"]
+    assert [row.sync for row in made.variants] == ways
+    assert made.variants[-1].peak < made.variants[0].peak
     assert made.variants[0].peak == made.points[0].peak
+
+
+def test_answers_what_would_fit() -> None:
+    """In whole machines of 8, sharded, with and without offload."""
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters())
+    made = make_plan(
+        model,
+        loss,
+        vectors(1),
+        batch_size=8,
+        budget=2**20,
+        ranks=2,
+        optimizer=optimizer,
+        device="cuda",
+        variants=False,
+        kinds={"small": 2**30, "large": 2**31},
+        prices={"here": 1.5, "small": 4.0},
+    )
+    assert made.micro_batch is None
+    assert made.price == 3.0
+    plain, offloaded = made.answer.hardware  # "large" would do as well, but is larger
+    assert (plain.gpu, plain.gpus, plain.host, plain.price) == ("small", 8, 0, 32.0)
+    assert offloaded.peak < plain.peak <= plain.memory
+    assert offloaded.host == 16 * sum(p.numel() for p in model.parameters())
+
+
+def test_a_deep_model_is_predicted_from_a_shallow_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the byte, by category; a model whose blocks differ is simulated as a whole."""
+    model, deeper = GPT(layers=8), GPT(layers=10)
+
+    def adam(of: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(of.parameters())
+
+    monkeypatch.setattr(alike_blocks, "DEEP", 8)
+    for way in ({}, {"micro_batches": 1, "precision": "bf16"}):
+        short = Predictor(model, loss, optimizer=adam(model))
+        found: list[Prediction] = [short.peak(tokens(2), depth=d, **way) for d in (None, 10)]
+        assert short.elements(10) == sum(p.numel() for p in deeper.parameters())
+        with monkeypatch.context() as patch:
+            patch.setattr(alike_blocks, "DEEP", 99)
+            for one, of in zip(found, (model, deeper), strict=True):
+                whole = predict_peak(of, loss, tokens(2), optimizer=adam(of), **way)
+                assert one.by_category == whole.by_category, way
+    blocks = next(m for m in model.modules() if isinstance(m, nn.ModuleList | nn.Sequential))
+    blocks[3].requires_grad_(False)
+    assert find_alike_blocks(model) is None
 
 
 def test_refuses_what_cannot_be_sharded() -> None:

@@ -8,6 +8,7 @@ import torch
 from wholebatch.core.readable_sizes import PARTS
 from wholebatch.errors import OptionError
 from wholebatch.tune.bottleneck import Fixed, accumulation, fixed_cost, name_bottleneck
+from wholebatch.tune.ladder import climb
 from wholebatch.tune.machine_speed import RanksModel, parse_bandwidth
 from wholebatch.tune.settings import RunMode, Setting, Trial
 from wholebatch.tune.window_timing import Busy, Clock, Stamps, _covered, additions, split_of
@@ -59,6 +60,53 @@ def test_what_the_last_backward_takes_beyond_the_others_is_communication() -> No
     assert split["communication"] == 2.0
     assert split["backward"] == 6.0
     assert sum(split.values()) == 14.75
+
+
+def test_the_reduction_of_a_single_micro_batch_is_told_from_its_backward() -> None:
+    """The link is the bottleneck then, not launches; the remedy is named."""
+    marks = [("data", 0.0), ("start", 0.0), ("forward", 0.0), ("backward", 20.0), ("done", 50.0)]
+    split = split_of(stamped(*marks, ("end", 52.0)), ranks=2, alone=8.0)
+    assert (split["backward"], split["communication"]) == (8.0, 22.0)
+    trial = Trial(Setting(8, WAY), 1, "measured", "", seconds=52.0, split=split)
+    named = name_bottleneck(trial, fixed=Fixed(25.0, 27.0, 2), used=0.1)
+    assert named.kind == "network"
+    assert "more micro-batches per update" in named.remedy
+    assert named.utilisation == pytest.approx(0.1 * 28 / 52)
+
+
+def test_the_ladder_measures_each_step_alone_and_on_top_of_the_others() -> None:
+    seen: list[str] = []
+
+    def measure(setting: Setting) -> Trial:
+        seen.append(setting.said())
+        slow = setting.mode.precision == "bf16"
+        return Trial(setting, 1, "stopped" if slow else "measured", "", split={"forward": 1.0})
+
+    rungs = climb(
+        8,
+        2,
+        base=WAY,
+        precision="bf16",
+        can_checkpoint=True,
+        offload="release",
+        measure=measure,
+        bound=lambda trial: name_bottleneck(trial, fixed=None, used=0.5),
+    )
+    assert [rung.what for rung in rungs] == [
+        "as it is",
+        "bf16 precision",
+        "gradient checkpointing",
+        "accumulation, 2 × 4",
+        "gradients: release",
+    ]
+    assert [rung.together.setting.said() for rung in rungs[2:]] == [
+        "micro-batch 8, full, checkpointed, eager",  # bf16 was far too slow, and is left out
+        "micro-batch 2, full, checkpointed, eager",
+        "micro-batch 2, full, checkpointed, eager, gradients: release",
+    ]
+    assert rungs[4].alone is not None
+    assert rungs[4].alone.setting.said() == "micro-batch 8, full, eager, gradients: release"
+    assert rungs[0].to_dict()["remedy"] == "a lower precision, fewer operations, or more devices"
 
 
 def test_a_graph_is_one_part() -> None:

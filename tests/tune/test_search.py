@@ -245,10 +245,12 @@ def test_a_slow_way_is_left_after_one_size(searched: Callable[..., Search]) -> N
     assert tried[0].why == "stopped in its first window: more than 3 times slower"
 
 
-def test_of_equally_fast_settings_the_smallest_is_taken(searched: Callable[..., Search]) -> None:
-    found = searched(lambda setting: 100.0).recommended()
+@pytest.mark.parametrize(("budget", "size"), [(10**6, 64), (64 * 40, 32)])
+def test_of_equally_fast_settings(searched: Callable[..., Search], budget: int, size: int) -> None:
+    """The undivided batch where it leaves memory free; else as few parts as do."""
+    found = searched(lambda setting: 100.0, budget=budget).recommended()
     assert found is not None
-    assert found.setting.micro_batch == 1
+    assert found.setting.micro_batch == size
 
 
 def test_time_is_up(searched: Callable[..., Search]) -> None:

@@ -44,6 +44,27 @@ def _gpu_memory(value: str, label: str) -> str:
     return value if is_bytes else str(check("memory", value, label))
 
 
+GPUS = {"RTX 4090": 23.5, "A100 40GB": 39.4, "L40S": 44.4, "H100 80GB": 79.1, "H200": 139.8}
+"""The GiB that a program can use of GPUs in wide use."""
+
+
+def _prices(value: str, label: str) -> dict[str, float]:
+    """Return the prices by GPU; a plain number is that of the GPUs that are planned for."""
+    found = {}
+    for part in value.split(","):
+        name, _, number = part.rpartition("=")
+        name = name.strip() or "here"
+        try:
+            found[name] = float(number)
+        except ValueError:
+            found[name] = -1.0
+        if not found[name] >= 0 or name not in ("here", *GPUS):
+            raise OptionError(
+                f"{label} {part}: must be a price, or NAME=price with a name of {', '.join(GPUS)}"
+            )
+    return found
+
+
 @dataclass(frozen=True)
 class PlanOptions:
     """The options of `wholebatch plan`."""
@@ -66,9 +87,27 @@ class PlanOptions:
     gpus: int = option(1, "N", "Number of data-parallel GPUs.", check=whole_number())
     parallel: str = option(
         "ddp",
-        "ddp|fsdp2",
-        "ddp: the whole model on every GPU. fsdp2: sharded over them, block by block.",
-        check=one_of("ddp", "fsdp2"),
+        "ddp|fsdp2|deepspeed",
+        "ddp: the whole model on every GPU. fsdp2: sharded over them, block by block. deepspeed: "
+        "ZeRO, see --zero.",
+        check=one_of("ddp", "fsdp2", "deepspeed"),
+    )
+    zero: int | None = option(
+        None,
+        "1|2|3",
+        "ZeRO stage of deepspeed: shards optimizer state (1), gradients too (2), parameters too "
+        "(3). Default: 2.",
+        check=must_be("1, 2 or 3", lambda value: value in (1, 2, 3)),
+    )
+    offload: bool = option(
+        False, None, "With fsdp2 or deepspeed: keep sharded state in host memory.", flag="--offload"
+    )
+    price: dict[str, float] | None = option(
+        None,
+        "PRICE",
+        'Price of a GPU for an hour: a number for this one, or by name: H200=3.5,"H100 80GB"=2.',
+        typed=str | None,
+        check=_prices,
     )
     sync: str | None = option(
         None,
@@ -104,7 +143,7 @@ def plan(options: PlanOptions) -> int:
 
     Exit status: 0 if a micro-batch fits, 1 if none does.
     """
-    _check_sync(options)
+    _check_sharding(options)
     with Spinner(console_of(stderr=options.as_json)) as doing:
         doing("importing torch")
         made = _planned(options, doing)
@@ -115,7 +154,7 @@ def plan(options: PlanOptions) -> int:
 
 def _planned(options: PlanOptions, doing: Spinner) -> Plan:
     from wholebatch.compile.fusion import collection_paused
-    from wholebatch.memory.fsdp_sharding import choose_sync
+    from wholebatch.memory.fsdp_sharding import Sharding, choose_sync
     from wholebatch.memory.plan import make_plan
 
     gpus, sync = options.gpus, options.sync
@@ -128,10 +167,15 @@ def _planned(options: PlanOptions, doing: Spinner) -> Plan:
             f"--gpus {gpus}: an update of {size} samples has none for some of them; give a"
             " --batch-size of at least as many"
         )
+    sharding = None
     if options.parallel == "fsdp2":
         sync = sync or choose_sync(subject.model, ranks=gpus, budget=budget)
+        sharding = Sharding(gpus, sync, offload=options.offload)  # type: ignore[arg-type]
+    elif options.parallel == "deepspeed":
+        zero = options.zero or 2
+        sharding = Sharding(gpus, "every", zero, options.offload)  # type: ignore[arg-type]
     if not options.as_json:
-        over = "" if sync is None else f", sharded by FSDP2 (sync {sync})"
+        over = "" if sharding is None else f", sharded by {sharding.said()}"
         about = f": {subject.parameters:,} parameters, {subject.sample}; {gpus} × {where}{over}"
         say(doing.console, Text.assemble((subject.name, "bold"), about))
     doing("predicting the memory of each micro-batch")
@@ -148,7 +192,9 @@ def _planned(options: PlanOptions, doing: Spinner) -> Plan:
             precision="full" if precision == "fp32" else precision,
             device=device,
             variants=not options.quick,
-            sync=sync,  # type: ignore[arg-type]
+            sharding=sharding,
+            kinds={name: int(size * 2**30) for name, size in GPUS.items()},
+            prices=options.price,
         )
     if options.as_json:
         described = {"subject": subject.name, "parameters": subject.parameters, "device": device}
@@ -156,13 +202,17 @@ def _planned(options: PlanOptions, doing: Spinner) -> Plan:
     return made
 
 
-def _check_sync(options: PlanOptions) -> None:
-    is_sharded = options.parallel == "fsdp2"
-    if options.sync is not None and not (is_sharded and options.sync in ("hold", "every")):
-        raise OptionError(f"--sync {options.sync}: must be hold or every, with --parallel fsdp2")
-    if is_sharded and options.gpus < 2:
+def _check_sharding(options: PlanOptions) -> None:
+    parallel, sync = options.parallel, options.sync
+    if sync is not None and not (parallel == "fsdp2" and sync in ("hold", "every")):
+        raise OptionError(f"--sync {sync}: must be hold or every, with --parallel fsdp2")
+    if options.zero is not None and parallel != "deepspeed":
+        raise OptionError(f"--zero {options.zero}: is for --parallel deepspeed")
+    if options.offload and parallel == "ddp":
+        raise OptionError("--offload: is for --parallel fsdp2 or deepspeed")
+    if parallel != "ddp" and options.gpus < 2:
         raise OptionError(
-            f"--parallel fsdp2 with --gpus {options.gpus}: give the number of GPUs, from 2"
+            f"--parallel {parallel} with --gpus {options.gpus}: give the number of GPUs, from 2"
         )
 
 
@@ -426,15 +476,46 @@ def _show(console: Console, plan: Plan) -> None:
     if plan.micro_batch is None:
         from wholebatch.memory.make_it_fit import refusal
 
-        text = refusal(list(plan.rungs), plan.budget)
+        text = refusal(list(plan.rungs), plan.budget, advises=not plan.answer.hardware)
         console.print()
         say(console, text, style="red")
+        _show_answer(console, plan)
     else:
         larger = "" if plan.largest == plan.micro_batch else f" (up to {plan.largest} would fit)"
         console.print()
         say(console, Text.assemble((plan.arithmetic(), "bold"), larger))
+        if plan.price is not None:
+            say(console, f"price: {plan.price:,.2f} an hour for {plan.ranks} GPUs")
     if plan.variants:
         console.print(fitting(_variants(plan), console.width))
+
+
+def _show_answer(console: Console, plan: Plan) -> None:
+    """Print the hardware on which one sample would fit, and the largest model that fits here."""
+    if plan.answer.hardware:
+        has_prices = any(one.price is not None for one in plan.answer.hardware)
+        table = plain_table(
+            *(">GPUs", "of", "sharding", "precision", ">needed per GPU", ">host memory"),
+            *([">price an hour"] * has_prices),
+            padding=(0, 2, 0, 0),
+            header_style="bold",
+            title="\nWhat would do, with checkpointed blocks and one sample at a time",
+        )
+        for one in plan.answer.hardware:
+            gpu = "these" if one.gpu == "here" else one.gpu
+            price = "" if one.price is None else f"{one.price:,.2f}"
+            table.add_row(
+                *(str(one.gpus), gpu, one.sharding, one.precision, bytes_said(one.peak)),
+                bytes_said(one.host) if one.host else "-",
+                *([price] * has_prices),
+            )
+        console.print(fitting(table, console.width))
+    elif plan.sync is None:
+        say(console, "With --parallel fsdp2 --gpus 8 this command also tells which GPUs would do.")
+    for found in plan.answer.largest:
+        blocks = "1 block" if found.blocks == 1 else f"{found.blocks} blocks"
+        size = f"{found.parameters / 1e9:.3g} B parameters in {blocks} like these"
+        say(console, f"Largest model that fits here, {found.how}: {size}")
 
 
 def _bar(by_category: dict[str, int], scale: float, *, limit: int) -> Text:
@@ -463,7 +544,7 @@ def _variants(plan: Plan) -> Table:
 
     size = plan.variants[0].micro_batch
     table = plain_table(
-        *("precision", "checkpointing", "gradients"),
+        *("precision", "checkpointing", "sharding" if plan.sync else "gradients"),
         *(f">peak at {size}", ">largest micro-batch (estimate)"),
         padding=(0, 2, 0, 0),
         header_style="bold",

@@ -206,6 +206,14 @@ class Config:
         "moments: added into Adam's moments (an approximation).",
         check=one_of("device", "host", "swap", "release", "moments"),
     )
+    batchnorm: str = _batch_setting(
+        "exact",
+        "exact|statistics|freeze|group|layer|sync|refuse",
+        "What BatchNorm normalises by. exact: the whole batch. statistics: micro-batches, with "
+        "running statistics of the batch. freeze: running statistics. group, layer: GroupNorm or "
+        "one group instead. sync: over GPUs.",
+        check=one_of("exact", "statistics", "freeze", "group", "layer", "sync", "refuse"),
+    )
     lr_steps: int | None = _follows_setting(
         None,
         "N",
@@ -273,6 +281,20 @@ class Config:
         "on the batch size.",
         typed=str,
         check=_noise,
+    )
+    workers: int = _run_setting(
+        0,
+        "N",
+        "Processes that read batches ahead. The batches are the same.",
+        check=whole_number(0),
+        may_change=True,
+    )
+    validate: int | None = _run_setting(
+        None,
+        "N",
+        "Evaluate the recipe's validation() every N updates, beside once at the end.",
+        check=whole_number(),
+        may_change=True,
     )
     wandb: str | None = _run_setting(
         None,

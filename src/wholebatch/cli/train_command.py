@@ -95,6 +95,7 @@ def _train(
     from wholebatch.cli.error_messages import training_failures
     from wholebatch.cli.run_folder import checkpoint_of, find, resume_command
     from wholebatch.cli.training_run import build
+    from wholebatch.cli.validation import check_validation
 
     doing("reading the recipe")
     start = find(given, world, typed=typed)
@@ -108,6 +109,7 @@ def _train(
         session = world.together(
             lambda: build(recipe, start.config, world, fits=fits, keeps_precision=keeps)
         )
+        check_validation(session)
         world.together(lambda: _take_up(session, found, given.get("batch_size")))
         with training_failures(recipe.path, folder.path, world):  # a first batch may be read here
             doing("choosing the micro-batch")
@@ -170,6 +172,8 @@ def _idle(session: Session) -> Iterator[str]:
     yield from _unscaled(session)
     if world.asked != world.parallel:
         yield f"--parallel {world.asked} is for torchrun; this is one process"
+    if session.config.workers and not session.batches.reads_ahead:
+        yield "--workers reads ahead for datasets and one batch size; here it does nothing"
     if world.deadline is not None and world.ranks == 1:
         yield "a deadline is for the ranks of torchrun; this is one process"
 
@@ -400,6 +404,8 @@ def summary_rows(session: Session, outcome: Outcome, *, memory: str, folder: Pat
     """Return the results of a run, and the folder they are in."""
     train = session.train
     rows = [("loss", f"{outcome.first_loss:.4f} → {outcome.last_loss:.4f}")]
+    if outcome.validation_loss is not None:
+        rows.append(("held out", f"loss {outcome.validation_loss:.4f}"))
     if train.skipped:
         rows.append(("skipped", f"{train.skipped} windows made no update"))
     if session.spikes.count:

@@ -19,6 +19,7 @@ from wholebatch.cli.run_checkpoint import save_run
 from wholebatch.cli.run_folder import RunFolder
 from wholebatch.cli.stop_signal import StopRequest
 from wholebatch.cli.training_run import Session
+from wholebatch.cli.validation import evaluate, is_due
 from wholebatch.core.noise_scale import NoiseScale
 from wholebatch.core.plain_files import read_json
 from wholebatch.core.splitting import batch_size_of
@@ -27,6 +28,8 @@ from wholebatch.errors import StateError, WindowError
 
 _MOST_SKIPPED_IN_A_ROW = 50
 _MOST_SPIKES_TOLD = 5
+_LOOKED_AT, _SLOW_DATA = 20, 0.25
+"""After so many windows, data that takes more than this share of the time is reported."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,7 @@ class Outcome:
     first_loss: float | None
     last_loss: float | None
     batch: Any
+    validation_loss: float | None = None
 
 
 class _Stopped(Exception):
@@ -79,6 +83,9 @@ class _Loop:
     _metered: bool = True
     _skipped_in_a_row: int = 0
     _largest: tuple[int, Any] = (0, None)
+    _validation_loss: float | None = None
+    _reading: float = 0.0  # seconds of the windows since the meter was off
+    _windows: int = 0
 
     def __post_init__(self) -> None:
         self._checkpoints = Checkpoints(self.folder.checkpoints)
@@ -101,7 +108,9 @@ class _Loop:
         while session.progress < session.config.steps:
             if session.world.any(self.stop.requested):
                 return self._outcome(self._save(), 0, 0)
+            began = time.perf_counter()
             batch = session.batches.peek()
+            reading = time.perf_counter() - began
             session.position = session.batches.position
             rates = session.pace.begin(samples=session.batches.samples)
             session.batches.take()
@@ -109,6 +118,7 @@ class _Loop:
                 self._remember(batch)
             try:
                 self._window(batch, rates, whole=not mid_window)
+                self._watch_data(reading)
             except _Stopped as stopped:
                 return self._outcome(stopped.checkpoint, stopped.done, stopped.of)
             mid_window = False
@@ -167,6 +177,11 @@ class _Loop:
                 noise_high=_rounded(noise.high),
                 advice=noise.verdict,
             )
+        if is_due(session):
+            found["validation_loss"] = self._validation_loss = evaluate(session)
+            self.terminal.note(
+                f"update {train.updates}: validation loss {self._validation_loss:.4f}"
+            )
         found["memory"] = session.memory.measured
         found["recoveries"] = train.recoveries
         waited = train.waited
@@ -224,6 +239,20 @@ class _Loop:
                 "would never end"
             )
 
+    def _watch_data(self, reading: float) -> None:
+        """Warn once if reading data takes much of the time; `reading` is that of this window."""
+        if self._metered:
+            return
+        self._reading += reading
+        self._windows += 1
+        share = self._reading / max(1e-9, self._reading + self._seconds)
+        if self._windows == _LOOKED_AT and share > _SLOW_DATA:
+            workers = self.session.config.workers
+            self.terminal.note(
+                f"note: {share:.0%} of the time goes into reading data; "
+                + (f"--workers {max(4, 2 * workers)} reads ahead in more processes")
+            )
+
     def _remember(self, batch: Any) -> None:
         """Keep a full batch: how much memory it would have needed at once is asked at the end."""
         if self._largest[0] < self.session.config.batch_size:
@@ -252,6 +281,7 @@ class _Loop:
             first_loss=self._first_loss,
             last_loss=self._last_loss,
             batch=self._largest[1],
+            validation_loss=self._validation_loss,
         )
 
 

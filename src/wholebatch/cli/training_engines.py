@@ -88,6 +88,7 @@ def train_with(
         micro_batch=micro_batch_of(recipe, config),
         precision=config.autocast,  # type: ignore[arg-type]
         clip_norm=config.clip_norm,
+        batchnorm=config.batchnorm,  # type: ignore[arg-type]
         memory=Memory(config.budget, gradients=config.gradients),  # type: ignore[arg-type]
         execute=config.execute,  # type: ignore[arg-type]
         close=Close(

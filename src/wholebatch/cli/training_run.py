@@ -204,7 +204,11 @@ def build(
     """
     seed_generators(config.seed)
     batches = recipe.build_batches(
-        config.batch_size, seed=config.seed, rank=world.share, ranks=world.shares
+        config.batch_size,
+        seed=config.seed,
+        rank=world.share,
+        ranks=world.shares,
+        workers=config.workers,
     )
     config = paced(fitted_to(config, batches), recipe, batches)
     model = recipe.build_model()
@@ -261,7 +265,7 @@ def fitted_to(config: Config, batches: Batches) -> Config:
 
 def _check_last_batch(model: nn.Module, config: Config, batches: Batches, world: World) -> None:
     """Refuse a batch without a sample for every rank: exact BatchNorm needs one on each."""
-    if batches.length is None or not batchnorms(model):
+    if batches.length is None or config.batchnorm != "exact" or not batchnorms(model):
         return
     for size in (config.batch_size, batches.length % config.batch_size):
         if 0 < size < world.shares:
@@ -319,7 +323,7 @@ def fit_in(
             precision=config.autocast,
             lowers=not keeps_precision and config.precision != "bf16-pure",
         )
-        own = (place for place, rung in enumerate(rungs) if rung.fits and rung.devices == 1)
+        own = (place for place, rung in enumerate(rungs) if rung.fits)
         if world.parallel != "ddp":  # engines that shard or cut a model move gradients themselves
             own = (place for place in own if rungs[place].gradients == "device")
         chosen = next(own, _REFUSED)

@@ -98,6 +98,13 @@ class TuneOptions:
     seconds: float = measuring.seconds_option(300.0, "Start no new setting after this time.", _HOW)
     clock: str = measuring.clock_option(_HOW)
     exhaustive: bool = _how(False, None, "Measure every setting that fits.", flag="--exhaustive")
+    ladder: bool = _how(
+        False,
+        None,
+        "Also measure precision, checkpointing, accumulation and gradient offload, alone and "
+        "together: memory, time and what bounds each.",
+        flag="--ladder",
+    )
     bandwidth: str | None = _how(
         None,
         "RATE",
@@ -182,7 +189,7 @@ def _tune(
     config = resolve(given, recipe.defaults, stored=None)
     is_pure, precisions = config.precision == "bf16-pure", options.precision
     if precisions is None:
-        also = ("bf16",) if where.type == "cuda" and not is_pure else ()
+        also = ("bf16",) if (where.type == "cuda" or options.ladder) and not is_pure else ()
         precisions = tuple(dict.fromkeys((config.autocast, *also)))
     elif "bf16-pure" in precisions:
         raise OptionError("--precision bf16-pure: set it in the recipe's defaults; it is then kept")
@@ -208,6 +215,7 @@ def _tune(
         executes=options.execute,
         limits=Limits(total=options.seconds),
         exhaustive=options.exhaustive,
+        ladder=options.ladder,
         ranks=options.ranks or [2, 4, 8, 16, 32, 64],
         clock=measuring.CLOCKS[options.clock],
         unit=recipe.unit,
@@ -280,9 +288,21 @@ def _show(console: Console, tuned: Tuned, *, subject: str) -> None:
     title = f"{subject}: batch of {tuned.batch_size} on {tuned.device}"
     console.print(panel(title, body, "green"), highlight=False)
     console.print(fitting(_split_table(tuned), console.width), highlight=False)
-    say(console, f"Bottleneck: {tuned.bottleneck.kind}", style="bold")
+    bound = tuned.bottleneck
+    used = "" if bound.utilisation is None else f", utilisation {bound.utilisation:.0%}"
+    say(console, f"Bottleneck: {bound.kind}{used}", style="bold")
+    say(console, f"What helps: {bound.remedy}", indent=2)
     for line in (*tuned.bottleneck.evidence, *tuned.accumulation):
         say(console, line, indent=2)
+    if tuned.ladder:
+        from wholebatch.tune.bottleneck import REMEDIES
+
+        console.print(fitting(_ladder(tuned), console.width), highlight=False)
+        for kind in dict.fromkeys(one.bottleneck.kind for one in tuned.ladder if one.bottleneck):
+            say(console, f"bound by {kind}: {REMEDIES[kind]}", indent=2)
+        for rung in tuned.ladder:
+            if rung.together.seconds is None:
+                say(console, f"{rung.what}: {rung.together.why}", indent=2)
     if tuned.ranks is not None:
         console.print(fitting(_ranks(tuned), console.width), highlight=False)
 
@@ -295,6 +315,27 @@ def _split_table(tuned: Tuned) -> Table:
         if split.get(part):
             table.add_row(part, f"{1000 * split[part]:.2f}", f"{split[part] / window:.0%}")
     return table
+
+
+def _ladder(tuned: Tuned) -> Table:
+    """Return the table of steps, each on top of those above it, and alone."""
+    table = plain_table(
+        *("step", ">peak", ">ms", ">peak alone", ">ms alone", ">utilisation", "bound by"),
+        title="The ladder: each step on top of those above it, and alone",
+    )
+    for rung in tuned.ladder:
+        cells = [*_cost(rung.together), *(_cost(rung.alone) if rung.alone else ("", ""))]
+        bound = rung.bottleneck
+        used = "" if bound is None or bound.utilisation is None else f"{bound.utilisation:.0%}"
+        table.add_row(rung.what, *cells, used, "" if bound is None else bound.kind)
+    return table
+
+
+def _cost(trial: Trial) -> tuple[str, str]:
+    """Return the peak and the milliseconds of a window; a prediction has no time."""
+    if trial.seconds is None:
+        return f"{bytes_said(trial.predicted)} predicted" if trial.predicted else "?", trial.status
+    return bytes_said(trial.peak or 0), f"{1000 * trial.seconds:.1f}"
 
 
 def _ranks(tuned: Tuned) -> Table:

@@ -107,7 +107,7 @@ class Autocast(Precision):
     window as one more level of nesting extends that to the window's end. The weights do not change
     in between, so the casts hold the same numbers, and their backward is the same cast.
 
-    With `keeps=False` casts are kept for one forward only. An engine that frees weights between
+    With `keeps=False` casts are not kept. An engine that frees weights between blocks or
     micro-batches would leave their casts behind. And FSDP2 reduces a block's gradients when the
     block's backward is over, while the backward of a cast made by an earlier micro-batch comes
     later.
@@ -122,7 +122,8 @@ class Autocast(Precision):
         self._copies: dict[tuple[int, object], tuple[int, Any]] = {}
 
     def forward(self) -> AbstractContextManager[object]:
-        return torch.autocast(self._device_type, dtype=self._dtype)
+        # Without a cache, a checkpointed block's casts are freed with the block's whole weights.
+        return torch.autocast(self._device_type, dtype=self._dtype, cache_enabled=self._keeps)
 
     def copy_of(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         if weight.dtype is dtype:

@@ -18,7 +18,7 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 
 from wholebatch.memory.fake_tensors import run_fake
-from wholebatch.memory.meter import MemoryMeter, storage_id
+from wholebatch.memory.meter import MemoryMeter, Record, by_category, storage_id
 
 _MOST = 1 << 14
 """The number of cached results; a model asks for some hundred different ones at each size."""
@@ -82,6 +82,39 @@ class FakeMeter(MemoryMeter):
         self._answers = False
         self._mode: FakeTensorMode | None = None  # of the first fake tensor that is seen
         self._attributes: dict[torch.device, dict[str, Any]] = {}  # of fake tensors on a device
+
+        self._place = "0 start"
+        self._at_peaks: dict[str, list[Record]] = {}  # of the parts before this one
+        self._largest = 0
+
+    def reach(self, place: str) -> None:
+        """End a part of a window, whose peak is kept, and begin the one at `place`."""
+        self._keep_part()
+        count = sum(known.endswith(place) for known in self._at_peaks)
+        self._place = f"{count} {place}"  # Several micro-batches come by.
+        self._ledger.reset_peak()
+
+    def _keep_part(self) -> None:
+        self._largest = self.largest
+        self._at_peaks[self._place] = self._ledger.at_peak()
+
+    def peaks_by_part(self) -> dict[str, dict[str, int]]:
+        """Return the bytes by category at the peak of each part since the last reset."""
+        self._mark_known()
+        self._keep_part()
+        return {place: by_category(records) for place, records in self._at_peaks.items()}
+
+    def reset_peak(self) -> None:
+        """Reset the peak to the bytes that are alive now, and forget the parts before."""
+        super().reset_peak()
+        self._largest = 0
+        self._at_peaks.clear()
+        self._place = "0 start"
+
+    @property
+    def largest(self) -> int:
+        """The bytes of the largest storage made since the start or `reset_peak`."""
+        return max(self._largest, self._ledger.largest)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

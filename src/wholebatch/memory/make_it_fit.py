@@ -1,7 +1,7 @@
 """Ways to make a micro-batch of one sample fit, their predicted peaks, and applying them.
 
 The ways are tried from the cheapest on: compute in 16 bit, checkpoint activations, keep gradients
-on the host, shard the model over devices. All but sharding can be applied here.
+on the host. Devices on which a model would fit are the matter of `what_would_fit`.
 """
 
 from __future__ import annotations
@@ -26,9 +26,6 @@ from wholebatch.memory.choose_micro_batch import Choice, choose_micro_batch, nee
 from wholebatch.memory.fsdp_sharding import Sharding
 from wholebatch.memory.predict import Prediction, Predictor
 
-_SHARDED = ("parameters", "gradients", "optimizer state")
-_MOST_DEVICES = 1024
-
 
 @dataclass(frozen=True)
 class Rung:
@@ -39,7 +36,6 @@ class Rung:
     fits: bool
     precision: str
     checkpoints: bool
-    devices: int = 1
     gradients: str = "device"
     """The place of the gradients; only ways that make the same update are tried."""
 
@@ -77,7 +73,7 @@ def fit(
     options["budget"] = budget
     sample = resize_batch(batch, 1, static=static)
     rungs = ladder(model, loss, sample, precision=precision, **options)
-    rung = next((one for one in rungs if one.fits and one.devices == 1), None)
+    rung = next((one for one in rungs if one.fits), None)
     if rung is None:
         raise OptionError(refusal(rungs, budget))
     blocks = with_checkpoints(model, _blocks_to_checkpoint(model)) if rung.checkpoints else []
@@ -105,12 +101,14 @@ def ladder(
     device: torch.device | str | None = None,
     lowers: bool = True,
     sharding: Sharding | None = None,
+    predictor: Predictor | None = None,
 ) -> list[Rung]:
     """Return the peak of a micro-batch like `sample` as it is, and with each way to save memory.
 
-    With `lowers=False` the precision stays as it is. `sharding` is the model's current sharding.
+    With `lowers=False` the precision stays as it is. `sharding` is the model's current sharding. A
+    `predictor` of the same model need not simulate again what it has.
     """
-    predictor = Predictor(model, loss, optimizer=optimizer, device=device)
+    predictor = predictor or Predictor(model, loss, optimizer=optimizer, device=device)
     blocks = _blocks_to_checkpoint(model)
 
     def predict(precision: str, *, checkpoints: bool = False, **options: Any) -> Prediction:
@@ -134,23 +132,16 @@ def ladder(
         what = f"{also} autocast and " if also else ""
         what += f"checkpointing of {len(blocks)} blocks"
         rungs.append(Rung(what, found.peak, fits(found), also or precision, True))
-        best = min(best, as_is, found, key=lambda one: one.peak)
-    if sharding is not None:
-        return rungs
-    if predictor.device.type == "cuda":  # The host is slower, so combine it with the other ways.
+    if sharding is None and predictor.device.type == "cuda":
+        # The host is slower, so combine it with the other ways.
         last = rungs[-1]
         best = predict(last.precision, checkpoints=last.checkpoints, gradients="host")
         what = "gradients on the host" if len(rungs) == 1 else f"{last.what}, gradients on the host"
         rungs.append(replace(last, what=what, peak=best.peak, fits=fits(best), gradients="host"))
-    devices = None if fits(best) else _devices_needed(best, budget)
-    if devices is not None:
-        peak = _sharded(best, devices)
-        what = f"and sharding over {devices} devices"
-        rungs.append(Rung(what, peak, True, lower or precision, bool(blocks), devices))
     return rungs
 
 
-def refusal(rungs: list[Rung], budget: int) -> str:
+def refusal(rungs: list[Rung], budget: int, *, advises: bool = True) -> str:
     """Return the error message for a budget that one sample does not fit."""
     first, *others = rungs
     said = [
@@ -158,7 +149,12 @@ def refusal(rungs: list[Rung], budget: int) -> str:
     ]
     would = f"; with {', '.join(said)}" if said else ""
     helps = any(rung.fits for rung in others)
-    last = "" if helps else "; use a smaller model, shorter samples, or a larger device"
+    last = ""
+    if advises and not helps:
+        last = (
+            "; use a smaller model, shorter samples, or a larger device: wholebatch plan --gpus 8"
+        )
+        last += " --parallel fsdp2 tells which would do"
     return (
         f"memory={bytes_said(budget)}: a micro-batch of one sample needs"
         f" {bytes_said(first.peak)}{would}{last}"
@@ -174,17 +170,3 @@ def lower_precisions(model: torch.nn.Module, precision: str) -> list[str]:
 def _blocks_to_checkpoint(model: torch.nn.Module) -> list[str]:
     modules = dict(model.named_modules())
     return [name for name in repeated_blocks(model) if not is_checkpointed(modules[name])]
-
-
-def _sharded(prediction: Prediction, devices: int) -> int:
-    """Return the peak with parameters, gradients and optimizer state divided over the devices.
-
-    The layer that FSDP gathers is not counted.
-    """
-    shared = sum(prediction.by_category[name] for name in _SHARDED)
-    return prediction.peak - shared + -(-shared // devices)
-
-
-def _devices_needed(prediction: Prediction, budget: int) -> int | None:
-    powers = (2**power for power in range(1, _MOST_DEVICES.bit_length()))
-    return next((devices for devices in powers if _sharded(prediction, devices) <= budget), None)

@@ -345,12 +345,16 @@ class StorageLedger:
 
     def current_by_category(self) -> dict[str, int]:
         """Return the live bytes now, by category, with 0 for empty ones."""
-        return _by_category(list(self.live.values()))
+        return by_category(list(self.live.values()))
 
     def peak_by_category(self) -> dict[str, int]:
         """Return the bytes alive at the peak, by category; they add up to `peak`."""
-        at_peak = [r for r in list(self.live.values()) if r.born <= self._peak_at]
-        return _by_category(at_peak + self._dead_since_peak)
+        return by_category(self.at_peak())
+
+    def at_peak(self) -> list[Record]:
+        """Return the records that were alive at the peak."""
+        live = [record for record in list(self.live.values()) if record.born <= self._peak_at]
+        return live + self._dead_since_peak
 
     def _grow(self, nbytes: int) -> None:
         self.current += nbytes
@@ -375,7 +379,8 @@ class StorageLedger:
         return -(-nbytes // self._granule) * self._granule
 
 
-def _by_category(records: list[Record]) -> dict[str, int]:
+def by_category(records: list[Record]) -> dict[str, int]:
+    """Return the bytes of records by category, with 0 for empty ones."""
     totals = dict.fromkeys(CATEGORIES, 0)
     for record in records:
         totals[record.category] = totals.get(record.category, 0) + record.nbytes

@@ -20,6 +20,7 @@ from wholebatch.core.loss import Loss, as_loss
 from wholebatch.coupled.batchnorm.lock_step import Hold, LockStep
 from wholebatch.distributed.ddp import Buckets
 from wholebatch.memory.fsdp_sharding import Sharding, reduces_next
+from wholebatch.memory.zero_stages import FlatSlices
 from wholebatch.offload.parameter_buckets import BUCKET_BYTES, bucket_bytes, only
 from wholebatch.offload.transfer_to_host import ring_bytes
 
@@ -40,10 +41,13 @@ class PlainWindow:
     sent: Callable[[torch.Tensor], None] = lambda flat: None
     gradients: str = "device"
     sharding: Sharding | None = None
+    slices: FlatSlices | None = None
 
     def __post_init__(self) -> None:
         hold, device = self.lock_step, next(self.model.parameters()).device
         self._in_lock_step = None if hold is None else LockStep(self.model, hold=hold)
+        if self.sharding is not None and not self.sharding.shards_parameters:
+            self.sharding = None
         self._casts = precisions.choose(self.precision, device.type, keeps=self.sharding is None)
         self._sixteen_bit = precisions.SixteenBit([self.optimizer] if self.optimizer else [])
         self._offloaded: _OffloadedGradients | None = None
@@ -74,7 +78,7 @@ class PlainWindow:
         """
         self._begin()
         if after_forward:
-            self._forward(micro)
+            self.totals(micro)
         for parameter in with_gradients:
             dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype
             parameter.grad = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
@@ -95,7 +99,7 @@ class PlainWindow:
 
     def _add(self, micros: Sequence[Any]) -> None:
         if self._in_lock_step is not None and len(micros) > 1:
-            self._in_lock_step.run(micros, forward=self._forward, backward=torch.autograd.backward)
+            self._in_lock_step.run(micros, forward=self.totals, backward=torch.autograd.backward)
             after = self.reduction is not None
         else:
             self._add_in_turn(micros)
@@ -107,7 +111,7 @@ class PlainWindow:
 
     def _add_in_turn(self, micros: Sequence[Any]) -> None:
         for place, micro in enumerate(micros):
-            totals = self._forward(micro)
+            totals = self.totals(micro)
             is_last = place == len(micros) - 1
             if self.sharding is not None:
                 reduces_next(self.model, is_last or self.sharding.sync == "every")
@@ -117,7 +121,8 @@ class PlainWindow:
                 torch.autograd.backward(totals)
             del totals
 
-    def _forward(self, micro: Any) -> list[torch.Tensor]:
+    def totals(self, micro: Any) -> list[torch.Tensor]:
+        """Run a forward; return the totals of its loss."""
         with self._casts.forward():
             result = as_loss(self.loss(self.model, micro))
         parts = [result] if isinstance(result, Loss) else result.by_name.values()
@@ -133,7 +138,10 @@ class PlainWindow:
         """Run the optimizer's step; gradients stay."""
         if self.optimizer is not None:
             with self.around_update():
-                (self._offloaded or self.optimizer).step()
+                if self.slices is not None:
+                    self.slices.step(self.model)
+                else:
+                    (self._offloaded or self.optimizer).step()
 
     def clear(self) -> None:
         """Drop the gradients."""

@@ -5,15 +5,15 @@ Everything here is predicted. It needs neither the device nor memory for the mod
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 
 from wholebatch.core.splitting.samples import Static
-from wholebatch.errors import OptionError
+from wholebatch.errors import OptionError, UnsupportedError
 from wholebatch.memory.activation_checkpointing import (
     checkpointed,
     is_checkpointed,
@@ -23,6 +23,7 @@ from wholebatch.memory.choose_micro_batch import largest_fitting, needed, resize
 from wholebatch.memory.fsdp_sharding import Sharding, pretended_ranks
 from wholebatch.memory.make_it_fit import Rung, ladder, lower_precisions
 from wholebatch.memory.predict import Prediction, Predictor
+from wholebatch.memory.what_would_fit import Answer, answer
 
 _POINTS = 4
 """The number of sizes to predict: enough to show a line and its bend."""
@@ -74,6 +75,10 @@ class Plan:
     seconds: float
     sync: str | None = None
     """The time at which a sharded model reduces its gradients; None if it is not sharded."""
+    answer: Answer = field(default_factory=Answer)
+    """The hardware that would do if nothing fits, and the largest models that fit here."""
+    price: float | None = None
+    """The price of the GPUs for an hour, if that of one is given."""
 
     def arithmetic(self) -> str:
         """Return the arithmetic of the batch as one line, to print before training begins."""
@@ -158,6 +163,8 @@ class _PeaksBySize:
         low = self.need(1) if like is None else high - like.need(size) + like.need(1)
         if low > budget:  # Never report "nothing fits" from an estimate.
             low = self.need(1)
+        elif size == 1 < self.planned.most:
+            return replace(self.variant(2, checkpointing=checkpointing), micro_batch=1, peak=high)
         slope = max(1.0, (high - low) / max(1, size - 1))
         about = 0 if low > budget else min(self.planned.most, 1 + int((budget - low) / slope))
         peak = self.at(size).peak
@@ -177,27 +184,31 @@ def make_plan(
     device: torch.device | str | None = None,
     static: Static = (),
     variants: bool = True,
-    sync: Literal["hold", "every"] | None = None,
+    sharding: Sharding | None = None,
+    kinds: Mapping[str, int] | None = None,
+    prices: Mapping[str, float] | None = None,
 ) -> Plan:
     """Plan updates of `batch_size` samples over `ranks` devices with `budget` bytes each.
 
-    With `sync`, FSDP2 shards the model over them block by block: `"hold"` keeps whole gradients
-    until the last micro-batch, `"every"` keeps slices. Otherwise each device holds the whole model.
+    `sharding` spreads the model over them: by FSDP2 block by block, or by a stage of DeepSpeed's
+    ZeRO. Otherwise each device holds the whole model. `kinds` are the bytes of other GPUs by name,
+    to answer what would do; `prices` are those of a GPU for an hour, "here" that of a planned one.
     """
     _check_sizes(batch_size, ranks, budget)
-    sharding = None if sync is None else Sharding(ranks, sync)
     predictor = Predictor(model, loss, optimizer=optimizer, device=device)
     most = -(-batch_size // ranks)
     planned = _Planned(predictor, model, batch, static, budget, ranks, most, sharding)
     here = planned.peaks(precision)
     # Use one group for all predictions, so that they can share copies of the model.
-    with nullcontext() if sharding is None else pretended_ranks(ranks):
+    shards = sharding is not None and sharding.shards_parameters
+    with pretended_ranks(ranks) if shards else nullcontext():
         largest = largest_fitting(here.need, budget=budget, most=most)
         fits = here.fits(largest)
         steps = -(-most // largest)
         even = -(-most // steps)
         points = _points(here, even, largest, most)
-        others = _variants(planned, here, max(2, largest), optimizer) if variants else []
+        at = max(2, largest) if fits else 1
+        others = _variants(planned, here, at, optimizer) if variants else []
         rungs: list[Rung] = []
         if not fits:
             rungs = ladder(
@@ -209,7 +220,22 @@ def make_plan(
                 precision=precision,
                 device=predictor.device,
                 sharding=sharding,
+                predictor=predictor,
             )
+    found = Answer()
+    if not fits and predictor.device.type == "cuda":
+        with suppress(UnsupportedError):  # FSDP2 takes no 16-bit parameters.
+            found = answer(
+                predictor,
+                model,
+                planned.sample(),
+                precision=next(iter(lower_precisions(model, precision)), precision),
+                budget=budget,
+                ranks=ranks,
+                kinds=kinds or {},
+                prices=prices or {},
+            )
+    price = (prices or {}).get("here")
     return Plan(
         batch_size=batch_size,
         ranks=ranks,
@@ -222,7 +248,9 @@ def make_plan(
         variants=tuple(others),
         rungs=tuple(rungs),
         seconds=sum(found.seconds for found in here.made.values()),
-        sync=sync,
+        sync=None if sharding is None else sharding.sync,
+        answer=found,
+        price=None if price is None else ranks * price,
     )
 
 
@@ -266,11 +294,12 @@ def _variants(
         with checkpointed(model):
             found += [planned.peaks(one).variant(size, checkpointing=True) for one in precisions]
     if planned.sharding is not None:
-        sync = planned.sharding.sync
-        other: Literal["hold", "every"] = "every" if sync == "hold" else "hold"
-        peaks = replace(planned, sharding=Sharding(planned.ranks, other)).peaks(precision)
-        row = peaks.variant(size, checkpointing=is_on, like=here)
-        return [*(replace(one, sync=sync) for one in found), replace(row, sync=other)]
+        found = [replace(one, sync=_way(planned.sharding)) for one in found]
+        for other in _other_ways(planned.sharding):
+            peaks = replace(planned, sharding=other).peaks(precision)
+            row = peaks.variant(size, checkpointing=is_on)
+            found.append(replace(row, sync=_way(other)))
+        return found
     if optimizer is not None and planned.predictor.device.type == "cuda":
         # Two of these need Adam's moments (AdamW is a subclass).
         adam = isinstance(optimizer, torch.optim.Adam)
@@ -279,3 +308,22 @@ def _variants(
             peaks = planned.peaks(precision, gradients)
             found.append(peaks.variant(size, checkpointing=is_on, like=here))
     return found
+
+
+def _other_ways(sharding: Sharding) -> list[Sharding]:
+    """Return the same engine with another time to reduce, stage, or place of the state."""
+    if sharding.zero:
+        stages: tuple[Literal[1, 2, 3], ...] = (1, 2, 3)
+        ways = [replace(sharding, zero=stage) for stage in stages]
+        # Stages that shard parameters run in a process group, which only a plan of theirs has.
+        ways = [one for one in ways if one.shards_parameters <= sharding.shards_parameters]
+    else:
+        ways = [replace(sharding, sync="hold"), replace(sharding, sync="every")]
+    ways += [replace(one, offload=True) for one in ways if one.zero or one.sync == "every"]
+    return [one for one in ways if one != sharding]
+
+
+def _way(sharding: Sharding) -> str:
+    """Return the row's name: when FSDP2 reduces, or ZeRO's stage, and the place of the state."""
+    name = f"ZeRO {sharding.zero}" if sharding.zero else sharding.sync
+    return f"{name}, offload" if sharding.offload else name

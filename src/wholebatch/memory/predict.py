@@ -19,7 +19,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -34,6 +34,7 @@ from torch._subclasses.fake_tensor import (
 from wholebatch.core.splitting.samples import flatten
 from wholebatch.coupled.batchnorm.lock_step import Hold
 from wholebatch.errors import OptionError, UnsupportedError
+from wholebatch.memory.alike_blocks import CHECK, FEW, MORE, AlikeBlocks, find_alike_blocks
 from wholebatch.memory.fake_meter import FakeMeter
 from wholebatch.memory.fake_tensors import (
     as_on_cuda,
@@ -45,6 +46,7 @@ from wholebatch.memory.fake_tensors import (
 )
 from wholebatch.memory.fsdp_sharding import Sharding, gathered, group_now, pretended_ranks, shard
 from wholebatch.memory.plain_window import PlainWindow, Reduction, held_on_device
+from wholebatch.memory.zero_stages import FLATTEN, FlatSlices, on_one_rank
 from wholebatch.offload.parameter_buckets import BUCKET_BYTES
 
 CUDA_GRANULE = 512
@@ -55,6 +57,9 @@ CUDA_WORKSPACES = 64 * 2**20
 
 _ENOUGH_IN_LOCK_STEP = 3
 """The number of lock-step micro-batches to simulate; each further one adds the same bytes."""
+
+_ROUNDING = 0.002
+"""The gap that buckets of a fixed size may make between a line and a simulation."""
 
 _STATE = "optimizer state"
 _LEAVING = ("host", "swap", "moments")
@@ -102,29 +107,30 @@ class _WindowOptions:
                 " run one after the other"
             )
 
+    @property
+    def shards(self) -> Sharding | None:
+        """Return the sharding of parameters; None if every rank holds them all."""
+        return self.sharding if self.sharding and self.sharding.shards_parameters else None
+
 
 @dataclass(frozen=True)
 class _Peaks:
-    """The peaks, by category, of a window's two halves, and its largest single allocation."""
+    """The peaks of a window's parts, by category, and its largest single allocation."""
 
-    adding: dict[str, int]
-    stepping: dict[str, int]
+    parts: dict[str, dict[str, int]]
     largest: int
 
     def of_more(self, before: _Peaks, more: int) -> _Peaks:
-        """Extrapolate to `more` micro-batches, each adding as much as this one since `before`."""
-        adding = {
-            name: size + more * (size - before.adding[name]) for name, size in self.adding.items()
+        """Extrapolate: `more` blocks or micro-batches add as much each as one did to `before`."""
+        parts = {
+            part: {name: now + more * (now - then[name]) for name, now in self.parts[part].items()}
+            for part, then in before.parts.items()
         }
-        return replace(self, adding=adding)
+        return replace(self, parts=parts)
 
-    def with_held(self, held: int) -> _Peaks:
-        """Add bytes that are held all the time."""
-        adding, stepping = (
-            {**half, "temporaries": half["temporaries"] + held}
-            for half in (self.adding, self.stepping)
-        )
-        return _Peaks(adding, stepping, self.largest)
+    def highest(self) -> dict[str, int]:
+        """Return the bytes by category of the part that needs most."""
+        return max(self.parts.values(), key=lambda one: sum(one.values()))
 
 
 @dataclass
@@ -137,6 +143,9 @@ class _Copy:
     has_run: bool = False
     trained: list[torch.nn.Parameter] | None = None
     """The parameters that a backward gives a gradient; None before the first backward."""
+    blocks: AlikeBlocks | None = None
+    number: int = 0
+    """The number of alike blocks that were left in it; 0 for all."""
 
 
 @dataclass(frozen=True)
@@ -180,74 +189,130 @@ class Predictor:
         self._run_on = torch.device("cpu") if self._is_missing else self.device
         self._copies: dict[tuple[Any, ...], _Copy] = {}
         self._steps: dict[tuple[Any, ...], _Stepped] = {}
-        self._leaving: dict[tuple[Any, ...], _Peaks] = {}
+        self._known: dict[tuple[Any, ...], _Peaks] = {}
+        self._is_linear = self._is_uneven = False
 
-    def peak(self, batch: Any, **options: Any) -> Prediction:
-        """Predict the peak for micro-batches like `batch`; the options are `predict_peak`'s."""
+    def peak(self, batch: Any, *, depth: int | None = None, **options: Any) -> Prediction:
+        """Predict the peak for micro-batches like `batch`; the options are `predict_peak`'s.
+
+        With `depth`, the model has this many of its `alike_blocks`, instead of all.
+        """
         window = _WindowOptions(**options)
         if window.gradients != "device":
             # Gradients off the device are reduced one bucket at a time, at the close.
             window = replace(window, reduction=None)
         began = time.perf_counter()
-        with nullcontext() if window.sharding is None else pretended_ranks(window.sharding.ranks):
-            peaks = self._peaks(batch, window)
-        by_category = max(peaks.adding, peaks.stepping, key=lambda one: sum(one.values()))
+        shards = window.shards
+        with nullcontext() if shards is None else pretended_ranks(shards.ranks):
+            peaks = self._peaks(batch, window, depth)
+        if window.sharding is not None:
+            size = next(self._model.parameters()).element_size()
+            adjusted = on_one_rank(peaks.parts, window.sharding, self.elements(depth), size)
+            peaks = replace(peaks, parts=adjusted)
+        by_category = dict(peaks.highest())
+        if self._on_cuda:
+            held = held_on_device(window.gradients, self._model, self.device)
+            by_category["temporaries"] += CUDA_WORKSPACES + held
         return Prediction(
             sum(by_category.values()), by_category, time.perf_counter() - began, peaks.largest
         )
 
-    def _peaks(self, batch: Any, window: _WindowOptions) -> _Peaks:
-        """Simulate as many micro-batches as are needed to know the peaks of all."""
+    def alike_blocks(self) -> AlikeBlocks | None:
+        """Return the blocks that predictions are extrapolated over; None if there are few."""
+        return None if self._is_uneven else find_alike_blocks(self._model)
+
+    def elements(self, depth: int | None = None) -> int:
+        """Return the number of parameters, with this many of the alike blocks."""
+        count = sum(parameter.numel() for parameter in self._model.parameters())
+        blocks = self.alike_blocks() if depth else None
+        if depth is None or blocks is None:
+            return count
+        one = self._model.get_submodule(f"{blocks.inside}.{blocks.names[-1]}")
+        each = sum(parameter.numel() for parameter in one.parameters())
+        return count + (depth - len(blocks.names)) * each
+
+    def _peaks(self, batch: Any, window: _WindowOptions, depth: int | None) -> _Peaks:
+        """Simulate as many micro-batches and blocks as are needed to know the peaks of all."""
         count, enough = window.micro_batches, _ENOUGH_IN_LOCK_STEP
         if window.lock_step is None:  # The third starts from the same state as the second.
-            return self._run(batch, replace(window, micro_batches=min(count, 2)))
+            window = replace(window, micro_batches=min(count, 2))
+            return self._extrapolated(batch, window, depth) or self._run(batch, window)
         if count <= enough:
             return self._run(batch, window)
         before = self._run(batch, replace(window, micro_batches=enough - 1))
         last = self._run(batch, replace(window, micro_batches=enough))
         return last.of_more(before, count - enough)
 
-    def _run(self, batch: Any, window: _WindowOptions) -> _Peaks:
+    def _extrapolated(self, batch: Any, window: _WindowOptions, depth: int | None) -> _Peaks | None:
+        """Return the peaks of a deep model from those of shallow ones; None if it is not deep."""
+        blocks = self.alike_blocks()
+        if blocks is None:
+            return None
+
+        def of(number: int) -> _Peaks:
+            with blocks.shortened(self._model, number):
+                return self._run(batch, window, blocks=blocks, number=number)
+
+        try:
+            few, more = of(FEW), of(MORE)
+            if not self._is_linear:
+                guess, found = more.of_more(few, CHECK - MORE).highest(), of(CHECK).highest()
+                gap = abs(sum(guess.values()) - sum(found.values()))
+                self._is_linear = gap <= _ROUNDING * sum(found.values())
+            if self._is_linear:
+                return more.of_more(few, (depth or len(blocks.names)) - MORE)
+        except (
+            Exception
+        ):  # A model may count its blocks, and fail with fewer; all of them run then.
+            pass
+        self._is_uneven = True
+        return None
+
+    def _run(
+        self,
+        batch: Any,
+        window: _WindowOptions,
+        *,
+        blocks: AlikeBlocks | None = None,
+        number: int = 0,
+    ) -> _Peaks:
         """Return the peaks of a window whose micro-batches are like `batch`."""
         kinds: tuple[Any, ...] = tuple(
             (type(module), module.training) for module in self._model.modules()
         )
-        if window.sharding is not None:
-            kinds = (*kinds, window.sharding.ranks, group_now())
-        if kinds not in self._copies:
-            self._copies[kinds] = self._copy(window.sharding)
-        copy = self._copies[kinds]
-        # Gradients that leave with buckets of the same size leave at the same moments.
-        alike = replace(window, gradients="device"), BUCKET_BYTES.get(window.gradients, 0)
+        alike: tuple[Any, ...] = (replace(window, sharding=_as_simulated(window.sharding)),)
+        if self._place(window) in _LEAVING:
+            # Gradients that leave with buckets of the same size leave at the same moments.
+            bucket = BUCKET_BYTES.get(window.gradients, 0)
+            alike = (replace(alike[0], gradients="device"), "leaving", bucket)
         values = [leaf.value for leaf in flatten(batch)[0]]
         shapes = [(v.shape, v.stride(), v.dtype) for v in values if isinstance(v, torch.Tensor)]
-        key = (kinds, alike, *shapes)
-        leaves = self._place(window) in _LEAVING
-        peaks = self._leaving.get(key) if leaves else None
-        if peaks is None:
+        key = (kinds, *alike, *shapes)
+        if key not in self._known:
+            if window.shards is not None:
+                kinds = (*kinds, window.shards.ranks, group_now())
+            if kinds not in self._copies:
+                self._copies[kinds] = self._copy(window.shards, blocks, number)
             try:
-                peaks = self._simulated(copy, batch, window)
+                self._known[key] = self._simulated(self._copies[kinds], batch, window)
             except BaseException:
                 del self._copies[kinds]  # its state is unknown
                 raise
-        if leaves:
-            self._leaving[key] = peaks
-        if not self._on_cuda:
-            return peaks
-        held = held_on_device(window.gradients, copy.model, self.device)
-        return peaks.with_held(CUDA_WORKSPACES + held)
+        return self._known[key]
 
     def _place(self, window: _WindowOptions) -> str:
         """Return the place of the gradients; on a CPU, the host is the device."""
+        if window.sharding is not None and window.sharding.zero == 2:
+            return "host"  # ZeRO 2 keeps slices, which `on_one_rank` adds.
         to_host = window.gradients in ("host", "swap")
         return "device" if to_host and not self._on_cuda else window.gradients
 
-    def _copy(self, sharding: Sharding | None) -> _Copy:
+    def _copy(self, sharding: Sharding | None, blocks: AlikeBlocks | None, number: int) -> _Copy:
         mode = fake_mode_of(self._model)
         model, parameters = fake_model(self._model, mode, self._run_on)
         if sharding is not None:
             parameters = shard(model, mode, parameters, ranks=sharding.ranks, device=self._run_on)
-        return _Copy(mode, model, parameters)
+        return _Copy(mode, model, parameters, blocks=blocks, number=number)
 
     def _simulated(self, copy: _Copy, batch: Any, window: _WindowOptions) -> _Peaks:
         """Run the last micro-batch alone if that is enough, otherwise all of them."""
@@ -264,6 +329,10 @@ class Predictor:
         self, copy: _Copy, batch: Any, options: _WindowOptions, *, last_is_enough: bool
     ) -> _Peaks:
         optimizer = self._fake_optimizer(copy, options)
+        slices = None
+        if optimizer is not None and options.sharding is not None and options.sharding.zero:
+            with copy.mode:
+                slices = FlatSlices(optimizer, options.sharding)
         micros = [fake_batch(copy.mode, batch, self._run_on)] * options.micro_batches
         if options.lock_step is not None:  # They are alive at the same time.
             micros = [fake_batch(copy.mode, batch, self._run_on) for _ in micros]
@@ -274,7 +343,15 @@ class Predictor:
             granule=CUDA_GRANULE if self._on_cuda else 1,
         )
         kernels = as_on_cuda() if self._is_missing else nullcontext()
-        with _untouched(self._model), _quiet(), masks_as_for(batch), kernels, copy.mode, meter:
+        landmarks: AbstractContextManager[None] = nullcontext()
+        if copy.blocks is not None:
+            landmarks = copy.blocks.landmarks(copy.model, copy.number, meter.reach)
+        around = (_untouched(self._model), _quiet(), masks_as_for(batch), kernels, landmarks)
+        with ExitStack() as entered:
+            for one in (*around, copy.mode, meter):
+                entered.enter_context(one)
+            if slices is not None:
+                meter.mark("parameters", slices.slices)
             window = PlainWindow(
                 copy.model,
                 self._loss,
@@ -286,6 +363,7 @@ class Predictor:
                 sent=lambda flat: meter.mark("communication", [flat]),
                 gradients=self._place(options),
                 sharding=options.sharding,
+                slices=slices,
             )
             # Lock-step reads counts of samples, as an optimizer its steps; a loss may read nothing.
             numbers = meter.answering() if options.lock_step is not None else nullcontext()
@@ -331,7 +409,7 @@ class Predictor:
     ) -> None:
         """Run the forwards and backwards."""
         needs_state = window.steps_in_backward and not self._is_first(options)
-        alike = options.lock_step is None and options.sharding is None
+        alike = options.lock_step is None and options.shards is None
         # The size of a sparse gradient depends on the micro-batch.
         has_sparse = any(getattr(one, "sparse", False) is True for one in copy.model.modules())
         if alike and last_is_enough and len(micros) == 2 and not has_sparse:
@@ -349,7 +427,7 @@ class Predictor:
                     with_gradients=there,
                 )
         else:
-            if options.sharding is not None:
+            if options.shards is not None:
                 if not copy.has_run:  # The first forward creates the whole parameters.
                     window.add_all(micros[:1])
                     copy.model.zero_grad(set_to_none=True)
@@ -370,11 +448,11 @@ class Predictor:
         the forwards and backwards of a later window need what those of the first did, plus the
         state; its step needs what a second step with the same gradients does.
         """
-        adding, at_end = meter.peak_by_category, meter.current_by_category
+        adding, at_end = meter.peaks_by_part(), meter.current_by_category
         largest = meter.largest
         is_first = self._is_first(options)
         dtypes = [None if p.grad is None else p.grad.dtype for p in copy.model.parameters()]
-        key = (options.gradients, options.sharding, is_first, *dtypes)
+        key = (options.gradients, options.sharding, is_first, copy.number, *dtypes)
         if key not in self._steps:
             if not is_first:
                 window.step()
@@ -385,9 +463,12 @@ class Predictor:
             beyond = {name: size - at_end.get(name, 0) for name, size in peak.items()}
             self._steps[key] = _Stepped(made, beyond, meter.largest)
         stepped = self._steps[key]
-        adding[_STATE] += stepped.made
+        for part in adding.values():
+            part[_STATE] += stepped.made
         stepping = {name: at_end.get(name, 0) + size for name, size in stepped.beyond.items()}
-        return _Peaks(adding, stepping, max(largest, stepped.largest))
+        if window.slices is not None:
+            adding[FLATTEN] = {**at_end, _STATE: at_end[_STATE] + stepped.made}
+        return _Peaks({**adding, "step": stepping}, max(largest, stepped.largest))
 
 
 def predict_peak(
@@ -431,6 +512,11 @@ def predict_peak(
         gradients=gradients,
         sharding=sharding,
     )
+
+
+def _as_simulated(sharding: Sharding | None) -> Sharding | None:
+    """Return the sharding whose simulation this one shares: the place of offloaded state is not."""
+    return sharding and replace(sharding, offload=False)
 
 
 def _target_device(model: torch.nn.Module, device: torch.device | str | None) -> torch.device:

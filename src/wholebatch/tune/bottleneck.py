@@ -35,12 +35,30 @@ class Fixed:
         return max(0.0, self.per_step - self.moving)
 
 
+REMEDIES = {
+    "data": "load with more workers (wholebatch train --workers 4), or keep the data on the device",
+    "network": 'more micro-batches per update (a larger --batch-size), sync="hold", a faster link',
+    "launch": "larger micro-batches, --execute graph on CUDA, a fused optimizer",
+    "memory": "--execute graph or compile, a lower precision; for the update a larger batch or a "
+    "fused optimizer",
+    "compute": "a lower precision, fewer operations, or more devices",
+}
+"""The remedy for each bottleneck."""
+
+
 @dataclass(frozen=True)
 class Bottleneck:
     """The bottleneck (compute, launch, memory, network or data), with the evidence."""
 
     kind: str
     evidence: tuple[str, ...]
+    utilisation: float | None = None
+    """The share of a large matrix product's speed that a whole window reaches."""
+
+    @property
+    def remedy(self) -> str:
+        """Return what helps against it."""
+        return REMEDIES[self.kind]
 
 
 def fixed_cost(trials: Sequence[Trial], *, moving: float = 0.0) -> Fixed | None:
@@ -101,23 +119,37 @@ def name_bottleneck(
             f"and optimizer state; once, at a copy's {bandwidth / 1e9:.3g} GB/s, that is "
             f"{min(1.0, moving):.0%} of its time"
         )
-    data = shares.get("data", 0.0)
     arithmetic = (used or 0.0) * _computing(trial) / window
+    kind, why = _kind(shares, launching, closing, arithmetic, moving=moving, used=used)
+    utilisation = None if used is None or not split else arithmetic
+    return Bottleneck(kind, (*evidence, *why), utilisation)
+
+
+def _kind(
+    shares: Mapping[str, float],
+    launching: float,
+    closing: float,
+    arithmetic: float,
+    *,
+    moving: float,
+    used: float | None,
+) -> tuple[str, tuple[str, ...]]:
+    """Return the bottleneck and what else speaks for it."""
+    data = shares.get("data", 0.0)
     if data > MUCH and data >= launching:
-        return Bottleneck("data", tuple(evidence))
+        return "data", ()
     if shares.get("communication", 0.0) > MUCH:
-        return Bottleneck("network", tuple(evidence))
+        return "network", ()
     if launching > max(MUCH, arithmetic):
-        return Bottleneck("launch", tuple(evidence))
+        return "launch", ()
     if closing > max(MUCH, arithmetic):
         if moving > SMALL:
-            return Bottleneck("memory", tuple(evidence))
-        small = "the update is many small operations: not the bytes that they move"
-        return Bottleneck("launch", (*evidence, small))
+            return "memory", ()
+        return "launch", ("the update is many small operations: not the bytes that they move",)
     if used is None or used >= USED:
-        return Bottleneck("compute", tuple(evidence))
+        return "compute", ()
     left = "not the arithmetic, not launches: reading and writing tensors is what is left"
-    return Bottleneck("memory", (*evidence, left))
+    return "memory", (left,)
 
 
 def _launching(trial: Trial, fixed: Fixed | None) -> float:

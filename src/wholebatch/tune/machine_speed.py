@@ -9,6 +9,7 @@ micro-batch's backward, or not at all: the truth lies between.
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,13 +17,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from wholebatch.core.loss import Loss, as_loss
-from wholebatch.core.precision import choose as choose_precision
 from wholebatch.core.readable_sizes import bytes_said
 from wholebatch.core.splitting import batch_size_of, to_device
 from wholebatch.distributed.process_group import largest_over_ranks, world_size
 from wholebatch.errors import OptionError, WholebatchError
 from wholebatch.memory.choose_micro_batch import resize_batch
+from wholebatch.memory.plain_window import PlainWindow
 from wholebatch.tune.settings import Trial
 from wholebatch.tune.window_timing import Clock, Workload
 
@@ -49,12 +49,19 @@ def share_of_arithmetic(
         return None  # The loss cannot run on these samples: do without this evidence.
     if counted is None or not seconds:
         return None
-    return counted / size * samples / seconds / _best_flops(device, precision, dtype)
+    fastest = _best_flops(device, precision, dtype, workload.clock)
+    return counted / size * samples / seconds / fastest
 
 
-def _seconds(device: torch.device, work: Callable[[], object], *, times: int) -> float:
+def _seconds(
+    device: torch.device,
+    work: Callable[[], object],
+    *,
+    times: int,
+    host: Callable[[], float] = time.perf_counter,
+) -> float:
     """Return the seconds of the fastest of some runs, after one that is not timed."""
-    clock = Clock(device)
+    clock = Clock(device, host)
     work()
     taken = []
     for _ in range(times):
@@ -64,12 +71,14 @@ def _seconds(device: torch.device, work: Callable[[], object], *, times: int) ->
     return min(taken)
 
 
-def _best_flops(device: torch.device, precision: str, dtype: torch.dtype) -> float:
-    """Return the FLOP/s of a large square matrix product here."""
+def _best_flops(
+    device: torch.device, precision: str, dtype: torch.dtype, host: Callable[[], float]
+) -> float:
+    """Return the FLOP/s of a large square matrix product here, by the clock of the windows."""
     kind = _DTYPE.get(precision, dtype)
     width = _WIDTH.get(device.type, 1024)
     one = torch.randn(width, width, device=device).to(kind)
-    seconds = _seconds(device, lambda: torch.mm(one, one), times=5)
+    seconds = _seconds(device, lambda: torch.mm(one, one), times=5, host=host)
     return 2.0 * width**3 / seconds
 
 
@@ -87,12 +96,8 @@ def _flops_of(
     """Count the floating-point operations of one forward and backward; None if none were seen."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    casts = choose_precision(precision, next(model.parameters()).device.type)
     with FlopCounterMode(display=False) as counter:
-        with casts.forward():
-            result = as_loss(loss(model, micro))
-        parts = [result] if isinstance(result, Loss) else result.by_name.values()
-        torch.autograd.backward([part.total for part in parts])
+        torch.autograd.backward(PlainWindow(model, loss, precision=precision).totals(micro))
     model.zero_grad(set_to_none=True)
     return counter.get_total_flops() or None
 

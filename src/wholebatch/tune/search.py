@@ -27,6 +27,9 @@ from wholebatch.tune.window_timing import Workload
 SAME = 0.99
 """The fraction of the best speed above which a setting counts as equally fast."""
 
+COMFORTABLE = 0.9
+"""The fraction of the budget up to which saving memory by accumulation is of no use."""
+
 
 class SearchObserver(Protocol):
     """An observer of the search."""
@@ -89,7 +92,10 @@ class Search:
         return self._measurements.best
 
     def recommended(self) -> Trial | None:
-        """Return the trial with the least memory among the fastest; at a tie, the fewest steps."""
+        """Return the trial with the fewest steps among the fastest that leave memory free.
+
+        If none leaves a tenth of the budget free, return the one with the least memory.
+        """
         best = self.best
         if best is None:
             return None
@@ -99,9 +105,23 @@ class Search:
             if trial.is_measured
             and (rate_of(trial) >= SAME * rate_of(best) or trial.setting in self._measurements.tied)
         ]
+        roomy = [trial for trial in same if memory_of(trial) <= COMFORTABLE * self.budget]
+        fewest = min((trial.steps for trial in roomy), default=0)
+        same = [trial for trial in roomy if trial.steps == fewest] or same
         least = min(memory_of(trial) for trial in same)
         lean = [trial for trial in same if memory_of(trial) <= 1.02 * least]
         return min(lean, key=lambda trial: (trial.steps, -rate_of(trial)))
+
+    def measured(self, setting: Setting) -> Trial:
+        """Return the trial of a setting; if it is new, measure it, but keep it out of `trials`."""
+        known = self.trials.get(setting)
+        if known is not None and known.is_measured:
+            return known
+        need = self.predicted.need(setting)
+        if need is not None and need > self.budget:
+            why = f"predicted to need {bytes_said(need)} of {bytes_said(self.budget)}"
+            return self._measurements.blank(setting, status="pruned", why=why)
+        return self._measurements.measure(setting, stops=False)
 
     def _downwards(self, mode: RunMode) -> None:
         slower = 0

@@ -11,6 +11,7 @@ import logging
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,12 +19,14 @@ import torch
 
 from wholebatch.core.options import grouped
 from wholebatch.core.readable_sizes import bytes_said
+from wholebatch.core.splitting import to_device
 from wholebatch.core.whole_batch import WholeBatch
 from wholebatch.core.window import Step
 from wholebatch.distributed.process_group import largest_over_ranks
 from wholebatch.errors import WholebatchError
 from wholebatch.memory.activation_checkpointing import with_checkpoints
 from wholebatch.memory.budget import free_memory
+from wholebatch.memory.plain_window import PlainWindow
 from wholebatch.tune.settings import Predicted, Setting, Trial, steps_of
 from wholebatch.tune.window_timing import (
     Clock,
@@ -144,6 +147,7 @@ class Running:
                     "micro_batch": setting.micro_batch,
                     "sync": mode.sync,
                     "nonfinite": "skip",
+                    **({} if mode.gradients == "device" else {"gradients": mode.gradients}),
                 }
             ),
         )
@@ -258,10 +262,29 @@ class Running:
                     stamps.mark("end")
                 finally:
                     self._stamps = None
-                parts.append(split_of(stamps, ranks=self._ranks))
+                alone = None
+                if self._ranks > 1 and steps == 1 and is_told_apart:
+                    alone = self._backward_alone(batch)
+                parts.append(split_of(stamps, ranks=self._ranks, alone=alone))
         mean = {name: statistics.fmean(part[name] for part in parts) for name in parts[0]}
         mean = additions(mean, self.optimizer, clock, times=steps - int(self._is_eager))
         return busy.taken_out(mean)
+
+    def _backward_alone(self, batch: Any) -> float:
+        """Return the seconds of a window's only backward without the reduction that it overlaps."""
+        model, inner = self.model, getattr(self.model, "module", self.model)
+        micro = to_device(batch, self.device)
+        holding = getattr(model, "no_sync", nullcontext)
+        with holding():
+            plain = PlainWindow(inner, self._workload.loss, precision=self.setting.mode.precision)
+            totals = plain.totals(micro)
+            wait_for(self.device)
+            began = self._workload.clock()
+            torch.autograd.backward(totals)
+            wait_for(self.device)
+            seconds = self._workload.clock() - began
+        model.zero_grad(set_to_none=True)
+        return seconds
 
     def close(self) -> None:
         """Release everything before the next setting is made."""

@@ -28,6 +28,7 @@ class RunMode(NamedTuple):
     checkpointing: bool
     execute: str
     sync: str
+    gradients: str = "device"
 
     def said(self) -> str:
         """Return the mode in words.
@@ -36,7 +37,9 @@ class RunMode(NamedTuple):
         'bf16, checkpointed, graph'
         """
         words = [self.precision, *(["checkpointed"] if self.checkpointing else []), self.execute]
-        return ", ".join([*words, *([self.sync] if self.sync != "auto" else [])])
+        words += [self.sync] if self.sync != "auto" else []
+        words += [f"gradients: {self.gradients}"] if self.gradients != "device" else []
+        return ", ".join(words)
 
 
 @dataclass(frozen=True)
@@ -165,7 +168,7 @@ class Predicted:
     static: Static = ()
     why_not: str = ""
     """The reason why nothing can be predicted, once it is known."""
-    made: dict[tuple[str, bool, int], Prediction] = field(default_factory=dict)
+    made: dict[tuple[str, bool, str, int], Prediction] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.device = next(self.model.parameters()).device
@@ -178,13 +181,13 @@ class Predicted:
     def of(self, setting: Setting) -> Prediction | None:
         """Return the prediction for eager execution: it stands for every `execute` and `sync`."""
         mode = setting.mode
-        key = (mode.precision, mode.checkpointing, setting.micro_batch)
+        key = (mode.precision, mode.checkpointing, mode.gradients, setting.micro_batch)
         if key not in self.made and not self.why_not:
             self._predict(key)
         return self.made.get(key)
 
-    def _predict(self, key: tuple[str, bool, int]) -> None:
-        precision, again, size = key
+    def _predict(self, key: tuple[str, bool, str, int]) -> None:
+        precision, again, gradients, size = key
         around = checkpointed(self.model) if again else nullcontext()
         try:
             with around:
@@ -195,6 +198,7 @@ class Predicted:
                     optimizer=self.optimizer,
                     precision=precision,
                     micro_batches=1 if size == self.samples else 2,
+                    gradients=gradients,
                 )
         except UnsupportedError as error:
             self.why_not = str(error)
@@ -215,8 +219,8 @@ class Predicted:
         """Return the predictions for a mode by size, in the form of a plan."""
         found = sorted(
             (size, prediction)
-            for (precision, again, size), prediction in self.made.items()
-            if (precision, again) == (mode.precision, mode.checkpointing)
+            for (*way, size), prediction in self.made.items()
+            if way == [mode.precision, mode.checkpointing, mode.gradients]
         )
         return [
             {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from wholebatch.distributed.process_group import largest_over_ranks, world_size
 from wholebatch.errors import OptionError, WindowError
 from wholebatch.memory.budget import Budget, parse_memory, sharing_processes
 from wholebatch.tune.bottleneck import Bottleneck, accumulation, fixed_cost, name_bottleneck
+from wholebatch.tune.ladder import Rung, climb
 from wholebatch.tune.machine_speed import (
     RanksModel,
     copy_bandwidth,
@@ -49,6 +50,7 @@ def tune(
     unit: str = "units",
     limits: Limits | None = None,
     exhaustive: bool = False,
+    ladder: bool = False,
     bandwidth: float | None = None,
     ranks: Sequence[int] = _RANKS,
     watch: SearchObserver | None = None,
@@ -61,7 +63,8 @@ def tune(
     Give `batch`, one whole batch, or `batches()`, which returns the next one and is then part of
     the time. `tune` measures micro-batch sizes, `precisions`, `executes` (on CUDA eager code and
     captured graphs, else eager code alone), `checkpointing` and `syncs`. It prunes by predicted
-    memory and by earlier measurements; `exhaustive=True` measures everything that fits. Other
+    memory and by earlier measurements; `exhaustive=True` measures everything that fits, and
+    `ladder=True` also what each way to save memory gives alone and on top of the others. Other
     options go to `WholeBatch`: `units=`, `clip_norm=`, `batchnorm=`, `close=wb.Close(…)`, …;
     `memory=wb.Memory("20GiB", gradients="host")` and `micro_batch=wb.samples(static=…)` too. With
     `bandwidth` (bytes per second of one rank's link) the result includes a model of the time over
@@ -113,7 +116,8 @@ def tune(
     workload = Workload(make, loss, fetch, options, clock)
     search = Search(workload, samples, sizes, modes, predicted, budget, limits or Limits(), watch)
     search.run_all() if exhaustive else search.run()
-    return _result(search, facts, first, unit=unit, bandwidth=bandwidth, ranks=ranks, began=began)
+    found = _result(search, facts, first, unit=unit, bandwidth=bandwidth, ranks=ranks, began=began)
+    return found if not ladder else replace(found, ladder=_ladder(search, facts, first, found))
 
 
 @dataclass(frozen=True)
@@ -201,6 +205,34 @@ def _result(
     )
 
 
+def _ladder(search: Search, facts: _ModelFacts, batch: Any, found: Tuned) -> tuple[Rung, ...]:
+    """Measure the ladder, in the precision after the first and in the recommended micro-batches."""
+    modes = search.modes
+    base = modes[0]._replace(execute="eager")
+    divided = found.best.setting.micro_batch
+    precisions = [mode.precision for mode in modes if mode.precision != base.precision]
+    copies = copy_bandwidth(facts.device)
+    has_units = search.workload.options.get("units") is not None
+
+    def bound(trial: Trial) -> Bottleneck:
+        used = share_of_arithmetic(
+            search.workload, trial, batch, device=facts.device, dtype=facts.dtype
+        )
+        return name_bottleneck(trial.in_proportion(), fixed=None, used=used, bandwidth=copies)
+
+    return climb(
+        search.samples,
+        divided if divided < search.samples else max(1, search.samples // 4),
+        base=base,
+        precision=precisions[0] if precisions else None,
+        can_checkpoint=any(mode.checkpointing for mode in modes),
+        # On a CPU the host is the device. Releasing gradients saves there, if units are counted.
+        offload="release" if has_units and facts.device.type == "cpu" else "host",
+        measure=search.measured,
+        bound=bound,
+    )
+
+
 def _sizes(given: Sequence[int] | None, samples: int) -> list[int]:
     if given is None:
         return sizes_of(samples)
@@ -263,6 +295,7 @@ class Tuned:
     memory: Mapping[str, Any]
     ranks: Mapping[str, Any] | None = None
     about: Mapping[str, Any] = field(default_factory=dict)
+    ladder: tuple[Rung, ...] = ()
 
     @property
     def accumulates(self) -> bool:
@@ -278,7 +311,8 @@ class Tuned:
                 "kind": "wholebatch tune",
                 **self.about,
                 **{name: getattr(self, name) for name in names},
-                "bottleneck": asdict(self.bottleneck),
+                "bottleneck": {**asdict(self.bottleneck), "remedy": self.bottleneck.remedy},
+                "ladder": [rung.to_dict() for rung in self.ladder],
                 "trials": [trial.to_dict() for trial in self.trials],
             }
         )

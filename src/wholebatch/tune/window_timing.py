@@ -120,13 +120,13 @@ class Stamps:
         self.mark("done")
 
 
-def split_of(stamps: Stamps, *, ranks: int = 1) -> dict[str, float]:
+def split_of(stamps: Stamps, *, ranks: int = 1, alone: float | None = None) -> dict[str, float]:
     """Return the seconds of one window by part.
 
     Splitting the batch before the first forward counts as data. The close after the last backward
     counts as optimizer. Time between parts is idle: on a CPU it is the library's own work and
     Python's. With several ranks, the last backward reduces the gradients: its excess over the
-    others is communication.
+    others, or over one that ran `alone`, is communication.
     """
     split = dict.fromkeys(PARTS, 0.0)
     backwards: list[float] = []
@@ -140,9 +140,9 @@ def split_of(stamps: Stamps, *, ranks: int = 1) -> dict[str, float]:
         split[part] += seconds
         if part in ("backward", "micro-step"):
             backwards.append(seconds)
-    if ranks > 1 and len(backwards) > 1:
+    if ranks > 1 and (len(backwards) > 1 or alone is not None):
         *others, last = backwards
-        beyond = max(0.0, last - statistics.median(others))
+        beyond = max(0.0, last - statistics.median(others or [alone or 0.0]))
         split["communication"] = beyond
         split["backward" if stamps.tells_apart else "micro-step"] -= beyond
     return split

@@ -9,6 +9,7 @@ def optimizer(model): ...
 def scheduler(optimizer, steps): ...      # or scheduler(optimizer)
 def units(micro): ...                     # counted before the first backward
 def collate(samples): ...                 # a list of samples -> a batch
+def validation(): ...                     # held-out samples, for --validate
 def tokens(budget): ...                   # wb.tokens(budget, ...) for --micro-batch "4096 tokens"
 def stages(model): ...                    # its modules in order, for --parallel pipeline
 defaults = {"batch_size": 64, "micro_batch": 8, "steps": 100}
@@ -45,6 +46,7 @@ EMBEDDED = {"bytes-gpt": "bytes_gpt.py", "digits-cnn": "digits_cnn.py"}
 
 _REQUIRED = {"model": 0, "data": 0, "loss": 2}
 _OPTIONAL = {"optimizer": 1, "scheduler": 1, "units": 1, "collate": 1, "tokens": 1, "stages": 1}
+_OPTIONAL |= {"validation": 0}
 
 
 class RecipeDefaults(TypedDict, total=False):
@@ -100,17 +102,30 @@ class Recipe:
             raise RecipeError(f"{self.path}: data() returned None; return a dataset or a loader")
         return data
 
+    @property
+    def has_validation(self) -> bool:
+        """True if the recipe has held-out data."""
+        return "validation" in self._parts
+
     def build_batches(
-        self, batch_size: int, *, seed: int, rank: int = 0, ranks: int = 1
+        self,
+        batch_size: int,
+        *,
+        seed: int,
+        rank: int = 0,
+        ranks: int = 1,
+        workers: int = 0,
+        held_out: bool = False,
     ) -> Batches:
-        """Return the batches of `data()`; of several ranks, the share of this one."""
+        """Return the batches of `data()`, or of `validation()`; this rank's share of each."""
         return Batches(
-            self.build_data,
+            (lambda: self._call("validation")) if held_out else self.build_data,
             batch_size=batch_size,
             seed=seed,
             collate=self.collate,
             rank=rank,
             ranks=ranks,
+            workers=workers,
         )
 
     def build_optimizer(self, model: nn.Module, *, lr: float | None) -> torch.optim.Optimizer:

@@ -12,6 +12,7 @@ draw random numbers), and each rank takes its slice of the result. A stream is s
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import random
 import sys
@@ -23,7 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from wholebatch.core.forward_state import same_random
 from wholebatch.core.splitting.samples import layout_of
@@ -65,6 +66,7 @@ class Batches:
         collate: Callable[[list[Any]], Any] | None = None,
         rank: int = 0,
         ranks: int = 1,
+        workers: int = 0,
     ) -> None:
         self.position = Position()
         self.batch_size = batch_size
@@ -85,6 +87,8 @@ class Batches:
         self._in_epoch = 0  # Batches taken from the iterator.
         self._peeked: tuple[Any] | None = None
         self._draws = False  # True once a sample has drawn random numbers.
+        self._workers = workers if self.kind == "dataset" else 0
+        self._ahead: Iterator[Any] | None = None  # Batches that workers have read.
 
     @property
     def loader_batch_size(self) -> int | None:
@@ -99,12 +103,14 @@ class Batches:
     def follow(self, size_at: Callable[[int], int]) -> None:
         """Call `size_at(epoch)` for the size of every batch, from the one at `position` on."""
         self._size_at = size_at
-        self._iterator = self._peeked = None
+        self._iterator = self._peeked = self._ahead = None
 
     def peek(self) -> Any:
         """Return the batch at `position` without moving on; the next `take` returns the same."""
         if self._peeked is None:
-            if self.kind == "dataset":
+            if self.reads_ahead:
+                batch = self._from_workers()
+            elif self.kind == "dataset":
                 batch = self._from_dataset()
             else:
                 batch = self._part(self._from_stream())
@@ -139,7 +145,49 @@ class Batches:
         self.position = Position(state["epoch"], state["batch"])
         runs = state.get("sizes", [[self.batch_size, state["batch"]]])
         self._past = _Past(self.position.epoch, [list(run) for run in runs])
-        self._order = self._iterator = self._peeked = None
+        self._order = self._iterator = self._peeked = self._ahead = None
+
+    @property
+    def reads_ahead(self) -> bool:
+        """True if workers read: a dataset, in batches whose sizes are known beforehand."""
+        return self._workers > 0 and self._size_at is None
+
+    def _from_workers(self) -> Any:
+        """Return the batch at `position` from processes that read some batches ahead.
+
+        What a batch holds follows from its position alone, so it is the same as without workers.
+        """
+        assert self.length is not None
+        if self._past.samples >= self.length:
+            self._next_epoch()
+        if self._ahead is None:
+            loader: DataLoader[Any] = DataLoader(
+                _AtPosition(copy.copy(self)),
+                sampler=self._positions(),
+                batch_size=None,
+                num_workers=self._workers,
+                collate_fn=_unchanged,
+            )
+            with self._seeded("workers"):  # A loader draws a seed for its workers.
+                self._ahead = iter(loader)
+        return next(self._ahead)
+
+    def _positions(self) -> Iterator[Position]:
+        """Yield the positions of all batches from this one on."""
+        assert self.length is not None
+        epoch, batch = self.position.epoch, self.position.batch
+        while True:
+            for place in range(batch, -(-self.length // self.batch_size)):
+                yield Position(epoch, place)
+            epoch, batch = epoch + 1, 0
+
+    def at(self, position: Position) -> Any:
+        """Return the batch at a position of a dataset; all before it have the usual size."""
+        if position.epoch != self.position.epoch:
+            self._order = None
+        self.position = position
+        self._past = _Past(position.epoch, [[self.batch_size, position.batch]])
+        return self._from_dataset()
 
     def _next_epoch(self) -> None:
         self.position = Position(self.position.epoch + 1, 0)
@@ -272,6 +320,20 @@ class Batches:
             random.setstate(python)
             if numpy_before is not None:
                 sys.modules["numpy"].random.set_state(numpy_before)
+
+
+class _AtPosition(Dataset[Any]):
+    """The batches of a dataset by position, for workers."""
+
+    def __init__(self, batches: Batches) -> None:
+        self._batches = batches
+
+    def __getitem__(self, position: Position) -> Any:
+        return self._batches.at(position)
+
+
+def _unchanged(batch: Any) -> Any:
+    return batch
 
 
 @dataclass

@@ -39,6 +39,7 @@ _SCALARS = (
     "recoveries",
     "skipped_windows",
     "communication",
+    "validation_loss",
     "noise_scale",
     "noise_low",
     "noise_high",

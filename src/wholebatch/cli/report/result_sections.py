@@ -106,7 +106,8 @@ def tuning(tunings: Sequence[tuple[str, Data]]) -> Section | None:
     parts: list[Any] = []
     for at, (name, tuned) in enumerate(tunings):
         bottleneck, (answer, *more) = tuned["bottleneck"], tuned["advice"]
-        said = (*bottleneck["evidence"], *tuned["accumulation"])
+        helps = [f"What helps: {bottleneck['remedy']}"] if "remedy" in bottleneck else []
+        said = (*helps, *bottleneck["evidence"], *tuned["accumulation"])
         sentences = (f"{line[:1].upper()}{line[1:].removesuffix('.')}." for line in said)
         parts += [
             Callout(f"{tuned.get('subject') or name}: {answer}", tuple(more)),
