@@ -1,0 +1,597 @@
+"""The verdict on a window of a live loop: is it the undivided batch's update, and if not, why.
+
+The gradient of every micro-batch was seen, and the graph of its loss tells the weight and the units
+that it came with. So the right gradient is known: `sum of units × mean gradient / all units`. Where
+the model's calls can be joined, the undivided batch itself is run too, and its gradient is the one
+that is compared with. What cannot be known is not judged, and the reason is told.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from wholebatch.core.forward_state import ForwardState
+from wholebatch.coupled import batchnorms
+from wholebatch.coupled.loss_graph import LossTerm, loss_terms
+from wholebatch.coupled.normalisation_layers import uses_batch_statistics
+from wholebatch.distributed.process_group import largest_over_ranks, sum_over_ranks, world_size
+from wholebatch.verification.live_window import (
+    Call,
+    LiveClip,
+    LiveMicroBatch,
+    LiveObserver,
+    LiveWindow,
+    first_numbers,
+    tensors_of,
+)
+from wholebatch.verification.loss_weights import TermWeights, Unreadable, read_weights
+from wholebatch.verification.mistakes import (
+    NOT_JUDGED,
+    RIGHT,
+    MistakeFit,
+    WindowParts,
+    apart,
+    hypotheses,
+    nearest,
+)
+from wholebatch.verification.model_runs import joined
+from wholebatch.verification.run_comparison import TIMES_THE_FLOOR, percent
+from wholebatch.verification.verdicts import LoopTrial
+
+_NO_LIMIT = 1e6
+"""Clipping to more than this is a way to measure a norm."""
+_WEIGHTS = 1e-3
+"""Weights of losses that differ by less are the same."""
+
+
+@dataclass
+class LiveJudge:
+    """Judges one window; `steps` is the number of micro-batches of a full one, where known."""
+
+    window: LiveWindow
+    observer: LiveObserver
+    name: str
+    steps: int | None = None
+    scales: Sequence[float] = ()
+    """The weights of its own that the loss had in the first window."""
+
+    def trial(self) -> LoopTrial:
+        """Return the verdict on the window."""
+        self.notes: list[str] = []
+        self.micros = self.window.micros
+        self.floor = self.window.unit
+        self.fits: list[MistakeFit] = []
+        read = self._read()
+        if largest_over_ranks(isinstance(read, Unreadable)):
+            return self._without_weights(read)
+        assert not isinstance(read, Unreadable)
+        if len(self.scales) == len(read):
+            pairs = zip(read, self.scales, strict=True)
+            read = [term.scaled_as(scale) for term, scale in pairs]
+        self.read = read
+        if largest_over_ranks(len(self._owners)) < 2:
+            return self._of_one_micro_batch()
+        whole = self._micro_weights()
+        if self.window.gradient is None or not self.window.sizes:
+            return self._by_weights("weights of the losses")
+        if largest_over_ranks(whole is None):
+            return self._by_weights("weights of the losses, and their sum")
+        assert whole is not None
+        return self._by_gradients(*whole)
+
+    def _of_one_micro_batch(self) -> LoopTrial:
+        left = float(self.micros[0].before.norm()) if self.micros[0].before.numel() else 0.0
+        if left:
+            return self._told("never-cleared", "there are gradients before the first backward")
+        nominal = self.read[0].nominal
+        if nominal > 2:
+            return self._told("stepped-every-micro-batch", f"the loss is divided by {nominal}")
+        return self._not_judged(
+            "every update is made of one micro-batch, so nothing is accumulated; a loop that "
+            "means to accumulate steps at every micro-batch"
+        )
+
+    # ----------------------------------------------------------------- weights
+
+    def _read(self) -> list[TermWeights] | Unreadable:
+        """Return the weights of every term, one for each loss: there may be several in a backward."""
+        self._owners: list[int] = []
+        losses: list[list[LossTerm]] = []
+        for place, micro in enumerate(self.micros):
+            rows = _by_call(micro)
+            losses += rows
+            self._owners += [place] * len(rows)
+        scale, ranks = self.micros[0].loss_scale, world_size()
+        read = read_weights(losses, loss_scale=scale, ranks=ranks)
+        if ranks == 1 or largest_over_ranks(isinstance(read, Unreadable)):
+            return read
+        assert not isinstance(read, Unreadable)
+        own = sum(read[0].units)
+        everywhere = float(sum_over_ranks(torch.tensor([own], dtype=torch.float64)))
+        return read_weights(losses, loss_scale=scale, ranks=ranks, totals=[everywhere])
+
+    def _micro_weights(self) -> tuple[list[float], list[float]] | None:
+        """Return one weight and the units of every micro-batch; None if its terms differ in them."""
+        first = self._sums(self.read[0])
+        for term in self.read:
+            weights, units = self._sums(term)
+            shares = [u / (sum(units) or 1.0) for u in units]
+            others = [u / (sum(first[1]) or 1.0) for u in first[1]]
+            if not (_alike(weights, first[0]) and _alike(shares, others)):
+                return None
+            rows = zip(self._owners, term.weights, term.units, strict=True)
+            if not all(
+                math.isclose(w * (units[i] or 1.0), u * weights[i], rel_tol=_WEIGHTS)
+                for i, w, u in rows
+            ):
+                return None
+        return first
+
+    def _sums(self, term: TermWeights) -> tuple[list[float], list[float]]:
+        weights, units = [0.0] * len(self.micros), [0.0] * len(self.micros)
+        for place, weight, unit in zip(self._owners, term.weights, term.units, strict=True):
+            weights[place] += weight
+            units[place] += unit
+        return weights, units
+
+    def _nominal(self) -> int:
+        return self.steps or max(term.nominal for term in self.read)
+
+    def _without_weights(self, read: list[TermWeights] | Unreadable) -> LoopTrial:
+        reason = read if isinstance(read, Unreadable) else Unreadable("another rank's is not read")
+        if reason.coupled:
+            return self._told("coupled", f"the loss of each micro-batch: {reason.reason}")
+        if self.window.sizes and self.window.gradient is not None:
+            found = self._lost_on_the_way(self._before_clip())
+            if found is not None:
+                return self._made(found.key, [found, _right(math.inf)])
+        return self._not_judged(f"the weight of the loss cannot be read: {reason.reason}")
+
+    def _by_weights(self, by: str) -> LoopTrial:
+        """Judge by the weights of the losses, in place of gradients."""
+        if world_size() > 1:
+            return self._not_judged(
+                "on several ranks, only gradients that a backward leaves in .grad are judged"
+            )
+        scales = [self.micros[i].loss_scale for i in self._owners]
+        for term in self.read:
+            count = len(term.units)
+            right = torch.tensor(term.shares(), dtype=torch.float64)
+            one_each = list(torch.eye(count, dtype=torch.float64))
+            parts = WindowParts(right, one_each, term.units, self._nominal())
+            seen = [w / s for w, s in zip(term.weights, scales, strict=True)]
+            observed = torch.tensor(seen, dtype=torch.float64)
+            self.fits = nearest(hypotheses(parts, ()), [observed], _WEIGHTS)
+            if not _right_of(self.fits).fits:
+                break
+        found = RIGHT if _right_of(self.fits).fits else _best(self.fits)
+        tolerance = _WEIGHTS
+        if self.window.sizes and self.window.gradient is not None:
+            if found == RIGHT:
+                flow = torch.stack([m.brought / m.loss_scale for m in self.micros]).sum(0)
+                off = apart(self._before_clip(), flow)
+                tolerance = TIMES_THE_FLOOR * self.window.unit * math.sqrt(len(self.micros))
+                self.fits = [_right(off, off <= tolerance)]
+                lost = None if off <= tolerance else self._lost_on_the_way(self._before_clip())
+                found = RIGHT if off <= tolerance else lost.key if lost else None
+                self.fits = self.fits if lost is None else [lost, *self.fits]
+            found = self._beside(found)
+        return self._made(found, self.fits, by=by, tolerance=tolerance)
+
+    # --------------------------------------------------------------- gradients
+
+    def _by_gradients(self, weights: list[float], units: list[float]) -> LoopTrial:
+        """Judge by the gradients that were seen, each divided by the weight that it came with."""
+        means = [
+            micro.brought / weight if weight else micro.brought
+            for micro, weight in zip(self.micros, weights, strict=True)
+        ]
+        parts = WindowParts(torch.zeros_like(means[0]), means, units, self._nominal())
+        added = parts.weighted(units)
+        everywhere = parts.units_everywhere
+        right = sum_over_ranks(added) / everywhere
+        sizes = sum(float(m.norm()) * u for m, u in zip(means, units, strict=True))
+        spread = largest_over_ranks(sizes / max(float(added.norm()), 1e-300))
+        limit = math.sqrt(self.window.unit) / TIMES_THE_FLOOR
+        self.floor = min(self.window.unit * spread, limit)
+        undivided = self._undivided(weights, units, everywhere)
+        if undivided is not None:
+            whole = sum_over_ranks(undivided)
+            off = largest_over_ranks(apart(whole, right))
+            if off <= limit:
+                right, self.floor = whole, max(self.floor, off)
+        self.parts = replace(parts, right=right)
+        self.tolerance = TIMES_THE_FLOOR * self.floor
+        if self.window.half:
+            self.tolerance = 2 * self.window.unit
+        gradient = self._before_clip()
+        off = largest_over_ranks(apart(gradient, right))
+        self.fits = [_right(off, off <= self.tolerance)]
+        clip = self._last_clip()
+        at_step = self._at_step()
+        kept = clip is None or gradient is at_step or self._same(at_step, clip.after)
+        if off <= self.tolerance and kept:
+            return self._made(self._beside(RIGHT), self.fits)
+        cause = self._lost_on_the_way(gradient) or self._scaled(gradient, clip)
+        if cause is None:
+            inputs = [(call.args, call.kwargs) for m in self.micros for call in m.calls[:1]]
+            whole_inputs = inputs if len(inputs) == len(self.micros) else ()
+            tolerance = max(self.tolerance, TIMES_THE_FLOOR * self.floor)
+            self.fits = nearest(hypotheses(self.parts, whole_inputs), [gradient], tolerance)
+            cause = self._named() or self._owned_twice(gradient) or self._added_in_16_bits(gradient)
+        if cause is None or cause.key == "coupled":
+            return self._made(self._beside(None if cause is None else "coupled"), self.fits)
+        rest = [fit for fit in self.fits if fit.key != cause.key]
+        return self._made(cause.key, [cause, *rest])
+
+    def _same(self, ours: Tensor, other: Tensor) -> bool:
+        return largest_over_ranks(apart(ours, other)) <= self.tolerance
+
+    def _at_step(self) -> Tensor:
+        assert self.window.gradient is not None
+        return self.window.gradient
+
+    def _last_clip(self) -> LiveClip | None:
+        """Return the first clip after the last backward: before it, the gradient is complete."""
+        count = len(self.micros)
+        return next((clip for clip in self.window.clips if clip.micro_batches == count), None)
+
+    def _before_clip(self) -> Tensor:
+        clip = self._last_clip()
+        if clip is None or not _parallel(self._at_step(), clip.after, 1e-4):
+            return self._at_step()  # or the loop has put another gradient there since
+        return clip.before
+
+    def _lost_on_the_way(self, gradient: Tensor) -> MistakeFit | None:
+        """Return the mistake that is seen in how gradients changed between the backwards."""
+        micros, count = self.micros, len(self.micros)
+        first = micros[0].before
+        if float(first.norm()) > 0:
+            ours = gradient - first * float(gradient @ first / (first @ first))
+            sums = torch.stack([m.brought for m in micros]).sum(0)
+            left = sums - first * float(sums @ first / (first @ first))
+            if _parallel(ours, left, 1e-4):
+                variant = "there are gradients already before the first backward of the window"
+                return MistakeFit("never-cleared", variant, 0.0, True)
+        cleared = [
+            place
+            for place in range(1, count)
+            if not float(micros[place].before.norm()) and float(micros[place - 1].after.norm())
+        ]
+        if cleared:
+            rest = torch.stack([m.brought for m in micros[cleared[-1] :]]).sum(0)
+            if _parallel(gradient, rest, 1e-4):
+                key = "only-the-last" if len(cleared) == count - 1 else "cleared-in-the-window"
+                places = ", ".join(str(place) for place in cleared)
+                return MistakeFit(key, f"cleared after micro-batch {places}", 0.0, True)
+        again = [
+            (one, two)
+            for one in range(count)
+            for two in range(one)
+            if apart(micros[one].brought, micros[two].brought) <= 1e-6
+        ]
+        if again and not self._clipped_early():
+            one, two = again[0]
+            return MistakeFit("counted-twice", f"number {two + 1} and {one + 1}", 0.0, True)
+        return self._clipped_early()
+
+    def _clipped_early(self) -> MistakeFit | None:
+        """Return the mistake of clipping before the last backward, if it cuts here or not."""
+        count = len(self.micros)
+        clips = [clip for clip in self.window.clips if clip.limit < _NO_LIMIT]
+        early = {clip.micro_batches for clip in clips} - {count}
+        if not early:
+            return None
+        last = any(clip.micro_batches == count for clip in clips)
+        each = len(early) > 1 or (count == 2 and last)
+        key = "clipped-per-micro-batch" if each else "clipped-too-early"
+        variant = f"after micro-batch {', '.join(map(str, sorted(early)))} of {count}"
+        if not any(clip.cuts for clip in clips if clip.micro_batches < count):
+            variant += ", which has not cut anything in this window"
+        return MistakeFit(key, variant, 0.0, True)
+
+    def _scaled(self, gradient: Tensor, clip: LiveClip | None) -> MistakeFit | None:
+        """Return the mistake of a right gradient that is scaled when it is clipped or stepped on."""
+        right, scales = self.parts.right, [m.loss_scale for m in self.micros]
+        if len(set(scales)) > 1:
+            variant = f"from {scales[0]:g} to {scales[-1]:g} in the window"
+            return MistakeFit("loss-scale", variant, 0.0, True)
+        factor = float(gradient @ right / (right @ right)) if float(right.norm()) else 0.0
+        if factor <= 0 or not self._same(gradient, right * factor) or abs(factor - 1) < _WEIGHTS:
+            return None
+        is_scale = scales[0] != 1 and math.isclose(factor, scales[0], rel_tol=_WEIGHTS)
+        if clip is not None and clip.cuts and self._same(self._at_step() * factor, clip.after):
+            key = "clipped-while-scaled" if is_scale else "clipped-too-early"
+            return MistakeFit(key, f"clipped while {factor:.4g} times as large", 0.0, True)
+        if is_scale:
+            return MistakeFit("loss-scale", f"{factor:g} times too large", 0.0, True)
+        return None
+
+    def _named(self) -> MistakeFit | None:
+        """Return the known mistake that fits best, as what it is in a loop that runs."""
+        found = next((f for f in self.fits if f.fits and f.key not in (RIGHT, "coupled")), None)
+        if any(f.key == "coupled" and f.fits for f in self.fits) and found is None:
+            return next(f for f in self.fits if f.key == "coupled")
+        if found is None:
+            return self._other_divisor()
+        if found.key == "nominal-count" and self.window.resumed:
+            return replace(found, key="lost-after-resume")
+        return found
+
+    def _other_divisor(self) -> MistakeFit | None:
+        """Return the mistake of a gradient that is right but for a constant: another divisor."""
+        gradient, right = self._before_clip(), self.parts.right
+        factor = float(gradient @ right / (right @ right)) if float(right.norm()) else 0.0
+        if not 0 < factor < 1 or not self._same(gradient, right * factor):
+            return None
+        key = "lost-after-resume" if self.window.resumed else "left-out"
+        units = self.parts.units_everywhere
+        variant = f"divided by {units / factor:.6g} units, and {units:.6g} came"
+        return MistakeFit(key, variant, 0.0, True)
+
+    def _owned_twice(self, gradient: Tensor) -> MistakeFit | None:
+        """Return the mistake of parameters whose gradients are a whole number of times too large."""
+        factors: dict[int, list[str]] = {}
+        rows = zip(
+            gradient.split(self.window.sizes),
+            self.parts.right.split(self.window.sizes),
+            self.window.names,
+            strict=True,
+        )
+        floor = self.tolerance * float(self.parts.right.norm())
+        for ours, right, name in rows:
+            if float(right.norm()) <= floor:
+                continue
+            factor = round(float(ours @ right / (right @ right)))
+            if factor < 1 or float((ours - factor * right).norm()) > 10 * factor * floor:
+                return None
+            factors.setdefault(factor, []).append(name)
+        if not factors or set(factors) == {1}:
+            return None
+        most = max(factors)
+        where = factors[most][:3] if len(factors) > 1 else ["all parameters"]
+        return MistakeFit("two-owners", f"{', '.join(where)}: {most} times", 0.0, True)
+
+    def _added_in_16_bits(self, gradient: Tensor) -> MistakeFit | None:
+        if not self.window.half:
+            return None
+        off = largest_over_ranks(apart(gradient, self.parts.right))
+        if off > math.sqrt(self.window.unit) * TIMES_THE_FLOOR:
+            return None
+        variant = f"{percent(off)} of the sum is lost"
+        return MistakeFit("16-bit-accumulation", variant, off, True)
+
+    # --------------------------------------------------------------- beside the gradient
+
+    def _beside(self, found: str | None) -> str | None:
+        """Return the mistake that a right gradient does not show, or what was found before."""
+        if found not in (RIGHT, "coupled"):
+            return found
+        later = self.micros[1:]
+        rates = {m.rates for m in self.micros}
+        averaged = sum(m.average_moved for m in later)
+        key, variant = None, ""
+        if largest_over_ranks(any(m.weights_moved for m in later)):
+            key, variant = "moved-in-the-window", "between two backwards"
+        elif largest_over_ranks(len(rates) > 1):
+            first, last = max(self.micros[0].rates), max(self.micros[-1].rates)
+            key, variant = "scheduled-per-micro-batch", f"from {first:.3g} to {last:.3g}"
+        elif largest_over_ranks(averaged >= max(1, len(later) - 1)):
+            key, variant = "averaged-per-micro-batch", f"{averaged + 1} times in a window"
+        elif largest_over_ranks(found == "coupled" or self.window.linked or self._couples()):
+            key, variant = "coupled", self._coupling()
+        elif found == RIGHT and largest_over_ranks(self._clipped_early() is not None):
+            clipped = self._clipped_early() or MistakeFit("clipped-too-early", "", 0.0, True)
+            key, variant = clipped.key, clipped.variant
+        if key is None:
+            return found
+        self.fits = [MistakeFit(key, variant, 0.0, True), *self.fits]
+        return key
+
+    def _modules(self) -> list[nn.Module]:
+        return list(dict.fromkeys(call.module for m in self.micros for call in m.calls))
+
+    def _couples(self) -> bool:
+        self.coupled_outputs = getattr(self, "coupled_outputs", False)
+        return self.coupled_outputs or bool(self._norms())
+
+    def _norms(self) -> list[str]:
+        found = [pair for module in self._modules() for pair in batchnorms(module)]
+        return [name for name, m in found if m.training and uses_batch_statistics(m)]
+
+    def _coupling(self) -> str:
+        if self.window.linked:
+            return "the loss compares samples"
+        names = self._norms()
+        return f"BatchNorm: {', '.join(names[:3])}" if names else "a layer mixes samples"
+
+    # --------------------------------------------------------------- the undivided batch
+
+    def _undivided(
+        self, weights: list[float], units: list[float], everywhere: float
+    ) -> Tensor | None:
+        """Run the undivided batch of this rank; return its share of the right gradient."""
+        self.coupled_outputs = False
+        calls = [micro.calls[0] for micro in self.micros if len(micro.calls) == 1]
+        made = None
+        if len(calls) == len(self.micros) and not self.window.clips[:0]:
+            try:
+                made = self._run_joined(calls, weights, units, everywhere)
+            except torch.OutOfMemoryError:
+                self.notes.append("the undivided batch does not fit in memory: it was not run")
+            except Exception as error:  # what a model says to a batch that it is not made for
+                kind = type(error).__name__
+                self.notes.append(f"the undivided batch was not run: {kind}: {str(error)[:80]}")
+        if largest_over_ranks(made is None):
+            return None
+        return made
+
+    def _run_joined(
+        self, calls: list[Call], weights: list[float], units: list[float], everywhere: float
+    ) -> Tensor | None:
+        module = calls[0].module
+        if any(call.module is not module for call in calls):
+            return None
+        if any(call.draws for call in calls):
+            self.notes.append(
+                "the forward draws random numbers, so the undivided batch would draw others: it "
+                "was not run, and the samples are judged as they were drawn"
+            )
+            return None
+        given = joined([(tuple(call.args), call.kwargs) for call in calls])
+        if given is None or any(t.requires_grad for t in tensors_of(given)):
+            return None
+        inner: nn.Module = getattr(module, "module", module)
+        inner = inner if isinstance(module, nn.parallel.DistributedDataParallel) else module
+        state = ForwardState(inner)
+        kind = self.observer.parameters[0].device.type
+        dtype = next(iter(self.window.autocast), None)
+        try:
+            with torch.enable_grad(), torch.autocast(kind, dtype=dtype, enabled=dtype is not None):
+                outputs = tensors_of(inner(*given[0], **given[1]))
+            self._compare_outputs(outputs, calls)
+            seeds = self._seeds(outputs, calls, weights, units, everywhere)
+            if seeds is None:
+                return None
+            places = list(seeds)
+            made = torch.autograd.grad(
+                [outputs[place] for place in places],
+                list(self.observer.parameters),
+                [seeds[place] for place in places],
+                allow_unused=True,
+            )
+        finally:
+            state.restore()
+        return self.observer.row_of(made)
+
+    def _compare_outputs(self, outputs: list[Tensor], calls: list[Call]) -> None:
+        """Note if a sample's output depends on the batch that it is in."""
+        limit = math.sqrt(self.window.unit if not self.window.autocast else 2.0**-9)
+        for place, tensor in enumerate(outputs):
+            rows = [call.rows[place] for call in calls if place in call.rows]
+            if len(rows) != len(calls) or not tensor.dim():
+                continue
+            apart_ = torch.cat(rows)
+            together = first_numbers(tensor)
+            if apart_.shape == together.shape:
+                off = apart(together.double().cpu().flatten(), apart_.double().cpu().flatten())
+                self.coupled_outputs |= off > limit
+
+    def _seeds(
+        self,
+        outputs: list[Tensor],
+        calls: list[Call],
+        weights: list[float],
+        units: list[float],
+        everywhere: float,
+    ) -> dict[int, Tensor] | None:
+        """Return the gradients of the joined outputs that make the mean over all units."""
+        seeds: dict[int, Tensor] = {}
+        for place in sorted({place for call in calls for place in call.slopes}):
+            slopes = [call.slopes.get(place) for call in calls]
+            tensor = outputs[place]
+            if any(slope is None for slope in slopes):
+                return None
+            if not tensor.dim():  # a loss that the model itself computes
+                read = read_weights([list(loss_terms(tensor.grad_fn))])
+                if isinstance(read, Unreadable) or len(read) != 1 or len(self.read) != 1:
+                    return None
+                own = read[0].weights[0] * read[0].scale
+                share = sum(units) / everywhere
+                seeds[place] = torch.full_like(tensor, self.read[0].scale * share / own)
+                continue
+            scaled = [
+                slope * (unit / everywhere / weight if weight else 0.0)
+                for slope, unit, weight in zip(slopes, units, weights, strict=True)
+                if slope is not None
+            ]
+            seed = torch.cat(scaled)
+            if seed.shape != tensor.shape:
+                return None
+            seeds[place] = seed
+        # An output that another output is made of would be counted twice.
+        scalars = [place for place in seeds if not outputs[place].dim()]
+        return {place: seeds[place] for place in scalars} or seeds or None
+
+    # --------------------------------------------------------------- the trial
+
+    def _told(self, key: str, variant: str) -> LoopTrial:
+        fit = MistakeFit(key, variant, 0.0, True)
+        return self._made(key, [fit, _right(math.inf)])
+
+    def _not_judged(self, reason: str) -> LoopTrial:
+        self.notes.append(reason)
+        return self._made(NOT_JUDGED, [_right(math.inf)])
+
+    def _made(
+        self,
+        found: str | None,
+        fits: Sequence[MistakeFit],
+        *,
+        by: str = "gradients",
+        tolerance: float | None = None,
+    ) -> LoopTrial:
+        units = self.read[0].units if hasattr(self, "read") else ()
+        count = len(self._owners)
+        kind = "" if not units else "equal " if _alike(units, [units[0]] * count) else "uneven "
+        if found == RIGHT and kind == "equal " and count > 1:
+            self.notes.append(
+                "all micro-batches have equally many units, so a mean of means cannot be told "
+                "from the mean here"
+            )
+        for scale in {t.scale for t in getattr(self, "read", [])} - {1.0}:
+            self.notes.append(f"the loss has a weight of {scale:g} of its own")
+        fits = self.fits if self.fits and found == self.fits[0].key else fits
+        return LoopTrial(
+            case="live",
+            name=f"{self.name}: {count} {kind}micro-batches",
+            micro_batches=count,
+            units=tuple(units),
+            optimizer_steps=1,
+            found=found,
+            fits=tuple(fits),
+            tolerance=tolerance or getattr(self, "tolerance", _WEIGHTS),
+            floor=self.floor,
+            observed_by=by,
+            notes=tuple(self.notes),
+        )
+
+
+def _by_call(micro: LiveMicroBatch) -> list[list[LossTerm]]:
+    """Return the losses of a backward: one of each call, where it adds those of several."""
+    modules = {call.module for call in micro.calls}
+    kinds = {(term.node, term.kind) for term in micro.terms}
+    each = len(micro.calls) > 1 and len(modules) == 1 and len(kinds) == 1
+    if each and len(micro.calls) == len(micro.terms):
+        return [[term] for term in micro.terms]
+    return [micro.terms]
+
+
+def _right(distance: float, fits: bool = False) -> MistakeFit:
+    return MistakeFit(RIGHT, "the undivided batch", distance, fits)
+
+
+def _right_of(fits: Sequence[MistakeFit]) -> MistakeFit:
+    return next(fit for fit in fits if fit.key == RIGHT)
+
+
+def _best(fits: Sequence[MistakeFit]) -> str | None:
+    return next((fit.key for fit in fits if fit.fits and fit.key != "coupled"), None)
+
+
+def _alike(ours: Sequence[float], others: Sequence[float]) -> bool:
+    return all(math.isclose(a, b, rel_tol=_WEIGHTS) for a, b in zip(ours, others, strict=True))
+
+
+def _parallel(ours: Tensor, other: Tensor, tolerance: float) -> bool:
+    """Tell if one gradient is the other times a positive number, on every rank."""
+    size = float(other @ other)
+    factor = float(ours @ other) / size if size else 0.0
+    far = math.inf if factor <= 0 else apart(ours, other * factor)
+    return largest_over_ranks(far) <= tolerance
