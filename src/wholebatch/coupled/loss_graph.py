@@ -82,6 +82,7 @@ class LossTerm:
     over: tuple[float, ...] = ()
     sizes: tuple[int, ...] = ()
     is_loss: bool = False  # the sum is one of torch's loss functions, or over such losses
+    seed: float = 1.0  # of the backward that begins at it
     counted: float | None = None  # labels that are not ignored, where the mean is over all of them
 
 

@@ -44,6 +44,7 @@ from wholebatch.verification.model_runs import joined
 from wholebatch.verification.run_comparison import TIMES_THE_FLOOR, percent
 from wholebatch.verification.verdicts import LoopTrial
 
+_IGNORED = -100
 _NO_LIMIT = 1e6
 """Clipping to more than this is a way to measure a norm."""
 _WEIGHTS = 1e-3
@@ -60,6 +61,8 @@ class LiveJudge:
     steps: int | None = None
     scales: Sequence[float] = ()
     """The weights of its own that the loss had in the first window."""
+    needs_calls: bool = False
+    """True if the units are read from the inputs of the model."""
 
     def trial(self) -> LoopTrial:
         """Return the verdict on the window."""
@@ -108,13 +111,18 @@ class LiveJudge:
             losses += rows
             self._owners += [place] * len(rows)
         scale, ranks = self.micros[0].loss_scale, world_size()
-        read = read_weights(losses, loss_scale=scale, ranks=ranks)
+        labels = _labels(self.micros) if len(losses) == len(self.micros) else []
+        read = read_weights(losses, loss_scale=scale, ranks=ranks, labels=labels)
+        if labels and not isinstance(read, Unreadable):
+            plain = read_weights(losses, loss_scale=scale, ranks=ranks)
+            self.needs_calls = plain != read
         if ranks == 1 or largest_over_ranks(isinstance(read, Unreadable)):
             return read
         assert not isinstance(read, Unreadable)
         own = sum(read[0].units)
         everywhere = float(sum_over_ranks(torch.tensor([own], dtype=torch.float64)))
-        return read_weights(losses, loss_scale=scale, ranks=ranks, totals=[everywhere])
+        totals = [everywhere]
+        return read_weights(losses, loss_scale=scale, ranks=ranks, totals=totals, labels=labels)
 
     def _micro_weights(self) -> tuple[list[float], list[float]] | None:
         """Return one weight and the units of every micro-batch; None if its terms differ in them."""
@@ -444,7 +452,9 @@ class LiveJudge:
                 "was not run, and the samples are judged as they were drawn"
             )
             return None
-        given = joined([(tuple(call.args), call.kwargs) for call in calls])
+        inputs = [(tuple(call.args), call.kwargs) for call in calls]
+        rows = [[t.shape[0] for t in tensors_of(one) if t.dim()] for one in inputs]
+        given = joined(inputs, [one[0] for one in rows]) if all(rows) else None
         if given is None or any(t.requires_grad for t in tensors_of(given)):
             return None
         inner: nn.Module = getattr(module, "module", module)
@@ -571,6 +581,28 @@ def _by_call(micro: LiveMicroBatch) -> list[list[LossTerm]]:
     if each and len(micro.calls) == len(micro.terms):
         return [[term] for term in micro.terms]
     return [micro.terms]
+
+
+def _labels(micros: Sequence[LiveMicroBatch]) -> list[tuple[list[float], list[float]]]:
+    """Return what the calls' labels count: of all, those that are not ignored (-100).
+
+    A causal model may leave out the first label of every sample.
+    """
+    found: dict[int, list[Tensor]] = {}
+    for micro in micros:
+        for place, tensor in enumerate(tensors_of([(c.args, c.kwargs) for c in micro.calls[:1]])):
+            found.setdefault(place, []).append(tensor)
+    counts = []
+    for tensors in found.values():
+        if len(tensors) != len(micros) or any(t.is_floating_point() or t.dim() < 2 for t in tensors):
+            continue
+        if not any(bool((t == _IGNORED).any()) for t in tensors):
+            continue
+        for cut in ([t[:, 1:] for t in tensors], tensors):
+            valid = [float((t != _IGNORED).sum()) for t in cut]
+            for full in (cut, tensors):
+                counts.append(([float(t.numel()) for t in full], valid))
+    return counts
 
 
 def _right(distance: float, fits: bool = False) -> MistakeFit:

@@ -11,7 +11,7 @@ import gc
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -463,13 +463,13 @@ def _is_a_look() -> bool:
 
 
 def _terms_of(root: Tensor, seed: Tensor | None) -> list[LossTerm]:
-    """Return the terms of what a backward began at, with its gradient as a factor."""
+    """Return the terms of what a backward began at, and with which gradient."""
     if seed is not None and seed.numel() and not bool((seed == seed.flatten()[0]).all()):
         return [LossTerm("backward(gradient=...)", "unknown", 1.0)]
     with torch.enable_grad():
         total = root if root.numel() == 1 else root.sum()
-        total = total if seed is None else total * float(seed.flatten()[0])
-    return list(loss_terms(total.grad_fn))
+    factor = 1.0 if seed is None else float(seed.flatten()[0])
+    return [replace(term, seed=factor) for term in loss_terms(total.grad_fn)]
 
 
 def _optimizer_of(parameters: Sequence[Tensor]) -> torch.optim.Optimizer | None:
@@ -478,7 +478,7 @@ def _optimizer_of(parameters: Sequence[Tensor]) -> torch.optim.Optimizer | None:
     found = [
         one
         for one in gc.get_objects()
-        if isinstance(one, torch.optim.Optimizer)
+        if issubclass(type(one), torch.optim.Optimizer)
         and any(id(p) in wanted for group in one.param_groups for p in group["params"])
     ]
     return found[0] if len(found) == 1 else None

@@ -55,10 +55,12 @@ def read_weights(
     loss_scale: float = 1.0,
     ranks: int = 1,
     totals: Sequence[float] = (),
+    labels: Sequence[tuple[list[float], list[float]]] = (),
 ) -> list[TermWeights] | Unreadable:
     """Return the weights of every term; `losses` are the terms of each micro-batch's loss.
 
-    `totals` are numbers that the loop may divide by besides those of this rank's window.
+    `totals` are numbers that the loop may divide by besides those of this rank's window. `labels`
+    are numbers of all labels of each micro-batch, and of those that count.
     """
     rows = [[term for term in terms if term.kind not in ("joined", "regulariser")] for terms in losses]
     for term in (term for row in rows for term in row):
@@ -74,8 +76,8 @@ def read_weights(
     columns = [list(column) for column in zip(*rows, strict=True)]
     known = [[t.count for t in column] for column in columns if column[0].kind == "mean"]
     count = len(columns)
-    read = [_Column(column, known, loss_scale, ranks, totals, count) for column in columns]
-    return [column.read() for column in read]
+    more = (loss_scale, ranks, totals, count, labels)
+    return [_Column(column, known, *more).read() for column in columns]
 
 
 @dataclass
@@ -88,6 +90,7 @@ class _Column:
     ranks: int
     totals: Sequence[float]
     columns: int
+    labels: Sequence[tuple[list[float], list[float]]]
 
     def read(self) -> TermWeights:
         self.times = _by_place([term.times for term in self.terms])
@@ -96,7 +99,7 @@ class _Column:
         self.units = units
         own, nominal = self._of_the_loss()
         weights = [
-            first * math.prod(term.times) / math.prod(term.over)
+            first * term.seed * math.prod(term.times) / math.prod(term.over)
             for first, term in zip(base, self.terms, strict=True)
         ]
         weights = self._without(weights)
@@ -138,9 +141,14 @@ class _Column:
         for units in self._candidates(counts):
             if any(_same(o) and self._is_total(o[0], sum(units)) for o in self.over):
                 return units, units
-        return counts, counts
+        units = next(self._candidates(counts))
+        return units, units
 
     def _candidates(self, counts: list[float]) -> Iterator[list[float]]:
+        counted = [valid for full, valid in self.labels if full == counts != valid]
+        if counted:  # one loss for every label, also for those that are ignored
+            yield from counted
+            return
         yield counts
         if self.terms[0].is_loss and self.terms[0].node.startswith(("NllLoss", "SumBackward")):
             return  # labels: those that are not ignored

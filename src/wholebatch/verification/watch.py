@@ -54,6 +54,8 @@ class Watch:
         self._name, self._stop_after = name, stop_after
         self._trials: list[LoopTrial] = []
         self._windows = self._count = 0
+        self._needs_calls = False
+        self._scales: list[float] = []
         self.seconds = 0.0
         """Seconds that recording and judging have taken beside the first window's own."""
         self.window_seconds = 0.0
@@ -134,6 +136,9 @@ class Watch:
             self._keep(trial)
             self._count = max(self._count, trial.micro_batches)
             self._scales = [term.scale for term in getattr(judge, "read", [])]
+            self._needs_calls = judge.needs_calls
+        elif self._needs_calls:  # forwards are not watched any more
+            return
         elif count < self._count and not any(t.micro_batches < self._count for t in self._trials):
             judge.steps, judge.scales = self._count, self._scales
             trial = judge.trial()
