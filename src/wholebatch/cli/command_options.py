@@ -121,7 +121,6 @@ class Command:
             for name, text in values.items()
         }
 
-
     def _own(self, arguments: Sequence[str]) -> tuple[Sequence[str], dict[str, Any]]:
         """Return the arguments before an option that takes all that follow it, and those."""
         for one in self.shown:

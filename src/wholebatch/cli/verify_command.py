@@ -265,7 +265,7 @@ def _watch_script(arguments: list[str], options: VerifyOptions) -> int:
     """Run a training script as it is, and show the verdict on its first windows."""
     import runpy
 
-    from wholebatch.verification.watch import Watch, WatchIsOver
+    from wholebatch.verification.watch_loop import Watch, WatchIsOver
 
     script = Path(arguments[0])
     if not script.is_file():

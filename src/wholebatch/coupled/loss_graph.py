@@ -266,7 +266,9 @@ def _reduction(node: Any, name: str, below: list[Any], so_far: LossTerm) -> Iter
 def _not_understood(name: str, below: list[Any], so_far: LossTerm) -> LossTerm:
     if len(below) == 1 and _is_of_parameters(below[0]):
         return replace(so_far, node=name, kind="regulariser")
-    shapes = [tuple(one._input_metadata[0].shape) for one in below if hasattr(one, "_input_metadata")]
+    shapes = [
+        tuple(one._input_metadata[0].shape) for one in below if hasattr(one, "_input_metadata")
+    ]
     curved = bool(shapes) and not any(shapes) and not name.endswith("FunctionBackward")
     return replace(so_far, node=name, kind="nonlinear" if curved else "unknown")
 
@@ -320,7 +322,9 @@ def _times(term: LossTerm, factor: Any, *, whole: bool = True) -> LossTerm:
     return replace(term, times=times, whole_number=term.whole_number and whole)
 
 
-def _scaled(node: Any, name: str, below: list[Any], so_far: LossTerm) -> tuple[Any, LossTerm] | None:
+def _scaled(
+    node: Any, name: str, below: list[Any], so_far: LossTerm
+) -> tuple[Any, LossTerm] | None:
     """Return the operand of a product with, or quotient by, a number that can be read."""
     operands = [child for child in below if child is not None]
     if len(operands) != 1 or (name.startswith("Div") and below[0] is None):

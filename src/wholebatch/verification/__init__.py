@@ -5,7 +5,7 @@ from wholebatch.verification.mistakes import MISTAKES
 from wholebatch.verification.verdicts import Cause, LoopTrial, LoopVerdict, Verdict
 from wholebatch.verification.verify_loop import verify_loop
 from wholebatch.verification.verify_model import verify
-from wholebatch.verification.watch import Watch, watch
+from wholebatch.verification.watch_loop import Watch, watch
 
 __all__ = [
     "MISTAKES",

@@ -61,6 +61,7 @@ class LiveJudge:
     steps: int | None = None
     scales: Sequence[float] = ()
     """The weights of its own that the loss had in the first window."""
+    runs_undivided: bool = True
     needs_calls: bool = False
     """True if the units are read from the inputs of the model."""
 
@@ -92,7 +93,7 @@ class LiveJudge:
         left = float(self.micros[0].before.norm()) if self.micros[0].before.numel() else 0.0
         if left:
             return self._told("never-cleared", "there are gradients before the first backward")
-        nominal = self.read[0].nominal
+        nominal = max(term.nominal for term in self.read)
         if nominal > 2:
             return self._told("stepped-every-micro-batch", f"the loss is divided by {nominal}")
         return self._not_judged(
@@ -101,6 +102,12 @@ class LiveJudge:
         )
 
     # ----------------------------------------------------------------- weights
+
+    def own_weights(self) -> list[float]:
+        """Return the weight of its own that each term of the loss has; [] if it cannot be read."""
+        self.micros = self.window.micros
+        read = self._read()
+        return [] if isinstance(read, Unreadable) else [term.scale for term in read]
 
     def _read(self) -> list[TermWeights] | Unreadable:
         """Return the weights of every term, one for each loss: there may be several in a backward."""
@@ -126,20 +133,25 @@ class LiveJudge:
 
     def _micro_weights(self) -> tuple[list[float], list[float]] | None:
         """Return one weight and the units of every micro-batch; None if its terms differ in them."""
-        first = self._sums(self.read[0])
-        for term in self.read:
-            weights, units = self._sums(term)
-            shares = [u / (sum(units) or 1.0) for u in units]
-            others = [u / (sum(first[1]) or 1.0) for u in first[1]]
-            if not (_alike(weights, first[0]) and _alike(shares, others)):
+        rows = [self._sums(term) for term in self.read]
+        weights, units = rows[0]
+        if len(rows) > 1:
+            constants = [self._constant(*row) for row in rows]
+            if constants[0] is None or any(c is None for c in constants):
+                alike = all(_alike(w, weights) and _alike_shares(u, units) for w, u in rows)
+                return rows[0] if alike else None
+            if not _alike([c or 0.0 for c in constants], [constants[0]] * len(rows)):
                 return None
-            rows = zip(self._owners, term.weights, term.units, strict=True)
-            if not all(
-                math.isclose(w * (units[i] or 1.0), u * weights[i], rel_tol=_WEIGHTS)
-                for i, w, u in rows
-            ):
-                return None
-        return first
+        if len(self._owners) > len(self.micros) and self._constant(*rows[0]) is None:
+            return None
+        return weights, units
+
+    def _constant(self, weights: Sequence[float], units: Sequence[float]) -> float | None:
+        """Return c where the weights are c × their shares of the units × the loss scale."""
+        total = sum(units)
+        scales = [micro.loss_scale for micro in self.micros]
+        found = [w * total / u / s for w, u, s in zip(weights, units, scales, strict=True) if u]
+        return found[0] if found and _alike(found, [found[0]] * len(found)) else None
 
     def _sums(self, term: TermWeights) -> tuple[list[float], list[float]]:
         weights, units = [0.0] * len(self.micros), [0.0] * len(self.micros)
@@ -179,6 +191,14 @@ class LiveJudge:
             if not _right_of(self.fits).fits:
                 break
         found = RIGHT if _right_of(self.fits).fits else _best(self.fits)
+        constants = [self._constant(*self._sums(term)) for term in self.read]
+        if found is None and constants[0] is not None and None not in constants:
+            cause = self._of_constant(constants[0], sum(self.read[0].units))
+            found, self.fits = cause.key, [cause, *self.fits]
+        if self.window.sizes and found not in (RIGHT, None):
+            lost = self._lost_on_the_way(self._before_clip())
+            if lost is not None:
+                found, self.fits = lost.key, [lost, *self.fits]
         tolerance = _WEIGHTS
         if self.window.sizes and self.window.gradient is not None:
             if found == RIGHT:
@@ -217,9 +237,14 @@ class LiveJudge:
         self.parts = replace(parts, right=right)
         self.tolerance = TIMES_THE_FLOOR * self.floor
         if self.window.half:
-            self.tolerance = 2 * self.window.unit
+            self.tolerance = self.window.unit
         gradient = self._before_clip()
         off = largest_over_ranks(apart(gradient, right))
+        scale = self.read[0].scale
+        if off > self.tolerance and self._same(gradient * scale, right):
+            right = right / scale  # a scale of the loop's own, which it has divided out again
+            self.parts = replace(self.parts, right=right)
+            off = largest_over_ranks(apart(gradient, right))
         self.fits = [_right(off, off <= self.tolerance)]
         clip = self._last_clip()
         at_step = self._at_step()
@@ -252,7 +277,7 @@ class LiveJudge:
 
     def _before_clip(self) -> Tensor:
         clip = self._last_clip()
-        if clip is None or not _parallel(self._at_step(), clip.after, 1e-4):
+        if clip is None or not clip.cuts or not _parallel(self._at_step(), clip.after, 1e-4):
             return self._at_step()  # or the loop has put another gradient there since
         return clip.before
 
@@ -310,15 +335,14 @@ class LiveJudge:
         if len(set(scales)) > 1:
             variant = f"from {scales[0]:g} to {scales[-1]:g} in the window"
             return MistakeFit("loss-scale", variant, 0.0, True)
-        factor = float(gradient @ right / (right @ right)) if float(right.norm()) else 0.0
-        if factor <= 0 or not self._same(gradient, right * factor) or abs(factor - 1) < _WEIGHTS:
-            return None
-        is_scale = scales[0] != 1 and math.isclose(factor, scales[0], rel_tol=_WEIGHTS)
-        if clip is not None and clip.cuts and self._same(self._at_step() * factor, clip.after):
-            key = "clipped-while-scaled" if is_scale else "clipped-too-early"
-            return MistakeFit(key, f"clipped while {factor:.4g} times as large", 0.0, True)
-        if is_scale:
-            return MistakeFit("loss-scale", f"{factor:g} times too large", 0.0, True)
+        if clip is not None and gradient is clip.before:
+            factor = float(clip.after.norm() / self._at_step().norm())
+            if abs(factor - 1) > _WEIGHTS:
+                is_scale = scales[0] != 1 and math.isclose(factor, scales[0], rel_tol=_WEIGHTS)
+                key = "clipped-while-scaled" if is_scale else "clipped-too-early"
+                return MistakeFit(key, f"clipped while {factor:.4g} times as large", 0.0, True)
+        if scales[0] != 1 and self._same(gradient, right * scales[0]):
+            return MistakeFit("loss-scale", f"{scales[0]:g} times too large", 0.0, True)
         return None
 
     def _named(self) -> MistakeFit | None:
@@ -328,19 +352,30 @@ class LiveJudge:
             return next(f for f in self.fits if f.key == "coupled")
         if found is None:
             return self._other_divisor()
-        if found.key == "nominal-count" and self.window.resumed:
-            return replace(found, key="lost-after-resume")
         return found
 
     def _other_divisor(self) -> MistakeFit | None:
         """Return the mistake of a gradient that is right but for a constant: another divisor."""
         gradient, right = self._before_clip(), self.parts.right
         factor = float(gradient @ right / (right @ right)) if float(right.norm()) else 0.0
-        if not 0 < factor < 1 or not self._same(gradient, right * factor):
+        if factor <= 0 or not self._same(gradient, right * factor):
             return None
-        key = "lost-after-resume" if self.window.resumed else "left-out"
-        units = self.parts.units_everywhere
-        variant = f"divided by {units / factor:.6g} units, and {units:.6g} came"
+        weights = [w for term in self.read[:1] for w in self._sums(term)[0]]
+        scales = [micro.loss_scale for micro in self.micros]
+        of_losses = sum(w / s for w, s in zip(weights, scales, strict=True))
+        if not math.isclose(of_losses, factor, rel_tol=_WEIGHTS):
+            return None  # the weights of the losses are others: it comes after them
+        return self._of_constant(factor, self.parts.units_everywhere)
+
+    def _of_constant(self, factor: float, units: float) -> MistakeFit:
+        """Return the mistake of weights that are right but for this factor."""
+        divisor = units / factor
+        variant = f"divided by {divisor:.6g} units, and {units:.6g} came"
+        if factor < 1:
+            key = "left-out"
+        else:
+            more = [math.isclose(units - divisor, u, rel_tol=_WEIGHTS) for u in self.read[0].units]
+            key = "counted-twice" if any(more) else "not-divided"
         return MistakeFit(key, variant, 0.0, True)
 
     def _owned_twice(self, gradient: Tensor) -> MistakeFit | None:
@@ -428,7 +463,7 @@ class LiveJudge:
         self.coupled_outputs = False
         calls = [micro.calls[0] for micro in self.micros if len(micro.calls) == 1]
         made = None
-        if len(calls) == len(self.micros) and not self.window.clips[:0]:
+        if len(calls) == len(self.micros) and self.runs_undivided:
             try:
                 made = self._run_joined(calls, weights, units, everywhere)
             except torch.OutOfMemoryError:
@@ -594,7 +629,9 @@ def _labels(micros: Sequence[LiveMicroBatch]) -> list[tuple[list[float], list[fl
             found.setdefault(place, []).append(tensor)
     counts = []
     for tensors in found.values():
-        if len(tensors) != len(micros) or any(t.is_floating_point() or t.dim() < 2 for t in tensors):
+        if len(tensors) != len(micros) or any(
+            t.is_floating_point() or t.dim() < 2 for t in tensors
+        ):
             continue
         if not any(bool((t == _IGNORED).any()) for t in tensors):
             continue
@@ -619,6 +656,10 @@ def _best(fits: Sequence[MistakeFit]) -> str | None:
 
 def _alike(ours: Sequence[float], others: Sequence[float]) -> bool:
     return all(math.isclose(a, b, rel_tol=_WEIGHTS) for a, b in zip(ours, others, strict=True))
+
+
+def _alike_shares(ours: Sequence[float], others: Sequence[float]) -> bool:
+    return _alike([u / sum(ours) for u in ours], [u / sum(others) for u in others])
 
 
 def _parallel(ours: Tensor, other: Tensor, tolerance: float) -> bool:

@@ -193,7 +193,7 @@ class LiveObserver(WindowObserver):
         def brings(gradient: Tensor) -> None:
             if not self._inside:  # somebody calls the hooks of the parameters by hand
                 return
-            part = self._part(gradient)
+            part = self._part(gradient).clone()  # it may become .grad, and be added to
             held = self._parts.get(place)
             self._parts[place] = part if held is None else held + part
 
@@ -418,7 +418,9 @@ class LiveObserver(WindowObserver):
             seen.gradient = seen.gradient / float(scale)
         seen.autocast = set(self.autocast)
         rows = seen.gradient.split(self._sizes) if self._sizes else ()
-        self._norms = {id(p): float(row.norm()) for p, row in zip(self.parameters, rows, strict=False)}
+        self._norms = {
+            id(p): float(row.norm()) for p, row in zip(self.parameters, rows, strict=False)
+        }
         seen.seconds = time.perf_counter() - seen.began
         self._forget()
         self._inside = True  # what follows is ours
@@ -426,6 +428,7 @@ class LiveObserver(WindowObserver):
             self.ended(seen)
         finally:
             self._inside = False
+            self._parts.clear()
 
     def _forget(self) -> None:
         self.window = None

@@ -62,7 +62,9 @@ def read_weights(
     `totals` are numbers that the loop may divide by besides those of this rank's window. `labels`
     are numbers of all labels of each micro-batch, and of those that count.
     """
-    rows = [[term for term in terms if term.kind not in ("joined", "regulariser")] for terms in losses]
+    rows = [
+        [term for term in terms if term.kind not in ("joined", "regulariser")] for terms in losses
+    ]
     for term in (term for row in rows for term in row):
         if term.kind == "nonlinear":
             return Unreadable(f"it is a curve of a mean over its samples ({term.node})", True)
@@ -103,6 +105,11 @@ class _Column:
             for first, term in zip(base, self.terms, strict=True)
         ]
         weights = self._without(weights)
+        for times in self.times:  # 0.5 * loss, where 1 / steps is 0.5 too
+            total = sum(weights) / own / self.loss_scale
+            if _same(times) and times[0] < 1 and _close(total, times[0]) and len(units) > 1:
+                own *= times[0]
+                break
         return TermWeights(tuple(w / own for w in weights), tuple(units), own, nominal)
 
     def _of_the_loss(self) -> tuple[float, int]:
@@ -164,25 +171,34 @@ class _Column:
         return [weight * over for weight, over in zip(weights, self.dropped, strict=True)]
 
     def _is_total(self, value: float, total: float) -> bool:
-        return any(_close(value, t) for one in (total, *self.totals) for t in (one, one / self.ranks))
+        return any(
+            _close(value, t) for one in (total, *self.totals) for t in (one, one / self.ranks)
+        )
 
     def _is_of_the_window(self, value: float) -> bool:
         """True if a constant factor or divisor is the loop's: steps, ranks, units, loss scale."""
         count = len(self.terms)
-        numbers = [count, self.ranks, count * self.ranks, *self.units[:1]]
-        numbers += [self.loss_scale] if self.loss_scale != 1.0 else []
-        if value == 0.5 and count == 2 and any(_same(o) and _close(o[0], 2) for o in self.over):
-            return False  # 0.5 * loss / 2: a weight, and the steps
+        if _same(self.units) and _close(value, self.units[0]):
+            return True
+        numbers = {count, self.ranks, count * self.ranks, count * count, self.loss_scale} - {0, 1}
         if self._is_total(value, sum(self.units)) or self._is_total(1 / value, sum(self.units)):
             return True
-        return any(_close(value, n) or _close(value, 1 / n) for n in numbers if n not in (0, 1))
+        return any(_close(value, n) or _close(value, 1 / n) for n in numbers)
 
 
 def _by_place(factors: Sequence[tuple[float, ...]]) -> list[tuple[float, ...]]:
-    """Return each factor over the micro-batches; where their numbers differ, their products."""
-    if len({len(one) for one in factors}) > 1:
-        return [tuple(math.prod(one) for one in factors)]
-    return list(zip(*factors, strict=True))
+    """Return each factor over the micro-batches: those that all have, then the others by place."""
+    rest = [list(one) for one in factors]
+    found = []
+    for value in factors[0]:
+        places = [next((v for v in one if _close(v, value)), None) for one in rest]
+        if all(place is not None for place in places):
+            found.append((value,) * len(rest))
+            for one, place in zip(rest, places, strict=True):
+                one.remove(place)  # type: ignore[arg-type]
+    if len({len(one) for one in rest}) > 1:  # a factor of 1 is not in the graph
+        return [*found, tuple(math.prod(one) for one in rest)]
+    return [*found, *zip(*rest, strict=True)]
 
 
 def _same(values: Sequence[float]) -> bool:

@@ -239,5 +239,10 @@ class LoopVerdict(_Answer):
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain data; numbers that are not finite become None."""
         data: dict[str, Any] = finite(asdict(self))
-        data |= {"same": self.same, "judged": self.judged, "mistakes": list(self.mistakes), "line": self.line}
+        data |= {
+            "same": self.same,
+            "judged": self.judged,
+            "mistakes": list(self.mistakes),
+            "line": self.line,
+        }
         return data

@@ -26,6 +26,9 @@ from wholebatch.verification.verdicts import LoopTrial, LoopVerdict
 
 _log = logging.getLogger("wholebatch")
 
+_SHORT = ("stepped-every-micro-batch", "nominal-count", "divided-twice", "left-out")
+"""What a first window may look like that has fewer micro-batches than it is divided by."""
+
 
 class WatchIsOver(BaseException):
     """Ends a script whose verdict is known; no `except Exception` of the script's catches it."""
@@ -54,8 +57,8 @@ class Watch:
         self._name, self._stop_after = name, stop_after
         self._trials: list[LoopTrial] = []
         self._windows = self._count = 0
-        self._needs_calls = False
-        self._scales: list[float] = []
+        self._first: LiveJudge | None = None
+        self._has_short = False
         self.seconds = 0.0
         """Seconds that recording and judging have taken beside the first window's own."""
         self.window_seconds = 0.0
@@ -107,7 +110,8 @@ class Watch:
         more = self._windows - self._stop_after
         if self._stop_after and (more > 0 or (more == 0 and is_clean and self._count > 1)):
             raise WatchIsOver
-        if not self._observer.light and self._count > 1 and (is_clean or self._windows > 1):
+        is_known = self._count > 1 and is_clean
+        if not self._observer.light and (is_known or self._windows > 1):
             self._observer.go_lightly()
             self._eager.close()
 
@@ -125,25 +129,39 @@ class Watch:
             self.seconds = time.perf_counter() - began
 
     def _judge(self, window: LiveWindow) -> None:
-        if not window.is_whole:
-            return
-        count = len(window.micros)
         judge = LiveJudge(window, self._observer, f"window {self._windows}")
-        if not self._observer.light:  # the first, or one that began with gradients
+        count = len(window.micros)
+        if window.is_whole and not self._observer.light:  # the first, or it began with gradients
             trial = judge.trial()
-            if self._count == 1 < trial.micro_batches:
-                self._trials[:] = [_off_by_one(one) for one in self._trials]
             self._keep(trial)
-            self._count = max(self._count, trial.micro_batches)
-            self._scales = [term.scale for term in getattr(judge, "read", [])]
-            self._needs_calls = judge.needs_calls
-        elif self._needs_calls:  # forwards are not watched any more
+            if self._first is None:
+                self._first = judge
+                self._count = trial.micro_batches
+            elif self._count < trial.micro_batches:
+                self._was_short(judge.own_weights(), trial.micro_batches)
+        elif self._first is None or self._first.needs_calls:  # forwards are not watched any more
             return
-        elif count < self._count and not any(t.micro_batches < self._count for t in self._trials):
-            judge.steps, judge.scales = self._count, self._scales
+        elif count > self._count == len(self._first.window.micros):
+            self._was_short(judge.own_weights(), count)
+        elif window.is_whole and count < self._count and not self._has_short:
+            self._has_short = True
+            judge.steps, judge.scales = self._count, self._first.own_weights()
             trial = judge.trial()
             if trial.found != NOT_JUDGED:
                 self._keep(trial)
+
+    def _was_short(self, scales: list[float], count: int) -> None:
+        """Judge the first window again: those that follow are longer, and tell more."""
+        assert self._first is not None
+        first, self._count = self._first, count
+        first.steps, first.scales, first.runs_undivided = count, scales, False
+        trial = first.trial()
+        alone, resumed = trial.micro_batches == 1, first.window.resumed
+        if trial.found in _SHORT and (alone or resumed or trial.found != "left-out"):
+            key = "only-the-first" if alone else "lost-after-resume" if resumed else "nominal-count"
+            fits = [MistakeFit(key, fit.variant, fit.distance, True) for fit in trial.fits[:1]]
+            trial = replace(trial, found=key, fits=(*fits, *trial.fits[1:]))
+        self._trials[0] = trial
 
 
 def watch(model: nn.Module | None = None, optimizer: Any = None) -> Watch:
@@ -173,14 +191,6 @@ def watch(model: nn.Module | None = None, optimizer: Any = None) -> Watch:
         A context manager with a `verdict`: true if the update is the same.
     """
     return Watch(model, optimizer)
-
-
-def _off_by_one(trial: LoopTrial) -> LoopTrial:
-    """Name a first window of one micro-batch, where those that follow have several."""
-    if trial.found != "stepped-every-micro-batch":
-        return trial
-    fits = [MistakeFit("only-the-first", fit.variant, 0.0, True) for fit in trial.fits[:1]]
-    return replace(trial, found="only-the-first", fits=(*fits, *trial.fits[1:]))
 
 
 def _trial(
