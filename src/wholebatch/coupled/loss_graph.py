@@ -311,7 +311,7 @@ def _counted(inner: Any, count: int, *, of_losses: bool) -> float:
         is_masked = inner.name() == "MaskedFillBackward0" and _saved(below[0], "reduction") == 0
         return _loss_size(below[0])[1] if is_masked else count
     mask = mask.detach()
-    is_mask = mask.numel() > 1 and bool(((mask == 0) | (mask == 1)).all())
+    is_mask = mask.numel() > 0 and bool(((mask == 0) | (mask == 1)).all())
     return float(mask.sum()) * count / mask.numel() if is_mask else count
 
 

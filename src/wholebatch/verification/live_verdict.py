@@ -246,12 +246,11 @@ class LiveJudge:
             self.parts = replace(self.parts, right=right)
             off = largest_over_ranks(apart(gradient, right))
         self.fits = [_right(off, off <= self.tolerance)]
-        clip = self._last_clip()
         at_step = self._at_step()
-        kept = clip is None or gradient is at_step or self._same(at_step, clip.after)
+        kept = gradient is at_step or self._same(at_step, self._last_clips()[-1].after)
         if off <= self.tolerance and kept:
             return self._made(self._beside(RIGHT), self.fits)
-        cause = self._lost_on_the_way(gradient) or self._scaled(gradient, clip)
+        cause = self._lost_on_the_way(gradient) or self._scaled(gradient)
         if cause is None:
             inputs = [(call.args, call.kwargs) for m in self.micros for call in m.calls[:1]]
             whole_inputs = inputs if len(inputs) == len(self.micros) else ()
@@ -270,16 +269,16 @@ class LiveJudge:
         assert self.window.gradient is not None
         return self.window.gradient
 
-    def _last_clip(self) -> LiveClip | None:
-        """Return the first clip after the last backward: before it, the gradient is complete."""
+    def _last_clips(self) -> list[LiveClip]:
+        """Return the clips that cut after the last backward: before them, all gradients are in."""
         count = len(self.micros)
-        return next((clip for clip in self.window.clips if clip.micro_batches == count), None)
+        return [clip for clip in self.window.clips if clip.micro_batches == count and clip.cuts]
 
     def _before_clip(self) -> Tensor:
-        clip = self._last_clip()
-        if clip is None or not clip.cuts or not _parallel(self._at_step(), clip.after, 1e-4):
+        clips = self._last_clips()
+        if not clips or not _parallel(self._at_step(), clips[-1].after, 1e-4):
             return self._at_step()  # or the loop has put another gradient there since
-        return clip.before
+        return clips[0].before
 
     def _lost_on_the_way(self, gradient: Tensor) -> MistakeFit | None:
         """Return the mistake that is seen in how gradients changed between the backwards."""
@@ -329,14 +328,14 @@ class LiveJudge:
             variant += ", which has not cut anything in this window"
         return MistakeFit(key, variant, 0.0, True)
 
-    def _scaled(self, gradient: Tensor, clip: LiveClip | None) -> MistakeFit | None:
+    def _scaled(self, gradient: Tensor) -> MistakeFit | None:
         """Return the mistake of a right gradient that is scaled when it is clipped or stepped on."""
         right, scales = self.parts.right, [m.loss_scale for m in self.micros]
         if len(set(scales)) > 1:
             variant = f"from {scales[0]:g} to {scales[-1]:g} in the window"
             return MistakeFit("loss-scale", variant, 0.0, True)
-        if clip is not None and gradient is clip.before:
-            factor = float(clip.after.norm() / self._at_step().norm())
+        if gradient is not self._at_step():
+            factor = float(self._last_clips()[-1].after.norm() / self._at_step().norm())
             if abs(factor - 1) > _WEIGHTS:
                 is_scale = scales[0] != 1 and math.isclose(factor, scales[0], rel_tol=_WEIGHTS)
                 key = "clipped-while-scaled" if is_scale else "clipped-too-early"

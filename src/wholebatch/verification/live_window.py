@@ -284,9 +284,10 @@ class LiveObserver(WindowObserver):
             self._inside = False
         after = self._grads()
         brought = self._row([self._parts.get(i) for i in range(len(self.parameters))])
-        if not self._parts:  # somebody holds the hooks back: what is seen is what was added
+        brings = bool(self._parts) or (self.sharded and bool(calls))
+        if not brings:  # somebody holds the hooks back: what is seen is what was added
             brought = after - before
-        if bool(brought.any()) or (self.sharded and calls):
+        if brings or bool(brought.any()):
             self._add(LiveMicroBatch(calls, before, after, brought, terms))
             assert self.window is not None
             self.window.linked |= linked
@@ -355,7 +356,8 @@ class LiveObserver(WindowObserver):
         )
         self._weights = self.row_of(list(self.parameters))
         largest = max(self.parameters, key=lambda p: p.numel(), default=None)
-        self._averages = [] if self.light or largest is None else _averages_of(largest)
+        is_first = not self.light and not self.optimizer_steps and largest is not None
+        self._averages = _averages_of(largest) if is_first else []  # type: ignore[arg-type]
 
     def _look_at_weights(self, micro: LiveMicroBatch) -> None:
         """Note if weights, or an average of them, have changed since the micro-batch before."""
@@ -470,7 +472,7 @@ def _terms_of(root: Tensor, seed: Tensor | None) -> list[LossTerm]:
     if seed is not None and seed.numel() and not bool((seed == seed.flatten()[0]).all()):
         return [LossTerm("backward(gradient=...)", "unknown", 1.0)]
     with torch.enable_grad():
-        total = root if root.numel() == 1 else root.sum()
+        total = root if not root.dim() else root.sum()
     factor = 1.0 if seed is None else float(seed.flatten()[0])
     return [replace(term, seed=factor) for term in loss_terms(total.grad_fn)]
 
@@ -478,13 +480,22 @@ def _terms_of(root: Tensor, seed: Tensor | None) -> list[LossTerm]:
 def _optimizer_of(parameters: Sequence[Tensor]) -> torch.optim.Optimizer | None:
     """Return the only optimizer that holds one of these parameters."""
     wanted = {id(parameter) for parameter in parameters}
+    kinds = {torch.optim.Optimizer}
+    waiting = list(kinds)
+    while waiting:
+        kinds.update(below := waiting.pop().__subclasses__())
+        waiting += below
     found = [
         one
-        for one in gc.get_objects()
-        if issubclass(type(one), torch.optim.Optimizer)
-        and any(id(p) in wanted for group in one.param_groups for p in group["params"])
+        for one in _objects(kinds)
+        if any(id(p) in wanted for group in one.param_groups for p in group["params"])
     ]
     return found[0] if len(found) == 1 else None
+
+
+def _objects(kinds: set[Any]) -> list[Any]:
+    """Return all objects of these types."""
+    return [one for one in gc.get_objects() if type(one) in kinds]
 
 
 def _few(tensor: Tensor) -> Tensor:
@@ -496,9 +507,7 @@ def _averages_of(parameter: Tensor) -> list[tuple[Tensor, int, Tensor]]:
     """Return tensors that look like an average of this parameter: alike in shape and values."""
     found = []
     few = _few(parameter)
-    for one in gc.get_objects():
-        if type(one) not in (Tensor, nn.Parameter) or one is parameter:
-            continue
+    for one in _objects({Tensor, nn.Parameter}):
         if one.shape != parameter.shape or one.device != parameter.device or one.is_sparse:
             continue
         if one.grad_fn is not None or one.dtype != parameter.dtype:
