@@ -129,7 +129,7 @@ class Command:
                 place = arguments.index(flag)
                 if place + 1 == len(arguments):
                     raise OptionError(f"{flag}: needs a value (see --help)")
-                return arguments[:place], {one.name: list(arguments[place + 1 :])}
+                return arguments[:place], {one.name: tuple(arguments[place + 1 :])}
         return arguments, {}
 
 

@@ -124,7 +124,7 @@ class VerifyOptions:
         "Test only micro-batches of equal size.",
         flag="--equal",
     )
-    trainer: list[str] | None = _loop(
+    trainer: tuple[str, ...] | None = _loop(
         None,
         "SCRIPT.py [ARGUMENTS]",
         "Run your training script, watch its first window, tell the verdict and stop it. All that "
@@ -261,7 +261,7 @@ def _verify_recipe(
 # ------------------------------------------------------------------------- a script that trains
 
 
-def _watch_script(arguments: list[str], options: VerifyOptions) -> int:
+def _watch_script(arguments: tuple[str, ...], options: VerifyOptions) -> int:
     """Run a training script as it is, and show the verdict on its first windows."""
     import runpy
 

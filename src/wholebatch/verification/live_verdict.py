@@ -11,23 +11,20 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from wholebatch.core.forward_state import ForwardState
 from wholebatch.coupled import batchnorms
-from wholebatch.coupled.loss_graph import LossTerm, loss_terms
+from wholebatch.coupled.loss_graph import LossTerm
 from wholebatch.coupled.normalisation_layers import uses_batch_statistics
 from wholebatch.distributed.process_group import largest_over_ranks, sum_over_ranks, world_size
+from wholebatch.verification.joined_calls import JoinedCalls
 from wholebatch.verification.live_window import (
-    Call,
     LiveClip,
     LiveMicroBatch,
     LiveObserver,
     LiveWindow,
-    first_numbers,
     tensors_of,
 )
 from wholebatch.verification.loss_weights import TermWeights, Unreadable, read_weights
@@ -40,7 +37,6 @@ from wholebatch.verification.mistakes import (
     hypotheses,
     nearest,
 )
-from wholebatch.verification.model_runs import joined
 from wholebatch.verification.run_comparison import TIMES_THE_FLOOR, percent
 from wholebatch.verification.verdicts import LoopTrial
 
@@ -68,8 +64,9 @@ class LiveJudge:
     def trial(self) -> LoopTrial:
         """Return the verdict on the window."""
         self.notes: list[str] = []
+        self.coupled_outputs = False
         self.micros = self.window.micros
-        self.floor = self.window.unit
+        self.floor, self.tolerance = self.window.unit, _WEIGHTS
         self.fits: list[MistakeFit] = []
         read = self._read()
         if largest_over_ranks(isinstance(read, Unreadable)):
@@ -110,7 +107,7 @@ class LiveJudge:
         return [] if isinstance(read, Unreadable) else [term.scale for term in read]
 
     def _read(self) -> list[TermWeights] | Unreadable:
-        """Return the weights of every term, one for each loss: there may be several in a backward."""
+        """Return the weights of every term; a backward may have several losses."""
         self._owners: list[int] = []
         losses: list[list[LossTerm]] = []
         for place, micro in enumerate(self.micros):
@@ -132,7 +129,7 @@ class LiveJudge:
         return read_weights(losses, loss_scale=scale, ranks=ranks, totals=totals, labels=labels)
 
     def _micro_weights(self) -> tuple[list[float], list[float]] | None:
-        """Return one weight and the units of every micro-batch; None if its terms differ in them."""
+        """Return one weight and the units of each micro-batch; None if its terms differ in them."""
         rows = [self._sums(term) for term in self.read]
         weights, units = rows[0]
         if len(rows) > 1:
@@ -329,7 +326,7 @@ class LiveJudge:
         return MistakeFit(key, variant, 0.0, True)
 
     def _scaled(self, gradient: Tensor) -> MistakeFit | None:
-        """Return the mistake of a right gradient that is scaled when it is clipped or stepped on."""
+        """Return the mistake of a right gradient that is scaled at the clip or at the step."""
         right, scales = self.parts.right, [m.loss_scale for m in self.micros]
         if len(set(scales)) > 1:
             variant = f"from {scales[0]:g} to {scales[-1]:g} in the window"
@@ -378,7 +375,7 @@ class LiveJudge:
         return MistakeFit(key, variant, 0.0, True)
 
     def _owned_twice(self, gradient: Tensor) -> MistakeFit | None:
-        """Return the mistake of parameters whose gradients are a whole number of times too large."""
+        """Return the mistake of gradients that are a whole number of times too large."""
         factors: dict[int, list[str]] = {}
         rows = zip(
             gradient.split(self.window.sizes),
@@ -440,7 +437,6 @@ class LiveJudge:
         return list(dict.fromkeys(call.module for m in self.micros for call in m.calls))
 
     def _couples(self) -> bool:
-        self.coupled_outputs = getattr(self, "coupled_outputs", False)
         return self.coupled_outputs or bool(self._norms())
 
     def _norms(self) -> list[str]:
@@ -453,115 +449,17 @@ class LiveJudge:
         names = self._norms()
         return f"BatchNorm: {', '.join(names[:3])}" if names else "a layer mixes samples"
 
-    # --------------------------------------------------------------- the undivided batch
-
     def _undivided(
         self, weights: list[float], units: list[float], everywhere: float
     ) -> Tensor | None:
         """Run the undivided batch of this rank; return its share of the right gradient."""
-        self.coupled_outputs = False
-        calls = [micro.calls[0] for micro in self.micros if len(micro.calls) == 1]
-        made = None
-        if len(calls) == len(self.micros) and self.runs_undivided:
-            try:
-                made = self._run_joined(calls, weights, units, everywhere)
-            except torch.OutOfMemoryError:
-                self.notes.append("the undivided batch does not fit in memory: it was not run")
-            except Exception as error:  # what a model says to a batch that it is not made for
-                kind = type(error).__name__
-                self.notes.append(f"the undivided batch was not run: {kind}: {str(error)[:80]}")
-        if largest_over_ranks(made is None):
+        if not self.runs_undivided:
             return None
-        return made
-
-    def _run_joined(
-        self, calls: list[Call], weights: list[float], units: list[float], everywhere: float
-    ) -> Tensor | None:
-        module = calls[0].module
-        if any(call.module is not module for call in calls):
-            return None
-        if any(call.draws for call in calls):
-            self.notes.append(
-                "the forward draws random numbers, so the undivided batch would draw others: it "
-                "was not run, and the samples are judged as they were drawn"
-            )
-            return None
-        inputs = [(tuple(call.args), call.kwargs) for call in calls]
-        rows = [[t.shape[0] for t in tensors_of(one) if t.dim()] for one in inputs]
-        given = joined(inputs, [one[0] for one in rows]) if all(rows) else None
-        if given is None or any(t.requires_grad for t in tensors_of(given)):
-            return None
-        inner: nn.Module = getattr(module, "module", module)
-        inner = inner if isinstance(module, nn.parallel.DistributedDataParallel) else module
-        state = ForwardState(inner)
-        kind = self.observer.parameters[0].device.type
-        dtype = next(iter(self.window.autocast), None)
-        try:
-            with torch.enable_grad(), torch.autocast(kind, dtype=dtype, enabled=dtype is not None):
-                outputs = tensors_of(inner(*given[0], **given[1]))
-            self._compare_outputs(outputs, calls)
-            seeds = self._seeds(outputs, calls, weights, units, everywhere)
-            if seeds is None:
-                return None
-            places = list(seeds)
-            made = torch.autograd.grad(
-                [outputs[place] for place in places],
-                list(self.observer.parameters),
-                [seeds[place] for place in places],
-                allow_unused=True,
-            )
-        finally:
-            state.restore()
-        return self.observer.row_of(made)
-
-    def _compare_outputs(self, outputs: list[Tensor], calls: list[Call]) -> None:
-        """Note if a sample's output depends on the batch that it is in."""
-        limit = math.sqrt(self.window.unit if not self.window.autocast else 2.0**-9)
-        for place, tensor in enumerate(outputs):
-            rows = [call.rows[place] for call in calls if place in call.rows]
-            if len(rows) != len(calls) or not tensor.dim():
-                continue
-            apart_ = torch.cat(rows)
-            together = first_numbers(tensor)
-            if apart_.shape == together.shape:
-                off = apart(together.double().cpu().flatten(), apart_.double().cpu().flatten())
-                self.coupled_outputs |= off > limit
-
-    def _seeds(
-        self,
-        outputs: list[Tensor],
-        calls: list[Call],
-        weights: list[float],
-        units: list[float],
-        everywhere: float,
-    ) -> dict[int, Tensor] | None:
-        """Return the gradients of the joined outputs that make the mean over all units."""
-        seeds: dict[int, Tensor] = {}
-        for place in sorted({place for call in calls for place in call.slopes}):
-            slopes = [call.slopes.get(place) for call in calls]
-            tensor = outputs[place]
-            if any(slope is None for slope in slopes):
-                return None
-            if not tensor.dim():  # a loss that the model itself computes
-                read = read_weights([list(loss_terms(tensor.grad_fn))])
-                if isinstance(read, Unreadable) or len(read) != 1 or len(self.read) != 1:
-                    return None
-                own = read[0].weights[0] * read[0].scale
-                share = sum(units) / everywhere
-                seeds[place] = torch.full_like(tensor, self.read[0].scale * share / own)
-                continue
-            scaled = [
-                slope * (unit / everywhere / weight if weight else 0.0)
-                for slope, unit, weight in zip(slopes, units, weights, strict=True)
-                if slope is not None
-            ]
-            seed = torch.cat(scaled)
-            if seed.shape != tensor.shape:
-                return None
-            seeds[place] = seed
-        # An output that another output is made of would be counted twice.
-        scalars = [place for place in seeds if not outputs[place].dim()]
-        return {place: seeds[place] for place in scalars} or seeds or None
+        calls = JoinedCalls(self.window, self.observer, self.read)
+        made = calls.gradient(weights, [unit / everywhere for unit in units])
+        self.notes += calls.notes
+        self.coupled_outputs = calls.coupled
+        return None if largest_over_ranks(made is None) else made
 
     # --------------------------------------------------------------- the trial
 
@@ -600,7 +498,7 @@ class LiveJudge:
             optimizer_steps=1,
             found=found,
             fits=tuple(fits),
-            tolerance=tolerance or getattr(self, "tolerance", _WEIGHTS),
+            tolerance=self.tolerance if tolerance is None else tolerance,
             floor=self.floor,
             observed_by=by,
             notes=tuple(self.notes),

@@ -1,7 +1,7 @@
-"""Loops that run: the same mistake planted in plain torch and inside trainers, on kinds of models.
+"""Loops that run: one mistake planted in plain torch and inside trainers, on kinds of models.
 
-A mistake is a weight of the micro-batches, or a line that stands in the loop. The door says who runs
-the loop; every door has the same places for those lines.
+A mistake is a weight of the micro-batches, or a line that stands in the loop. The door says who
+runs the loop; every door has the same places for those lines.
 """
 
 from __future__ import annotations
@@ -114,7 +114,9 @@ def _denoised(model: nn.Module, micro: Micro) -> list[tuple[Tensor, float]]:
 
 def _of_the_zoo(name: str) -> Callable[[int], list[Micro]]:
     def micros(number: int) -> list[Micro]:
-        return [m for rank in range(-(-number // STEPS)) for m in ZOO[name].window(STEPS, False, rank)]
+        return [
+            m for rank in range(-(-number // STEPS)) for m in ZOO[name].window(STEPS, False, rank)
+        ]
 
     return micros
 
@@ -334,8 +336,9 @@ STYLES = {
     "scaled": Plant("right", loss_scale=1024.0),
     "norm measured every time": Plant(
         "right",
-        after_backward=lambda m: nn.utils.clip_grad_norm_(m.model.parameters(), float("inf"))
-        and None,
+        after_backward=lambda m: (
+            nn.utils.clip_grad_norm_(m.model.parameters(), float("inf")) and None
+        ),
     ),
     "no short window": Plant("right", windows=(4, 4)),
     "long window": Plant("right", windows=(9,)),
@@ -375,9 +378,7 @@ class Run:
         return model.to(torch.bfloat16) if self.plant.half else model
 
     def loss(self, model: nn.Module, micro: Micro) -> Tensor:
-        terms = zip(
-            self.kind.terms(model, micro), micro["totals"], self.kind.scales, strict=True
-        )
+        terms = zip(self.kind.terms(model, micro), micro["totals"], self.kind.scales, strict=True)
         weigh, count = self.plant.weigh, micro["count"]
         parts = [weigh(mean * s, u, total, count) for (mean, u), total, s in terms]
         return sum(parts[1:], start=parts[0])
@@ -457,7 +458,7 @@ def fabric(run: Run) -> LoopVerdict:
 
 
 def lightning(run: Run) -> LoopVerdict:
-    import lightning as L  # noqa: N812
+    import lightning as L
 
     class Module(L.LightningModule):
         def __init__(self) -> None:
