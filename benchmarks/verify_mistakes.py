@@ -6,12 +6,13 @@
 
 Every cell is one training run of three windows (the last one short), watched. A mistake must be
 told by its name, and a right loop must be called right. `--time` prints what a watch costs instead.
-`--page` writes the table of this run into docs/benchmarks/verify-mistakes.md.
+`--page` writes the rows of this run into docs/benchmarks/verify-mistakes.md.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import sys
 import time
@@ -74,18 +75,41 @@ def summary(table: dict[str, list[str]], plants: dict[str, Plant]) -> str:
     return f"{named} of {len(answers)}"
 
 
-def page(doors: list[str]) -> str:
-    """Return the table: each door with the mistakes named, and the right loops called right."""
-    lines = ["| door | mistakes named | right loops called right |", "|---|---|---|"]
+def rows(doors: list[str]) -> dict[str, str]:
+    """Return by door how many mistakes were named, and right loops called right."""
+    found = {}
     for door in doors:
+        gc.freeze()  # what was imported need not be searched for averages of weights every time
         wrong = summary(cells(door, MISTAKES), MISTAKES)
         right = summary(cells(door, STYLES), STYLES)
-        lines.append(f"| {door} | {wrong} | {right} |")
+        found[door] = f"| {door} | {wrong} | {right} |"
     if "plain torch" in doors:
-        found = list(loops().values())
-        text = f"{found.count('right')} of {len(found)}, {found.count('not judged')} not judged"
-        lines.append(f"| plain torch, loops of unusual styles | | {text} |")
-    return "\n".join(lines)
+        answers = list(loops().values())
+        right = f"{answers.count('right')} of {len(answers)}"
+        name = "plain torch, loops of unusual styles"
+        found[name] = f"| {name} | | {right}, {answers.count('not judged')} not judged |"
+    return found
+
+
+def write(made: dict[str, str]) -> None:
+    """Write these rows into the page, and keep its other rows."""
+    old = PAGE.read_text(encoding="utf-8").splitlines() if PAGE.exists() else []
+    names = [*DOORS, "plain torch, loops of unusual styles"]
+    kept = {name: line for name in names for line in old if line.startswith(f"| {name} |")}
+    table = [
+        line for name, line in sorted({**kept, **made}.items(), key=lambda r: names.index(r[0]))
+    ]
+    kinds = ", ".join(KINDS)
+    PAGE.write_text(
+        "# Mistakes named by `wb.watch`\n\n"
+        f"{len(MISTAKES)} mistakes and {len(STYLES)} right styles, each on {len(KINDS)} kinds of "
+        f"models ({kinds}), in every door\nthat has a place for them. Written by "
+        "`python benchmarks/verify_mistakes.py --door DOOR --page`.\n\n"
+        "| door | mistakes named | right loops called right |\n|---|---|---|\n"
+        + "\n".join(table)
+        + "\n",
+        encoding="utf-8",
+    )
 
 
 def cost() -> str:
@@ -103,22 +127,22 @@ def cost() -> str:
         optimizer.step()
         optimizer.zero_grad()
 
-    def timed(run: object) -> float:
+    def timed() -> float:
         began = time.perf_counter()
         window()
         return time.perf_counter() - began
 
     window()
-    plain = min(timed(None) for _ in range(5))
+    plain = min(timed() for _ in range(5))
     watched = []
     for _ in range(3):
         with quiet(), wb.watch(model, optimizer) as watch:
-            watched.append(timed(None))
+            watched.append(timed())
         assert watch.verdict.same, watch.verdict
     with quiet(), wb.watch(model, optimizer):
         window()
         window()
-        after = min(timed(None) for _ in range(5))
+        after = min(timed() for _ in range(5))
     return (
         f"window {plain:.2f} s; with its verdict {min(watched):.2f} s "
         f"({min(watched) / plain:.1f} times); windows after it {after:.2f} s"
@@ -134,12 +158,10 @@ def main() -> None:
     if options.time:
         print(cost())
         return
-    table = page(list(DOORS) if options.door == "all" else [options.door])
-    print(f"\n{table}")
+    made = rows(list(DOORS) if options.door == "all" else [options.door])
+    print("\n" + "\n".join(made.values()))
     if options.page:
-        head = "# Mistakes named by `wb.watch`\n\nWritten by `benchmarks/verify_mistakes.py`."
-        about = f"{len(MISTAKES)} mistakes and {len(STYLES)} right loops on {', '.join(KINDS)}."
-        PAGE.write_text(f"{head} {about}\n\n{table}\n", encoding="utf-8")
+        write(made)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ import wholebatch as wb
 from tests.proof.loops.live import KINDS, MISTAKES, STYLES, found_in, quiet, verdict_of
 from tests.proof.loops.right import RIGHT, sums_over_counted_units
 from tests.proof.loops.unusual import COUPLED, UNUSUAL, batchnorm_model
+from wholebatch.cli.app import run
 from wholebatch.verification import ZOO, LoopVerdict
 
 ROOT = Path(__file__).parents[2]
@@ -124,7 +125,7 @@ def test_what_cannot_be_known_is_not_judged() -> None:
 
     def loop(model: Any, optimizer: Any, micros: Any) -> None:
         for micro in micros:
-            (Opaque.apply(model(micro["x"])) / 4).backward()
+            (Opaque.apply(model(micro["x"])) / 4).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
 
@@ -180,12 +181,11 @@ for step in range(100):
 """
 
 
-def _trainer(tmp_path: Path, *arguments: str, ranks: int = 1) -> subprocess.CompletedProcess[str]:
+def _trainer(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT, encoding="utf-8")
-    start = [sys.executable, "-m"]
-    if ranks > 1:
-        start += ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    start.append("-m")
     return subprocess.run(
         [*start, "wholebatch.cli", "verify", "--json", "--trainer", str(script), *arguments],
         env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
@@ -196,17 +196,23 @@ def _trainer(tmp_path: Path, *arguments: str, ranks: int = 1) -> subprocess.Comp
     )
 
 
-def test_a_script(tmp_path: Path) -> None:
-    done = _trainer(tmp_path, "0.01", "--wrong")
-    assert done.returncode == 1, done.stderr
-    assert json.loads(done.stdout)["mistakes"] == ["not-divided"]
+def test_a_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT, encoding="utf-8")
+    assert run(["verify", "--json", "--trainer", str(script), "0.01", "--wrong"]) == 1
+    assert json.loads(capsys.readouterr().out)["mistakes"] == ["not-divided"]
+    assert run(["verify", "--trainer", str(script), "0.01"]) == 0
+    assert "the same update as the undivided batch" in capsys.readouterr().out
+    assert run(["verify", "--trainer", "nowhere.py"]) == 2
+    assert "there is no such file" in capsys.readouterr().err
+    assert run(["verify", "--windows", "2"]) == 2
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_a_script_on_two_ranks(tmp_path: Path) -> None:
-    done = _trainer(tmp_path, "0.01", ranks=2)
+    done = _trainer(tmp_path, "0.01")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["same"] is True
-    done = _trainer(tmp_path, "0.01", "--wrong", ranks=2)
+    done = _trainer(tmp_path, "0.01", "--wrong")
     assert json.loads(done.stdout[: done.stdout.rindex("}") + 1])["mistakes"] == ["mean-of-means"]

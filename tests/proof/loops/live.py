@@ -204,6 +204,10 @@ def _clip(moment: Moment) -> None:
     nn.utils.clip_grad_norm_(moment.model.parameters(), 0.01)
 
 
+def _measure(moment: Moment) -> None:
+    nn.utils.clip_grad_norm_(moment.model.parameters(), float("inf"))
+
+
 def _clip_value(moment: Moment) -> None:
     nn.utils.clip_grad_value_(moment.model.parameters(), 0.001)
 
@@ -313,7 +317,7 @@ MISTAKES = {
     "first counted twice": Plant("counted-twice", again=0),
     "two optimizers": Plant("two-owners", after_step=_second_step),
     "one gradient doubled": Plant("two-owners", before_step=_doubled),
-    "added in 16 bits": Plant("16-bit-accumulation", windows=(40,), half=True),
+    "added in 16 bits": Plant("16-bit-accumulation", windows=(24,), half=True),
     "lost after a resume": Plant(
         "lost-after-resume", shares_of_a_full_window, start=_resumed, windows=(2, 4)
     ),
@@ -336,9 +340,7 @@ STYLES = {
     "scaled": Plant("right", loss_scale=1024.0),
     "norm measured every time": Plant(
         "right",
-        after_backward=lambda m: (
-            nn.utils.clip_grad_norm_(m.model.parameters(), float("inf")) and None
-        ),
+        after_backward=_measure,
     ),
     "no short window": Plant("right", windows=(4, 4)),
     "long window": Plant("right", windows=(9,)),
@@ -534,7 +536,8 @@ def hf_trainer(run: Run, folder: Path = Path("build/watch")) -> LoopVerdict:
         def compute_loss(self, model: Any, inputs: Any, *args: Any, **more: Any) -> Tensor:
             moment.place, moment.count = inputs["place"], inputs["count"]
             moment.units = inputs["totals"][0]
-            return run.loss(model, inputs) * inputs["count"]  # the trainer divides by them
+            loss: Tensor = run.loss(model, inputs) * inputs["count"]  # the trainer divides by them
+            return loss
 
     arguments = TrainingArguments(
         output_dir=str(folder),

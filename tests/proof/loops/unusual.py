@@ -41,7 +41,7 @@ def three_losses(model: Any, optimizer: Any, micros: Any) -> None:
     for x, y, share in _parts(micros):
         out = model(x)
         losses = [F.cross_entropy(out, y), F.huber_loss(out, _onehot(y)), out.square().mean()]
-        (sum(losses) / 3 * share).backward()  # type: ignore[union-attr]
+        (sum(losses) / 3 * share).backward()
     optimizer.step()
     optimizer.zero_grad()
 
