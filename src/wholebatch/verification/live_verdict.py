@@ -423,7 +423,7 @@ class LiveJudge:
             key, variant = "scheduled-per-micro-batch", f"from {first:.3g} to {last:.3g}"
         elif largest_over_ranks(averaged >= max(1, len(later) - 1)):
             key, variant = "averaged-per-micro-batch", f"{averaged + 1} times in a window"
-        elif largest_over_ranks(found == "coupled" or self.window.linked or self._couples()):
+        elif largest_over_ranks(found == "coupled" or self._linked() or self._couples()):
             key, variant = "coupled", self._coupling()
         elif found == RIGHT and largest_over_ranks(self._clipped_early() is not None):
             clipped = self._clipped_early() or MistakeFit("clipped-too-early", "", 0.0, True)
@@ -439,12 +439,15 @@ class LiveJudge:
     def _couples(self) -> bool:
         return self.coupled_outputs or bool(self._norms())
 
+    def _linked(self) -> bool:
+        return any(micro.linked for micro in self.micros)
+
     def _norms(self) -> list[str]:
         found = [pair for module in self._modules() for pair in batchnorms(module)]
         return [name for name, m in found if m.training and uses_batch_statistics(m)]
 
     def _coupling(self) -> str:
-        if self.window.linked:
+        if self._linked():
             return "the loss compares samples"
         names = self._norms()
         return f"BatchNorm: {', '.join(names[:3])}" if names else "a layer mixes samples"

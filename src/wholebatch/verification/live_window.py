@@ -8,22 +8,26 @@ were given. Of a large model only every n-th number is kept, so that a copy is c
 from __future__ import annotations
 
 import gc
+import logging
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any
+from functools import partial, wraps
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from wholebatch.core import window
 from wholebatch.core.forward_state import capture_random, same_random
 from wholebatch.core.splitting.samples import flatten
 from wholebatch.coupled.loss_graph import LossTerm, linked_samples, loss_terms
 from wholebatch.verification.observed_window import WindowObserver, settings_of
+
+_log = logging.getLogger("wholebatch")
 
 _NUMBERS = 1 << 18
 """Numbers kept of every gradient; of a larger model, every n-th."""
@@ -61,6 +65,8 @@ class LiveMicroBatch:
     rates: tuple[float, ...] = ()
     weights_moved: bool = False
     average_moved: bool = False
+    linked: bool = False
+    """True if its loss compares samples with each other."""
 
 
 @dataclass(frozen=True)
@@ -94,9 +100,26 @@ class LiveWindow:
     autocast: set[torch.dtype] = field(default_factory=set)
     seconds: float = 0.0
     resumed: bool = False
-    linked: bool = False
     is_whole: bool = True
     """False if it was not watched from its beginning in one way."""
+
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _never_fails(method: _Method) -> _Method:
+    """Return a method that keeps its error: a watch never ends somebody's training."""
+
+    @wraps(method)
+    def kept(self: LiveObserver, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(self, *args, **kwargs)
+        except Exception as error:
+            _log.debug("the watch has failed", exc_info=True)
+            self.failure = f"the watch failed: {type(error).__name__}: {error}"
+            return None
+
+    return cast(_Method, kept)
 
 
 @dataclass(eq=False)
@@ -119,6 +142,7 @@ class LiveObserver(WindowObserver):
         self._norms: dict[int, float] = {}
         self.optimizer_steps = 0
         self.sharded = False
+        self.failure = ""
         self.stepped_twice = False  # by two optimizers, on the same gradients
         self._stepped: frozenset[int] = frozenset()
         self._stepped_by: Any = None
@@ -226,7 +250,9 @@ class LiveObserver(WindowObserver):
     # ------------------------------------------------------------------- forwards
 
     def _is_ours(self, module: nn.Module) -> bool:
-        return not self._inside and (self._own is None or id(module) in self._own)
+        if self._inside or self.failure:
+            return False
+        return self._own is None or id(module) in self._own
 
     def _enter_call(self, module: nn.Module, args: Any) -> None:
         if self._is_ours(module):
@@ -236,6 +262,7 @@ class LiveObserver(WindowObserver):
                 self._random = capture_random(every=False, to_save=False)
             self._depth += 1
 
+    @_never_fails
     def _leave_call(self, module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
         if not self._is_ours(module):
             return
@@ -264,36 +291,45 @@ class LiveObserver(WindowObserver):
 
     def _backward(self, place: int, original: Any, roots: Any, *args: Any, **kwargs: Any) -> Any:
         """See one backward, whose seeds are at this place of its other arguments."""
-        # Of a checkpoint, inside the model, or a look of our own at a loss.
-        if self._inside or self._depth or (place and _is_a_look()):
+        # Of a checkpoint, inside the model, while a graph is compiled, or a look of our own.
+        busy = self._inside or self._depth or self.failure or _get_current_dispatch_mode_stack()
+        if busy or (place and _is_a_look()):
             return original(roots, *args, **kwargs)
+        seeds = kwargs.get(("grad_tensors", "grad_outputs")[place], (*args, None, None)[place])
+        self._inside = True
+        try:
+            micro = self._before_backward(roots, seeds)
+            result = original(roots, *args, **kwargs)
+        finally:
+            self._inside = False
+        if micro is not None:
+            self._after_backward(micro)
+        self._parts.clear()
+        self._outputs.clear()
+        return result
+
+    @_never_fails
+    def _before_backward(self, roots: Any, seeds: Any) -> LiveMicroBatch:
+        """Return the micro-batch as it is before its backward."""
         if not self.parameters and not self.sharded:
             self._adopt([p for call in self._calls for p in call.module.parameters()])
         listed = [roots] if isinstance(roots, Tensor) else list(roots)
         listed = [root for root in listed if isinstance(root, Tensor) and root.grad_fn is not None]
-        seeds = kwargs.get(("grad_tensors", "grad_outputs")[place], (*args, None, None)[place])
         seeds = [seeds] * len(listed) if isinstance(seeds, Tensor | None) else list(seeds)
-        self._inside = True
-        try:
-            before = self._grads()
-            terms = [t for r, s in zip(listed, seeds, strict=False) for t in _terms_of(r, s)]
-            calls = self._calls_of(listed)
-            linked = self._look_for_links(listed)
-            result = original(roots, *args, **kwargs)
-        finally:
-            self._inside = False
-        after = self._grads()
-        brought = self._row([self._parts.get(i) for i in range(len(self.parameters))])
-        brings = bool(self._parts) or (self.sharded and bool(calls))
+        terms = [t for r, s in zip(listed, seeds, strict=False) for t in _terms_of(r, s)]
+        before, linked = self._grads(), self._look_for_links(listed)
+        return LiveMicroBatch(self._calls_of(listed), before, before, before, terms, linked=linked)
+
+    @_never_fails
+    def _after_backward(self, micro: LiveMicroBatch) -> None:
+        """Add the micro-batch, if it brought the watched parameters a gradient."""
+        micro.after = self._grads()
+        micro.brought = self._row([self._parts.get(i) for i in range(len(self.parameters))])
+        brings = bool(self._parts) or (self.sharded and bool(micro.calls))
         if not brings:  # somebody holds the hooks back: what is seen is what was added
-            brought = after - before
-        if brings or bool(brought.any()):
-            self._add(LiveMicroBatch(calls, before, after, brought, terms))
-            assert self.window is not None
-            self.window.linked |= linked
-        self._parts.clear()
-        self._outputs.clear()
-        return result
+            micro.brought = micro.after - micro.before
+        if brings or bool(micro.brought.any()):
+            self._add(micro)
 
     def _calls_of(self, roots: Sequence[Tensor]) -> list[Call]:
         """Return the calls whose outputs these losses were made of."""
@@ -383,7 +419,7 @@ class LiveObserver(WindowObserver):
 
     def _around_clip(self, original: Any, parameters: Any, args: Any, kwargs: Any) -> Any:
         parameters, ours = self._clipped(parameters, "norm")
-        if not ours or self.window is None:
+        if not ours or self.window is None or self.failure:
             return original(parameters, *args, **kwargs)
         limit = float((*args, *kwargs.values())[0])
         before = self._grads()
@@ -404,6 +440,7 @@ class LiveObserver(WindowObserver):
             self._forget()
         return result
 
+    @_never_fails
     def _see(
         self, optimizer: torch.optim.Optimizer, stepped: frozenset[int], *, closure: bool = False
     ) -> None:
@@ -427,7 +464,7 @@ class LiveObserver(WindowObserver):
         self._forget()
         self._inside = True  # what follows is ours
         try:
-            self.ended(seen)
+            self.ended(seen)  # it may stop the script, and that is no failure
         finally:
             self._inside = False
             self._parts.clear()

@@ -86,6 +86,7 @@ class Watch:
             self._keep(_trial("between two windows", 0, "two-owners", fit))
         if not self._trials:
             reason = "no optimizer step on gradients that a backward brought was seen"
+            reason = self._observer.failure or reason
             self._keep(_trial("no window", 0, NOT_JUDGED, note=reason))
         verdict = self.verdict
         if kind is None:
