@@ -31,6 +31,7 @@ from wholebatch.verification.loss_weights import TermWeights, Unreadable, read_w
 from wholebatch.verification.mistakes import (
     NOT_JUDGED,
     RIGHT,
+    Hypothesis,
     MistakeFit,
     WindowParts,
     apart,
@@ -172,24 +173,17 @@ class LiveJudge:
 
     def _by_weights(self, by: str) -> LoopTrial:
         """Judge by the weights of the losses, in place of gradients."""
-        if world_size() > 1:
-            return self._not_judged(
-                "on several ranks, only gradients that a backward leaves in .grad are judged"
-            )
         scales = [self.micros[i].loss_scale for i in self._owners]
         for term in self.read:
-            count = len(term.units)
-            right = torch.tensor(term.shares(), dtype=torch.float64)
-            one_each = list(torch.eye(count, dtype=torch.float64))
-            parts = WindowParts(right, one_each, term.units, self._nominal())
             seen = [w / s for w, s in zip(term.weights, scales, strict=True)]
             observed = torch.tensor(seen, dtype=torch.float64)
-            self.fits = nearest(hypotheses(parts, ()), [observed], _WEIGHTS)
+            self.fits = nearest(self._weightings(term), [observed], _WEIGHTS)
             if not _right_of(self.fits).fits:
                 break
         found = RIGHT if _right_of(self.fits).fits else _best(self.fits)
         constants = [self._constant(*self._sums(term)) for term in self.read]
-        if found is None and constants[0] is not None and None not in constants:
+        known = world_size() == 1 and None not in constants
+        if found is None and constants[0] is not None and known:
             cause = self._of_constant(constants[0], sum(self.read[0].units))
             found, self.fits = cause.key, [cause, *self.fits]
         if self.window.sizes and found not in (RIGHT, None):
@@ -208,6 +202,25 @@ class LiveJudge:
                 self.fits = self.fits if lost is None else [lost, *self.fits]
             found = self._beside(found)
         return self._made(found, self.fits, by=by, tolerance=tolerance)
+
+    def _weightings(self, term: TermWeights) -> list[Hypothesis]:
+        """Return the right weights of a term, and those of every mistake."""
+        units, ranks = torch.tensor(term.units, dtype=torch.float64), world_size()
+        if ranks == 1:
+            one_each = list(torch.eye(len(units), dtype=torch.float64))
+            return hypotheses(
+                WindowParts(units / units.sum(), one_each, term.units, self._nominal()), ()
+            )
+        everywhere, equal = float(sum_over_ranks(units.sum())), torch.ones_like(units) / len(units)
+        return [  # an engine averages the gradients of the ranks
+            Hypothesis(RIGHT, "the undivided batch", (units * ranks / everywhere,)),
+            Hypothesis("mean-of-means", "mean losses divided by their number", (equal,)),
+            Hypothesis("mean-of-means", "each rank's own mean", (units / units.sum(),)),
+            Hypothesis("not-divided", "mean losses added", (equal * len(units),)),
+            Hypothesis("not-divided", "sums added", (units,)),
+            Hypothesis("divided-twice", "by their number", (equal / len(units),)),
+            Hypothesis("world-size-forgotten", "by all units", (units / everywhere,)),
+        ]
 
     # --------------------------------------------------------------- gradients
 

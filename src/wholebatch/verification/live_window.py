@@ -160,6 +160,8 @@ class LiveObserver(WindowObserver):
         self._patch_everywhere(torch.autograd, "backward", partial(self._backward, 0))
         self._patch_everywhere(torch.autograd, "grad", partial(self._backward, 1))
         self._patch(torch.amp.GradScaler, "scale", self._scaler_scale)
+        if "deepspeed" in sys.modules:
+            self._patch(sys.modules["deepspeed"].DeepSpeedEngine, "step", self._engine_step)
         engine, window._run_backward = window._run_backward, None  # ours, by its usual door
         self._undo.append(lambda: setattr(window, "_run_backward", engine))
         if self.model is not None:
@@ -197,7 +199,10 @@ class LiveObserver(WindowObserver):
             # An engine steps on copies of its own: then all are watched.
             trained = [p for p in trained if id(p) in owned] or trained
         # Shards get their gradients from their engine, and not from a backward.
+        called = {type(m).__name__ for call in self._calls for m in call.module.modules()}
         self.sharded = any(hasattr(p, "to_local") or not p.numel() for p in trained)
+        self.sharded |= any(name.startswith("FSDP") for name in called)
+        self._shards = {id(parameter) for parameter in trained}
         self._keep_of([] if self.sharded else trained, _NUMBERS)
 
     def _keep_of(self, parameters: list[nn.Parameter], numbers: int) -> None:
@@ -440,9 +445,32 @@ class LiveObserver(WindowObserver):
             self._forget()
         return result
 
+    def _before_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if not self.sharded:
+            return super()._before_step(optimizer, args, kwargs)
+        stepped = [p for group in optimizer.param_groups for p in group["params"]]
+        if any(id(p) in self._shards or hasattr(p, "to_local") for p in stepped):
+            self._see(optimizer, frozenset())
+        return None
+
+    def _engine_step(self, original: Any, engine: Any, *args: Any, **kwargs: Any) -> Any:
+        """End the window at a step of DeepSpeed's whose gradients are not in `.grad`."""
+        is_last, made = engine.is_gradient_accumulation_boundary(), self.optimizer_steps
+        result = original(engine, *args, **kwargs)
+        if is_last and made == self.optimizer_steps and self.window is not None:
+            self.window.sizes = []
+            self._see(self.optimizer, frozenset())
+        return result
+
     @_never_fails
     def _see(
-        self, optimizer: torch.optim.Optimizer, stepped: frozenset[int], *, closure: bool = False
+        self,
+        optimizer: torch.optim.Optimizer | None,
+        stepped: frozenset[int],
+        *,
+        closure: bool = False,
     ) -> None:
         seen = self.window
         if seen is None:
