@@ -61,7 +61,7 @@ if TYPE_CHECKING:
         sequence_logprobs,
         simpo_loss,
     )
-    from wholebatch.verification import verify
+    from wholebatch.verification import verify, watch
 
 __version__ = "0.1.0"
 
@@ -110,6 +110,7 @@ __all__ = [
     "unpadded",
     "value_loss",
     "verify",
+    "watch",
 ]
 
 # Where each name lives; a submodule stands for itself. A test holds this table, `__all__` and the
@@ -158,6 +159,7 @@ _HOMES = {
     "unpadded": "core.lookahead_loader",
     "value_loss": "losses.policy",
     "verify": "verification",
+    "watch": "verification",
 }
 
 

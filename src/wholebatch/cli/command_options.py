@@ -92,7 +92,8 @@ class Command:
 
     def __call__(self, arguments: Sequence[str]) -> int:
         """Parse the arguments, run the command and return its exit status."""
-        asked = arguments[: arguments.index("--")] if "--" in arguments else arguments
+        asked = self._own(arguments)[0]
+        asked = asked[: asked.index("--")] if "--" in asked else asked
         if {"-h", "--help"} & {*asked}:
             print(help_text(self, columns()))
             return 0
@@ -110,14 +111,26 @@ class Command:
         kinds, by_name = get_type_hints(self.options), {one.name: one for one in self.shown}
         for one in by_name.values():
             _add(parser, one, *_kind(one, kinds))
-        typed, unknown = parser.parse_known_intermixed_args([*arguments])
+        own, rest = self._own(arguments)
+        typed, unknown = parser.parse_known_intermixed_args([*own])
         if unknown:
             raise OptionError(_unknown(unknown[0], [*map(flag_of, by_name.values())]))
         values = {name: text for name, text in vars(typed).items() if text not in (None, [])}
-        return {
+        return rest | {
             name: _converted(by_name[name], text, _kind(by_name[name], kinds)[0])
             for name, text in values.items()
         }
+
+    def _own(self, arguments: Sequence[str]) -> tuple[Sequence[str], dict[str, Any]]:
+        """Return the arguments before an option that takes all that follow it, and those."""
+        for one in self.shown:
+            flag = flag_of(one)
+            if one.metadata.get("takes_rest") and flag in arguments:
+                place = arguments.index(flag)
+                if place + 1 == len(arguments):
+                    raise OptionError(f"{flag}: needs a value (see --help)")
+                return arguments[:place], {one.name: tuple(arguments[place + 1 :])}
+        return arguments, {}
 
 
 def command(

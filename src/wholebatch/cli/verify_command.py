@@ -1,4 +1,4 @@
-"""`wholebatch verify`: the proof on a recipe, or on someone's own training loop.
+"""`wholebatch verify`: the proof on a recipe, on someone's own training loop, or on their script.
 
 A loop comes out of a file, with the file's own model and data where it has them:
 
@@ -39,6 +39,7 @@ from wholebatch.cli.command_options import (
     one_of,
     option,
     recipe_argument,
+    whole_number,
 )
 from wholebatch.cli.recipe_measuring import made
 from wholebatch.cli.report.terminal_output import (
@@ -118,6 +119,19 @@ class VerifyOptions:
         "Micro-batches in a full window of the loop. Default: steps in FILE.py, else 4.",
     )
     equal: bool = _loop(False, None, "Test only micro-batches of equal size.")
+    trainer: tuple[str, ...] | None = _loop(
+        None,
+        "SCRIPT.py [ARGUMENTS]",
+        "Run your training script, watch its first window, tell the verdict and stop it. All that "
+        "follows belongs to the script.",
+        takes_rest=True,
+    )
+    windows: int = _loop(
+        1,
+        "N",
+        "With --trainer, before it: windows to watch; 0 lets the script run to its end.",
+        check=whole_number(0),
+    )
     ddp: bool = _loop(False, None, "Under torchrun: wrap the model in DistributedDataParallel.")
     seed: int = _like_train("seed", "Seed of weights and data.", default=0)
     device: str = _batch("auto", "auto|cpu|cuda", "Device.")
@@ -129,14 +143,17 @@ class VerifyOptions:
     "wholebatch verify my_recipe.py",
     "wholebatch verify my_recipe.py --micro-batch 8 --precision bf16",
     "wholebatch verify --loop train.py:one_window",
+    "wholebatch verify --trainer train.py --lr 3e-4",
 )
 def verify(options: VerifyOptions) -> int:
     """Prove that a model or a loop makes the update of the whole batch.
 
     If it does not, the causes are named. Exit status: 0 the same update, 1 another update, 2 wrong
-    usage.
+    usage, 3 it could not be judged.
     """
     _check_partners(options)
+    if options.trainer is not None:
+        return _watch_script(options.trainer, options)
     with Spinner(console_of(stderr=options.as_json)) as doing:
         doing("importing torch")
         return _verify(options, doing)
@@ -168,6 +185,10 @@ def _verify(options: VerifyOptions, doing: Spinner) -> int:
 def _check_partners(options: VerifyOptions) -> None:
     """Refuse an option of a recipe beside a loop, and the other way round."""
     loop = options.loop
+    if options.trainer is not None and (loop is not None or options.recipe is not None):
+        raise OptionError("--trainer: stands alone; a script brings its own model, data and loop")
+    if options.trainer is None and options.windows != 1:
+        raise OptionError("--windows: belongs to --trainer SCRIPT.py, and stands before it")
     if loop is not None and options.recipe is not None:
         raise OptionError("RECIPE and --loop together: a loop's FILE.py brings its own model")
     if loop is None and (options.steps is not None or options.equal or options.model != "all"):
@@ -225,6 +246,37 @@ def _verify_recipe(
     )
     about = f": {recipe.description}" if recipe.description else ""
     return f"{recipe.name}{about}", verdict
+
+
+# ------------------------------------------------------------------------- a script that trains
+
+
+def _watch_script(arguments: tuple[str, ...], options: VerifyOptions) -> int:
+    """Run a training script as it is, and show the verdict on its first windows."""
+    import runpy
+
+    from wholebatch.verification.watch_loop import Watch, WatchIsOver
+
+    script = Path(arguments[0])
+    if not script.is_file():
+        raise OptionError(f"--trainer {script}: there is no such file")
+    watched = Watch(name=script.name, stop_after=options.windows)
+    before = sys.argv, sys.path[:]
+    sys.argv, sys.path[0] = [str(script), *arguments[1:]], str(script.resolve().parent)
+    try:
+        with watched:
+            runpy.run_path(str(script), run_name="__main__")
+    except WatchIsOver:
+        pass
+    except SystemExit as ended:
+        if ended.code and not watched.verdict.trials:
+            raise
+    finally:
+        sys.argv, sys.path[:] = before
+    if int(os.environ.get("RANK", "0")) == 0:
+        _show(script.name, watched.verdict, as_json=options.as_json)
+        sys.stdout.flush()
+    return watched.verdict.exit_status
 
 
 # ------------------------------------------------------------------------- a loop out of a file
@@ -436,19 +488,22 @@ def _worst(comparison: Comparison, number: int) -> Table:
 
 def _show_loop(console: Console, verdict: LoopVerdict) -> None:
     """Print the verdict on someone's loop: every window it was given, and the evidence."""
-    from wholebatch.verification.mistakes import MISTAKES, RIGHT
+    from wholebatch.verification.mistakes import MISTAKES
 
     mistake = verdict.mistake
     body: list[RenderableType] = [_answer(verdict.same, ", and no known mistake fits")]
+    if not verdict.judged:
+        body = [Text("? not judged", style="bold yellow")]
     if mistake is not None:
         does, instead = Text(mistake.does), Text(f"Instead: {mistake.instead}", "green")
         body = [_answer(False, f": {mistake.name}"), does, instead]
     ranks = f" · {verdict.ranks} ranks" if verdict.ranks > 1 else ""
     about = f"{len(verdict.trials)} windows · {verdict.precision}{ranks} · {verdict.seconds:.1f} s"
     body.append(Text(about, "dim"))
-    console.print(panel(verdict.loop, body, "green" if verdict.same else "red"))
+    colour = "green" if verdict.same else "red" if verdict.judged else "yellow"
+    console.print(panel(verdict.loop, body, colour))
     console.print(fitting(_windows(verdict), console.width))
-    wrong = next((trial for trial in verdict.trials if trial.found != RIGHT), None)
+    wrong = next((trial for trial in verdict.trials if trial.differs), None)
     if wrong is not None:
         console.print()
         console.print(fitting(_evidence(wrong), console.width))
@@ -460,7 +515,7 @@ def _show_loop(console: Console, verdict: LoopVerdict) -> None:
 
 
 def _windows(verdict: LoopVerdict) -> Table:
-    from wholebatch.verification.mistakes import MISTAKES, RIGHT
+    from wholebatch.verification.mistakes import MISTAKES, NOT_JUDGED, RIGHT
     from wholebatch.verification.run_comparison import percent as distance
 
     table = plain_table("model", "window", ">steps", ">off by", "~found")
@@ -468,6 +523,8 @@ def _windows(verdict: LoopVerdict) -> Table:
     for trial in verdict.trials:
         if trial.found == RIGHT:
             found = "[green]✓ right[/]"
+        elif trial.found == NOT_JUDGED:
+            found = "[yellow]? not judged[/]"
         elif trial.found is None:
             found = "[red]✗ nothing known fits[/]"
         else:

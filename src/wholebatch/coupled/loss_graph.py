@@ -68,17 +68,22 @@ _JOINED = ("StackBackward0", "CatBackward0")
 
 
 @dataclass(frozen=True, slots=True)
-class _Term:
+class LossTerm:
     """One term of a scalar: a reduction, and the scalars that multiply and divide it."""
 
     node: str
-    kind: str  # "mean", "sum", "first" (`x.mean(0).sum()`), "joined" (`stack(losses).mean()`)
+    # "mean", "sum", "first" (`x.mean(0).sum()`), "joined" (`stack(losses).mean()`), "unknown" (not
+    # understood), "nonlinear" (a curve of a whole reduction, such as its root), "regulariser" (of
+    # parameters alone)
+    kind: str
     count: float  # elements that the mean (or the sum) is over
     times: tuple[float, ...] = ()
     whole_number: bool = True  # of the factors: none of them is a float
     over: tuple[float, ...] = ()
     sizes: tuple[int, ...] = ()
     is_loss: bool = False  # the sum is one of torch's loss functions, or over such losses
+    seed: float = 1.0  # of the backward that begins at it
+    counted: float | None = None  # labels that are not ignored, where the mean is over all of them
 
 
 def check_sum(total: Tensor, units: Units) -> None:
@@ -86,7 +91,7 @@ def check_sum(total: Tensor, units: Units) -> None:
     number = _number(units)
     if number is None or total.grad_fn is None:
         return
-    means = [term for term in _terms(total.grad_fn) if _is_mean(term, number)]
+    means = [term for term in loss_terms(total.grad_fn) if _is_mean(term, number)]
     added = [term for term in means if term.kind == "mean" and not term.over]
     if not means or 1 < number <= len(added):  # as many means as units: one of each, added
         return
@@ -115,7 +120,7 @@ def check_mean(mean: Tensor, units: Units) -> None:
     number = _number(units)
     if number is None or number in (0.0, 1.0) or mean.grad_fn is None:
         return
-    for term in _terms(mean.grad_fn):
+    for term in loss_terms(mean.grad_fn):
         if term.kind != "sum" or not term.is_loss or term.count <= 1 or term.times or term.over:
             continue
         raise LossError(
@@ -135,7 +140,9 @@ def divisors(scalar: Tensor, units: Units) -> set[int]:
     ({4}, set())
     """
     found = set()
-    for term in _terms(scalar.grad_fn):
+    for term in loss_terms(scalar.grad_fn):
+        if term.kind in ("unknown", "nonlinear", "regulariser"):
+            continue
         counts = (term.count, *term.sizes, _number(units) or 0.0)
         for value in (*term.over, *(1 / factor for factor in term.times if factor)):
             if not math.isfinite(value):
@@ -146,7 +153,7 @@ def divisors(scalar: Tensor, units: Units) -> set[int]:
     return found
 
 
-def _is_mean(term: _Term, units: float) -> bool:
+def _is_mean(term: LossTerm, units: float) -> bool:
     """True if this term is certainly a mean, and no factor makes it a sum again."""
     if term.kind == "sum":
         return _is_divided_by_its_count(term, units)
@@ -175,7 +182,7 @@ def _is_mean(term: _Term, units: float) -> bool:
     return True
 
 
-def _is_divided_by_its_count(term: _Term, units: float) -> bool:
+def _is_divided_by_its_count(term: LossTerm, units: float) -> bool:
     """True for `losses.sum() / n`, where n is what `losses` are or the units."""
     if units <= 1 or len(term.over) != 1 or term.over[0] <= 1 or _is_undone(term, term.over):
         return False
@@ -186,7 +193,7 @@ def _is_divided_by_its_count(term: _Term, units: float) -> bool:
     return _close(count, units) and not _close(units, 2) and term.count != units * units
 
 
-def _is_undone(term: _Term, counts: tuple[float, ...]) -> bool:
+def _is_undone(term: LossTerm, counts: tuple[float, ...]) -> bool:
     """True if the product of some factors is one of the counts."""
     times = term.times[:8]
     subsets = chain.from_iterable(combinations(times, k) for k in range(1, len(times) + 1))
@@ -202,9 +209,9 @@ def _close(a: float, b: float) -> bool:
 # --------------------------------------------------------------------- the graph
 
 
-def _terms(root: Any) -> Iterator[_Term]:
-    """Yield the reductions that a scalar is made of; what is not understood yields nothing."""
-    waiting: list[tuple[Any, _Term]] = [(root, _Term("", "", 1.0))]
+def loss_terms(root: Any) -> Iterator[LossTerm]:
+    """Yield the reductions that a scalar is made of; `root` is its node of the graph."""
+    waiting: list[tuple[Any, LossTerm]] = [(root, LossTerm("", "", 1.0))]
     for _ in range(_MOST_NODES):
         if not waiting:
             return
@@ -222,6 +229,10 @@ def _terms(root: Any) -> Iterator[_Term]:
             scaled = _scaled(node, name, below, so_far)
             if scaled is not None:
                 waiting.append(scaled)
+            else:
+                yield _not_understood(name, below, so_far)
+        elif name in _MEAN + _SUM and not _saved(node, "self_sym_sizes"):
+            waiting.append((below[0], so_far))  # of one number
         elif name in _MEAN + _SUM and _joins_scalars(node, below):
             inside = [child for child, _ in below[0].next_functions]
             if name in _MEAN:
@@ -232,10 +243,14 @@ def _terms(root: Any) -> Iterator[_Term]:
             yield from _reduction(node, name, below, so_far)
 
 
-def _reduction(node: Any, name: str, below: list[Any], so_far: _Term) -> Iterator[_Term]:
+def _reduction(node: Any, name: str, below: list[Any], so_far: LossTerm) -> Iterator[LossTerm]:
     if name in _MEAN:
         sizes = tuple(_saved(node, "self_sym_sizes") or ())
-        yield replace(so_far, node=name, kind="mean", count=math.prod(sizes), sizes=sizes)
+        of_losses = below[0] is not None and _saved(below[0], "reduction") == 0
+        counted = _loss_size(below[0])[1] if of_losses else None
+        yield replace(
+            so_far, node=name, kind="mean", count=math.prod(sizes), sizes=sizes, counted=counted
+        )
     elif name in _SUM:
         yield _sum(node, name, below, so_far)
     else:
@@ -244,14 +259,28 @@ def _reduction(node: Any, name: str, below: list[Any], so_far: _Term) -> Iterato
             kind = "mean" if reduction == 1 else "sum"
             sizes, count = _loss_size(node)
             yield replace(so_far, node=name, kind=kind, count=count, sizes=sizes, is_loss=True)
+        else:
+            yield _not_understood(name, below, so_far)
 
 
-def _sum(node: Any, name: str, below: list[Any], so_far: _Term) -> _Term:
+def _not_understood(name: str, below: list[Any], so_far: LossTerm) -> LossTerm:
+    if len(below) == 1 and _is_of_parameters(below[0]):
+        return replace(so_far, node=name, kind="regulariser")
+    shapes = [
+        tuple(one._input_metadata[0].shape) for one in below if hasattr(one, "_input_metadata")
+    ]
+    curved = bool(shapes) and not any(shapes) and not name.endswith("FunctionBackward")
+    return replace(so_far, node=name, kind="nonlinear" if curved else "unknown")
+
+
+def _sum(node: Any, name: str, below: list[Any], so_far: LossTerm) -> LossTerm:
     """Return a sum of per-unit losses, or of means over the first dimension (`x.mean(0).sum()`)."""
     sizes = tuple(_saved(node, "self_sym_sizes") or ())
     inner = below[0]
     while inner is not None and inner.name() in _SAME:
         inner = inner.next_functions[0][0]
+    if _is_of_parameters(inner):
+        return replace(so_far, node=name, kind="regulariser")
     if inner is not None and inner.name() == "MeanBackward1":
         given = tuple(_saved(inner, "self_sym_sizes") or ())
         dims = [dim if dim < 1 << 63 else dim - (1 << 64) for dim in _saved(inner, "dim") or ()]
@@ -260,17 +289,42 @@ def _sum(node: Any, name: str, below: list[Any], so_far: _Term) -> _Term:
             return replace(so_far, node=inner.name(), kind="first", count=given[0])
     of_losses = inner is not None and _saved(inner, "reduction") == 0
     count = math.prod(sizes)
+    if inner is not None:
+        count = _counted(inner, count, of_losses=of_losses)
     return replace(so_far, node=name, kind="sum", count=count, sizes=sizes, is_loss=of_losses)
 
 
-def _times(term: _Term, factor: Any, *, whole: bool = True) -> _Term:
+def _is_of_parameters(node: Any) -> bool:
+    """True for a parameter, its powers and its absolute values."""
+    while node is not None and node.name() in ("PowBackward0", "AbsBackward0"):
+        node = node.next_functions[0][0]
+    return node is not None and node.name() == "torch::autograd::AccumulateGrad"
+
+
+def _counted(inner: Any, count: int, *, of_losses: bool) -> float:
+    """Return how many of the elements that are summed count: the others are masked."""
+    if of_losses:
+        return _loss_size(inner)[1]
+    mask = _saved(inner, "other") if inner.name().startswith("MulBackward") else None
+    if not isinstance(mask, Tensor):
+        below = [child for child, _ in inner.next_functions if child is not None]
+        is_masked = inner.name() == "MaskedFillBackward0" and _saved(below[0], "reduction") == 0
+        return _loss_size(below[0])[1] if is_masked else count
+    mask = mask.detach()
+    is_mask = mask.numel() > 0 and bool(((mask == 0) | (mask == 1)).all())
+    return float(mask.sum()) * count / mask.numel() if is_mask else count
+
+
+def _times(term: LossTerm, factor: Any, *, whole: bool = True) -> LossTerm:
     if factor in (1, -1):
         return term
     times = (*term.times, abs(float(factor)))
     return replace(term, times=times, whole_number=term.whole_number and whole)
 
 
-def _scaled(node: Any, name: str, below: list[Any], so_far: _Term) -> tuple[Any, _Term] | None:
+def _scaled(
+    node: Any, name: str, below: list[Any], so_far: LossTerm
+) -> tuple[Any, LossTerm] | None:
     """Return the operand of a product with, or quotient by, a number that can be read."""
     operands = [child for child in below if child is not None]
     if len(operands) != 1 or (name.startswith("Div") and below[0] is None):
@@ -303,7 +357,10 @@ def _loss_size(node: Any) -> tuple[tuple[int, ...], float]:
     per_row = node.name().startswith(("NllLoss", "MultiMargin", "MultilabelMargin"))
     target = _saved(node, "target") if per_row else None
     if isinstance(target, Tensor) and not node.name().startswith("Multilabel"):
-        return sizes, target.numel()
+        ignored = _saved(node, "ignore_index")
+        if ignored is None:
+            return sizes, target.numel()
+        return sizes, float((target != (ignored + (1 << 63)) % (1 << 64) - (1 << 63)).sum())
     return sizes, (sizes[0] if sizes else 1) if per_row else math.prod(sizes)
 
 

@@ -5,6 +5,7 @@ from wholebatch.verification.mistakes import MISTAKES
 from wholebatch.verification.verdicts import Cause, LoopTrial, LoopVerdict, Verdict
 from wholebatch.verification.verify_loop import verify_loop
 from wholebatch.verification.verify_model import verify
+from wholebatch.verification.watch_loop import Watch, watch
 
 __all__ = [
     "MISTAKES",
@@ -14,6 +15,8 @@ __all__ = [
     "LoopTrial",
     "LoopVerdict",
     "Verdict",
+    "Watch",
     "verify",
     "verify_loop",
+    "watch",
 ]

@@ -22,6 +22,7 @@ from wholebatch.verification.observed_window import SeenStep, WindowObserver, Wi
 from wholebatch.verification.run_comparison import TIMES_THE_FLOOR, Vectors, distance
 
 RIGHT = "right"
+NOT_JUDGED = "not judged"
 
 
 @dataclass(frozen=True)
@@ -134,6 +135,53 @@ MISTAKES: dict[str, Mistake] = {
         "the loss is divided by the units of all ranks, and DistributedDataParallel averages the "
         "ranks after that: the gradient is as many times too small as there are ranks",
         "multiply the loss by the number of ranks",
+    ),
+    "cleared-in-the-window": Mistake(
+        "cleared in the window",
+        "the gradients are cleared between two micro-batches of a window: those before are lost",
+        "call zero_grad() in one place, right after the step; a trainer calls it already",
+    ),
+    "moved-in-the-window": Mistake(
+        "weights changed in the window",
+        "the weights change between the micro-batches of a window (weight decay, an average or a "
+        "clamp after every backward), so their gradients are not of the same weights",
+        "change the weights once per window, after the step; let the optimizer decay them",
+    ),
+    "averaged-per-micro-batch": Mistake(
+        "average updated per micro-batch",
+        "an average of the weights (EMA) is updated after every micro-batch: it forgets as many "
+        "times too fast",
+        "update the average once per window, after the step",
+    ),
+    "clipped-while-scaled": Mistake(
+        "clipped while scaled",
+        "the gradient is clipped while it is multiplied by the loss scale, so the limit is as many "
+        "times too low",
+        "call scaler.unscale_(optimizer) before clipping",
+    ),
+    "loss-scale": Mistake(
+        "loss scale left in the gradient",
+        "the loss scale is not divided out of the gradient before the step, or it changes between "
+        "the micro-batches of a window",
+        "step by scaler.step(optimizer), and call scaler.update() once per window",
+    ),
+    "two-owners": Mistake(
+        "counted by two owners",
+        "the gradient, or that of some parameters, is added in two places and counted as many "
+        "times",
+        "let one owner add the gradients: the loop, a hook or the engine",
+    ),
+    "16-bit-accumulation": Mistake(
+        "added in 16 bits",
+        "the gradients of the micro-batches are added in 16 bits: what is small beside the sum so "
+        "far is rounded away",
+        "keep the sum in float32: float32 parameters under autocast, or wb.Accumulator",
+    ),
+    "lost-after-resume": Mistake(
+        "micro-batches lost after a resume",
+        "the first window after a resume has fewer micro-batches than it is divided by: those "
+        "before the checkpoint are not in it",
+        "save at the end of a window, or save the gradients and the place in the window as well",
     ),
     "coupled": Mistake(
         "coupled samples",
@@ -269,7 +317,7 @@ def fits_of(
         return [fit, MistakeFit(RIGHT, "the undivided batch", 1.0, False)], "steps", tolerance
     if parts.clip_value is not None:  # what is left of the gradient is smaller, its rounding not
         tolerance *= float(parts.right.norm() / parts.clip(parts.right).norm())
-    candidates = [*_hypotheses(parts), *_other_units(parts, micros)]
+    candidates = hypotheses(parts, micros)
     if len(run.steps) > 1 and len(run.steps) == parts.count:
         candidates += _stepped(runs, micros, parts, run.steps)
     if run.steps:
@@ -283,6 +331,13 @@ def fits_of(
         by = "updates"
         size = float(observed[0].norm())
         tolerance += _rounded_away(runs, size) if size else 0.0
+    return nearest(candidates, observed, tolerance), by, tolerance
+
+
+def nearest(
+    candidates: Sequence[Hypothesis], observed: Sequence[Tensor], tolerance: float
+) -> list[MistakeFit]:
+    """Return the best variant of every hypothesis, the nearest first; the first of all is right."""
     best: dict[str, MistakeFit] = {}
     right = candidates[0].steps
     for one in candidates:
@@ -291,8 +346,7 @@ def fits_of(
         far = largest_over_ranks(_steps_apart(observed, one.steps))
         if one.key not in best or far < best[one.key].distance:
             best[one.key] = MistakeFit(one.key, one.variant, far, far <= tolerance)
-    ordered = sorted(best.values(), key=lambda fit: (fit.distance, fit.key != RIGHT))
-    return ordered, by, tolerance
+    return sorted(best.values(), key=lambda fit: (fit.distance, fit.key != RIGHT))
 
 
 def _without_one_update(run: WindowRun) -> MistakeFit | None:
@@ -354,6 +408,11 @@ def always_active(parts: WindowParts, by: str) -> float:
 
 
 # ------------------------------------------------------------------- hypotheses
+
+
+def hypotheses(parts: WindowParts, micros: Sequence[Any]) -> list[Hypothesis]:
+    """Return the right gradient, and that of every mistake that has exactly one step."""
+    return [*_hypotheses(parts), *(_other_units(parts, micros) if micros else ())]
 
 
 def _hypotheses(parts: WindowParts) -> Iterator[Hypothesis]:

@@ -86,14 +86,18 @@ def uneven(samples: int) -> int:
     return size if samples % size or size == 1 else max(1, size - 1)
 
 
-def joined(micros: Sequence[Any]) -> Any | None:
+def joined(micros: Sequence[Any], sizes: Sequence[int] | None = None) -> Any | None:
     """Return the batch that micro-batches are parts of; None if they do not fit together.
+
+    `sizes` are their numbers of samples, where those are known.
 
     >>> joined([{"x": torch.ones(2, 3), "t": 0.5}, {"x": torch.zeros(1, 3), "t": 0.5}])["x"].shape
     torch.Size([3, 3])
     """
     try:
-        layouts = [layout_of(micro) for micro in micros]
+        known = [None] * len(micros) if sizes is None else sizes
+        pairs = zip(micros, known, strict=True)
+        layouts = [layout_of(micro, batch_size=size) for micro, size in pairs]
         leaves = []
         for index, leaf in enumerate(layouts[0].leaves):
             values = [layout.leaves[index].value for layout in layouts]

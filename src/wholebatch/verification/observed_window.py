@@ -203,17 +203,21 @@ class WindowObserver:
         self._mine = {id(parameter) for parameter in self.parameters}
         self._undo: list[Callable[[], None]] = [
             register_optimizer_step_pre_hook(self._before_step).remove,
-            self.model.register_forward_pre_hook(self._before_forward).remove,
+            *self._forward_hooks(),
         ]
         self._patch(_clip_grad, "_clip_grads_with_norm_", self._clip_norm)
-        self._patch_everywhere("clip_grads_with_norm_", self._clip_norm)
-        self._patch_everywhere("clip_grad_value_", self._clip_value)
+        self._patch_everywhere(torch.nn.utils, "clip_grads_with_norm_", self._clip_norm)
+        self._patch_everywhere(torch.nn.utils, "clip_grad_value_", self._clip_value)
         self._patch(torch.amp.GradScaler, "step", self._scaler_step)
         return self
 
+    def _forward_hooks(self) -> list[Callable[[], None]]:
+        """Watch the forwards; return how to end that."""
+        return [self.model.register_forward_pre_hook(self._before_forward).remove]
+
     def __exit__(self, *error: object) -> None:
-        for undo in reversed(self._undo):
-            undo()
+        while self._undo:
+            self._undo.pop()()
 
     def run(self, start: StartingState, loss: float | None = None) -> WindowRun:
         """Return what was seen, with the update since `start`."""
@@ -231,9 +235,9 @@ class WindowObserver:
         setattr(owner, name, replaced)
         self._undo.append(lambda: setattr(owner, name, original))
 
-    def _patch_everywhere(self, name: str, around: Callable[..., Any]) -> None:
-        """Patch a function of `torch.nn.utils`, also in modules that imported it by its name."""
-        original = getattr(torch.nn.utils, name, None)
+    def _patch_everywhere(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
+        """Patch a function of a module, also in modules that imported it by its name."""
+        original = getattr(owner, name, None)
         for module in list(sys.modules.values()):
             if original is not None and getattr(module, "__dict__", {}).get(name) is original:
                 self._patch(module, name, around)
@@ -277,7 +281,7 @@ class WindowObserver:
                 if gradient is not None:
                     gradient.div_(float(scale))
         handed = self.optimizer is None or optimizer is self.optimizer
-        step = SeenStep(gradients, _settings(optimizer), stepped, handed and not closure)
+        step = SeenStep(gradients, settings_of(optimizer), stepped, handed and not closure)
         self.steps.append(step)
 
     def _before_forward(self, *_: Any) -> None:
@@ -285,7 +289,7 @@ class WindowObserver:
         if torch.is_autocast_enabled(kind):
             self.autocast.add(torch.get_autocast_dtype(kind))
         if self.optimizer is not None and not self.steps:
-            self.settings.append(_settings(self.optimizer))
+            self.settings.append(settings_of(self.optimizer))
 
     def _clip_norm(
         self,
@@ -320,7 +324,7 @@ class WindowObserver:
         return original(scaler, *args, **kwargs)
 
 
-def _settings(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], ...]:
+def settings_of(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], ...]:
     """Return the settings of every parameter group."""
     return tuple(
         {name: copy.copy(value) for name, value in group.items() if name != "params"}

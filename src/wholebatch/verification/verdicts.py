@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from wholebatch.core.plain_files import finite
-from wholebatch.verification.mistakes import MISTAKES, RIGHT, Mistake, MistakeFit
+from wholebatch.verification.mistakes import MISTAKES, NOT_JUDGED, RIGHT, Mistake, MistakeFit
 from wholebatch.verification.run_comparison import Comparison, listed, percent
 
 
@@ -132,7 +132,7 @@ class LoopTrial:
     units: tuple[float, ...]
     optimizer_steps: int
     found: str | None
-    """The key of what fits: "right", a mistake, or None where nothing does."""
+    """The key of what fits: "right", a mistake, "not judged", or None where nothing does."""
     fits: tuple[MistakeFit, ...]
     """All hypotheses, the nearest first, one variant of each."""
     tolerance: float
@@ -144,6 +144,11 @@ class LoopTrial:
     def right(self) -> MistakeFit:
         """Return the fit of the right gradient."""
         return next(fit for fit in self.fits if fit.key == RIGHT)
+
+    @property
+    def differs(self) -> bool:
+        """True if this window is not the update of the undivided batch."""
+        return self.found not in (RIGHT, NOT_JUDGED)
 
     @property
     def found_fit(self) -> MistakeFit | None:
@@ -163,7 +168,17 @@ class LoopVerdict(_Answer):
 
     @property
     def same(self) -> bool:
-        return all(trial.found == RIGHT for trial in self.trials)
+        return bool(self.trials) and all(trial.found == RIGHT for trial in self.trials)
+
+    @property
+    def judged(self) -> bool:
+        """True if there is an answer: every window could be judged, or one of them differs."""
+        return self.same or any(trial.differs for trial in self.trials)
+
+    @property
+    def exit_status(self) -> int:
+        """Return 0 if the update is the same, 1 if it differs, 3 if that could not be judged."""
+        return 0 if self.same else 1 if self.judged else 3
 
     @property
     def mistakes(self) -> tuple[str, ...]:
@@ -187,7 +202,10 @@ class LoopVerdict(_Answer):
                 f"undivided batch over {len(self.trials)} windows{where}; rounding explains "
                 f"{percent(worst.tolerance)}"
             )
-        first = next(trial for trial in self.trials if trial.found != RIGHT)
+        if not self.judged:
+            reasons = [note for trial in self.trials for note in trial.notes]
+            return f"NOT JUDGED: {self.loop}{where}: {'; '.join(reasons) or 'no window was seen'}"
+        first = next(trial for trial in self.trials if trial.differs)
         off, fit = percent(first.right.distance), first.found_fit
         if fit is None:
             near = first.fits[0]
@@ -221,5 +239,10 @@ class LoopVerdict(_Answer):
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain data; numbers that are not finite become None."""
         data: dict[str, Any] = finite(asdict(self))
-        data |= {"same": self.same, "mistakes": list(self.mistakes), "line": self.line}
+        data |= {
+            "same": self.same,
+            "judged": self.judged,
+            "mistakes": list(self.mistakes),
+            "line": self.line,
+        }
         return data

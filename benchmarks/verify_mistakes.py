@@ -1,0 +1,168 @@
+"""The mistakes that `wb.watch` names: planted in four kinds of models, by hand and in trainers.
+
+    python benchmarks/verify_mistakes.py                       # plain torch
+    python benchmarks/verify_mistakes.py --door all            # and inside every trainer
+    python benchmarks/verify_mistakes.py --door Lightning --page
+
+Every cell is one training run of three windows (the last one short), watched. A mistake must be
+told by its name, and a right loop must be called right. `--time` prints what a watch costs instead.
+`--page` writes the rows of this run into docs/benchmarks/verify-mistakes.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
+os.environ |= {"HF_HUB_OFFLINE": "1", "CI": "1"}
+
+import torch  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.nn import functional as F  # noqa: E402
+
+import wholebatch as wb  # noqa: E402
+from tests.proof.loops.live import (  # noqa: E402
+    DOORS,
+    KINDS,
+    MISTAKES,
+    STYLES,
+    Plant,
+    can_run,
+    found_in,
+    quiet,
+    verdict_of,
+)
+from tests.proof.loops.right import RIGHT  # noqa: E402
+from tests.proof.loops.unusual import UNUSUAL  # noqa: E402
+from wholebatch.verification import ZOO  # noqa: E402
+
+PAGE = ROOT / "docs" / "benchmarks" / "verify-mistakes.md"
+
+
+def cells(door: str, plants: dict[str, Plant]) -> dict[str, list[str]]:
+    """Return by plant the answer on every kind of model, "" where the door has no place for it."""
+    table = {}
+    for name, plant in plants.items():
+        if can_run(door, plant):
+            table[name] = [found_in(verdict_of(door, kind, plant)) for kind in KINDS]
+            print(f"{door:12} {name:26} {' '.join(table[name])}", flush=True)
+    return table
+
+
+def loops() -> dict[str, str]:
+    """Return the answers on right loops of unusual styles, in plain torch."""
+    found = {}
+    for loop in [*UNUSUAL, *RIGHT]:
+        model = ZOO["mlp"].model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        with quiet(), wb.watch(model, optimizer) as watch:
+            for count in (4, 4, 3):
+                loop(model, optimizer, ZOO["mlp"].window(4, False, 0)[:count])
+        found[loop.__name__] = found_in(watch.verdict)
+        print(f"{'plain torch':12} {loop.__name__:26} {found[loop.__name__]}", flush=True)
+    return found
+
+
+def summary(table: dict[str, list[str]], plants: dict[str, Plant]) -> str:
+    answers = [(plants[name].key, one) for name, row in table.items() for one in row]
+    named = sum(wanted == one for wanted, one in answers)
+    return f"{named} of {len(answers)}"
+
+
+def rows(doors: list[str]) -> dict[str, str]:
+    """Return by door how many mistakes were named, and right loops called right."""
+    found = {}
+    for door in doors:
+        gc.freeze()  # what was imported need not be searched for averages of weights every time
+        wrong = summary(cells(door, MISTAKES), MISTAKES)
+        right = summary(cells(door, STYLES), STYLES)
+        found[door] = f"| {door} | {wrong} | {right} |"
+    if "plain torch" in doors:
+        answers = list(loops().values())
+        right = f"{answers.count('right')} of {len(answers)}"
+        name = "plain torch, loops of unusual styles"
+        found[name] = f"| {name} | | {right}, {answers.count('not judged')} not judged |"
+    return found
+
+
+def write(made: dict[str, str]) -> None:
+    """Write these rows into the page, and keep its other rows."""
+    old = PAGE.read_text(encoding="utf-8").splitlines() if PAGE.exists() else []
+    names = [*DOORS, "plain torch, loops of unusual styles"]
+    kept = {name: line for name in names for line in old if line.startswith(f"| {name} |")}
+    table = [
+        line for name, line in sorted({**kept, **made}.items(), key=lambda r: names.index(r[0]))
+    ]
+    kinds = ", ".join(KINDS)
+    PAGE.write_text(
+        "# Mistakes named by `wb.watch`\n\n"
+        f"{len(MISTAKES)} mistakes and {len(STYLES)} right styles, each on {len(KINDS)} kinds of "
+        f"models ({kinds}), in every door\nthat has a place for them. Written by "
+        "`python benchmarks/verify_mistakes.py --door DOOR --page`.\n\n"
+        "| door | mistakes named | right loops called right |\n|---|---|---|\n"
+        + "\n".join(table)
+        + "\n",
+        encoding="utf-8",
+    )
+
+
+def cost() -> str:
+    """Return what a watch takes: a window without it, the same window watched, and its verdict."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(256, 4, 1024, 0.0, batch_first=True)
+    model = nn.Sequential(nn.TransformerEncoder(layer, 4), nn.Linear(256, 1000))
+    optimizer = torch.optim.AdamW(model.parameters())
+    micros = [(torch.randn(n, 64, 256), torch.randint(0, 1000, (n, 64))) for n in (4, 6, 3, 5)]
+
+    def window() -> None:
+        for x, y in micros:
+            loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="sum")
+            (loss / sum(y.numel() for _, y in micros)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def timed() -> float:
+        began = time.perf_counter()
+        window()
+        return time.perf_counter() - began
+
+    window()
+    plain = min(timed() for _ in range(5))
+    watched = []
+    for _ in range(3):
+        with quiet(), wb.watch(model, optimizer) as watch:
+            watched.append(timed())
+        assert watch.verdict.same, watch.verdict
+    with quiet(), wb.watch(model, optimizer):
+        window()
+        window()
+        after = min(timed() for _ in range(5))
+    return (
+        f"window {plain:.2f} s; with its verdict {min(watched):.2f} s "
+        f"({min(watched) / plain:.1f} times); windows after it {after:.2f} s"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--door", default="plain torch", choices=["all", *DOORS])
+    parser.add_argument("--page", action="store_true")
+    parser.add_argument("--time", action="store_true")
+    options = parser.parse_args()
+    if options.time:
+        print(cost())
+        return
+    made = rows(list(DOORS) if options.door == "all" else [options.door])
+    print("\n" + "\n".join(made.values()))
+    if options.page:
+        write(made)
+
+
+if __name__ == "__main__":
+    main()

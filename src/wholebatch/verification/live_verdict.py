@@ -1,0 +1,583 @@
+"""The verdict on a window of a live loop: is it the undivided batch's update, and if not, why.
+
+The gradient of every micro-batch was seen, and the graph of its loss tells the weight and the units
+that it came with. So the right gradient is known: `sum of units × mean gradient / all units`. Where
+the model's calls can be joined, the undivided batch itself is run too, and its gradient is the one
+that is compared with. What cannot be known is not judged, and the reason is told.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from wholebatch.coupled import batchnorms
+from wholebatch.coupled.loss_graph import LossTerm
+from wholebatch.coupled.normalisation_layers import uses_batch_statistics
+from wholebatch.distributed.process_group import largest_over_ranks, sum_over_ranks, world_size
+from wholebatch.verification.joined_calls import JoinedCalls
+from wholebatch.verification.live_window import (
+    LiveClip,
+    LiveMicroBatch,
+    LiveObserver,
+    LiveWindow,
+    tensors_of,
+)
+from wholebatch.verification.loss_weights import TermWeights, Unreadable, read_weights
+from wholebatch.verification.mistakes import (
+    NOT_JUDGED,
+    RIGHT,
+    Hypothesis,
+    MistakeFit,
+    WindowParts,
+    apart,
+    hypotheses,
+    nearest,
+)
+from wholebatch.verification.run_comparison import TIMES_THE_FLOOR, percent
+from wholebatch.verification.verdicts import LoopTrial
+
+_IGNORED = -100
+_NO_LIMIT = 1e6
+"""Clipping to more than this is a way to measure a norm."""
+_WEIGHTS = 1e-3
+"""Weights of losses that differ by less are the same."""
+
+
+@dataclass
+class LiveJudge:
+    """Judges one window; `steps` is the number of micro-batches of a full one, where known."""
+
+    window: LiveWindow
+    observer: LiveObserver
+    name: str
+    steps: int | None = None
+    scales: Sequence[float] = ()
+    """The weights of its own that the loss had in the first window."""
+    runs_undivided: bool = True
+    needs_calls: bool = False
+    """True if the units are read from the inputs of the model."""
+
+    def trial(self) -> LoopTrial:
+        """Return the verdict on the window."""
+        self.notes: list[str] = []
+        self.coupled_outputs = False
+        self.micros = self.window.micros
+        self.floor, self.tolerance = self.window.unit, _WEIGHTS
+        self.fits: list[MistakeFit] = []
+        read = self._read()
+        if largest_over_ranks(isinstance(read, Unreadable)):
+            return self._without_weights(read)
+        assert not isinstance(read, Unreadable)
+        if len(self.scales) == len(read):
+            pairs = zip(read, self.scales, strict=True)
+            read = [term.scaled_as(scale) for term, scale in pairs]
+        self.read = read
+        if largest_over_ranks(len(self._owners)) < 2:
+            return self._of_one_micro_batch()
+        whole = self._micro_weights()
+        if self.window.gradient is None or not self.window.sizes:
+            return self._by_weights("weights of the losses")
+        if largest_over_ranks(whole is None):
+            return self._by_weights("weights of the losses, and their sum")
+        assert whole is not None
+        return self._by_gradients(*whole)
+
+    def _of_one_micro_batch(self) -> LoopTrial:
+        left = float(self.micros[0].before.norm()) if self.micros[0].before.numel() else 0.0
+        if left:
+            return self._told("never-cleared", "there are gradients before the first backward")
+        nominal = max(term.nominal for term in self.read)
+        if nominal > 2:
+            return self._told("stepped-every-micro-batch", f"the loss is divided by {nominal}")
+        return self._not_judged(
+            "every update is made of one micro-batch, so nothing is accumulated; a loop that "
+            "means to accumulate steps at every micro-batch"
+        )
+
+    # ----------------------------------------------------------------- weights
+
+    def own_weights(self) -> list[float]:
+        """Return the weight of its own that each term of the loss has; [] if it cannot be read."""
+        self.micros = self.window.micros
+        read = self._read()
+        return [] if isinstance(read, Unreadable) else [term.scale for term in read]
+
+    def _read(self) -> list[TermWeights] | Unreadable:
+        """Return the weights of every term; a backward may have several losses."""
+        self._owners: list[int] = []
+        losses: list[list[LossTerm]] = []
+        for place, micro in enumerate(self.micros):
+            rows = _by_call(micro)
+            losses += rows
+            self._owners += [place] * len(rows)
+        scale, ranks = self.micros[0].loss_scale, world_size()
+        labels = _labels(self.micros) if len(losses) == len(self.micros) else []
+        read = read_weights(losses, loss_scale=scale, ranks=ranks, labels=labels)
+        if labels and not isinstance(read, Unreadable):
+            plain = read_weights(losses, loss_scale=scale, ranks=ranks)
+            self.needs_calls = plain != read
+        if ranks == 1 or largest_over_ranks(isinstance(read, Unreadable)):
+            return read
+        assert not isinstance(read, Unreadable)
+        own = sum(read[0].units)
+        everywhere = float(sum_over_ranks(torch.tensor([own], dtype=torch.float64)))
+        totals = [everywhere]
+        return read_weights(losses, loss_scale=scale, ranks=ranks, totals=totals, labels=labels)
+
+    def _micro_weights(self) -> tuple[list[float], list[float]] | None:
+        """Return one weight and the units of each micro-batch; None if its terms differ in them."""
+        rows = [self._sums(term) for term in self.read]
+        weights, units = rows[0]
+        if len(rows) > 1:
+            constants = [self._constant(*row) for row in rows]
+            if constants[0] is None or any(c is None for c in constants):
+                alike = all(_alike(w, weights) and _alike_shares(u, units) for w, u in rows)
+                return rows[0] if alike else None
+            if not _alike([c or 0.0 for c in constants], [constants[0]] * len(rows)):
+                return None
+        if len(self._owners) > len(self.micros) and self._constant(*rows[0]) is None:
+            return None
+        return weights, units
+
+    def _constant(self, weights: Sequence[float], units: Sequence[float]) -> float | None:
+        """Return c where the weights are c × their shares of the units × the loss scale."""
+        total = sum(units)
+        scales = [micro.loss_scale for micro in self.micros]
+        found = [w * total / u / s for w, u, s in zip(weights, units, scales, strict=True) if u]
+        return found[0] if found and _alike(found, [found[0]] * len(found)) else None
+
+    def _sums(self, term: TermWeights) -> tuple[list[float], list[float]]:
+        weights, units = [0.0] * len(self.micros), [0.0] * len(self.micros)
+        for place, weight, unit in zip(self._owners, term.weights, term.units, strict=True):
+            weights[place] += weight
+            units[place] += unit
+        return weights, units
+
+    def _nominal(self) -> int:
+        return self.steps or max(term.nominal for term in self.read)
+
+    def _without_weights(self, read: list[TermWeights] | Unreadable) -> LoopTrial:
+        reason = read if isinstance(read, Unreadable) else Unreadable("another rank's is not read")
+        if reason.coupled:
+            return self._told("coupled", f"the loss of each micro-batch: {reason.reason}")
+        if self.window.sizes and self.window.gradient is not None:
+            found = self._lost_on_the_way(self._before_clip())
+            if found is not None:
+                return self._made(found.key, [found, _right(math.inf)])
+        return self._not_judged(f"the weight of the loss cannot be read: {reason.reason}")
+
+    def _by_weights(self, by: str) -> LoopTrial:
+        """Judge by the weights of the losses, in place of gradients."""
+        scales = [self.micros[i].loss_scale for i in self._owners]
+        for term in self.read:
+            seen = [w / s for w, s in zip(term.weights, scales, strict=True)]
+            observed = torch.tensor(seen, dtype=torch.float64)
+            self.fits = nearest(self._weightings(term), [observed], _WEIGHTS)
+            if not _right_of(self.fits).fits:
+                break
+        found = RIGHT if _right_of(self.fits).fits else _best(self.fits)
+        constants = [self._constant(*self._sums(term)) for term in self.read]
+        known = world_size() == 1 and None not in constants
+        if found is None and constants[0] is not None and known:
+            cause = self._of_constant(constants[0], sum(self.read[0].units))
+            found, self.fits = cause.key, [cause, *self.fits]
+        if self.window.sizes and found not in (RIGHT, None):
+            lost = self._lost_on_the_way(self._before_clip())
+            if lost is not None:
+                found, self.fits = lost.key, [lost, *self.fits]
+        tolerance = _WEIGHTS
+        if self.window.sizes and self.window.gradient is not None:
+            if found == RIGHT:
+                flow = torch.stack([m.brought / m.loss_scale for m in self.micros]).sum(0)
+                off = apart(self._before_clip(), flow)
+                tolerance = TIMES_THE_FLOOR * self.window.unit * math.sqrt(len(self.micros))
+                self.fits = [_right(off, off <= tolerance)]
+                lost = None if off <= tolerance else self._lost_on_the_way(self._before_clip())
+                found = RIGHT if off <= tolerance else lost.key if lost else None
+                self.fits = self.fits if lost is None else [lost, *self.fits]
+            found = self._beside(found)
+        return self._made(found, self.fits, by=by, tolerance=tolerance)
+
+    def _weightings(self, term: TermWeights) -> list[Hypothesis]:
+        """Return the right weights of a term, and those of every mistake."""
+        units, ranks = torch.tensor(term.units, dtype=torch.float64), world_size()
+        if ranks == 1:
+            one_each = list(torch.eye(len(units), dtype=torch.float64))
+            return hypotheses(
+                WindowParts(units / units.sum(), one_each, term.units, self._nominal()), ()
+            )
+        everywhere, equal = float(sum_over_ranks(units.sum())), torch.ones_like(units) / len(units)
+        return [  # an engine averages the gradients of the ranks
+            Hypothesis(RIGHT, "the undivided batch", (units * ranks / everywhere,)),
+            Hypothesis("mean-of-means", "mean losses divided by their number", (equal,)),
+            Hypothesis("mean-of-means", "each rank's own mean", (units / units.sum(),)),
+            Hypothesis("not-divided", "mean losses added", (equal * len(units),)),
+            Hypothesis("not-divided", "sums added", (units,)),
+            Hypothesis("divided-twice", "by their number", (equal / len(units),)),
+            Hypothesis("world-size-forgotten", "by all units", (units / everywhere,)),
+        ]
+
+    # --------------------------------------------------------------- gradients
+
+    def _by_gradients(self, weights: list[float], units: list[float]) -> LoopTrial:
+        """Judge by the gradients that were seen, each divided by the weight that it came with."""
+        means = [
+            micro.brought / weight if weight else micro.brought
+            for micro, weight in zip(self.micros, weights, strict=True)
+        ]
+        parts = WindowParts(torch.zeros_like(means[0]), means, units, self._nominal())
+        added = parts.weighted(units)
+        everywhere = parts.units_everywhere
+        right = sum_over_ranks(added) / everywhere
+        sizes = sum(float(m.norm()) * u for m, u in zip(means, units, strict=True))
+        spread = largest_over_ranks(sizes / max(float(added.norm()), 1e-300))
+        limit = math.sqrt(self.window.unit) / TIMES_THE_FLOOR
+        self.floor = min(self.window.unit * spread, limit)
+        undivided = self._undivided(weights, units, everywhere)
+        if undivided is not None:
+            whole = sum_over_ranks(undivided)
+            off = largest_over_ranks(apart(whole, right))
+            if off <= limit:
+                right, self.floor = whole, max(self.floor, off)
+        self.parts = replace(parts, right=right)
+        self.tolerance = TIMES_THE_FLOOR * self.floor
+        if self.window.half:
+            self.tolerance = self.window.unit
+        gradient = self._before_clip()
+        off = largest_over_ranks(apart(gradient, right))
+        scale = self.read[0].scale
+        if off > self.tolerance and self._same(gradient * scale, right):
+            right = right / scale  # a scale of the loop's own, which it has divided out again
+            self.parts = replace(self.parts, right=right)
+            off = largest_over_ranks(apart(gradient, right))
+        self.fits = [_right(off, off <= self.tolerance)]
+        at_step = self._at_step()
+        kept = gradient is at_step or self._same(at_step, self._last_clips()[-1].after)
+        if off <= self.tolerance and kept:
+            return self._made(self._beside(RIGHT), self.fits)
+        cause = self._lost_on_the_way(gradient) or self._scaled(gradient)
+        if cause is None:
+            inputs = [(call.args, call.kwargs) for m in self.micros for call in m.calls[:1]]
+            whole_inputs = inputs if len(inputs) == len(self.micros) else ()
+            tolerance = max(self.tolerance, TIMES_THE_FLOOR * self.floor)
+            self.fits = nearest(hypotheses(self.parts, whole_inputs), [gradient], tolerance)
+            cause = self._named() or self._owned_twice(gradient) or self._added_in_16_bits(gradient)
+        if cause is None or cause.key == "coupled":
+            return self._made(self._beside(None if cause is None else "coupled"), self.fits)
+        rest = [fit for fit in self.fits if fit.key != cause.key]
+        return self._made(cause.key, [cause, *rest])
+
+    def _same(self, ours: Tensor, other: Tensor) -> bool:
+        return largest_over_ranks(apart(ours, other)) <= self.tolerance
+
+    def _at_step(self) -> Tensor:
+        assert self.window.gradient is not None
+        return self.window.gradient
+
+    def _last_clips(self) -> list[LiveClip]:
+        """Return the clips that cut after the last backward: before them, all gradients are in."""
+        count = len(self.micros)
+        return [clip for clip in self.window.clips if clip.micro_batches == count and clip.cuts]
+
+    def _before_clip(self) -> Tensor:
+        clips = self._last_clips()
+        if not clips or not _parallel(self._at_step(), clips[-1].after, 1e-4):
+            return self._at_step()  # or the loop has put another gradient there since
+        return clips[0].before
+
+    def _lost_on_the_way(self, gradient: Tensor) -> MistakeFit | None:
+        """Return the mistake that is seen in how gradients changed between the backwards."""
+        micros, count = self.micros, len(self.micros)
+        first = micros[0].before
+        if float(first.norm()) > 0:
+            ours = gradient - first * float(gradient @ first / (first @ first))
+            sums = torch.stack([m.brought for m in micros]).sum(0)
+            left = sums - first * float(sums @ first / (first @ first))
+            if _parallel(ours, left, 1e-4):
+                variant = "there are gradients already before the first backward of the window"
+                return MistakeFit("never-cleared", variant, 0.0, True)
+        cleared = [
+            place
+            for place in range(1, count)
+            if not float(micros[place].before.norm()) and float(micros[place - 1].after.norm())
+        ]
+        if cleared:
+            rest = torch.stack([m.brought for m in micros[cleared[-1] :]]).sum(0)
+            if _parallel(gradient, rest, 1e-4):
+                key = "only-the-last" if len(cleared) == count - 1 else "cleared-in-the-window"
+                places = ", ".join(str(place) for place in cleared)
+                return MistakeFit(key, f"cleared after micro-batch {places}", 0.0, True)
+        again = [
+            (one, two)
+            for one in range(count)
+            for two in range(one)
+            if apart(micros[one].brought, micros[two].brought) <= 1e-6
+        ]
+        if again and not self._clipped_early():
+            one, two = again[0]
+            return MistakeFit("counted-twice", f"number {two + 1} and {one + 1}", 0.0, True)
+        return self._clipped_early()
+
+    def _clipped_early(self) -> MistakeFit | None:
+        """Return the mistake of clipping before the last backward, if it cuts here or not."""
+        count = len(self.micros)
+        clips = [clip for clip in self.window.clips if clip.limit < _NO_LIMIT]
+        early = {clip.micro_batches for clip in clips} - {count}
+        if not early:
+            return None
+        last = any(clip.micro_batches == count for clip in clips)
+        each = len(early) > 1 or (count == 2 and last)
+        key = "clipped-per-micro-batch" if each else "clipped-too-early"
+        variant = f"after micro-batch {', '.join(map(str, sorted(early)))} of {count}"
+        if not any(clip.cuts for clip in clips if clip.micro_batches < count):
+            variant += ", which has not cut anything in this window"
+        return MistakeFit(key, variant, 0.0, True)
+
+    def _scaled(self, gradient: Tensor) -> MistakeFit | None:
+        """Return the mistake of a right gradient that is scaled at the clip or at the step."""
+        right, scales = self.parts.right, [m.loss_scale for m in self.micros]
+        if len(set(scales)) > 1:
+            variant = f"from {scales[0]:g} to {scales[-1]:g} in the window"
+            return MistakeFit("loss-scale", variant, 0.0, True)
+        if gradient is not self._at_step():
+            factor = float(self._last_clips()[-1].after.norm() / self._at_step().norm())
+            if abs(factor - 1) > _WEIGHTS:
+                is_scale = scales[0] != 1 and math.isclose(factor, scales[0], rel_tol=_WEIGHTS)
+                key = "clipped-while-scaled" if is_scale else "clipped-too-early"
+                return MistakeFit(key, f"clipped while {factor:.4g} times as large", 0.0, True)
+        if scales[0] != 1 and self._same(gradient, right * scales[0]):
+            return MistakeFit("loss-scale", f"{scales[0]:g} times too large", 0.0, True)
+        return None
+
+    def _named(self) -> MistakeFit | None:
+        """Return the known mistake that fits best, as what it is in a loop that runs."""
+        found = next((f for f in self.fits if f.fits and f.key not in (RIGHT, "coupled")), None)
+        if any(f.key == "coupled" and f.fits for f in self.fits) and found is None:
+            return next(f for f in self.fits if f.key == "coupled")
+        if found is None:
+            return self._other_divisor()
+        return found
+
+    def _other_divisor(self) -> MistakeFit | None:
+        """Return the mistake of a gradient that is right but for a constant: another divisor."""
+        gradient, right = self._before_clip(), self.parts.right
+        factor = float(gradient @ right / (right @ right)) if float(right.norm()) else 0.0
+        if factor <= 0 or not self._same(gradient, right * factor):
+            return None
+        weights = [w for term in self.read[:1] for w in self._sums(term)[0]]
+        scales = [micro.loss_scale for micro in self.micros]
+        of_losses = sum(w / s for w, s in zip(weights, scales, strict=True))
+        if not math.isclose(of_losses, factor, rel_tol=_WEIGHTS):
+            return None  # the weights of the losses are others: it comes after them
+        return self._of_constant(factor, self.parts.units_everywhere)
+
+    def _of_constant(self, factor: float, units: float) -> MistakeFit:
+        """Return the mistake of weights that are right but for this factor."""
+        divisor = units / factor
+        variant = f"divided by {divisor:.6g} units, and {units:.6g} came"
+        if factor < 1:
+            key = "left-out"
+        else:
+            more = [math.isclose(units - divisor, u, rel_tol=_WEIGHTS) for u in self.read[0].units]
+            key = "counted-twice" if any(more) else "not-divided"
+        return MistakeFit(key, variant, 0.0, True)
+
+    def _owned_twice(self, gradient: Tensor) -> MistakeFit | None:
+        """Return the mistake of gradients that are a whole number of times too large."""
+        factors: dict[int, list[str]] = {}
+        rows = zip(
+            gradient.split(self.window.sizes),
+            self.parts.right.split(self.window.sizes),
+            self.window.names,
+            strict=True,
+        )
+        floor = self.tolerance * float(self.parts.right.norm())
+        for ours, right, name in rows:
+            if float(right.norm()) <= floor:
+                continue
+            factor = round(float(ours @ right / (right @ right)))
+            if factor < 1 or float((ours - factor * right).norm()) > 10 * factor * floor:
+                return None
+            factors.setdefault(factor, []).append(name)
+        if not factors or set(factors) == {1}:
+            return None
+        most = max(factors)
+        where = factors[most][:3] if len(factors) > 1 else ["all parameters"]
+        return MistakeFit("two-owners", f"{', '.join(where)}: {most} times", 0.0, True)
+
+    def _added_in_16_bits(self, gradient: Tensor) -> MistakeFit | None:
+        if not self.window.half:
+            return None
+        off = largest_over_ranks(apart(gradient, self.parts.right))
+        if off > math.sqrt(self.window.unit) * TIMES_THE_FLOOR:
+            return None
+        variant = f"{percent(off)} of the sum is lost"
+        return MistakeFit("16-bit-accumulation", variant, off, True)
+
+    # --------------------------------------------------------------- beside the gradient
+
+    def _beside(self, found: str | None) -> str | None:
+        """Return the mistake that a right gradient does not show, or what was found before."""
+        if found not in (RIGHT, "coupled"):
+            return found
+        later = self.micros[1:]
+        rates = {m.rates for m in self.micros}
+        averaged = sum(m.average_moved for m in later)
+        key, variant = None, ""
+        if largest_over_ranks(any(m.weights_moved for m in later)):
+            key, variant = "moved-in-the-window", "between two backwards"
+        elif largest_over_ranks(len(rates) > 1):
+            first, last = max(self.micros[0].rates), max(self.micros[-1].rates)
+            key, variant = "scheduled-per-micro-batch", f"from {first:.3g} to {last:.3g}"
+        elif largest_over_ranks(averaged >= max(1, len(later) - 1)):
+            key, variant = "averaged-per-micro-batch", f"{averaged + 1} times in a window"
+        elif largest_over_ranks(found == "coupled" or self._linked() or self._couples()):
+            key, variant = "coupled", self._coupling()
+        elif found == RIGHT and largest_over_ranks(self._clipped_early() is not None):
+            clipped = self._clipped_early() or MistakeFit("clipped-too-early", "", 0.0, True)
+            key, variant = clipped.key, clipped.variant
+        if key is None:
+            return found
+        self.fits = [MistakeFit(key, variant, 0.0, True), *self.fits]
+        return key
+
+    def _modules(self) -> list[nn.Module]:
+        return list(dict.fromkeys(call.module for m in self.micros for call in m.calls))
+
+    def _couples(self) -> bool:
+        return self.coupled_outputs or bool(self._norms())
+
+    def _linked(self) -> bool:
+        return any(micro.linked for micro in self.micros)
+
+    def _norms(self) -> list[str]:
+        found = [pair for module in self._modules() for pair in batchnorms(module)]
+        return [name for name, m in found if m.training and uses_batch_statistics(m)]
+
+    def _coupling(self) -> str:
+        if self._linked():
+            return "the loss compares samples"
+        names = self._norms()
+        return f"BatchNorm: {', '.join(names[:3])}" if names else "a layer mixes samples"
+
+    def _undivided(
+        self, weights: list[float], units: list[float], everywhere: float
+    ) -> Tensor | None:
+        """Run the undivided batch of this rank; return its share of the right gradient."""
+        if not self.runs_undivided:
+            return None
+        calls = JoinedCalls(self.window, self.observer, self.read)
+        made = calls.gradient(weights, [unit / everywhere for unit in units])
+        self.notes += calls.notes
+        self.coupled_outputs = calls.coupled
+        return None if largest_over_ranks(made is None) else made
+
+    # --------------------------------------------------------------- the trial
+
+    def _told(self, key: str, variant: str) -> LoopTrial:
+        fit = MistakeFit(key, variant, 0.0, True)
+        return self._made(key, [fit, _right(math.inf)])
+
+    def _not_judged(self, reason: str) -> LoopTrial:
+        self.notes.append(reason)
+        return self._made(NOT_JUDGED, [_right(math.inf)])
+
+    def _made(
+        self,
+        found: str | None,
+        fits: Sequence[MistakeFit],
+        *,
+        by: str = "gradients",
+        tolerance: float | None = None,
+    ) -> LoopTrial:
+        units = self.read[0].units if hasattr(self, "read") else ()
+        count = len(self._owners)
+        kind = "" if not units else "equal " if _alike(units, [units[0]] * count) else "uneven "
+        if found == RIGHT and kind == "equal " and count > 1:
+            self.notes.append(
+                "all micro-batches have equally many units, so a mean of means cannot be told "
+                "from the mean here"
+            )
+        for scale in {t.scale for t in getattr(self, "read", [])} - {1.0}:
+            self.notes.append(f"the loss has a weight of {scale:g} of its own")
+        fits = self.fits if self.fits and found == self.fits[0].key else fits
+        return LoopTrial(
+            case="live",
+            name=f"{self.name}: {count} {kind}micro-batches",
+            micro_batches=count,
+            units=tuple(units),
+            optimizer_steps=1,
+            found=found,
+            fits=tuple(fits),
+            tolerance=self.tolerance if tolerance is None else tolerance,
+            floor=self.floor,
+            observed_by=by,
+            notes=tuple(self.notes),
+        )
+
+
+def _by_call(micro: LiveMicroBatch) -> list[list[LossTerm]]:
+    """Return the losses of a backward: one of each call, where it adds those of several."""
+    modules = {call.module for call in micro.calls}
+    kinds = {(term.node, term.kind) for term in micro.terms}
+    each = len(micro.calls) > 1 and len(modules) == 1 and len(kinds) == 1
+    if each and len(micro.calls) == len(micro.terms):
+        return [[term] for term in micro.terms]
+    return [micro.terms]
+
+
+def _labels(micros: Sequence[LiveMicroBatch]) -> list[tuple[list[float], list[float]]]:
+    """Return what the calls' labels count: of all, those that are not ignored (-100).
+
+    A causal model may leave out the first label of every sample.
+    """
+    found: dict[int, list[Tensor]] = {}
+    for micro in micros:
+        for place, tensor in enumerate(tensors_of([(c.args, c.kwargs) for c in micro.calls[:1]])):
+            found.setdefault(place, []).append(tensor)
+    counts = []
+    for tensors in found.values():
+        if len(tensors) != len(micros) or any(
+            t.is_floating_point() or t.dim() < 2 for t in tensors
+        ):
+            continue
+        if not any(bool((t == _IGNORED).any()) for t in tensors):
+            continue
+        for cut in ([t[:, 1:] for t in tensors], tensors):
+            valid = [float((t != _IGNORED).sum()) for t in cut]
+            for full in (cut, tensors):
+                counts.append(([float(t.numel()) for t in full], valid))
+    return counts
+
+
+def _right(distance: float, fits: bool = False) -> MistakeFit:
+    return MistakeFit(RIGHT, "the undivided batch", distance, fits)
+
+
+def _right_of(fits: Sequence[MistakeFit]) -> MistakeFit:
+    return next(fit for fit in fits if fit.key == RIGHT)
+
+
+def _best(fits: Sequence[MistakeFit]) -> str | None:
+    return next((fit.key for fit in fits if fit.fits and fit.key != "coupled"), None)
+
+
+def _alike(ours: Sequence[float], others: Sequence[float]) -> bool:
+    return all(math.isclose(a, b, rel_tol=_WEIGHTS) for a, b in zip(ours, others, strict=True))
+
+
+def _alike_shares(ours: Sequence[float], others: Sequence[float]) -> bool:
+    return _alike([u / sum(ours) for u in ours], [u / sum(others) for u in others])
+
+
+def _parallel(ours: Tensor, other: Tensor, tolerance: float) -> bool:
+    """Tell if one gradient is the other times a positive number, on every rank."""
+    size = float(other @ other)
+    factor = float(ours @ other) / size if size else 0.0
+    far = math.inf if factor <= 0 else apart(ours, other * factor)
+    return largest_over_ranks(far) <= tolerance

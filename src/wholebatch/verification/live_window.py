@@ -1,0 +1,586 @@
+"""The windows of a loop that runs: their micro-batches, and the gradients on their way to the step.
+
+Nothing of the loop is changed. Every backward is seen before and after it ran, every parameter
+tells the gradient that a backward brings it, and clipping and the optimizer's step show what they
+were given. Of a large model only every n-th number is kept, so that a copy is cheap.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial, wraps
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from wholebatch.core import window
+from wholebatch.core.forward_state import capture_random, same_random
+from wholebatch.core.splitting.samples import flatten
+from wholebatch.coupled.loss_graph import LossTerm, linked_samples, loss_terms
+from wholebatch.verification.observed_window import WindowObserver, settings_of
+
+_log = logging.getLogger("wholebatch")
+
+_NUMBERS = 1 << 18
+"""Numbers kept of every gradient; of a larger model, every n-th."""
+_FEW_PARAMETERS, _FEW_NUMBERS = 8, 64
+"""Parameters watched after the first window, and numbers kept of each."""
+_LOOKS = "wholebatch.coupled."
+_MOST_NODES = 1 << 15
+_MOST_OUTPUTS = 1 << 24
+"""Numbers kept of the gradients of one call's outputs."""
+
+
+@dataclass(eq=False)
+class Call:
+    """One outermost call of the model; `slopes` are the gradients of its outputs, by place."""
+
+    module: nn.Module
+    args: Any
+    kwargs: dict[str, Any]
+    draws: bool
+    slopes: dict[int, Tensor] = field(default_factory=dict)
+    rows: dict[int, Tensor] = field(default_factory=dict)
+    """The first numbers of every sample's output, by place."""
+
+
+@dataclass(eq=False)
+class LiveMicroBatch:
+    """One micro-batch: its calls of the model, its loss, and the gradient that it brought."""
+
+    calls: list[Call]
+    before: Tensor
+    after: Tensor
+    brought: Tensor
+    terms: list[LossTerm] = field(default_factory=list)
+    loss_scale: float = 1.0
+    rates: tuple[float, ...] = ()
+    weights_moved: bool = False
+    average_moved: bool = False
+    linked: bool = False
+    """True if its loss compares samples with each other."""
+
+
+@dataclass(frozen=True)
+class LiveClip:
+    """One call that clips: after how many micro-batches, and the gradient before and after it."""
+
+    micro_batches: int
+    limit: float
+    before: Tensor
+    after: Tensor
+
+    @property
+    def cuts(self) -> bool:
+        return not torch.equal(self.before, self.after)
+
+
+@dataclass(eq=False)
+class LiveWindow:
+    """What was seen between two steps of the optimizer, in one row of numbers per gradient."""
+
+    sizes: list[int]
+    """How many numbers are kept of each parameter."""
+    names: list[str]
+    unit: float
+    half: bool
+    """True if the gradients are kept in 16 bits."""
+    began: float
+    micros: list[LiveMicroBatch] = field(default_factory=list)
+    clips: list[LiveClip] = field(default_factory=list)
+    gradient: Tensor | None = None
+    autocast: set[torch.dtype] = field(default_factory=set)
+    seconds: float = 0.0
+    resumed: bool = False
+    is_whole: bool = True
+    """False if it was not watched from its beginning in one way."""
+
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _never_fails(method: _Method) -> _Method:
+    """Return a method that keeps its error: a watch never ends somebody's training."""
+
+    @wraps(method)
+    def kept(self: LiveObserver, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(self, *args, **kwargs)
+        except Exception as error:
+            _log.debug("the watch has failed", exc_info=True)
+            self.failure = f"the watch failed: {type(error).__name__}: {error}"
+            return None
+
+    return cast(_Method, kept)
+
+
+@dataclass(eq=False)
+class LiveObserver(WindowObserver):
+    """Watches a loop's windows; `ended(window)` is called inside the step, before it is made.
+
+    `began(window)` is called after the first backward of each.
+
+    Without a model, the modules that are called for the first backward are taken.
+    """
+
+    model: nn.Module | None = None  # type: ignore[assignment]
+    parameters: Sequence[nn.Parameter] = ()
+    ended: Callable[[LiveWindow], None] = lambda _: None
+    began: Callable[[LiveWindow], None] = lambda _: None
+    light: bool = False
+
+    def __enter__(self) -> LiveObserver:
+        self.window: LiveWindow | None = None
+        self._norms: dict[int, float] = {}
+        self.optimizer_steps = 0
+        self.sharded = False
+        self.failure = ""
+        self.stepped_twice = False  # by two optimizers, on the same gradients
+        self._stepped: frozenset[int] = frozenset()
+        self._stepped_by: Any = None
+        self._depth = 0
+        self._device = "cuda" if torch.cuda.is_available() else "cpu"
+        self._random: Any = None
+        self._inside = False  # a backward, or a look of our own
+        self._loss_scale = 1.0
+        self._calls: list[Call] = []
+        self._parts: dict[int, Tensor] = {}
+        self._nodes: dict[Any, Call] = {}
+        self._outputs: list[Tensor] = []
+        self._own = None if self.model is None else set(map(id, self.model.modules()))
+        super().__enter__()
+        self._patch_everywhere(torch.autograd, "backward", partial(self._backward, 0))
+        self._patch_everywhere(torch.autograd, "grad", partial(self._backward, 1))
+        self._patch(torch.amp.GradScaler, "scale", self._scaler_scale)
+        if "deepspeed" in sys.modules:
+            self._patch(sys.modules["deepspeed"].DeepSpeedEngine, "step", self._engine_step)
+        engine, window._run_backward = window._run_backward, None  # ours, by its usual door
+        self._undo.append(lambda: setattr(window, "_run_backward", engine))
+        if self.model is not None:
+            self._adopt(list(self.model.parameters()))
+        return self
+
+    def _forward_hooks(self) -> list[Callable[[], None]]:
+        leave: Any = self._leave_call
+        self._of_forwards = [
+            register_module_forward_pre_hook(self._enter_call).remove,
+            register_module_forward_hook(leave, with_kwargs=True, always_call=True).remove,
+        ]
+        return list(self._of_forwards)
+
+    def go_lightly(self) -> None:
+        """Keep a few numbers of a few gradients of the windows to come, and no forwards."""
+        self.light = True
+        for undo in (*self._of_forwards, *self._of_parameters):
+            undo()
+            self._undo.remove(undo)
+        self._calls.clear()
+        self._nodes.clear()
+        if self.window is not None:
+            self.window.is_whole = False
+        largest = sorted(self.parameters, key=lambda p: -self._norms.get(id(p), 0.0))
+        self._keep_of(largest[:_FEW_PARAMETERS], _FEW_PARAMETERS * _FEW_NUMBERS)
+
+    def _adopt(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Watch these parameters from now on."""
+        trained = [p for p in dict.fromkeys(parameters) if p.requires_grad]
+        if self.optimizer is None:
+            self.optimizer = _optimizer_of(trained)
+        if self.optimizer is not None:
+            owned = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+            # An engine steps on copies of its own: then all are watched.
+            trained = [p for p in trained if id(p) in owned] or trained
+        # Shards get their gradients from their engine, and not from a backward.
+        called = {type(m).__name__ for call in self._calls for m in call.module.modules()}
+        self.sharded = any(hasattr(p, "to_local") or not p.numel() for p in trained)
+        self.sharded |= any(name.startswith("FSDP") for name in called)
+        self._shards = {id(parameter) for parameter in trained}
+        self._keep_of([] if self.sharded else trained, _NUMBERS)
+
+    def _keep_of(self, parameters: list[nn.Parameter], numbers: int) -> None:
+        """Keep so many numbers of the gradients of these parameters."""
+        self.parameters = parameters
+        self._stepped = frozenset()
+        self._mine = {id(parameter) for parameter in parameters}
+        self.stride = max(1, -(-sum(p.numel() for p in parameters) // numbers))
+        self._sizes = [-(-p.numel() // self.stride) for p in parameters]
+        self._of_parameters = [
+            parameter.register_hook(self._brings(place)).remove
+            for place, parameter in enumerate(parameters)
+        ]
+        self._undo += self._of_parameters
+
+    def _brings(self, place: int) -> Callable[[Tensor], None]:
+        def brings(gradient: Tensor) -> None:
+            if not self._inside:  # somebody calls the hooks of the parameters by hand
+                return
+            part = self._part(gradient).clone()  # it may become .grad, and be added to
+            held = self._parts.get(place)
+            self._parts[place] = part if held is None else held + part
+
+        return brings
+
+    # ------------------------------------------------------------- gradients, as kept
+
+    @torch.no_grad()
+    def _part(self, tensor: Tensor) -> Tensor:
+        dense = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
+        return dense.reshape(-1)[:: self.stride]
+
+    def _row(self, tensors: Sequence[Tensor | None]) -> Tensor:
+        """Return gradients as they are kept, on the host in float64; None is zero."""
+        if self.sharded:
+            return torch.zeros(0)
+        parts = [
+            p.new_zeros(size) if tensor is None else tensor
+            for tensor, p, size in zip(tensors, self.parameters, self._sizes, strict=True)
+        ]
+        return torch.cat([part.detach().to("cpu", torch.float64) for part in parts])
+
+    def row_of(self, gradients: Sequence[Tensor | None]) -> Tensor:
+        """Return whole gradients as they are kept."""
+        return self._row([None if g is None else self._part(g) for g in gradients])
+
+    def _grads(self) -> Tensor:
+        return self.row_of([parameter.grad for parameter in self.parameters])
+
+    # ------------------------------------------------------------------- forwards
+
+    def _is_ours(self, module: nn.Module) -> bool:
+        if self._inside or self.failure:
+            return False
+        return self._own is None or id(module) in self._own
+
+    def _enter_call(self, module: nn.Module, args: Any) -> None:
+        if self._is_ours(module):
+            if torch.is_autocast_enabled(self._device):
+                self.autocast.add(torch.get_autocast_dtype(self._device))
+            if not self._depth:
+                self._random = capture_random(every=False, to_save=False)
+            self._depth += 1
+
+    @_never_fails
+    def _leave_call(self, module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+        if not self._is_ours(module):
+            return
+        self._depth = max(0, self._depth - 1)
+        if self._depth or not torch.is_grad_enabled():
+            return
+        if next((p for p in module.parameters() if p.requires_grad), None) is None:
+            return
+        draws = self._random is None or not same_random(
+            self._random, capture_random(every=False, to_save=False)
+        )
+        call = Call(module, args, kwargs, draws)
+        self._calls.append(call)
+        rows = {t.shape[0] for t in tensors_of((args, kwargs)) if t.dim()}
+        for place, tensor in enumerate(tensors_of(result)):
+            if tensor.grad_fn is None:
+                continue
+            self._nodes[tensor.grad_fn] = call
+            if tensor.numel() <= _MOST_OUTPUTS:
+                tensor.register_hook(_keeps(call.slopes, place))
+            if tensor.dim() and tensor.shape[0] in rows:
+                self._outputs.append(tensor)
+                call.rows[place] = first_numbers(tensor)
+
+    # ------------------------------------------------------------------- backwards
+
+    def _backward(self, place: int, original: Any, roots: Any, *args: Any, **kwargs: Any) -> Any:
+        """See one backward, whose seeds are at this place of its other arguments."""
+        # Of a checkpoint, inside the model, while a graph is compiled, or a look of our own.
+        busy = self._inside or self._depth or self.failure or _get_current_dispatch_mode_stack()
+        if busy or (place and _is_a_look()):
+            return original(roots, *args, **kwargs)
+        seeds = kwargs.get(("grad_tensors", "grad_outputs")[place], (*args, None, None)[place])
+        self._inside = True
+        try:
+            micro = self._before_backward(roots, seeds)
+            result = original(roots, *args, **kwargs)
+        finally:
+            self._inside = False
+        if micro is not None:
+            self._after_backward(micro)
+        self._parts.clear()
+        self._outputs.clear()
+        return result
+
+    @_never_fails
+    def _before_backward(self, roots: Any, seeds: Any) -> LiveMicroBatch:
+        """Return the micro-batch as it is before its backward."""
+        if not self.parameters and not self.sharded:
+            self._adopt([p for call in self._calls for p in call.module.parameters()])
+        listed = [roots] if isinstance(roots, Tensor) else list(roots)
+        listed = [root for root in listed if isinstance(root, Tensor) and root.grad_fn is not None]
+        seeds = [seeds] * len(listed) if isinstance(seeds, Tensor | None) else list(seeds)
+        terms = [t for r, s in zip(listed, seeds, strict=False) for t in _terms_of(r, s)]
+        before, linked = self._grads(), self._look_for_links(listed)
+        return LiveMicroBatch(self._calls_of(listed), before, before, before, terms, linked=linked)
+
+    @_never_fails
+    def _after_backward(self, micro: LiveMicroBatch) -> None:
+        """Add the micro-batch, if it brought the watched parameters a gradient."""
+        micro.after = self._grads()
+        micro.brought = self._row([self._parts.get(i) for i in range(len(self.parameters))])
+        brings = bool(self._parts) or (self.sharded and bool(micro.calls))
+        if not brings:  # somebody holds the hooks back: what is seen is what was added
+            micro.brought = micro.after - micro.before
+        if brings or bool(micro.brought.any()):
+            self._add(micro)
+
+    def _calls_of(self, roots: Sequence[Tensor]) -> list[Call]:
+        """Return the calls whose outputs these losses were made of."""
+        found: dict[Call, None] = {}
+        waiting: list[Any] = [root.grad_fn for root in roots]
+        seen = set(waiting)
+        while waiting and len(seen) < _MOST_NODES:
+            node = waiting.pop()
+            if node in self._nodes:
+                found[self._nodes[node]] = None
+                continue
+            below = {child for child, _ in node.next_functions if child is not None} - seen
+            seen |= below
+            waiting += below
+        return list(found) or list(self._calls)
+
+    def _look_for_links(self, roots: Sequence[Tensor]) -> bool:
+        """Tell if the first loss compares samples with each other."""
+        if self.window is not None or len(roots) != 1 or not self._outputs:
+            return False
+        units = [term.count for term in loss_terms(roots[0].grad_fn) if term.count > 1]
+        if not units or roots[0].numel() != 1:
+            return False
+        try:
+            return bool(linked_samples(roots[0], self._outputs, max(units)))
+        except Exception:  # a graph that cannot be asked tells nothing
+            return False
+
+    def _add(self, micro: LiveMicroBatch) -> None:
+        """Add a micro-batch, or a second backward of the same forward to its first."""
+        if self.window is None:
+            self._begin_window()
+        assert self.window is not None
+        micro.loss_scale, self._loss_scale = self._loss_scale, 1.0
+        if self.optimizer is not None:
+            groups = settings_of(self.optimizer)
+            micro.rates = tuple(float(group.get("lr") or 0.0) for group in groups)
+        self._look_at_weights(micro)
+        again = [m for m in self.window.micros if set(m.calls) & set(micro.calls)]
+        if not again or set(micro.calls) - {call for m in self.window.micros for call in m.calls}:
+            self.window.micros.append(micro)
+            if len(self.window.micros) == 1:
+                self.began(self.window)
+            return
+        first = again[-1]
+        if self.window.is_whole:
+            first.after, first.brought = micro.after, first.brought + micro.brought
+        first.terms += micro.terms
+
+    def _begin_window(self) -> None:
+        dtypes = {parameter.dtype.to_real() for parameter in self.parameters}
+        owner = {id(p): name for name, p in self.model.named_parameters()} if self.model else {}
+        self.window = LiveWindow(
+            sizes=list(self._sizes),
+            names=[owner.get(id(p), f"parameter {i}") for i, p in enumerate(self.parameters)],
+            unit=max((torch.finfo(dtype).eps / 2 for dtype in dtypes), default=0.0),
+            half=bool(dtypes & {torch.float16, torch.bfloat16}),
+            began=time.perf_counter(),
+            resumed=self.optimizer_steps == 0 and bool(self.optimizer and self.optimizer.state),
+        )
+        self._weights = self.row_of(list(self.parameters))
+        largest = max(self.parameters, key=lambda p: p.numel(), default=None)
+        is_first = not self.light and not self.optimizer_steps and largest is not None
+        self._averages = _averages_of(largest) if is_first else []  # type: ignore[arg-type]
+
+    def _look_at_weights(self, micro: LiveMicroBatch) -> None:
+        """Note if weights, or an average of them, have changed since the micro-batch before."""
+        if not self.window or not self.window.is_whole:
+            return
+        weights = self.row_of(list(self.parameters))
+        micro.weights_moved = not torch.equal(weights, self._weights)
+        self._weights = weights
+        now = [(tensor, tensor._version, _few(tensor)) for tensor, *_ in self._averages]
+        micro.average_moved = any(
+            was[1] != new[1] or not torch.equal(was[2], new[2])
+            for was, new in zip(self._averages, now, strict=True)
+        )
+        self._averages = now
+
+    # --------------------------------------------------------- clipping, scaling, the step
+
+    def _clip_norm(self, original: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._around_clip(original, parameters, args, kwargs)
+
+    def _clip_value(self, original: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._around_clip(original, parameters, args, kwargs)
+
+    def _around_clip(self, original: Any, parameters: Any, args: Any, kwargs: Any) -> Any:
+        parameters, ours = self._clipped(parameters, "norm")
+        if not ours or self.window is None or self.failure:
+            return original(parameters, *args, **kwargs)
+        limit = float((*args, *kwargs.values())[0])
+        before = self._grads()
+        result = original(parameters, *args, **kwargs)
+        clip = LiveClip(len(self.window.micros), limit, before, self._grads())
+        self.window.clips.append(clip)
+        return result
+
+    def _scaler_scale(self, original: Any, scaler: Any, *args: Any, **kwargs: Any) -> Any:
+        scaled = original(scaler, *args, **kwargs)
+        self._loss_scale = float(scaler.get_scale()) if scaler.is_enabled() else 1.0
+        return scaled
+
+    def _scaler_step(self, original: Any, scaler: Any, *args: Any, **kwargs: Any) -> Any:
+        made = self.optimizer_steps
+        result = original(scaler, *args, **kwargs)
+        if made == self.optimizer_steps:  # skipped: its gradients were not finite
+            self._forget()
+        return result
+
+    def _before_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if not self.sharded:
+            return super()._before_step(optimizer, args, kwargs)
+        stepped = [p for group in optimizer.param_groups for p in group["params"]]
+        if any(id(p) in self._shards or hasattr(p, "to_local") for p in stepped):
+            self._see(optimizer, frozenset())
+        return None
+
+    def _engine_step(self, original: Any, engine: Any, *args: Any, **kwargs: Any) -> Any:
+        """End the window at a step of DeepSpeed's whose gradients are not in `.grad`."""
+        is_last, made = engine.is_gradient_accumulation_boundary(), self.optimizer_steps
+        result = original(engine, *args, **kwargs)
+        if is_last and made == self.optimizer_steps and self.window is not None:
+            self.window.sizes = []
+            self._see(self.optimizer, frozenset())
+        return result
+
+    @_never_fails
+    def _see(
+        self,
+        optimizer: torch.optim.Optimizer | None,
+        stepped: frozenset[int],
+        *,
+        closure: bool = False,
+    ) -> None:
+        seen = self.window
+        if seen is None:
+            again = self._stepped_by is not optimizer and bool(self._stepped & stepped)
+            self.stepped_twice |= again
+            return
+        self.optimizer, self._stepped_by, self._stepped = optimizer, optimizer, stepped
+        self.optimizer_steps += 1
+        seen.gradient = self._grads()
+        scale = getattr(optimizer, "grad_scale", None)
+        if scale is not None:  # a fused optimizer divides by it in its own kernel
+            seen.gradient = seen.gradient / float(scale)
+        seen.autocast = set(self.autocast)
+        rows = seen.gradient.split(self._sizes) if self._sizes else ()
+        self._norms = {
+            id(p): float(row.norm()) for p, row in zip(self.parameters, rows, strict=False)
+        }
+        seen.seconds = time.perf_counter() - seen.began
+        self._forget()
+        self._inside = True  # what follows is ours
+        try:
+            self.ended(seen)  # it may stop the script, and that is no failure
+        finally:
+            self._inside = False
+            self._parts.clear()
+
+    def _forget(self) -> None:
+        self.window = None
+        self._calls.clear()
+        self._nodes.clear()
+
+
+def first_numbers(tensor: Tensor) -> Tensor:
+    """Return a few numbers of every row of an output."""
+    return tensor.detach().reshape(len(tensor), -1)[:, :8].clone()
+
+
+def _keeps(slopes: dict[int, Tensor], place: int) -> Callable[[Tensor], None]:
+    def keep(slope: Tensor) -> None:
+        slopes[place] = slope.detach()
+
+    return keep
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """Return the tensors of arguments or of a result, in their order."""
+    try:
+        return [leaf.value for leaf in flatten(value)[0] if isinstance(leaf.value, Tensor)]
+    except Exception:  # an object that cannot be taken apart
+        return []
+
+
+def _is_a_look() -> bool:
+    frame: Any = sys._getframe(3)
+    for _ in range(8):
+        if frame is not None and frame.f_globals.get("__name__", "").startswith(_LOOKS):
+            return True
+        frame = frame and frame.f_back
+    return False
+
+
+def _terms_of(root: Tensor, seed: Tensor | None) -> list[LossTerm]:
+    """Return the terms of what a backward began at, and with which gradient."""
+    if seed is not None and seed.numel() and not bool((seed == seed.flatten()[0]).all()):
+        return [LossTerm("backward(gradient=...)", "unknown", 1.0)]
+    with torch.enable_grad():
+        total = root if not root.dim() else root.sum()
+    factor = 1.0 if seed is None else float(seed.flatten()[0])
+    return [replace(term, seed=factor) for term in loss_terms(total.grad_fn)]
+
+
+def _optimizer_of(parameters: Sequence[Tensor]) -> torch.optim.Optimizer | None:
+    """Return the only optimizer that holds one of these parameters."""
+    wanted = {id(parameter) for parameter in parameters}
+    kinds = {torch.optim.Optimizer}
+    waiting = list(kinds)
+    while waiting:
+        kinds.update(below := waiting.pop().__subclasses__())
+        waiting += below
+    found = [
+        one
+        for one in _objects(kinds)
+        if any(id(p) in wanted for group in one.param_groups for p in group["params"])
+    ]
+    return found[0] if len(found) == 1 else None
+
+
+def _objects(kinds: set[Any]) -> list[Any]:
+    """Return all objects of these types."""
+    return [one for one in gc.get_objects() if type(one) in kinds]
+
+
+def _few(tensor: Tensor) -> Tensor:
+    return tensor.detach().flatten()[:64].clone()
+
+
+@torch.no_grad()
+def _averages_of(parameter: Tensor) -> list[tuple[Tensor, int, Tensor]]:
+    """Return tensors that look like an average of this parameter: alike in shape and values."""
+    found = []
+    few = _few(parameter)
+    for one in _objects({Tensor, nn.Parameter}):
+        if one.shape != parameter.shape or one.device != parameter.device or one.is_sparse:
+            continue
+        if one.grad_fn is not None or one.dtype != parameter.dtype:
+            continue
+        try:
+            aliases = one.data_ptr() == parameter.data_ptr()
+            near = float((_few(one) - few).norm()) <= 0.5 * float(few.norm())
+        except RuntimeError:  # a tensor without numbers
+            continue
+        found += [(one, one._version, _few(one))] if near and not aliases else []
+    return found

@@ -1,0 +1,217 @@
+"""The weights of the micro-batches of a live loop, read from the graphs of their losses.
+
+A loop brings every micro-batch as `weight × mean over its units`, whatever it has written: a mean
+divided by the steps, a sum over the units of the window, a mean times its share. The graph of the
+loss tells both numbers. Right is `weight = units / units of the window`, for every term of a loss.
+
+    loss = F.mse_loss(out, y) * 0.5 / 4      term: weight 0.5 of its own, 1/4 of the accumulation
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from wholebatch.coupled.loss_graph import LossTerm
+
+_CLOSE = 4e-3  # one step of bfloat16: a factor may have been rounded to it
+
+
+@dataclass(frozen=True)
+class TermWeights:
+    """One term of the loss: in each micro-batch its weight and units, and its weight in the loss.
+
+    `scale` is the part of the weight that is the loss's own, such as 0.5 of `0.5 * mse`.
+    """
+
+    weights: tuple[float, ...]
+    units: tuple[float, ...]
+    scale: float
+    nominal: int
+    """The number of micro-batches that the loop divides by, where that can be read."""
+
+    def scaled_as(self, scale: float) -> TermWeights:
+        """Return the weights of a loss whose own weight is known to be `scale`."""
+        factor = self.scale / scale
+        return replace(self, weights=tuple(w * factor for w in self.weights), scale=scale)
+
+    def shares(self, everywhere: float | None = None) -> list[float]:
+        """Return the right weights: the units of each over those of the window."""
+        return [unit / (everywhere or sum(self.units)) for unit in self.units]
+
+
+@dataclass(frozen=True)
+class Unreadable:
+    """The reason why the weights cannot be read; `coupled` if it is that the samples are."""
+
+    reason: str
+    coupled: bool = False
+
+
+def read_weights(
+    losses: Sequence[Sequence[LossTerm]],
+    *,
+    loss_scale: float = 1.0,
+    ranks: int = 1,
+    totals: Sequence[float] = (),
+    labels: Sequence[tuple[list[float], list[float]]] = (),
+) -> list[TermWeights] | Unreadable:
+    """Return the weights of every term; `losses` are the terms of each micro-batch's loss.
+
+    `totals` are numbers that the loop may divide by besides those of this rank's window. `labels`
+    are numbers of all labels of each micro-batch, and of those that count.
+    """
+    rows = [
+        [term for term in terms if term.kind not in ("joined", "regulariser")] for terms in losses
+    ]
+    for term in (term for row in rows for term in row):
+        if term.kind == "nonlinear":
+            return Unreadable(f"it is a curve of a mean over its samples ({term.node})", True)
+        if term.kind == "unknown":
+            return Unreadable(f"its graph ends in {term.node}, which is not understood")
+    if not rows or not rows[0]:
+        return Unreadable("its graph has no mean and no sum over samples")
+    kinds = [[(term.node, term.kind) for term in row] for row in rows]
+    if any(kind != kinds[0] for kind in kinds):
+        return Unreadable("the micro-batches' losses are made in different ways")
+    columns = [list(column) for column in zip(*rows, strict=True)]
+    known = [[t.count for t in column] for column in columns if column[0].kind == "mean"]
+    count = len(columns)
+    more = (loss_scale, ranks, totals, count, labels)
+    return [_Column(column, known, *more).read() for column in columns]
+
+
+@dataclass
+class _Column:
+    """One term in all micro-batches of a window."""
+
+    terms: Sequence[LossTerm]
+    known: Sequence[Sequence[float]]  # units of other terms
+    loss_scale: float
+    ranks: int
+    totals: Sequence[float]
+    columns: int
+    labels: Sequence[tuple[list[float], list[float]]]
+
+    def read(self) -> TermWeights:
+        self.times = _by_place([term.times for term in self.terms])
+        self.over = _by_place([term.over for term in self.terms])
+        units, base = self._units()
+        self.units = units
+        own, nominal = self._of_the_loss()
+        weights = [
+            first * term.seed * math.prod(term.times) / math.prod(term.over)
+            for first, term in zip(base, self.terms, strict=True)
+        ]
+        weights = self._without(weights)
+        for times in self.times:  # 0.5 * loss, where 1 / steps is 0.5 too
+            total = sum(weights) / own / self.loss_scale
+            if _same(times) and times[0] < 1 and _close(total, times[0]) and len(units) > 1:
+                own *= times[0]
+                break
+        return TermWeights(tuple(w / own for w in weights), tuple(units), own, nominal)
+
+    def _of_the_loss(self) -> tuple[float, int]:
+        """Return the weight that is the loss's own, and the steps that the loop divides by."""
+        own, nominal = 1.0, len(self.terms)
+        for times in self.times:
+            if _same(times) and not self._is_of_the_window(times[0]):
+                own *= times[0]
+        constant = [over[0] for over in self.over if _same(over)]
+        if self.columns > 1 and (len(constant) > 1 or self.columns != len(self.terms)):
+            terms = next((one for one in constant if _close(one, self.columns)), None)
+            if terms is not None:  # the mean of several losses
+                constant.remove(terms)
+                own /= terms
+        for over in constant:
+            if self._is_of_the_window(over) or self.terms[0].kind == "sum":
+                continue
+            if over >= 3 and _is_whole(over):
+                nominal = round(over)
+            else:
+                own /= over
+        return own, nominal
+
+    def _units(self) -> tuple[list[float], list[float]]:
+        """Return the units of each micro-batch, and the weight of their mean before any factor."""
+        terms = self.terms
+        counts = [float(t.count if t.counted is None else t.counted) for t in terms]
+        self.dropped: list[float] | None = None
+        if terms[0].kind != "sum":
+            return counts, [c / (t.count or 1.0) for c, t in zip(counts, terms, strict=True)]
+        for units in self._candidates(counts):
+            for over in self.over:
+                if _match(over, units):  # divided by its own units: a mean
+                    self.dropped = list(over)
+                    return units, [1.0] * len(units)
+        for units in self._candidates(counts):
+            if any(_same(o) and self._is_total(o[0], sum(units)) for o in self.over):
+                return units, units
+        units = next(self._candidates(counts))
+        return units, units
+
+    def _candidates(self, counts: list[float]) -> Iterator[list[float]]:
+        counted = [valid for full, valid in self.labels if full == counts != valid]
+        if counted:  # one loss for every label, also for those that are ignored
+            yield from counted
+            return
+        yield counts
+        if self.terms[0].is_loss and self.terms[0].node.startswith(("NllLoss", "SumBackward")):
+            return  # labels: those that are not ignored
+        yield from ([float(c) for c in other] for other in self.known)
+        if all(term.sizes for term in self.terms):
+            yield [float(term.sizes[0]) for term in self.terms]
+        yield from (list(over) for over in self.over if not _same(over))
+
+    def _without(self, weights: list[float]) -> list[float]:
+        """Return the weights without the division that made a mean of the sum."""
+        if self.dropped is None:
+            return weights
+        return [weight * over for weight, over in zip(weights, self.dropped, strict=True)]
+
+    def _is_total(self, value: float, total: float) -> bool:
+        return any(
+            _close(value, t) for one in (total, *self.totals) for t in (one, one / self.ranks)
+        )
+
+    def _is_of_the_window(self, value: float) -> bool:
+        """True if a constant factor or divisor is the loop's: steps, ranks, units, loss scale."""
+        count = len(self.terms)
+        if _same(self.units) and _close(value, self.units[0]):
+            return True
+        numbers = {count, self.ranks, count * self.ranks, count * count, self.loss_scale} - {0, 1}
+        if self._is_total(value, sum(self.units)) or self._is_total(1 / value, sum(self.units)):
+            return True
+        return any(_close(value, n) or _close(value, 1 / n) for n in numbers)
+
+
+def _by_place(factors: Sequence[tuple[float, ...]]) -> list[tuple[float, ...]]:
+    """Return each factor over the micro-batches: those that all have, then the others by place."""
+    rest = [list(one) for one in factors]
+    found = []
+    for value in factors[0]:
+        places = [next((v for v in one if _close(v, value)), None) for one in rest]
+        if all(place is not None for place in places):
+            found.append((value,) * len(rest))
+            for one, place in zip(rest, places, strict=True):
+                one.remove(place)  # type: ignore[arg-type]
+    if len({len(one) for one in rest}) > 1:  # a factor of 1 is not in the graph
+        return [*found, tuple(math.prod(one) for one in rest)]
+    return [*found, *zip(*rest, strict=True)]
+
+
+def _same(values: Sequence[float]) -> bool:
+    return all(_close(value, values[0]) for value in values)
+
+
+def _match(values: Sequence[float], others: Sequence[float]) -> bool:
+    return all(_close(a, b) for a, b in zip(values, others, strict=True))
+
+
+def _is_whole(value: float) -> bool:
+    return _close(value, round(value))
+
+
+def _close(a: float, b: float) -> bool:
+    return math.isclose(a, b, rel_tol=_CLOSE)

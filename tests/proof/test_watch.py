@@ -1,0 +1,218 @@
+"""`wb.watch`: a live loop's mistake is told by its name, and right loops are left in peace.
+
+The whole grid (every mistake, kind of model and door) is benchmarks/verify_mistakes.py.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import wholebatch as wb
+from tests.proof.loops.live import KINDS, MISTAKES, STYLES, found_in, quiet, verdict_of
+from tests.proof.loops.right import RIGHT, sums_over_counted_units
+from tests.proof.loops.unusual import COUPLED, UNUSUAL, batchnorm_model
+from wholebatch.cli.app import run
+from wholebatch.verification import ZOO, LoopVerdict
+
+ROOT = Path(__file__).parents[2]
+KIND = list(KINDS)
+NOT_SEEN = {"functional_gradients", "a_copy_per_micro_batch"}
+"""Loops whose gradients no backward of the watched parameters brings."""
+
+
+def watched(loop: Any, model: nn.Module, *, case: str = "mlp", even: bool = False) -> LoopVerdict:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with quiet(), wb.watch(model, optimizer) as watch:
+        for count in (4, 4, 3):
+            loop(model, optimizer, ZOO[case].window(4, even, 0)[:count])
+    return watch.verdict
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_named(name: str) -> None:
+    kind = KIND[list(MISTAKES).index(name) % 4]
+    verdict = verdict_of("plain torch", kind, MISTAKES[name])
+    assert found_in(verdict) == MISTAKES[name].key, f"{kind}: {verdict}"
+    assert verdict.exit_status == 1
+    assert verdict.mistake is not None
+    assert verdict.mistake.name in verdict.line
+
+
+def test_right_loops_are_left_in_peace() -> None:
+    for place, (name, plant) in enumerate(STYLES.items()):
+        verdict = verdict_of("plain torch", KIND[place % 4], plant)
+        assert verdict.same, f"{name}: {verdict}"
+    for loop in UNUSUAL:
+        verdict = watched(loop, ZOO["mlp"].model())
+        assert verdict.same, f"{loop.__name__}: {verdict}"
+    for place, loop in enumerate(RIGHT[2:]):
+        case = ("mlp", "lm")[place % 2]
+        verdict = watched(loop, ZOO[case].model(), case=case)
+        wanted = "not judged" if loop.__name__ in NOT_SEEN else "right"
+        assert found_in(verdict) == wanted, f"{loop.__name__}: {verdict}"
+
+
+def test_a_batch_that_is_more_than_its_samples() -> None:
+    for loop in COUPLED:
+        verdict = watched(loop, ZOO["mlp"].model())
+        assert verdict.mistakes[:1] == ("coupled",), f"{loop.__name__}: {verdict}"
+    verdict = watched(sums_over_counted_units, batchnorm_model(), even=True)
+    assert verdict.mistakes == ("coupled",)
+    frozen = batchnorm_model()
+    frozen[1].eval()  # type: ignore[index]
+    assert watched(sums_over_counted_units, frozen, even=True).same
+
+
+@pytest.mark.parametrize(
+    "package, door, name",
+    [
+        ("accelerate", "Accelerate", "divided twice"),
+        ("lightning", "Fabric", "loss scale left in"),
+        ("lightning", "Lightning", "cleared twice"),
+        ("transformers", "HF Trainer", "decayed every time"),
+    ],
+)
+def test_inside_trainers(package: str, door: str, name: str) -> None:
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+    right = STYLES["clipped once"]
+    for kind, plant in (("detector", MISTAKES[name]), ("language model", right)):
+        verdict = verdict_of(door, kind, plant)
+        assert found_in(verdict) == plant.key, str(verdict)
+
+
+def test_the_loop_is_not_changed() -> None:
+    """The weights after training, bit for bit, with dropout, with a watch and without."""
+
+    def train(watch: bool) -> list[torch.Tensor]:
+        torch.manual_seed(3)
+        model = nn.Sequential(
+            nn.Linear(12, 16), nn.Dropout(0.3), nn.BatchNorm1d(16), nn.Linear(16, 5)
+        )
+        optimizer = torch.optim.AdamW(model.parameters())
+        context: Any = wb.watch(model, optimizer) if watch else quiet()
+        with quiet(), context:
+            for _ in range(3):
+                sums_over_counted_units(model, optimizer, ZOO["mlp"].window(4, True, 0))
+        return [*model.parameters(), *model.buffers()]
+
+    pairs = zip(train(True), train(False), strict=True)
+    assert all(torch.equal(ours, plain) for ours, plain in pairs)
+    assert torch.autograd.backward.__module__ == "torch.autograd"
+
+
+def test_what_cannot_be_known_is_not_judged() -> None:
+    class Opaque(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Any) -> Any:
+            ctx.save_for_backward(x)
+            return x.square().mean()
+
+        @staticmethod
+        def backward(ctx: Any, slope: Any) -> Any:
+            return 2 * ctx.saved_tensors[0] * slope / ctx.saved_tensors[0].numel()
+
+    def loop(model: Any, optimizer: Any, micros: Any) -> None:
+        for micro in micros:
+            (Opaque.apply(model(micro["x"])) / 4).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+
+    verdict = watched(loop, ZOO["mlp"].model())
+    assert (verdict.judged, verdict.exit_status) == (False, 3)
+    assert "OpaqueBackward" in verdict.line
+    assert json.loads(verdict.to_json())["judged"] is False
+
+    def alone(model: Any, optimizer: Any, micros: Any) -> None:
+        for micro in micros:
+            F.cross_entropy(model(micro["x"]), micro["y"]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert "one micro-batch" in watched(alone, ZOO["mlp"].model()).line
+    with wb.watch(nn.Linear(2, 2)) as nothing:
+        pass
+    assert "no optimizer step" in nothing.verdict.line
+
+
+def test_usage() -> None:
+    with pytest.raises(wb.errors.OptionError, match="must be an nn"):
+        wb.watch("model")  # type: ignore[arg-type]
+    with pytest.raises(wb.errors.OptionError, match="must be a torch optimizer"):
+        wb.watch(nn.Linear(2, 2), "sgd")
+
+
+SCRIPT = """
+import os, sys
+import torch, torch.distributed as dist
+from torch import nn
+
+model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+if ranks > 1:
+    dist.init_process_group("gloo")
+    model = nn.parallel.DistributedDataParallel(model)
+optimizer = torch.optim.AdamW(model.parameters(), float(sys.argv[1]))
+criterion = nn.CrossEntropyLoss(reduction="sum")
+draw = torch.Generator().manual_seed(rank)
+for step in range(100):
+    sizes = [2 + rank, 3, 1 + 4 * rank, 2]
+    total = torch.tensor(float(sum(sizes)))
+    if ranks > 1 and "--wrong" not in sys.argv:
+        dist.all_reduce(total)
+        total /= ranks
+    for size in sizes:
+        x, y = torch.randn(size, 6, generator=draw), torch.randint(0, 3, (size,), generator=draw)
+        (criterion(model(x), y) / (1 if ranks == 1 and "--wrong" in sys.argv else total)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    assert step < 1, "the script is stopped in its second window"
+"""
+
+
+def _trainer(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT, encoding="utf-8")
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    start.append("-m")
+    return subprocess.run(
+        [*start, "wholebatch.cli", "verify", "--json", "--trainer", str(script), *arguments],
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+
+
+def test_a_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT, encoding="utf-8")
+    assert run(["verify", "--json", "--trainer", str(script), "0.01", "--wrong"]) == 1
+    assert json.loads(capsys.readouterr().out)["mistakes"] == ["not-divided"]
+    assert run(["verify", "--trainer", str(script), "0.01"]) == 0
+    assert "the same update as the undivided batch" in capsys.readouterr().out
+    assert run(["verify", "--trainer", "nowhere.py"]) == 2
+    assert "there is no such file" in capsys.readouterr().err
+    assert run(["verify", "--windows", "2"]) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_script_on_two_ranks(tmp_path: Path) -> None:
+    done = _trainer(tmp_path, "0.01")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["same"] is True
+    done = _trainer(tmp_path, "0.01", "--wrong")
+    assert json.loads(done.stdout[: done.stdout.rindex("}") + 1])["mistakes"] == ["mean-of-means"]
