@@ -25,7 +25,7 @@ _OTHER_FRAMEWORK = "WB003"
 # A file without a backward, a step function or a Trainer subclass cannot accumulate.
 _TRAINS = re.compile(r"backward\s*\(|loss_scaler\s*\(|def (training_step|compute_loss)\b")
 _UPDATES = re.compile(
-    r"\.\s*(step|optimize)\s*\(|optimizer_step|update_grad|loss_scaler"
+    r"\.\s*(step|optimize|zero_grad)\s*\(|optimizer_step|update_grad|loss_scaler"
     r"|def (training_step|compute_loss)\b"
 )
 # Loops that other rules than those of torch read, or none does.
@@ -167,7 +167,7 @@ def _check_rule(rule: Rule, file: File, source: Source, lines: list[str]) -> lis
             cell,
             end_line=end - line + inside,
             end_column=_end_column(report.node, line),
-            fix=report.fix,
+            fix=report.fix if all(e.line for e in report.fix) else (),
             unsafe=report.unsafe,
             source_line=lines[line - 1] if line <= len(lines) else "",
         )

@@ -21,7 +21,8 @@ from .expressions import (
     text,
     walk,
 )
-from .file_facts import Facts, class_env
+from .file_facts import Facts, acts, class_env, methods_called
+from .imported_code import visible
 from .name_resolution import Resolver
 
 _LoopNode = ast.For | ast.AsyncFor | ast.While
@@ -31,7 +32,11 @@ _MAX_INLINE_DEPTH = 6
 _MAX_INLINES = 250
 _SHORT = 120
 _MAX_ALTERNATIVES = 4
+_MAX_FOREIGN = 40
+_MAX_TEXT = 6000
 _EMPTY = Env()
+# Names of functions in other modules that make the loss, or log it.
+_PART = re.compile(r"loss|forward|criterion|normali[sz]e|(train|log)\w*_step|step$", re.I)
 _BACKWARD = {"backward", "manual_backward"}
 # Helpers that log: what they are handed counts, whatever they do with it.
 _SHOWS = re.compile(r"log|print|report")
@@ -44,10 +49,17 @@ class Scope:
 
     functions: dict[str, FunctionNode]
     methods: dict[str, FunctionNode] = field(default_factory=dict)
-    # Attributes of self that methods other than __init__ change: counters kept between calls.
-    changed: frozenset[str] = frozenset()
+    # Attributes of self that each method changes: counters kept between calls.
+    changed: dict[str, frozenset[str]] = field(default_factory=dict)
     # Functions that contain training calls; others are only followed for their return value.
     relevant: frozenset[FunctionNode] = frozenset()
+    home: str = ""  # The path of another module whose function is walked.
+
+    def changed_by(self, loop: Loop, body: Sequence[ast.stmt]) -> set[str]:
+        """Return the names that an iteration can change, also through methods that it calls."""
+        names = self.changed if loop.virtual else set(methods_called(body))
+        kept = [self.changed.get(n, frozenset()) for n in names if n not in {"__init__", "setup"}]
+        return assigned_names(body).union(*kept)
 
 
 @dataclass
@@ -61,8 +73,9 @@ class _Exit:
 class Walker:
     """Collects the events of one file."""
 
-    def __init__(self, resolver: Resolver) -> None:
+    def __init__(self, resolver: Resolver, facts: Facts) -> None:
         self.resolver = resolver
+        self.facts = facts
         self.events: list[Event] = []
         self.loops: list[Loop] = []
         self.covered: set[FunctionNode] = set()
@@ -70,6 +83,7 @@ class Walker:
         self.nested: list[tuple[FunctionNode, Env, Scope]] = []
         self.root = 0
         self._inlines = 0
+        self._foreign: list[FunctionNode] = []  # Kept, so that the ids of their nodes stay theirs.
         self._stack: list[FunctionNode] = []
         self._returns: list[list[Def]] = []
         self._stmt: ast.stmt = ast.Pass()
@@ -185,7 +199,7 @@ class Walker:
         """Give every name that the loop changes a symbol for "its value in this iteration"."""
         self.loops.append(loop)
         around = (*loop.parents, loop)
-        loop.carried = assigned_names(body) | scope.changed
+        loop.carried = scope.changed_by(loop, body)
         for name in loop.carried:
             symbol = self.resolver.new_symbol(name, around, "carried", loop, env.get(name, ()))
             env.bind(name, (Def(symbol, _EMPTY, around),))
@@ -238,10 +252,12 @@ class Walker:
                 path = (*path, Guard(value, env.frozen(), isinstance(expr.op, ast.And)))
             return
         for call in calls_in(expr):
-            helper = self._helper(call, scope, env)
+            helper, inside = self._helper(call, scope, env), scope
+            if helper is None and _loops(path):
+                helper, inside = self._imported(call, scope)
             if helper is not None and _SHOWS.search(helper.name):
                 self._emit(Act("call", call.func), call, self._stmt, env, path)
-            if helper is not None and self._inline(call, helper, env, path, scope):
+            if helper is not None and self._inline(call, helper, env, path, inside):
                 continue
             act = classify(call, env)
             if act is None:
@@ -294,6 +310,22 @@ class Walker:
                 return scope.functions[chosen.id]
         return None
 
+    def _imported(self, call: ast.Call, scope: Scope) -> tuple[FunctionNode | None, Scope]:
+        """Return a function of another local module that belongs to the loop or makes its loss."""
+        name = dotted(call.func) or ""
+        if len(self._foreign) >= _MAX_FOREIGN or name.startswith("self."):
+            return None, scope
+        found = visible(scope.home, name) if scope.home else self.facts.imported(name)
+        if found is None or not found.text.startswith("def "):
+            return None, scope
+        if not acts(found.text) and not (_PART.search(name) and len(found.text) < _MAX_TEXT):
+            return None, scope
+        function = found.function(call)
+        if function is None or any(function.name == f.name for f in self._stack):
+            return None, scope
+        self._foreign.append(function)
+        return function, Scope({}, relevant=frozenset([function]), home=found.path)
+
     def _worth(self, helper: FunctionNode, path: _Path, scope: Scope) -> bool:
         """True if a helper should be inlined: relevant, tiny, or short and inside a loop."""
         if helper in scope.relevant:
@@ -316,8 +348,10 @@ class Walker:
         self._inlines += 1
         self.covered.add(helper)
         is_method = helper.name in scope.methods
-        inner = Env({k: v for k, v in env.items() if not is_method or "." in k})
-        inner.replace({**inner, **_arguments(call, helper, env, _loops(path))})
+        seen = {} if scope.home else {k: v for k, v in env.items() if not is_method or "." in k}
+        given = _arguments(call, helper, env, _loops(path))
+        shared = {p: n for p, d in given.items() if (n := dotted(d[0].expr)) and n != "self"}
+        inner = Env({**seen, **given, **_slots(shared, env)})
         caller_stmt = self._stmt
         self._stack.append(helper)
         self._returns.append([])
@@ -325,9 +359,12 @@ class Walker:
         self.resolver.returns[id(call)] = self._returns.pop()
         self._stack.pop()
         self._stmt = caller_stmt
-        # Attributes that a method sets on self (a counter, a flag) are visible to its caller.
-        for name, defs in inner.items():
-            if name.startswith("self.") and env.get(name) is not defs:
+        # What a helper sets on self, or on an object that it was handed, its caller sees too.
+        for name, defs in [
+            *((n, d) for n, d in inner.items() if n.startswith("self.") and not scope.home),
+            *_slots({name: p for p, name in shared.items()}, inner).items(),
+        ]:
+            if env.get(name) is not defs:
                 env.bind(name, defs)
         return True
 
@@ -354,6 +391,17 @@ def _arguments(
         if given.arg is not None:
             bound[given.arg] = (Def(given.value, before, loops),)
     return bound
+
+
+def _slots(names: dict[str, str], env: Env) -> dict[str, tuple[Def, ...]]:
+    """Return the slots of objects under other names: `info['step']` for `state['step']`."""
+    known = {old: new for new, old in names.items()}
+    found = {}
+    for slot, defs in env.items() if known else ():
+        head = re.match(r"[\w.]+?(?=\[|\.)", slot)
+        if head is not None and head.group() in known:
+            found[known[head.group()] + slot[head.end() :]] = defs
+    return found
 
 
 def _load(target: ast.expr) -> ast.expr:
@@ -391,7 +439,7 @@ def _merge(env: Env, other: Env) -> None:
 
 def walk_file(tree: ast.Module, facts: Facts) -> Walker:
     """Walk every function of a file that contains training calls, once."""
-    walker = Walker(Resolver())
+    walker = Walker(Resolver(), facts)
     env = Env()
     relevant = frozenset(facts.relevant)
     if not relevant and not facts.called & {"backward", "loss_scaler", "manual_backward"}:

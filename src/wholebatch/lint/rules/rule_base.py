@@ -36,8 +36,8 @@ class Edit:
 
     @staticmethod
     def at(action: str, node: ast.AST, code: str = "") -> Edit:
-        """Return an edit at the place of a syntax-tree node."""
-        line = int(getattr(node, "lineno", 1))
+        """Return an edit at the place of a node; line 0 is in another module: it stays as it is."""
+        line = 0 if hasattr(node, "foreign") else int(getattr(node, "lineno", 1))
         column = int(getattr(node, "col_offset", 0))
         return Edit(action, line, column, code, _KINDS.get(type(node), ""))
 
