@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
 
-from .expressions import dotted, keyword, last_part, positional
+from .expressions import dotted, keyword, last_part, positional, text
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,6 +84,11 @@ class Guard:
     positive: bool
     origin: str = "if"
 
+    @cached_property
+    def key(self) -> tuple[str, bool]:
+        """Return the condition as text, and its sign: equal for two spellings of one setting."""
+        return text(self.expr), self.positive
+
 
 @dataclass(frozen=True, eq=False)
 class Context:
@@ -146,9 +151,9 @@ class Event(Act):
 
     def excludes(self, other: Event) -> bool:
         """True if the two are on opposite branches of one condition."""
-        mine = {(ast.unparse(g.expr), g.positive) for g in self.path if isinstance(g, Guard)}
-        theirs = [g for g in other.path if isinstance(g, Guard)]
-        return any((ast.unparse(g.expr), not g.positive) in mine for g in theirs)
+        mine = {g.key for g in self.path if isinstance(g, Guard)}
+        theirs = [g.key for g in other.path if isinstance(g, Guard)]
+        return any((spelled, not positive) in mine for spelled, positive in theirs)
 
     def guards(self, loop: Loop) -> list[Guard]:
         """Return the conditions between a loop and the event."""
@@ -172,14 +177,12 @@ _OPTIMIZER_NAME = re.compile(r"optim|(^|_)opts?($|_|\d)|^opt[A-Z_]?|_opt$|^sgd$|
 _SCALER_NAME = re.compile(r"scaler(?!\w*(meter|metric|avg|stat))", re.I)
 _ENGINE_NAME = re.compile(r"(^|_)engine$|^ds_model$|^model_engine", re.I)
 MODEL_NAME = re.compile(
-    r"^(\w*model|\w*_module|net|network|\w*_net|unet\w*|transformer|module|encoder|decoder|dit"
+    r"^(?!save|load|get|build|create|make|valid|eval|test|init|export|unwrap|prepare|set|move|update|log)"
+    r"(\w*model|\w*_module|net|network|\w*_net|unet\w*|transformer|module|encoder|decoder|dit"
     r"|backbone|net[A-Z]\w*|gpt|vae|controlnet|\w*ranker|generator|discriminator|policy|actor|critic)$",
     re.I,
 )
-_CLIPS = {
-    "clip_grad_norm_", "clip_grad_norm", "clip_grad_value_", "clip_grad_value", "clip_gradients",
-    "dispatch_clip_grad",
-}  # fmt: skip
+_CLIPS = re.compile(r"(dispatch_)?clip_grad\w*")
 _SIMPLE = {
     "zero_grad": "zero",
     "unscale_": "unscale",
@@ -253,7 +256,7 @@ def classify(call: ast.Call, env: Env) -> Act | None:
     """Return the effect of a call on a window, or None if it has none that we know."""
     func = call.func
     name = last_part(func)
-    if name in _CLIPS:
+    if _CLIPS.fullmatch(name):
         owner = func.value if isinstance(func, ast.Attribute) else None
         return None if _only_measures(call) else Act("clip", owner, detail=name)
     if name == "optimizer_step":

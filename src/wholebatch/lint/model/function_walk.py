@@ -200,6 +200,10 @@ class Walker:
         self.loops.append(loop)
         around = (*loop.parents, loop)
         loop.carried = scope.changed_by(loop, body)
+        # A setting that another method overwrites is unknown, not the literal of `__init__`.
+        for name in frozenset().union(*scope.changed.values()) - loop.carried:
+            if all(isinstance(d.expr, ast.Constant) for d in env.get(name, ())):
+                env.bind(name, (Def(ast.Name(id=name, ctx=ast.Load()), _EMPTY, ()),))
         for name in loop.carried:
             symbol = self.resolver.new_symbol(name, around, "carried", loop, env.get(name, ()))
             env.bind(name, (Def(symbol, _EMPTY, around),))

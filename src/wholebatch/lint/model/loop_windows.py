@@ -29,6 +29,7 @@ from .window_boundary import Boundary, iterated, of_guard, says_accumulating
 _MICRO_NAME = re.compile(r"micro|chunk|split|mini_?batch|sub_?batch|accum", re.I)
 # A loop is read with the events around it; the limit keeps long files linear.
 _NEAR = 400
+_DEEPSPEED_ACCUMULATES = re.compile(r"gradient_accumulat|\bgas\b", re.I)
 _FETCH = {"next", "get_batch", "next_batch", "sample_batch", "get_next_batch"}
 
 
@@ -111,6 +112,10 @@ class LoopWindow:
         self._when.clear()
         self.__dict__.pop("every_key", None)
 
+    def ends_window(self, event: Event) -> bool:
+        """True if an event waits for the boundary, in whatever mode of the loop it is."""
+        return any(self.is_ours(found) and not found.inverse for found in self.boundaries(event))
+
     def boundaries(self, event: Event) -> Iterator[Boundary]:
         """Yield the boundaries among the conditions of an event, outermost first."""
         for guard in event.guards(self.loop):
@@ -139,10 +144,9 @@ class LoopWindow:
 
     def _other_mode(self, event: Event, end: Event) -> bool:
         """True if a setting (not the boundary) puts an event on another branch than a step."""
-        # Both branches of an `if` hold the same expression.
-        mine = {(id(g.expr), g.positive) for g in event.guards(self.loop) if g.origin == "if"}
+        mine = {g.key for g in event.guards(self.loop) if g.origin == "if"}
         return any(
-            (id(g.expr), not g.positive) in mine
+            (g.key[0], not g.positive) in mine
             and not self._varies(g)
             and of_guard(g, self.loop, self.resolver) is None
             for g in end.guards(self.loop)
@@ -334,9 +338,9 @@ def _deepspeed(window: LoopWindow, inner: list[Event]) -> bool:
     if any(e.detail in {"tensor", "accelerate"} for e in inner):
         return False
     # The engine's configuration decides whether it accumulates; the file must at least mention it.
-    accumulates = re.search(r"gradient_accumulation|\bgas\b", window.facts.source)
+    accumulates = window.facts.mentions(_DEEPSPEED_ACCUMULATES)
     window.shape = "deepspeed" if accumulates else "plain"
-    return bool(accumulates)
+    return accumulates
 
 
 def _boundary(window: LoopWindow, steps: list[Event], inner: list[Event]) -> bool:

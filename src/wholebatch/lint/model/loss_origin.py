@@ -11,6 +11,7 @@ from .events import Env
 from .expressions import (
     dotted,
     is_binary,
+    is_call,
     last_part,
     number,
     place,
@@ -22,7 +23,8 @@ from .name_resolution import Resolver, strip_casts
 _THROUGH = {
     "scale", "float", "double", "half", "to", "cuda", "cpu", "mean", "sum", "squeeze", "view",
     "contiguous", "clone", "unsqueeze", "scale_loss", "nan_to_num", "reshape", "requires_grad_",
-    "detach", "item", "data", "clamp", "clamp_",
+    "detach", "item", "data", "clamp", "clamp_", "repeat", "numpy", "detach_", "tolist", "expand",
+    "type", "bfloat16",
 }  # fmt: skip
 _OF_TORCH = {
     "torch.mean",
@@ -114,8 +116,31 @@ class _Tracer:
         if isinstance(expr, ast.Call):
             return self._call(expr, env, chain, depth)
         if isinstance(expr, ast.Subscript):
-            return self._each(self._returned_parts(expr), chain, depth) or ended
+            parts = [*self._returned_parts(expr), *self._entries(expr, env)]
+            return self._each(parts, chain, depth) or ended
         return ended
+
+    def _entries(self, expr: ast.Subscript, env: Env) -> list[tuple[ast.expr, Env]]:
+        """Return the values of `metrics['loss']` in the dictionaries that `metrics` can be."""
+        key = text(expr.slice)
+        held: list[tuple[ast.expr, Env]] = [(expr.value, env)]
+        found: list[tuple[ast.expr, Env]] = []
+        for _ in range(12):
+            if not held:
+                break
+            made, where = held.pop()
+            if isinstance(made, ast.Dict):
+                pairs = zip(made.keys, made.values, strict=True)
+                found += [(v, where) for k, v in pairs if k is not None and text(k) == key]
+            elif is_call(made, "dict"):
+                found += [(k.value, where) for k in made.keywords if repr(k.arg) == key]
+            elif isinstance(made, ast.Call):
+                held += [(d.expr, d.env) for d in self.resolver.returns.get(id(made), ())]
+            elif isinstance(made, ast.Subscript):
+                held += self._returned_parts(made)
+            elif (name := place(made)) is not None:
+                held += [(d.expr, d.env) for d in where.get(name, ()) if place(d.expr) != name]
+        return found
 
     def _each(self, parts: Iterable[tuple[ast.expr, Env]], chain: Chain, depth: int) -> list[Chain]:
         chains = [c for expr, env in parts for c in self.follow(expr, env, chain, depth + 1)]

@@ -15,7 +15,7 @@ from ..model.loop_windows import steps_after
 
 _RESCALED = re.compile(
     r"\.grad(\.data)?\s*(/=|\*=|=\s*[\w.]+\.grad\s*[*/](?!\s*\w*mask))"
-    r"|\.grad(\.data)?\.(div_|mul_)|scale_grad\w*\(|_foreach_(mul|div)_|grad\.(mul|div)_|multiply_grads|rescale_grad"
+    r"|\.grad(\.data)?\.(div_|mul_)\((?![^\n]*loss_scale)|scale_grad\w*\(|_foreach_(mul|div)_|multiply_grads|rescale_grad"
 )
 
 

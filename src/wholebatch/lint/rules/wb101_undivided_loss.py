@@ -21,6 +21,7 @@ from ..model.loss_origin import Chain
 from .rule_base import Edit, Report, cleared_last, exclusive, gradients_rescaled, replaces_one, rule
 
 _SCALING_FACTOR = re.compile(r"scale|accum|norm|inv|ratio|factor|coef|gas|micro|steps", re.I)
+_LOSS_SCALE = re.compile(r"loss_scale|scaler", re.I)
 _SUMS = re.compile(r"reduction\s*=\s*['\"](sum|none)|size_average\s*=\s*False|\.sum\(", re.I)
 _KNOWN_MEANS = re.compile(
     r"^(torch\.nn\.functional|nn\.functional|F)\.(cross_entropy|mse_loss|nll_loss|l1_loss"
@@ -68,10 +69,10 @@ def _first_undivided(window: LoopWindow) -> Event | None:
     for event, ways in chains.items():
         if all(_divided_by_less(way, window) for way in ways):
             return event
-        if all(_undivided(way, window) for way in ways) and (
-            not divided or _is_extra(event, window)
-        ):
-            return event
+        verdicts = {_undivided(way, window) for way in ways}
+        if verdicts <= {True, None} and True in verdicts:
+            if not divided or _is_extra(event, window):
+                return event
     return None
 
 
@@ -120,23 +121,33 @@ def _plain(event: Event, file: File) -> bool:
     return event.detail in {"tensor", "native", "fabric", "lightning", "wrapper"}
 
 
-def _undivided(chain: Chain, window: LoopWindow) -> bool:
+def _undivided(chain: Chain, window: LoopWindow) -> bool | None:
+    """True if a way of the loss is a mean that nothing divides, False if not, None if unknown."""
     if any(not d.unrelated and not d.own_size for d in chain.divisors):
         return False
-    if any(_SCALING_FACTOR.search(f) for f in chain.factors):
+    if any(_SCALING_FACTOR.search(f) and not _LOSS_SCALE.search(f) for f in chain.factors):
         return False
     is_mean = any(d.own_size for d in chain.divisors)
     if chain.base is None or ({"sum", "mean"} & chain.reducers == {"sum"} and not is_mean):
         return False
     call = chain.base_call
-    if "mean" in chain.reducers and "loss" in text(chain.base).lower():
-        return True  # A mean of what is called a loss needs no further look.
+    spelled = f"{text(chain.base)} {'' if call is None else text(call)}"
+    if is_accumulation_name(spelled) or _divides_inside(chain):
+        return False
+    if "mean" in chain.reducers:
+        return True
     if call is None:
+        return None
+    if _SUMS.search(spelled) or _is_sum(call, chain, window):
         return False
-    spelled = f"{text(chain.base)} {text(call)}"
-    if _SUMS.search(spelled) or is_accumulation_name(spelled) or _is_sum(call, chain, window):
-        return False
-    return bool(_MODELISH.search(text(call.func))) and not _may_receive_count(call, window)
+    if not _MODELISH.search(text(call.func)):
+        return None
+    return not _may_receive_count(call, window)
+
+
+def _divides_inside(chain: Chain) -> bool:
+    """True if a part of the loss that is not followed is divided: `(a * b / n).mean()`."""
+    return any(divisor_of(node) is not None for node in walk(chain.base or ast.Pass()))
 
 
 def _may_receive_count(call: ast.Call, window: LoopWindow) -> bool:

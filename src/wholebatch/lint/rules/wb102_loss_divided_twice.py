@@ -48,6 +48,10 @@ def _by_hand(window: LoopWindow, framework: str) -> Iterator[Report]:
     for event, chain in (*window.chains, *chains):
         counts = [d for d in chain.divisors if window.counts(d)]
         engine = event.detail in {"deepspeed", "engine"} and window.facts.mentions(_DEEPSPEED)
+        # An engine that is only stepped at the boundary does not count micro-batches itself.
+        engine = engine and not any(
+            window.ends_window(e) for e in window.of("engine_step") if window.shape == "boundary"
+        )
         by = "DeepSpeed" if engine else framework
         if by and event.detail != "tensor" and counts and counts[0].node not in seen:
             seen.add(counts[0].node)

@@ -16,18 +16,23 @@ _LANGUAGE_MODEL = re.compile(
     r"|Seq2SeqLM|LMWithValueHead|ForPreTraining|MaskedLM)\b"
 )
 _MASKED_DATA = re.compile(
-    r"(?<![\w.])-100(?![\w.])|ignore_index|label_pad_token_id"
+    r"(?<![\w.])-100(?![\w.])|ignore_index(?!\s*=\s*-1\b)|label_pad_token_id"
     r"|DataCollatorFor(LanguageModeling|Seq2Seq|TokenClassification|WholeWordMask|Completion\w+)"
 )
 # Labels that are left out, whatever the model is.
 _MASKED_LABELS = re.compile(
     r"(?<![\w.])-100(?![\w.%])|masked_lm_labels|Loss\(\)\.ignore_index|(label|target)s?\w*\[[^\]\n]*\]\s*=\s*-1\b"
+    r"|label\w*(\.(extend|append)\(|\s*=)\s*\[?-1\]?\s*[*)]"
 )
 _IGNORED = re.compile(r"(?<![\w.])-100(?![\w.%])")
 _JAX_MASK_COUNT = re.compile(
     r"/\s*(jnp\.(maximum|clip)\()?\(?(jnp\.sum\(\w*(mask|valid|weights)|\w*(mask|valid|weights)\w*\.sum\(\))"
 )
-_MASKING_CLASS = re.compile(r"CrossEntropyLoss\((?![^)]*reduction)[^)]*ignore_index")
+_MASKING_CLASS = re.compile(
+    r"CrossEntropyLoss\((?![^)]*reduction)[^)]*ignore_index\s*=\s*(-?\d|\w*(?i:pad|ignore_i)|IGNORE)"
+    # `denominator = torch.sum(mask)`, and a division by it.
+    r"|\n *(\w+) = [^\n]*(sum\(\w*mask|mask\w*\.sum\(|mask\w*(\.\w+\(\))*\.sum\()[^\n]*\n([^\n]*\n){0,6}?[^\n]*/ ?\(?\2\b"
+)
 _MOVES = ("to", "cuda", "float", "long", "contiguous", "view", "reshape", "flatten")
 _COLLATES = re.compile(r"collat|dataset|loader", re.I)
 _MASK_COUNT = re.compile(
@@ -175,7 +180,8 @@ def _is_packed(call: ast.Call, chain: Chain, window: LoopWindow) -> bool:
     if len(call.args) < 2:
         return False
     labels: ast.expr = call.args[1]
-    if is_call(labels, "squeeze"):
+    made = chain.base_env.get(dotted(labels) or "", ())
+    if is_call(labels, "squeeze") or any("arange(" in text(d.expr) for d in made):
         return True  # One label per sample.
     labels = _unmoved(labels)
     for definition in chain.base_env.get(dotted(labels) or "", ()):

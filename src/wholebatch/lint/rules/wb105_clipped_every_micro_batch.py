@@ -19,7 +19,7 @@ from .rule_base import Edit, Report, is_right_but_for, rule, stepped
 )
 def check(file: File) -> Iterator[Report]:
     """Yield every clipping call that is not at the boundary."""
-    for window in file.shaped("boundary", "nested", "accelerate"):
+    for window in file.accumulating:
         for clip in window.of("clip"):
             if window.when(clip) != "always":
                 continue

@@ -11,7 +11,7 @@ from ..model.events import Env
 from ..model.expressions import dotted, last_part, text
 from .rule_base import Edit, Report, conditions, exclusive, rule
 
-_UNSCALES_ITSELF = re.compile(r"accelerator|fabric|scaler|amp\.|trainer|self\.clip", re.I)
+_UNSCALES_ITSELF = re.compile(r"accelerator|fabric|scaler|amp\.|trainer|^self\.clip_grad\w* ?$", re.I)
 
 
 @rule(
@@ -28,7 +28,7 @@ def check(file: File) -> Iterator[Report]:
         unscales = [e for e in events if e.kind == "unscale"]
         for clip in (e for e in events if e.kind == "clip"):
             source = _source(clip, scaled)
-            if source is None or _UNSCALES_ITSELF.search(text(clip.node)):
+            if source is None or _UNSCALES_ITSELF.search(_clipper(clip)):
                 continue
             if any(u.order < clip.order and not exclusive(u, clip) for u in unscales):
                 continue
@@ -38,6 +38,14 @@ def check(file: File) -> Iterator[Report]:
                 f"`{_scaler(source)}.unscale_(optimizer)` first",
                 _fix(window, clip, source, events, unscales),
             )
+
+
+def _clipper(clip: Event) -> str:
+    """Return what clips, without the norm: `amp.master_params(optimizer)` is unscaled."""
+    call = clip.node
+    if not isinstance(call, ast.Call):
+        return ""
+    return " ".join(text(part) for part in (call.func, *call.args[:1]))
 
 
 def _source(clip: Event, scaled: list[Event]) -> Event | None:

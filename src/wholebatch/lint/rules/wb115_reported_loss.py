@@ -25,6 +25,9 @@ _SINK = re.compile(
     r"|set_description\w*|Logger|write|scalar_summary|(update_|write_)?progress_?bar|track|\w+_log"
 )
 _KEEPERS = re.compile(r"loss|meter|metric|avg|average|tracker|history|record|stat|^logs?$", re.I)
+_WRITER = re.compile(
+    r"(^|[._])(tb|\w*writer|\w*logger|wandb|tracker|tensorboard|mlflow|recorder|swanlab|board)$", re.I
+)
 _MATH = re.compile(r"log_(softmax|prob|sigmoid|every|likelihood|sum)\w*|\w*softmax\w*")
 _BAR = re.compile(r"p_?bar|prog(ress)?_?bar|progress", re.I)
 _LAST = (
@@ -93,6 +96,11 @@ def _logged(window: LoopWindow, bases: set[int], file: File) -> Iterator[Report]
                     f"reported loss was divided by `{window.count_name}`: it is that many times "
                     "too small; log the loss before the division, averaged over the window"
                 )
+            elif chains and all(_is_multiplied(c, window) for c in chains):
+                words = (
+                    f"reported loss is multiplied by `{window.count_name}`, but was not divided "
+                    "by it: it is that many times too large; log the loss as it is"
+                )
             elif chains and _is_last(event, window):
                 words = _LAST
             else:
@@ -158,7 +166,7 @@ def _is_sink(call: ast.Call) -> bool:
         }
     if name in {"append", "update", "add"} and owner:
         return bool(_KEEPERS.search(owner)) and bool(call.args)
-    return False
+    return bool(_WRITER.search(owner))
 
 
 def _values(shown: list[ast.expr], env: Env) -> Iterator[tuple[ast.expr, Env]]:
@@ -206,6 +214,11 @@ def _is_divided(chain: Chain, window: LoopWindow) -> bool:
     if any(window.is_count(f) for f in chain.factors):
         return False
     return any(window.counts(d) for d in chain.divisors)
+
+
+def _is_multiplied(chain: Chain, window: LoopWindow) -> bool:
+    """True if it is multiplied by K and nobody has divided it."""
+    return not chain.divisors and any(window.is_count(f) for f in chain.factors)
 
 
 def _is_inner(window: LoopWindow) -> bool:
