@@ -20,7 +20,7 @@ from .expressions import (
     number,
     walk,
 )
-from .imported_code import Definition, Imports, imported
+from .imported_code import Definition, Imports, imported, visible
 
 _ACTS = {
     "backward", "manual_backward", "loss_scaler", "zero_grad", "unscale_", "clip_grad_norm_",
@@ -34,6 +34,9 @@ _OWN_LOOP = re.compile(r"\n\s+(for|while)\b(.|\n)*backward\(")
 _FSDP_HELPER = re.compile(
     r"(wrap|apply|setup|shard|parallelize)\w*(?<!xla)_fsdp2?$|^fsdp2?_(wrap|shard)", re.I
 )
+
+
+_MAX_PARTS = 20
 
 
 @dataclass
@@ -90,6 +93,15 @@ class Facts:
         """Return the source of the imported class or function that is called, or ""."""
         found = self.imported((dotted(call.func) or "").partition(".")[0])
         return "" if found is None else found.text
+
+    def imported_parts(self, call: ast.Call) -> str:
+        """Return the imported definition with those that it calls, one level deep."""
+        found = self.imported((dotted(call.func) or "").partition(".")[0])
+        if found is None:
+            return ""
+        names = dict.fromkeys(re.findall(r"\b([A-Za-z_]\w*)\(", found.text))
+        parts = [visible(found.path, name) for name in list(names)[:_MAX_PARTS]]
+        return "\n".join([found.text, *(p.text for p in parts if p is not None)])
 
     def made(self, *names: str) -> list[ast.Call]:
         """Return the calls whose last name is one of these: `DDP(...)`, `nn.BatchNorm2d(...)`."""
@@ -166,7 +178,18 @@ def gather(tree: ast.Module, source: str, path: str = "") -> Facts:
     _inherit(classes)
     ordered = sorted(uses, key=lambda f: f.lineno)
     facts = Facts(
-        tree, source, functions, classes, calls, called, imports, set(), ordered, assigned, nodes, path
+        tree,
+        source,
+        functions,
+        classes,
+        calls,
+        called,
+        imports,
+        set(),
+        ordered,
+        assigned,
+        nodes,
+        path,
     )
     facts.relevant = _relevant(uses, _acting(facts))
     return facts
@@ -221,7 +244,9 @@ def _changes(methods: dict[str, FunctionNode]) -> dict[str, frozenset[str]]:
         name: {n for n in assigned_names(method.body) if n.startswith("self.")}
         for name, method in methods.items()
     }
-    calls = {name: set(methods_called(method.body)) & set(methods) for name, method in methods.items()}
+    calls = {
+        name: set(methods_called(method.body)) & set(methods) for name, method in methods.items()
+    }
     grown = True
     while grown:
         before = sum(map(len, sets.values()))

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from .events import Env
 from .expressions import (
     dotted,
+    is_accumulation_name,
     is_binary,
     is_call,
     last_part,
@@ -214,7 +215,9 @@ class _Tracer:
         inverse = _reciprocal(self.resolver.resolve(factor, env))
         if inverse is not None:
             return self._divided(chain, inverse, node, env)
-        return replace(chain, factors=(*chain.factors, self.resolver.key(factor, env)))
+        written = text(factor)
+        key = written if is_accumulation_name(written) else self.resolver.key(factor, env)
+        return replace(chain, factors=(*chain.factors, key))
 
 
 def _loss_inside(call: ast.Call) -> ast.expr | None:

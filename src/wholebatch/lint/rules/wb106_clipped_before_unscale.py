@@ -11,7 +11,9 @@ from ..model.events import Env
 from ..model.expressions import dotted, last_part, text
 from .rule_base import Edit, Report, conditions, exclusive, rule
 
-_UNSCALES_ITSELF = re.compile(r"accelerator|fabric|scaler|amp\.|trainer|^self\.clip_grad\w* ?$", re.I)
+_UNSCALES_ITSELF = re.compile(
+    r"accelerator|fabric|scaler|amp\.|trainer|^self\.clip_grad\w* ?$", re.I
+)
 
 
 @rule(

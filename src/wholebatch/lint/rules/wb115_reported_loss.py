@@ -26,7 +26,8 @@ _SINK = re.compile(
 )
 _KEEPERS = re.compile(r"loss|meter|metric|avg|average|tracker|history|record|stat|^logs?$", re.I)
 _WRITER = re.compile(
-    r"(^|[._])(tb|\w*writer|\w*logger|wandb|tracker|tensorboard|mlflow|recorder|swanlab|board)$", re.I
+    r"(^|[._])(tb|\w*writer|\w*logger|wandb|tracker|tensorboard|mlflow|recorder|swanlab|board)$",
+    re.I,
 )
 _MATH = re.compile(r"log_(softmax|prob|sigmoid|every|likelihood|sum)\w*|\w*softmax\w*")
 _BAR = re.compile(r"p_?bar|prog(ress)?_?bar|progress", re.I)
