@@ -31,9 +31,13 @@ _UPDATES = re.compile(
 # Loops that other rules than those of torch read, or none does.
 _ELSEWHERE = re.compile(r"^\s*(?:import|from)\s+(tensorflow|keras|jax|flax|mlx|paddle)\b", re.M)
 _ACCUMULATES = re.compile(
-    r"MultiSteps\s*\(|gradient_accumulation_steps\s*=|accum\w*_grad|grad\w*_accum"
+    r"MultiSteps\s*\(|gradient_accumulation_steps\s*=|accum\w*_?(grad|step|iter|batch)"
+    r"|grad\w*_?ac+um|(num|n)_ac+um|assign_add\(\s*\w*grad",
+    re.I,
 )
-_APPLIES = re.compile(r"apply_gradients\s*\(|apply_updates\s*\(|MultiSteps\s*\(|optimizers\.\w+\(")
+_APPLIES = re.compile(
+    r"apply_gradients\s*\(|optimizer\.apply\s*\(|apply_updates\s*\(|MultiSteps\s*\(|optimizers\.\w+\("
+)
 _NOQA = re.compile(r"#\s*noqa(?:\s*:\s*(?P<codes>[A-Z]+\d+(?:[,\s]+[A-Z]+\d+)*))?", re.IGNORECASE)
 # Starting workers takes about as long as checking this many files.
 _ALONE = 64

@@ -37,6 +37,7 @@ _FSDP_HELPER = re.compile(
 
 
 _MAX_PARTS = 20
+_LEVELS = 4
 
 
 @dataclass
@@ -67,6 +68,7 @@ class Facts:
     # Every value that is assigned to a name anywhere in the file.
     assigned: dict[str, list[ast.expr]]
     import_nodes: Imports
+    uses: dict[FunctionNode, set[str]]
     path: str = ""
     _searched: dict[re.Pattern[str], bool] = field(default_factory=dict)
     _imported: dict[str, Definition | None] = field(default_factory=dict)
@@ -132,6 +134,13 @@ class Facts:
         unknown = keyword(call, "deepspeed_plugin") is not None
         return None if unknown or any(k.arg is None for k in call.keywords) else False
 
+    def reaches(self, caller: FunctionNode, called: FunctionNode) -> bool:
+        """True if a function calls another one of the file, directly or through others."""
+        names = {caller.name}
+        for _ in range(_LEVELS):
+            names |= {n for f, used in self.uses.items() if f.name in names for n in used}
+        return called.name in names
+
     def functions_around(self, line: int) -> list[FunctionNode]:
         """Return the functions that contain a line."""
         last = bisect_right(self.every_function, line, key=lambda f: f.lineno)
@@ -178,19 +187,9 @@ def gather(tree: ast.Module, source: str, path: str = "") -> Facts:
     _inherit(classes)
     ordered = sorted(uses, key=lambda f: f.lineno)
     facts = Facts(
-        tree,
-        source,
-        functions,
-        classes,
-        calls,
-        called,
-        imports,
-        set(),
-        ordered,
-        assigned,
-        nodes,
-        path,
-    )
+        tree, source, functions, classes, calls, called, imports, set(), ordered, assigned, nodes,
+        uses, path,
+    )  # fmt: skip
     facts.relevant = _relevant(uses, _acting(facts))
     return facts
 

@@ -64,8 +64,8 @@ class Divisor:
 
     @property
     def unrelated(self) -> bool:
-        """True if the divisor is a number of devices or a literal."""
-        return bool(_UNRELATED.search(self.key)) or number(self.expr) is not None
+        """True if the divisor is a number of devices or written as a literal."""
+        return bool(_UNRELATED.search(self.key) or re.fullmatch(r"[\d.e-]+", self.written))
 
 
 @dataclass(frozen=True, eq=False)

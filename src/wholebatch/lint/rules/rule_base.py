@@ -143,16 +143,19 @@ def conditions(event: Event, window: LoopWindow) -> set[tuple[str, bool]]:
     return {(text(g.expr), g.positive) for g in event.guards(window.loop)}
 
 
-def cleared_last(window: LoopWindow) -> bool:
-    """True if the gradients are cleared at the boundary, before the last backward of a window."""
+def cleared_last(window: LoopWindow) -> Event | None:
+    """Return a clearing at the boundary just before the last backward of a window."""
+    boundary, steps = window.boundary, stepped(window)
     first = min((b.order for b in window.backwards), default=0)
-    return (
-        window.shape == "boundary"
-        and any(
-            window.when(zero) == "boundary" and zero.order < first for zero in window.of("zero")
-        )
-        and all(step.order > first for step in window.of("step"))
-    )
+    if boundary is None or not steps or any(step.order < first for step in window.of("step")):
+        return None
+    for zero in window.of("zero"):
+        mine = next((b for b in window.boundaries(zero) if window.is_ours(b)), None)
+        is_early = window.when(zero) == "boundary" and zero.order < first and mine is not None
+        # At the start of a window the same words have another count: `i % k == 0`.
+        if is_early and mine.shift == boundary.shift and is_optimizer_of(zero, steps):  # type: ignore[union-attr]
+            return zero
+    return None
 
 
 def exclusive(first: Event, second: Event) -> bool:

@@ -70,9 +70,9 @@ def _first_undivided(window: LoopWindow) -> Event | None:
         if all(_divided_by_less(way, window) for way in ways):
             return event
         verdicts = {_undivided(way, window) for way in ways}
-        if verdicts <= {True, None} and True in verdicts:
-            if not divided or _is_extra(event, window):
-                return event
+        certain = True in verdicts and False not in verdicts
+        if certain and (not divided or _is_extra(event, window)):
+            return event
     return None
 
 
@@ -123,7 +123,7 @@ def _plain(event: Event, file: File) -> bool:
 
 def _undivided(chain: Chain, window: LoopWindow) -> bool | None:
     """True if a way of the loss is a mean that nothing divides, False if not, None if unknown."""
-    if any(not d.unrelated and not d.own_size for d in chain.divisors):
+    if any(window.counts(d) or not (d.unrelated or d.own_size) for d in chain.divisors):
         return False
     if any(_SCALING_FACTOR.search(f) and not _LOSS_SCALE.search(f) for f in chain.factors):
         return False

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from ..model import File, LoopWindow
 from ..model.expressions import dotted, is_call, keyword, last_part, number, text, walk
 from ..model.loss_origin import Chain
+from ..model.window_boundary import iterated
 from .rule_base import Report, framework_accumulates, gradients_rescaled, rule
 
 _LANGUAGE_MODEL = re.compile(
@@ -29,9 +30,11 @@ _JAX_MASK_COUNT = re.compile(
     r"/\s*(jnp\.(maximum|clip)\()?\(?(jnp\.sum\(\w*(mask|valid|weights)|\w*(mask|valid|weights)\w*\.sum\(\))"
 )
 _MASKING_CLASS = re.compile(
-    r"CrossEntropyLoss\((?![^)]*reduction)[^)]*ignore_index\s*=\s*(-?\d|[\w.]*(?i:pad|ignore_i)|IGNORE)"
+    r"CrossEntropyLoss\((?![^)]*reduction)[^)]*ignore_index\s*=\s*"
+    r"(-?\d|[\w.]*(?i:pad|ignore_i)|IGNORE)"
     # `denominator = torch.sum(mask)`, and a division by it.
-    r"|\n *(\w+) = [^\n]*(sum\(\w*mask|mask\w*\.sum\(|mask\w*(\.\w+\(\))*\.sum\()[^\n]*\n([^\n]*\n){0,6}?[^\n]*/ ?\(?\2\b"
+    r"|\n *(\w+) = [^\n]*(sum\(\w*mask|mask\w*(\.\w+\(\))*\.sum\()"
+    r"[^\n]*\n([^\n]*\n){0,6}?[^\n]*/ ?\(?\2\b"
 )
 _MOVES = ("to", "cuda", "float", "long", "contiguous", "view", "reshape", "flatten")
 _COLLATES = re.compile(r"collat|dataset|loader", re.I)
@@ -39,9 +42,15 @@ _MASK_COUNT = re.compile(
     r"mask\w*(\.\w+\(\))*\.sum\(\)|torch\.sum\(\w*mask\w*\)|n_?valid|num_valid|\.ne\(.*sum\(\)"
     r"|\bmask_?(sum|count|total)|\w_mask_?(sum|count|total)"
 )
+# A check that the parts of a batch are equal.
+_WHOLE_PARTS = re.compile(r"(assert|if)\b[^\n]*batch_?size[^\n]*%")
 _MESSAGE = (
     "mean over the valid tokens of each micro-batch is averaged over micro-batches with equal "
     "weight: add up sums and divide once by the window's tokens"
+)
+_SPLIT = (
+    "means over the parts of a split are averaged with equal weight, but the last part can be "
+    "smaller: weigh each by its samples over those of the batch"
 )
 _EXACT = re.compile(
     r"num_items|total_tokens|global_tokens|token_count|n_?tokens|num_tokens|tgt_size"
@@ -74,7 +83,7 @@ def check(file: File) -> Iterator[Report]:
             place = _masked_mean(chain, window, file)
             if place is not None:
                 node = place if hasattr(place, "lineno") else event.node
-                yield Report(node, _MESSAGE)
+                yield Report(node, _SPLIT if _is_split(chain, window) else _MESSAGE)
                 break
 
 
@@ -132,6 +141,8 @@ def _returns_masked_loss(node: ast.Return, method: ast.AST, file: File) -> bool:
 def _masked_mean(chain: Chain, window: LoopWindow, file: File) -> ast.AST | None:
     masks = [d for d in chain.divisors if _MASK_COUNT.search(d.key)]
     others = [d for d in chain.divisors if d not in masks and not window.counts(d)]
+    if _is_split(chain, window):
+        return chain.base
     if any(_EXACT.search(d.key) or not d.unrelated for d in others):
         return None
     if any(_EXACT.search(f) for f in chain.factors):
@@ -147,6 +158,17 @@ def _masked_mean(chain: Chain, window: LoopWindow, file: File) -> ast.AST | None
         return None
     is_masked = _ignores(call, chain, file) or _selects(call, chain)
     return chain.base if is_masked or _is_language_model(call, file) else None
+
+
+def _is_split(chain: Chain, window: LoopWindow) -> bool:
+    """True for means over the parts of a split, divided by their number: the last can be short."""
+    over = iterated(window.loop) if window.shape == "nested" and not chain.factors else None
+    if over is None or not any(d.key == f"len({text(over)})" for d in chain.divisors):
+        return False
+    made = [text(d.expr) for d in window.loop.entry.get(dotted(over) or "", ())]
+    parts = [m for m in made if re.search(r"\b(split|chunk|tensor_split|array_split)\(", m)]
+    is_mean = "mean" in chain.reducers or not re.search(r"sum|none", text(chain.base or over))
+    return bool(parts) and is_mean and not window.facts.mentions(_WHOLE_PARTS)
 
 
 def _ignores(call: ast.Call, chain: Chain, file: File) -> bool:

@@ -27,10 +27,11 @@ _LOCAL = {"tensor", "native", "wrapper", "lightning"}
 def check(file: File) -> Iterator[Report]:
     """Yield windows under DDP that never disable the synchronisation, or do so too late."""
     windows = file.shaped("boundary", "nested")
-    wrapped = bool(windows) and _wrapped(file)
+    wraps = _wraps(file) if windows else []
     for window in windows:
         if not file.facts.mentions(_HELD):
             local = {e.detail for e in window.backwards} <= _LOCAL
+            wrapped = any(_belongs(call, window) for call in wraps)
             if wrapped and local and not steps_every_micro_batch(window):
                 yield Report(
                     window.backwards[0].node,
@@ -47,8 +48,19 @@ def check(file: File) -> Iterator[Report]:
             )
 
 
-def _wrapped(file: File) -> bool:
-    """True if a model is wrapped here, and not only where nothing is accumulated (as with apex)."""
+def _belongs(call: ast.Call, window: LoopWindow) -> bool:
+    """True unless the model is wrapped in another function that trains by itself."""
+    facts = window.facts
+    wrapping = facts.functions_around(call.lineno)
+    training = facts.functions_around(window.loop.node.lineno)
+    if not wrapping or not training or not facts.relevant.intersection(wrapping):
+        return True
+    pairs = [(a, b) for a in wrapping for b in training]
+    return any(a is b or facts.reaches(a, b) or facts.reaches(b, a) for a, b in pairs)
+
+
+def _wraps(file: File) -> list[ast.Call]:
+    """Return the calls that wrap a model, except where nothing is accumulated (as with apex)."""
     otherwise = {
         id(call)
         for node in walk(file.tree)
@@ -61,7 +73,7 @@ def _wrapped(file: File) -> bool:
     wraps = [c for c in file.facts.calls if _WRAPS.fullmatch(last_part(c.func))]
     # A teacher is wrapped but not trained.
     trained = [c for c in wraps if not (c.args and "teacher" in text(c.args[0]).lower())]
-    return any(id(call) not in otherwise for call in trained)
+    return [call for call in trained if id(call) not in otherwise]
 
 
 def _late_flag(window: LoopWindow) -> Event | None:

@@ -8,7 +8,16 @@ from collections.abc import Iterator
 
 from ..model import Event, File, Guard, LoopWindow
 from ..model.expressions import text
-from .rule_base import Edit, Report, exclusive, is_optimizer_of, is_right_but_for, rule, stepped
+from .rule_base import (
+    Edit,
+    Report,
+    cleared_last,
+    exclusive,
+    is_optimizer_of,
+    is_right_but_for,
+    rule,
+    stepped,
+)
 
 
 @rule(
@@ -32,7 +41,7 @@ def check(file: File) -> Iterator[Report]:
                     _swap(zero, step),
                     unsafe=window.accumulates and not is_right_but_for(window),
                 )
-            elif _before_last_backward(zero, steps, window):
+            elif zero is cleared_last(window) and not window.boundary.after_first:  # type: ignore[union-attr]
                 yield Report(
                     zero.node,
                     "gradients are cleared just before the last backward of the window: only that "
@@ -87,21 +96,6 @@ def _holds_others(zero: Event, step: Event) -> bool:
         and zero.receiver_text != step.receiver_text
         and not names & {zero.receiver_text}
     )
-
-
-def _before_last_backward(zero: Event, steps: list[Event], window: LoopWindow) -> bool:
-    if window.shape != "boundary" or window.when(zero) != "boundary" or window.boundary is None:
-        return False
-    if not is_optimizer_of(zero, steps) or not steps:
-        return False
-    backward = window.backwards[0]
-    if not zero.order < backward.order < steps[0].order or window.boundary.shift is None:
-        return False
-    mine = next((b for b in window.boundaries(zero) if window.is_ours(b)), None)
-    if mine is None or mine.shift != window.boundary.shift:
-        return False
-    # A second clear after the step does not make this one right.
-    return not mine.after_first and window.boundary.kind == "modulo"
 
 
 def _swap(zero: Event, step: Event) -> tuple[Edit, ...]:
