@@ -192,6 +192,17 @@ _OURS = {"ExactWindows", "Accumulator", "WholeBatch", "accumulator"}
 _NATIVE_SCALERS = re.compile(r"loss_scaler|NativeScaler", re.I)
 
 
+def holds_sync(context: Context) -> bool:
+    """True if a `with` item is (or was assigned from) a `no_sync()`."""
+    spelled = text(context.expr)
+    if re.search(r"\bno_(backward_)?sync\b", spelled):
+        return True
+    name = dotted(context.expr)
+    if name is None and hasattr(context.expr, "func"):
+        name = dotted(context.expr.func)
+    return any("no_sync" in text(d.expr) for d in context.env.get(name or "", ()))
+
+
 def constructor(definition: Def) -> tuple[str, int | None]:
     """Return a definition's constructor ("" if not a call), and its index in a returned tuple."""
     expr: ast.expr = definition.expr
@@ -272,7 +283,7 @@ def classify(call: ast.Call, env: Env) -> Act | None:
         return Act("backward", owner, positional(call, 0), "lightning")
     if name in _SIMPLE:
         return Act(_SIMPLE[name], owner, positional(call, 0))
-    if name == "step" or (name == "optimize" and call.args):
+    if name in {"step", "step_and_update_lr"} or (name == "optimize" and call.args):
         return _step(call, owner, env)
     if name == "update" and role(owner, env) == "scaler":
         return Act("scaler_update", owner)

@@ -18,6 +18,7 @@ from .expressions import (
     keyword,
     last_part,
     number,
+    text,
     walk,
 )
 from .imported_code import Definition, Imports, imported, visible
@@ -95,6 +96,17 @@ class Facts:
         """Return the source of the imported class or function that is called, or ""."""
         found = self.imported((dotted(call.func) or "").partition(".")[0])
         return "" if found is None else found.text
+
+    def behind(self, name: str) -> str:
+        """Return the source of the classes and functions that made what a name stands for."""
+        found = []
+        for value in self.assigned.get(name, ()):
+            while isinstance(value, ast.Call):
+                head = (dotted(value.func) or "").partition(".")[0]
+                found += [text(c.node) for c in self.classes if c.node.name == head]
+                found.append(self.imported_definition(value))
+                value = value.func.value if isinstance(value.func, ast.Attribute) else None
+        return "\n".join(found)
 
     def imported_parts(self, call: ast.Call) -> str:
         """Return the imported definition with those that it calls, one level deep."""
@@ -204,7 +216,8 @@ def _acting(facts: Facts) -> set[str]:
 
 def acts(source: str) -> bool:
     """True if a function of another module is a part of the loop that calls it."""
-    return bool(_ACTING.search(source)) and not _OWN_LOOP.search(source)
+    is_function = source.startswith("def ")
+    return is_function and bool(_ACTING.search(source)) and not _OWN_LOOP.search(source)
 
 
 def _fill_uses(uses: dict[FunctionNode, set[str]], calls: list[ast.Call]) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from .events import MODEL_NAME, Event, Guard, Loop
+from .events import MODEL_NAME, Event, Guard, Loop, holds_sync
 from .expressions import (
     dotted,
     is_accumulation_name,
@@ -285,6 +285,9 @@ def find_windows(walker: Walker, facts: Facts) -> list[LoopWindow]:
         inner = [e for e in events if e.kind == "backward" and _within(e, loop, unread)]
         if not inner:
             continue
+        if _over_optimizers(loop):
+            unread.add(loop)  # A part of one micro-batch.
+            continue
         first, last = events[0].order, events[-1].order
         root, parents = events[0].root, loop.parents
         near = walker.events[max(0, first - _NEAR) : first]
@@ -400,7 +403,8 @@ def _nested(window: LoopWindow) -> bool:
     window.shape = "nested"
     if is_call(iterable, "range", "trange"):
         return _repeats_micro_batches(window, iterable.args)
-    if _MICRO_NAME.search(text(iterable)):
+    held = [c for e in window.of("backward") for c in e.contexts(window.loop)]
+    if _MICRO_NAME.search(text(iterable)) or any(map(holds_sync, held)) or window.of("ddp_flag"):
         return True
     # A loss that is divided by their number, and stepped with after the loop.
     counts = [d for _, chain in window.chains for d in chain.divisors if window.counts(d)]
@@ -430,11 +434,13 @@ def steps_after(window: LoopWindow) -> list[Event]:
     parents = window.loop.parents
 
     def is_ours(loops: tuple[Loop, ...]) -> bool:
-        over = loops[-1].iterable if loops[:-1] == parents and loops else None
-        over_optimizers = over is not None and re.search(r"opt", text(over), re.I)
-        return loops == parents or bool(over_optimizers)
+        return loops == parents or (loops[:-1] == parents and _over_optimizers(loops[-1]))
 
     return [e for e in window.after if e.kind == "step" and is_ours(e.loops)]
+
+
+def _over_optimizers(loop: Loop) -> bool:
+    return loop.iterable is not None and bool(re.search(r"opt(?!ion)", text(loop.iterable), re.I))
 
 
 def _times(args: list[ast.expr]) -> ast.expr | None:

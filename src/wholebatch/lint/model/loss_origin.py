@@ -7,8 +7,9 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from .events import Env
+from .events import Def, Env
 from .expressions import (
+    assigned_names,
     dotted,
     is_accumulation_name,
     is_binary,
@@ -85,7 +86,8 @@ class Chain:
         made = None if self.base is None else root(self.base)
         if isinstance(made, ast.Name):
             defs = self.base_env.get(made.id, ())
-            return next((d.expr for d in defs if isinstance(d.expr, ast.Call)), None)
+            chosen = [d.expr.body if isinstance(d.expr, ast.IfExp) else d.expr for d in defs]
+            return next((made for made in chosen if isinstance(made, ast.Call)), None)
         return made if isinstance(made, ast.Call) else None
 
 
@@ -118,8 +120,29 @@ class _Tracer:
             return self._call(expr, env, chain, depth)
         if isinstance(expr, ast.Subscript):
             parts = [*self._returned_parts(expr), *self._entries(expr, env)]
+            if not isinstance(expr.slice, ast.Constant):
+                parts.append((expr.value, env))  # `losses[k]`
             return self._each(parts, chain, depth) or ended
+        if isinstance(expr, (ast.GeneratorExp, ast.ListComp, ast.DictComp)):
+            return self._comprehension(expr, env, chain, depth)
         return ended
+
+    def _comprehension(
+        self,
+        expr: ast.GeneratorExp | ast.ListComp | ast.DictComp,
+        env: Env,
+        chain: Chain,
+        depth: int,
+    ) -> list[Chain]:
+        """Follow `w * losses[k] for k in losses` or `v for v in losses.values()` to the losses."""
+        element = expr.value if isinstance(expr, ast.DictComp) else expr.elt
+        over = expr.generators[0].iter
+        if isinstance(over, ast.Call) and last_part(over.func) in {"items", "values", "keys"}:
+            over = over.func.value  # type: ignore[attr-defined]
+        inside = Env(env)
+        for name in assigned_names([ast.Assign([expr.generators[0].target], element)]):
+            inside.bind(name, (Def(over, env, ()),))
+        return self.follow(element, inside, chain, depth + 1)
 
     def _entries(self, expr: ast.Subscript, env: Env) -> list[tuple[ast.expr, Env]]:
         """Return the values of `metrics['loss']` in the dictionaries that `metrics` can be."""
@@ -190,8 +213,11 @@ class _Tracer:
         if inner is not None:
             chain = replace(chain, reducers=chain.reducers | ({last_part(expr.func)} & _REDUCERS))
             return self.follow(inner, env, chain, depth + 1)
-        is_sum = dotted(expr.func) == "sum" and len(expr.args) == 1
-        return [replace(chain, base=expr.args[0] if is_sum else expr, base_env=env)]
+        if dotted(expr.func) == "sum" and len(expr.args) == 1:
+            return self.follow(expr.args[0], env, chain, depth + 1)
+        if last_part(expr.func) == "values" and isinstance(expr.func, ast.Attribute):
+            return self.follow(expr.func.value, env, chain, depth + 1)
+        return [replace(chain, base=expr, base_env=env)]
 
     def _scaled(self, expr: ast.Call, env: Env, chain: Chain) -> tuple[ast.expr, Chain] | None:
         """Return the loss and chain of `loss.div(k)`, `torch.div(loss, k)` or `loss.mul(f)`."""

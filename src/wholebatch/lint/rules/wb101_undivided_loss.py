@@ -23,6 +23,10 @@ from .rule_base import Edit, Report, cleared_last, exclusive, gradients_rescaled
 _SCALING_FACTOR = re.compile(r"scale|accum|norm|inv|ratio|factor|coef|gas|micro|steps", re.I)
 _LOSS_SCALE = re.compile(r"loss_scale|scaler", re.I)
 _SUMS = re.compile(r"reduction\s*=\s*['\"](sum|none)|size_average\s*=\s*False|\.sum\(", re.I)
+_SUMMED = re.compile(
+    r"reduction\s*=\s*['\"]sum|size_average\s*=\s*False|torch\.sum\(\s*\w*loss|\bloss\w*\.sum\(\)"
+    r"|label_smoothed_nll_loss"
+)
 _KNOWN_MEANS = re.compile(
     r"^(torch\.nn\.functional|nn\.functional|F)\.(cross_entropy|mse_loss|nll_loss|l1_loss"
     r"|binary_cross_entropy\w*|smooth_l1_loss|huber_loss)$"
@@ -159,15 +163,10 @@ def _may_receive_count(call: ast.Call, window: LoopWindow) -> bool:
 
 
 def _is_sum(base: ast.Call, chain: Chain, window: LoopWindow) -> bool:
-    for definition in chain.base_env.get(text(base.func), ()):
-        if _SUMS.search(text(definition.expr)):
-            return True
-        if isinstance(definition.expr, ast.Call):
-            made = last_part(definition.expr.func)
-            owners = [c.node for c in window.facts.classes if c.node.name == made]
-            if any(_SUMS.search(text(owner)) for owner in owners):
-                return True
-    return False
+    """True if the criterion sums, or the class of the criterion or model sums its losses."""
+    name = text(base.func)
+    made = [text(d.expr) for d in chain.base_env.get(name, ())]
+    return any(map(_SUMS.search, made)) or bool(_SUMMED.search(window.facts.behind(name)))
 
 
 def _fix(window: LoopWindow, event: Event) -> tuple[tuple[Edit, ...], bool]:

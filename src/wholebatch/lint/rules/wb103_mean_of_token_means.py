@@ -32,6 +32,7 @@ _JAX_MASK_COUNT = re.compile(
 _MASKING_CLASS = re.compile(
     r"CrossEntropyLoss\((?![^)]*reduction)[^)]*ignore_index\s*=\s*"
     r"(-?\d|[\w.]*(?i:pad|ignore_i)|IGNORE)"
+    r"|\.masked_select\([^\n]*mask(.|\n)*_loss\("
     # `denominator = torch.sum(mask)`, and a division by it.
     r"|\n *(\w+) = [^\n]*(sum\(\w*mask|mask\w*(\.\w+\(\))*\.sum\()"
     r"[^\n]*\n([^\n]*\n){0,6}?[^\n]*/ ?\(?\2\b"

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from ..model import Event, File, LoopWindow
-from ..model.events import Context
+from ..model.events import Context, holds_sync
 from ..model.expressions import dotted, is_accumulation_name, is_not, last_part, text, walk
 from .rule_base import Report, rule, steps_every_micro_batch
 
@@ -106,14 +106,3 @@ def _of_engine(context: Context) -> bool:
     """True for `booster.no_sync(model, optimizer)`, which an engine reads in the backward."""
     made = [context.expr, *(d.expr for d in context.env.get(dotted(context.expr) or "", ()))]
     return any(re.search(r"no_sync\(\w", text(m)) for m in made)
-
-
-def holds_sync(context: Context) -> bool:
-    """True if a `with` item is (or was assigned from) a `no_sync()`."""
-    spelled = text(context.expr)
-    if re.search(r"\bno_(backward_)?sync\b", spelled):
-        return True
-    name = dotted(context.expr)
-    if name is None and hasattr(context.expr, "func"):
-        name = dotted(context.expr.func)
-    return any("no_sync" in text(d.expr) for d in context.env.get(name or "", ()))

@@ -18,6 +18,7 @@ from ..model.expressions import (
     walk,
 )
 from ..model.loss_origin import Chain, trace
+from ..model.name_resolution import strip_casts
 from .rule_base import Report, rule
 
 _SINK = re.compile(
@@ -279,11 +280,12 @@ def _averaged(window: LoopWindow, bases: set[int], file: File) -> Iterator[Repor
 def _means_over_micro_batches(name: str, window: LoopWindow, file: File) -> list[ast.AST]:
     counters = _micro_counters(window)
     nodes = list(walk(_function_of(window, file)))
-    # `if n % (every * accum) == 0: total / (every * accum)` is a mean over micro-batches.
+    # `if n % every == 0: total / every` is a mean over micro-batches if `n` counts these.
     products = {
         text(node.right)
         for node in nodes
-        if is_binary(node, ast.Mod) and is_binary(node.right, ast.Mult)
+        if is_binary(node, ast.Mod)
+        and (is_binary(node.right, ast.Mult) or _without_one(node.left) in counters)
     }
     restored = {
         id(node.left)
@@ -302,15 +304,20 @@ def _divides_by_micro_batches(
 ) -> bool:
     if not is_binary(node, ast.Div):
         return False
-    left, right = text(node.left), text(node.right)
+    left, right = text(node.left), text(strip_casts(node.right))
+    if right in products:
+        return bool(re.fullmatch(rf"{re.escape(name)}(\.item\(\)| - \w+)?", left))
     # Only the name itself: `(total - before) / steps` uses another count.
-    if left not in {name, f"{name}.item()"}:
+    if left not in {name, f"{name}.item()"} or is_accumulation_name(right):
         return False
-    if is_accumulation_name(right):
-        return right in products
     if re.fullmatch(r"len\([\w.]*(loader|dataloader|iterator|batches|dl)\)", right):
         return True
     return right in counters or any(right == f"{c} + 1" for c in counters)
+
+
+def _without_one(expr: ast.expr) -> str:
+    """Return `step` for `step + 1`."""
+    return text(expr.left if is_binary(expr, ast.Add) and text(expr.right) == "1" else expr)
 
 
 def _micro_counters(window: LoopWindow) -> set[str]:

@@ -48,6 +48,8 @@ def _by_hand(window: LoopWindow) -> Iterator[Report]:
 def _by_accelerate(window: LoopWindow, file: File) -> Iterator[Report]:
     """Yield a backward that Accelerate divides, in a loop that it does not accumulate."""
     details = {e.detail for e in window.backwards}
+    if any(e.loops[-1] is not window.loop for e in window.backwards):
+        return  # Several backwards make one update.
     if "accumulate" in file.facts.called:
         return  # Somewhere else, perhaps in a context manager of the file's own.
     if details == {"accelerate"} and file.facts.accelerator_divides:
