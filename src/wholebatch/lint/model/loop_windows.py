@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from .events import MODEL_NAME, Event, Guard, Loop, holds_sync
+from .events import MODEL_NAME, Env, Event, Guard, Loop, holds_sync
 from .expressions import (
     dotted,
     is_accumulation_name,
@@ -30,6 +30,7 @@ _MICRO_NAME = re.compile(r"micro|chunk|split|mini_?batch|sub_?batch|accum", re.I
 # A loop is read with the events around it; the limit keeps long files linear.
 _NEAR = 400
 _DEEPSPEED_ACCUMULATES = re.compile(r"gradient_accumulat|\bgas\b", re.I)
+_MOVES = ("to", "cuda", "float", "long", "contiguous", "view", "reshape", "flatten")
 _FETCH = {"next", "get_batch", "next_batch", "sample_batch", "get_next_batch"}
 
 
@@ -193,6 +194,13 @@ class LoopWindow:
             for chain in trace(event.argument, event.env, self.resolver)
         ]
 
+    def makers(self, name: str, env: Env) -> list[tuple[ast.Call, Env]]:
+        """Return the calls that made what a name stands for, here or wherever the file sets it."""
+        known = [(unmoved(d.expr), d.env) for d in env.get(name, ())]
+        if not any(isinstance(made, ast.Call) for made, _ in known):
+            known = [(unmoved(value), Env()) for value in self.facts.assigned.get(name, ())]
+        return [(made, where) for made, where in known if isinstance(made, ast.Call)]
+
     @cached_property
     def finite(self) -> bool:
         """True if the loop runs over something that ends every epoch."""
@@ -229,6 +237,13 @@ class LoopWindow:
             and any(isinstance(inner, ast.Break) for inner in node.body)
             for node in walk(self.loop.node)
         )
+
+
+def unmoved(made: ast.expr) -> ast.expr:
+    """Return `CrossEntropyLoss(...)` for `CrossEntropyLoss(...).to(device)`."""
+    while is_call(made, *_MOVES) and isinstance(made.func, ast.Attribute):
+        made = made.func.value
+    return made
 
 
 @dataclass(eq=False)

@@ -19,6 +19,9 @@ _RESCALED = re.compile(
 )
 
 
+_MANUAL = re.compile(r"automatic_optimization = False")
+
+
 @dataclass(frozen=True)
 class Edit:
     """One edit of a fix, at a node of the file.
@@ -136,6 +139,31 @@ def is_right_but_for(window: LoopWindow, event: Event | None = None) -> bool:
     return is_divided(window) and not any(
         window.when(e) == "always" for e in events if e is not event
     )
+
+
+def moved(
+    event: Event, window: LoopWindow, where: str, beside: Event | None = None
+) -> tuple[Edit, ...]:
+    """Return the edits that move a statement of every micro-batch to the one step, or ()."""
+    steps = stepped(window)
+    plain = event.path == (*window.loop.parents, window.loop)
+    is_statement = isinstance(event.stmt, ast.Expr) and event.stmt.value is event.node
+    if window.shape != "boundary" or len(steps) != 1 or not plain or not is_statement:
+        return ()
+    target = steps[0] if beside is None else beside
+    return (Edit.at("delete", event.stmt), Edit.at(where, target.stmt, text(event.stmt)))
+
+
+def framework_steps(file: File) -> Iterator[tuple[ast.AST, ast.AST, str]]:
+    """Yield the class, the method and the framework where that one's loop takes the loss."""
+    for owner in file.facts.classes:
+        if any(base.endswith("Trainer") for base in owner.bases):
+            if "compute_loss" in owner.methods and "training_step" not in owner.methods:
+                yield owner.node, owner.methods["compute_loss"], "the Trainer"
+        elif "training_step" not in owner.methods or not any("Module" in b for b in owner.bases):
+            continue
+        elif not _MANUAL.search(text(owner.node)):
+            yield owner.node, owner.methods["training_step"], "Lightning"
 
 
 def conditions(event: Event, window: LoopWindow) -> set[tuple[str, bool]]:

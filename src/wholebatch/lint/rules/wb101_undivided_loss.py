@@ -24,8 +24,8 @@ _SCALING_FACTOR = re.compile(r"scale|accum|norm|inv|ratio|factor|coef|gas|micro|
 _LOSS_SCALE = re.compile(r"loss_scale|scaler", re.I)
 _SUMS = re.compile(r"reduction\s*=\s*['\"](sum|none)|size_average\s*=\s*False|\.sum\(", re.I)
 _SUMMED = re.compile(
-    r"reduction\s*=\s*['\"]sum|size_average\s*=\s*False|torch\.sum\(\s*\w*loss[^/\n]*$|\bloss\w*\.sum\(\)(?! */)"
-    r"|label_smoothed_nll_loss",
+    r"reduction\s*=\s*['\"]sum|size_average\s*=\s*False|torch\.sum\(\s*\w*loss[^/\n]*$"
+    r"|\bloss\w*\.sum\(\)(?! */)|label_smoothed_nll_loss",
     re.M,
 )
 _KNOWN_MEANS = re.compile(

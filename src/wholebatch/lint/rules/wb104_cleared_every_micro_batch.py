@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Iterator
 
 from ..model import Event, File, LoopWindow
-from ..model.expressions import text
 from .rule_base import (
     Edit,
     Report,
@@ -14,6 +12,7 @@ from .rule_base import (
     is_divided,
     is_optimizer_of,
     is_right_but_for,
+    moved,
     rule,
     same_receiver,
     stepped,
@@ -57,19 +56,11 @@ def _every_micro_batch(zero: Event, window: LoopWindow, steps: list[Event]) -> b
 def _fix(
     window: LoopWindow, zero: Event, zeros: list[Event], steps: list[Event]
 ) -> tuple[Edit, ...]:
-    if window.shape != "boundary" or len(steps) != 1 or not isinstance(zero.stmt, ast.Expr):
-        return ()
     # Without the division, the gradient of one micro-batch would become the sum of all.
-    if not is_divided(window) or len(zeros) > 2:
+    if not steps or not is_divided(window) or len(zeros) > 2:
         return ()
-    if zero.loops != steps[0].loops or zero.stmt.value is not zero.node:
-        return ()
+    updates = [u for u in window.of("scaler_update") if window.when(u) == "boundary"]
+    last = max([steps[0], *updates], key=lambda e: e.order)
+    edits = moved(zero, window, "after", last)
     cleared = any(window.when(z) == "boundary" and z.order > steps[0].order for z in zeros)
-    edits = [Edit.at("delete", zero.stmt)]
-    if not cleared:
-        last = steps[0].stmt
-        for update in window.of("scaler_update"):
-            if window.when(update) == "boundary" and update.order > steps[0].order:
-                last = update.stmt
-        edits.append(Edit.at("after", last, text(zero.stmt)))
-    return tuple(edits)
+    return edits[:1] if cleared else edits

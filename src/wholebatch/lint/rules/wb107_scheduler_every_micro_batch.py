@@ -6,9 +6,9 @@ import ast
 import re
 from collections.abc import Iterator
 
-from ..model import Event, File, LoopWindow
+from ..model import Event, File
 from ..model.expressions import text
-from .rule_base import Edit, Report, rule, stepped
+from .rule_base import Report, moved, rule
 
 
 @rule(
@@ -31,19 +31,9 @@ def check(file: File) -> Iterator[Report]:
                 event.node,
                 f"`{text(event.node)}` runs on every micro-batch: the schedule goes "
                 f"`{window.count_name}` times too fast; step it once per update",
-                _fix(window, event),
-                unsafe=True,
+                moved(event, window, "after"),
+                unsafe=True,  # The schedule's length may be wrong too.
             )
-
-
-def _fix(window: LoopWindow, event: Event) -> tuple[Edit, ...]:
-    """Move the call behind the optimizer's step. Unsafe: the schedule's length may be wrong too."""
-    steps = stepped(window)
-    if window.shape != "boundary" or len(steps) != 1 or not isinstance(event.stmt, ast.Expr):
-        return ()
-    if event.path != (*window.loop.parents, window.loop) or event.stmt.value is not event.node:
-        return ()
-    return (Edit.at("delete", event.stmt), Edit.at("after", steps[0].stmt, text(event.stmt)))
 
 
 def _prepared(event: Event, file: File) -> bool:

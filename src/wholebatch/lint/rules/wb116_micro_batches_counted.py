@@ -75,17 +75,15 @@ def _schedules(window: LoopWindow) -> Iterator[Report]:
 
 
 def _made(event: Event, window: LoopWindow) -> list[tuple[ast.Call, Env]]:
-    """Return the calls that made a schedule or optimizer, here or where the file assigns it."""
-    if event.receiver is None:
-        return []
-    name = text(event.receiver)
-    known = [(d.expr, d.env) for d in event.env.get(name, ())]
-    if not any(isinstance(made, ast.Call) for made, _ in known):
-        own = name.rpartition(".")[2]
-        known += [
+    """Return the calls that made a schedule or optimizer, also under a longer name elsewhere."""
+    name = "" if event.receiver is None else text(event.receiver)
+    known: list[tuple[ast.expr, Env]] = [*window.makers(name, event.env)]
+    own = name.rpartition(".")[2]
+    if not known and own:
+        known = [
             (value, Env())
             for other, values in window.facts.assigned.items()
-            if other.endswith(own) or any(f"{own}s" == part for part in other.split("."))
+            if other.endswith((own, f".{own}s"))
             for value in values
         ]
     calls = [(call, env) for made, env in known for call in _calls(made)]
