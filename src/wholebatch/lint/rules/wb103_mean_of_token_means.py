@@ -46,7 +46,7 @@ _MASKING_MODEL = re.compile(
     r"[^\n]*\n([^\n]*\n){0,6}?[^\n]*loss[^\n]*/ ?\(?(?P=count)\b"
 )
 _MASKING_LOSS = re.compile(
-    rf"{_MASKING_MODEL.pattern}|cross_entropy\(([^()]|\([^()]*\))*?ignore_index\s*=\s*{_LEFT_OUT}"
+    rf"{_MASKING_MODEL.pattern}|(CrossEntropyLoss|cross_entropy)\(([^()]|\([^()]*\))*?ignore_index\s*="
     r"(?![^)]*reduction)"
 )
 _COLLATES = re.compile(r"collat|dataset|loader", re.I)

@@ -60,7 +60,9 @@ def _made(call: ast.Call, file: File) -> list[str]:
 
 def _compares(source: str) -> bool:
     """True if code computes a cross-entropy over the similarities of a batch."""
-    labels = re.search(r"(label|target)\w*\s*=[^\n]*arange\(|torch\.diag\(|CrossEn\(", source)
+    labels = re.search(
+        r"((label|target)\w*\s*=|entropy\()[^\n]*arange\(|torch\.diag\(|CrossEn\(", source
+    )
     loss = re.search(r"cross_entropy\(|CrossEn(tropyLoss)?\(", source)
     pairs = re.search(r"sim_matrix|similarity|scores\b|logits_per|logits\b", source)
     return bool(labels and loss and pairs and re.search(r"\bmm\(|matmul\(|@|einsum", source))
