@@ -70,6 +70,8 @@ class Facts:
     assigned: dict[str, list[ast.expr]]
     import_nodes: Imports
     uses: dict[FunctionNode, set[str]]
+    # The classes that parameters of each name are annotated with.
+    annotated: dict[str, set[str]]
     path: str = ""
     _searched: dict[re.Pattern[str], bool] = field(default_factory=dict)
     _imported: dict[str, Definition | None] = field(default_factory=dict)
@@ -100,7 +102,11 @@ class Facts:
     def behind(self, name: str) -> str:
         """Return the source of the classes and functions that made what a name stands for."""
         found = []
-        for value in self.assigned.get(name, ()):
+        values: list[ast.expr | None] = [*self.assigned.get(name, ())]
+        handed = {dotted(v) or "" for v in values if v is not None} | {name}
+        for made in (m for n in handed for m in self.annotated.get(n, ())):
+            values.append(ast.Call(ast.Name(made), [], []))
+        for value in values:
             while isinstance(value, ast.Call):
                 head = (dotted(value.func) or "").partition(".")[0]
                 found += [text(c.node) for c in self.classes if c.node.name == head]
@@ -165,6 +171,7 @@ def gather(tree: ast.Module, source: str, path: str = "") -> Facts:
     calls: list[ast.Call] = []
     imports: set[str] = set()
     nodes: Imports = []
+    annotated: dict[str, set[str]] = {}
     owners: list[ast.ClassDef] = []
     uses: dict[FunctionNode, set[str]] = {}
     assigned: dict[str, list[ast.expr]] = {}
@@ -176,6 +183,9 @@ def gather(tree: ast.Module, source: str, path: str = "") -> Facts:
             calls.append(cast(ast.Call, node))
         elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             uses[node] = set()
+        elif isinstance(node, ast.arg):
+            if isinstance(node.annotation, ast.Name):
+                annotated.setdefault(node.arg, set()).add(node.annotation.id)
         elif isinstance(node, ast.Assign):
             for target in node.targets:
                 assigned.setdefault(dotted(target) or "", []).append(node.value)
@@ -200,7 +210,7 @@ def gather(tree: ast.Module, source: str, path: str = "") -> Facts:
     ordered = sorted(uses, key=lambda f: f.lineno)
     facts = Facts(
         tree, source, functions, classes, calls, called, imports, set(), ordered, assigned, nodes,
-        uses, path,
+        uses, annotated, path,
     )  # fmt: skip
     facts.relevant = _relevant(uses, _acting(facts))
     return facts

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
-from .events import Act, Context, Def, Env, Event, Guard, Loop, PathItem, classify
+from .events import Act, Context, Def, Env, Event, Guard, Loop, PathItem, classify, constructor
 from .expressions import (
     FunctionNode,
     assigned_names,
@@ -54,6 +54,7 @@ class Scope:
     # Functions that contain training calls; others are only followed for their return value.
     relevant: frozenset[FunctionNode] = frozenset()
     home: str = ""  # The path of another module whose function is walked.
+    base: Env | None = None  # What such a function, or a method of another object, sees.
 
     def changed_by(self, loop: Loop, body: Sequence[ast.stmt]) -> set[str]:
         """Return the names that an iteration can change, also through methods that it calls."""
@@ -140,6 +141,9 @@ class Walker:
 
     def _if(self, stmt: ast.If, env: Env, path: _Path, scope: Scope) -> list[_Exit]:
         self._calls(stmt.test, env, path, scope)
+        known = _handed(stmt.test, env)
+        if known is not None:
+            return self.block(stmt.body if known else stmt.orelse, env, path, scope)
         before = env.frozen()
         exits: list[_Exit] = []
         ended: list[bool] = []
@@ -158,6 +162,12 @@ class Walker:
         env.replace(alive[0])
         for other in alive[1:]:
             _merge(env, other)
+        # `if n == k: last = True` and `else: last = False`: the flag is the condition.
+        for name in assigned_names(stmt.body) & assigned_names(stmt.orelse):
+            values = [_constant(result.get(name, ())) for result in results]
+            if values in ([True, False], [False, True]):
+                test = stmt.test if values[0] else ast.UnaryOp(ast.Not(), stmt.test)
+                env.bind(name, (Def(test, before, _loops(path), stmt),))
         return exits
 
     def _with(
@@ -258,7 +268,9 @@ class Walker:
         for call in calls_in(expr):
             helper, inside = self._helper(call, scope, env), scope
             if helper is None and _loops(path):
-                helper, inside = self._imported(call, scope)
+                helper, inside = self._method(call, scope, env)
+                if helper is None:
+                    helper, inside = self._imported(call, scope)
             if helper is not None and _SHOWS.search(helper.name):
                 self._emit(Act("call", call.func), call, self._stmt, env, path)
             if helper is not None and self._inline(call, helper, env, path, inside):
@@ -328,7 +340,22 @@ class Walker:
         if function is None or any(function.name == f.name for f in self._stack):
             return None, scope
         self._foreign.append(function)
-        return function, Scope({}, relevant=frozenset([function]), home=found.path)
+        return function, Scope({}, relevant=frozenset([function]), home=found.path, base=_EMPTY)
+
+    def _method(self, call: ast.Call, scope: Scope, env: Env) -> tuple[FunctionNode | None, Scope]:
+        """Return a method of another class of the file: of `runner`, made or annotated here."""
+        name, _, method = (dotted(call.func) or "").rpartition(".")
+        made = {made.rpartition(".")[2] for made, _ in map(constructor, env.get(name, ()))}
+        made |= self.facts.annotated.get(name, set())
+        for owner in self.facts.classes if name not in {"", "self"} and not scope.home else ():
+            found = owner.methods.get(method) if owner.node.name in made else None
+            if found is not None and found in scope.relevant:
+                seen = class_env(owner, _EMPTY)
+                own = Scope(
+                    scope.functions, owner.methods, owner.changed, scope.relevant, base=seen
+                )
+                return found, own
+        return None, scope
 
     def _worth(self, helper: FunctionNode, path: _Path, scope: Scope) -> bool:
         """True if a helper should be inlined: relevant, tiny, or short and inside a loop."""
@@ -352,20 +379,22 @@ class Walker:
         self._inlines += 1
         self.covered.add(helper)
         is_method = helper.name in scope.methods
-        seen = {} if scope.home else {k: v for k, v in env.items() if not is_method or "." in k}
+        seen = {k: v for k, v in env.items() if not is_method or "." in k}
+        seen = seen if scope.base is None else dict(scope.base)
         given = _arguments(call, helper, env, _loops(path))
         shared = {p: n for p, d in given.items() if (n := dotted(d[0].expr)) and n != "self"}
+        inside = replace(scope, functions=dict(scope.functions), base=None)
         inner = Env({**seen, **given, **_slots(shared, env)})
         caller_stmt = self._stmt
         self._stack.append(helper)
         self._returns.append([])
-        self.block(helper.body, inner, path, replace(scope, functions=dict(scope.functions)))
+        self.block(helper.body, inner, path, inside)
         self.resolver.returns[id(call)] = self._returns.pop()
         self._stack.pop()
         self._stmt = caller_stmt
         # What a helper sets on self, or on an object that it was handed, its caller sees too.
         for name, defs in [
-            *((n, d) for n, d in inner.items() if n.startswith("self.") and not scope.home),
+            *((n, d) for n, d in inner.items() if n.startswith("self.") and scope.base is None),
             *_slots({name: p for p, name in shared.items()}, inner).items(),
         ]:
             if env.get(name) is not defs:
@@ -378,10 +407,11 @@ def _arguments(
 ) -> dict[str, tuple[Def, ...]]:
     spec = helper.args
     names = [a.arg for a in (*spec.posonlyargs, *spec.args)]
-    if names and names[0] in {"self", "cls"} and (dotted(call.func) or "").startswith("self."):
-        names = names[1:]
     bound: dict[str, tuple[Def, ...]] = {}
     before = env.frozen()
+    if names and names[0] in {"self", "cls"} and isinstance(call.func, ast.Attribute):
+        bound[names[0]] = (Def(call.func.value, before, loops),)
+        names = names[1:]
     defaults = dict(zip(names[::-1], spec.defaults[::-1], strict=False))
     defaults |= {
         a.arg: d for a, d in zip(spec.kwonlyargs, spec.kw_defaults, strict=True) if d is not None
@@ -390,11 +420,25 @@ def _arguments(
         bound[name] = (Def(default, _EMPTY, ()),)
     if not any(isinstance(a, ast.Starred) for a in call.args):
         for name, argument in zip(names, call.args, strict=False):
-            bound[name] = (Def(argument, before, loops),)
+            bound[name] = (Def(argument, before, loops, argument),)
     for given in call.keywords:
         if given.arg is not None:
-            bound[given.arg] = (Def(given.value, before, loops),)
+            bound[given.arg] = (Def(given.value, before, loops, given.value),)
     return bound
+
+
+def _constant(defs: tuple[Def, ...]) -> object:
+    return defs[0].expr.value if len(defs) == 1 and isinstance(defs[0].expr, ast.Constant) else None
+
+
+def _handed(test: ast.expr, env: Env) -> bool | None:
+    """Return the value of a condition that is a literal of the call: `evaluate=True`."""
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        inner = _handed(test.operand, env)
+        return None if inner is None else not inner
+    defs = env.get(test.id, ()) if isinstance(test, ast.Name) else ()
+    value = _constant(defs)
+    return value if isinstance(value, bool) and defs[0].node is defs[0].expr else None
 
 
 def _slots(names: dict[str, str], env: Env) -> dict[str, tuple[Def, ...]]:

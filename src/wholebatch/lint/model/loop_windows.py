@@ -263,11 +263,11 @@ class File:
     def models(self) -> list[ast.Call]:
         """Return the calls that build something called a model."""
         return [
-            value
+            call
             for name, values in self.facts.assigned.items()
             if MODEL_NAME.match(name.rpartition(".")[2])
-            for value in values
-            if isinstance(value, ast.Call)
+            for call in map(unmoved, values)
+            if isinstance(call, ast.Call)
         ]
 
     def shaped(self, *shapes: str) -> list[LoopWindow]:

@@ -35,6 +35,8 @@ _OF_TORCH = {
     "torch.clip",
     "torch.nan_to_num",
     "torch.sqrt",
+    "torch.tensor",
+    "torch.as_tensor",
 }
 # Helpers that average a value over ranks: what goes in is what comes out, for one rank.
 _OVER_RANKS = re.compile(

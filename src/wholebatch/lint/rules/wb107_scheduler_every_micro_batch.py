@@ -10,6 +10,9 @@ from ..model import Event, File
 from ..model.expressions import text
 from .rule_base import Report, moved, rule
 
+# A schedule that is as long as there are micro-batches: `num_training_steps=updates * accum`.
+_COUNTS_MICRO_BATCHES = re.compile(r"(steps|total)\w* \* [\w.]*(accum|gas\b)", re.I)
+
 
 @rule(
     "WB107",
@@ -26,6 +29,9 @@ def check(file: File) -> Iterator[Report]:
             if window.when(event) != "always" or has_argument:
                 continue
             if window.shape == "accelerate" and _prepared(event, file):
+                continue
+            made = window.makers(text(event.receiver), event.env) if event.receiver else []
+            if any(_COUNTS_MICRO_BATCHES.search(text(call)) for call, _ in made):
                 continue
             yield Report(
                 event.node,
