@@ -155,6 +155,10 @@ class Event(Act):
         theirs = [g.key for g in other.path if isinstance(g, Guard)]
         return any((spelled, not positive) in mine for spelled, positive in theirs)
 
+    def conditions(self, loop: Loop) -> set[tuple[str, bool]]:
+        """Return the conditions between a loop and the event, as text."""
+        return {guard.key for guard in self.guards(loop)}
+
     def guards(self, loop: Loop) -> list[Guard]:
         """Return the conditions between a loop and the event."""
         return [item for item in self.inside(loop) if isinstance(item, Guard)]

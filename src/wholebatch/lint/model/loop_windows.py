@@ -261,11 +261,12 @@ class File:
 
     @cached_property
     def models(self) -> list[ast.Call]:
-        """Return the calls that build something called a model."""
+        """Return the calls that build something called a model, except frozen ones."""
+        frozen = re.findall(r"([\w.]+?)(?:\.eval\(\))?\.requires_grad_\(False\)", self.facts.source)
         return [
             call
             for name, values in self.facts.assigned.items()
-            if MODEL_NAME.match(name.rpartition(".")[2])
+            if MODEL_NAME.match(name.rpartition(".")[2]) and name not in frozen
             for call in map(unmoved, values)
             if isinstance(call, ast.Call)
         ]

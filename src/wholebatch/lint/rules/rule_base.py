@@ -13,7 +13,8 @@ from ..model import Event, File, LoopWindow
 from ..model.expressions import dotted, is_binary, is_call, keyword, last_part, number, text, walk
 from ..model.loop_windows import steps_after
 
-_RESCALED = re.compile(
+# Code that multiplies or divides gradients themselves.
+RESCALED = re.compile(
     r"\.grad(\.data)?\s*(/=|\*=|=\s*[\w.]+\.grad\s*[*/](?!\s*\w*mask))"
     r"|\.grad(\.data)?\.(div_|mul_)\((?![^\n]*loss_scale)|scale_grad\w*\(|_foreach_(mul|div)_|multiply_grads|rescale_grad"
 )
@@ -112,18 +113,11 @@ def steps_every_micro_batch(window: LoopWindow) -> bool:
     )
 
 
-def same_receiver(first: Event, second: Event) -> bool:
-    """True if two calls are on the same object, judged by its spelling."""
-    return bool(first.receiver_text) and first.receiver_text == second.receiver_text
-
-
 def is_optimizer_of(zero: Event, steps: list[Event]) -> bool:
     """True if a `zero_grad` clears what these steps use: the same optimizer, or the whole model."""
-    if any(same_receiver(zero, step) for step in steps):
-        return True
     names = {s.receiver_text for s in steps}
     is_optimizer = bool(re.search(r"opt", zero.receiver_text, re.I))
-    return len(names) == 1 and not is_optimizer
+    return zero.receiver_text in names - {""} or (len(names) == 1 and not is_optimizer)
 
 
 def is_divided(window: LoopWindow) -> bool:
@@ -166,11 +160,6 @@ def framework_steps(file: File) -> Iterator[tuple[ast.AST, ast.AST, str]]:
             yield owner.node, owner.methods["training_step"], "Lightning"
 
 
-def conditions(event: Event, window: LoopWindow) -> set[tuple[str, bool]]:
-    """Return the conditions between the loop and an event, as text."""
-    return {(text(g.expr), g.positive) for g in event.guards(window.loop)}
-
-
 def cleared_last(window: LoopWindow) -> Event | None:
     """Return a clearing at the boundary just before the last backward of a window."""
     boundary, steps = window.boundary, stepped(window)
@@ -184,16 +173,6 @@ def cleared_last(window: LoopWindow) -> Event | None:
         if is_early and mine.shift == boundary.shift and is_optimizer_of(zero, steps):  # type: ignore[union-attr]
             return zero
     return None
-
-
-def exclusive(first: Event, second: Event) -> bool:
-    """True if two events are on opposite branches of one condition."""
-    return first.excludes(second)
-
-
-def gradients_rescaled(file: File) -> bool:
-    """True if the file multiplies or divides gradients themselves."""
-    return file.facts.mentions(_RESCALED)
 
 
 def framework_accumulates(file: File) -> bool:

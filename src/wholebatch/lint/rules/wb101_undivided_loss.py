@@ -18,7 +18,7 @@ from ..model.expressions import (
     walk,
 )
 from ..model.loss_origin import Chain
-from .rule_base import Edit, Report, cleared_last, exclusive, gradients_rescaled, replaces_one, rule
+from .rule_base import RESCALED, Edit, Report, cleared_last, replaces_one, rule
 
 _SCALING_FACTOR = re.compile(r"scale|accum|norm|inv|ratio|factor|coef|gas|micro|steps", re.I)
 _LOSS_SCALE = re.compile(r"loss_scale|scaler", re.I)
@@ -47,7 +47,7 @@ _MODELISH = re.compile(
 )
 def check(file: File) -> Iterator[Report]:
     """Yield one report per window whose loss is never divided."""
-    if not file.accumulating or gradients_rescaled(file) or file.facts.mentions(_ELSEWHERE):
+    if not file.accumulating or file.facts.mentions(RESCALED) or file.facts.mentions(_ELSEWHERE):
         return
     for window in file.accumulating:
         if not _judged(window, file) or replaces_one(window) or cleared_last(window):
@@ -91,7 +91,7 @@ def _divided_by_less(chain: Chain, window: LoopWindow) -> bool:
 
 def _is_extra(event: Event, window: LoopWindow) -> bool:
     """True for a second loss of the same micro-batch, beside one that is divided."""
-    others = [e for e in window.backwards if e is not event and not exclusive(e, event)]
+    others = [e for e in window.backwards if e is not event and not e.excludes(event)]
     return window.when(event) == "always" and bool(others)
 
 

@@ -12,10 +12,10 @@ from ..model.loop_windows import unmoved
 from ..model.loss_origin import Chain
 from ..model.window_boundary import iterated
 from .rule_base import (
+    RESCALED,
     Report,
     framework_accumulates,
     framework_steps,
-    gradients_rescaled,
     rule,
 )
 
@@ -84,7 +84,7 @@ def check(file: File) -> Iterator[Report]:
     yield from _in_frameworks(file)
     if (
         not file.accumulating
-        or (gradients_rescaled(file) and file.facts.mentions(_EXACT))
+        or (file.facts.mentions(RESCALED) and file.facts.mentions(_EXACT))
         or "num_items_in_batch" in file.facts.source
     ):
         return

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from ..model import Event, File, LoopWindow
 from ..model.events import Env
 from ..model.expressions import dotted, last_part, text
-from .rule_base import Edit, Report, conditions, exclusive, rule
+from .rule_base import Edit, Report, rule
 
 _UNSCALES_ITSELF = re.compile(
     r"accelerator|fabric|scaler|amp\.|trainer|^self\.clip_grad\w* ?$", re.I
@@ -32,7 +32,7 @@ def check(file: File) -> Iterator[Report]:
             source = _source(clip, scaled)
             if source is None or _UNSCALES_ITSELF.search(_clipper(clip)):
                 continue
-            if any(u.order < clip.order and not exclusive(u, clip) for u in unscales):
+            if any(u.order < clip.order and not u.excludes(clip) for u in unscales):
                 continue
             yield Report(
                 clip.node,
@@ -51,7 +51,7 @@ def _clipper(clip: Event) -> str:
 
 
 def _source(clip: Event, scaled: list[Event]) -> Event | None:
-    before = [e for e in scaled if e.order < clip.order and not exclusive(e, clip)]
+    before = [e for e in scaled if e.order < clip.order and not e.excludes(clip)]
     return before[-1] if before else None
 
 
@@ -85,7 +85,7 @@ def _fix(
     if not same_place or not isinstance(clip.stmt, ast.Expr) or clip.stmt.value is not clip.node:
         return ()
     # The scaler may exist on the step's branch only.
-    if not conditions(steps[0], window) <= conditions(clip, window):
+    if not steps[0].conditions(window.loop) <= clip.conditions(window.loop):
         return ()
     call = f"{_scaler(source)}.unscale_({text(steps[0].receiver)})"
     return (Edit.at("before", clip.stmt, call),)

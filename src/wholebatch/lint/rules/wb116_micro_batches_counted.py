@@ -20,7 +20,7 @@ from ..model.expressions import (
     walk,
 )
 from ..model.window_boundary import peel
-from .rule_base import Report, exclusive, rule, stepped
+from .rule_base import Report, rule, stepped
 
 _UPDATES = re.compile(
     r"(^|[._])(global_?steps?|num_updates|n_updates|updates|update_steps?|optim(izer)?_steps?"
@@ -176,7 +176,7 @@ def _counters(window: LoopWindow) -> Iterator[Report]:
             continue
         if _is_the_clock(name, window) or not _is_compared(name, window):
             continue
-        if all(exclusive(event, step) for step in window.of("step")):
+        if all(event.excludes(step) for step in window.of("step")):
             continue  # On a branch of its own, without the optimizer.
         yield Report(
             event.node,

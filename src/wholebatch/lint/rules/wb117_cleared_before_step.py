@@ -12,7 +12,6 @@ from .rule_base import (
     Edit,
     Report,
     cleared_last,
-    exclusive,
     is_optimizer_of,
     is_right_but_for,
     rule,
@@ -59,7 +58,7 @@ def _cleared_before(zero: Event, steps: list[Event], window: LoopWindow) -> Even
     if not is_optimizer_of(zero, steps):
         return None
     for step in steps:
-        if _holds_others(zero, step) or step.order < zero.order or exclusive(zero, step):
+        if _holds_others(zero, step) or step.order < zero.order or zero.excludes(step):
             continue
         if step.loops != zero.loops or window.when(zero) != window.when(step):
             continue
@@ -73,13 +72,13 @@ def _cleared_before(zero: Event, steps: list[Event], window: LoopWindow) -> Even
 def _would_use(step: Event, zero: Event, steps: list[Event], window: LoopWindow) -> bool:
     """True if a step is the first one that could use the gradients that are cleared."""
     made = any(
-        b.order < zero.order and not exclusive(b, zero) and not exclusive(b, step)
+        b.order < zero.order and not b.excludes(zero) and not b.excludes(step)
         for b in window.backwards
     )
     later = [*window.of("backward"), *(e for e in window.after if e.kind == "backward")]
     made_again = any(zero.order < b.order < step.order for b in later)
     # An earlier step of the same optimizer has used the gradients cleared here.
-    used = any(s.order < zero.order and not exclusive(s, zero) for s in steps)
+    used = any(s.order < zero.order and not s.excludes(zero) for s in steps)
     return made and not made_again and not used
 
 
