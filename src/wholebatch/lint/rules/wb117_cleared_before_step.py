@@ -55,46 +55,33 @@ def _zeros(window: LoopWindow) -> list[Event]:
 
 
 def _cleared_before(zero: Event, steps: list[Event], window: LoopWindow) -> Event | None:
-    if not is_optimizer_of(zero, steps):
-        return None
-    for step in steps:
+    """Return the step that could use the gradients that are cleared just before it."""
+    later = [*window.of("backward"), *(e for e in window.after if e.kind == "backward")]
+    # An earlier step of the same optimizer has used the gradients cleared here.
+    used = any(s.order < zero.order and not s.excludes(zero) for s in steps)
+    made = [b for b in window.backwards if b.order < zero.order and not b.excludes(zero)]
+    for step in steps if is_optimizer_of(zero, steps) and not used else ():
         if _holds_others(zero, step) or step.order < zero.order or zero.excludes(step):
             continue
         if step.loops != zero.loops or window.when(zero) != window.when(step):
             continue
-        if not _conditions(zero) <= _conditions(step):
-            continue  # Cleared where the update is skipped.
-        if _would_use(step, zero, steps, window):
+        # Not where the update is skipped, and not before another backward.
+        again = any(zero.order < b.order < step.order for b in later)
+        useful = not all(b.excludes(step) for b in made)
+        if _conditions(zero) <= _conditions(step) and useful and not again:
             return step
     return None
 
 
-def _would_use(step: Event, zero: Event, steps: list[Event], window: LoopWindow) -> bool:
-    """True if a step is the first one that could use the gradients that are cleared."""
-    made = any(
-        b.order < zero.order and not b.excludes(zero) and not b.excludes(step)
-        for b in window.backwards
-    )
-    later = [*window.of("backward"), *(e for e in window.after if e.kind == "backward")]
-    made_again = any(zero.order < b.order < step.order for b in later)
-    # An earlier step of the same optimizer has used the gradients cleared here.
-    used = any(s.order < zero.order and not s.excludes(zero) for s in steps)
-    return made and not made_again and not used
-
-
 def _conditions(event: Event) -> set[tuple[str, bool]]:
-    return {(text(g.expr), g.positive) for g in event.path if isinstance(g, Guard)}
+    return {g.key for g in event.path if isinstance(g, Guard)}
 
 
 def _holds_others(zero: Event, step: Event) -> bool:
     """True if the optimizer holds the parameters of another model than the cleared one."""
-    made = [d.expr for d in step.env.get(step.receiver_text, ())]
-    names = {n for m in made for n in re.findall(r"([\w.]+)\.(?:named_)?parameters\(", text(m))}
-    return (
-        bool(names)
-        and zero.receiver_text != step.receiver_text
-        and not names & {zero.receiver_text}
-    )
+    made = " ".join(text(d.expr) for d in step.env.get(step.receiver_text, ()))
+    names = {*re.findall(r"([\w.]+)\.(?:named_)?parameters\(", made)}
+    return bool(names) and zero.receiver_text not in {step.receiver_text, *names}
 
 
 def _swap(zero: Event, step: Event) -> tuple[Edit, ...]:

@@ -41,12 +41,11 @@ def check(file: File) -> Iterator[Report]:
         for value in file.facts.assigned.get("" if size is None else text(size), [size])
     }
     batch = batches.pop() if len(batches) == 1 else None
-    for window in windows[:1]:
-        total = (batch or _SMALL_BATCH) * (number(window.every) or 0)
-        if batch and all(sizes) and sizes and sum(sizes) <= _SMALL_PARAMETERS:
-            if total <= _SMALL_BATCH:
-                yield Report(
-                    window.backwards[0].node,
-                    f"a batch of {int(total)} fits this model of about {int(sum(sizes)):,} "
-                    "parameters at once: accumulation only costs time here; raise the batch size",
-                )
+    total = (batch or _SMALL_BATCH) * (number(windows[0].every) or 0)
+    is_small = bool(sizes) and all(sizes) and sum(sizes) <= _SMALL_PARAMETERS
+    if batch and is_small and total <= _SMALL_BATCH:
+        yield Report(
+            windows[0].backwards[0].node,
+            f"a batch of {int(total)} fits this model of about {int(sum(sizes)):,} parameters at "
+            "once: accumulation only costs time here; raise the batch size",
+        )
