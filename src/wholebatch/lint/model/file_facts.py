@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -278,7 +278,7 @@ def _changes(methods: dict[str, FunctionNode]) -> dict[str, frozenset[str]]:
     return {name: frozenset(found) for name, found in sets.items()}
 
 
-def methods_called(body: list[ast.stmt]) -> Iterator[str]:
+def methods_called(body: Sequence[ast.stmt]) -> Iterator[str]:
     """Yield the `name` of every `self.name` in the statements: called, or handed on."""
     for stmt in body:
         for node in walk(stmt):

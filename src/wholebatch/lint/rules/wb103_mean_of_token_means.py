@@ -185,18 +185,14 @@ def _is_packed(call: ast.Call, chain: Chain, window: LoopWindow) -> bool:
     """True if the labels are a slice of the data and ignore_index a literal: none is left out."""
     if len(call.args) < 2:
         return False
-    labels: ast.expr = call.args[1]
-    made = chain.base_env.get(dotted(labels) or "", ())
-    if is_call(labels, "squeeze") or any("arange(" in text(d.expr) for d in made):
+    labels = unmoved(call.args[1])
+    made = [unmoved(d.expr) for d in chain.base_env.get(dotted(labels) or "", ())]
+    if is_call(call.args[1], "squeeze") or any("arange(" in text(m) for m in made):
         return True  # One label per sample.
-    labels = unmoved(labels)
-    for definition in chain.base_env.get(dotted(labels) or "", ()):
-        made = unmoved(definition.expr)
-        if isinstance(made, ast.Subscript) and isinstance(made.slice, ast.Tuple):
-            return dotted(made.value) == dotted(window.loop.target or made) or any(
-                dotted(made.value) == dotted(e) for e in getattr(window.loop.target, "elts", ())
-            )
-    return False
+    target = window.loop.target
+    batches = {dotted(e) for e in getattr(target, "elts", [target]) if e is not None}
+    slices = [m for m in made if isinstance(m, ast.Subscript) and isinstance(m.slice, ast.Tuple)]
+    return any(dotted(m.value) in batches - {None} for m in slices)
 
 
 def _selects(call: ast.Call, chain: Chain) -> bool:
