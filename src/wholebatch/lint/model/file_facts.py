@@ -104,8 +104,14 @@ class Facts:
         found = []
         values: list[ast.expr | None] = [*self.assigned.get(name, ())]
         handed = {dotted(v) or "" for v in values if v is not None} | {name}
-        for made in (m for n in handed for m in self.annotated.get(n, ())):
-            values.append(ast.Call(ast.Name(made), [], []))
+        named = {m for n in handed for m in self.annotated.get(n, ())}
+        if any("model_class" in text(v) for v in values if v is not None):
+            # `MODEL_CLASSES = {"bert": (BertConfig, BertForNer, BertTokenizer)}`
+            held = [
+                v for values in self.assigned.values() for v in values if isinstance(v, ast.Dict)
+            ]
+            named |= {n.id for v in held for n in walk(v) if isinstance(n, ast.Name)}
+        values += [ast.Call(ast.Name(made), [], []) for made in named]
         for value in values:
             while isinstance(value, ast.Call):
                 head = (dotted(value.func) or "").partition(".")[0]

@@ -156,7 +156,7 @@ class LoopWindow:
     def is_ours(self, found: Boundary) -> bool:
         """True if a condition ends these windows and is not, say, a logging interval."""
         if self.shape == "accelerate" or self.boundary is None:
-            return found.kind in {"accelerate", "deepspeed"}
+            return found.kind in {"accelerate", "deepspeed"} or is_accumulation_name(found.key)
         if found.kind == "accelerate" or self.boundary.kind == found.kind == "last":
             return True
         return found.key == self.every_key
@@ -216,7 +216,7 @@ class LoopWindow:
             return bool(re.search(per_epoch, spelled))
         for definition in self.loop.entry.get(dotted(inner) or "", ()):
             made = text(definition.expr)[:400]
-            if re.search(r"cycle|infinite|repeat|islice", made):
+            if re.search(r"cycle\w*\(|infinite|\brepeat\(|islice\(", made):
                 return False
             if re.search(r"\brange\(", made) and "len(" not in made:
                 return False

@@ -40,7 +40,7 @@ _JAX_MASK_COUNT = re.compile(
 _LEFT_OUT = r"(-?\d|[\w.]*(?i:pad|ignore_i)|IGNORE)"
 _MASKING_MODEL = re.compile(
     rf"CrossEntropyLoss\((?![^)]*reduction)[^)]*ignore_index\s*=\s*{_LEFT_OUT}"
-    r"|\.masked_select\([^\n]*mask(.|\n)*_loss\(|\bloss\[\w*mask\w*\]\.mean\(\)"
+    r"|\.masked_select\([^\n]*mask(.|\n)*_loss\(|\bloss\[\w*mask\w*\]\.mean\(\)|\[active_\w+\]"
     # `denominator = torch.sum(mask)`, and a division by it.
     r"|\n *(?P<count>\w+) = [^\n]*(sum\(\w*mask|mask\w*(\.\w+\(\))*\.sum\()"
     r"[^\n]*\n([^\n]*\n){0,6}?[^\n]*loss[^\n]*/ ?\(?(?P=count)\b"

@@ -15,7 +15,7 @@ _HELD = re.compile(
     r"no_sync|require_backward_grad_sync|no_backward_sync|disable_allreduce|set_requires_gradient_sync|ddp_sync"
 )
 
-_WRAPS = re.compile(r"DistributedDataParallel|DDP|(smart|wrap\w*)_(DDP|ddp)")
+_WRAPS = re.compile(r"DistributedDataParallel|(Native|Apex|Torch)?DDP|(smart|wrap\w*)_(DDP|ddp)")
 _LOCAL = {"tensor", "native", "wrapper", "lightning"}
 
 

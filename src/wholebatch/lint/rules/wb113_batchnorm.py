@@ -62,7 +62,7 @@ def _batchnorm(call: ast.expr, file: File) -> str:
         return "`BatchNormalization`"
     if name in _LAYERS:
         return f"`{name}`"
-    if name == "convert_sync_batchnorm":
+    if name == "convert_sync_batchnorm" and "create_model" not in file.facts.called:
         return "the model's BatchNorm"
     model = _known_model(call, name, dotted(call.func) or "", file)
     if not model and call in file.models and "BatchNorm" in file.facts.imported_source(call):
