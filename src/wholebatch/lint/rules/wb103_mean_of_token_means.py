@@ -37,7 +37,7 @@ _JAX_MASK_COUNT = re.compile(
     r"/\s*(jnp\.(maximum|clip)\()?\(?(jnp\.sum\(\w*(mask|valid|weights)|\w*(mask|valid|weights)\w*\.sum\(\))"
 )
 # A class that leaves labels out of its mean.
-_LEFT_OUT = r"(-?\d|[\w.]*(?i:pad|ignore_i)|IGNORE)"
+_LEFT_OUT = r"(-?\d|[\w.]*(?i:pad)|IGNORE)"
 _MASKING_MODEL = re.compile(
     rf"CrossEntropyLoss\((?![^)]*reduction)[^)]*ignore_index\s*=\s*{_LEFT_OUT}"
     r"|\.masked_select\([^\n]*mask(.|\n)*_loss\(|\bloss\[\w*mask\w*\]\.mean\(\)|\[active_\w+\]"
