@@ -26,6 +26,7 @@ _OTHER_FRAMEWORK = "WB003"
 _TRAINS = re.compile(r"backward\s*\(|loss_scaler\s*\(|def (training_step|compute_loss)\b")
 _UPDATES = re.compile(
     r"\.\s*(step|optimize|zero_grad)\s*\(|optimizer_step|update_grad|loss_scaler"
+    r"|(step|update)\w*\([^)\n]*optim"
     r"|def (training_step|compute_loss)\b"
 )
 # Loops that other rules than those of torch read, or none does.
