@@ -115,7 +115,7 @@ def check_source(source: Source, settings: Settings) -> list[Finding]:
     # A cheap test that avoids parsing most files.
     if _TRAINS.search(source.text) and _UPDATES.search(source.text):
         found += _parse_and_check(source, settings)
-    elif _ACCUMULATES.search(source.text) and _APPLIES.search(source.text):
+    else:
         found += _of_another_framework(source, settings)
     found = [f for f in found if settings.wants_in(f.code, source.path)]
     return sorted(set(found), key=lambda f: (f.cell or 0, f.line, f.column, f.code))
@@ -124,7 +124,8 @@ def check_source(source: Source, settings: Settings) -> list[Finding]:
 def _of_another_framework(source: Source, settings: Settings) -> list[Finding]:
     """Check the few things that are known of other frameworks, and say once what was not read."""
     framework = _ELSEWHERE.search(source.text)
-    if framework is None:
+    accumulates = framework is not None and _ACCUMULATES.search(source.text)
+    if framework is None or not accumulates or not _APPLIES.search(source.text):
         return []
     words = (
         f"this file accumulates gradients with {framework.group(1)}, whose loops the rules do not "

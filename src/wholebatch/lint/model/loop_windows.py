@@ -262,7 +262,9 @@ class File:
     @cached_property
     def models(self) -> list[ast.Call]:
         """Return the calls that build something called a model, except frozen ones."""
-        frozen = re.findall(r"([\w.]+?)(?:\.eval\(\))?\.requires_grad_\(False\)", self.facts.source)
+        stopped = r"([\w.]+?)(?:\.eval\(\))?\.requires_grad_\(False\)"
+        lines = [n for n in self.facts.source.split("\n") if "requires_grad_(False)" in n]
+        frozen = {name for line in lines for name in re.findall(stopped, line)}
         return [
             call
             for name, values in self.facts.assigned.items()

@@ -61,18 +61,18 @@ def _belongs(call: ast.Call, window: LoopWindow) -> bool:
 
 def _wraps(file: File) -> list[ast.Call]:
     """Return the calls that wrap a model, except where nothing is accumulated (as with apex)."""
+    wraps = [c for c in file.facts.calls if _WRAPS.fullmatch(last_part(c.func))]
+    # A teacher is wrapped but not trained.
+    trained = [c for c in wraps if not (c.args and "teacher" in text(c.args[0]).lower())]
     otherwise = {
         id(call)
-        for node in walk(file.tree)
+        for node in (walk(file.tree) if trained else ())
         if isinstance(node, ast.If)
         and is_not(node.test)
         and is_accumulation_name(text(node.test.operand))
         for stmt in node.body
         for call in walk(stmt)
     }
-    wraps = [c for c in file.facts.calls if _WRAPS.fullmatch(last_part(c.func))]
-    # A teacher is wrapped but not trained.
-    trained = [c for c in wraps if not (c.args and "teacher" in text(c.args[0]).lower())]
     return [call for call in trained if id(call) not in otherwise]
 
 
