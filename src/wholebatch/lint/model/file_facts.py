@@ -21,7 +21,7 @@ from .expressions import (
     text,
     walk,
 )
-from .imported_code import Definition, Imports, imported, visible
+from .imported_code import Definition, Imports, imported, is_local, visible
 
 _ACTS = {
     "backward", "manual_backward", "loss_scaler", "zero_grad", "unscale_", "clip_grad_norm_",
@@ -214,6 +214,7 @@ def gather(tree: ast.Module, source: str, path: str = "") -> Facts:
     classes = [_class(o) for o in sorted(owners, key=lambda o: o.lineno)]
     _inherit(classes)
     ordered = sorted(uses, key=lambda f: f.lineno)
+    nodes = [node for node in nodes if path and is_local(node, path)]
     facts = Facts(
         tree, source, functions, classes, calls, called, imports, set(), ordered, assigned, nodes,
         uses, annotated, path,

@@ -163,7 +163,7 @@ class Walker:
         for other in alive[1:]:
             _merge(env, other)
         # `if n == k: last = True` and `else: last = False`: the flag is the condition.
-        for name in assigned_names(stmt.body) & assigned_names(stmt.orelse):
+        for name in assigned_names(stmt.body) & assigned_names(stmt.orelse) if stmt.orelse else ():
             values = [_constant(result.get(name, ())) for result in results]
             if values in ([True, False], [False, True]):
                 test = stmt.test if values[0] else ast.UnaryOp(ast.Not(), stmt.test)
@@ -329,7 +329,9 @@ class Walker:
     def _imported(self, call: ast.Call, scope: Scope) -> tuple[FunctionNode | None, Scope]:
         """Return a function of another local module that belongs to the loop or makes its loss."""
         name = dotted(call.func) or ""
-        if len(self._foreign) >= _MAX_FOREIGN or name.startswith("self."):
+        if not (scope.home or self.facts.import_nodes) or name.startswith("self."):
+            return None, scope
+        if len(self._foreign) >= _MAX_FOREIGN:
             return None, scope
         found = visible(scope.home, name) if scope.home else self.facts.imported(name)
         if found is None or not found.text.startswith("def "):
@@ -345,6 +347,8 @@ class Walker:
     def _method(self, call: ast.Call, scope: Scope, env: Env) -> tuple[FunctionNode | None, Scope]:
         """Return a method of another class of the file: of `runner`, made or annotated here."""
         name, _, method = (dotted(call.func) or "").rpartition(".")
+        if not self.facts.classes:
+            return None, scope
         made = {made.rpartition(".")[2] for made, _ in map(constructor, env.get(name, ()))}
         made |= self.facts.annotated.get(name, set())
         for owner in self.facts.classes if name not in {"", "self"} and not scope.home else ():

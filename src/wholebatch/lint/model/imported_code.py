@@ -61,6 +61,19 @@ def imported(imports: Imports, path: str, name: str) -> Definition | None:
     return None
 
 
+def is_local(node: ast.Import | ast.ImportFrom, path: str) -> bool:
+    """True if an import can lead to a module beside the file, or in a folder above."""
+    tops = {(getattr(node, "module", None) or a.name).partition(".")[0] for a in node.names}
+    folder = os.path.dirname(os.path.abspath(path))
+    return getattr(node, "level", 0) > 0 or any(_is_near(folder, top) for top in tops)
+
+
+@lru_cache(maxsize=4096)
+def _is_near(folder: str, top: str) -> bool:
+    starts = [folder, *map(str, Path(folder).parents)][: _LEVELS_UP + 1]
+    return any({top, f"{top}.py"} & _names(start) for start in starts)
+
+
 @lru_cache(maxsize=512)
 def visible(path: str, name: str) -> Definition | None:
     """Return the definition of a name as code of a module sees it: its own, or imported."""
@@ -102,13 +115,11 @@ def _defined(path: str, module: str, level: int, name: str, depth: int = 0) -> D
 def _locate(folder: str, module: str, level: int) -> str | None:
     """Return the file of a module, looked for beside the importing file and in folders above."""
     here = Path(folder)
-    parts = module.split(".") if module else []
+    parts = module.split(".")
     starts = [here.parents[level - 2] if level > 1 else here] if level else [here, *here.parents]
     for start in starts[: _LEVELS_UP + 1]:
-        if not parts or not {parts[0], f"{parts[0]}.py"} & _names(str(start)):
-            continue
         stem = start.joinpath(*parts)
-        for file in (stem.with_suffix(".py"), stem / "__init__.py"):
+        for file in (stem.with_suffix(".py"), stem / "__init__.py") if module else ():
             if file.is_file():
                 return str(file)
     return None

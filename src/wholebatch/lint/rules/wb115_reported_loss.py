@@ -253,14 +253,13 @@ def _means_over_micro_batches(name: str, window: LoopWindow, file: File) -> list
         if isinstance(n.op, ast.Mod)
         and (is_binary(n.right, ast.Mult) or text(n.left).removesuffix(" + 1") in counters)
     }
-    restored = {
-        id(n.left) for n in nodes if window.is_count(text(n.right)) and is_binary(n, ast.Mult)
-    }
+    scaled = [n for n in nodes if isinstance(n.op, ast.Mult)]
+    restored = {id(n.left) for n in scaled if window.is_count(text(n.right))}
     means: list[ast.AST] = []
     for node in nodes:
-        left, right = text(node.left), text(strip_casts(node.right))
         if not isinstance(node.op, ast.Div) or id(node) in restored:
             continue
+        left, right = text(node.left), text(strip_casts(node.right))
         is_count = right.removesuffix(" + 1") in counters or _LENGTH.fullmatch(right)
         # Only the name itself: `(total - before) / steps` uses another count.
         alone = left in {name, f"{name}.item()"} and not is_accumulation_name(right)
