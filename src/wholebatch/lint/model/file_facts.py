@@ -185,6 +185,8 @@ def gather(tree: ast.Module, source: str, path: str = "") -> Facts:
     while todo:
         node = todo.pop()
         kind = type(node)
+        if kind is ast.Name or kind is ast.Constant:
+            continue
         if kind is ast.Call:
             calls.append(cast(ast.Call, node))
         elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -204,8 +206,6 @@ def gather(tree: ast.Module, source: str, path: str = "") -> Facts:
             imports.update(a.name for a in node.names)
         elif isinstance(node, ast.ClassDef):
             owners.append(node)
-        elif kind is ast.Name or kind is ast.Constant:
-            continue
         todo += children(node)
     functions = _functions(tree.body)
     calls.sort(key=lambda c: (c.lineno, c.col_offset))

@@ -58,6 +58,8 @@ class Scope:
 
     def changed_by(self, loop: Loop, body: Sequence[ast.stmt]) -> set[str]:
         """Return the names that an iteration can change, also through methods that it calls."""
+        if not self.changed:
+            return assigned_names(body)
         names = self.changed if loop.virtual else set(methods_called(body))
         kept = [self.changed.get(n, frozenset()) for n in names if n not in {"__init__", "setup"}]
         return assigned_names(body).union(*kept)

@@ -209,29 +209,32 @@ def _is_inner(window: LoopWindow) -> bool:
     return window.shape == "nested" or inside
 
 
-def _sums(window: LoopWindow, bases: set[int]) -> Iterator[tuple[Event, str, list[Chain]]]:
+def _sums(
+    window: LoopWindow, when: str, bases: set[int]
+) -> Iterator[tuple[Event, str, list[Chain]]]:
     """Yield `total += loss.item()`, with the name and the derivations of the loss."""
     for event in window.of("augment") if bases else ():
         name = None if event.receiver is None else dotted(event.receiver)
         # An evaluation has losses of its own.
-        if name is not None and event.loops[-1] is window.loop:
-            yield event, name, _loss_chains(event.argument, event.env, window, bases)
+        if name is None or event.loops[-1] is not window.loop or window.when(event) != when:
+            continue
+        yield event, name, _loss_chains(event.argument, event.env, window, bases)
 
 
 def _kept_at_boundary(window: LoopWindow, bases: set[int]) -> Iterator[Report]:
     """Yield `running_loss += loss.item()` once per window: a mean over one micro-batch of each."""
-    for event, name, chains in _sums(window, bases) if window.shape == "boundary" else ():
+    for event, name, chains in _sums(window, "boundary", bases):
         same = [e for e in window.of("augment") if e.receiver and dotted(e.receiver) == name]
         # The other micro-batches may be added on another branch.
-        if chains and "loss" in name.lower() and {window.when(e) for e in same} == {"boundary"}:
+        if chains and "loss" in name.lower() and all(window.when(e) == "boundary" for e in same):
             yield Report(event.node, _LAST)
             return
 
 
 def _averaged(window: LoopWindow, bases: set[int], file: File) -> Iterator[Report]:
     """Yield sums of a divided loss that are shown as `total / (number of micro-batches)`."""
-    for event, name, chains in _sums(window, bases) if window.shape != "nested" else ():
-        divided = any(_is_divided(c, window) for c in chains) and window.when(event) == "always"
+    for _, name, chains in _sums(window, "always", bases) if window.shape != "nested" else ():
+        divided = any(_is_divided(c, window) for c in chains)
         means = _means_over_micro_batches(name, window, file) if divided else []
         if means:
             yield Report(
