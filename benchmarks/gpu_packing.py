@@ -1,6 +1,7 @@
 """Packed micro-batches beside padded ones that are sorted by length, on a GPU.
 
     python benchmarks/gpu_packing.py            # on CUDA; a few minutes; packing.json to $OUT
+    python benchmarks/gpu_packing.py --budgets 1024 --warm 20
     python benchmarks/gpu_packing.py --small    # a look at the code path, anywhere
 
 A Llama of Transformers (12 x 768, bf16) on texts whose lengths are drawn as in
@@ -115,9 +116,14 @@ def measured(
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--small", action="store_true")
-    small = parser.parse_args().small
+    parser.add_argument("--budgets", type=int, nargs="+", help="tokens of a micro-batch")
+    parser.add_argument("--warm", type=float, default=60.0, help="seconds to warm up a graph")
+    parser.add_argument("--ways", nargs="+", help="the ways to measure; all by default")
+    options = parser.parse_args()
+    small = options.small
     device, sizes = ("cpu", SMALL) if small else ("cuda", LARGE)
     budgets = {1024: 64} if small else {1024: 128, 8192: 1024}
+    budgets = {one: budgets[one] for one in options.budgets or budgets}
     graph = "eager" if small else "graph"
     found: dict[str, Any] = {}
     for budget, samples in budgets.items():
@@ -129,10 +135,11 @@ def main() -> None:
             "packed": (wb.tokens(budget, pack=LONGEST), graph),
         }
         rows: dict[str, Any] = {}
-        for name, (micro_batch, execute) in ways.items():
+        for name in options.ways or ways:
+            micro_batch, execute = ways[name]
             try:
                 train = trainer(sizes, device, micro_batch, execute)
-                warm = 1.0 if small else 5.0 if execute == "eager" else 60.0
+                warm = 1.0 if small else 5.0 if execute == "eager" else options.warm
                 limits = (warm, 1.0 if small else 8.0)
                 rows[name] = measured(train, samples, sizes["vocab_size"], device, limits)
                 del train
@@ -143,8 +150,8 @@ def main() -> None:
                 torch.cuda.empty_cache()
             print(budget, name, json.dumps(rows[name]), flush=True)
         speed = {name: row.get("real_tokens_per_second", 0.0) for name, row in rows.items()}
-        padded = max(speed[name] for name in speed if name.startswith("sorted"))
-        rows["ratio"] = speed["packed"] / padded if padded else None
+        padded = max((speed[name] for name in speed if name.startswith("sorted")), default=0.0)
+        rows["ratio"] = speed.get("packed", 0.0) / padded if padded else None
         print(f"budget {budget}: packed over the best of sorted: {rows['ratio']} (want {WANTED})")
         found[str(budget)] = rows
     if folder := os.environ.get("OUT"):

@@ -15,6 +15,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "index.md",
         "gradient-accumulation.md",
         "choose.md",
+        "gallery.md",
         "migrate/hand-written.md",
         "migrate/transformers.md",
         "migrate/accelerate.md",

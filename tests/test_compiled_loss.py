@@ -167,23 +167,25 @@ def test_two_accumulators_of_a_gan_train_through_each_other() -> None:
         real = torch.randn(7, 4, generator=generator, dtype=torch.float64)
         parts = list(zip(noise.split(4), real.split(4), strict=True))
         for z, x in wb.over(parts, judges, makers):
-            judges.backward(judged(z, x))
-            makers.backward(made(z))
-        # By hand: the judge is updated before the maker's last micro-batch.
-        fooled = (own_judge(own_make(parts[0][0])) - 1).square().sum() / 7
+            told, fools = judged(z, x), made(z)
+            judges.backward(told)
+            makers.backward(fools)
+        # By hand: both gradients are of the models before either update.
+        fooled = (own_judge(own_make(noise)) - 1).square().sum() / 7
         fooled.backward(inputs=list(own_make.parameters()))
         made_up = own_judge(own_make(noise).detach()).square()
         told_apart = (made_up + (own_judge(real) - 1).square()).sum() / 7
         told_apart.backward(inputs=list(own_judge.parameters()))
-        judge_step.step()
-        fooled = (own_judge(own_make(parts[1][0])) - 1).square().sum() / 7
-        fooled.backward(inputs=list(own_make.parameters()))
-        make_step.step()
         for optimizer in (judge_step, make_step):
+            optimizer.step()
             optimizer.zero_grad()
         assert distance(judge.parameters(), own_judge.parameters()) < EXACT
         assert distance(make.parameters(), own_make.parameters()) < EXACT
     assert {judged.executor.mode, made.executor.mode} == {"operations"}
+    with pytest.raises(wb.errors.WindowError, match="of two models"):
+        for z, x in wb.over(parts, judges, makers):
+            judges.backward(judged(z, x))
+            makers.backward(made(z))  # its last micro-batch would see the new judge
 
 
 @pytest.mark.parametrize("execute", ["eager", "compile"])

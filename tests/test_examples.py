@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 from pathlib import Path
 from types import ModuleType
@@ -27,7 +28,7 @@ def example(name: str) -> ModuleType:
 
 def without_rounding(text: str) -> str:
     """Leave out what depends on the machine: the digits of rounding errors, and memory."""
-    return re.sub(r"\de[+-]\d\d|[\d.]+(?= MiB)", "#", text)
+    return re.sub(r"[\d.]+e[+-]\d\d|[\d.]+(?= MiB)", "#", text)
 
 
 def assert_listed(name: str, printed: str) -> None:
@@ -111,3 +112,31 @@ def test_diffusion(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["loss of the EMA"] < 0.5 * found["first loss"]
     assert found["usual loop"] > 0.1
     assert_listed("diffusion", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["nanogpt", "run_clm", "timm", "open_clip", "denoising_diffusion", "biggan", "detection"],
+)
+def test_the_gallery(name: str) -> None:
+    pytest.importorskip("accelerate")
+    from benchmarks import gallery
+
+    usual, ours = getattr(gallery, name)()
+    assert ours <= EXACT
+    assert usual > 0.1
+    page = (FOLDER.parent / "docs" / "gallery.md").read_text(encoding="utf-8")
+    case = next(case for case in gallery.CASES if case.errors is getattr(gallery, name))
+    assert f"| {case.script} | {case.why} | {usual:.1%} |" in page
+
+
+def test_the_notebook(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its cells run one after the other, and print what it shows."""
+    cells = json.loads((FOLDER / "first_steps.ipynb").read_text(encoding="utf-8"))["cells"]
+    names: dict[str, object] = {}
+    for cell in cells:
+        if cell["cell_type"] != "code":
+            continue
+        exec("".join(cell["source"]), names)
+        shown = "".join(line for output in cell["outputs"] for line in output["text"])
+        assert without_rounding(capsys.readouterr().out) == without_rounding(shown)

@@ -19,8 +19,7 @@ from tests.support import EXACT, Whole, distance, mean, mlp, pieces, samples
 from wholebatch.core.close import read_scalars
 from wholebatch.core.stream import GivenLoss
 from wholebatch.errors import EmptyWindowError, LossError, OptionError, StateError, WindowError
-from wholebatch.integrations.host_window import AdapterOptions, FirstLook, HostWindows
-from wholebatch.integrations.host_window.host_gradients import HostEngine
+from wholebatch.integrations.host_window import AdapterOptions, FirstLook, HostEngine, HostWindows
 
 CPU = torch.device("cpu")
 

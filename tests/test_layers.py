@@ -32,7 +32,6 @@ LAYERS: tuple[frozenset[str], ...] = (
             "core.runner",
             "core.stream",
             "distributed.pipeline",
-            "distributed.pipeline_stages",
             "losses",
             "memory",
             "core.noise_scale",
@@ -66,7 +65,6 @@ LAYERS: tuple[frozenset[str], ...] = (
             "core.optional_packages",
             "core.plain_files",
             "core.safe_loading",
-            "core.torch_version",
             "memory.budget",
         }
     ),

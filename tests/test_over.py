@@ -172,6 +172,43 @@ def test_two_accumulators_add_only_into_their_own_parameters() -> None:
         assert distance(update, right) <= EXACT
 
 
+@pytest.mark.parametrize("order", ["loss before", "loss after", "detached", "earlier item"])
+def test_a_window_of_two_models_is_refused(order: str) -> None:
+    make, judge = nn.Linear(3, 4).double(), nn.Linear(4, 1).double()
+    makers = wb.Accumulator(make, sgd(make), steps=4 if order == "earlier item" else 2)
+    judges = wb.Accumulator(judge, sgd(judge), steps=2)
+
+    def loop() -> None:
+        for z in wb.over(torch.randn(4, 2, 3).double(), makers, judges):
+            real, fooled = judge(make(z).detach()).square().sum(), judge(make(z)).square().sum()
+            if order == "detached":
+                makers.backward(fooled, units=2)
+                judges.backward(judge(make(z).detach()).square().sum(), units=2)
+                continue
+            if order == "earlier item":
+                makers.backward(fooled, units=2)
+            judges.backward(real, units=2)
+            if order != "earlier item":
+                late = judge(make(z)).square().sum() if order == "loss after" else fooled
+                makers.backward(late, units=2)
+
+    with pytest.raises(wb.errors.WindowError, match="of two models"):
+        loop()
+    assert not make._forward_pre_hooks
+    assert not judge._forward_pre_hooks
+    assert makers.micro_batches + judges.micro_batches > 0
+
+
+def test_models_updated_one_after_the_other_with_windows_of_one_micro_batch() -> None:
+    make, judge = nn.Linear(3, 4).double(), nn.Linear(4, 1).double()
+    makers = wb.Accumulator(make, sgd(make), steps=1)
+    judges = wb.Accumulator(judge, sgd(judge), steps=1)
+    for z in wb.over(torch.randn(3, 2, 3).double(), makers, judges):
+        judges.backward(judge(make(z).detach()).square().sum(), units=2)
+        makers.backward(judge(make(z)).square().sum(), units=2)
+    assert (makers.updates, judges.updates) == (3, 3)
+
+
 def test_accumulators_with_steps_of_their_own() -> None:
     a, b = mlp(), mlp()
     acc_a = wb.Accumulator(a, sgd(a), steps=2)

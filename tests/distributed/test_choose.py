@@ -12,7 +12,8 @@ import wholebatch as wb
 from tests.support import sgd, summed
 from wholebatch.distributed import choose
 from wholebatch.errors import OptionError, UnsupportedError
-from wholebatch.integrations.host_window import HostWindows, host_gradients
+from wholebatch.integrations import host_window
+from wholebatch.integrations.host_window import HostWindows
 
 
 def test_parameters_of_zero_3_outside_their_engine_are_refused() -> None:
@@ -61,9 +62,9 @@ def test_a_host_that_was_given_a_plain_model_on_several_ranks(
 ) -> None:
     """A trainer wraps the model itself and gives us the one inside: nothing to warn of."""
     model = nn.Linear(3, 1)
-    monkeypatch.setattr(host_gradients, "world_size", lambda: 2)
-    monkeypatch.setattr(host_gradients, "Group", lambda *_, **__: TwoRanks())
-    monkeypatch.setattr(host_gradients.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(host_window, "world_size", lambda: 2)
+    monkeypatch.setattr(host_window, "Group", lambda *_, **__: TwoRanks())
+    monkeypatch.setattr(host_window.dist, "get_rank", lambda: 0)
     HostWindows([model], [sgd(model)], device=torch.device("cpu"), owns_forward=owns_forward)
     warned = "a plain model in a job of 2 ranks: nothing reduces its gradients" in caplog.text
     assert warned is not owns_forward

@@ -16,8 +16,7 @@ from tests.cli.helpers import NOISY, metrics_of
 from tests.distributed.launch import ROOT
 from wholebatch.cli import main
 from wholebatch.cli.checkpoints import Checkpoints
-from wholebatch.distributed.rank_failure import _blame
-from wholebatch.distributed.rank_progress import Progress, parse_deadline, place_of
+from wholebatch.distributed.rank_failure import Progress, _blame, parse_deadline, place_of
 from wholebatch.errors import OptionError
 
 # Rank 1 sleeps in its data: no thread of its own says that it lives, but the alarm's does.

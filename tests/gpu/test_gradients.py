@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import wholebatch as wb
 from wholebatch.core.options import grouped
 from wholebatch.offload.host_store import SumsOnDevice
-from wholebatch.offload.packed_moments import keys_of, pack, pack_together, unpack_together
+from wholebatch.offload.packed_moments import keys_of, pack, unpack
 
 Micro = dict[str, Tensor]
 MIB = 2**20
@@ -202,12 +202,12 @@ def test_moments_are_packed_as_on_a_cpu() -> None:
             ms, vs = ([t.to(device, copy=True) for t in ts] for ts in (firsts, seconds))
             alone = [v.to(device, copy=True) for v in seconds]
             keys = keys_of(ms, vs, counts)
-            pack_together(ms, vs, keys)
+            pack(ms, vs, keys)
             for m, v, both, key in zip(ms, alone, vs, keys, strict=True):
-                pack(m, v, key)
+                pack([m], [v], [key])
                 assert torch.equal(v.view(torch.int32), both.view(torch.int32)), (device, counts)
             rows = [key.row for key in keys]
-            old = [t.cpu().clone() for _, *both in unpack_together(ms, vs, rows) for t in both]
+            old = [t.cpu().clone() for _, *both in unpack(ms, vs, rows) for t in both]
             packed.append(old)
         assert all(map(torch.equal, *packed)), counts
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from wholebatch.offload import packed_moments as packed
-from wholebatch.offload.packed_moments import keys_of, pack, pack_together, unpack, unpack_together
+from wholebatch.offload.packed_moments import keys_of, pack, unpack
 
 
 def moments(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
@@ -25,14 +25,14 @@ def moments(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> tuple
 def packed_with(first: Tensor, second: Tensor, count: Tensor | float) -> Tensor:
     """What `unpack` asks for."""
     key = keys_of([first], [second], [count])[0]
-    pack(first, second, key)
+    pack([first], [second], [key])
     return key.row
 
 
 def opened(first: Tensor, second: Tensor, count: float) -> tuple[Tensor, Tensor]:
     """What comes back of both; `second` holds it too."""
     row = packed_with(first, second, count)
-    old = [part.clone() for _, part, _ in unpack(first, second, row)]
+    old = [part.clone() for _, part, _ in unpack([first], [second], [row])]
     return torch.cat([part.reshape(-1) for part in old]), second
 
 
@@ -134,7 +134,7 @@ def test_many_together_are_packed_as_each_alone(
     single = [packed_with(*pair, count) for pair, count in zip(alone, counts, strict=True)]
     firsts, seconds = [m for m, _ in together], [v for _, v in together]
     keys = keys_of(firsts, seconds, counts)
-    pack_together(firsts, seconds, keys)
+    pack(firsts, seconds, keys)
     rows = [key.row for key in keys]
     assert all(map(torch.equal, single, rows))
     whole = torch.int64 if dtype is torch.float64 else torch.int32
@@ -142,10 +142,10 @@ def test_many_together_are_packed_as_each_alone(
         assert torch.equal(one.reshape(-1).view(whole), other.reshape(-1).view(whole))
     right = []
     for (first, second), key in zip(alone, single, strict=True):
-        for m, old, v in unpack(first, second, key):
+        for m, old, v in unpack([first], [second], [key]):
             right.append(old.reshape(-1).clone())
             m.mul_(2), v.mul_(3)
-    for m, old, v in unpack_together(firsts, seconds, rows):
+    for m, old, v in unpack(firsts, seconds, rows):
         assert torch.equal(old, torch.cat(right))
         m.mul_(2), v.mul_(3)
     for (m, v), first, second in zip(alone, firsts, seconds, strict=True):

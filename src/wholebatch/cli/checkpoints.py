@@ -96,7 +96,7 @@ class Checkpoints:
                 temporary.unlink(missing_ok=True)
             last = self.paths()
             kept = f"; the last good one is {last[-1]}" if last else ""
-            raise StateError(f"cannot write checkpoint {path}: {_one_line(error)}{kept}") from error
+            raise StateError(f"cannot write checkpoint {path}: {reason(error)}{kept}") from error
         self._forget()
         return path
 
@@ -115,7 +115,7 @@ class Checkpoints:
             written.replace(path)
             _folder_to_disk(self.folder)
         except (OSError, RuntimeError) as error:
-            raise StateError(f"cannot write checkpoint {path}: {_one_line(error)}") from error
+            raise StateError(f"cannot write checkpoint {path}: {reason(error)}") from error
         self._forget()
         return path
 
@@ -211,7 +211,7 @@ def write_atomically(path: Path, text: str) -> None:
     except OSError as error:
         with suppress(OSError):
             temporary.unlink()
-        raise StateError(f"cannot write {path}: {error.strerror or error}") from error
+        raise StateError(f"cannot write {path}: {reason(error)}") from error
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -293,12 +293,6 @@ def _folder_to_disk(folder: Path) -> None:
             _to_disk(descriptor)
         finally:
             os.close(descriptor)
-
-
-def _one_line(error: BaseException) -> str:
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    return str(error).strip().split("\n")[0].rstrip(".") or type(error).__name__
 
 
 def _shape(tensor: Tensor) -> str:

@@ -7,7 +7,6 @@ writes it; a sharded model's slices are written by all. It is read back on any n
 
 from __future__ import annotations
 
-import random
 import shutil
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from wholebatch.cli.checkpoints import (
 )
 from wholebatch.cli.parallel_ranks import World
 from wholebatch.cli.training_engines import Staged, Zero
-from wholebatch.cli.training_run import Session
+from wholebatch.cli.training_run import Session, seed_generators
 from wholebatch.errors import StateError
 
 # Of the progress, what is the same on all ranks; the rest is each one's own.
@@ -98,7 +97,9 @@ def restore_run(session: Session, found: Found) -> None:
     progress, known = _progress_here(state, world)
     session.train.load_state_dict(progress)  # last: it puts the random generators back
     if not known:
-        _seed_late(session.config.seed, world.rank, session.windows)
+        # A rank that was not there before: seeded by its number and the place.
+        mixed = (session.config.seed * 1_000_003 + world.rank) * 1_000_003 + session.windows
+        seed_generators(mixed % 2**63)
     session.position = session.batches.position
     session.pace.load_state_dict(state["data"])
 
@@ -187,10 +188,3 @@ def _progress_here(state: dict[str, Any], world: World) -> tuple[dict[str, Any],
         generators["cuda"] = here
     progress["random"] = generators
     return progress, known
-
-
-def _seed_late(seed: int, rank: int, windows: int) -> None:
-    """Seed the generators of a rank that was not there before, by its number and the place."""
-    mixed = (seed * 1_000_003 + rank) * 1_000_003 + windows
-    torch.manual_seed(mixed % 2**63)
-    random.seed(mixed)

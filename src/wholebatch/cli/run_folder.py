@@ -159,12 +159,12 @@ def find_run(recipe: str | None, out: Path | None) -> RunFolder:
     if not runs:
         which = "" if stem is None else f" of {stem}"
         raise StateError(f"--resume: there is no run{which} in {_RUNS}/; say where with --out")
-    return RunFolder(max(runs, key=_last_written))
 
+    def last_written(run: Path) -> float:
+        written = (run / "config.json", *Checkpoints(run / "checkpoints").paths())
+        return max(path.stat().st_mtime for path in written)
 
-def _last_written(run: Path) -> float:
-    written = (run / "config.json", *Checkpoints(run / "checkpoints").paths())
-    return max(path.stat().st_mtime for path in written)
+    return RunFolder(max(runs, key=last_written))
 
 
 def resume_command(path: Path, *, steps: int | None = None, parallel: str = "ddp") -> str:

@@ -75,7 +75,7 @@ def _in_group(
 
     from wholebatch.cli.error_messages import short_warnings
     from wholebatch.cli.parallel_ranks import World, process_group
-    from wholebatch.distributed.rank_progress import DEADLINE, parse_deadline
+    from wholebatch.distributed.rank_failure import DEADLINE, parse_deadline
 
     deadline = parse_deadline(
         given.get("deadline") or os.environ.get(DEADLINE) or "auto",

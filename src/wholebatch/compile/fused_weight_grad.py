@@ -173,7 +173,7 @@ class Adding:
                 for module in self._model.modules()
                 if getattr(type(module), "forward", None) in _FORWARDS
             ]
-        if self._window.micro_batches == 0 or not self._own:
+        if self._window.now.micro_batches == 0 or not self._own:
             self._own = {id(p) for group in self._window.target.groups() for p in group}
         if self._device.type == "cuda":
             self._stream = torch.cuda.current_stream(self._device)

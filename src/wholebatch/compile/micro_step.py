@@ -176,7 +176,7 @@ class Executor:
             return
         empty_cache(self._device)  # The buffers must not fill gaps left by earlier work either.
         take_workspace(self._device)
-        self._parameters = self._window.trained()
+        self._parameters = self._window.target.trained()
         self._fingerprint = Fingerprint(self._model, self._loss)
         self._make_buffers(State.of(self._model, self._parameters))
         self._gradients.of(range(len(self._gradients.parameters)))
@@ -208,7 +208,7 @@ class Executor:
             if inputs.key in self._coming:
                 compiled = self._has_come(inputs.key)
                 # Until it has come, replay the operations as traced.
-                if self._window.micro_batches or not (compiled or self._plan.captures):
+                if self._window.now.micro_batches or not (compiled or self._plan.captures):
                     return None
                 return self._prepare(inputs, micro, compiled=compiled)
             shared = self._shapes.find(inputs)
@@ -246,7 +246,7 @@ class Executor:
         others = None if shared is None else len(self._steps) - own
         own += sum(key not in self._steps for key in self._coming)
         # A second loss of each micro-batch is never the window's first.
-        first = not self._window.micro_batches
+        first = not self._window.now.micro_batches
         return self._plan.prepares(own, self._seen[inputs.key], first=first, shared=others)
 
     def _upgrades(self, inputs: Inputs, joint: JointStep) -> bool:
@@ -254,7 +254,7 @@ class Executor:
             # It is compiled already and only needs a new CUDA graph capture.
             return self._plan.compiles
         if inputs.key in self._coming:
-            return not self._window.micro_batches and self._has_come(inputs.key)
+            return not self._window.now.micro_batches and self._has_come(inputs.key)
         if not self._plan.upgrades(joint.to_compile, self._compiled(), joint.runs):
             return False
         if self._workers is None or joint.sizes is not None:
@@ -267,20 +267,20 @@ class Executor:
     def _look_at_the_window(self) -> None:
         """At the start of a window, check that the graphs are still valid."""
         window = self._window
-        if window.micro_batches == self._next_place and self._next_place:
+        if window.now.micro_batches == self._next_place and self._next_place:
             self._next_place += 1
             return
-        self._next_place = window.micro_batches + 1
+        self._next_place = window.now.micro_batches + 1
         self._casts.refresh()  # The device casts while the host checks.
-        same = len(self._parameters) == len(window.inputs) and all(
-            a is b for a, b in zip(self._parameters, window.inputs, strict=True)
+        same = len(self._parameters) == len(window.now.inputs) and all(
+            a is b for a, b in zip(self._parameters, window.now.inputs, strict=True)
         )
         changed = None if self._fingerprint is None else self._fingerprint.changed()
         self._plan.look_at(changed, made=len(self._steps) + len(self._coming))
         if not same or self._fingerprint is None or changed is not None:
             self._reset()
             self._fingerprint = Fingerprint(self._model, self._loss)
-            self._parameters = list(window.inputs)
+            self._parameters = list(window.now.inputs)
             return
         for key, prepared in list(self._steps.items()):
             if prepared.captured and prepared.joint.addresses() != prepared.addresses:
@@ -361,10 +361,10 @@ class Executor:
 
         `beside`: only trace the graph, and have it compiled beside the run.
         """
-        alone = not self._window.entered
+        alone = not self._window.now.owners
         earlier = None
         if not alone and (
-            not self._window.micro_batches
+            not self._window.now.micro_batches
             or self._shapes.wants_proof(inputs, self._traced, compiled=compiled)
         ):
             if not self._gradients.parameters:
@@ -417,7 +417,7 @@ class Executor:
 
     def _state_for(self, done: EagerResult) -> State:
         """Return the tensors of the model for a graph; raise CannotTrace if none can be made."""
-        if self._window.known is not None and any(d in SIXTEEN_BIT for d in done.form.dtypes):
+        if self._window.now.known is not None and any(d in SIXTEEN_BIT for d in done.form.dtypes):
             raise CannotTrace("its totals are 16-bit sums, whose seed changes with the first one")
         state = State.of(self._model, self._parameters)
         parameters = list(state.trained.values())
@@ -599,13 +599,13 @@ class CompiledForward:
         if self._proven:
             return self._eager(micro, self._loss)
         before = ForwardState(self._model)
-        entered = self._window.entered
+        entered = len(self._window.now.owners)
         try:
             loss = self._eager(micro, self._loss)
         except torch.OutOfMemoryError:
             raise
         except Exception as problem:  # A compiler may raise anything.
-            if self._window.broken or self._window.entered != entered:
+            if self._window.now.broken or len(self._window.now.owners) != entered:
                 # It failed after the backward began: some of its gradients are already added.
                 raise
             before.restore()

@@ -6,11 +6,11 @@ take part in the updates of the others.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any
+from typing import Any, NoReturn
 from weakref import WeakSet
 
 import torch
@@ -21,11 +21,11 @@ from wholebatch.core.close import ClipNorm
 from wholebatch.core.compiled_loss import AddedLoss
 from wholebatch.core.forward_state import ForwardState, restore_random
 from wholebatch.core.lookahead_loader import Feed
-from wholebatch.core.loss import Loss, Terms, Units
+from wholebatch.core.loss import Loss, Terms, Units, terms_of
 from wholebatch.core.model_and_optimizer import Scheduler
 from wholebatch.core.options import BatchNormPolicy, Close, Memory
 from wholebatch.core.stream import GivenLoss, Stream
-from wholebatch.core.window import Step, Turn, count_units, make_window
+from wholebatch.core.window import Step, Turn, count_units, graph_nodes, make_window
 from wholebatch.coupled.contrastive.losses import OfTheBatch
 from wholebatch.errors import EmptyWindowError, LossError, OptionError, RankError, WindowError
 
@@ -165,6 +165,9 @@ class Accumulator(Stream):
         self._resume: dict[str, Any] | None = None
         self._before: list[ForwardState] = []  # models as they were before a stand-in's forward
         self._terms: list[str] = []  # that were announced
+        # The others of the loop, with their updates when this window began.
+        self._beside: dict[Accumulator, int] = {}
+        self._guards: list[Any] = []  # hooks on the models, from their update to the next item
         self._watch(self._next_size())
 
     def __repr__(self) -> str:
@@ -230,7 +233,9 @@ class Accumulator(Stream):
             self.pending.refuse()
             self._untouched.check()
             last = is_last and not more
-            if isinstance(total, Terms) and self._window.known is not None:
+            if self._beside:
+                self._refuse_moved(lambda: _leaves_of(total if mean is None else mean))
+            if isinstance(total, Terms) and self._window.now.known is not None:
                 if self._look.active:
                     self._look.at_backward(total, in_parts=self._in_parts)
                 self._window.add_loss(total, last=last, counts=self._counts)
@@ -263,6 +268,39 @@ class Accumulator(Stream):
         if self._places == 0 and self._driver is None:
             self._open_place()
 
+    def _refuse_moved(self, used: Callable[[], set[int]]) -> None:
+        """Refuse a loss that uses a model which another accumulator has updated in this window.
+
+        `used()` returns the ids of the parameters that the loss is computed with.
+        """
+        now = {other: other.updates for other in self._beside}
+        self._beside = self._beside if self._places else now
+        for other in now:
+            if now[other] != self._beside[other]:
+                for model in other._window.target.models:
+                    if not used().isdisjoint(map(id, model.parameters())):
+                        self._raise_moved(model)
+
+    def _raise_moved(self, model: nn.Module) -> NoReturn:
+        raise WindowError(
+            f"{type(model).__name__} was updated when {self._places} of {self._size} micro-batches "
+            "of another model's window were in, and the next one uses it: that window would be of "
+            "two models. Compute all losses of a micro-batch before its first backward(), and make "
+            "the backward of a loss before those that update the models it goes through"
+        )
+
+    def _guard(self) -> None:
+        """Refuse calls of the updated models in this body that a window beside it may use."""
+        waiting = [one for one in self._beside if one._places and not one._place_done]
+
+        def refuse(model: nn.Module, _: Any) -> None:
+            for one in waiting:
+                if model.training and not one._place_done:
+                    one._raise_moved(model)
+
+        for model in self._window.target.models if waiting else ():
+            self._guards.append(model.register_forward_pre_hook(refuse))
+
     def announce(self, units: Mapping[str, Units]) -> None:
         """Give the units of a window by term, before its first backward: it may then have terms.
 
@@ -292,16 +330,18 @@ class Accumulator(Stream):
     # ------------------------------------------------- compiled loss functions
 
     @contextmanager
-    def micro_step(self) -> Iterator[bool]:
+    def micro_step(self, modules: nn.Module) -> Iterator[bool]:
         """Return the context of a compiled function's micro-step; see `Stream`."""
         self.pending.refuse()
         self._begin_backward()
-        if self._window.known is not None:
+        if self._beside:
+            self._refuse_moved(lambda: set(map(id, modules.parameters())))
+        if self._window.now.known is not None:
             raise LossError(
                 "announce() with a compiled loss function, which has one total and its units: "
                 "give backward() the wb.Loss.terms(...) of a function that is not compiled"
             )
-        with super().micro_step() as may_compile:
+        with super().micro_step(modules) as may_compile:
             yield may_compile
 
     def add_eagerly(self, loss: Loss | Terms) -> None:
@@ -338,11 +378,12 @@ class Accumulator(Stream):
     def _close(self) -> Step:
         self._untouched.check()
         if self._look.active:
-            self._look.end_window(self._window.micro_batches)
+            self._look.end_window(self._window.now.micro_batches)
         self._restore_buffers()
         self._places = 0
         if self._driver is not None:
             self._driver.closed.append(self)
+            self._guard()
         self.last_step = self._close_window(has_more=self._has_more)
         self._watch(self._next_size())
         return self.last_step
@@ -380,9 +421,14 @@ class Accumulator(Stream):
         self._enter_place(is_last=full or not feed.has_next(), has_more=more)
 
     def _enter_place(self, *, is_last: bool, has_more: bool = False) -> None:
+        self._unguard()
         self._is_last = is_last
         self._place_done = False
         self._has_more = has_more
+
+    def _unguard(self) -> None:
+        while self._guards:
+            self._guards.pop().remove()
 
     def _stand_in(self, weightless: bool) -> None:
         """Set whether the next micro-batch only takes part in the others' collectives.
@@ -478,6 +524,15 @@ def _without_budget(memory: Memory | None) -> Memory:
     return memory
 
 
+def _leaves_of(loss: Any) -> set[int]:
+    """Return the ids of the parameters that the graph of a loss leads to."""
+    terms = terms_of(loss).values() if isinstance(loss, Loss | Terms) else ()
+    return {
+        id(getattr(node, "variable", None))
+        for node in graph_nodes([t.total for t in terms] or [loss])
+    }
+
+
 _driven: WeakSet[nn.Module] = WeakSet()  # models in a loop right now: nesting two is refused
 
 
@@ -513,6 +568,7 @@ def _drive(loader: Iterable[Any], accumulators: Sequence[Accumulator]) -> Iterat
     feed = _feed_for(loader, accumulators)
     for accumulator in accumulators:
         accumulator._driver = accumulator._feed = feed
+        accumulator._beside = {one: one.updates for one in accumulators if one is not accumulator}
         _driven.update(accumulator._window.target.models)
     try:
         if any(accumulator._window.sync.counts_must_agree for accumulator in accumulators):
@@ -524,6 +580,8 @@ def _drive(loader: Iterable[Any], accumulators: Sequence[Accumulator]) -> Iterat
     finally:
         for accumulator in accumulators:
             accumulator._driver = None
+            accumulator._beside = {}
+            accumulator._unguard()
             accumulator._stand_in(False)
             accumulator._window.sync.restore()
             for model in accumulator._window.target.models:

@@ -25,13 +25,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any, Literal, Protocol, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
 
 from wholebatch.core.optimizer_step import takes_grad_scale
 from wholebatch.errors import LossError, OptionError, RankError
+
+if TYPE_CHECKING:
+    from wholebatch.core.window import OpenWindow
+    from wholebatch.distributed import Sync
 
 ClipNorm: TypeAlias = float | Sequence[float | None] | None
 Policy: TypeAlias = Literal["raise", "skip"]
@@ -41,12 +45,6 @@ class Holder(Protocol):
     """A holder of a gradient: a parameter, or an engine's slice of some."""
 
     grad: Tensor | None
-
-
-class _Ranks(Protocol):
-    ranks: int
-
-    def largest(self, value: Tensor) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -148,9 +146,10 @@ def close_gradients(
     if not math.isfinite(norm):
         return Closed(norm=norm, clip=1.0, finite=False)
 
+    limits = options.clip_norm if isinstance(options.clip_norm, Sequence) else [options.clip_norm]
     clips = [
         1.0 if limit is None else min(1.0, limit / (norm_of_group + 1e-6))
-        for limit, norm_of_group in zip(_limits(options.clip_norm), norms, strict=True)
+        for limit, norm_of_group in zip(limits, norms, strict=True)
     ]
     in_kernel = not in_place and all(takes_grad_scale(optimizer) for optimizer in optimizers)
     return _scaled(gradients, normalise, clips, options.clip_value, norm, in_kernel)
@@ -210,7 +209,7 @@ def power_of_two_near(value: float) -> float:
     return float(2.0 ** round(math.log2(value)))
 
 
-def first_seed(units: Tensor | float, sync: _Ranks, device: torch.device) -> float | Tensor:
+def first_seed(units: Tensor | float, sync: Sync, device: torch.device) -> float | Tensor:
     """Return a power of two near 1/units of the first micro-batch, the same on every rank."""
     if isinstance(units, Tensor):  # stays on the device: no synchronisation
         largest = sync.largest(units.to(torch.float32)).clamp(min=1.0)
@@ -306,10 +305,6 @@ def _flat(gradients: Iterable[Sequence[Tensor]]) -> list[Tensor]:
 def _multiply(gradients: Sequence[Tensor], factor: float) -> None:
     if gradients and factor != 1.0:
         torch._foreach_mul_(list(gradients), factor)
-
-
-def _limits(clip_norm: ClipNorm) -> Sequence[float | None]:
-    return clip_norm if isinstance(clip_norm, Sequence) else [clip_norm]
 
 
 def _norms(
@@ -413,3 +408,116 @@ def check_same_norm(norm: float, largest: Callable[[Tensor], Tensor], device: to
             "another, so their models would drift apart: it must do the same on every rank (draw "
             "noise from a torch.Generator with one seed for all)"
         )
+
+
+Numbers = Mapping[str, Sequence[Tensor | float]]
+"""By the name of a loss term, one number for each micro-batch."""
+
+
+@torch.no_grad()
+def close_ahead(
+    window: OpenWindow,
+    optimizers: Sequence[torch.optim.Optimizer],
+    options: CloseOptions,
+    *,
+    total_norm: Callable[[Sequence[Tensor]], Tensor],
+    while_waiting: Callable[[], None] | None = None,
+) -> Closed | None:
+    """Compute norm, factor and step on the device; None where the close on the host must decide.
+
+    A close on the host reads the units, then the norm, and only then starts the optimizer's step:
+    the device has nothing to do meanwhile. A fused optimizer takes its factor, and whether to step
+    at all, from tensors. So the device does the arithmetic of `close_gradients`, in the same order
+    and in float64, and the step after it, while the host reads the window's numbers. If it must not
+    step (something is not finite, there are no units, or they are not those that were counted), it
+    leaves everything as it was.
+
+    `while_waiting` runs on the host while the device steps.
+    """
+    gradients = [gradient for group in window.groups for gradient in dense_gradients(group)]
+    if not gradients:
+        return None
+    device = gradients[0].device
+    names = sorted(window.totals)
+    totals = [_column(window.totals[name], device) for name in names]
+    units = [_column(window.units[name], device) for name in names]
+    seed = scalar_on(device, window.seed, torch.float64)
+    normalise, good = _normalise(window, names, totals, units, seed)
+    norm = total_norm(gradients).double() * normalise
+    clip = torch.ones_like(norm)
+    if options.clip_norm is not None:
+        assert not isinstance(options.clip_norm, Sequence)
+        limit = torch.full_like(norm, options.clip_norm)
+        clip = (limit / (norm + 1e-6)).clamp(max=1.0)
+    good = good & norm.isfinite()
+    ones = torch.ones_like(norm)  # a Python number would be copied from the host
+    scale = torch.where(good, 1.0 / (normalise * clip), ones).float()
+    bad = good.logical_not()
+
+    columns = [torch.stack([norm, clip, bad.double(), seed]), *totals, *units]
+    reading = _Reading(torch.cat(columns))
+    for optimizer in optimizers:
+        fused = cast("Any", optimizer)
+        fused.grad_scale, fused.found_inf = scale, bad.float()
+        try:
+            optimizer.step()
+        finally:
+            del fused.grad_scale, fused.found_inf
+    if while_waiting is not None:
+        while_waiting()
+
+    (norm_is, clip_is, bad_is, window.seed), *lists = reading.wait([len(one) for one in columns])
+    window.totals = dict(zip(names, lists[: len(names)], strict=True))
+    window.units = dict(zip(names, lists[len(names) :], strict=True))
+    return None if bad_is else Closed(norm=norm_is, clip=clip_is, finite=True, stepped=True)
+
+
+def _normalise(
+    window: OpenWindow,
+    names: Sequence[str],
+    totals: Sequence[Tensor],
+    units: Sequence[Tensor],
+    seed: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Return the factor that normalises the gradients, and whether the sums allow a step."""
+    total = torch.stack([column.sum() for column in totals])
+    count = torch.stack([column.sum() for column in units])
+    largest = count.max()
+    good = total.isfinite().all() & (largest > 0)
+    if window.known is None:
+        return 1.0 / (largest * seed) / window.loss_scale, good
+    known = torch.tensor([window.known[name] for name in names], dtype=torch.float64)
+    known = known.to(seed.device, non_blocking=True)
+    good = good & torch.isclose(count, known, rtol=1e-6, atol=0.0).all()
+    return torch.ones((), dtype=torch.float64, device=seed.device) / window.loss_scale, good
+
+
+def _column(values: Sequence[Tensor | float], device: torch.device) -> Tensor:
+    """Return numbers and 0-dim tensors as one column on the device."""
+    if all(isinstance(value, Tensor) for value in values):
+        tensors = cast("Sequence[Tensor]", values)
+        if len({(tensor.dtype, tensor.device) for tensor in tensors}) == 1:
+            return torch.stack(list(tensors)).to(device, torch.float64)
+        return torch.stack([tensor.to(device, torch.float64) for tensor in tensors])
+    if not any(isinstance(value, Tensor) for value in values):
+        column = torch.tensor(values, dtype=torch.float64)
+        return column.to(device, non_blocking=True)
+    return torch.stack([scalar_on(device, value, torch.float64) for value in values])
+
+
+class _Reading:
+    """Copies numbers to the host without waiting for later work of the device."""
+
+    def __init__(self, numbers: Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._host = numbers
+        if numbers.is_cuda:
+            self._host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+            self._host.copy_(numbers, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record(torch.cuda.current_stream(numbers.device))
+
+    def wait(self, lengths: list[int]) -> list[list[float]]:
+        if self._event is not None:
+            self._event.synchronize()
+        return [part.tolist() for part in self._host.split(lengths)]

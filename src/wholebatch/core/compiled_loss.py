@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -21,14 +22,29 @@ from wholebatch.compile import Execute, Executor, check_execute
 from wholebatch.compile.captured_state import FUNCTIONS, reached
 from wholebatch.core.loss import SINGLE, Loss, Units, as_loss
 from wholebatch.core.precision import Full
-from wholebatch.core.torch_version import execute_here
-from wholebatch.errors import LossError, OptionError, WindowError
+from wholebatch.errors import LossError, OptionError, UnsupportedError, WindowError
 
 if TYPE_CHECKING:
     from wholebatch.core.stream import Stream
     from wholebatch.core.window import Window
 
 
+_HAS_GRAPHS = hasattr(torch.nn.Parameter, "grad_dtype")  # since torch 2.11
+
+
+def execute_here(execute: Any) -> Any:
+    """Return the way to run a micro-step: eager code where torch is too old for graphs."""
+    if _HAS_GRAPHS or execute == "eager":
+        return execute
+    if execute == "auto":
+        return "eager"
+    raise UnsupportedError(
+        f'execute="{execute}" with torch {torch.__version__}: compiled and recorded graphs need '
+        'torch 2.11 or newer; use execute="eager", or "auto"'
+    )
+
+
+@dataclass(eq=False, repr=False)
 class AddedLoss:
     """The loss of a micro-batch whose gradient is in the window already.
 
@@ -36,14 +52,11 @@ class AddedLoss:
     `loss.extras["accuracy"]`), but not computed with: its backward is made.
     """
 
-    def __init__(
-        self, total: Tensor, units: Units, extras: Mapping[str, Tensor], owner: object
-    ) -> None:
-        self.total = total
-        self.units = units
-        self.extras = extras
-        self.owner = owner
-        """The window that has its gradient."""
+    total: Tensor
+    units: Units
+    extras: Mapping[str, Tensor]
+    owner: object
+    """The window that has its gradient."""
 
     @property
     def mean(self) -> Tensor:
@@ -80,16 +93,7 @@ class AddedLoss:
 class Pending:
     """The loss of a compiled function that a window waits for, if any."""
 
-    def __init__(self) -> None:
-        self._loss: AddedLoss | None = None
-
-    def expect(self, loss: AddedLoss) -> None:
-        """Wait for this loss."""
-        self._loss = loss
-
-    def forget(self) -> None:
-        """Wait no longer: the window was discarded."""
-        self._loss = None
+    loss: AddedLoss | None = None
 
     def take(self, loss: AddedLoss, owner: object) -> None:
         """Take the loss that was given to backward; refuse any but the one that is waited for."""
@@ -98,16 +102,16 @@ class Pending:
                 "this loss was made by the compiled function of another window, which has its "
                 "gradient: give it to backward() of the object whose compile() made the function"
             )
-        if loss is not self._loss:
+        if loss is not self.loss:
             raise WindowError(
                 "this loss was given to backward() before, or its window was discarded: each call "
                 "of a compiled loss function needs one backward()"
             )
-        self._loss = None
+        self.loss = None
 
     def refuse(self) -> None:
         """Refuse to go on with a window that has a gradient without its units."""
-        if self._loss is not None:
+        if self.loss is not None:
             raise WindowError(
                 "a compiled loss function has added the gradient of a micro-batch, and its loss "
                 "was not given to backward(): call backward(loss) once after every call of the "
@@ -129,22 +133,21 @@ class CompiledLoss:
         *,
         door: Stream,
         window: Window,
-        models: Sequence[nn.Module],
-        device: torch.device,
         execute: Execute,
-        keeps_moments: bool = False,
-        adds: bool = True,
+        keeps_moments: bool,
         reads: Callable[..., Any] | None = None,
     ) -> None:
         if not callable(loss):
             raise OptionError(f"compile({loss!r}): must be a function that returns a wb.Loss")
         functools.update_wrapper(self, loss, updated=())
+        models, device = window.target.models, window.target.device
         self._loss, self._door, self._window, self._device = loss, door, window, device
         self._given: Any = None
         self._call = _on_micro_batch(loss, models, reads or loss)
+        self._modules = _all_modules(models, reads or loss)
         self.executor = Executor(
             execute_here(check_execute(execute, device)),
-            model=_all_modules(models, reads or loss),
+            model=self._modules,
             loss=self._call,
             window=window,
             precision=Full(),
@@ -152,7 +155,7 @@ class CompiledLoss:
             eager=self._eager_step,
             single=SINGLE,
             keeps_moments=keeps_moments,
-            adds=adds,
+            adds=door.adds,
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -169,24 +172,25 @@ class CompiledLoss:
         self._given = micro
         try:
             with (
-                self._door.micro_step() as may_compile,
+                self._door.micro_step(self._modules) as may_compile,
                 torch.autocast(kind, enabled=False) if is_on else nullcontext(),
             ):
                 added = self._added(micro, may_compile)
         finally:
             self._given = None
-        self._door.pending.expect(added)
+        self._door.pending.loss = added
         return added
 
     def _added(self, micro: Any, may_compile: bool) -> AddedLoss:
         if not may_compile:
             loss = self._eager_step(micro, self._call)
-            return AddedLoss(loss.total.detach(), loss.units, _detached(loss.extras), self._door)
-        entered = self._window.entered
+            extras = {name: extra.detach() for name, extra in loss.extras.items()}
+            return AddedLoss(loss.total.detach(), loss.units, extras, self._door)
+        entered = len(self._window.now.owners)
         try:
             made = self.executor.micro_step(micro)
         except BaseException:
-            if self._window.entered != entered or self.executor.mode != "eager":
+            if len(self._window.now.owners) != entered or self.executor.mode != "eager":
                 self._door.mark_broken()
             raise
         return AddedLoss(made.totals[SINGLE], made.units[SINGLE], made.extras, self._door)
@@ -197,10 +201,6 @@ class CompiledLoss:
         self._door.add_eagerly(loss)  # a stream refuses a loss of several terms
         assert isinstance(loss, Loss)
         return loss
-
-
-def _detached(extras: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: extra.detach() for name, extra in extras.items()}
 
 
 def _on_micro_batch(
@@ -241,21 +241,16 @@ def _without_ddp(replicas: Sequence[DistributedDataParallel]) -> Iterator[None]:
 def _all_modules(models: Sequence[nn.Module], loss: Any) -> nn.Module:
     """Return one module with all models, and with those that only the loss function knows.
 
-    A GAN's generator is trained through a judge that another window trains.
+    Those are what the function reaches, by itself or by the functions that it names: a GAN's
+    generator is trained through a judge that another window trains.
     """
     inner = [m.module if isinstance(m, DistributedDataParallel) else m for m in models]
     known = {module for model in inner for module in model.modules()}
     more = []
-    for module in _mentioned_modules(loss):
-        own = set(module.modules())
-        if not own & known:
-            more.append(module)
-            known |= own
-    return inner[0] if len(inner) == 1 and not more else nn.ModuleList([*inner, *more])
-
-
-def _mentioned_modules(function: Any) -> list[nn.Module]:
-    """Return the modules that a function reaches, by itself or by the functions that it names."""
-    values = [value for _, value in reached(function)]
+    values = [value for _, value in reached(loss)]
     values += [v for one in values if isinstance(one, FUNCTIONS) for _, v in reached(one)]
-    return [value for value in values if isinstance(value, nn.Module)]
+    for module in values:
+        if isinstance(module, nn.Module) and known.isdisjoint(module.modules()):
+            more.append(module)
+            known.update(module.modules())
+    return inner[0] if len(inner) == 1 and not more else nn.ModuleList([*inner, *more])

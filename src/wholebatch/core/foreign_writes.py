@@ -53,7 +53,8 @@ class Watch:
             if not inputs:
                 return
             made = [parameter for parameter in inputs if parameter.grad is not None]
-            self._parameter = min(made or inputs, key=_matrices_first)
+            # The smallest matrix: a bias may be zero, which decays to zero.
+            self._parameter = min(made or inputs, key=lambda p: (p.dim() < 2, p.numel()))
             self._norm = _norm_of(self._parameter)
             self.note_rates()
         self._gradient = self._parameter.grad
@@ -115,11 +116,6 @@ def _norm_of(parameter: nn.Parameter) -> Tensor:
     return norm
 
 
-def _matrices_first(parameter: nn.Parameter) -> tuple[bool, int]:
-    """Prefer the smallest matrix: a bias may be zero, which decays to zero."""
-    return parameter.dim() < 2, parameter.numel()
-
-
 _WHY = {
     "gradient": (
         "the gradient of {} has changed since the window's last backward. A window makes, clips "
@@ -171,17 +167,19 @@ class Untouched:
     def remember(self) -> None:
         """Remember the parameter and its gradient after a backward of the window."""
         if self._looks:
-            self._watch.remember(self._window.inputs)
+            self._watch.remember(self._window.now.inputs)
 
     def check(self) -> None:
         """Refuse to go on with a window that is no longer what its backwards made."""
         window = self._window
-        found = self._watch.changed(window.inputs)
-        if found is None or window.open is None or window.broken:
+        found = self._watch.changed(window.now.inputs)
+        if found is None or window.open is None or window.now.broken:
             self._watch.warn_of_rates()
             return
         parameter, what = found
         table = _WHY_IN_HOST if self._by == "the host" else _WHY
         why = table[what].format(window.target.name_of(parameter), by=self._by)
-        held = f"discard() drops the {window.micro_batches} micro-batches that this window holds"
+        held = (
+            f"discard() drops the {window.now.micro_batches} micro-batches that this window holds"
+        )
         raise WindowError(why if self._by == "the loss function" else f"{why}; {held}")

@@ -130,7 +130,8 @@ class ForwardState:
             for name in [name for name, _ in _plain(module)]:
                 key = (id(module), name)
                 if key not in self.items and (only is None or key in only):
-                    _remove(module, name)
+                    module.__dict__.pop(name, None)
+                    module._buffers.pop(name, None)
         for key, item in self.items.items():
             if only is None or key in only:
                 _put_back(item)
@@ -262,11 +263,6 @@ def _put_back(item: Item) -> None:
     other.pop(name, None)
     if name not in held or held[name] is not found:
         held[name] = found
-
-
-def _remove(module: nn.Module, name: str) -> None:
-    module.__dict__.pop(name, None)
-    module._buffers.pop(name, None)
 
 
 def _restored(kept: Kept) -> Any:

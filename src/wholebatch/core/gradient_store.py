@@ -27,11 +27,11 @@ from wholebatch.core.close import (
     Closed,
     CloseOptions,
     DeferredHooks,
+    close_ahead,
     close_gradients,
     dense_gradients,
     read_scalars,
 )
-from wholebatch.core.close_on_device import Ahead, Numbers, WindowSums, close_ahead
 from wholebatch.core.optimizer_step import foreign_code, stepping, takes_grad_scale
 from wholebatch.core.precision import SIXTEEN_BIT
 from wholebatch.distributed import Sync
@@ -39,6 +39,7 @@ from wholebatch.errors import LossError, StateError, UnsupportedError, WindowErr
 
 if TYPE_CHECKING:
     from wholebatch.core.model_and_optimizer import Target
+    from wholebatch.core.window import OpenWindow
 
 
 class Store(ABC):
@@ -90,8 +91,7 @@ class Store(ABC):
 
     def refuse_stray(self) -> None:
         """Refuse gradients that the window has not made, and would add to."""
-        trained = [parameter for group in self.target.groups() for parameter in group]
-        holders = [parameter for parameter in trained if parameter.grad is not None]
+        holders = [p for p in self.target.trained() if p.grad is not None]
         local = [getattr(one, "_local_tensor", one) for one in dense_gradients(holders)]
         dirty = read_scalars([gradient.any() for gradient in local])
         for parameter, is_dirty in zip(holders, dirty, strict=True):
@@ -100,14 +100,8 @@ class Store(ABC):
         for parameter in holders:
             parameter.grad = None
 
-    def begin(
-        self, parameters: list[nn.Parameter], known: Mapping[str, float] | None = None
-    ) -> None:
-        """Open a window; none of these parameters holds a gradient.
-
-        `known` are the units of each term over the whole window and all ranks, if they were counted
-        before.
-        """
+    def begin(self, window: OpenWindow) -> None:
+        """Begin a window, none of whose parameters holds a gradient."""
         if not self.steps_on_all:  # hooks may have been added since the store was chosen
             refuse_foreign_code(self.target.optimizers, self.option)
         if any(parameter._version == version for parameter, version in self.spoiled):
@@ -118,7 +112,7 @@ class Store(ABC):
             )
         self.spoiled = []
         self.dropped = set()
-        self.parameters = parameters
+        self.parameters = window.inputs
 
     def hook(self, made: Callable[[Tensor], None]) -> None:
         """Call `made(parameter)` whenever a backward has made `.grad`, until the window ends."""
@@ -129,10 +123,6 @@ class Store(ABC):
     def unhook(self, parameter: Tensor) -> None:
         """Remove this parameter's hook: later backwards add to its `.grad` by themselves."""
         self._hooked.pop(id(parameter)).remove()
-
-    def is_hooked(self, parameter: Tensor) -> bool:
-        """True until this parameter's hook is removed."""
-        return id(parameter) in self._hooked
 
     def _unhook(self) -> None:
         for handle in self._hooked.values():
@@ -147,10 +137,10 @@ class Store(ABC):
                 "these gradients cannot be put right at the close; return a float32 sum"
             )
 
-    def before_backward(self, last: bool, totals: Numbers, units: Numbers) -> bool:
-        """Return whether to run a backward; in the `last`, every gradient it makes is final.
+    def before_backward(self, window: OpenWindow, *, last: bool) -> bool:
+        """Return whether to run a backward, whose loss is in `window` already.
 
-        `totals` and `units` are those of the window so far, including this backward's.
+        In the `last` one, every gradient that it makes is final.
         """
         return True
 
@@ -179,19 +169,13 @@ class Store(ABC):
         return
 
     def close_ahead(
-        self,
-        groups: Sequence[Sequence[nn.Parameter]],
-        sums: WindowSums,
-        hooks: DeferredHooks,
-        while_waiting: Callable[[], None] | None,
-    ) -> Ahead | None:
+        self, window: OpenWindow, hooks: DeferredHooks, while_waiting: Callable[[], None] | None
+    ) -> Closed | None:
         """Close on the device and read the numbers later; None if the host must decide."""
         return None
 
     @abstractmethod
-    def close(
-        self, groups: Sequence[Sequence[nn.Parameter]], normalise: float, hooks: DeferredHooks
-    ) -> Closed:
+    def close(self, window: OpenWindow, normalise: float, hooks: DeferredHooks) -> Closed:
         """Bring the gradients to what the optimizer must see."""
 
     def skip(self) -> None:
@@ -390,40 +374,32 @@ class DeviceStore(Store):
     opened: Callable[[], None] | None = None
     """Called when a window opens, before there is a gradient."""
 
-    def begin(
-        self, parameters: list[nn.Parameter], known: Mapping[str, float] | None = None
-    ) -> None:
-        super().begin(parameters, known)
+    def begin(self, window: OpenWindow) -> None:
+        super().begin(window)
         if self.target.sixteen_bit.parameters:
             self.target.sixteen_bit.begin()
         if self.opened is not None:
             self.opened()
 
     def close_ahead(
-        self,
-        groups: Sequence[Sequence[nn.Parameter]],
-        sums: WindowSums,
-        hooks: DeferredHooks,
-        while_waiting: Callable[[], None] | None,
-    ) -> Ahead | None:
+        self, window: OpenWindow, hooks: DeferredHooks, while_waiting: Callable[[], None] | None
+    ) -> Closed | None:
         target = self.target
-        if not self.in_grad:  # gradients and optimizer state are not all there at once
-            return None
         if (
-            self.sync.ranks > 1
+            not self.in_grad  # gradients and optimizer state are not all there at once
+            or self.sync.ranks > 1
             or self.sync.grows_own_graph
             or hooks
             or target.sixteen_bit.parameters
         ):
             return None
-        device = next(parameter.device for group in groups for parameter in group)
+        device = window.inputs[0].device
         if not can_close_ahead(target.optimizers, self.options, device):
             return None
         before = self.before_step()
         try:
             return close_ahead(
-                sums,
-                groups,
+                window,
                 target.optimizers,
                 self.options,
                 total_norm=self.sync.total_norm,
@@ -433,11 +409,9 @@ class DeviceStore(Store):
             failure = str(error)
         self.failed_in_step(before, failure)
 
-    def close(
-        self, groups: Sequence[Sequence[nn.Parameter]], normalise: float, hooks: DeferredHooks
-    ) -> Closed:
+    def close(self, window: OpenWindow, normalise: float, hooks: DeferredHooks) -> Closed:
         return close_gradients(
-            self.sync.holders(groups),
+            self.sync.holders(window.groups),
             self.target.optimizers,
             self.options,
             normalise,
@@ -530,14 +504,11 @@ def can_close_ahead(
         and not isinstance(options.clip_norm, Sequence)
         and not _global_optimizer_pre_hooks
         and not _global_optimizer_post_hooks
-        and all(_steps_on_device(optimizer) for optimizer in optimizers)
-    )
-
-
-def _steps_on_device(optimizer: torch.optim.Optimizer) -> bool:
-    return (
-        type(optimizer) in _STEPS_ON_DEVICE
-        and not optimizer._optimizer_step_pre_hooks
-        and not optimizer._optimizer_step_post_hooks
-        and takes_grad_scale(optimizer)
+        and all(
+            type(optimizer) in _STEPS_ON_DEVICE
+            and not optimizer._optimizer_step_pre_hooks
+            and not optimizer._optimizer_step_post_hooks
+            and takes_grad_scale(optimizer)
+            for optimizer in optimizers
+        )
     )

@@ -180,6 +180,11 @@ def terms_of(loss: Loss | Terms) -> dict[str, Term]:
     return {SINGLE: Term(loss.total, loss.units)} if isinstance(loss, Loss) else dict(loss.by_name)
 
 
+def wide(values: Tensor) -> Tensor:
+    """Return 16-bit values as float32: sums of thousands overflow fp16 and are rounded in bf16."""
+    return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
+
+
 def mean_loss(mean: Tensor, units: Units) -> Loss:
     """Return the Loss of a mean over `units`.
 
@@ -193,8 +198,7 @@ def mean_loss(mean: Tensor, units: Units) -> Loss:
     """
     check_total(mean)
     units = check_units(units)
-    if mean.dtype in (torch.float16, torch.bfloat16):
-        mean = mean.float()  # times 5000 is beyond fp16, and 1001 is 1000 in bf16
+    mean = wide(mean)
     if _is_known_to_be_zero(units):
         return Loss(_nothing(mean), units)
     if isinstance(units, Tensor):
@@ -268,10 +272,8 @@ def cross_entropy(
             "must be [..., classes] and [...], or [n, classes, ...] and [n, ...]; or both "
             "[..., classes], with probabilities as labels"
         )
-    if logits.dtype in (torch.float16, torch.bfloat16):
-        logits = logits.float()  # a sum over thousands of tokens overflows fp16 and rounds in bf16
     total = functional.cross_entropy(
-        logits,
+        wide(logits),
         labels,
         weight=weight,
         ignore_index=ignore_index,

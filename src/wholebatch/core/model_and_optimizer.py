@@ -62,6 +62,10 @@ class Target:
             for group in optimizer.param_groups
         ]
 
+    def trained(self) -> list[nn.Parameter]:
+        """Return the trainable parameters, as they are now."""
+        return [parameter for group in self.groups() for parameter in group]
+
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Return the trainable parameters by name; of several models, by place: "0.weight"."""
         names = {
@@ -69,8 +73,7 @@ class Target:
             for place, model in enumerate(self.models)
             for name, parameter in model.named_parameters()
         }
-        parameters = [parameter for group in self.groups() for parameter in group]
-        return [(names.get(id(p), f"parameter {n}"), p) for n, p in enumerate(parameters)]
+        return [(names.get(id(p), f"parameter {n}"), p) for n, p in enumerate(self.trained())]
 
     def name_of(self, parameter: nn.Parameter) -> str:
         """Return the parameter's name in its model, for messages."""
@@ -93,7 +96,12 @@ def build_target(
     models = tuple(_as_list(model, nn.Module, "model", "an nn.Module"))
     given = sync.optimizer(optimizer)
     if given is None:
-        _refuse_beside_own_step(scheduler=scheduler, ema=ema)
+        for name, value in (("scheduler", scheduler), ("ema", ema)):
+            if value is not None:
+                raise OptionError(
+                    f"{name}= with optimizer=None: the step is yours, and what follows it too; "
+                    "call it after your step"
+                )
         given = stand_in(models)
     optimizers = tuple(
         _as_list(given, torch.optim.Optimizer, "optimizer", "a torch.optim.Optimizer")
@@ -133,15 +141,6 @@ def build_target(
         sixteen_bit=SixteenBit(optimizers),
         steps=optimizer is not None,
     )
-
-
-def _refuse_beside_own_step(**options: object) -> None:
-    for name, value in options.items():
-        if value is not None:
-            raise OptionError(
-                f"{name}= with optimizer=None: the step is yours, and what follows it too; call it "
-                "after your step"
-            )
 
 
 def stand_in(models: Sequence[nn.Module]) -> torch.optim.Optimizer:

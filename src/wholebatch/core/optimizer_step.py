@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,16 +23,12 @@ def stepping(optimizer: torch.optim.Optimizer, remaining: float) -> Iterator[Non
         yield
         return
     device = optimizer.param_groups[0]["params"][0].device
-    fused = cast("_TakesGradScale", optimizer)
+    fused: Any = optimizer
     fused.grad_scale = torch.full((), 1.0 / remaining, dtype=torch.float32, device=device)
     try:
         yield
     finally:
         del fused.grad_scale
-
-
-class _TakesGradScale:
-    grad_scale: Tensor
 
 
 def takes_grad_scale(optimizer: torch.optim.Optimizer) -> bool:

@@ -40,13 +40,15 @@ def open_file(path: Path) -> BinaryIO:
     return os.fdopen(descriptor, "rb")
 
 
-def reason(error: OSError) -> str:
-    """Return what the system says of an OSError, without number and path.
+def reason(error: BaseException) -> str:
+    """Return one line on what went wrong; of the system's errors without number and path.
 
     >>> reason(FileNotFoundError(2, "No such file or directory", "x"))
     'No such file or directory'
     """
-    return error.strerror or str(error)
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return str(error).strip().split("\n")[0].rstrip(".") or type(error).__name__
 
 
 def finite(value: Any) -> Any:

@@ -10,6 +10,7 @@ Which one a `WholeBatch` needs is decided once, when it is made (`choose_runner`
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -20,27 +21,32 @@ import torch
 from torch import Tensor, nn
 
 from wholebatch.compile import Execute, Executor, check_execute
+from wholebatch.core.close import read_scalars
+from wholebatch.core.compiled_loss import execute_here
 from wholebatch.core.foreign_writes import Untouched
 from wholebatch.core.forward_state import ForwardState, restore_random
-from wholebatch.core.loss import SINGLE, Loss, Terms, as_loss
+from wholebatch.core.loss import SINGLE, Loss, Term, Terms, as_loss, terms_of
 from wholebatch.core.precision import Precision
 from wholebatch.core.splitting import Tokens, batch_size_of, to_device
 from wholebatch.core.splitting.samples import layout_of
-from wholebatch.core.torch_version import execute_here
 from wholebatch.core.window import Window
 from wholebatch.coupled import batchnorms, tracked_instance_norms
 from wholebatch.coupled import choose as choose_batchnorm
-from wholebatch.coupled.audit import SplitGuard
+from wholebatch.coupled.audit import SplitGuard, check_packing
 from wholebatch.coupled.batchnorm.lock_step import Hold, LockStep
 from wholebatch.coupled.batchnorm.lock_step_graph import Recorder
 from wholebatch.coupled.batchnorm.policies import Policy, Statistics
 from wholebatch.coupled.contrastive.losses import Coupled, refuse_in_parts
-from wholebatch.coupled.contrastive.two_pass import WholeLoss
+from wholebatch.coupled.contrastive.two_pass import (
+    KeptGraphs,
+    TwoPasses,
+    WholeRepresentations,
+    gather_rows,
+)
 from wholebatch.coupled.normalisation_layers import running_buffers
-from wholebatch.coupled.packing_look import check_packing
 from wholebatch.coupled.per_sample_dropout import PerSample, check_dropout
 from wholebatch.coupled.sample_draws import WindowDraws
-from wholebatch.errors import OptionError, UnsupportedError
+from wholebatch.errors import LossError, OptionError, UnsupportedError, WindowError
 
 LossFunction: TypeAlias = Callable[[Any, Any], Loss | Terms | Tensor]
 AfterMicro: TypeAlias = Callable[[int, int], None]
@@ -49,7 +55,7 @@ BeforeMicro: TypeAlias = Callable[[int], None]
 
 @dataclass(frozen=True)
 class WindowRun:
-    """How the micro-batches of one window are to be run."""
+    """Options for one run of a window's micro-batches."""
 
     first: int = 0
     """The micro-batches before this one are in the window already."""
@@ -69,6 +75,9 @@ class Runner:
     `model` is what the loss function is given; `root` holds all modules of it.
     """
 
+    keeping: KeptGraphs | None = None
+    """Graphs that are kept between two passes, where the loss is of the whole batch."""
+
     def __init__(
         self,
         model: Any,
@@ -82,7 +91,7 @@ class Runner:
         dropout: PerSample | None,
         audit: bool,
     ) -> None:
-        self.model = model
+        self.model, self._root = model, root
         self.policy = policy
         self._loss = loss
         self._drop = dropout
@@ -101,7 +110,7 @@ class Runner:
         self._device = window.target.device
         self._untouched = Untouched(window, by="the loss function")
         looks = audit and not window.sync.counts_must_agree
-        self._guard: SplitGuard | None = SplitGuard(root, looks=looks)
+        self._guard: SplitGuard | None = SplitGuard(root, window.sync, looks=looks)
         self.executor = Executor(
             self._executed(execute_here(check_execute(execute, self._device))),
             model=root,
@@ -156,7 +165,7 @@ class Runner:
                 return function(self.model, to_device(few, self._device))
 
         name = getattr(function, "__name__", "a function")
-        guard.look(run, batch, micros, **layout, outputs=encodes, name=name, sync=sync)
+        guard.look(run, batch, micros, **layout, outputs=encodes, name=name)
         self._share_that_draws_are_used()
         if not guard.pending:
             self._guard = None
@@ -177,7 +186,7 @@ class Runner:
     def join_look(self) -> None:
         """Take part in the other ranks' look, without a sample."""
         if self._guard is not None and self._guard.pending:
-            self._guard.join(self._window.sync)
+            self._guard.join()
             self._share_that_draws_are_used()
 
     def _share_that_draws_are_used(self) -> None:
@@ -230,37 +239,37 @@ class Runner:
         Where all ranks must run equally many forwards, one with fewer micro-batches runs its last
         one again (or `how.stand_in`), with weight zero and its buffers put back.
         """
-        window, drawn = self._window, self._prepare(micros, how.numbers)
         micro_step = self._eager_step if self._is_plain else self.micro_step
-        places = self.agreed_places(len(micros))
-        for index in range(how.first, places):
-            self._is_last = how.reduces and index == places - 1
-            how.before_micro(index)
-            if index < len(micros):
-                self._draws.enter(partial(self._numbers_at, index))
-                micro_step(micros[index])
-                self._draws.leave()
-                window.micro_batch_done()
-                how.after_micro(index + 1, len(micros))
-            else:
-                self._run_weightless(micros[-1] if micros else how.stand_in)
-        if drawn is not None:
-            torch.set_rng_state(drawn)
+        with self._prepared(micros, how):
+            places, sync = len(micros), self._window.sync
+            if sync.counts_must_agree:
+                places = int(sync.largest(torch.tensor(float(places), device=self._device)))
+            for index in range(how.first, places):
+                self._is_last = how.reduces and index == places - 1
+                how.before_micro(index)
+                if index < len(micros):
+                    self._draws.enter(partial(self._numbers_at, index))
+                    micro_step(micros[index])
+                    self._draws.leave()
+                    self._window.micro_batch_done()
+                    how.after_micro(index + 1, len(micros))
+                else:
+                    self._run_weightless(micros[-1] if micros else how.stand_in)
 
-    def _prepare(
-        self, micros: Sequence[Any], numbers: Callable[[], Sequence[Sequence[int]]]
-    ) -> Tensor | None:
-        """Look at a batch that is cut only now; return the random state to put back afterwards."""
+    @contextmanager
+    def _prepared(self, micros: Sequence[Any], how: WindowRun) -> Iterator[None]:
+        """Look at a batch that is cut only now; put the random state back after the run."""
         sync = self._window.sync
         self._in_parts = len(micros) > 1 or sync.ranks > 1
         is_cut = self._undivided is not None and len(micros) > 1 and sync.ranks == 1
         if is_cut and self._guard is not None:
             self.look_at(micros[0], micros, {**(self._undivided or {}), "batch_size": None})
         self._places = {id(micro): place for place, micro in enumerate(micros)}
-        self._numbers = cache(numbers)
-        if self._drop is None:
-            return None
-        return torch.get_rng_state()  # the window has drawn its seed, and nothing else counts
+        self._numbers = cache(how.numbers)
+        drawn = None if self._drop is None else torch.get_rng_state()
+        yield
+        if drawn is not None:  # the window has drawn its seed, and nothing else counts
+            torch.set_rng_state(drawn)
 
     def _run_weightless(self, micro: Any) -> None:
         """Take part in the collectives of a micro-batch, and leave no trace of it."""
@@ -270,13 +279,6 @@ class Runner:
         self._counts = True
         for state in before:
             state.restore()
-
-    def agreed_places(self, own: int) -> int:
-        """Return how many micro-batches every rank runs, where they must agree."""
-        sync = self._window.sync
-        if not sync.counts_must_agree:
-            return own
-        return int(sync.largest(torch.tensor(float(own), device=self._device)))
 
     def in_lock_step(self, micros: Sequence[Any]) -> bool:
         """Return True if these micro-batches have to run together."""
@@ -290,11 +292,6 @@ class Runner:
         """Return why no rank may be without data; None where one may."""
         if isinstance(self.policy, Statistics) and self.policy.spans_ranks:
             return 'batchnorm="statistics" merges the running statistics of every rank'
-        return None
-
-    @property
-    def whole_loss(self) -> WholeLoss | None:
-        """The two passes, where the loss is of the whole batch."""
         return None
 
     def hold(self, hold: Hold) -> None:
@@ -352,6 +349,35 @@ class Runner:
     def _numbers_at(self, place: int) -> list[int]:
         """Return the numbers in the global batch of the samples of a micro-batch."""
         return [number + self._first_number for number in self._numbers()[place]]
+
+    def find_nonfinite(
+        self, micros: Sequence[Any], start: dict[str, Any]
+    ) -> tuple[int | None, str]:
+        """Return the first micro-batch whose gradient is not finite, and a sentence that says so.
+
+        `start` is the random state before the first of them; buffers and random state are left as
+        they are found.
+        """
+        now = ForwardState(self._root)
+        named = [(name, p) for name, p in self._root.named_parameters() if p.requires_grad]
+        parameters = [parameter for _, parameter in named]
+        restore_random(start)
+        try:
+            for index, micro in enumerate(micros):
+                totals = [term.total for term in terms_of(self.forward(micro)).values()]
+                gradients = torch.autograd.grad(totals, parameters, allow_unused=True)
+                for (name, _), gradient in zip(named, gradients, strict=True):
+                    if gradient is not None and not bool(torch.isfinite(gradient).all()):
+                        return index, (
+                            f"Replayed, micro-batch {index + 1} of {len(micros)} is the first "
+                            f"whose gradient is not finite, at parameter {name}"
+                        )
+        finally:
+            now.restore()
+        return None, (
+            "Replayed, no micro-batch has such a gradient alone: their sum overflows, or a "
+            "gradient hook or on_gradient= has made it so"
+        )
 
     # ----------------------------------------------------------------- state
 
@@ -442,12 +468,10 @@ class LockStepRunner(Runner):
             super().run(micros, how)
             return
         self._refuse_sharded()
-        drawn = self._prepare(micros, how.numbers)
-        if how.first < len(micros):
-            self._run_together(micros)
-            how.after_micro(len(micros), len(micros))
-        if drawn is not None:
-            torch.set_rng_state(drawn)
+        with self._prepared(micros, how):
+            if how.first < len(micros):
+                self._run_together(micros)
+                how.after_micro(len(micros), len(micros))
 
     def _refuse_sharded(self) -> None:
         if self._window.sync.counts_must_agree:
@@ -471,43 +495,156 @@ class LockStepRunner(Runner):
 
 
 class TwoPassRunner(LockStepRunner):
-    """Runs a loss of the whole batch: representations first, then their gradients."""
+    """Runs a loss of the whole batch: representations first, then their gradients.
+
+    Every rank computes the whole loss from all representations and scales it by 1 / ranks. So the
+    sum over the ranks is one loss, also for parameters that only the loss uses.
+    """
 
     def __init__(self, model: Any, loss: Coupled, **options: Any) -> None:
         super().__init__(model, loss, **options)
-        self._whole = WholeLoss(
-            loss,
-            model,
-            window=self._window,
-            untouched=self._untouched,
-            precision=self._precision,
-            policy=self.policy,
-        )
-
-    @property
-    def whole_loss(self) -> WholeLoss:
-        """The two passes."""
-        return self._whole
+        sync = self._window.sync
+        if sync.grows_own_graph or sync.counts_must_agree:
+            raise UnsupportedError(
+                f"wb.Coupled on a model of {type(sync).__name__}: its forwards run collectives "
+                "of their own, and the two passes are tested with plain modules and "
+                "DistributedDataParallel (without SyncBatchNorm) only; use those"
+            )
+        self._coupled = loss
+        self.keeping: KeptGraphs = KeptGraphs(loss.keep, self._window.target.models)
+        self._finite: list[Tensor] = []
 
     def needs_every_rank(self) -> str | None:
         return "a loss of the whole batch (wb.Coupled) needs the representations of every rank"
 
     def run(self, micros: Sequence[Any], how: WindowRun) -> None:
-        """Run both passes over all micro-batches."""
-        together = self.in_lock_step(micros)
-        if together:
+        """Run both passes over all micro-batches; one is done after its second pass.
+
+        In lock-step, the micro-batches of a pass meet at every BatchNorm, and are done all at once.
+        """
+        if self.in_lock_step(micros):
             self._refuse_sharded()
-        drawn = self._prepare(micros, how.numbers)
-        self._whole.run(
+        with self._prepared(micros, how):
+            self._run_passes(micros, how, alone=not self.in_lock_step(micros))
+
+    def _run_passes(self, micros: Sequence[Any], how: WindowRun, *, alone: bool) -> None:
+        window, policy = self._window, self.policy
+
+        def begin(index: int) -> None:
+            how.before_micro(index)
+            if policy is not None:
+                policy.micro()
+
+        def encode(micro: Any) -> Any:
+            with self._sampling(micro), self._precision.forward():
+                return self._coupled.encode(self.model, to_device(micro, self._device))
+
+        def inject(index: int, outputs: list[Tensor], gradients: list[Tensor]) -> None:
+            last = how.reduces and alone and window.current.micro_batches == len(micros) - 1
+            # A checkpointed block draws its masks again.
+            with self._sampling(micros[index]):
+                if outputs:
+                    with self._untouched.backward():
+                        window.backward(outputs, gradients, last=last)
+                window.micro_batch_done()
+                if alone:
+                    how.after_micro(window.current.micro_batches, len(micros))
+
+        passes = TwoPasses(
             micros,
-            reduces=how.reduces,
-            sampling=self._sampling,
-            lock_step=self._lock_step if together else None,
-            before_micro=how.before_micro,
-            after_micro=how.after_micro,
+            encode,
+            modules=window.target.models,
+            before_micro=begin,
+            lock_step=None if alone else self._lock_step,
+            # A policy that counts forwards counts those of the second pass: all must run again.
+            keep=self.keeping.number() if policy is None and alone else 0,
         )
-        if drawn is not None:
-            torch.set_rng_state(drawn)
+        try:
+            whole = passes.first()
+            torch.clear_autocast_cache()  # Casts made without a graph pass no gradient back.
+            if policy is not None:
+                policy.begin_window()  # It counts the second pass only.
+            self._add_loss(whole, may_retry=passes.keeps_graphs)
+            passes.second(whole, inject, self._coupled.tolerance, weighing=self.keeping.weighing)
+        except torch.OutOfMemoryError:
+            self.keeping.ran_out()
+            raise
+        self._finite = passes.finite
+        if not alone:
+            how.after_micro(len(micros), len(micros))
+
+    def _add_loss(self, whole: WholeRepresentations, *, may_retry: bool) -> None:
+        """Compute the loss of the whole batch and run its backward into the representations."""
+        sync = self._window.sync
+        gather = partial(gather_rows, sync=sync) if sync.ranks > 1 else None
+        try:
+            with self._precision.forward():
+                loss = as_loss(self._coupled.loss(whole.for_loss(gather)))
+            self._backward(loss, [leaf for leaf in whole.tensors if leaf.requires_grad])
+        except torch.OutOfMemoryError as error:
+            if may_retry:
+                raise
+            # Smaller micro-batches would not help: do not raise an out-of-memory error.
+            raise WindowError(
+                f"the loss of the whole batch ran out of memory ({str(error).splitlines()[0]}): it "
+                f"holds the representations of all {len(whole.tensors[0])} samples and what it "
+                "computes from them; compute it in fewer rows at a time (the ready losses have "
+                "rows=), or make the representations or the batch smaller"
+            ) from None
+
+    def _backward(self, loss: Loss | Terms, leaves: list[Tensor]) -> None:
+        """Record the loss, and run its backward into the leaves and its own parameters."""
+        terms = terms_of(loss)
+        units = self._agreed_units(terms)
+        window, sync = self._window.begin(known=units), self._window.sync
+        if terms.keys() == {SINGLE}:
+            window.round_seed(terms[SINGLE].total)
+        share = 1.0 / sync.ranks
+        seeds = [
+            window.seed_of(name, term.total, term.weight) * share for name, term in terms.items()
+        ]
+        own = 1.0 if sync.rank == 0 else 0.0  # All losses are equal: count only one.
+        window.record(
+            {name: term.total.detach() * own for name, term in terms.items()},
+            {name: units[name] * own for name in terms},
+            {name: term.weight for name, term in terms.items()},
+        )
+        window.owners.clear()  # The loss belongs to no single micro-batch.
+        with self._untouched.backward():
+            self._window.backward([term.total for term in terms.values()], seeds, also=leaves)
+
+    def _agreed_units(self, terms: Mapping[str, Term]) -> dict[str, float]:
+        """Return the units of each term; raise LossError if the ranks' losses differ."""
+        read = read_scalars(
+            [
+                *(term.units for term in terms.values()),
+                *(term.total.detach() for term in terms.values()),
+            ]
+        )
+        sync = self._window.sync
+        if sync.ranks > 1:
+            for own, summed in zip(read, sync.sum(read), strict=True):
+                if math.isfinite(own) and not math.isclose(
+                    summed, own * sync.ranks, rel_tol=1e-4, abs_tol=1e-6
+                ):
+                    raise LossError(
+                        "the loss of the whole batch differs between the ranks (here "
+                        f"{own:g}, on average {summed / sync.ranks:g}): loss(all) is given the "
+                        "representations of all ranks and must be the same function of them on each"
+                    )
+        return dict(zip(terms, read, strict=False))
+
+    def find_nonfinite(
+        self, micros: Sequence[Any], start: dict[str, Any]
+    ) -> tuple[int | None, str]:
+        finite = [bool(flag) for flag in self._finite]
+        if all(finite):
+            return None, "The representations are finite: it is the loss, or its way back"
+        index = finite.index(False)
+        return index, (
+            f"Micro-batch {index + 1} of {len(finite)} is the first whose representations are not "
+            "finite"
+        )
 
 
 def choose_runner(
@@ -566,39 +703,3 @@ def modules_of(model: Any) -> tuple[nn.Module, list[nn.Module]]:
     if isinstance(model, Mapping):
         return nn.ModuleDict(dict(model)), models
     return nn.ModuleList(models), models
-
-
-def find_nonfinite(
-    model: nn.Module,
-    micros: Sequence[Any],
-    forward: Callable[[Any], Loss | Terms],
-    start: dict[str, Any],
-) -> tuple[int | None, str]:
-    """The first micro-batch whose gradient is not finite, and a sentence that says so.
-
-    `start` is the random state before the first of them; buffers and random state are left as
-    they are found.
-    """
-    now = ForwardState(model)
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    parameters = [parameter for _, parameter in named]
-    restore_random(start)
-    try:
-        for index, micro in enumerate(micros):
-            loss = forward(micro)
-            terms = [loss] if isinstance(loss, Loss) else list(loss.by_name.values())
-            gradients = torch.autograd.grad(
-                [term.total for term in terms], parameters, allow_unused=True
-            )
-            for (name, _), gradient in zip(named, gradients, strict=True):
-                if gradient is not None and not bool(torch.isfinite(gradient).all()):
-                    return index, (
-                        f"Replayed, micro-batch {index + 1} of {len(micros)} is the first "
-                        f"whose gradient is not finite, at parameter {name}"
-                    )
-    finally:
-        now.restore()
-    return None, (
-        "Replayed, no micro-batch has such a gradient alone: their sum overflows, or a gradient "
-        "hook or on_gradient= has made it so"
-    )

@@ -51,12 +51,12 @@ def load_tensors(path: Path, *, also: Sequence[type] = ()) -> Any:
                 warnings.simplefilter("ignore")  # of a pickle protocol that torch.save does not use
                 return torch.load(file, map_location="cpu", weights_only=True)
     except OSError as error:
-        raise StateError(f"{path} cannot be read: {_reason(error)}") from error
+        raise StateError(f"{path} cannot be read: {reason(error)}") from error
     except pickle.UnpicklingError as error:  # not torch's words: it advises to run the code
         asked = _ASKED_FOR.search(str(error))
         raise hostile(path, asked[1] if asked else None) from None
     except _DAMAGE as error:
-        raise StateError(f"{path} is damaged: {_reason(error)}") from error
+        raise StateError(f"{path} is damaged: {reason(error)}") from error
 
 
 def hostile(path: Path, asked: str | None) -> StateError:
@@ -66,9 +66,3 @@ def hostile(path: Path, asked: str | None) -> StateError:
         f"{path} is hostile, or not a checkpoint of wholebatch: loading it {what}. It was not "
         "loaded and nothing of it was run"
     )
-
-
-def _reason(error: BaseException) -> str:
-    if isinstance(error, OSError):
-        return reason(error)
-    return str(error).strip().split("\n")[0].rstrip(".") or type(error).__name__

@@ -109,7 +109,7 @@ def check_window(window: Window, saved: dict[str, Any] | None) -> None:
     window.store.check(gradients)
     if not isinstance(gradients, list):
         return  # kept in the optimizer's own state, which checks itself
-    parameters = [parameter for group in target.groups() for parameter in group]
+    parameters = target.trained()
     if len(gradients) != len(parameters):
         raise StateError(
             f"the saved window holds gradients of {len(gradients)} parameters, and "
@@ -128,9 +128,8 @@ def load_window(window: Window, state: dict[str, Any] | None) -> None:
     """Open the window that `window_state` has saved, if there was one."""
     if state is None:
         return
-    for group in window.target.groups():
-        for parameter in group:
-            parameter.grad = None
+    for parameter in window.target.trained():
+        parameter.grad = None
     now = window.begin(known=state["known"])
     now.seed = state["seed"]
     now.micro_batches = state["micro_batches"]

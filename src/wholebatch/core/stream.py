@@ -7,29 +7,25 @@ the whole batch is looked for in the first window, and nobody else may write the
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from wholebatch.compile import Execute
 from wholebatch.core.close import check_terms
 from wholebatch.core.compiled_loss import CompiledLoss, Pending
 from wholebatch.core.foreign_writes import Untouched
-from wholebatch.core.loss import Loss, Terms, Units, check_units, mean_loss
-from wholebatch.core.precision import SIXTEEN_BIT
+from wholebatch.core.loss import Loss, Terms, Units, check_units, mean_loss, wide
 from wholebatch.core.window import Step, Window
 from wholebatch.coupled import choose as choose_batchnorm
-from wholebatch.coupled.audit import audit as audit_model
+from wholebatch.coupled.audit import warn_of_spectral_norms
 from wholebatch.coupled.batchnorm.policies import Refuse, Statistics
 from wholebatch.coupled.stream_look import StreamLook
 from wholebatch.errors import LossError
-
-_log = logging.getLogger("wholebatch")
 
 
 @dataclass(frozen=True)
@@ -107,9 +103,7 @@ class GivenLoss:
     @property
     def total(self) -> Tensor | float:
         """The sum, detached; a mean over no units (0/0) adds nothing."""
-        value = self.loss.detach().reshape(())
-        if value.dtype in SIXTEEN_BIT:
-            value = value.float()  # times 10,000 is beyond fp16, and 1001 is 1000 in bf16
+        value = wide(self.loss.detach().reshape(()))
         units = self.units
         if not self.is_mean:
             return value
@@ -136,9 +130,8 @@ class Stream:
         self._batchnorms = [
             choose_batchnorm(batchnorm, model, reduce=reduce) for model in target.models
         ]
-        for finding in (one for model in target.models for one in audit_model(model).findings):
-            if finding.kind == "spectral":
-                _log.warning("%s", finding)
+        for model in target.models:
+            warn_of_spectral_norms(model)
         # Only these have something to do at every micro-batch.
         self._counting = [one for one in self._batchnorms if isinstance(one, Statistics)]
         self._refusing = [one for one in self._batchnorms if isinstance(one, Refuse) and one.norms]
@@ -159,7 +152,7 @@ class Stream:
     @property
     def micro_batches(self) -> int:
         """Micro-batches that the open window holds."""
-        return self._window.micro_batches
+        return self._window.now.micro_batches
 
     @overload
     def compile(self, loss: Callable[..., Any], *, execute: Execute = "auto") -> CompiledLoss: ...
@@ -201,17 +194,17 @@ class Stream:
             loss,
             door=self,
             window=self._window,
-            models=self._window.target.models,
-            device=self._window.target.device,
             execute=execute,
             keeps_moments=bool(self._counting),
-            adds=self.adds,
             reads=reads,
         )
 
     @contextmanager
-    def micro_step(self) -> Iterator[bool]:
-        """Return the context of a compiled function's micro-step; False if only eager code may."""
+    def micro_step(self, modules: nn.Module) -> Iterator[bool]:
+        """Return the context of a compiled function's micro-step; False if only eager code may.
+
+        `modules` holds all modules that the function uses.
+        """
         self.pending.refuse()
         if self._window.open is not None:
             self._window.open.refuse_broken()
@@ -242,7 +235,7 @@ class Stream:
         """Drop what the window holds; the next micro-batch begins a new one."""
         self._window.discard()
         self._untouched.forget()
-        self.pending.forget()
+        self.pending.loss = None
         for policy in self._counting:
             policy.discard_window()
 

@@ -22,7 +22,6 @@ from wholebatch.core.runner import (
     WindowRun,
     check_functions,
     choose_runner,
-    find_nonfinite,
     modules_of,
 )
 from wholebatch.core.splitting import Batches, Tokens
@@ -153,8 +152,7 @@ class WholeBatch:
             hold=self._runner.hold,
             gradients=memory.gradients,
         )
-        if self._runner.whole_loss is not None:
-            keeping = self._runner.whole_loss.keeping
+        if (keeping := self._runner.keeping) is not None:
             keeping.room, self._fitting.relieved = self._fitting.room, keeping.relieved
             self._fitting.recovers &= sync.ranks == 1  # beginning again, one would gather alone
         self._probe: Probe | None = None
@@ -467,17 +465,14 @@ class WholeBatch:
         except NonFiniteError as error:
             if error.micro_batch is not None or start is None:
                 raise
-            if self._runner.whole_loss is not None:
-                index, where = self._runner.whole_loss.find_nonfinite()
-            else:
-                index, where = find_nonfinite(self._root, micros, self._runner.forward, start)
+            index, where = self._runner.find_nonfinite(micros, start)
             raise NonFiniteError(f"{error}. {where}", micro_batch=index) from None
 
     # ----------------------------------------------------------------- state
 
     def state_dict(self) -> dict[str, Any]:
         """Return what to resume from, in the middle of a window too (not model and optimizer)."""
-        if self._turn.taken and self._runner.whole_loss is not None:
+        if self._turn.taken and self._runner.keeping is not None:
             raise StateError(
                 "state_dict() inside a step with wb.Coupled: the gradient of the whole loss is of "
                 "this window alone; save between steps"

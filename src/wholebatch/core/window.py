@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn, TypeAlias
 
@@ -36,7 +36,6 @@ from wholebatch.core.close import (
     scalar_on,
     where_nonfinite,
 )
-from wholebatch.core.close_on_device import WindowSums
 from wholebatch.core.gradient_store import DeviceStore, Store
 from wholebatch.core.loss import SINGLE, Loss, Terms, Units, check_total, check_units
 from wholebatch.core.model_and_optimizer import Scheduler, Target, build_target, step_scheduler
@@ -106,19 +105,21 @@ def backward_into(
     return Backward(restoring, overlaps=False)
 
 
-def is_reentrant(totals: Iterable[Tensor]) -> bool:
-    """Return True if the graph has a node of torch.utils.checkpoint(use_reentrant=True)."""
+def graph_nodes(totals: Iterable[Tensor]) -> Iterator[Any]:
+    """Yield every node of the autograd graph below these totals."""
     stack: list[Any] = [total.grad_fn for total in totals]
     seen: set[Any] = set()
     while stack:
         node = stack.pop()
-        if node is None or node in seen:
-            continue
-        if type(node).__name__ == "CheckpointFunctionBackward":
-            return True
-        seen.add(node)
-        stack.extend(successor for successor, _ in node.next_functions)
-    return False
+        if node is not None and node not in seen:
+            yield node
+            seen.add(node)
+            stack.extend(successor for successor, _ in node.next_functions)
+
+
+def is_reentrant(totals: Iterable[Tensor]) -> bool:
+    """Return True if the graph has a node of torch.utils.checkpoint(use_reentrant=True)."""
+    return any(type(n).__name__ == "CheckpointFunctionBackward" for n in graph_nodes(totals))
 
 
 UnitsFunction: TypeAlias = Callable[[Any], Units | Mapping[str, Units]]
@@ -252,8 +253,8 @@ class OpenWindow:
     averaged_by: float = 1.0
     scale: LossScale | None = None
     loss_scale: float = 1.0
-    totals: dict[str, list[Tensor | float]] = field(default_factory=dict)
-    units: dict[str, list[Units]] = field(default_factory=dict)
+    totals: dict[str, list[Any]] = field(default_factory=dict)
+    units: dict[str, list[Any]] = field(default_factory=dict)
     weights: dict[str, float] = field(default_factory=dict)
     owners: list[int] = field(default_factory=list)
     """The micro-batch of each total (one may have several)."""
@@ -345,6 +346,9 @@ class OpenWindow:
         return 1.0
 
 
+_NO_WINDOW = OpenWindow([])
+
+
 class Window:
     """The micro-batches that together make one update, one window after the other."""
 
@@ -371,7 +375,7 @@ class Window:
         self._backward_into: Backward | None = None  # of graphs like those of this window
         self.calls_on_gradient = on_gradient is not None
         self.leaves_gradients = not target.steps  # whether the last window has left them in .grad
-        self._hooks = DeferredHooks(on_gradient, target.named_parameters)
+        self.hooks = DeferredHooks(on_gradient, target.named_parameters)
 
     # ------------------------------------------------------------------ begin
 
@@ -380,18 +384,18 @@ class Window:
         if self.open is not None:
             raise WindowError("begin() on an open window: close or discard it first")
         self.store.refuse_stray()
-        groups = self.target.groups()
-        inputs = [parameter for group in groups for parameter in group]
-        if not inputs:
+        window = OpenWindow(
+            self.target.groups(), known, 1.0, self.sync.averaged_by, self.target.scale
+        )
+        if not window.inputs:
             raise WindowError("every parameter of the optimizer is frozen: nothing to train")
-        self.store.begin(inputs, known)
-        self.sync.begin(inputs)
-        self._hooks.take(self.store.parameters)
-        seed: float | Tensor = 1.0
+        self.store.begin(window)
+        self.sync.begin(window.inputs)
+        self.hooks.take(self.store.parameters)
         if known is None:
-            seed = self.next_seed or first_seed(units, self.sync, self.target.device)
-        self.open = OpenWindow(groups, known, seed, self.sync.averaged_by, self.target.scale)
-        return self.open
+            window.seed = self.next_seed or first_seed(units, self.sync, self.target.device)
+        self.open = window
+        return window
 
     def open_early(self) -> bool:
         """Open the window if its seed is known without a loss; return True if it is open."""
@@ -405,9 +409,10 @@ class Window:
         assert self.open is not None, "no window is open"
         return self.open
 
-    def trained(self) -> list[nn.Parameter]:
-        """Return the parameters that the optimizers train now."""
-        return [parameter for group in self.target.groups() for parameter in group]
+    @property
+    def now(self) -> OpenWindow:
+        """The open window; an empty one where none is open."""
+        return _NO_WINDOW if self.open is None else self.open
 
     @property
     def only_eager(self) -> str | None:
@@ -425,33 +430,6 @@ class Window:
         """
         sparse = any(isinstance(one, torch.optim.SparseAdam) for one in self.target.optimizers)
         return self.sync.ranks == 1 and type(self.store) is DeviceStore and not sparse
-
-    # The open window as graphs see it.
-
-    @property
-    def inputs(self) -> list[nn.Parameter]:
-        """The parameters that the open window trains."""
-        return [] if self.open is None else self.open.inputs
-
-    @property
-    def broken(self) -> bool:
-        """True if a backward of the open window failed half way."""
-        return self.open is not None and self.open.broken
-
-    @property
-    def micro_batches(self) -> int:
-        """Micro-batches that are complete in the open window."""
-        return 0 if self.open is None else self.open.micro_batches
-
-    @property
-    def entered(self) -> int:
-        """Losses that the open window has recorded."""
-        return 0 if self.open is None else len(self.open.owners)
-
-    @property
-    def known(self) -> Mapping[str, float] | None:
-        """The units of the whole window, if they were counted before."""
-        return None if self.open is None else self.open.known
 
     # -------------------------------------------------------------------- add
 
@@ -479,7 +457,7 @@ class Window:
         if isinstance(loss, Loss):
             self.add(loss.total, loss.units, last=last, counts=counts)
             return
-        check_terms(self.known, loss.by_name)
+        check_terms(self.now.known, loss.by_name)
         terms, window = loss.by_name.items(), self.current
         window.record(
             {name: term.total.detach() for name, term in terms},
@@ -508,7 +486,7 @@ class Window:
                 else backward_into([*window.inputs, *also], self.target.models, totals)
             )
         into, reduces = self._backward_into, last and self.store.in_grad
-        if not self.store.before_backward(last and into.overlaps, window.totals, window.units):
+        if not self.store.before_backward(window, last=last and into.overlaps):
             return
         try:
             if sync.ranks == 1 and not sync.grows_own_graph:
@@ -562,7 +540,9 @@ class Window:
             raise WindowError("a window whose last backward failed cannot be closed: discard() it")
         if not window.reduced:
             self.store.reduce_now()
-        ahead = self._close_ahead(window, while_waiting) if steps else None
+        ahead = None
+        if steps and window.totals:  # the device closes the window while the host waits for it
+            ahead = self.store.close_ahead(window, self.hooks, while_waiting)
         weights = window.weights or self._last_weights  # none: this rank only joins the others
         names = sorted(weights)
         totals = {name: read_scalars(window.totals.get(name, ())) for name in names}
@@ -570,7 +550,7 @@ class Window:
         units = max(units_of.values())
         if units == 0.0:
             return self._empty(window)
-        means = _means(sum_of, units_of)
+        means = {name: sum_of[name] / units_of[name] if units_of[name] else 0.0 for name in names}
         loss = math.fsum(weights[name] * means[name] for name in names)
 
         losses_finite = all(map(math.isfinite, sum_of.values()))
@@ -587,15 +567,12 @@ class Window:
         self.sync.after_update()
         self.next_seed = power_of_two_near(1.0 / units)
         self._last_weights = weights
-        return Step(
-            update=self.updates,
+        return self._report(
+            window,
             loss=loss,
             units=units,
             grad_norm=closed.norm,
             clip=closed.clip,
-            micro_batches=window.micro_batches,
-            seconds=time.perf_counter() - window.started,
-            loss_scale=window.loss_scale,
             terms=means if names != [SINGLE] else {},
             skipped=skipped,
         )
@@ -633,27 +610,12 @@ class Window:
         self.begin(0, known=known)
         return self.close()
 
-    def _close_ahead(
-        self, window: OpenWindow, while_waiting: Callable[[], None] | None
-    ) -> Closed | None:
-        """Let the device close the window while the host waits for its numbers."""
-        if not window.totals:
-            return None
-        sums = WindowSums(window.totals, window.units, window.known, window.seed, window.loss_scale)
-        ahead = self.store.close_ahead(window.groups, sums, self._hooks, while_waiting)
-        if ahead is None:
-            return None
-        window.totals = {name: [*values] for name, values in ahead.totals.items()}
-        window.units = {name: [*values] for name, values in ahead.units.items()}
-        window.seed = ahead.seed
-        return ahead.closed
-
     def _closed(self, window: OpenWindow, normalise: float, losses_finite: bool) -> Closed:
         """Bring the gradients to what the optimizer must see."""
-        if self._hooks.calls and not losses_finite:  # no update: there is nothing to work on
+        if self.hooks.calls and not losses_finite:  # no update: there is nothing to work on
             return Closed(norm=math.nan, clip=1.0, finite=False)
-        closed = self.store.close(window.groups, normalise / window.loss_scale, self._hooks)
-        if self._hooks.calls and self.sync.ranks > 1 and self.sync.keeps_gradients:
+        closed = self.store.close(window, normalise / window.loss_scale, self.hooks)
+        if self.hooks.calls and self.sync.ranks > 1 and self.sync.keeps_gradients:
             check_same_norm(closed.norm, self.sync.largest, self.target.device)
         return closed
 
@@ -678,15 +640,15 @@ class Window:
                 "such batches, or pass zero_units='skip' to skip and count them"
             )
         self.skipped += 1
+        return self._report(window, loss=math.nan, units=0.0, grad_norm=0.0, skipped="no units")
+
+    def _report(self, window: OpenWindow, **found: Any) -> Step:
         return Step(
             update=self.updates,
-            loss=math.nan,
-            units=0.0,
-            grad_norm=0.0,
             micro_batches=window.micro_batches,
             seconds=time.perf_counter() - window.started,
             loss_scale=window.loss_scale,
-            skipped="no units",
+            **found,
         )
 
     def _nonfinite(
@@ -714,21 +676,12 @@ class Window:
 
     # ---------------------------------------------------------------- discard
 
-    def give_back_hooks(self) -> None:
-        """Put the user's hooks back on the parameters, whatever becomes of the window."""
-        self._hooks.give_back()
-
     def discard(self) -> None:
         """Drop what the window holds. Parameters and optimizer state stay as they are."""
         self.store.discard()
         self.sync.discard()
-        self._hooks.give_back()
+        self.hooks.give_back()
         self.open = self._backward_into = None
-
-
-def _means(totals: Mapping[str, float], units: Mapping[str, float]) -> dict[str, float]:
-    """Return the mean of each term; 0 for one without units."""
-    return {name: total / units[name] if units[name] else 0.0 for name, total in totals.items()}
 
 
 def make_window(
@@ -756,8 +709,7 @@ def make_window(
         sync=sync,
     )
     store = choose_store(
-        memory.gradients,
-        optimizer_on=memory.optimizer,
+        memory,
         target=target,
         options=options,
         sync=sync,

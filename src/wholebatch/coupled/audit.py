@@ -9,7 +9,7 @@ before the first window that is split, so that no such model is trained in silen
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,18 +17,23 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from wholebatch.core.splitting import to_device
+from wholebatch.core.forward_state import ForwardState
+from wholebatch.core.loss import Loss, Terms, terms_of
+from wholebatch.core.splitting import Tokens, to_device
+from wholebatch.core.splitting.micro_batches import lengths_of
+from wholebatch.core.splitting.packing import alone
 from wholebatch.core.splitting.samples import BatchSize, Layout, Static, readable_layout
 from wholebatch.coupled.adds_up import SAMPLES, LookResult, check_adds_up
 from wholebatch.coupled.causes import AuditFinding, layers_that_couple
 from wholebatch.coupled.local_collectives import local_collectives
 from wholebatch.coupled.normalisation_layers import (
     batchnorms,
+    evaluation_mode,
     is_spectral_norm,
     tracked_instance_norms,
     uses_batch_statistics,
 )
-from wholebatch.coupled.sample_runs import FirstSamples
+from wholebatch.coupled.sample_runs import CalledModules, FirstSamples
 from wholebatch.distributed import Sync
 from wholebatch.errors import LossError, UnsupportedError
 
@@ -182,30 +187,77 @@ def _kind(module: nn.Module) -> str:
     return "batchnorm" if type(module).forward is _BatchNorm.forward else "custom"
 
 
-class SplitGuard:
-    """Audits a model by type when it is made, and by a look at the first batch that is split.
+def warn_of_spectral_norms(model: nn.Module) -> None:
+    """Warn of spectral normalisations, which move once per micro-batch."""
+    for finding in _by_type(model):
+        if finding.kind == "spectral":
+            _log.warning("%s", finding)
 
-    The look (`check_adds_up`) is left out where forwards run collectives of their own. A batch
-    whose first samples have no units tells nothing; in one process the next one is looked at then.
+
+class LossLook:
+    """Looks once whether a loss adds up (`check_adds_up`), all ranks together.
+
+    A batch whose first samples have no units tells nothing; in one process the next one is looked
+    at then. `off` is how a user of this door trains all the same.
     """
 
-    def __init__(self, model: nn.Module, *, looks: bool) -> None:
+    def __init__(
+        self, model: nn.Module, sync: Sync, *, looks: bool, off: str = "audit=False"
+    ) -> None:
+        self._model, self._sync, self._off = model, sync, off
+        self._tries = _TRIES if looks else 0
+
+    @property
+    def pending(self) -> bool:
+        """True if the look is still to come."""
+        return self._tries > 0
+
+    def look_at(
+        self,
+        run: Callable[[Any], Any],
+        samples: Callable[[], tuple[Layout | None, int | None]],
+        *,
+        known: Iterable[AuditFinding] = (),
+        **options: Any,
+    ) -> None:
+        """Refuse what does not add up, and what is `known` to be refused.
+
+        `samples()` returns the batch and how many of it a micro-batch has. The other options are
+        those of `check_adds_up`.
+        """
+        result = LookResult()
+        try:
+            layout, size = samples()
+            with local_collectives():
+                result = check_adds_up(self._model, run, layout, micro_batch=size, **options)
+        except torch.OutOfMemoryError:
+            _log.warning("no memory to look whether micro-batches add up to the whole batch")
+        except Exception as error:  # most often the loss's own, and the step will raise it
+            _log.warning("no look whether micro-batches add up to the whole batch: %r", error)
+        again = self._sync.ranks == 1 and not result.conclusive
+        self._tries = self._tries - 1 if again else 0
+        self._refuse((*known, *result.findings))
+
+    def _refuse(self, found: tuple[AuditFinding, ...]) -> None:
+        on_another = bool(self._sync.sum([float(len(found))])[0])
+        LookResult(found).refuse(self._off, on_another_rank=on_another)
+
+
+class SplitGuard(LossLook):
+    """Audits a model by type when it is made, and by a look at the first batch that is split.
+
+    The look is left out where forwards run collectives of their own.
+    """
+
+    def __init__(self, model: nn.Module, sync: Sync, *, looks: bool) -> None:
+        super().__init__(model, sync, looks=looks)
         for name, parameter in model.named_parameters():
             if nn.parameter.is_lazy(parameter):
                 raise UnsupportedError(
                     f"{name!r} is lazy and has no weights yet: run one batch through the model "
                     "first"
                 )
-        self._model = model
-        self._tries = _TRIES if looks else 0
-        for finding in _by_type(model):
-            if finding.kind == "spectral":
-                _log.warning("%s", finding)
-
-    @property
-    def pending(self) -> bool:
-        """True if the first look is still to come."""
-        return self._tries > 0
+        warn_of_spectral_norms(model)
 
     def look(
         self,
@@ -215,38 +267,21 @@ class SplitGuard:
         *,
         batch_size: BatchSize,
         static: Static,
-        outputs: bool,
-        name: str,
-        sync: Sync,
+        **options: Any,
     ) -> None:
-        """Refuse what does not add up; once, all ranks together.
+        """Refuse what does not add up; `micros` is what the batch is split into."""
 
-        `micros` is what the batch is split into. The other options are those of `check_adds_up`.
-        """
-        result = LookResult()
-        try:
-            layout, size = _samples(readable_layout(batch, batch_size, static), micros, static)
-            with local_collectives():
-                result = check_adds_up(
-                    self._model, run, layout, micro_batch=size, outputs=outputs, name=name
-                )
-        except torch.OutOfMemoryError:
-            _log.warning("no memory to look whether micro-batches add up to the whole batch")
-        except Exception as error:
-            # Most often it is the loss function's, and the step will raise it.
-            _log.warning("no look whether micro-batches add up to the whole batch: %r", error)
-        self._tries = self._tries - 1 if sync.ranks == 1 and not result.conclusive else 0
+        def samples() -> tuple[Layout | None, int]:
+            return _samples(readable_layout(batch, batch_size, static), micros, static)
+
         ghosts = (finding for finding in _by_type(self._model) if finding.kind == "ghost")
-        self._refuse(LookResult((*ghosts, *result.findings)), sync)
+        self.look_at(run, samples, known=ghosts, **options)
 
-    def join(self, sync: Sync) -> None:
+    def join(self) -> None:
         """Take part in the other ranks' look, without a sample of one's own."""
         if self.pending:
             self._tries = 0
-            self._refuse(LookResult(), sync)
-
-    def _refuse(self, result: LookResult, sync: Sync) -> None:
-        result.refuse(on_another_rank=bool(sync.sum([float(len(result.findings))])[0]))
+            self._refuse(())
 
 
 def _samples(
@@ -265,3 +300,51 @@ def _samples(
     if len(set(sizes[:-1])) > 1 and sizes[0] > 1:
         return made[0], sizes[0]
     return whole, sizes[0]
+
+
+_SEQUENCES = 4
+
+
+def check_packing(
+    run: Callable[[Any], Loss | Terms], layout: Layout, by: Tokens, models: Sequence[nn.Module]
+) -> None:
+    """Refuse if some sequences in one row have another loss than each by itself.
+
+    A model that reads its positions attends within a sequence alone. One that does not lets
+    sequences of a row see each other, and trains on all the same.
+
+    `run(micro)` returns the loss of a micro-batch. It runs without dropout; `models` are left as
+    they were.
+    """
+    ones, together = alone(layout, by, lengths_of(layout, by)[0], _SEQUENCES)
+    before = ForwardState(*models)
+    called = CalledModules(nn.ModuleList(models))
+    try:
+        with evaluation_mode(*models), torch.no_grad(), called, local_collectives():
+            apart, packed = _sums(map(run, ones)), _sums([run(together)])
+    finally:
+        before.restore()
+    rounding = 1e-3 if torch.backends.cuda.matmul.allow_tf32 else 2e-5
+    allowed = 1e-2 if called.sixteen_bit else rounding
+    for name, (total, units) in apart.items():
+        in_row, units_in_row = packed[name]
+        if units == units_in_row and abs(in_row - total) <= allowed * abs(total) + 1e-12:
+            continue
+        raise UnsupportedError(
+            f"tokens(pack=...): {len(ones)} sequences, each by itself, have a loss of {total:g} "
+            f"over {units:g} units, and in one row {in_row:g} over {units_in_row:g}: the model "
+            "does not keep the sequences of a row apart. Transformers' models do so with "
+            "use_cache=False in their configuration and without an attention_mask; a model of your "
+            "own must attend within the sequences that position_ids tell, and give no units to "
+            "labels of -100. Labels that are shifted already must be called shift_labels"
+        )
+
+
+def _sums(losses: Iterable[Loss | Terms]) -> dict[str, tuple[float, float]]:
+    """Return each term's total and units over these losses."""
+    found: dict[str, tuple[float, float]] = {}
+    for loss in losses:
+        for name, term in terms_of(loss).items():
+            total, units = found.get(name, (0.0, 0.0))
+            found[name] = (total + float(term.total), units + float(term.units))
+    return found

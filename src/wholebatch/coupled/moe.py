@@ -182,7 +182,7 @@ def balance_of(sums: Mapping[str, Tensor], *, each: bool = False) -> Tensor:
 
 @dataclass
 class RecordedRouting:
-    """What a Hugging Face model told of its routers in one forward."""
+    """The record of a Hugging Face model's routers in one forward."""
 
     router_logits: Sequence[Tensor] = ()
     attention_mask: Tensor | None = None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -51,6 +52,19 @@ def is_spectral_norm(module: nn.Module) -> bool:
     return type(module).__name__ == "_SpectralNorm" or any(
         type(hook).__name__ == "SpectralNorm" for hook in hooks
     )
+
+
+@contextmanager
+def evaluation_mode(*models: nn.Module) -> Iterator[None]:
+    """Put all modules into evaluation mode within this context, one by one."""
+    training = [module for model in models for module in model.modules() if module.training]
+    try:
+        for module in training:
+            module.training = False
+        yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 class ReplacedForwards:

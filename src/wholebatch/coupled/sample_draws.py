@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -83,8 +84,11 @@ def randint_like(
 def _uniform(x: Tensor) -> Tensor | None:
     """Return numbers in (0, 1) for the samples of this micro-batch; None outside of a window."""
     micro: _Micro | None = getattr(_here, "micro", None)
-    numbers = None if micro is None else micro.numbers()
-    if micro is None or numbers is None:
+    if micro is None:
+        return None
+    micro.window.used = True
+    numbers = micro.numbers()
+    if numbers is None:
         return None
     if _is_traced(x):
         raise UnsupportedError("wb.randn_like and the like number their samples in Python")
@@ -111,20 +115,17 @@ def _is_traced(x: Tensor) -> bool:
     return get_proxy_mode() is not None
 
 
+@dataclass
 class _Micro:
     """The samples of a micro-batch, and how many draws they have made."""
 
-    def __init__(self, window: WindowDraws, numbers: Callable[[], Sequence[int] | None]) -> None:
-        self._window, self._numbers = window, numbers
-        self._calls = 0
-
-    def numbers(self) -> Sequence[int] | None:
-        self._window.used = True
-        return self._numbers()
+    window: WindowDraws
+    numbers: Callable[[], Sequence[int] | None]
+    calls: int = 0
 
     def next_call(self) -> int:
-        self._calls += 1
-        return mixed(self._window.seed + self._calls)
+        self.calls += 1
+        return mixed(self.window.seed + self.calls)
 
 
 class WindowDraws:

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -51,22 +50,18 @@ def choose(models: nn.Module | Sequence[nn.Module], *, sync: str = "auto") -> Sy
         )
     if len(models) > 1 and kind in _ONE_MODEL:
         raise UnsupportedError(_ONE_MODEL[kind])
-    return _strategy(kind, models, sync)
-
-
-def _strategy(kind: str, models: Sequence[Any], sync: str) -> Sync:
-    """Return the engine's class for these models; an engine is imported where it is used."""
-    if kind == "ddp":
+    wrapped: Any = models
+    if kind == "ddp":  # an engine is imported where it is used
         from wholebatch.distributed.ddp import Replicated
 
-        return Replicated(models, sync=sync)
+        return Replicated(wrapped, sync=sync)
     if kind == "fsdp2":
         from wholebatch.distributed.fsdp import Sharded
 
-        return Sharded(models[0], sync=sync)
+        return Sharded(wrapped[0], sync=sync)
     from wholebatch.distributed.deepspeed import DeepSpeed
 
-    return DeepSpeed(models[0], sync=sync)
+    return DeepSpeed(wrapped[0], sync=sync)
 
 
 def _warn_alone(ranks: int) -> None:
@@ -98,10 +93,6 @@ def _kind(model: nn.Module) -> str:
             return f"{type(model).__name__} around DistributedDataParallel"
     if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
         return f"DeepSpeed ({type(model).__name__} with parameters of ZeRO 3, not its engine)"
-    if any(_is_dtensor(parameter) for parameter in model.parameters()):
+    if any("DTensor" in (type(p).__name__, type(p.data).__name__) for p in model.parameters()):
         return f"{type(model).__name__} with DTensor parameters but without fully_shard"
     return "plain"
-
-
-def _is_dtensor(parameter: torch.Tensor) -> bool:
-    return type(parameter).__name__ == "DTensor" or type(parameter.data).__name__ == "DTensor"

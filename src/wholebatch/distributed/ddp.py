@@ -10,9 +10,10 @@ micro-batches, or zeros. Nothing is averaged, so nothing is undone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from wholebatch.distributed.process_group import Group
-from wholebatch.distributed.sync_strategy import Sync
+from wholebatch.distributed.sync_strategy import Context, Parameters, Sync
 from wholebatch.errors import OptionError, UnsupportedError, WindowError
 
 _BUCKET_BYTES = 25 * 2**20
@@ -52,7 +53,9 @@ class Buckets:
     ) -> None:
         self._wait = wait
         self._send = send or (lambda flat: dist.all_reduce(flat, group=group, async_op=True))
-        self._buckets = _layout(parameters)
+        # In the order of a backward.
+        some = in_buckets(reversed(parameters), _BUCKET_BYTES, lambda p: (_grad_dtype(p), p.device))
+        self._buckets = [_Bucket(one, _grad_dtype(one[0])) for one in some]
         self._next = 0
         self.filled_in: set[int] = set()
         """The parameters, by id, that had no gradient here at the last reduction."""
@@ -66,10 +69,8 @@ class Buckets:
         for bucket in self._buckets:
             bucket.missing = len(bucket.parameters)
             if overlap:
-                for parameter in bucket.parameters:
-                    handles.append(
-                        parameter.register_post_accumulate_grad_hook(self._ready_in(bucket))
-                    )
+                ready = partial(self._ready, bucket)
+                handles += [p.register_post_accumulate_grad_hook(ready) for p in bucket.parameters]
         try:
             yield
         finally:
@@ -80,13 +81,10 @@ class Buckets:
         for bucket in self._buckets:
             self._receive(bucket)
 
-    def _ready_in(self, bucket: _Bucket) -> Callable[[Tensor], None]:
-        def ready(_: Tensor) -> None:
-            bucket.missing -= 1
-            while self._next < len(self._buckets) and self._buckets[self._next].missing == 0:
-                self._send_next()
-
-        return ready
+    def _ready(self, bucket: _Bucket, _: Tensor) -> None:
+        bucket.missing -= 1
+        while self._next < len(self._buckets) and self._buckets[self._next].missing == 0:
+            self._send_next()
 
     @torch.no_grad()
     def _send_next(self) -> None:
@@ -117,20 +115,26 @@ class Buckets:
         bucket.flat = bucket.work = None
 
 
-def _layout(parameters: Sequence[nn.Parameter]) -> list[_Bucket]:
-    """Put the parameters into buckets of one dtype and device, in the order of a backward."""
-    buckets: list[_Bucket] = []
-    filling: dict[tuple[torch.dtype, torch.device], tuple[_Bucket, int]] = {}
-    for parameter in reversed(parameters):
-        dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype
-        key = (dtype, parameter.device)
-        size = parameter.numel() * dtype.itemsize
-        bucket, filled = filling.get(key, (None, 0))
-        if bucket is None or filled + size > _BUCKET_BYTES:
-            bucket, filled = _Bucket([], dtype), 0
+def _grad_dtype(parameter: nn.Parameter) -> torch.dtype:
+    return getattr(parameter, "grad_dtype", None) or parameter.dtype
+
+
+def in_buckets(
+    parameters: Iterable[nn.Parameter],
+    most: int,
+    kind: Callable[[nn.Parameter], Hashable] = lambda p: (p.dtype, p.device),
+) -> list[list[nn.Parameter]]:
+    """Put neighbours of one kind together, up to `most` bytes of their sums."""
+    buckets: list[list[nn.Parameter]] = []
+    filling: dict[Hashable, tuple[list[nn.Parameter], int]] = {}
+    for parameter in parameters:
+        size = parameter.numel() * max(4, parameter.element_size())
+        bucket, filled = filling.get(kind(parameter), ([], 0))
+        if not bucket or filled + size > most:
+            bucket, filled = [], 0
             buckets.append(bucket)
-        bucket.parameters.append(parameter)
-        filling[key] = (bucket, filled + size)
+        bucket.append(parameter)
+        filling[kind(parameter)] = bucket, filled + size
     return buckets
 
 
@@ -162,9 +166,7 @@ class Replicated(Sync):
             model.require_backward_grad_sync = False
             model.require_forward_param_sync = False  # buffers: once, in `after_update`
 
-    def backward(
-        self, parameters: Sequence[nn.Parameter], *, reduces: bool, overlap: bool = True
-    ) -> AbstractContextManager[None]:
+    def backward(self, parameters: Parameters, *, reduces: bool, overlap: bool) -> Context:
         if any(model.require_backward_grad_sync for model in self._models):
             raise WindowError(
                 "DistributedDataParallel's own synchronisation was switched on again, so gradients "
@@ -174,7 +176,7 @@ class Replicated(Sync):
             return nullcontext()
         return self._buckets_of(parameters).reducing(overlap=overlap)
 
-    def reduce_now(self, parameters: Sequence[nn.Parameter]) -> None:
+    def reduce_now(self, parameters: Parameters) -> None:
         with self._buckets_of(parameters).reducing(overlap=False):
             pass
 

@@ -9,9 +9,10 @@ each rank holds its slice of the reduced gradients (ZeRO 1-3: `optimizer.average
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,15 +20,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from wholebatch.distributed.process_group import Group
-from wholebatch.distributed.sync_strategy import Sync, reduces_in_backward_only
+from wholebatch.distributed.sync_strategy import Parameters, Sync, reduces_in_backward_only
 from wholebatch.errors import NonFiniteError, OptionError, UnsupportedError, WindowError
-
-
-@dataclass
-class Slice:
-    """This rank's slice of a reduced gradient."""
-
-    grad: Tensor | None
 
 
 class EngineOptimizer(torch.optim.Optimizer):
@@ -58,7 +52,7 @@ class BackwardOrder:
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.value = 0
         self._handles = [
-            parameter.register_post_accumulate_grad_hook(self._reached(index))
+            parameter.register_post_accumulate_grad_hook(partial(self._reached, index))
             for index, parameter in enumerate(parameters, start=1)
         ]
 
@@ -66,11 +60,8 @@ class BackwardOrder:
         for handle in self._handles:
             handle.remove()
 
-    def _reached(self, index: int) -> Callable[[Tensor], None]:
-        def reached(_: Tensor) -> None:
-            self.value = (self.value * 1_000_003 + index) % 2**52
-
-        return reached
+    def _reached(self, index: int, _: Tensor) -> None:
+        self.value = (self.value * 1_000_003 + index) % 2**52
 
 
 class DeepSpeed(Sync):
@@ -161,7 +152,7 @@ class DeepSpeed(Sync):
                 "and it would move twice per update; give it to one of the two"
             )
 
-    def begin(self, parameters: Sequence[nn.Parameter]) -> None:
+    def begin(self, parameters: Parameters) -> None:
         super().begin(parameters)
         if self._order is not None:
             self._order.value = 0
@@ -177,9 +168,7 @@ class DeepSpeed(Sync):
             )
 
     @contextmanager
-    def backward(
-        self, parameters: Sequence[nn.Parameter], *, reduces: bool, overlap: bool = True
-    ) -> Iterator[None]:
+    def backward(self, parameters: Parameters, *, reduces: bool, overlap: bool) -> Iterator[None]:
         self._engine.set_gradient_accumulation_boundary(reduces)
         if reduces and self._stage == 1 and not self._engine.zero_overlap_comm():
             # Buckets are filled with the gradients that are there: they must be the same ones
@@ -198,7 +187,7 @@ class DeepSpeed(Sync):
         scaled = [total * seed for total, seed in zip(totals, seeds, strict=True)]
         self._engine.backward(torch.stack(scaled).sum(), scale_wrt_gas=False)
 
-    def reduce_now(self, parameters: Sequence[nn.Parameter]) -> None:
+    def reduce_now(self, parameters: Parameters) -> None:
         raise reduces_in_backward_only("a DeepSpeed engine")
 
     def holders(self, groups: Sequence[Sequence[nn.Parameter]]) -> Sequence[Sequence[Any]]:
@@ -206,10 +195,10 @@ class DeepSpeed(Sync):
             return groups
         self._check_order()
         optimizer = self._engine.optimizer
-        slices: list[list[Slice]] = [[] for _ in groups]
+        slices: list[list[Any]] = [[] for _ in groups]  # of this rank, as holders of a gradient
         for index, pieces in optimizer.averaged_gradients.items():
             place = optimizer.sub_group_to_group_id[index] if self._stage == 3 else index
-            slices[place] += [Slice(piece) for piece in pieces]
+            slices[place] += [SimpleNamespace(grad=piece) for piece in pieces]
         return slices
 
     def _check_order(self) -> None:

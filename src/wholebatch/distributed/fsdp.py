@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from wholebatch.distributed.process_group import Group
-from wholebatch.distributed.sync_strategy import Sync, reduces_in_backward_only
+from wholebatch.distributed.sync_strategy import Parameters, Sync, reduces_in_backward_only
 from wholebatch.errors import OptionError, UnsupportedError
 
 _log = logging.getLogger("wholebatch")
@@ -82,9 +82,7 @@ class Sharded(Sync):
         return every, policy
 
     @contextmanager
-    def backward(
-        self, parameters: Sequence[nn.Parameter], *, reduces: bool, overlap: bool = True
-    ) -> Iterator[None]:
+    def backward(self, parameters: Parameters, *, reduces: bool, overlap: bool) -> Iterator[None]:
         for module in self._modules:
             module.set_requires_gradient_sync(reduces or self._every, recurse=False)
             if self._is_hybrid:
@@ -94,7 +92,7 @@ class Sharded(Sync):
         with self.failures():
             yield
 
-    def reduce_now(self, parameters: Sequence[nn.Parameter]) -> None:
+    def reduce_now(self, parameters: Parameters) -> None:
         raise reduces_in_backward_only("a sharded model")
 
     def largest(self, value: Tensor) -> Tensor:

@@ -2,25 +2,254 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import pipelining
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils import _pytree as pytree
 
 from wholebatch.core import state_dict as state
-from wholebatch.core.loss import SINGLE
+from wholebatch.core.loss import SINGLE, Loss, Units, as_loss
 from wholebatch.core.model_and_optimizer import Scheduler, build_target
 from wholebatch.core.options import Close
+from wholebatch.core.splitting import batch_size_of, split, to_device
 from wholebatch.core.window import Step, Window
 from wholebatch.coupled import batchnorms, tracked_instance_norms
 from wholebatch.coupled.normalisation_layers import uses_batch_statistics
-from wholebatch.distributed.pipeline_stages import LossFunction, Pipelined, PipelineRunner
-from wholebatch.errors import OptionError, UnsupportedError
+from wholebatch.distributed.ddp import Buckets
+from wholebatch.distributed.process_group import Group
+from wholebatch.distributed.sync_strategy import Parameters, Sync
+from wholebatch.errors import LossError, OptionError, UnsupportedError
+
+Stage: TypeAlias = pipelining.PipelineStage
+LossFunction: TypeAlias = Callable[[Any, Any], Loss | Tensor]
+
+_SCHEDULES: dict[str, type[Any]] = {
+    "gpipe": pipelining.ScheduleGPipe,
+    "1f1b": pipelining.Schedule1F1B,
+    "interleaved": pipelining.ScheduleInterleaved1F1B,
+}
+
+
+class PipelineRunner:
+    """The stages of this rank, run under a schedule that fits the current batch.
+
+    Schedules need equal shapes, and some need a certain number of micro-batches. So the inputs are
+    padded with copies of the last sample. The outputs of the copies are cut off before the loss:
+    their gradient is exactly zero, and the loss and its units are those of the batch.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        window: Window,
+        sync: Pipelined,
+        *,
+        schedule: str,
+        micro_batch: int,
+        loss: LossFunction,
+    ) -> None:
+        if schedule not in _SCHEDULES:
+            raise OptionError(
+                f"schedule={schedule!r}: must be one of {', '.join(map(repr, _SCHEDULES))}"
+            )
+        if schedule != "interleaved" and len(stages) > 1:
+            raise OptionError(
+                f"schedule={schedule!r} with {len(stages)} stages on a rank: it runs one; use "
+                'schedule="interleaved"'
+            )
+        self._stages, self._window, self._sync = list(stages), window, sync
+        self._kind, self._size, self._loss = schedule, micro_batch, loss
+        self._device = torch.device(stages[0].device)
+        self.is_first = any(stage.is_first for stage in stages)
+        self.is_last = any(stage.is_last for stage in stages)
+        self._schedule: Any = None
+        self._places = 0
+        self._shapes: list[Any] = []
+        self._targets: list[Any] = []
+        self._samples = 0
+        self._made: dict[int, tuple[Tensor, Units]] = {}  # totals and units, on the last stage
+
+    def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> int:
+        """Check the batch together with the other stages, and return its number of samples."""
+        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        sizes = {len(tensor) if tensor.dim() else 0 for tensor in tensors}
+        self._targets = []
+        if self.is_last and target is not None:
+            sizes.add(batch_size_of(target))
+            self._targets = split(target, self._size)
+        shapes = [(tuple(tensor.shape[1:]), tensor.dtype) for tensor in tensors]
+        mine = [
+            float(max(sizes, default=-math.inf)),
+            -float(min(sizes, default=math.inf)),
+            float(self.is_first and not args),
+            float(self.is_last and target is None),
+            float(shapes != self._shapes),
+        ]
+        # One small collective, so that all ranks raise: if only one did, the others would hang.
+        asked = torch.tensor(mine, dtype=torch.float64, device=self._device)
+        most, least, no_input, no_target, changed = self._sync.stages.largest(asked).tolist()
+        self._shapes = shapes
+        if no_input or no_target:
+            what = "inputs" if no_input else "target="
+            where = "first" if no_input else "last"
+            raise OptionError(f"step() without {what} on the rank of the {where} stage: give them")
+        if most != -least:
+            raise OptionError(
+                f"tensors with different first dimensions ({-least:g} and {most:g}): every tensor "
+                "of every stage's inputs and target has one entry per sample of the same batch"
+            )
+        self._samples = int(most)
+        self._fit(changed=bool(changed))
+        return self._samples
+
+    def _fit(self, *, changed: bool) -> None:
+        """Build a schedule for this number of micro-batches and these shapes."""
+        places = self._fitting(math.ceil(self._samples / self._size))
+        if self._schedule is not None and places == self._places and not changed:
+            return
+        self._places = places
+        for stage in self._stages if changed else ():
+            for name in ("inputs_meta", "_outputs_meta"):
+                if hasattr(stage, name):  # torch 2.11 keeps the first shapes that it sees.
+                    setattr(stage, name, None)
+        stages = self._stages if self._kind == "interleaved" else self._stages[0]
+        self._schedule = _SCHEDULES[self._kind](
+            stages, n_microbatches=places, loss_fn=self._scaled_loss, scale_grads=False
+        )
+
+    def _fitting(self, places: int) -> int:
+        """Return the next number of micro-batches that the schedule can run; the rest are empty."""
+        if self._kind == "gpipe":
+            return places
+        ranks = self._stages[0].group_size
+        if self._kind == "1f1b":
+            return max(places, ranks)
+        places = max(places, ranks)
+        while places % (places // ranks):
+            places += 1
+        return places
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Run all forwards and backwards; on the last stage, enter the losses in the window."""
+        self._made = {}
+        args, kwargs = self._filled_up(args, kwargs)
+        index = torch.arange(self._places).repeat_interleave(self._size) if self.is_last else None
+        try:
+            self._schedule.step(*args, target=index, return_outputs=False, **kwargs)
+        finally:
+            self._targets = []
+        window = self._window.current
+        for _, (total, units) in sorted(self._made.items()):
+            window.record({SINGLE: total}, {SINGLE: units}, {SINGLE: 1.0})
+            window.micro_batches += 1
+        window.micro_batches = math.ceil(self._samples / self._size)  # on the other stages too
+
+    def _filled_up(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        rows = torch.arange(self._places * self._size).clamp(max=self._samples - 1)
+
+        def fill(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            whole = leaf if len(rows) == len(leaf) else leaf.index_select(0, rows.to(leaf.device))
+            return whole.to(self._device)
+
+        batch = (args if self.is_first else (), kwargs)
+        filled: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map(fill, batch)
+        return filled
+
+    def _scaled_loss(self, output: Any, index: Tensor) -> Tensor:
+        """Return the seeded loss of one micro-batch, without the padding, and keep it.
+
+        Torch makes one extra call to infer shapes. A later call for the same place replaces it.
+        """
+        place = int(index[0])
+        real = max(0, min(self._size, self._samples - place * self._size))
+        output = pytree.tree_map(
+            lambda leaf: leaf[:real] if isinstance(leaf, Tensor) and leaf.dim() else leaf, output
+        )
+        if real == 0:
+            leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+            return torch.stack([leaf.sum() for leaf in leaves if leaf.requires_grad]).sum()
+        result = as_loss(self._loss(output, to_device(self._targets[place], self._device)))
+        if not isinstance(result, Loss):
+            raise LossError(
+                "a loss of several terms in a pipeline: return one wb.Loss(total, units), or "
+                "per-unit losses"
+            )
+        units = result.units
+        units = units.detach() if isinstance(units, Tensor) else units
+        self._made[place] = (result.total.detach(), units)
+        return result.total * self._window.current.seed_of(SINGLE, result.total, 1.0)
+
+
+class Pipelined(Sync):
+    """The ranks of one pipeline, and those that hold replicas of this rank's stages.
+
+    The schedule moves activations and their gradients between stages, and averages nothing. What
+    is left are sums: losses and units are on the last stage and are wanted on all, the norm is over
+    the parameters of all stages, and replicas of a stage add up their gradients.
+    """
+
+    same_parameters = False
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        group: dist.ProcessGroup | None,
+        data_parallel: dist.ProcessGroup | None,
+        device: torch.device,
+    ) -> None:
+        self._modules = tuple(modules)
+        self._device = device
+        self.stages = Group([group], device, rank=dist.get_rank(group))
+        self._replica_group = data_parallel
+        self._replicas: Group | None = None
+        groups = [group]
+        if data_parallel is not None:
+            self._replicas = Group([data_parallel], device, rank=dist.get_rank(data_parallel))
+            groups.append(data_parallel)
+        self.use_group(Group(groups, device, rank=dist.get_rank()))
+        self.policy = "hold: replicas of a stage add up their gradients once per window"
+        if self._replicas is not None:
+            with torch.no_grad():
+                self._replicas.broadcast([p for m in modules for p in m.parameters()])
+            self.after_update()
+
+    @contextmanager
+    def backward(self, parameters: Parameters, *, reduces: bool, overlap: bool) -> Iterator[None]:
+        yield  # the schedule makes the backwards
+
+    def reduce_now(self, parameters: Parameters) -> None:
+        if self._replicas is None:
+            return
+        present = torch.tensor([float(p.grad is not None) for p in parameters])
+        on_some = self._replicas.sum_tensor(present.to(self._device)).tolist()
+        used = [p for p, count in zip(parameters, on_some, strict=True) if count]
+        with Buckets(used, self._replica_group, self._replicas.wait).reducing(overlap=False):
+            pass
+
+    def largest(self, value: Tensor) -> Tensor:
+        return super().largest(value.to(self._device))
+
+    def total_norm(self, gradients: Sequence[Tensor]) -> Tensor:
+        return self.stages.norm(gradients)
+
+    def after_update(self) -> None:
+        """Broadcast the first replica's buffers, as DDP does."""
+        if self._replicas is not None:
+            buffers = [b for m in self._modules for b in m.buffers() if b.is_floating_point()]
+            self._replicas.broadcast(buffers)
 
 
 class Pipeline:
@@ -96,11 +325,7 @@ class Pipeline:
         ]
         self._refuse_batch_statistics()
         self._runner = PipelineRunner(
-            stages,
-            schedule=schedule,
-            micro_batch=micro_batch,
-            loss=loss,
-            largest=lambda values: sync.stages.largest(values.to(torch.device(stages[0].device))),
+            stages, self._window, sync, schedule=schedule, micro_batch=micro_batch, loss=loss
         )
         self.last_step: Step | None = None
 
@@ -127,22 +352,15 @@ class Pipeline:
         window, runner = self._window, self._runner
         samples = runner.prepare(inputs, keywords, target)
         self._refuse_batch_statistics()
-        now = window.begin(samples)
+        window.begin(samples)
         try:
-            entries = runner.run(inputs, keywords, self._seed)
-            for entry in entries:
-                now.record({SINGLE: entry.total}, {SINGLE: entry.units}, {SINGLE: 1.0})
-                now.micro_batches += 1
-            now.micro_batches = runner.micro_batches  # Also on ranks that compute no loss.
+            runner.run(inputs, keywords)
             self._drop_strangers()
             self.last_step = window.close()
             return self.last_step
         finally:
             if window.open is not None:
                 window.discard()
-
-    def _seed(self, total: Tensor) -> Tensor:
-        return self._window.current.seed_of(SINGLE, total, 1.0)
 
     def _refuse_batch_statistics(self) -> None:
         for name, module in self._norms:
@@ -154,7 +372,7 @@ class Pipeline:
 
     def _drop_strangers(self) -> None:
         """Clear the gradients of parameters that no optimizer steps; backward computes them too."""
-        own = {id(parameter) for parameter in self._window.inputs}
+        own = {id(parameter) for parameter in self._window.now.inputs}
         for module in self._window.target.models:
             for parameter in module.parameters():
                 if id(parameter) not in own:

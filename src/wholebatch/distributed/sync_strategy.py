@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,11 @@ from wholebatch.errors import WindowError
 
 if TYPE_CHECKING:
     from wholebatch.distributed.process_group import Group
-    from wholebatch.distributed.rank_progress import Progress
+    from wholebatch.distributed.rank_failure import Progress
+
+
+Parameters: TypeAlias = Sequence[nn.Parameter]
+Context: TypeAlias = AbstractContextManager[None]
 
 
 class Sync(ABC):
@@ -89,7 +93,7 @@ class Sync(ABC):
 
         return alarm().failures()
 
-    def begin(self, parameters: Sequence[nn.Parameter]) -> None:
+    def begin(self, parameters: Parameters) -> None:
         """Note that a window opens."""
         if self.progress is not None:
             self.progress.begin()
@@ -99,13 +103,11 @@ class Sync(ABC):
         torch.autograd.backward(totals, seeds)
 
     @abstractmethod
-    def backward(
-        self, parameters: Sequence[nn.Parameter], *, reduces: bool, overlap: bool = True
-    ) -> AbstractContextManager[None]:
+    def backward(self, parameters: Parameters, *, reduces: bool, overlap: bool) -> Context:
         """Return the context of one backward; if that reduces, it has reduced on leaving."""
 
     @abstractmethod
-    def reduce_now(self, parameters: Sequence[nn.Parameter]) -> None:
+    def reduce_now(self, parameters: Parameters) -> None:
         """Reduce gradients that no backward has reduced (a flush, a skipped last micro-batch)."""
 
     def waited(self) -> float | None:
@@ -165,12 +167,10 @@ class Single(Sync):
 
     takes_graphs = True
 
-    def backward(
-        self, parameters: Sequence[nn.Parameter], *, reduces: bool, overlap: bool = True
-    ) -> AbstractContextManager[None]:
+    def backward(self, parameters: Parameters, *, reduces: bool, overlap: bool) -> Context:
         return nullcontext()
 
-    def reduce_now(self, parameters: Sequence[nn.Parameter]) -> None:
+    def reduce_now(self, parameters: Parameters) -> None:
         return
 
     def waited(self) -> float | None:

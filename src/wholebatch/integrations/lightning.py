@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -194,10 +194,8 @@ class ExactWindows(Callback):
         self._options = AdapterOptions(batchnorm, zero_units, nonfinite, audit)
         self._windows: HostWindows | None = None
         self._given: GivenLoss | None = None  # the loss whose backward comes next
-        self._look: FirstLook | None = None
         self._saved: dict[str, Any] | None = None
-        self._replaced: tuple[LightningModule, dict[str, Any]] | None = None
-        self._compiled: CompiledStep | None = None
+        self._replaced = ExitStack()
         self.last: Settled | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -214,19 +212,17 @@ class ExactWindows(Callback):
             divided_by=lambda: trainer.accumulate_grad_batches,
             updates=saved.get("updates", 0),
         )
-        self._look = FirstLook(pl_module, windows, host=self, off="ExactWindows(..., audit=False)")
         if "window" in saved:
             windows.load_state_dict(saved["window"])
-        self._take_training_step(trainer, pl_module)
+        self._take_training_step(trainer, pl_module, windows)
 
-    def _take_training_step(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def _take_training_step(
+        self, trainer: Trainer, module: LightningModule, windows: HostWindows
+    ) -> None:
         """Replace training_step by one that weighs the loss on its way to the Trainer."""
-        assert self._windows is not None
-        names = ("training_step", "optimizer_zero_grad")
-        own = pl_module.__dict__  # a compiled training_step, or none of its own
-        self._replaced = (pl_module, {name: own[name] for name in names if name in own})
-        inner, clear = pl_module.training_step, pl_module.optimizer_zero_grad
-        self._compiled = CompiledStep(pl_module, self._windows, self._units_of, self._execute)
+        inner, clear = module.training_step, module.optimizer_zero_grad
+        compiled = CompiledStep(module, windows, self._units_of, self._execute)
+        look = FirstLook(module, windows, host=self, off="ExactWindows(..., audit=False)")
 
         @functools.wraps(inner)  # Lightning looks at what arguments it takes
         def training_step(*args: Any, **kwargs: Any) -> Any:
@@ -239,39 +235,30 @@ class ExactWindows(Callback):
                     return inner(batch, *args[1:], **kwargs)
                 return inner(**{**kwargs, name: batch})
 
-            self._look_first(trainer, pl_module, step, batch)
-            assert self._compiled is not None
-            if self._compiled.runs:
-                if self._windows is not None and self._windows.open is None:
+            def run(few: Any) -> Loss:
+                output = step(few)
+                return mean_loss(_mean_in(output), self._units_of(output, few))
+
+            in_parts = trainer.accumulate_grad_batches > 1 or windows.sync.ranks > 1
+            if in_parts and look.pending:
+                with replaced_attributes(module, log=_log_nothing, log_dict=_log_nothing):
+                    look.at(run, batch)
+            if compiled.runs:
+                if windows.open is None:
                     for optimizer in trainer.optimizers:  # Lightning would do it too late
                         clear(trainer.current_epoch, trainer.global_step, optimizer)
-                return self._compiled(args, kwargs)
+                return compiled(args, kwargs)
             output = step(batch)
-            self._take_loss(output, batch)
+            self._take_loss(output, batch, alone=windows.sync.ranks == 1)
             return output
 
         def zero_grad(epoch: int, batch_idx: int, optimizer: torch.optim.Optimizer) -> None:
-            if self._compiled is None or not self._compiled.runs:
+            if not compiled.runs:
                 clear(epoch, batch_idx, optimizer)
 
-        own["training_step"], own["optimizer_zero_grad"] = training_step, zero_grad
-
-    def _look_first(
-        self, trainer: Trainer, module: LightningModule, step: Callable[[Any], Any], batch: Any
-    ) -> None:
-        """Refuse a loss that does not add up, before the first window in parts."""
-        assert self._look is not None
-        assert self._windows is not None
-        in_parts = trainer.accumulate_grad_batches > 1 or self._windows.sync.ranks > 1
-        if not (in_parts and self._look.pending):
-            return
-
-        def run(few: Any) -> Loss:
-            output = step(few)
-            return mean_loss(_mean_in(output), self._units_of(output, few))
-
-        with replaced_attributes(module, log=_log_nothing, log_dict=_log_nothing):
-            self._look.at(run, batch)
+        self._replaced.enter_context(
+            replaced_attributes(module, training_step=training_step, optimizer_zero_grad=zero_grad)
+        )
 
     def _units_of(self, output: Any, batch: Any) -> Units:
         if self._units is not None:
@@ -284,9 +271,8 @@ class ExactWindows(Callback):
             'the batch), or return {"loss": ..., "units": ...} from training_step'
         )
 
-    def _take_loss(self, output: Any, batch: Any) -> None:
-        assert self._windows is not None
-        if output is None and self._windows.sync.ranks > 1:
+    def _take_loss(self, output: Any, batch: Any, *, alone: bool) -> None:
+        if output is None and not alone:
             raise LossError(
                 "training_step returned None on one of several processes, and the others wait for "
                 "its backward: return a loss with 0 units for a batch that does not count"
@@ -296,14 +282,12 @@ class ExactWindows(Callback):
             return  # Lightning says what is wrong with it
         self._given = GivenLoss.of(mean=mean, units=self._units_of(output, batch))
 
-    def on_before_backward(
-        self, trainer: Trainer, pl_module: LightningModule, loss: Tensor
-    ) -> None:
+    def on_before_backward(self, trainer: Trainer, *_: Any) -> None:
         """Weigh the loss; Lightning has cleared the gradients where a window begins."""
         if self._windows is not None and self._given is not None:
             self._windows.weigh(self._given, is_last=trainer.accumulate_grad_batches == 1)
 
-    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_after_backward(self, *_: Any) -> None:
         given, self._given = self._given, None
         if self._windows is not None and given is not None:
             self._windows.backward_made()
@@ -317,30 +301,18 @@ class ExactWindows(Callback):
         if first and self._windows is not None and self._windows.open is not None:
             self._windows.discard()
 
-    def on_before_optimizer_step(
-        self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
-    ) -> None:
+    def on_before_optimizer_step(self, *_: Any) -> None:
         if self._windows is not None and self._windows.open is not None:
             self.last = self._windows.settle()
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._give_back()
-
-    def on_exception(
-        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
-    ) -> None:
-        self._give_back()
-
-    def _give_back(self) -> None:
+    def on_train_end(self, *_: Any) -> None:
+        """Leave the module as it was found."""
         if self._windows is not None:
             self._windows.detach()
-        if self._replaced is None:
-            return
-        module, found = self._replaced
-        self._replaced = self._compiled = None
-        for name in ("training_step", "optimizer_zero_grad"):
-            del module.__dict__[name]
-        module.__dict__.update(found)
+        self._replaced.close()
+
+    def on_exception(self, *_: Any) -> None:
+        self.on_train_end()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of windows, and an open one with its gradients (of all ranks)."""

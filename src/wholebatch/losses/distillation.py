@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from wholebatch.core.loss import Loss
+from wholebatch.core.loss import Loss, wide
 from wholebatch.errors import LossError, OptionError
 from wholebatch.losses.policy import Mean, aggregate
 
@@ -52,8 +52,8 @@ def distillation_loss(
         raise OptionError(f"beta={beta!r}: must be from 0 (forward KL) to 1 (reverse KL)")
     if temperature <= 0:
         raise OptionError(f"temperature={temperature!r}: must be positive")
-    ours = _log_softmax(student / temperature)
-    theirs = _log_softmax(teacher.detach() / temperature)
+    ours = functional.log_softmax(wide(student / temperature), dim=-1)
+    theirs = functional.log_softmax(wide(teacher.detach() / temperature), dim=-1)
     if beta == 0:
         return aggregate(_kl(theirs, ours), mask, mean=mean)
     if beta == 1:
@@ -61,12 +61,6 @@ def distillation_loss(
     mixture = torch.logaddexp(ours + math.log1p(-beta), theirs + math.log(beta))
     both = beta * _kl(theirs, mixture) + (1 - beta) * _kl(ours, mixture)
     return aggregate(both, mask, mean=mean)
-
-
-def _log_softmax(logits: Tensor) -> Tensor:
-    if logits.dtype in (torch.float16, torch.bfloat16):
-        logits = logits.float()
-    return functional.log_softmax(logits, dim=-1)
 
 
 def _kl(p: Tensor, q: Tensor) -> Tensor:

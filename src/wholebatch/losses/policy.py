@@ -25,7 +25,7 @@ from typing import Literal, TypeAlias, get_args
 import torch
 from torch import Tensor
 
-from wholebatch.core.loss import Loss, Units
+from wholebatch.core.loss import Loss, Units, wide
 from wholebatch.errors import LossError, OptionError
 
 Mean: TypeAlias = Literal[
@@ -89,7 +89,7 @@ def aggregate(
             "that the sum of a sequence is divided by (the longest completion allowed), and no "
             "other mean takes one"
         )
-    sums = _wide(per_token.masked_fill(~mask, 0.0)).sum(1)
+    sums = wide(per_token.masked_fill(~mask, 0.0)).sum(1)
     if mean in ("sequences", "group_sequences"):
         sums = sums / mask.sum(1).clamp(min=1)
     if group_size is not None:
@@ -195,7 +195,7 @@ def policy_loss(
     mask = _checked_mask(logprobs, mask)
     low, high = _clip_range(clip)
     old = logprobs.detach() if old is None else old
-    log_ratio = _wide((logprobs - old).masked_fill(~mask, 0.0))
+    log_ratio = wide((logprobs - old).masked_fill(~mask, 0.0))
     if ratio == "sequence":
         tokens = mask.sum(1, keepdim=True).clamp(min=1)
         log_ratio = (log_ratio.sum(1, keepdim=True) / tokens).expand_as(log_ratio)
@@ -224,7 +224,7 @@ def token_kl(logprobs: Tensor, reference: Tensor, estimator: Estimator = "k3") -
         reference: Those of the reference model.
         estimator: "k1", "k2" or "k3".
     """
-    difference = _wide(reference - logprobs)
+    difference = wide(reference - logprobs)
     if estimator == "k1":
         return -difference
     if estimator == "k2":
@@ -292,8 +292,3 @@ def _checked_mask(per_token: Tensor, mask: Tensor) -> Tensor:
             "both must be [sequences, tokens]"
         )
     return mask.bool()
-
-
-def _wide(values: Tensor) -> Tensor:
-    """Return 16-bit values as float32: a sum over thousands of tokens would be rounded."""
-    return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from wholebatch.core.loss import Loss, Terms
+from wholebatch.core.loss import Loss, Terms, wide
 from wholebatch.coupled.contrastive.losses import OfTheBatch
 from wholebatch.errors import LossError
 
@@ -31,9 +31,7 @@ def sequence_logprobs(
         mean: Return the mean over tokens instead of the sum.
         ignore_index: Labels with this value do not count.
     """
-    logits, labels = logits[:, :-1], labels[:, 1:]
-    if logits.dtype in (torch.float16, torch.bfloat16):
-        logits = logits.float()
+    logits, labels = wide(logits[:, :-1]), labels[:, 1:]
     counted = labels != ignore_index
     per_token = -functional.cross_entropy(
         logits.transpose(1, 2), labels, ignore_index=ignore_index, reduction="none"

@@ -43,25 +43,24 @@ from wholebatch.core.close import Closed, CloseOptions, DeferredHooks, read_scal
 from wholebatch.core.gradient_store import Store
 from wholebatch.core.precision import SIXTEEN_BIT
 from wholebatch.distributed import Sync
+from wholebatch.distributed.ddp import in_buckets
 from wholebatch.errors import OptionError, StateError, UnsupportedError, WindowError
 from wholebatch.offload.packed_moments import (
     Key,
     keys_of,
     pack,
-    pack_together,
     unpack,
-    unpack_together,
 )
 from wholebatch.offload.parameter_buckets import (
     BUCKET_BYTES,
     as_real,
     bucket_bytes,
-    in_buckets,
     sum_over_ranks,
 )
 
 if TYPE_CHECKING:
     from wholebatch.core.model_and_optimizer import Target
+    from wholebatch.core.window import OpenWindow
 
 
 _SMALL = 2**15
@@ -103,11 +102,10 @@ class MomentsStore(Store):
 
     # Open window
 
-    def begin(
-        self, parameters: list[nn.Parameter], known: Mapping[str, float] | None = None
-    ) -> None:
-        super().begin(parameters, known)
-        self._counts = known is None or any(known.values())
+    def begin(self, window: OpenWindow) -> None:
+        super().begin(window)
+        parameters = window.inputs
+        self._counts = window.known is None or any(window.known.values())
         self._most = bucket_bytes(parameters, BUCKET_BYTES["moments"])
         self._may_wait = bucket_bytes(parameters, _WAITING_BYTES)
         self._groups = _groups_of(self.target.optimizers)
@@ -169,10 +167,7 @@ class MomentsStore(Store):
                 self._key_cache.key(id(parameter), state, self._unopened)
                 for parameter, state in zip(some, states, strict=True)
             ]
-            if len(some) == 1:
-                pack(firsts[0], seconds[0], keys[0])
-            else:
-                pack_together(firsts, seconds, keys)
+            pack(firsts, seconds, keys)
             self._keys.update((id(p), key.row) for p, key in zip(some, keys, strict=True))
             self._opened.update((id(parameter), parameter) for parameter in some)
             torch._foreach_mul_(firsts, group.decay / self.sync.ranks)
@@ -204,15 +199,13 @@ class MomentsStore(Store):
         """Yield pieces of the sums in the first moments, the old first, and the old second."""
         moments = [self._moments(parameter) for parameter in some]
         keys = [self._keys[id(parameter)] for parameter in some]
-        if len(some) == 1:
-            return unpack(*moments[0], keys[0])
-        return unpack_together([m for m, _ in moments], [v for _, v in moments], keys)
+        return unpack([m for m, _ in moments], [v for _, v in moments], keys)
 
     # Close
 
     def reduce_now(self) -> None:
         for parameter in self.parameters:
-            if self.is_hooked(parameter):  # a gradient that no backward has made
+            if id(parameter) in self._hooked:  # a gradient that no backward has made
                 self._made(parameter)
         self.backward_made()
         for parameter in self._in_place:
@@ -228,9 +221,7 @@ class MomentsStore(Store):
         return {id(p) for p in self.parameters} - self._opened.keys()
 
     @torch.no_grad()
-    def close(
-        self, groups: Sequence[Sequence[nn.Parameter]], normalise: float, hooks: DeferredHooks
-    ) -> Closed:
+    def close(self, window: OpenWindow, normalise: float, hooks: DeferredHooks) -> Closed:
         assert normalise == 1.0  # the units were known before the first backward
         if self.sync.ranks > 1:
             some = [p for p in self.parameters if id(p) not in self.dropped]
@@ -374,14 +365,13 @@ def check_moments(target: Target, options: CloseOptions, *, counts_units: bool) 
             for flag in ("amsgrad", "capturable", "differentiable"):
                 if group.get(flag):
                     raise UnsupportedError(f"{option} with {name}({flag}=True): leave it out")
-    for group_of in target.groups():
-        for parameter in group_of:
-            if parameter.dtype in SIXTEEN_BIT:
-                raise UnsupportedError(
-                    f"{option} with 16-bit parameters ({target.name_of(parameter)}): their moments "
-                    "are 16-bit too, and lose what is added in small parts; keep the parameters in "
-                    'float32 and use precision="bf16"'
-                )
+    for parameter in target.trained():
+        if parameter.dtype in SIXTEEN_BIT:
+            raise UnsupportedError(
+                f"{option} with 16-bit parameters ({target.name_of(parameter)}): their moments are "
+                "16-bit too, and lose what is added in small parts; keep the parameters in float32 "
+                'and use precision="bf16"'
+            )
 
 
 def check_adam(optimizer: torch.optim.Optimizer, option: str, what: str) -> None:

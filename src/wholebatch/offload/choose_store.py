@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import nn
@@ -19,6 +19,7 @@ from wholebatch.offload.swap_store import SwapStore, check_swap
 
 if TYPE_CHECKING:
     from wholebatch.core.model_and_optimizer import Target
+    from wholebatch.core.options import Memory
 
 
 GradientsOn: TypeAlias = Literal["device", "host", "swap", "release", "moments"]
@@ -26,25 +27,34 @@ OptimizerOn: TypeAlias = Literal["device", "host"]
 
 
 def choose(
-    gradients: str,
+    memory: Memory,
     *,
-    optimizer_on: str = "device",
     target: Target,
     options: CloseOptions,
     sync: Sync,
-    counts_units: bool = False,
-    on_gradient: bool = False,
+    counts_units: bool,
+    on_gradient: bool,
 ) -> Store:
-    """Return the store for `gradients=`, checked against all other options.
+    """Return the store for `memory.gradients`, checked against all other options.
 
     `counts_units` is True if the units of a window are known before its first backward,
     `on_gradient` if a function of the user's is to see the whole gradient.
     """
+    gradients, optimizer_on = memory.gradients, memory.optimizer
     _check_name("gradients", gradients, get_args(GradientsOn))
     _check_name("optimizer_on", optimizer_on, get_args(OptimizerOn))
-    runs_itself = sync.grows_own_graph or sync.owns_hooks or not _is_whole(target)
+    is_whole = all(type(parameter.data) is torch.Tensor for parameter in target.trained())
+    runs_itself = sync.grows_own_graph or sync.owns_hooks or not is_whole
     if runs_itself and (gradients != "device" or optimizer_on != "device"):
-        _refuse(gradients, optimizer_on)
+        given = f"optimizer_on={optimizer_on!r}"
+        if gradients != "device":
+            given = f"gradients={gradients!r}"
+        raise UnsupportedError(
+            f"{given} on a model that an engine shards or runs: its gradients are not made in the "
+            'parameters\' own hooks. Use a plain model or DDP; or leave gradients="device" and '
+            "optimizer_on away and let the engine shard more: fully_shard, or DeepSpeed's ZeRO 2 "
+            "or 3 (not its offloading, which is not shown to be exact)"
+        )
     if optimizer_on == "host" and gradients != "host":
         raise OptionError(
             f'optimizer_on="host" with gradients={gradients!r}: the step on the host takes the '
@@ -72,18 +82,6 @@ def choose(
     return HostStore(target, options, sync, steps_on_host=optimizer_on == "host")
 
 
-def _refuse(gradients: str, optimizer_on: str) -> NoReturn:
-    given = f"gradients={gradients!r}"
-    if gradients == "device":
-        given = f"optimizer_on={optimizer_on!r}"
-    raise UnsupportedError(
-        f"{given} on a model that an engine shards or runs: its gradients are not made in the "
-        'parameters\' own hooks. Use a plain model or DDP; or leave gradients="device" and '
-        "optimizer_on away and let the engine shard more: fully_shard, or DeepSpeed's ZeRO 2 or 3 "
-        "(not its offloading, which is not shown to be exact)"
-    )
-
-
 def _check_name(name: str, value: object, allowed: tuple[Any, ...]) -> None:
     if value not in allowed:
         raise OptionError(f"{name}={value!r}: must be one of {', '.join(map(repr, allowed))}")
@@ -100,12 +98,6 @@ def _check_whole_gradient(what: str, gradients: str, sync: Sync) -> None:
             f"{what} with gradients={gradients!r}: the whole gradient is never in .grad there; use "
             'gradients="device"'
         )
-
-
-def _is_whole(target: Target) -> bool:
-    return all(
-        type(parameter.data) is torch.Tensor for group in target.groups() for parameter in group
-    )
 
 
 def _check_dense(target: Target, option: str) -> None:

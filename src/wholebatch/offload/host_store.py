@@ -13,26 +13,36 @@ memory is allocated at the close, when the activations are gone, and freed again
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from wholebatch.core.close import Closed, CloseOptions, DeferredHooks, close_gradients
-from wholebatch.core.close_on_device import Numbers
 from wholebatch.core.gradient_store import Store
 from wholebatch.core.optimizer_step import stepping
 from wholebatch.distributed import Sync
 from wholebatch.errors import UnsupportedError
-from wholebatch.offload.host_sums import Bucket, HostSums, on_host, total_norm
-from wholebatch.offload.parameter_buckets import flat_of, in_parts, in_shape_of, one_ahead, only
+from wholebatch.offload.parameter_buckets import (
+    Bucket,
+    HostSums,
+    flat_of,
+    in_parts,
+    in_shape_of,
+    on_host,
+    one_ahead,
+    only,
+    total_norm,
+)
 from wholebatch.offload.transfer_to_host import CudaTransfer, HostTransfer
 
 if TYPE_CHECKING:
     from wholebatch.core.model_and_optimizer import Target
+    from wholebatch.core.window import OpenWindow
 
 
 _SMALLEST_TO_STAY = 2**20
@@ -44,14 +54,7 @@ _Buckets: TypeAlias = Sequence[tuple[Bucket, list[nn.Parameter]]]
 
 def _transfer(device: torch.device, nbytes: int) -> HostTransfer | CudaTransfer:
     """Return the way of this device's gradients to their sums."""
-    return CudaTransfer(device, nbytes) if device.type == "cuda" else HostTransfer(nbytes)
-
-
-class _Holder:
-    """A sum, as the close reads it."""
-
-    def __init__(self, gradient: Tensor | None) -> None:
-        self.grad = gradient
+    return CudaTransfer(device, nbytes) if device.type == "cuda" else HostTransfer()
 
 
 class HostStore(Store):
@@ -67,7 +70,7 @@ class HostStore(Store):
         super().__init__(target, options, sync)
         self._steps_on_host = steps_on_host
         self.counts_changes = not steps_on_host  # there the parameters' memory is replaced
-        self._sums: HostSums | None = None
+        self._sums = HostSums([])
         self._transfers: dict[torch.device, HostTransfer | CudaTransfer] = {}
         self._is_last = False
         self._may_stay = self._has_stepped = False
@@ -82,17 +85,16 @@ class HostStore(Store):
     @property
     def host_bytes(self) -> int:
         """Host memory of the sums."""
-        return 0 if self._sums is None else self._sums.bytes
+        return self._sums.bytes
 
     # Open window
 
-    def begin(
-        self, parameters: list[nn.Parameter], known: Mapping[str, float] | None = None
-    ) -> None:
-        super().begin(parameters, known)
+    def begin(self, window: OpenWindow) -> None:
+        super().begin(window)
+        parameters = window.inputs
         self.target.sixteen_bit.begin()  # hooks see what the plain window would add
-        if self._sums is None or not self._sums.is_for(parameters):
-            self._sums = None  # first, so that two sets never exist at once
+        if not self._sums.is_for(parameters):
+            self._sums = HostSums([])  # first, so that two sets never exist at once
             self._sums = HostSums.of(parameters, self.target.optimizers)
         self._sums.filled = set()
         self._on_device.begin(parameters)
@@ -106,7 +108,6 @@ class HostStore(Store):
         gradient = parameter.grad
         if gradient is None:  # a function of the graph returned none
             return
-        assert self._sums is not None
         assert isinstance(parameter, nn.Parameter)
         if gradient.is_sparse:
             raise UnsupportedError(
@@ -129,7 +130,7 @@ class HostStore(Store):
         flat = flat_of(gradient.detach(), parameter)
         transfer.put(flat, total, first=first, norms=norms, stays=stays)
 
-    def before_backward(self, last: bool, totals: Numbers, units: Numbers) -> bool:
+    def before_backward(self, window: OpenWindow, *, last: bool) -> bool:
         self._is_last = last
         # Let nothing stay before an optimizer's first step, which allocates its state.
         self._may_stay = (
@@ -146,24 +147,19 @@ class HostStore(Store):
         """Return the sums, once every gradient that was handed over is in them."""
         for transfer in self._transfers.values():
             transfer.drain()
-        assert self._sums is not None
         return self._sums
 
     def _sum(self, parameter: nn.Parameter) -> Tensor | None:
         """Return the sum in the parameter's shape, wherever it is; None if there is none."""
-        assert self._sums is not None
         here = self._on_device.sums.get(id(parameter))
         return self._sums.shaped(parameter) if here is None else in_shape_of(parameter, here)
 
     # Close
 
     def absent(self) -> set[int]:
-        assert self._sums is not None
         return {id(p) for p in self.parameters} - self._sums.filled
 
-    def close(
-        self, groups: Sequence[Sequence[nn.Parameter]], normalise: float, hooks: DeferredHooks
-    ) -> Closed:
+    def close(self, window: OpenWindow, normalise: float, hooks: DeferredHooks) -> Closed:
         sums = self._drain()
         if self.sync.ranks > 1:
             self._reduce(sums)
@@ -173,7 +169,7 @@ class HostStore(Store):
         rounds = self.target.sixteen_bit.rounds
         in_place = any(p.dtype is not torch.float32 and not rounds(p) for p in self.parameters)
         return close_gradients(
-            [[_Holder(self._sum(parameter)) for parameter in group] for group in groups],
+            [[SimpleNamespace(grad=self._sum(p)) for p in group] for group in window.groups],
             self.target.optimizers,
             self.options,
             normalise,
@@ -264,8 +260,7 @@ class HostStore(Store):
         self.target.sixteen_bit.end()
         self._norms = {}
         self._on_device.sums.clear()
-        if self._sums is not None:
-            self._sums.filled = set()
+        self._sums.filled = set()
 
 
 class SumsOnDevice:

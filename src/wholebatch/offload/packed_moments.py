@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -70,73 +70,61 @@ def keys_of(
     return keys
 
 
-def pack(first: Tensor, second: Tensor, key: Key) -> None:
-    """Put both moments into the memory of `second`.
+def pack(firsts: Sequence[Tensor], seconds: Sequence[Tensor], keys: Sequence[Key]) -> None:
+    """Put both moments of each parameter into the memory of the second; dtype and device are one.
 
     All memory is allocated before the first change, so that a failure leaves both moments intact.
     """
-    if not first.numel():
-        return
-    first, second = _with_rows(first, second)
-    in_full = second.dtype is torch.float64
-    scratch = _Scratch(first, wide=in_full)
-    for m, v in _chunks(first, second):
-        if in_full:
+    shift, factor = (torch.stack(some) for some in zip(*(key[1:] for key in keys), strict=True))
+    for m, v, scratch, *numbers in _pieces(firsts, seconds, (shift, factor), unpacks=False):
+        if v.dtype is torch.float64:
             _put_in_full(m, v, scratch)
         else:
-            _put(m, v, key.shift, key.factor, scratch)
+            _put(m, v, scratch, *numbers)
 
 
-def unpack(first: Tensor, second: Tensor, row: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+def unpack(
+    firsts: Sequence[Tensor], seconds: Sequence[Tensor], rows: Sequence[Tensor]
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Yield pieces of the moments: the first as it is now, the old first, and the old second.
 
     The old first is valid until the next piece, and may be written to.
     """
-    first, second = _with_rows(first, second)
-    scratch = _Scratch(first)
-    if second.dtype is torch.float64:
+    scale, base, dither = torch.stack(list(rows)).unbind(-1)
+    to_take = (base - dither + _STEP // 2).int(), (scale / _HALF_MOST).float()
+    for m, v, scratch, *numbers in _pieces(firsts, seconds, to_take, unpacks=True):
+        in_full = v.dtype is torch.float64
+        yield m, _take_in_full(m, v, scratch) if in_full else _take(m, v, scratch, *numbers), v
+
+
+def _pieces(
+    firsts: Sequence[Tensor],
+    seconds: Sequence[Tensor],
+    numbers: Sequence[Tensor],
+    *,
+    unpacks: bool,
+) -> Iterator[tuple[Any, ...]]:
+    """Yield moments piece by piece, with scratch memory and the numbers of their elements.
+
+    Many small ones are one piece, by as many kernels as for one; it is written back after it.
+    """
+    if len(firsts) > 1:
+        m, v = _row(firsts), _row(seconds)
+        yield m, v, _Scratch(m, unpacks), *(_each(number, firsts) for number in numbers)
+        _back(seconds, v)
+        if unpacks:
+            _back(firsts, m)
+    elif unpacks or firsts[0].numel():
+        first, second = (one if one.ndim else one.unsqueeze(0) for one in (firsts[0], seconds[0]))
+        scratch = _Scratch(first, unpacks)
         for m, v in _chunks(first, second):
-            yield m, _take_in_full(m, v, scratch), v
-        return
-    numbers = _to_take(row)
-    for m, v in _chunks(first, second):
-        yield m, _take(m, v, *numbers, scratch), v
-
-
-def pack_together(firsts: Sequence[Tensor], seconds: Sequence[Tensor], keys: Sequence[Key]) -> None:
-    """Pack many small moments of one dtype and device, by as many kernels as for one."""
-    m, v = _row(firsts), _row(seconds)
-    in_full = v.dtype is torch.float64
-    scratch = _Scratch(m, wide=in_full)
-    if in_full:
-        _put_in_full(m, v, scratch)
-    else:
-        shift = torch.stack([key.shift for key in keys])
-        factor = torch.stack([key.factor for key in keys])
-        _put(m, v, _each(shift, firsts), _each(factor, firsts), scratch)
-    _back(seconds, v)
-
-
-def unpack_together(
-    firsts: Sequence[Tensor], seconds: Sequence[Tensor], rows: Sequence[Tensor]
-) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Unpack many small moments: yield one piece, and write its changes back after it."""
-    m, v = _row(firsts), _row(seconds)
-    scratch = _Scratch(m)
-    if v.dtype is torch.float64:
-        old = _take_in_full(m, v, scratch)
-    else:
-        shift, factor = _to_take(torch.stack(list(rows)))
-        old = _take(m, v, _each(shift, firsts), _each(factor, firsts), scratch)
-    yield m, old, v
-    _back(firsts, m)
-    _back(seconds, v)
+            yield m, v, scratch, *numbers
 
 
 # Bits
 
 
-def _put(m: Tensor, v: Tensor, shift: Tensor, factor: Tensor, scratch: _Scratch) -> None:
+def _put(m: Tensor, v: Tensor, scratch: _Scratch, shift: Tensor, factor: Tensor) -> None:
     bits = v.view(torch.int32)
     there = torch.ne(bits, 0, out=scratch.narrow(m).view(torch.int16))
     # Round up to one step, not down to 0: a v of 0 would make a step without bounds.
@@ -144,7 +132,7 @@ def _put(m: Tensor, v: Tensor, shift: Tensor, factor: Tensor, scratch: _Scratch)
     torch.mul(m, factor, out=_low(v))
 
 
-def _take(m: Tensor, v: Tensor, shift: Tensor, factor: Tensor, scratch: _Scratch) -> Tensor:
+def _take(m: Tensor, v: Tensor, scratch: _Scratch, shift: Tensor, factor: Tensor) -> Tensor:
     bits = v.view(torch.int32)
     # The factor has one dimension: with a 0-dim one the product would be computed in float16.
     old = torch.mul(_low(v), factor, out=scratch.wide(m))
@@ -204,22 +192,19 @@ def _dither(counts: Sequence[Tensor | float], like: Tensor) -> Tensor:
     return torch.stack([torch.full_like(like[0], value) for value in values])
 
 
-def _to_take(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what is added to the bits of v, and what m is multiplied by, to unpack them."""
-    scale, base, dither = rows.unbind(-1)
-    return (base - dither + _STEP // 2).int(), (scale / _HALF_MOST).float().view(-1)
-
-
 # Pieces
 
 
 class _Scratch:
     """Memory for one piece: in the moments' dtype, and in a dtype of half its bits."""
 
-    def __init__(self, like: Tensor, *, wide: bool = True) -> None:
+    def __init__(self, like: Tensor, unpacks: bool) -> None:
         size = max((m.numel() for m, _ in _chunks(like, like)), default=0)
-        half = torch.float32 if like.dtype is torch.float64 else torch.float16
-        self._wide = torch.empty(size if wide else 0, dtype=like.dtype, device=like.device)
+        in_full = like.dtype is torch.float64
+        half = torch.float32 if in_full else torch.float16
+        self._wide = torch.empty(
+            size if unpacks or in_full else 0, dtype=like.dtype, device=like.device
+        )
         self._narrow = torch.empty(size, dtype=half, device=like.device)
 
     def wide(self, piece: Tensor) -> Tensor:
@@ -227,10 +212,6 @@ class _Scratch:
 
     def narrow(self, piece: Tensor) -> Tensor:
         return self._narrow[: piece.numel()].view(piece.shape)
-
-
-def _with_rows(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    return (first, second) if first.ndim else (first.unsqueeze(0), second.unsqueeze(0))
 
 
 def _row(tensors: Sequence[Tensor]) -> Tensor:

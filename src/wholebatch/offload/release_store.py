@@ -19,25 +19,31 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from wholebatch.core.close import Closed, CloseOptions, DeferredHooks, check_counts, read_scalars
-from wholebatch.core.close_on_device import Numbers
+from wholebatch.core.close import (
+    Closed,
+    CloseOptions,
+    DeferredHooks,
+    check_counts,
+    read_scalars,
+)
 from wholebatch.core.gradient_store import DeviceStore
 from wholebatch.core.optimizer_step import is_torchs
 from wholebatch.core.precision import round_gradient
 from wholebatch.distributed import Sync
+from wholebatch.distributed.ddp import in_buckets
 from wholebatch.errors import OptionError
 from wholebatch.offload.parameter_buckets import (
     BUCKET_BYTES,
     HeldPostHooks,
     as_real,
     bucket_bytes,
-    in_buckets,
     only,
     sum_over_ranks,
 )
 
 if TYPE_CHECKING:
     from wholebatch.core.model_and_optimizer import Target
+    from wholebatch.core.window import OpenWindow
 
 
 @dataclass(eq=False)
@@ -69,9 +75,8 @@ class ReleaseStore(DeviceStore):
         self._buckets: list[_SteppedTogether] = []
         self._bucket_of: dict[int, _SteppedTogether] = {}
         self._next = 0
-        self._known: Mapping[str, float] = {}
         self._user_hooks: dict[int, Mapping[int, Any]] = {}
-        self._sums: tuple[Numbers, Numbers] = {}, {}
+        self._window: OpenWindow | None = None
         self._releasing = False  # True while gradients are final as they are made
         self._refused: bool | None = None  # None until the losses are read
         self._norms: list[Tensor] = []
@@ -80,13 +85,10 @@ class ReleaseStore(DeviceStore):
 
     # Open window
 
-    def begin(
-        self, parameters: list[nn.Parameter], known: Mapping[str, float] | None = None
-    ) -> None:
-        super().begin(parameters, known)
+    def begin(self, window: OpenWindow) -> None:
+        super().begin(window)
         self._clear()
-        assert known is not None
-        self._known = known
+        self._window, parameters = window, window.inputs
         self._user_hooks = {
             id(p): p._backward_hooks for p in parameters if p._backward_hooks is not None
         }
@@ -94,8 +96,7 @@ class ReleaseStore(DeviceStore):
         self._bucket_of = {id(p): bucket for bucket in self._buckets for p in bucket.parameters}
         self.hook(self._made)
 
-    def before_backward(self, last: bool, totals: Numbers, units: Numbers) -> bool:
-        self._sums = totals, units
+    def before_backward(self, window: OpenWindow, *, last: bool) -> bool:
         if last:
             self._look()
             self._releasing = not self._refused
@@ -103,16 +104,15 @@ class ReleaseStore(DeviceStore):
 
     def _look(self) -> None:
         """Check, before anything changes, that all losses are finite and the units as counted."""
-        totals, units = self._sums
-        names = sorted(self._known)
-        bad = [
-            not math.isfinite(total)
-            for name in names
-            for total in read_scalars(totals.get(name, ()))
-        ]
-        counts = [math.fsum(read_scalars(units.get(name, ()))) for name in names]
-        number, *counts = self.sync.sum([float(sum(bad)), *counts])
-        check_counts(self._known, dict(zip(names, counts, strict=True)))
+        window = self._window
+        assert window is not None
+        assert window.known is not None
+        names = sorted(window.known)
+        totals = [read_scalars(window.totals.get(name, ())) for name in names]
+        bad = sum(not math.isfinite(total) for some in totals for total in some)
+        counts = [math.fsum(read_scalars(window.units.get(name, ()))) for name in names]
+        number, *counts = self.sync.sum([float(bad), *counts])
+        check_counts(window.known, dict(zip(names, counts, strict=True)))
         self._refused = number > 0 or not any(counts)
 
     def _made(self, parameter: Tensor) -> None:
@@ -227,9 +227,7 @@ class ReleaseStore(DeviceStore):
     def refuse_nothing(self) -> None:
         return  # the gradients are used and freed
 
-    def close(
-        self, groups: Sequence[Sequence[nn.Parameter]], normalise: float, hooks: DeferredHooks
-    ) -> Closed:
+    def close(self, window: OpenWindow, normalise: float, hooks: DeferredHooks) -> Closed:
         assert normalise == 1.0  # the units were known before the first backward
         if self._refused:
             return Closed(norm=math.nan, clip=1.0, finite=False)

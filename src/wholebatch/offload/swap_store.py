@@ -14,7 +14,7 @@ leave, and lie side by side to make room.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -28,8 +28,9 @@ from wholebatch.core.precision import round_gradient
 from wholebatch.distributed import Sync
 from wholebatch.errors import UnsupportedError
 from wholebatch.offload.adam_accumulation import adam_state_of, check_adam
-from wholebatch.offload.host_sums import Bucket, HostSums
 from wholebatch.offload.parameter_buckets import (
+    Bucket,
+    HostSums,
     flat_of,
     in_parts,
     in_shape_of,
@@ -40,6 +41,7 @@ from wholebatch.offload.parameter_buckets import (
 
 if TYPE_CHECKING:
     from wholebatch.core.model_and_optimizer import Target
+    from wholebatch.core.window import OpenWindow
 
 
 @dataclass(eq=False, slots=True)
@@ -64,7 +66,7 @@ class SwapStore(DeviceStore):
 
     def __init__(self, target: Target, options: CloseOptions, sync: Sync) -> None:
         super().__init__(target, options, sync)
-        self._sums: HostSums | None = None  # memory of the host for the moments, in buckets
+        self._sums = HostSums([])  # memory of the host for the moments, in buckets
         self._swapped: dict[int, _Swapped] = {}
         self._sides: dict[torch.device, torch.cuda.Stream] = {}
         self._gone: dict[int, torch.cuda.Event] = {}  # by bucket: its moments are on the host
@@ -72,17 +74,15 @@ class SwapStore(DeviceStore):
     @property
     def host_bytes(self) -> int:
         """Host memory of the waiting moments."""
-        return 0 if self._sums is None else self._sums.bytes
+        return self._sums.bytes
 
     # Open window
 
-    def begin(
-        self, parameters: list[nn.Parameter], known: Mapping[str, float] | None = None
-    ) -> None:
-        super().begin(parameters, known)
-        if self._sums is None or not self._sums.is_for(parameters):
-            self._sums = None  # first, so that two sets never exist at once
-            self._sums = HostSums.of(parameters, self.target.optimizers)
+    def begin(self, window: OpenWindow) -> None:
+        super().begin(window)
+        if not self._sums.is_for(window.inputs):
+            self._sums = HostSums([])  # first, so that two sets never exist at once
+            self._sums = HostSums.of(window.inputs, self.target.optimizers)
         self._send(self._sums)
         self.hook(self._made)
 
@@ -148,17 +148,14 @@ class SwapStore(DeviceStore):
     def absent(self) -> set[int]:
         return {id(parameter) for parameter in self.parameters if parameter.grad is None}
 
-    def close(
-        self, groups: Sequence[Sequence[nn.Parameter]], normalise: float, hooks: DeferredHooks
-    ) -> Closed:
+    def close(self, window: OpenWindow, normalise: float, hooks: DeferredHooks) -> Closed:
         if self.sync.ranks > 1:
             self._reduce()
-        return super().close(groups, normalise, hooks)
+        return super().close(window, normalise, hooks)
 
     @torch.no_grad()
     def _reduce(self) -> None:
         """Sum over the ranks, bucket by bucket."""
-        assert self._sums is not None
         for bucket in self._sums.buckets:
             some = [p for p in bucket.parameters if id(p) not in self.dropped]
             if not some:
@@ -189,7 +186,6 @@ class SwapStore(DeviceStore):
 
         While the optimizer steps on one bucket, the next one travels.
         """
-        assert self._sums is not None
         used = [
             bucket
             for bucket in self._sums.buckets

@@ -9,31 +9,24 @@ window becomes the sum without fetching one. A sum that is complete may stay on 
 streams do this beside the computation. The ring is allocated once and bounds what is under way:
 without a free slot the device waits for the link.
 
-`HostTransfer` serves gradients that are on the host: a thread adds them.
+`HostTransfer` serves gradients that are on the host already.
 
 Both add in the order in which gradients were made, so a sum has the same bits as one in `.grad`.
 """
 
 from __future__ import annotations
 
-import threading
-import weakref
-from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from wholebatch.offload.host_sums import norm_of_row
+from wholebatch.offload.parameter_buckets import norm_of_row
 
 _SLOTS = 4
 """One is filled, one gets its sums, one adds, one leaves."""
 _LARGEST = 16 * 2**20
 _SMALLEST = 64 * 2**10
-_WAITING_BYTES = 96 * 2**20
-"""Gradients that may wait for the thread: at most these, and at most a 32nd of all gradients, so
-that the peak does not grow with the number of micro-batches."""
 _CAST = 2**19
 """Elements for each thread that are added together: what its cache holds."""
 
@@ -241,47 +234,11 @@ def add_on_host(
             norms.append(norm_of_row(sum_))
 
 
-@dataclass(eq=False, slots=True)
-class _Addition:
-    """One addition for the thread to make."""
-
-    gradient: Tensor
-    total: Tensor
-    first: bool
-    norms: list[Tensor] | None
-
-    @property
-    def size(self) -> int:
-        return self.gradient.nbytes
-
-
-class _Queue:
-    """The state that both threads share; the thread holds no reference to the transfer itself."""
+class HostTransfer:
+    """Adds gradients that are on the host already."""
 
     def __init__(self) -> None:
-        self.changed = threading.Condition()
-        self.additions: deque[_Addition | None] = deque()
-        self.waiting = 0  # bytes
-        self.open = 0
-        self.failure: BaseException | None = None
-
-    def wait_while(self, condition: Callable[[], bool]) -> None:
-        """Wait, holding `changed`, while `condition` holds; raise a failure of the thread."""
-        while condition() and self.failure is None:
-            self.changed.wait()
-        if self.failure is not None:
-            failure, self.failure = self.failure, None
-            raise failure
-
-
-class HostTransfer:
-    """Adds gradients into sums in a thread of its own; `nbytes` is the size of all sums."""
-
-    def __init__(self, nbytes: int = 0, *, waiting_bytes: int | None = None) -> None:
         self.bytes_out = 0
-        self._limit = min(_WAITING_BYTES, nbytes // 32) if waiting_bytes is None else waiting_bytes
-        self._queue = _Queue()
-        self._thread: threading.Thread | None = None
 
     def put(
         self,
@@ -292,79 +249,13 @@ class HostTransfer:
         norms: list[Tensor] | None = None,
         stays: Tensor | None = None,
     ) -> None:
-        """Take over a flat gradient: it is added to `total`, or becomes it, soon.
-
-        `norms`, if given, gets the norms of the pieces of the sum. Nothing `stays`: the host is the
-        device.
-        """
+        """Add a flat gradient to `total`, or let it become that; see `CudaTransfer.put`."""
         assert stays is None
         _check_sizes(gradient, total)
-        if self._thread is None:
-            self._start()
-        queue = self._queue
-        addition = _Addition(gradient, total, first, norms)
-        with queue.changed:
-            queue.wait_while(lambda: queue.waiting > self._limit)
-            queue.waiting += addition.size
-            queue.additions.append(addition)
-            queue.open += 1
-            queue.changed.notify_all()
-        self.bytes_out += addition.size
+        add_on_host(total, gradient, first=first, norms=norms)
+        self.bytes_out += gradient.nbytes
 
     def backward_made(self) -> None:
-        """Take note that a backward is over; the thread needs no such end."""
-        return
+        """Do nothing, as in `drain` and `forget`: nothing is under way."""
 
-    def drain(self) -> None:
-        """Wait until everything that was handed over is in its sum."""
-        with self._queue.changed:
-            self._queue.wait_while(lambda: self._queue.open > 0)
-
-    def forget(self) -> None:
-        """Wait like `drain`, for sums that are no longer wanted: drop a failure too."""
-        with self._queue.changed:
-            while self._queue.open and self._queue.failure is None:
-                self._queue.changed.wait()
-            self._queue.failure = None
-
-    def _start(self) -> None:
-        self._thread = threading.Thread(
-            target=_work, args=(self._queue,), name="wholebatch-gradients", daemon=True
-        )
-        self._thread.start()
-        weakref.finalize(self, _end, self._queue, self._thread)
-
-
-def _end(queue: _Queue, thread: threading.Thread) -> None:
-    """End the thread: it must not be inside torch when the interpreter ends."""
-    with queue.changed:
-        queue.additions.append(None)
-        queue.changed.notify_all()
-    if thread is not threading.current_thread():
-        thread.join(timeout=10.0)
-
-
-def _work(queue: _Queue) -> None:
-    while True:
-        with queue.changed:
-            while not queue.additions:
-                queue.changed.wait()
-            work = queue.additions.popleft()
-        if work is None:
-            return
-        failure: BaseException | None = None
-        try:
-            add_on_host(work.total, work.gradient, first=work.first, norms=work.norms)
-        except BaseException as error:  # raised again in the thread that trains
-            failure = error
-        with queue.changed:
-            queue.waiting -= work.size
-            queue.open -= 1
-            if failure is not None:
-                queue.failure = failure
-                for left in filter(None, queue.additions):
-                    queue.waiting -= left.size
-                    queue.open -= 1
-                queue.additions.clear()
-            queue.changed.notify_all()
-        del work  # do not hold a gradient while there is nothing to do
+    drain = forget = backward_made

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
+from wholebatch.core.forward_state import same_random
 from wholebatch.core.splitting.samples import layout_of
 from wholebatch.errors import RecipeError, StateError
 from wholebatch.tune.batch_scaling import share_of
@@ -199,7 +200,7 @@ class Batches:
             samples = list(self._data.__getitems__(chosen))
         else:
             samples = [self._data[index] for index in chosen]
-        self._draws = not _same(before, _generators())
+        self._draws = not same_random(before, _generators())
         return None if self._draws else samples
 
     def _part(self, batch: Any) -> Any:
@@ -323,17 +324,6 @@ def _generators() -> tuple[Tensor, Any, Any]:
     numpy = sys.modules.get("numpy")
     drawn = numpy.random.get_state() if numpy is not None else None
     return torch.get_rng_state(), random.getstate(), drawn
-
-
-def _same(one: tuple[Tensor, Any, Any], other: tuple[Tensor, Any, Any]) -> bool:
-    def place(state: Any) -> Any:  # NumPy's state: its numbers, and the position in them.
-        return None if state is None else (state[1].tobytes(), *state[2:])
-
-    return (
-        torch.equal(one[0], other[0])
-        and one[1] == other[1]
-        and (one[2] is None or place(one[2]) == place(other[2]))
-    )
 
 
 def _kind_of(data: Any) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from wholebatch.core.plain_files import finite
+from wholebatch.core.plain_files import finite, reason
 from wholebatch.errors import MissingExtraError, OptionError
 
 SERIES = 8
@@ -147,13 +147,20 @@ def write_page(page: HtmlPage, path: Path) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise OptionError(f"{path}: cannot be written: {error.strerror or error}") from error
+        raise OptionError(f"{path}: cannot be written: {reason(error)}") from error
     return path
 
 
 def render(page: HtmlPage) -> str:
     """Return the whole file as text."""
-    charts = {chart.name: _spec(chart) for chart in page.charts}
+    charts = {
+        chart.name: {
+            "data": [_plain(dict(trace)) for trace in chart.data],
+            "layout": _plain(dict(chart.layout)),
+            "height": chart.height,
+        }
+        for chart in page.charts
+    }
     if len(charts) != len(page.charts):
         raise ValueError("two charts of a page have the same name")
     links = "".join(
@@ -187,14 +194,6 @@ def _plotly() -> str:
 
 def _asset(name: str) -> str:
     return (_ASSETS / name).read_text(encoding="utf-8")
-
-
-def _spec(chart: Chart) -> dict[str, Any]:
-    return {
-        "data": [_plain(dict(trace)) for trace in chart.data],
-        "layout": _plain(dict(chart.layout)),
-        "height": chart.height,
-    }
 
 
 def _plain(value: Any) -> Any:

@@ -275,9 +275,8 @@ class WandbRun:
                 settings=wandb.Settings(silent=True),
             )
         except Exception as error:  # Its own exception types: no key, no network, a wrong name.
-            reason = str(error).strip().split("\n")[0] or type(error).__name__
             raise OptionError(
-                f"--wandb {project}: Weights & Biases does not begin a run ({reason}); "
+                f"--wandb {project}: Weights & Biases does not begin a run ({reason(error)}); "
                 "WANDB_MODE=offline needs neither network nor account, --wandb off leaves it out"
             ) from error
         self.id: str = self._run.id

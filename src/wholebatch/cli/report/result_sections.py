@@ -433,7 +433,7 @@ def _times(name: str, labels: Sequence[str], rows: Sequence[Data], keys: Sequenc
             list(labels),
             series_color(at),
             orientation="h",
-            marker={"color": [_bar_color(row, at) for row in rows]},
+            marker={"color": ["--bad" if r.get("is_wrong") else series_color(at) for r in rows]},
             hovertemplate="%{x:.4g}",
         )
         for at, key in enumerate(keys)
@@ -441,11 +441,6 @@ def _times(name: str, labels: Sequence[str], rows: Sequence[Data], keys: Sequenc
     layout = by_row({"rangemode": "tozero"}, barmode="group", showlegend=True)
     height = 110 + len(labels) * (24 + 14 * len(keys))
     return Chart(name, "Times", traces, layout, height=height, wide=True)
-
-
-def _bar_color(row: Data, series: int) -> str:
-    """Return red for a loop with a wrong gradient, else the colour of the series."""
-    return "--bad" if row.get("is_wrong") else series_color(series)
 
 
 def _is_number(value: object) -> bool:

@@ -112,7 +112,8 @@ def joined(
     for other in others:
         if first.batched != other.batched or names != [leaf.name for leaf in other.leaves]:
             return None
-    widths = [None if by is None else _padded_width(layout, by) for layout in layouts]
+    lengths = [(None, None) if by is None else lengths_of(layout, by) for layout in layouts]
+    widths = [None if known is None else width for known, width in lengths]  # of padded ones
     values = []
     for index, (leaf, batched) in enumerate(zip(first.leaves, first.batched, strict=True)):
         found = [layout.leaves[index].value for layout in layouts]
@@ -130,12 +131,6 @@ def joined(
             return None
         values.append(torch.cat(parts))
     return first.structure.build(values)
-
-
-def _padded_width(layout: Layout, by: Tokens) -> int | None:
-    """Return how wide a batch is that says where its padding is."""
-    lengths, width = lengths_of(layout, by)
-    return None if lengths is None else width
 
 
 def _of_one_width(

@@ -81,7 +81,7 @@ def packed_micro_batches(
     made = []
     for start in range(0, len(rows), most):
         part = rows[start : start + most]
-        step = -(-most // 4)  # the last one has one of four sizes: few shapes, few graphs
+        step = -(-most // 2)  # the last one is half or full: two shapes, two graphs
         wanted = min(most, -(-len(part) // step) * step)
         numbers = [one.row for row in part for one in row]
         filled = [*part, *([[]] * (wanted - len(part)))]

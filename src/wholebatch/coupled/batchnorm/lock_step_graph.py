@@ -173,8 +173,8 @@ class Recorder:
         window = self._window
         if not window.open_early():
             return None
-        same = len(self._parameters) == len(window.inputs) and all(
-            a is b for a, b in zip(self._parameters, window.inputs, strict=True)
+        same = len(self._parameters) == len(window.now.inputs) and all(
+            a is b for a, b in zip(self._parameters, window.now.inputs, strict=True)
         )
         if not same or self._fingerprint is None or not self._fingerprint.holds():
             self.forget()
@@ -189,7 +189,7 @@ class Recorder:
     def _remember_conditions(self) -> None:
         """Store the conditions that new recordings are made under."""
         self._fingerprint = Fingerprint(self._model, self._loss)
-        self._parameters = list(self._window.inputs)
+        self._parameters = list(self._window.now.inputs)
 
     def _cuda_tape(self) -> Tape:
         if self._pool is None:

@@ -188,7 +188,12 @@ class Converted(Policy):
         self.layers = tuple(layers)
 
     def __str__(self) -> str:
-        return "\n".join(f"{name}: {_short_name(layer)}" for name, layer in self.layers)
+        sizes = [
+            f"({layer.num_groups}, {layer.num_channels})" if isinstance(layer, nn.GroupNorm) else ""
+            for _, layer in self.layers
+        ]
+        named = zip(self.layers, sizes, strict=True)
+        return "\n".join(f"{name}: {type(layer).__name__}{size}" for (name, layer), size in named)
 
 
 def convert(model: nn.Module, to: Literal["group", "layer", "sync"]) -> Converted:
@@ -242,12 +247,6 @@ def _replacement(norm: _BatchNorm, to: str) -> nn.Module:
     if norm.affine:
         layer.weight, layer.bias = norm.weight, norm.bias
     return layer.train(norm.training)
-
-
-def _short_name(layer: nn.Module) -> str:
-    if isinstance(layer, nn.GroupNorm):
-        return f"GroupNorm({layer.num_groups}, {layer.num_channels})"
-    return type(layer).__name__
 
 
 @final

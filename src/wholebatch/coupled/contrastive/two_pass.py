@@ -10,32 +10,173 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import _pytree as pytree
 
-from wholebatch.core.close import read_scalars
-from wholebatch.core.foreign_writes import Untouched
 from wholebatch.core.forward_state import capture_random, restore_random
-from wholebatch.core.loss import SINGLE, Loss, Term, Terms, as_loss, terms_of
-from wholebatch.core.precision import Precision
-from wholebatch.core.splitting import to_device
-from wholebatch.core.window import Window
 from wholebatch.coupled.batchnorm.activation_offload import storage_key
 from wholebatch.coupled.batchnorm.lock_step import LockStep
-from wholebatch.coupled.batchnorm.policies import Policy
-from wholebatch.coupled.contrastive.losses import Coupled
-from wholebatch.coupled.contrastive.representations import (
-    Representations,
-    WholeRepresentations,
-    gather_rows,
-)
-from wholebatch.errors import LossError, UnsupportedError, WindowError
+from wholebatch.distributed import Sync
+from wholebatch.errors import LossError, WindowError
+
+
+@dataclass(frozen=True)
+class Representations:
+    """The tensors that `encode` returned for one micro-batch, in order, and their structure."""
+
+    tensors: list[Tensor]
+    structure: tuple[pytree.TreeSpec, tuple[bool, ...]]
+    """The containers that `encode` returned, and which of their leaves are None."""
+
+    @classmethod
+    def of(cls, given: Any) -> Representations:
+        leaves, containers = pytree.tree_flatten(given)
+        tensors = [
+            torch.tensor(float(leaf)) if isinstance(leaf, int | float) else leaf
+            for leaf in leaves
+            if leaf is not None
+        ]
+        for tensor in tensors:
+            if not isinstance(tensor, Tensor):
+                raise LossError(
+                    f"encode returned {type(tensor).__name__}: must be a tensor, or a dict, tuple "
+                    "or list of tensors"
+                )
+        if not tensors:
+            raise LossError("encode returned no tensor: return the representations of its samples")
+        return cls(tensors, (containers, tuple(leaf is None for leaf in leaves)))
+
+    def detached(self) -> Representations:
+        """Return the same structure with detached tensors."""
+        return Representations([tensor.detach() for tensor in self.tensors], self.structure)
+
+    def is_finite(self) -> Tensor:
+        """Return True as a tensor if all values are finite, without waiting for the device."""
+        checks = [tensor.isfinite().all() for tensor in self.tensors if tensor.is_floating_point()]
+        if not checks:
+            return torch.tensor(True)
+        return torch.stack([check.to(checks[0].device) for check in checks]).all()
+
+
+class WholeRepresentations:
+    """The tensors joined over all micro-batches, without their graphs; numbers become vectors."""
+
+    def __init__(self, parts: list[Representations]) -> None:
+        """Join the parts and empty them on the way, so that representations are held once."""
+        self._structure = parts[0].structure
+        for part in parts:
+            if part.structure != self._structure:
+                raise LossError(
+                    "encode returned another structure for another micro-batch: all must have the "
+                    "same keys and lengths"
+                )
+        self.tensors: list[Tensor] = []
+        self._ends: list[list[int]] = []
+        for place in range(len(parts[0].tensors)):
+            rows = [_as_rows(part.tensors[place].detach()) for part in parts]
+            for part in parts:
+                part.tensors[place] = torch.empty(0)
+            self._ends.append(list(accumulate(map(len, rows), initial=0)))
+            whole = torch.cat(rows)
+            del rows
+            self.tensors.append(whole.requires_grad_(whole.is_floating_point()))
+
+    def for_loss(self, gather: Callable[[Tensor], Tensor] | None = None) -> Any:
+        """Return the tensors in the structure of `encode`; `gather` adds the rows of all ranks."""
+        tensors = iter(self.tensors if gather is None else map(gather, self.tensors))
+        containers, nones = self._structure
+        leaves = [None if is_none else next(tensors) for is_none in nones]
+        return pytree.tree_unflatten(leaves, containers)
+
+    def rows(self, index: int) -> int:
+        """Return the number of rows that this micro-batch has in the first tensor."""
+        start, stop = self._ends[0][index : index + 2]
+        return stop - start
+
+    def distances(self, index: int, again: Representations) -> Iterator[Tensor]:
+        """Yield the relative distance of each representation from that of the first pass."""
+        if again.structure != self._structure:
+            raise LossError("encode returned another structure the second time")
+        for place, tensor in enumerate(again.tensors):
+            if tensor.is_floating_point():
+                first = self.tensors[place].detach()[self._slice(place, index)]
+                yield _distance(_as_rows(tensor.detach()), first)
+
+    def gradients(self, index: int, again: Representations) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the tensors of this micro-batch that require gradients, and their gradients."""
+        outputs: list[Tensor] = []
+        gradients: list[Tensor] = []
+        for place, tensor in enumerate(again.tensors):
+            gradient = self.tensors[place].grad
+            if gradient is not None and tensor.requires_grad:
+                outputs.append(tensor)
+                gradients.append(gradient[self._slice(place, index)].view_as(tensor))
+        return outputs, gradients
+
+    def _slice(self, place: int, index: int) -> slice:
+        return slice(*self._ends[place][index : index + 2])
+
+
+def _as_rows(tensor: Tensor) -> Tensor:
+    return tensor.reshape(1) if tensor.dim() == 0 else tensor
+
+
+def _distance(a: Tensor, b: Tensor) -> Tensor:
+    """Return `‖a - b‖ / ‖b‖`, or infinity if the shapes differ."""
+    if a.shape != b.shape:
+        return torch.tensor(float("inf"), dtype=torch.float64)
+    wide = torch.float64 if a.dtype == torch.float64 else torch.float32
+    gap = torch.linalg.vector_norm(a.to(wide) - b.to(wide))
+    size = torch.linalg.vector_norm(b.to(wide)).clamp_min(torch.finfo(wide).tiny)
+    distance: Tensor = (gap / size).double()
+    return distance
+
+
+def gather_rows(tensor: Tensor, sync: Sync) -> Tensor:
+    """Gather a tensor's rows from all ranks, in the order of the ranks, differentiably.
+
+    Ranks may have different numbers of rows. The backward sums the gradients of all ranks for each
+    row, so a loss that every rank computes must be divided by the number of ranks.
+    """
+    counts = [0.0] * sync.ranks
+    counts[sync.rank] = float(len(tensor))
+    sizes = [int(size) for size in sync.sum(counts)]
+    start = sum(sizes[: sync.rank])
+    if not tensor.is_floating_point():
+        wide = tensor.to(torch.int64) if tensor.dtype is torch.bool else tensor
+        return _spread(wide, start, sum(sizes), sync.sum_tensor).to(tensor.dtype)
+    gathered: Tensor = _GatherRows.apply(tensor, start, sum(sizes), sync.sum_tensor)  # type: ignore[no-untyped-call]
+    return gathered
+
+
+def _spread(tensor: Tensor, start: int, rows: int, summed: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return the rows of all ranks: place own rows among zeros and sum over ranks, exactly."""
+    whole = tensor.new_zeros((rows, *tensor.shape[1:]))
+    whole[start : start + len(tensor)] = tensor
+    return summed(whole)
+
+
+class _GatherRows(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: Tensor, start: int, rows: int, summed: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        ctx.start, ctx.count, ctx.summed = start, len(tensor), summed
+        return _spread(tensor, start, rows, summed)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        summed = ctx.summed(gradient.contiguous())
+        return summed[ctx.start : ctx.start + ctx.count], None, None, None
+
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -47,173 +188,6 @@ _MARGIN = 0.8
 
 Item: TypeAlias = tuple[int, Any]
 """A micro-batch and its index."""
-
-
-class WholeLoss:
-    """Feeds windows by two passes, with the loss of the global batch.
-
-    Every rank computes the whole loss from all representations and scales it by 1 / ranks. So the
-    sum over the ranks is one loss, also for parameters that only the loss uses.
-    """
-
-    def __init__(
-        self,
-        coupled: Coupled,
-        model: Any,
-        *,
-        window: Window,
-        untouched: Untouched,
-        precision: Precision,
-        policy: Policy | None,
-    ) -> None:
-        sync = window.sync
-        if sync.grows_own_graph or sync.counts_must_agree:
-            raise UnsupportedError(
-                f"wb.Coupled on a model of {type(sync).__name__}: its forwards run collectives "
-                "of their own, and the two passes are tested with plain modules and "
-                "DistributedDataParallel (without SyncBatchNorm) only; use those"
-            )
-        self._coupled = coupled
-        self.keeping = KeptGraphs(coupled.keep, window.target.models)
-        self._model = model
-        self._window = window
-        self._untouched = untouched
-        self._precision = precision
-        self._policy = policy
-        self._finite: list[Tensor] = []
-
-    def run(
-        self,
-        micros: Sequence[Any],
-        *,
-        reduces: bool,
-        sampling: Callable[[Any], AbstractContextManager[Any]],
-        lock_step: LockStep | None,
-        before_micro: Callable[[int], None],
-        after_micro: Callable[[int, int], None],
-    ) -> None:
-        """Run both passes; a micro-batch is done after its second pass.
-
-        Both passes encode within `sampling(micro)`, and each backward runs within it. With
-        `lock_step`, the micro-batches of a pass meet at every BatchNorm, and are done all at once.
-        """
-        window, policy = self._window, self._policy
-        alone = lock_step is None
-
-        def begin(index: int) -> None:
-            before_micro(index)
-            if policy is not None:
-                policy.micro()
-
-        def encode(micro: Any) -> Any:
-            with sampling(micro), self._precision.forward():
-                return self._coupled.encode(self._model, to_device(micro, window.target.device))
-
-        def inject(index: int, outputs: list[Tensor], gradients: list[Tensor]) -> None:
-            last = reduces and alone and window.micro_batches == len(micros) - 1
-            # A checkpointed block draws its masks again.
-            with sampling(micros[index]):
-                if outputs:
-                    with self._untouched.backward():
-                        window.backward(outputs, gradients, last=last)
-                window.micro_batch_done()
-                if alone:
-                    after_micro(window.micro_batches, len(micros))
-
-        passes = TwoPasses(
-            micros,
-            encode,
-            modules=window.target.models,
-            before_micro=begin,
-            lock_step=lock_step,
-            # A policy that counts forwards counts those of the second pass: all must run again.
-            keep=self.keeping.number() if policy is None and alone else 0,
-        )
-        try:
-            whole = passes.first()
-            torch.clear_autocast_cache()  # Casts made without a graph pass no gradient back.
-            if policy is not None:
-                policy.begin_window()  # It counts the second pass only.
-            self._add_loss(whole, may_retry=passes.keeps_graphs)
-            passes.second(whole, inject, self._coupled.tolerance, weighing=self.keeping.weighing)
-        except torch.OutOfMemoryError:
-            self.keeping.ran_out()
-            raise
-        self._finite = passes.finite
-        if not alone:
-            after_micro(len(micros), len(micros))
-
-    def _add_loss(self, whole: WholeRepresentations, *, may_retry: bool) -> None:
-        """Compute the loss of the whole batch and run its backward into the representations."""
-        sync = self._window.sync
-        gather = partial(gather_rows, sync=sync) if sync.ranks > 1 else None
-        try:
-            with self._precision.forward():
-                loss = as_loss(self._coupled.loss(whole.for_loss(gather)))
-            self._backward(loss, [leaf for leaf in whole.tensors if leaf.requires_grad])
-        except torch.OutOfMemoryError as error:
-            if may_retry:
-                raise
-            # Smaller micro-batches would not help: do not raise an out-of-memory error.
-            raise WindowError(
-                f"the loss of the whole batch ran out of memory ({str(error).splitlines()[0]}): it "
-                f"holds the representations of all {len(whole.tensors[0])} samples and what it "
-                "computes from them; compute it in fewer rows at a time (the ready losses have "
-                "rows=), or make the representations or the batch smaller"
-            ) from None
-
-    def _backward(self, loss: Loss | Terms, leaves: list[Tensor]) -> None:
-        """Record the loss, and run its backward into the leaves and its own parameters."""
-        terms = terms_of(loss)
-        units = self._agreed_units(terms)
-        window, sync = self._window.begin(known=units), self._window.sync
-        if terms.keys() == {SINGLE}:
-            window.round_seed(terms[SINGLE].total)
-        share = 1.0 / sync.ranks
-        seeds = [
-            window.seed_of(name, term.total, term.weight) * share for name, term in terms.items()
-        ]
-        own = 1.0 if sync.rank == 0 else 0.0  # All losses are equal: count only one.
-        window.record(
-            {name: term.total.detach() * own for name, term in terms.items()},
-            {name: units[name] * own for name in terms},
-            {name: term.weight for name, term in terms.items()},
-        )
-        window.owners.clear()  # The loss belongs to no single micro-batch.
-        with self._untouched.backward():
-            self._window.backward([term.total for term in terms.values()], seeds, also=leaves)
-
-    def _agreed_units(self, terms: Mapping[str, Term]) -> dict[str, float]:
-        """Return the units of each term; raise LossError if the ranks' losses differ."""
-        read = read_scalars(
-            [
-                *(term.units for term in terms.values()),
-                *(term.total.detach() for term in terms.values()),
-            ]
-        )
-        sync = self._window.sync
-        if sync.ranks > 1:
-            for own, summed in zip(read, sync.sum(read), strict=True):
-                if math.isfinite(own) and not math.isclose(
-                    summed, own * sync.ranks, rel_tol=1e-4, abs_tol=1e-6
-                ):
-                    raise LossError(
-                        "the loss of the whole batch differs between the ranks (here "
-                        f"{own:g}, on average {summed / sync.ranks:g}): loss(all) is given the "
-                        "representations of all ranks and must be the same function of them on each"
-                    )
-        return dict(zip(terms, read, strict=False))
-
-    def find_nonfinite(self) -> tuple[int | None, str]:
-        """Return the first micro-batch that is not finite, or None, and a sentence about it."""
-        finite = [bool(flag) for flag in self._finite]
-        if all(finite):
-            return None, "The representations are finite: it is the loss, or its way back"
-        index = finite.index(False)
-        return index, (
-            f"Micro-batch {index + 1} of {len(finite)} is the first whose representations are not "
-            "finite"
-        )
 
 
 class TwoPasses:

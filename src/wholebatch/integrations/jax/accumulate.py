@@ -189,7 +189,7 @@ class _Accumulation:
         places = (*self.wanted, *self.batched)
         return widened(  # type: ignore[no-any-return]
             lambda *values: both(*_with(call, places, values)),
-            lambda made: (jax.tree.map(lambda _: False, made[0]), _all_true(made[1])),
+            lambda made: tuple(jax.tree.map(lambda _, i=i: i == 1, made[i]) for i in (0, 1)),
         )(*(call[i] for i in places))
 
     def _totals(self, loss_fn: Callable[..., Any], *call: Any) -> tuple[Any, Any]:
@@ -287,10 +287,6 @@ def _with(args: Sequence[Any], batched: Sequence[int], micro: Sequence[Any]) -> 
     for number, value in zip(batched, micro, strict=True):
         call[number] = value
     return call
-
-
-def _all_true(tree: Any) -> Any:
-    return jax.tree.map(lambda _: True, tree)
 
 
 def _shape(value: Any) -> str:

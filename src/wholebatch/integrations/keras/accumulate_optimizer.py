@@ -395,7 +395,9 @@ class GradientAccumulateOptimizer(keras.optimizers.Optimizer):  # type: ignore[m
                 "on the JAX backend a loss cannot hand its units to an optimizer: use "
                 'GradientAccumulateModel, or units="equal" where every micro-batch has as many'
             )
-        return CountedLoss(loss).bound_to(self)
+        counted = CountedLoss(loss)
+        counted.optimizer = self
+        return counted
 
     def tail(self) -> Any:
         """Return a callback that closes a half-filled window at the end of every epoch."""

@@ -317,15 +317,11 @@ class CountedLoss(keras.losses.Loss):  # type: ignore[misc]
     def __init__(self, loss: Any, name: str | None = None) -> None:
         self.loss = loss if isinstance(loss, keras.losses.Loss) else None
         self._given = loss
-        self._optimizer: Any = None
+        self.optimizer: Any = None
         super().__init__(name=name or "counted_loss")
 
-    def bound_to(self, optimizer: Any) -> CountedLoss:
-        self._optimizer = optimizer
-        return self
-
     def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-        if self._optimizer is None:
+        if self.optimizer is None:
             raise WindowError(
                 "this loss was loaded from a file and has no optimizer: compile the model again "
                 "with loss=optimizer.loss(...)"
@@ -335,7 +331,7 @@ class CountedLoss(keras.losses.Loss):  # type: ignore[misc]
         noted: list[NotedLoss] = []
         value = ObservedLoss(self.loss, None, noted)(y_true, y_pred, sample_weight)
         units = noted[0].units
-        self._optimizer.note(ops.ones((), wide()) if units is None else units)
+        self.optimizer.note(ops.ones((), wide()) if units is None else units)
         return value
 
     def get_config(self) -> dict[str, Any]:

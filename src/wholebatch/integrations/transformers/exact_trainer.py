@@ -363,7 +363,7 @@ class ExactWindows(_Trainer):
         saved: dict[str, Any] = {"size": window.size, "counted": window.counted}
         if self._whole is not None:
             saved["gradients"] = self._whole.saved_gradient()
-        elif self._host is not None and self._host.keeps_whole:
+        elif self._host is not None and self._host.kept == "whole":
             saved["done"] = window.place
             saved["window"] = self._host.windows.state_dict()
         else:

@@ -7,7 +7,7 @@ from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from wholebatch.core.foreign_writes import Watch
@@ -82,14 +82,11 @@ class GivenWindows(WholeBatch):
             step = self.gradient(Batches(batches))
         self._watch.forget()
         if step.skipped is None:
-            self._watch.remember(self._trained())
+            self._watch.remember(self._window.target.trained())
         return self._shares
 
     def _known(self, micros: Sequence[Any]) -> dict[str, float]:
         return self._counted(micros) if self._announced is None else self._announced
-
-    def _trained(self) -> list[nn.Parameter]:
-        return [parameter for group in self._window.target.groups() for parameter in group]
 
     def _look(self, batch: Any, micros: Sequence[Any]) -> None:
         in_parts = len(micros) > 1 or self._window.sync.ranks > 1
@@ -114,7 +111,7 @@ class GivenWindows(WholeBatch):
         totals, owners = window.totals.get(SINGLE, ()), list(window.owners)
         step = super()._close(micros, start, steps)
         device = self._window.target.device
-        if self._runner.whole_loss is not None or not totals:  # one loss of the whole batch
+        if self._runner.keeping is not None or not totals:  # one loss of the whole batch
             self._shares = torch.zeros(self._batches, device=device)
             self._shares[0] = step.loss
             return step
@@ -128,7 +125,7 @@ class GivenWindows(WholeBatch):
 
     def check_untouched(self) -> None:
         """Refuse to go on if others have written the gradient since `make_gradient`."""
-        found = self._watch.changed(self._trained())
+        found = self._watch.changed(self._window.target.trained())
         if found is None:
             self._watch.warn_of_rates()
             return
@@ -144,11 +141,14 @@ class GivenWindows(WholeBatch):
 
     def saved_gradient(self) -> list[Tensor | None]:
         """Return a copy of the gradient that `make_gradient` has left."""
-        return [None if p.grad is None else p.grad.detach().clone() for p in self._trained()]
+        return [
+            None if p.grad is None else p.grad.detach().clone()
+            for p in self._window.target.trained()
+        ]
 
     def load_gradient(self, saved: Sequence[Tensor | None]) -> None:
         """Go on with the gradient of `saved_gradient`."""
-        trained = self._trained()
+        trained = self._window.target.trained()
         if len(saved) != len(trained):
             raise StateError(
                 f"the checkpoint has gradients of {len(saved)} parameters, and {len(trained)} are "

@@ -62,24 +62,19 @@ class HostSteps:
             )
         trainer.model_wrapped.train()
         self._trainer, self._model = trainer, trainer.model
-        self._kept = engine_keeps(trainer.model_wrapped)
+        self.kept = engine_keeps(trainer.model_wrapped)
         norms = "refuse" if trainer.batchnorm == "exact" else trainer.batchnorm
         self.windows = HostWindows(
             [self._model],
             stepped_here(trainer),
             device=trainer.args.device,
             options=AdapterOptions(norms, "raise", trainer.nonfinite, trainer.audit),
-            gradients=self._kept,
+            gradients=self.kept,
             owns_forward=True,
             scaled_by=trainer.accelerator,
         )
         off = "exact(..., audit=False)"
         self._look = FirstLook(self._model, self.windows, host=trainer, off=off)
-
-    @property
-    def keeps_whole(self) -> bool:
-        """True if the gradients of an open window can be saved."""
-        return self._kept == "whole"
 
     def step(self, model: nn.Module, inputs: Any, window: TrainerWindow, run: Any) -> Tensor:
         """Make the forward and backward of one batch by `run(model, inputs)`."""
@@ -136,7 +131,7 @@ class HostSteps:
             given = GivenLoss.of(mean=mean, units=units)
             loss = self._share_of(mean, units, window)
             self.windows.weigh(given, loss, announced=window.counted, is_last=is_last)
-            if is_last and self._kept == "elsewhere":
+            if is_last and self.kept == "elsewhere":
                 self.windows.settle()  # its engine steps in the backward
             return (loss, *result[1:]) if return_outputs else loss
 

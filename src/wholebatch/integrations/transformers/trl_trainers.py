@@ -1,4 +1,4 @@
-"""What the losses of TRL's trainers are means over, and what of a window they must know.
+"""Windows of TRL's trainers: the units of their losses, and what is made before a window.
 
 | trainer | mean over | what its windows need |
 |---|---|---|
