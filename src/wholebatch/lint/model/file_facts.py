@@ -89,11 +89,6 @@ class Facts:
             self._imported[name] = found
         return self._imported[name]
 
-    def imported_source(self, call: ast.Call) -> str:
-        """Return the source of the local module that defines what is called, or ""."""
-        found = self.imported((dotted(call.func) or "").partition(".")[0])
-        return "" if found is None else found.module
-
     def imported_definition(self, call: ast.Call) -> str:
         """Return the source of the imported class or function that is called, or ""."""
         found = self.imported((dotted(call.func) or "").partition(".")[0])
@@ -120,14 +115,18 @@ class Facts:
                 value = value.func.value if isinstance(value.func, ast.Attribute) else None
         return "\n".join(found)
 
-    def imported_parts(self, call: ast.Call) -> str:
-        """Return the imported definition with those that it calls, one level deep."""
+    def imported_parts(self, call: ast.Call, levels: int = 1) -> str:
+        """Return the imported definition with those that it uses, some levels deep."""
         found = self.imported((dotted(call.func) or "").partition(".")[0])
-        if found is None:
-            return ""
-        names = dict.fromkeys(re.findall(r"\b([A-Za-z_]\w*)\(", found.text))
-        parts = [visible(found.path, name) for name in list(names)[:_MAX_PARTS]]
-        return "\n".join([found.text, *(p.text for p in parts if p is not None)])
+        parts: dict[str, Definition] = {} if found is None else {"": found}
+        for _ in range(levels):
+            for part in list(parts.values()):
+                names = re.findall(r"\b([a-z_]\w*(?=\()|[A-Z]\w+)\b", part.text)
+                for name in [n for n in dict.fromkeys(names) if n not in parts][:_MAX_PARTS]:
+                    used = visible(part.path, name)
+                    if used is not None:
+                        parts[name] = used
+        return "\n".join(part.text for part in parts.values())
 
     def made(self, *names: str) -> list[ast.Call]:
         """Return the calls whose last name is one of these: `DDP(...)`, `nn.BatchNorm2d(...)`."""

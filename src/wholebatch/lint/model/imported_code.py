@@ -17,11 +17,10 @@ _MAX_BYTES = 500_000
 
 @dataclass(frozen=True)
 class Definition:
-    """A class or function of another module: its text, and the module's path and text."""
+    """A class or function of another module: its text, and the module's path."""
 
     text: str
     path: str
-    module: str
 
     def function(self, at: ast.AST) -> FunctionNode | None:
         """Return the parsed function, placed at the call in the file that is read."""
@@ -77,10 +76,9 @@ def _is_near(folder: str, top: str) -> bool:
 @lru_cache(maxsize=512)
 def visible(path: str, name: str) -> Definition | None:
     """Return the definition of a name as code of a module sees it: its own, or imported."""
-    source = _read(path)
-    text = _definition(source, name)
+    text = _definition(_read(path), name)
     if text:
-        return Definition(text, path, source)
+        return Definition(text, path)
     tree = _parsed(path)
     nodes = ast.walk(tree) if tree is not None else ()
     return imported([n for n in nodes if isinstance(n, (ast.Import, ast.ImportFrom))], path, name)
@@ -98,10 +96,9 @@ def _defined(path: str, module: str, level: int, name: str, depth: int = 0) -> D
     file = _locate(os.path.dirname(os.path.abspath(path)), module, level)
     if file is None or not name:
         return None
-    source = _read(file)
-    text = _definition(source, name)
+    text = _definition(_read(file), name)
     if text:
-        return Definition(text, file, source)
+        return Definition(text, file)
     tree = _parsed(file) if depth < 2 and file.endswith("__init__.py") else None
     for node in tree.body if tree is not None else ():
         if isinstance(node, ast.ImportFrom) and any(a.name in {name, "*"} for a in node.names):
