@@ -65,7 +65,9 @@ def _batchnorm(call: ast.expr, file: File) -> str:
     if name == "convert_sync_batchnorm" and "create_model" not in file.facts.called:
         return "the model's BatchNorm"
     model = _known_model(call, name, dotted(call.func) or "", file)
-    if not model and call in file.models and "BatchNorm" in file.facts.imported_parts(call, 2):
+    parts = file.facts.imported_parts(call, 2) if not model and call in file.models else ""
+    # CLIP is built with a ResNet or with a vision transformer.
+    if "BatchNorm" in parts and "VisionTransformer(" not in parts:
         model = name
     return f"`{model}` has BatchNorm, which" if model else ""
 
