@@ -44,6 +44,12 @@ class Env(dict[str, tuple[Def, ...]]):
         self[name] = defs
         self._copy = None
 
+    def drop(self, prefix: str) -> None:
+        """Forget the slots of an object that was replaced: `state['loss']['total']`."""
+        for name in [n for n in self if n.startswith(prefix)]:
+            del self[name]
+        self._copy = None
+
     def replace(self, names: Mapping[str, tuple[Def, ...]]) -> None:
         """Replace all names with these."""
         self.clear()

@@ -252,6 +252,8 @@ class Walker:
     def _bind(self, target: ast.expr, value: ast.expr, env: Env, path: _Path) -> None:
         before = env.frozen()
         for name, expr in bind_pairs(target, value):
+            if name.endswith("]"):
+                env.drop(f"{name}[")
             env.bind(name, (Def(expr, before, _loops(path), target),))
 
     def _calls(self, expr: ast.expr, env: Env, path: _Path, scope: Scope) -> None:

@@ -12,7 +12,7 @@ from ..model.expressions import dotted, is_call, text
 from .rule_base import Edit, Report, rule
 
 _UNSCALES_ITSELF = re.compile(
-    r"accelerator|fabric|scaler|amp\.|trainer|^self\.clip_grad\w* ?$", re.I
+    r"accelerator|fabric|scaler|amp\.|trainer|^self\.clip_gradients ?$", re.I
 )
 
 

@@ -67,7 +67,7 @@ def _batchnorm(call: ast.expr, file: File) -> str:
     model = _known_model(call, name, dotted(call.func) or "", file)
     parts = file.facts.imported_parts(call, 2) if not model and call in file.models else ""
     # CLIP is built with a ResNet or with a vision transformer.
-    if "BatchNorm" in parts and "VisionTransformer(" not in parts:
+    if "BatchNorm" in parts and not re.search(r"Vis\w+Transformer\(", parts):
         model = name
     return f"`{model}` has BatchNorm, which" if model else ""
 
