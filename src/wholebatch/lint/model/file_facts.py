@@ -115,8 +115,8 @@ class Facts:
                 value = value.func.value if isinstance(value.func, ast.Attribute) else None
         return "\n".join(found)
 
-    def imported_parts(self, call: ast.Call, levels: int = 1) -> str:
-        """Return the imported definition with those that it uses, some levels deep."""
+    def imported_parts(self, call: ast.Call, levels: int = 1) -> list[str]:
+        """Return the source of an imported definition and of those it uses, some levels deep."""
         found = self.imported((dotted(call.func) or "").partition(".")[0])
         parts: dict[str, Definition] = {} if found is None else {"": found}
         for _ in range(levels):
@@ -126,7 +126,7 @@ class Facts:
                     used = visible(part.path, name)
                     if used is not None:
                         parts[name] = used
-        return "\n".join(part.text for part in parts.values())
+        return [part.text for part in parts.values()]
 
     def made(self, *names: str) -> list[ast.Call]:
         """Return the calls whose last name is one of these: `DDP(...)`, `nn.BatchNorm2d(...)`."""

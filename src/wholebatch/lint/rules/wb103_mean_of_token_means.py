@@ -241,4 +241,5 @@ def _is_language_model(call: ast.Call, file: File) -> bool:
     if file.facts.mentions(_LANGUAGE_MODEL) and file.facts.mentions(_MASKED_DATA):
         return True
     collators = [c for c in file.facts.calls if _COLLATES.search(last_part(c.func))]
-    return any(_MASKED_LABELS.search(file.facts.imported_parts(c)) for c in collators)
+    parts = (part for c in collators for part in file.facts.imported_parts(c))
+    return any(map(_MASKED_LABELS.search, parts))

@@ -65,7 +65,8 @@ def _batchnorm(call: ast.expr, file: File) -> str:
     if name == "convert_sync_batchnorm" and "create_model" not in file.facts.called:
         return "the model's BatchNorm"
     model = _known_model(call, name, dotted(call.func) or "", file)
-    parts = file.facts.imported_parts(call, 2) if not model and call in file.models else ""
+    is_model = not model and call in file.models
+    parts = "\n".join(file.facts.imported_parts(call, 2)) if is_model else ""
     # CLIP is built with a ResNet or with a vision transformer.
     if "BatchNorm" in parts and not re.search(r"Vis\w+Transformer\(", parts):
         model = name

@@ -35,7 +35,7 @@ def check(file: File) -> Iterator[Report]:
     windows = file.accumulating
     if not (windows or framework_accumulates(file)) or file.facts.mentions(_CACHED):
         return
-    coupled = any(_compares(file.facts.imported_parts(m, 2)) for m in file.models)
+    coupled = any(_compares(p) for m in file.models for p in file.facts.imported_parts(m, 2))
     for window in windows:
         losses = {id(chain.base_call) for _, chain in window.chains if coupled}
         for event in window.of("call", "forward"):
