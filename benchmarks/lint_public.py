@@ -3,15 +3,15 @@
 `python benchmarks/lint_public.py FOLDER` compares the findings, by file and rule, with the labels
 in lint_labels.txt. FOLDER holds a checkout of each repository as owner/name at the commit of the
 labels; none of their code is kept here. The repositories are split by a hash of their names: rules
-were changed with one half at hand, and the other half was measured once, at the end (`--aside`);
-what it taught was then measured on a new, smaller set.
-`--page FILE` writes both as a table.
+were changed with one half at hand, and the other half was measured once, at the end; what it taught
+was then measured on new sets, one after the other. `--page FILE` writes the table into a page.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -23,8 +23,8 @@ from wholebatch.lint.lint_settings import Settings
 
 LABELS = Path(__file__).with_name("lint_labels.txt")
 HALVES = ("tuned on", "put aside")
-# Two smaller sets, each labelled and measured after the ones before it had taught the rules.
-LATER = ("new, after both halves", "last, after all of these")
+# Later sets, each labelled and measured after the ones before it had taught the rules.
+_SET = re.compile(r'the set "(\w+)"\.$')
 
 
 @dataclass(frozen=True)
@@ -45,16 +45,17 @@ def half_of(repository: str) -> str:
 
 def labelled() -> Iterator[Labelled]:
     """Yield every labelled file."""
-    later = 0
+    later = ""
     for line in LABELS.read_text(encoding="utf-8").splitlines():
-        later += line.endswith(('the set "new".', 'the set "last".'))
+        named = _SET.search(line)
+        later = named.group(1) if named else later
         if line and not line.startswith("#"):
             repository, _, path, *codes = line.split()
             added = {c[1:] for c in codes if c.startswith("+")}
             removed = {c[1:] for c in codes if c.startswith("-")}
             first = {c for c in codes if c.startswith("WB")} | removed
             second = frozenset(first - removed | added)
-            part = LATER[later - 1] if later else half_of(repository)
+            part = later or half_of(repository)
             yield Labelled(repository, path, frozenset(first), second, part)
 
 
@@ -97,14 +98,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print the differences and the table; `--page` also writes the table into a page."""
     parser = argparse.ArgumentParser(description="Measure the rules on labelled public loops.")
     parser.add_argument("folder", type=Path, help="checkouts of the repositories, as owner/name")
-    parser.add_argument("--aside", action="store_true", help="measure the half put aside, too")
+    parser.add_argument("--set", action="append", help="measure only this set, such as A")
     parser.add_argument("--page", type=Path, metavar="FILE", help="write the table between marks")
     given = parser.parse_args(argv)
     lines = [
         "| half | files | right / wrong / missed | precision | recall |",
         "|---|---|---|---|---|",
     ]
-    for half in (*HALVES, *LATER)[: 4 if given.aside else 1]:
+    parts = dict.fromkeys(f.part for f in labelled())
+    for half in given.set or [*sorted(parts, key=lambda p: p not in HALVES)]:
         found = findings([f for f in labelled() if f.part == half], given.folder)
         counts, differences = compare(found, second=False)
         lines.append(row(half, counts))

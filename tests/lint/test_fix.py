@@ -33,7 +33,8 @@ class Scaler:
         assert not self.unscaled, "unscale_() twice in one window"
         for group in optimizer.param_groups:
             for p in group["params"]:
-                p.grad /= self.factor
+                if p.grad is not None:
+                    p.grad /= self.factor
         self.unscaled = True
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -57,6 +58,10 @@ class Accelerator:
         self.count += 1
         return contextlib.nullcontext()
 
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        return self.steps
+
     def backward(self, loss: torch.Tensor) -> None:
         (loss / self.steps).backward()
 
@@ -66,80 +71,272 @@ class Accelerator:
             optimizer.zero_grad()
 
 
+# Each kind of fix, on loops that are written differently.
 LOOPS = {
-    "WB101": """
-        for i, (x, y) in enumerate(batches):
-            loss = F.cross_entropy(model(x), y)
-            loss.backward()
-            if (i + 1) % accum == 0:
-                optimizer.step()
-                optimizer.zero_grad()
-    """,
-    "WB104": """
-        for i, (x, y) in enumerate(batches):
-            optimizer.zero_grad()
-            loss = F.cross_entropy(model(x), y) / accum
-            loss.backward()
-            if (i + 1) % accum == 0:
-                optimizer.step()
-    """,
-    "WB105": """
-        for i, (x, y) in enumerate(batches):
-            (F.cross_entropy(model(x), y) / accum).backward()
-            # One limit for the whole window.
-            nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-            if (i + 1) % accum == 0:
-                optimizer.step()
-                optimizer.zero_grad()
-    """,
-    "WB106": """
-        for i, (x, y) in enumerate(batches):
-            scaler.scale(F.cross_entropy(model(x), y) / accum).backward()
-            if (i + 1) % accum == 0:
-                nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-                scaler.step(optimizer)
-                scaler.update()
-                optimizer.zero_grad()
-    """,
-    "WB108": """
-        for i, (x, y) in enumerate(batches):
-            scaler.scale(F.cross_entropy(model(x), y) / accum).backward()
-            if (i + 1) % accum == 0:
-                scaler.step(optimizer)
-                optimizer.zero_grad()
-            scaler.update()
-    """,
-    "WB110": """
-        for i, (x, y) in enumerate(batches):
-            (F.cross_entropy(model(x), y) / accum).backward()
-            if i % accum == 0:
-                optimizer.step()
-                optimizer.zero_grad()
-    """,
-    "WB102": """
-        accelerator = Accelerator(gradient_accumulation_steps=accum)
-        for x, y in batches:
-            with accelerator.accumulate(model):
-                loss = F.cross_entropy(model(x), y)
-                accelerator.backward(loss / accum)
-                accelerator.step(optimizer)
-    """,
-    "WB107": """
-        for i, (x, y) in enumerate(batches):
-            (F.cross_entropy(model(x), y) / accum).backward()
-            if (i + 1) % accum == 0:
-                optimizer.step()
-                optimizer.zero_grad()
-            scheduler.step()
-    """,
-    "WB117": """
-        for i, (x, y) in enumerate(batches):
-            (F.cross_entropy(model(x), y) / accum).backward()
-            if (i + 1) % accum == 0:
-                optimizer.zero_grad()
-                optimizer.step()
-    """,
+    "WB101": (
+        """
+                for i, (x, y) in enumerate(batches):
+                    loss = F.cross_entropy(model(x), y)
+                    loss.backward()
+                    if (i + 1) % accum == 0:
+                        optimizer.step()
+                        optimizer.zero_grad()
+        """,
+        """
+                seen = 0
+                for x, y in batches:
+                    out = model(x)
+                    loss = F.cross_entropy(out, y)
+                    seen += 1
+                    loss.backward()
+                    if not seen % accum:
+                        optimizer.step()
+                        optimizer.zero_grad(set_to_none=True)
+        """,
+        """
+                def train(model, optimizer, loader, accum_steps):
+                    for step, (x, y) in enumerate(loader, start=1):
+                        loss = F.cross_entropy(model(x), y)
+                        loss.backward()
+                        if step % accum_steps != 0:
+                            continue
+                        optimizer.step()
+                        optimizer.zero_grad()
+                train(model, optimizer, batches, accum)
+        """,
+    ),
+    "WB102": (
+        """
+                accelerator = Accelerator(gradient_accumulation_steps=accum)
+                for x, y in batches:
+                    with accelerator.accumulate(model):
+                        loss = F.cross_entropy(model(x), y)
+                        accelerator.backward(loss / accum)
+                        accelerator.step(optimizer)
+        """,
+        """
+                accelerator = Accelerator(gradient_accumulation_steps=accum)
+                for x, y in batches:
+                    with accelerator.accumulate(model):
+                        accelerator.backward(F.cross_entropy(model(x), y) / accum)
+                        accelerator.step(optimizer)
+        """,
+        """
+                accelerator = Accelerator(gradient_accumulation_steps=accum)
+                for x, y in batches:
+                    with accelerator.accumulate(model):
+                        out = {"loss": F.cross_entropy(model(x), y)}
+                        accelerator.backward(out["loss"] / accelerator.gradient_accumulation_steps)
+                        accelerator.step(optimizer)
+        """,
+    ),
+    "WB104": (
+        """
+                for i, (x, y) in enumerate(batches):
+                    optimizer.zero_grad()
+                    loss = F.cross_entropy(model(x), y) / accum
+                    loss.backward()
+                    if (i + 1) % accum == 0:
+                        optimizer.step()
+        """,
+        """
+                for i, (x, y) in enumerate(batches):
+                    model.zero_grad()
+                    (F.cross_entropy(model(x), y) / accum).backward()
+                    if (i + 1) % accum == 0:
+                        optimizer.step()
+                        model.zero_grad()
+        """,
+        """
+                for i, (x, y) in enumerate(batches):
+                    optimizer.zero_grad()
+                    scaler.scale(F.cross_entropy(model(x), y) / accum).backward()
+                    if (i + 1) % accum == 0:
+                        scaler.step(optimizer)
+                        scaler.update()
+        """,
+    ),
+    "WB105": (
+        """
+                for i, (x, y) in enumerate(batches):
+                    (F.cross_entropy(model(x), y) / accum).backward()
+                    # One limit for the whole window.
+                    nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+                    if (i + 1) % accum == 0:
+                        optimizer.step()
+                        optimizer.zero_grad()
+        """,
+        """
+                for i, (x, y) in enumerate(batches):
+                    loss = F.cross_entropy(model(x), y)
+                    loss = loss / accum
+                    loss.backward()
+                    nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+                    if (i + 1) % accum != 0:
+                        continue
+                    optimizer.step()
+                    optimizer.zero_grad()
+        """,
+        """
+                def update(model, optimizer, loader, accum_steps):
+                    for n, (x, y) in enumerate(loader):
+                        loss = F.cross_entropy(model(x), y).div(accum_steps)
+                        loss.backward()
+                        nn.utils.clip_grad_norm_(model.parameters(), max_norm=0.05)
+                        last = (n + 1) % accum_steps == 0
+                        if last:
+                            optimizer.step()
+                            optimizer.zero_grad()
+                update(model, optimizer, batches, accum)
+        """,
+    ),
+    "WB106": (
+        """
+                for i, (x, y) in enumerate(batches):
+                    scaler.scale(F.cross_entropy(model(x), y) / accum).backward()
+                    if (i + 1) % accum == 0:
+                        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+                        scaler.step(optimizer)
+                        scaler.update()
+                        optimizer.zero_grad()
+        """,
+        """
+                for start in range(0, len(batches), accum):
+                    for x, y in batches[start : start + accum]:
+                        scaler.scale(F.cross_entropy(model(x), y) / accum).backward()
+                    nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+                    scaler.step(optimizer)
+                    scaler.update()
+                    optimizer.zero_grad()
+        """,
+        """
+                for i, (x, y) in enumerate(batches):
+                    scaled = scaler.scale(F.cross_entropy(model(x), y) / accum)
+                    scaled.backward()
+                    if (i + 1) % accum:
+                        continue
+                    nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+                    scaler.step(optimizer)
+                    scaler.update()
+                    optimizer.zero_grad()
+        """,
+    ),
+    "WB107": (
+        """
+                for i, (x, y) in enumerate(batches):
+                    (F.cross_entropy(model(x), y) / accum).backward()
+                    if (i + 1) % accum == 0:
+                        optimizer.step()
+                        optimizer.zero_grad()
+                    scheduler.step()
+        """,
+        """
+                for i, (x, y) in enumerate(batches):
+                    (F.cross_entropy(model(x), y) / accum).backward()
+                    scheduler.step()
+                    if i % accum == accum - 1:
+                        optimizer.step()
+                        optimizer.zero_grad()
+        """,
+        """
+                count = 0
+                for x, y in batches:
+                    (F.cross_entropy(model(x), y) / accum).backward()
+                    count += 1
+                    if count == accum:
+                        optimizer.step()
+                        optimizer.zero_grad()
+                        count = 0
+                    scheduler.step()
+        """,
+    ),
+    "WB108": (
+        """
+                for i, (x, y) in enumerate(batches):
+                    scaler.scale(F.cross_entropy(model(x), y) / accum).backward()
+                    if (i + 1) % accum == 0:
+                        scaler.step(optimizer)
+                        optimizer.zero_grad()
+                    scaler.update()
+        """,
+        """
+                for i, (x, y) in enumerate(batches):
+                    loss = F.cross_entropy(model(x), y) / accum
+                    scaler.scale(loss).backward()
+                    last = (i + 1) % accum == 0
+                    if last:
+                        scaler.unscale_(optimizer)
+                        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+                        scaler.step(optimizer)
+                        optimizer.zero_grad()
+                    scaler.update()
+        """,
+        """
+                for n, (x, y) in enumerate(batches, 1):
+                    scaler.scale(F.cross_entropy(model(x), y) / accum).backward()
+                    if not n % accum:
+                        scaler.step(optimizer)
+                        optimizer.zero_grad()
+                    scaler.update()
+        """,
+    ),
+    "WB110": (
+        """
+                for i, (x, y) in enumerate(batches):
+                    (F.cross_entropy(model(x), y) / accum).backward()
+                    if i % accum == 0:
+                        optimizer.step()
+                        optimizer.zero_grad()
+        """,
+        """
+                for step, (x, y) in enumerate(batches):
+                    scaler.scale(F.cross_entropy(model(x), y) / accum).backward()
+                    if step % accum == 0:
+                        scaler.unscale_(optimizer)
+                        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+                        scaler.step(optimizer)
+                        scaler.update()
+                        optimizer.zero_grad()
+        """,
+        """
+                def finetune(model, optimizer, loader, accum_steps):
+                    for step, batch in enumerate(loader):
+                        x, y = batch
+                        loss = F.cross_entropy(model(x), y) / accum_steps
+                        loss.backward()
+                        if step % accum_steps == 0:
+                            optimizer.step()
+                            scheduler.step()
+                            model.zero_grad()
+                finetune(model, optimizer, batches, accum)
+        """,
+    ),
+    "WB117": (
+        """
+                for i, (x, y) in enumerate(batches):
+                    (F.cross_entropy(model(x), y) / accum).backward()
+                    if (i + 1) % accum == 0:
+                        optimizer.zero_grad()
+                        optimizer.step()
+        """,
+        """
+                for start in range(0, len(batches), accum):
+                    for micro in batches[start : start + accum]:
+                        (F.cross_entropy(model(micro[0]), micro[1]) / accum).backward()
+                    optimizer.zero_grad()
+                    optimizer.step()
+        """,
+        """
+                for i, (x, y) in enumerate(batches):
+                    scaler.scale(F.cross_entropy(model(x), y) / accum).backward()
+                    if (i + 1) % accum == 0:
+                        optimizer.zero_grad()
+                        scaler.step(optimizer)
+                        scaler.update()
+        """,
+    ),
 }
+CASES = [(code, at) for code, written in LOOPS.items() for at in range(len(written))]
 
 
 def _setup() -> tuple[nn.Module, list[tuple[torch.Tensor, torch.Tensor]]]:
@@ -185,9 +382,9 @@ def _distance(got: torch.Tensor, right: torch.Tensor) -> float:
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # The mistake itself.
-@pytest.mark.parametrize("code", LOOPS)
-def test_fixed_loop_makes_the_update_of_the_whole_batch(code: str) -> None:
-    source = textwrap.dedent(LOOPS[code])
+@pytest.mark.parametrize(("code", "at"), CASES)
+def test_fixed_loop_makes_the_update_of_the_whole_batch(code: str, at: int) -> None:
+    source = textwrap.dedent(LOOPS[code][at])
     fixed, count = fix_text(source, Settings(select=(code,)), unsafe=code == "WB107")
     assert count == 1
     right = _whole(clip="clip" in source, schedule="scheduler" in source)
@@ -257,7 +454,7 @@ def test_a_fix_that_would_do_harm_alone_is_not_made(name: str) -> None:
 
 def test_an_unsafe_fix_needs_to_be_asked_for(tmp_path: Path) -> None:
     file = tmp_path / "train.py"
-    source = textwrap.dedent(LOOPS["WB107"])
+    source = textwrap.dedent(LOOPS["WB107"][0])
     file.write_text(source)
     main([str(file), "--fix"])
     assert file.read_text() == source
@@ -267,7 +464,7 @@ def test_an_unsafe_fix_needs_to_be_asked_for(tmp_path: Path) -> None:
 
 def test_a_diff_changes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "train.py"
-    source = textwrap.dedent(LOOPS["WB110"])
+    source = textwrap.dedent(LOOPS["WB110"][0])
     file.write_text(source)
     assert main([str(file), "--diff"]) == 1
     assert "+    if (i + 1) % accum == 0:" in capsys.readouterr().out
@@ -275,9 +472,9 @@ def test_a_diff_changes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert main([str(file), "--diff", "--exit-zero"]) == 0
 
 
-@pytest.mark.parametrize("code", LOOPS)
-def test_fix_is_idempotent_and_keeps_the_rest(code: str) -> None:
-    source = "# kept  comment\n" + textwrap.dedent(LOOPS[code])
+@pytest.mark.parametrize(("code", "at"), CASES)
+def test_fix_is_idempotent_and_keeps_the_rest(code: str, at: int) -> None:
+    source = "# kept  comment\n" + textwrap.dedent(LOOPS[code][at])
     fixed, _ = fix_text(source, Settings())
     again, count = fix_text(fixed, Settings())
     assert (again, count) == (fixed, 0)
@@ -322,7 +519,7 @@ def test_an_uncertain_case_is_left_alone() -> None:
 
 def test_line_endings_are_kept(tmp_path: Path) -> None:
     file = tmp_path / "train.py"
-    source = textwrap.dedent(LOOPS["WB110"]).replace("\n", "\r\n")
+    source = textwrap.dedent(LOOPS["WB110"][0]).replace("\n", "\r\n")
     file.write_bytes(source.encode())
     main([str(file), "--fix"])
     written = file.read_bytes().decode()
@@ -334,7 +531,7 @@ def test_encoding_is_kept(tmp_path: Path) -> None:
     """A file in latin-1 says so in its first line: UTF-8 under that line would be other text."""
     script = tmp_path / "train.py"
     head = "# -*- coding: latin-1 -*-\n# größer\n"
-    script.write_bytes((head + textwrap.dedent(LOOPS["WB110"])).encode("latin-1"))
+    script.write_bytes((head + textwrap.dedent(LOOPS["WB110"][0])).encode("latin-1"))
     main([str(script), "--fix", "--select", "WB110"])
     fixed = script.read_bytes().decode("latin-1")
     assert fixed.startswith(head)

@@ -25,15 +25,20 @@ _OTHER_FRAMEWORK = "WB003"
 # A file without a backward, a step function or a Trainer subclass cannot accumulate.
 _TRAINS = re.compile(r"backward\s*\(|loss_scaler\s*\(|def (training_step|compute_loss)\b")
 _UPDATES = re.compile(
-    r"\.\s*(step|optimize)\s*\(|optimizer_step|update_grad|loss_scaler"
+    r"\.\s*(step|optimize|zero_grad)\s*\(|optimizer_step|update_grad|loss_scaler"
+    r"|(step|update)\w*\([^)\n]*optim"
     r"|def (training_step|compute_loss)\b"
 )
 # Loops that other rules than those of torch read, or none does.
 _ELSEWHERE = re.compile(r"^\s*(?:import|from)\s+(tensorflow|keras|jax|flax|mlx|paddle)\b", re.M)
 _ACCUMULATES = re.compile(
-    r"MultiSteps\s*\(|gradient_accumulation_steps\s*=|accum\w*_grad|grad\w*_accum"
+    r"MultiSteps\s*\(|gradient_accumulation_steps\s*=|accum\w*_?(grad|step|iter|batch)"
+    r"|grad\w*_?ac+um|(num|n)_ac+um|assign_add\(\s*\w*grad",
+    re.I,
 )
-_APPLIES = re.compile(r"apply_gradients\s*\(|apply_updates\s*\(|MultiSteps\s*\(|optimizers\.\w+\(")
+_APPLIES = re.compile(
+    r"apply_gradients\s*\(|optimizer\.apply\s*\(|apply_updates\s*\(|MultiSteps\s*\(|optimizers\.\w+\("
+)
 _NOQA = re.compile(r"#\s*noqa(?:\s*:\s*(?P<codes>[A-Z]+\d+(?:[,\s]+[A-Z]+\d+)*))?", re.IGNORECASE)
 # Starting workers takes about as long as checking this many files.
 _ALONE = 64
@@ -110,7 +115,7 @@ def check_source(source: Source, settings: Settings) -> list[Finding]:
     # A cheap test that avoids parsing most files.
     if _TRAINS.search(source.text) and _UPDATES.search(source.text):
         found += _parse_and_check(source, settings)
-    elif _ACCUMULATES.search(source.text) and _APPLIES.search(source.text):
+    else:
         found += _of_another_framework(source, settings)
     found = [f for f in found if settings.wants_in(f.code, source.path)]
     return sorted(set(found), key=lambda f: (f.cell or 0, f.line, f.column, f.code))
@@ -119,7 +124,8 @@ def check_source(source: Source, settings: Settings) -> list[Finding]:
 def _of_another_framework(source: Source, settings: Settings) -> list[Finding]:
     """Check the few things that are known of other frameworks, and say once what was not read."""
     framework = _ELSEWHERE.search(source.text)
-    if framework is None:
+    accumulates = framework is not None and _ACCUMULATES.search(source.text)
+    if framework is None or not accumulates or not _APPLIES.search(source.text):
         return []
     words = (
         f"this file accumulates gradients with {framework.group(1)}, whose loops the rules do not "
@@ -167,7 +173,7 @@ def _check_rule(rule: Rule, file: File, source: Source, lines: list[str]) -> lis
             cell,
             end_line=end - line + inside,
             end_column=_end_column(report.node, line),
-            fix=report.fix,
+            fix=report.fix if all(e.line for e in report.fix) else (),
             unsafe=report.unsafe,
             source_line=lines[line - 1] if line <= len(lines) else "",
         )

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
 
-from .expressions import dotted, keyword, last_part, positional
+from .expressions import dotted, keyword, last_part, positional, text
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,6 +42,12 @@ class Env(dict[str, tuple[Def, ...]]):
     def bind(self, name: str, defs: tuple[Def, ...]) -> None:
         """Set the definitions of a name. All changes must go through this method or `replace`."""
         self[name] = defs
+        self._copy = None
+
+    def drop(self, prefix: str) -> None:
+        """Forget the slots of an object that was replaced: `state['loss']['total']`."""
+        for name in [n for n in self if n.startswith(prefix)]:
+            del self[name]
         self._copy = None
 
     def replace(self, names: Mapping[str, tuple[Def, ...]]) -> None:
@@ -83,6 +89,11 @@ class Guard:
     env: Env
     positive: bool
     origin: str = "if"
+
+    @cached_property
+    def key(self) -> tuple[str, bool]:
+        """Return the condition as text, and its sign: equal for two spellings of one setting."""
+        return text(self.expr), self.positive
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,9 +157,13 @@ class Event(Act):
 
     def excludes(self, other: Event) -> bool:
         """True if the two are on opposite branches of one condition."""
-        mine = {(ast.unparse(g.expr), g.positive) for g in self.path if isinstance(g, Guard)}
-        theirs = [g for g in other.path if isinstance(g, Guard)]
-        return any((ast.unparse(g.expr), not g.positive) in mine for g in theirs)
+        mine = {g.key for g in self.path if isinstance(g, Guard)}
+        theirs = [g.key for g in other.path if isinstance(g, Guard)]
+        return any((spelled, not positive) in mine for spelled, positive in theirs)
+
+    def conditions(self, loop: Loop) -> set[tuple[str, bool]]:
+        """Return the conditions between a loop and the event, as text."""
+        return {guard.key for guard in self.guards(loop)}
 
     def guards(self, loop: Loop) -> list[Guard]:
         """Return the conditions between a loop and the event."""
@@ -172,14 +187,12 @@ _OPTIMIZER_NAME = re.compile(r"optim|(^|_)opts?($|_|\d)|^opt[A-Z_]?|_opt$|^sgd$|
 _SCALER_NAME = re.compile(r"scaler(?!\w*(meter|metric|avg|stat))", re.I)
 _ENGINE_NAME = re.compile(r"(^|_)engine$|^ds_model$|^model_engine", re.I)
 MODEL_NAME = re.compile(
-    r"^(\w*model|\w*_module|net|network|\w*_net|unet\w*|transformer|module|encoder|decoder|dit"
+    r"^(?!save|load|get|build|create|make|valid|eval|test|init|export|unwrap|prepare|set|move|update|log)"
+    r"(\w*model|\w*_module|net|network|\w*_net|unet\w*|transformer|module|encoder|decoder|dit"
     r"|backbone|net[A-Z]\w*|gpt|vae|controlnet|\w*ranker|generator|discriminator|policy|actor|critic)$",
     re.I,
 )
-_CLIPS = {
-    "clip_grad_norm_", "clip_grad_norm", "clip_grad_value_", "clip_grad_value", "clip_gradients",
-    "dispatch_clip_grad",
-}  # fmt: skip
+_CLIPS = re.compile(r"(dispatch_)?clip_grad\w*")
 _SIMPLE = {
     "zero_grad": "zero",
     "unscale_": "unscale",
@@ -187,6 +200,17 @@ _SIMPLE = {
 }
 _OURS = {"ExactWindows", "Accumulator", "WholeBatch", "accumulator"}
 _NATIVE_SCALERS = re.compile(r"loss_scaler|NativeScaler", re.I)
+
+
+def holds_sync(context: Context) -> bool:
+    """True if a `with` item is (or was assigned from) a `no_sync()`."""
+    spelled = text(context.expr)
+    if re.search(r"\bno_(backward_)?sync\b", spelled):
+        return True
+    name = dotted(context.expr)
+    if name is None and hasattr(context.expr, "func"):
+        name = dotted(context.expr.func)
+    return any("no_sync" in text(d.expr) for d in context.env.get(name or "", ()))
 
 
 def constructor(definition: Def) -> tuple[str, int | None]:
@@ -253,7 +277,7 @@ def classify(call: ast.Call, env: Env) -> Act | None:
     """Return the effect of a call on a window, or None if it has none that we know."""
     func = call.func
     name = last_part(func)
-    if name in _CLIPS:
+    if _CLIPS.fullmatch(name):
         owner = func.value if isinstance(func, ast.Attribute) else None
         return None if _only_measures(call) else Act("clip", owner, detail=name)
     if name == "optimizer_step":
@@ -269,7 +293,7 @@ def classify(call: ast.Call, env: Env) -> Act | None:
         return Act("backward", owner, positional(call, 0), "lightning")
     if name in _SIMPLE:
         return Act(_SIMPLE[name], owner, positional(call, 0))
-    if name == "step" or (name == "optimize" and call.args):
+    if name in {"step", "step_and_update_lr"} or (name == "optimize" and call.args):
         return _step(call, owner, env)
     if name == "update" and role(owner, env) == "scaler":
         return Act("scaler_update", owner)

@@ -38,7 +38,7 @@ def dotted(node: ast.AST) -> str | None:
 def place(node: ast.AST) -> str | None:
     """Return the same as `dotted`, and also `state['step']`: any slot that can hold a counter."""
     if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
-        owner = dotted(node.value)
+        owner = place(node.value)
         if owner is not None and isinstance(node.slice.value, str):
             return f"{owner}[{node.slice.value!r}]"
     return dotted(node)

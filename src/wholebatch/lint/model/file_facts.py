@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -18,19 +18,27 @@ from .expressions import (
     keyword,
     last_part,
     number,
+    text,
     walk,
 )
-from .imported_code import definition, module_source
+from .imported_code import Definition, Imports, imported, is_local, visible
 
 _ACTS = {
     "backward", "manual_backward", "loss_scaler", "zero_grad", "unscale_", "clip_grad_norm_",
     "clip_grad_value_", "optimizer_step",
 }  # fmt: skip
 _FSDP = {"FullyShardedDataParallel", "FSDP", "fully_shard", "FSDPStrategy"}
+# A function of another module that acts on the window; one with a loop of its own is read there.
+_ACTING = re.compile(r"\bbackward\(|\.step\(|zero_grad\(|clip_grad_")
+_OWN_LOOP = re.compile(r"\n\s+(for|while)\b(.|\n)*backward\(")
 # A helper from another file, recognised by its name: `wrap_model_with_fsdp(model)`.
 _FSDP_HELPER = re.compile(
     r"(wrap|apply|setup|shard|parallelize)\w*(?<!xla)_fsdp2?$|^fsdp2?_(wrap|shard)", re.I
 )
+
+
+_MAX_PARTS = 20
+_LEVELS = 4
 
 
 @dataclass
@@ -41,7 +49,8 @@ class ClassFacts:
     methods: dict[str, FunctionNode]
     bases: tuple[str, ...]
     attributes: dict[str, ast.expr]
-    changed: frozenset[str]
+    # The attributes of self that each method sets, also through the methods that it calls.
+    changed: dict[str, frozenset[str]]
 
 
 @dataclass
@@ -59,8 +68,13 @@ class Facts:
     every_function: list[FunctionNode]
     # Every value that is assigned to a name anywhere in the file.
     assigned: dict[str, list[ast.expr]]
+    import_nodes: Imports
+    uses: dict[FunctionNode, set[str]]
+    # The classes that parameters of each name are annotated with.
+    annotated: dict[str, set[str]]
     path: str = ""
     _searched: dict[re.Pattern[str], bool] = field(default_factory=dict)
+    _imported: dict[str, Definition | None] = field(default_factory=dict)
 
     def mentions(self, pattern: re.Pattern[str]) -> bool:
         """True if the source matches a pattern; each pattern is searched for once."""
@@ -68,14 +82,51 @@ class Facts:
             self._searched[pattern] = pattern.search(self.source) is not None
         return self._searched[pattern]
 
-    def imported_source(self, call: ast.Call) -> str:
-        """Return the source of the local module that defines what is called, or ""."""
-        name = (dotted(call.func) or "").partition(".")[0]
-        return module_source(self.tree, self.path, name) if self.path else ""
+    def imported(self, name: str) -> Definition | None:
+        """Return the class or function of a local module that a name of this file stands for."""
+        if name not in self._imported:
+            found = imported(self.import_nodes, self.path, name) if self.path and name else None
+            self._imported[name] = found
+        return self._imported[name]
 
     def imported_definition(self, call: ast.Call) -> str:
         """Return the source of the imported class or function that is called, or ""."""
-        return definition(self.imported_source(call), (dotted(call.func) or "").partition(".")[0])
+        found = self.imported((dotted(call.func) or "").partition(".")[0])
+        return "" if found is None else found.text
+
+    def behind(self, name: str) -> str:
+        """Return the source of the classes and functions that made what a name stands for."""
+        found = []
+        values: list[ast.expr | None] = [*self.assigned.get(name, ())]
+        handed = {dotted(v) or "" for v in values if v is not None} | {name}
+        named = {m for n in handed for m in self.annotated.get(n, ())}
+        if any("model_class" in text(v) for v in values if v is not None):
+            # `MODEL_CLASSES = {"bert": (BertConfig, BertForNer, BertTokenizer)}`
+            held = [
+                v for values in self.assigned.values() for v in values if isinstance(v, ast.Dict)
+            ]
+            named |= {n.id for v in held for n in walk(v) if isinstance(n, ast.Name)}
+        values += [ast.Call(ast.Name(made), [], []) for made in named]
+        for value in values:
+            while isinstance(value, ast.Call):
+                head = (dotted(value.func) or "").partition(".")[0]
+                found += [text(c.node) for c in self.classes if c.node.name == head]
+                found.append(self.imported_definition(value))
+                value = value.func.value if isinstance(value.func, ast.Attribute) else None
+        return "\n".join(found)
+
+    def imported_parts(self, call: ast.Call, levels: int = 1) -> list[str]:
+        """Return the source of an imported definition and of those it uses, some levels deep."""
+        found = self.imported((dotted(call.func) or "").partition(".")[0])
+        parts: dict[str, Definition] = {} if found is None else {"": found}
+        for _ in range(levels):
+            for part in list(parts.values()):
+                names = re.findall(r"\b([a-z_]\w*(?=\()|[A-Z]\w+)\b", part.text)
+                for name in [n for n in dict.fromkeys(names) if n not in parts][:_MAX_PARTS]:
+                    used = visible(part.path, name)
+                    if used is not None:
+                        parts[name] = used
+        return [part.text for part in parts.values()]
 
     def made(self, *names: str) -> list[ast.Call]:
         """Return the calls whose last name is one of these: `DDP(...)`, `nn.BatchNorm2d(...)`."""
@@ -106,6 +157,13 @@ class Facts:
         unknown = keyword(call, "deepspeed_plugin") is not None
         return None if unknown or any(k.arg is None for k in call.keywords) else False
 
+    def reaches(self, caller: FunctionNode, called: FunctionNode) -> bool:
+        """True if a function calls another one of the file, directly or through others."""
+        names = {caller.name}
+        for _ in range(_LEVELS):
+            names |= {n for f, used in self.uses.items() if f.name in names for n in used}
+        return called.name in names
+
     def functions_around(self, line: int) -> list[FunctionNode]:
         """Return the functions that contain a line."""
         last = bisect_right(self.every_function, line, key=lambda f: f.lineno)
@@ -117,6 +175,8 @@ def gather(tree: ast.Module, source: str, path: str = "") -> Facts:
     """Collect everything from the file that is not about one loop."""
     calls: list[ast.Call] = []
     imports: set[str] = set()
+    nodes: Imports = []
+    annotated: dict[str, set[str]] = {}
     owners: list[ast.ClassDef] = []
     uses: dict[FunctionNode, set[str]] = {}
     assigned: dict[str, list[ast.expr]] = {}
@@ -124,33 +184,56 @@ def gather(tree: ast.Module, source: str, path: str = "") -> Facts:
     while todo:
         node = todo.pop()
         kind = type(node)
+        if kind is ast.Name or kind is ast.Constant:
+            continue
         if kind is ast.Call:
             calls.append(cast(ast.Call, node))
         elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             uses[node] = set()
+        elif isinstance(node, ast.arg):
+            if isinstance(node.annotation, ast.Name):
+                annotated.setdefault(node.arg, set()).add(node.annotation.id)
         elif isinstance(node, ast.Assign):
             for target in node.targets:
                 assigned.setdefault(dotted(target) or "", []).append(node.value)
         elif isinstance(node, ast.ImportFrom):
+            nodes.append(node)
             imports.add(node.module or "")
             imports.update(f"{node.module}.{a.name}" for a in node.names)
         elif isinstance(node, ast.Import):
+            nodes.append(node)
             imports.update(a.name for a in node.names)
         elif isinstance(node, ast.ClassDef):
             owners.append(node)
-        elif kind is ast.Name or kind is ast.Constant:
-            continue
         todo += children(node)
     functions = _functions(tree.body)
     calls.sort(key=lambda c: (c.lineno, c.col_offset))
     _fill_uses(uses, calls)
     called = {last_part(c.func) for c in calls}
-    relevant = _relevant(uses)
     classes = [_class(o) for o in sorted(owners, key=lambda o: o.lineno)]
+    _inherit(classes)
     ordered = sorted(uses, key=lambda f: f.lineno)
-    return Facts(
-        tree, source, functions, classes, calls, called, imports, relevant, ordered, assigned, path
-    )
+    nodes = [node for node in nodes if path and is_local(node, path)]
+    facts = Facts(
+        tree, source, functions, classes, calls, called, imports, set(), ordered, assigned, nodes,
+        uses, annotated, path,
+    )  # fmt: skip
+    facts.relevant = _relevant(uses, _acting(facts))
+    return facts
+
+
+def _acting(facts: Facts) -> set[str]:
+    """Return the names of the imported functions that act on the window of their caller."""
+    heads = {(a.asname or a.name) for node in facts.import_nodes for a in node.names}
+    names = {dotted(c.func) or "" for c in facts.calls} if facts.path else set()
+    found = {n: facts.imported(n) for n in names if n.partition(".")[0] in heads}
+    return {n.rpartition(".")[2] for n, d in found.items() if d is not None and acts(d.text)}
+
+
+def acts(source: str) -> bool:
+    """True if a function of another module is a part of the loop that calls it."""
+    is_function = source.startswith("def ")
+    return is_function and bool(_ACTING.search(source)) and not _OWN_LOOP.search(source)
 
 
 def _fill_uses(uses: dict[FunctionNode, set[str]], calls: list[ast.Call]) -> None:
@@ -162,9 +245,9 @@ def _fill_uses(uses: dict[FunctionNode, set[str]], calls: list[ast.Call]) -> Non
         names.update(last_part(c.func) for c in calls[first:last])
 
 
-def _relevant(uses: dict[FunctionNode, set[str]]) -> set[FunctionNode]:
+def _relevant(uses: dict[FunctionNode, set[str]], acting: set[str]) -> set[FunctionNode]:
     """Return the functions that contain a training call, directly or in their helpers."""
-    names = set(_ACTS)
+    names = _ACTS | acting
     found: set[FunctionNode] = set()
     while True:
         new = {f for f, used in uses.items() if f not in found and used & names}
@@ -181,9 +264,52 @@ def _functions(body: list[ast.stmt]) -> dict[str, FunctionNode]:
 def _class(node: ast.ClassDef) -> ClassFacts:
     methods = _functions(node.body)
     bases = tuple(dotted(b) or "" for b in node.bases)
-    later = [method for name, method in methods.items() if name not in {"__init__", "setup"}]
-    changed = {n for method in later for n in assigned_names(method.body) if n.startswith("self.")}
-    return ClassFacts(node, methods, bases, _attributes(methods), frozenset(changed))
+    return ClassFacts(node, methods, bases, _attributes(methods), _changes(methods))
+
+
+def _changes(methods: dict[str, FunctionNode]) -> dict[str, frozenset[str]]:
+    sets = {
+        name: {n for n in assigned_names(method.body) if n.startswith("self.")}
+        for name, method in methods.items()
+    }
+    calls = {
+        name: set(methods_called(method.body)) & set(methods) for name, method in methods.items()
+    }
+    grown = True
+    while grown:
+        before = sum(map(len, sets.values()))
+        for name, called in calls.items():
+            sets[name].update(*(sets[c] for c in called))
+        grown = sum(map(len, sets.values())) > before
+    return {name: frozenset(found) for name, found in sets.items()}
+
+
+def methods_called(body: Sequence[ast.stmt]) -> Iterator[str]:
+    """Yield the `name` of every `self.name` in the statements: called, or handed on."""
+    for stmt in body:
+        for node in walk(stmt):
+            if isinstance(node, ast.Attribute) and dotted(node.value) == "self":
+                yield node.attr
+
+
+def _inherit(classes: list[ClassFacts]) -> None:
+    """Give classes what they inherit in the file; an abstract method is that of a subclass."""
+    by_name = {c.node.name: c for c in classes}
+    for owner in classes:
+        for base in (by_name[b] for b in owner.bases if b in by_name and b != owner.node.name):
+            for name, method in list(base.methods.items()):
+                if _is_abstract(method) and name in owner.methods:
+                    base.methods[name] = owner.methods[name]
+                    base.changed[name] = owner.changed[name]
+                owner.methods.setdefault(name, base.methods[name])
+            owner.attributes = base.attributes | owner.attributes
+            owner.changed = base.changed | owner.changed
+
+
+def _is_abstract(method: FunctionNode) -> bool:
+    last = method.body[-1]
+    raised = getattr(last, "exc", None) if isinstance(last, ast.Raise) else None
+    return raised is not None and "NotImplementedError" in ast.dump(raised)
 
 
 def _attributes(methods: dict[str, FunctionNode]) -> dict[str, ast.expr]:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
-from .events import Act, Context, Def, Env, Event, Guard, Loop, PathItem, classify
+from .events import Act, Context, Def, Env, Event, Guard, Loop, PathItem, classify, constructor
 from .expressions import (
     FunctionNode,
     assigned_names,
@@ -21,7 +21,8 @@ from .expressions import (
     text,
     walk,
 )
-from .file_facts import Facts, class_env
+from .file_facts import Facts, acts, class_env, methods_called
+from .imported_code import visible
 from .name_resolution import Resolver
 
 _LoopNode = ast.For | ast.AsyncFor | ast.While
@@ -31,7 +32,11 @@ _MAX_INLINE_DEPTH = 6
 _MAX_INLINES = 250
 _SHORT = 120
 _MAX_ALTERNATIVES = 4
+_MAX_FOREIGN = 40
+_MAX_TEXT = 6000
 _EMPTY = Env()
+# Names of functions in other modules that make the loss, or log it.
+_PART = re.compile(r"loss|forward|criterion|normali[sz]e|(train|log)\w*_step|step$", re.I)
 _BACKWARD = {"backward", "manual_backward"}
 # Helpers that log: what they are handed counts, whatever they do with it.
 _SHOWS = re.compile(r"log|print|report")
@@ -44,10 +49,20 @@ class Scope:
 
     functions: dict[str, FunctionNode]
     methods: dict[str, FunctionNode] = field(default_factory=dict)
-    # Attributes of self that methods other than __init__ change: counters kept between calls.
-    changed: frozenset[str] = frozenset()
+    # Attributes of self that each method changes: counters kept between calls.
+    changed: dict[str, frozenset[str]] = field(default_factory=dict)
     # Functions that contain training calls; others are only followed for their return value.
     relevant: frozenset[FunctionNode] = frozenset()
+    home: str = ""  # The path of another module whose function is walked.
+    base: Env | None = None  # What such a function, or a method of another object, sees.
+
+    def changed_by(self, loop: Loop, body: Sequence[ast.stmt]) -> set[str]:
+        """Return the names that an iteration can change, also through methods that it calls."""
+        if not self.changed:
+            return assigned_names(body)
+        names = self.changed if loop.virtual else set(methods_called(body))
+        kept = [self.changed.get(n, frozenset()) for n in names if n not in {"__init__", "setup"}]
+        return assigned_names(body).union(*kept)
 
 
 @dataclass
@@ -61,8 +76,9 @@ class _Exit:
 class Walker:
     """Collects the events of one file."""
 
-    def __init__(self, resolver: Resolver) -> None:
+    def __init__(self, resolver: Resolver, facts: Facts) -> None:
         self.resolver = resolver
+        self.facts = facts
         self.events: list[Event] = []
         self.loops: list[Loop] = []
         self.covered: set[FunctionNode] = set()
@@ -70,6 +86,7 @@ class Walker:
         self.nested: list[tuple[FunctionNode, Env, Scope]] = []
         self.root = 0
         self._inlines = 0
+        self._foreign: list[FunctionNode] = []  # Kept, so that the ids of their nodes stay theirs.
         self._stack: list[FunctionNode] = []
         self._returns: list[list[Def]] = []
         self._stmt: ast.stmt = ast.Pass()
@@ -126,6 +143,9 @@ class Walker:
 
     def _if(self, stmt: ast.If, env: Env, path: _Path, scope: Scope) -> list[_Exit]:
         self._calls(stmt.test, env, path, scope)
+        known = _handed(stmt.test, env)
+        if known is not None:
+            return self.block(stmt.body if known else stmt.orelse, env, path, scope)
         before = env.frozen()
         exits: list[_Exit] = []
         ended: list[bool] = []
@@ -144,6 +164,12 @@ class Walker:
         env.replace(alive[0])
         for other in alive[1:]:
             _merge(env, other)
+        # `if n == k: last = True` and `else: last = False`: the flag is the condition.
+        for name in assigned_names(stmt.body) & assigned_names(stmt.orelse) if stmt.orelse else ():
+            values = [_constant(result.get(name, ())) for result in results]
+            if values in ([True, False], [False, True]):
+                test = stmt.test if values[0] else ast.UnaryOp(ast.Not(), stmt.test)
+                env.bind(name, (Def(test, before, _loops(path), stmt),))
         return exits
 
     def _with(
@@ -185,7 +211,11 @@ class Walker:
         """Give every name that the loop changes a symbol for "its value in this iteration"."""
         self.loops.append(loop)
         around = (*loop.parents, loop)
-        loop.carried = assigned_names(body) | scope.changed
+        loop.carried = scope.changed_by(loop, body)
+        # A setting that another method overwrites is unknown, not the literal of `__init__`.
+        for name in frozenset().union(*scope.changed.values()) - loop.carried:
+            if all(isinstance(d.expr, ast.Constant) for d in env.get(name, ())):
+                env.bind(name, (Def(ast.Name(id=name, ctx=ast.Load()), _EMPTY, ()),))
         for name in loop.carried:
             symbol = self.resolver.new_symbol(name, around, "carried", loop, env.get(name, ()))
             env.bind(name, (Def(symbol, _EMPTY, around),))
@@ -222,6 +252,8 @@ class Walker:
     def _bind(self, target: ast.expr, value: ast.expr, env: Env, path: _Path) -> None:
         before = env.frozen()
         for name, expr in bind_pairs(target, value):
+            if name.endswith("]"):
+                env.drop(f"{name}[")
             env.bind(name, (Def(expr, before, _loops(path), target),))
 
     def _calls(self, expr: ast.expr, env: Env, path: _Path, scope: Scope) -> None:
@@ -238,10 +270,14 @@ class Walker:
                 path = (*path, Guard(value, env.frozen(), isinstance(expr.op, ast.And)))
             return
         for call in calls_in(expr):
-            helper = self._helper(call, scope, env)
+            helper, inside = self._helper(call, scope, env), scope
+            if helper is None and _loops(path):
+                helper, inside = self._method(call, scope, env)
+                if helper is None:
+                    helper, inside = self._imported(call, scope)
             if helper is not None and _SHOWS.search(helper.name):
                 self._emit(Act("call", call.func), call, self._stmt, env, path)
-            if helper is not None and self._inline(call, helper, env, path, scope):
+            if helper is not None and self._inline(call, helper, env, path, inside):
                 continue
             act = classify(call, env)
             if act is None:
@@ -294,6 +330,41 @@ class Walker:
                 return scope.functions[chosen.id]
         return None
 
+    def _imported(self, call: ast.Call, scope: Scope) -> tuple[FunctionNode | None, Scope]:
+        """Return a function of another local module that belongs to the loop or makes its loss."""
+        name = dotted(call.func) or ""
+        if not (scope.home or self.facts.import_nodes) or name.startswith("self."):
+            return None, scope
+        if len(self._foreign) >= _MAX_FOREIGN:
+            return None, scope
+        found = visible(scope.home, name) if scope.home else self.facts.imported(name)
+        if found is None or not found.text.startswith("def "):
+            return None, scope
+        if not acts(found.text) and not (_PART.search(name) and len(found.text) < _MAX_TEXT):
+            return None, scope
+        function = found.function(call)
+        if function is None or any(function.name == f.name for f in self._stack):
+            return None, scope
+        self._foreign.append(function)
+        return function, Scope({}, relevant=frozenset([function]), home=found.path, base=_EMPTY)
+
+    def _method(self, call: ast.Call, scope: Scope, env: Env) -> tuple[FunctionNode | None, Scope]:
+        """Return a method of another class of the file: of `runner`, made or annotated here."""
+        name, _, method = (dotted(call.func) or "").rpartition(".")
+        if not self.facts.classes:
+            return None, scope
+        made = {made.rpartition(".")[2] for made, _ in map(constructor, env.get(name, ()))}
+        made |= self.facts.annotated.get(name, set())
+        for owner in self.facts.classes if name not in {"", "self"} and not scope.home else ():
+            found = owner.methods.get(method) if owner.node.name in made else None
+            if found is not None and found in scope.relevant:
+                seen = class_env(owner, _EMPTY)
+                own = Scope(
+                    scope.functions, owner.methods, owner.changed, scope.relevant, base=seen
+                )
+                return found, own
+        return None, scope
+
     def _worth(self, helper: FunctionNode, path: _Path, scope: Scope) -> bool:
         """True if a helper should be inlined: relevant, tiny, or short and inside a loop."""
         if helper in scope.relevant:
@@ -316,18 +387,25 @@ class Walker:
         self._inlines += 1
         self.covered.add(helper)
         is_method = helper.name in scope.methods
-        inner = Env({k: v for k, v in env.items() if not is_method or "." in k})
-        inner.replace({**inner, **_arguments(call, helper, env, _loops(path))})
+        seen = {k: v for k, v in env.items() if not is_method or "." in k}
+        seen = seen if scope.base is None else dict(scope.base)
+        given = _arguments(call, helper, env, _loops(path))
+        shared = {p: n for p, d in given.items() if (n := dotted(d[0].expr)) and n != "self"}
+        inside = replace(scope, functions=dict(scope.functions), base=None)
+        inner = Env({**seen, **given, **_slots(shared, env)})
         caller_stmt = self._stmt
         self._stack.append(helper)
         self._returns.append([])
-        self.block(helper.body, inner, path, replace(scope, functions=dict(scope.functions)))
+        self.block(helper.body, inner, path, inside)
         self.resolver.returns[id(call)] = self._returns.pop()
         self._stack.pop()
         self._stmt = caller_stmt
-        # Attributes that a method sets on self (a counter, a flag) are visible to its caller.
-        for name, defs in inner.items():
-            if name.startswith("self.") and env.get(name) is not defs:
+        # What a helper sets on self, or on an object that it was handed, its caller sees too.
+        for name, defs in [
+            *((n, d) for n, d in inner.items() if n.startswith("self.") and scope.base is None),
+            *_slots({name: p for p, name in shared.items()}, inner).items(),
+        ]:
+            if env.get(name) is not defs:
                 env.bind(name, defs)
         return True
 
@@ -337,10 +415,11 @@ def _arguments(
 ) -> dict[str, tuple[Def, ...]]:
     spec = helper.args
     names = [a.arg for a in (*spec.posonlyargs, *spec.args)]
-    if names and names[0] in {"self", "cls"} and (dotted(call.func) or "").startswith("self."):
-        names = names[1:]
     bound: dict[str, tuple[Def, ...]] = {}
     before = env.frozen()
+    if names and names[0] in {"self", "cls"} and isinstance(call.func, ast.Attribute):
+        bound[names[0]] = (Def(call.func.value, before, loops),)
+        names = names[1:]
     defaults = dict(zip(names[::-1], spec.defaults[::-1], strict=False))
     defaults |= {
         a.arg: d for a, d in zip(spec.kwonlyargs, spec.kw_defaults, strict=True) if d is not None
@@ -349,11 +428,36 @@ def _arguments(
         bound[name] = (Def(default, _EMPTY, ()),)
     if not any(isinstance(a, ast.Starred) for a in call.args):
         for name, argument in zip(names, call.args, strict=False):
-            bound[name] = (Def(argument, before, loops),)
+            bound[name] = (Def(argument, before, loops, argument),)
     for given in call.keywords:
         if given.arg is not None:
-            bound[given.arg] = (Def(given.value, before, loops),)
+            bound[given.arg] = (Def(given.value, before, loops, given.value),)
     return bound
+
+
+def _constant(defs: tuple[Def, ...]) -> object:
+    return defs[0].expr.value if len(defs) == 1 and isinstance(defs[0].expr, ast.Constant) else None
+
+
+def _handed(test: ast.expr, env: Env) -> bool | None:
+    """Return the value of a condition that is a literal of the call: `evaluate=True`."""
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        inner = _handed(test.operand, env)
+        return None if inner is None else not inner
+    defs = env.get(test.id, ()) if isinstance(test, ast.Name) else ()
+    value = _constant(defs)
+    return value if isinstance(value, bool) and defs[0].node is defs[0].expr else None
+
+
+def _slots(names: dict[str, str], env: Env) -> dict[str, tuple[Def, ...]]:
+    """Return the slots of objects under other names: `info['step']` for `state['step']`."""
+    known = {old: new for new, old in names.items()}
+    found = {}
+    for slot, defs in env.items() if known else ():
+        head = re.match(r"[\w.]+?(?=\[|\.)", slot)
+        if head is not None and head.group() in known:
+            found[known[head.group()] + slot[head.end() :]] = defs
+    return found
 
 
 def _load(target: ast.expr) -> ast.expr:
@@ -391,7 +495,7 @@ def _merge(env: Env, other: Env) -> None:
 
 def walk_file(tree: ast.Module, facts: Facts) -> Walker:
     """Walk every function of a file that contains training calls, once."""
-    walker = Walker(Resolver())
+    walker = Walker(Resolver(), facts)
     env = Env()
     relevant = frozenset(facts.relevant)
     if not relevant and not facts.called & {"backward", "loss_scaler", "manual_backward"}:

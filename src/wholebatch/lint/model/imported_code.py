@@ -3,62 +3,139 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+
+from .expressions import FunctionNode
 
 _LEVELS_UP = 5
 _MAX_BYTES = 500_000
 
 
-def module_source(tree: ast.Module, path: str, name: str) -> str:
-    """Return the source of the local module that defines an imported name, or ""."""
-    for node in tree.body:
-        if isinstance(node, ast.ImportFrom) and any(
-            (a.asname or a.name) == name for a in node.names
-        ):
-            original = next(a.name for a in node.names if (a.asname or a.name) == name)
-            return _defining(path, node.module or "", node.level, original)
-    return ""
+@dataclass(frozen=True)
+class Definition:
+    """A class or function of another module: its text, and the module's path."""
+
+    text: str
+    path: str
+
+    def function(self, at: ast.AST) -> FunctionNode | None:
+        """Return the parsed function, placed at the call in the file that is read."""
+        try:
+            node = ast.parse(self.text).body[0]
+        except (SyntaxError, ValueError):
+            return None
+        for inner in ast.walk(node):
+            inner.foreign = True  # type: ignore[attr-defined]  # Never to be edited.
+            ast.copy_location(inner, at)
+        return node if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) else None
 
 
-def definition(source: str, name: str) -> str:
+Imports = list[ast.Import | ast.ImportFrom]
+
+
+def imported(imports: Imports, path: str, name: str) -> Definition | None:
+    """Return the definition of a name that a file imports: `helper`, or `module.helper`."""
+    head, _, rest = name.partition(".")
+    for node in imports:
+        level = getattr(node, "level", 0)
+        package = getattr(node, "module", None) or ""
+        for alias in node.names:
+            if alias.name == "*" and not rest:
+                found = _defined(path, package, level, head)
+            elif (alias.asname or alias.name) != head:
+                continue
+            elif isinstance(node, ast.Import):
+                found = _defined(path, alias.name, 0, rest)
+            else:
+                found = _defined(path, package, level, alias.name)
+                if found is None and rest:  # `from package import module`
+                    inside = f"{package}.{alias.name}" if package else alias.name
+                    found = _defined(path, inside, level, rest.partition(".")[0])
+            if found is not None:
+                return found
+    return None
+
+
+def is_local(node: ast.Import | ast.ImportFrom, path: str) -> bool:
+    """True if an import can lead to a module beside the file, or in a folder above."""
+    tops = {(getattr(node, "module", None) or a.name).partition(".")[0] for a in node.names}
+    folder = os.path.dirname(os.path.abspath(path))
+    return getattr(node, "level", 0) > 0 or any(_is_near(folder, top) for top in tops)
+
+
+@lru_cache(maxsize=4096)
+def _is_near(folder: str, top: str) -> bool:
+    starts = [folder, *map(str, Path(folder).parents)][: _LEVELS_UP + 1]
+    return any({top, f"{top}.py"} & _names(start) for start in starts)
+
+
+@lru_cache(maxsize=512)
+def visible(path: str, name: str) -> Definition | None:
+    """Return the definition of a name as code of a module sees it: its own, or imported."""
+    text = _definition(_read(path), name)
+    if text:
+        return Definition(text, path)
+    tree = _parsed(path)
+    nodes = ast.walk(tree) if tree is not None else ()
+    return imported([n for n in nodes if isinstance(n, (ast.Import, ast.ImportFrom))], path, name)
+
+
+def _definition(source: str, name: str) -> str:
     """Return the class or function of this name out of a module's source, or ""."""
-    match = re.search(rf"^(class|def) {re.escape(name)}\b.*(\n(?=[ \t)#\n]).*)*", source, re.M)
+    pattern = rf"^(class|def) {re.escape(name)}\b.*(\n(?=[ \t)#\n]).*)*"
+    match = re.search(pattern, source, re.M) if name in source else None
     return match.group() if match else ""
 
 
-def _defining(path: str, module: str, level: int, name: str, depth: int = 0) -> str:
-    """Return the source of the module that defines the name, through a package's re-export."""
-    file = _locate(path, module, level)
-    source = "" if file is None else _read(str(file))
-    if f"class {name}" in source or f"def {name}" in source or depth > 1 or file is None:
-        return source
-    try:
-        tree = ast.parse(source)
-    except (SyntaxError, ValueError):
-        return ""
-    for node in tree.body:
+def _defined(path: str, module: str, level: int, name: str, depth: int = 0) -> Definition | None:
+    """Return the definition in a module, also through a package's re-export."""
+    file = _locate(os.path.dirname(os.path.abspath(path)), module, level)
+    if file is None or not name:
+        return None
+    text = _definition(_read(file), name)
+    if text:
+        return Definition(text, file)
+    tree = _parsed(file) if depth < 2 and file.endswith("__init__.py") else None
+    for node in tree.body if tree is not None else ():
         if isinstance(node, ast.ImportFrom) and any(a.name in {name, "*"} for a in node.names):
-            found = _defining(str(file), node.module or "", node.level, name, depth + 1)
-            if f"class {name}" in found or f"def {name}" in found:
+            found = _defined(file, node.module or "", node.level, name, depth + 1)
+            if found is not None:
                 return found
-    return source
+    return None
 
 
-def _locate(path: str, module: str, level: int) -> Path | None:
+@lru_cache(maxsize=4096)
+def _locate(folder: str, module: str, level: int) -> str | None:
     """Return the file of a module, looked for beside the importing file and in folders above."""
-    here = Path(path).resolve().parent
-    parts = module.split(".") if module else []
+    here = Path(folder)
+    parts = module.split(".")
     starts = [here.parents[level - 2] if level > 1 else here] if level else [here, *here.parents]
     for start in starts[: _LEVELS_UP + 1]:
-        for file in (
-            start.joinpath(*parts).with_suffix(".py"),
-            start.joinpath(*parts, "__init__.py"),
-        ):
-            if parts and file.is_file():
-                return file
+        stem = start.joinpath(*parts)
+        for file in (stem.with_suffix(".py"), stem / "__init__.py") if module else ():
+            if file.is_file():
+                return str(file)
     return None
+
+
+@lru_cache(maxsize=512)
+def _names(folder: str) -> frozenset[str]:
+    try:
+        return frozenset(os.listdir(folder))
+    except OSError:
+        return frozenset()
+
+
+@lru_cache(maxsize=128)
+def _parsed(path: str) -> ast.Module | None:
+    try:
+        return ast.parse(_read(path))
+    except (SyntaxError, ValueError):
+        return None
 
 
 @lru_cache(maxsize=128)

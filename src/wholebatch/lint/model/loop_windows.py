@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from .events import MODEL_NAME, Event, Guard, Loop
+from .events import MODEL_NAME, Env, Event, Guard, Loop, holds_sync
 from .expressions import (
     dotted,
     is_accumulation_name,
@@ -29,6 +29,8 @@ from .window_boundary import Boundary, iterated, of_guard, says_accumulating
 _MICRO_NAME = re.compile(r"micro|chunk|split|mini_?batch|sub_?batch|accum", re.I)
 # A loop is read with the events around it; the limit keeps long files linear.
 _NEAR = 400
+_DEEPSPEED_ACCUMULATES = re.compile(r"gradient_accumulat|\bgas\b", re.I)
+_MOVES = ("to", "cuda", "float", "long", "contiguous", "view", "reshape", "flatten")
 _FETCH = {"next", "get_batch", "next_batch", "sample_batch", "get_next_batch"}
 
 
@@ -111,6 +113,10 @@ class LoopWindow:
         self._when.clear()
         self.__dict__.pop("every_key", None)
 
+    def ends_window(self, event: Event) -> bool:
+        """True if an event waits for the boundary, in whatever mode of the loop it is."""
+        return any(self.is_ours(found) and not found.inverse for found in self.boundaries(event))
+
     def boundaries(self, event: Event) -> Iterator[Boundary]:
         """Yield the boundaries among the conditions of an event, outermost first."""
         for guard in event.guards(self.loop):
@@ -139,10 +145,9 @@ class LoopWindow:
 
     def _other_mode(self, event: Event, end: Event) -> bool:
         """True if a setting (not the boundary) puts an event on another branch than a step."""
-        # Both branches of an `if` hold the same expression.
-        mine = {(id(g.expr), g.positive) for g in event.guards(self.loop) if g.origin == "if"}
+        mine = {g.key for g in event.guards(self.loop) if g.origin == "if"}
         return any(
-            (id(g.expr), not g.positive) in mine
+            (g.key[0], not g.positive) in mine
             and not self._varies(g)
             and of_guard(g, self.loop, self.resolver) is None
             for g in end.guards(self.loop)
@@ -151,7 +156,7 @@ class LoopWindow:
     def is_ours(self, found: Boundary) -> bool:
         """True if a condition ends these windows and is not, say, a logging interval."""
         if self.shape == "accelerate" or self.boundary is None:
-            return found.kind in {"accelerate", "deepspeed"}
+            return found.kind in {"accelerate", "deepspeed"} or is_accumulation_name(found.key)
         if found.kind == "accelerate" or self.boundary.kind == found.kind == "last":
             return True
         return found.key == self.every_key
@@ -189,6 +194,13 @@ class LoopWindow:
             for chain in trace(event.argument, event.env, self.resolver)
         ]
 
+    def makers(self, name: str, env: Env) -> list[tuple[ast.Call, Env]]:
+        """Return the calls that made what a name stands for, here or wherever the file sets it."""
+        known = [(unmoved(d.expr), d.env) for d in env.get(name, ())]
+        if not any(isinstance(made, ast.Call) for made, _ in known):
+            known = [(unmoved(value), Env()) for value in self.facts.assigned.get(name, ())]
+        return [(made, where) for made, where in known if isinstance(made, ast.Call)]
+
     @cached_property
     def finite(self) -> bool:
         """True if the loop runs over something that ends every epoch."""
@@ -204,7 +216,7 @@ class LoopWindow:
             return bool(re.search(per_epoch, spelled))
         for definition in self.loop.entry.get(dotted(inner) or "", ()):
             made = text(definition.expr)[:400]
-            if re.search(r"cycle|infinite|repeat|islice", made):
+            if re.search(r"cycle\w*\(|infinite|\brepeat\(|islice\(", made):
                 return False
             if re.search(r"\brange\(", made) and "len(" not in made:
                 return False
@@ -227,6 +239,13 @@ class LoopWindow:
         )
 
 
+def unmoved(made: ast.expr) -> ast.expr:
+    """Return `CrossEntropyLoss(...)` for `CrossEntropyLoss(...).to(device)`."""
+    while is_call(made, *_MOVES) and isinstance(made.func, ast.Attribute):
+        made = made.func.value
+    return made
+
+
 @dataclass(eq=False)
 class File:
     """A file as the rules see it."""
@@ -242,13 +261,16 @@ class File:
 
     @cached_property
     def models(self) -> list[ast.Call]:
-        """Return the calls that build something called a model."""
+        """Return the calls that build something called a model, except frozen ones."""
+        stopped = r"([\w.]+?)(?:\.eval\(\))?\.requires_grad_\(False\)"
+        lines = [n for n in self.facts.source.split("\n") if "requires_grad_(False)" in n]
+        frozen = {name for line in lines for name in re.findall(stopped, line)}
         return [
-            value
+            call
             for name, values in self.facts.assigned.items()
-            if MODEL_NAME.match(name.rpartition(".")[2])
-            for value in values
-            if isinstance(value, ast.Call)
+            if MODEL_NAME.match(name.rpartition(".")[2]) and name not in frozen
+            for call in map(unmoved, values)
+            if isinstance(call, ast.Call)
         ]
 
     def shaped(self, *shapes: str) -> list[LoopWindow]:
@@ -280,6 +302,9 @@ def find_windows(walker: Walker, facts: Facts) -> list[LoopWindow]:
         # The innermost loop around a backward iterates over micro-batches.
         inner = [e for e in events if e.kind == "backward" and _within(e, loop, unread)]
         if not inner:
+            continue
+        if _over_optimizers(loop):
+            unread.add(loop)  # A part of one micro-batch.
             continue
         first, last = events[0].order, events[-1].order
         root, parents = events[0].root, loop.parents
@@ -334,9 +359,9 @@ def _deepspeed(window: LoopWindow, inner: list[Event]) -> bool:
     if any(e.detail in {"tensor", "accelerate"} for e in inner):
         return False
     # The engine's configuration decides whether it accumulates; the file must at least mention it.
-    accumulates = re.search(r"gradient_accumulation|\bgas\b", window.facts.source)
+    accumulates = window.facts.mentions(_DEEPSPEED_ACCUMULATES)
     window.shape = "deepspeed" if accumulates else "plain"
-    return bool(accumulates)
+    return accumulates
 
 
 def _boundary(window: LoopWindow, steps: list[Event], inner: list[Event]) -> bool:
@@ -396,7 +421,8 @@ def _nested(window: LoopWindow) -> bool:
     window.shape = "nested"
     if is_call(iterable, "range", "trange"):
         return _repeats_micro_batches(window, iterable.args)
-    if _MICRO_NAME.search(text(iterable)):
+    held = [c for e in window.of("backward") for c in e.contexts(window.loop)]
+    if _MICRO_NAME.search(text(iterable)) or any(map(holds_sync, held)) or window.of("ddp_flag"):
         return True
     # A loss that is divided by their number, and stepped with after the loop.
     counts = [d for _, chain in window.chains for d in chain.divisors if window.counts(d)]
@@ -426,11 +452,13 @@ def steps_after(window: LoopWindow) -> list[Event]:
     parents = window.loop.parents
 
     def is_ours(loops: tuple[Loop, ...]) -> bool:
-        over = loops[-1].iterable if loops[:-1] == parents and loops else None
-        over_optimizers = over is not None and re.search(r"opt", text(over), re.I)
-        return loops == parents or bool(over_optimizers)
+        return loops == parents or (loops[:-1] == parents and _over_optimizers(loops[-1]))
 
     return [e for e in window.after if e.kind == "step" and is_ours(e.loops)]
+
+
+def _over_optimizers(loop: Loop) -> bool:
+    return loop.iterable is not None and bool(re.search(r"opt(?!ion)", text(loop.iterable), re.I))
 
 
 def _times(args: list[ast.expr]) -> ast.expr | None:

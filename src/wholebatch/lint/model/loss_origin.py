@@ -7,10 +7,13 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from .events import Env
+from .events import Def, Env
 from .expressions import (
+    assigned_names,
     dotted,
+    is_accumulation_name,
     is_binary,
+    is_call,
     last_part,
     number,
     place,
@@ -22,7 +25,8 @@ from .name_resolution import Resolver, strip_casts
 _THROUGH = {
     "scale", "float", "double", "half", "to", "cuda", "cpu", "mean", "sum", "squeeze", "view",
     "contiguous", "clone", "unsqueeze", "scale_loss", "nan_to_num", "reshape", "requires_grad_",
-    "detach", "item", "data", "clamp", "clamp_",
+    "detach", "item", "data", "clamp", "clamp_", "repeat", "numpy", "detach_", "tolist", "expand",
+    "type", "bfloat16",
 }  # fmt: skip
 _OF_TORCH = {
     "torch.mean",
@@ -31,6 +35,8 @@ _OF_TORCH = {
     "torch.clip",
     "torch.nan_to_num",
     "torch.sqrt",
+    "torch.tensor",
+    "torch.as_tensor",
 }
 # Helpers that average a value over ranks: what goes in is what comes out, for one rank.
 _OVER_RANKS = re.compile(
@@ -61,8 +67,8 @@ class Divisor:
 
     @property
     def unrelated(self) -> bool:
-        """True if the divisor is a number of devices or a literal."""
-        return bool(_UNRELATED.search(self.key)) or number(self.expr) is not None
+        """True if the divisor is a number of devices or written as a literal."""
+        return bool(_UNRELATED.search(self.key) or re.fullmatch(r"[\d.e-]+", self.written))
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,7 +88,8 @@ class Chain:
         made = None if self.base is None else root(self.base)
         if isinstance(made, ast.Name):
             defs = self.base_env.get(made.id, ())
-            return next((d.expr for d in defs if isinstance(d.expr, ast.Call)), None)
+            chosen = [d.expr.body if isinstance(d.expr, ast.IfExp) else d.expr for d in defs]
+            return next((made for made in chosen if isinstance(made, ast.Call)), None)
         return made if isinstance(made, ast.Call) else None
 
 
@@ -114,8 +121,52 @@ class _Tracer:
         if isinstance(expr, ast.Call):
             return self._call(expr, env, chain, depth)
         if isinstance(expr, ast.Subscript):
-            return self._each(self._returned_parts(expr), chain, depth) or ended
+            parts = [*self._returned_parts(expr), *self._entries(expr, env)]
+            if not isinstance(expr.slice, ast.Constant):
+                parts.append((expr.value, env))  # `losses[k]`
+            return self._each(parts, chain, depth) or ended
+        if isinstance(expr, (ast.GeneratorExp, ast.ListComp, ast.DictComp)):
+            return self._comprehension(expr, env, chain, depth)
         return ended
+
+    def _comprehension(
+        self,
+        expr: ast.GeneratorExp | ast.ListComp | ast.DictComp,
+        env: Env,
+        chain: Chain,
+        depth: int,
+    ) -> list[Chain]:
+        """Follow `w * losses[k] for k in losses` or `v for v in losses.values()` to the losses."""
+        element = expr.value if isinstance(expr, ast.DictComp) else expr.elt
+        over = expr.generators[0].iter
+        if isinstance(over, ast.Call) and last_part(over.func) in {"items", "values", "keys"}:
+            over = over.func.value  # type: ignore[attr-defined]
+        inside = Env(env)
+        for name in assigned_names([ast.Assign([expr.generators[0].target], element)]):
+            inside.bind(name, (Def(over, env, ()),))
+        return self.follow(element, inside, chain, depth + 1)
+
+    def _entries(self, expr: ast.Subscript, env: Env) -> list[tuple[ast.expr, Env]]:
+        """Return the values of `metrics['loss']` in the dictionaries that `metrics` can be."""
+        key = text(expr.slice)
+        held: list[tuple[ast.expr, Env]] = [(expr.value, env)]
+        found: list[tuple[ast.expr, Env]] = []
+        for _ in range(12):
+            if not held:
+                break
+            made, where = held.pop()
+            if isinstance(made, ast.Dict):
+                pairs = zip(made.keys, made.values, strict=True)
+                found += [(v, where) for k, v in pairs if k is not None and text(k) == key]
+            elif is_call(made, "dict"):
+                found += [(k.value, where) for k in made.keywords if repr(k.arg) == key]
+            elif isinstance(made, ast.Call):
+                held += [(d.expr, d.env) for d in self.resolver.returns.get(id(made), ())]
+            elif isinstance(made, ast.Subscript):
+                held += self._returned_parts(made)
+            elif (name := place(made)) is not None:
+                held += [(d.expr, d.env) for d in where.get(name, ()) if place(d.expr) != name]
+        return found
 
     def _each(self, parts: Iterable[tuple[ast.expr, Env]], chain: Chain, depth: int) -> list[Chain]:
         chains = [c for expr, env in parts for c in self.follow(expr, env, chain, depth + 1)]
@@ -164,8 +215,11 @@ class _Tracer:
         if inner is not None:
             chain = replace(chain, reducers=chain.reducers | ({last_part(expr.func)} & _REDUCERS))
             return self.follow(inner, env, chain, depth + 1)
-        is_sum = dotted(expr.func) == "sum" and len(expr.args) == 1
-        return [replace(chain, base=expr.args[0] if is_sum else expr, base_env=env)]
+        if dotted(expr.func) == "sum" and len(expr.args) == 1:
+            return self.follow(expr.args[0], env, chain, depth + 1)
+        if last_part(expr.func) == "values" and isinstance(expr.func, ast.Attribute):
+            return self.follow(expr.func.value, env, chain, depth + 1)
+        return [replace(chain, base=expr, base_env=env)]
 
     def _scaled(self, expr: ast.Call, env: Env, chain: Chain) -> tuple[ast.expr, Chain] | None:
         """Return the loss and chain of `loss.div(k)`, `torch.div(loss, k)` or `loss.mul(f)`."""
@@ -189,7 +243,9 @@ class _Tracer:
         inverse = _reciprocal(self.resolver.resolve(factor, env))
         if inverse is not None:
             return self._divided(chain, inverse, node, env)
-        return replace(chain, factors=(*chain.factors, self.resolver.key(factor, env)))
+        written = text(factor)
+        key = written if is_accumulation_name(written) else self.resolver.key(factor, env)
+        return replace(chain, factors=(*chain.factors, key))
 
 
 def _loss_inside(call: ast.Call) -> ast.expr | None:

@@ -15,7 +15,7 @@ from .expressions import children, dotted, is_accumulation_name, number, place, 
 _PURE_CALLS = {"int", "float", "max", "min", "len", "bool", "abs", "round", "divmod"}
 _OPERATIONS = (ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.Compare, ast.IfExp)
 _MAX_NODES = 80
-_MAX_DEPTH = 12
+_MAX_DEPTH = 40
 
 
 class Resolver:

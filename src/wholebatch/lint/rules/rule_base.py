@@ -13,10 +13,14 @@ from ..model import Event, File, LoopWindow
 from ..model.expressions import dotted, is_binary, is_call, keyword, last_part, number, text, walk
 from ..model.loop_windows import steps_after
 
-_RESCALED = re.compile(
+# Code that multiplies or divides gradients themselves.
+RESCALED = re.compile(
     r"\.grad(\.data)?\s*(/=|\*=|=\s*[\w.]+\.grad\s*[*/](?!\s*\w*mask))"
-    r"|\.grad(\.data)?\.(div_|mul_)|scale_grad\w*\(|_foreach_(mul|div)_|grad\.(mul|div)_|multiply_grads|rescale_grad"
+    r"|\.grad(\.data)?\.(div_|mul_)\((?![^\n]*loss_scale)|scale_grad\w*\(|_foreach_(mul|div)_|multiply_grads|rescale_grad"
 )
+
+
+_MANUAL = re.compile(r"automatic_optimization = False")
 
 
 @dataclass(frozen=True)
@@ -36,8 +40,8 @@ class Edit:
 
     @staticmethod
     def at(action: str, node: ast.AST, code: str = "") -> Edit:
-        """Return an edit at the place of a syntax-tree node."""
-        line = int(getattr(node, "lineno", 1))
+        """Return an edit at the place of a node; line 0 is in another module: it stays as it is."""
+        line = 0 if hasattr(node, "foreign") else int(getattr(node, "lineno", 1))
         column = int(getattr(node, "col_offset", 0))
         return Edit(action, line, column, code, _KINDS.get(type(node), ""))
 
@@ -109,18 +113,11 @@ def steps_every_micro_batch(window: LoopWindow) -> bool:
     )
 
 
-def same_receiver(first: Event, second: Event) -> bool:
-    """True if two calls are on the same object, judged by its spelling."""
-    return bool(first.receiver_text) and first.receiver_text == second.receiver_text
-
-
 def is_optimizer_of(zero: Event, steps: list[Event]) -> bool:
     """True if a `zero_grad` clears what these steps use: the same optimizer, or the whole model."""
-    if any(same_receiver(zero, step) for step in steps):
-        return True
     names = {s.receiver_text for s in steps}
     is_optimizer = bool(re.search(r"opt", zero.receiver_text, re.I))
-    return len(names) == 1 and not is_optimizer
+    return zero.receiver_text in names - {""} or (len(names) == 1 and not is_optimizer)
 
 
 def is_divided(window: LoopWindow) -> bool:
@@ -138,31 +135,44 @@ def is_right_but_for(window: LoopWindow, event: Event | None = None) -> bool:
     )
 
 
-def conditions(event: Event, window: LoopWindow) -> set[tuple[str, bool]]:
-    """Return the conditions between the loop and an event, as text."""
-    return {(text(g.expr), g.positive) for g in event.guards(window.loop)}
+def moved(
+    event: Event, window: LoopWindow, where: str, beside: Event | None = None
+) -> tuple[Edit, ...]:
+    """Return the edits that move a statement of every micro-batch to the one step, or ()."""
+    steps = stepped(window)
+    plain = event.path == (*window.loop.parents, window.loop)
+    is_statement = isinstance(event.stmt, ast.Expr) and event.stmt.value is event.node
+    if window.shape != "boundary" or len(steps) != 1 or not plain or not is_statement:
+        return ()
+    target = steps[0] if beside is None else beside
+    return (Edit.at("delete", event.stmt), Edit.at(where, target.stmt, text(event.stmt)))
 
 
-def cleared_last(window: LoopWindow) -> bool:
-    """True if the gradients are cleared at the boundary, before the last backward of a window."""
+def framework_steps(file: File) -> Iterator[tuple[ast.AST, ast.AST, str]]:
+    """Yield the class, the method and the framework where that one's loop takes the loss."""
+    for owner in file.facts.classes:
+        if any(base.endswith("Trainer") for base in owner.bases):
+            if "compute_loss" in owner.methods and "training_step" not in owner.methods:
+                yield owner.node, owner.methods["compute_loss"], "the Trainer"
+        elif "training_step" not in owner.methods or not any("Module" in b for b in owner.bases):
+            continue
+        elif not _MANUAL.search(text(owner.node)):
+            yield owner.node, owner.methods["training_step"], "Lightning"
+
+
+def cleared_last(window: LoopWindow) -> Event | None:
+    """Return a clearing at the boundary just before the last backward of a window."""
+    boundary, steps = window.boundary, stepped(window)
     first = min((b.order for b in window.backwards), default=0)
-    return (
-        window.shape == "boundary"
-        and any(
-            window.when(zero) == "boundary" and zero.order < first for zero in window.of("zero")
-        )
-        and all(step.order > first for step in window.of("step"))
-    )
-
-
-def exclusive(first: Event, second: Event) -> bool:
-    """True if two events are on opposite branches of one condition."""
-    return first.excludes(second)
-
-
-def gradients_rescaled(file: File) -> bool:
-    """True if the file multiplies or divides gradients themselves."""
-    return file.facts.mentions(_RESCALED)
+    if boundary is None or not steps or any(step.order < first for step in window.of("step")):
+        return None
+    for zero in window.of("zero"):
+        mine = next((b for b in window.boundaries(zero) if window.is_ours(b)), None)
+        is_early = window.when(zero) == "boundary" and zero.order < first and mine is not None
+        # At the start of a window the same words have another count: `i % k == 0`.
+        if is_early and mine.shift == boundary.shift and is_optimizer_of(zero, steps):  # type: ignore[union-attr]
+            return zero
+    return None
 
 
 def framework_accumulates(file: File) -> bool:

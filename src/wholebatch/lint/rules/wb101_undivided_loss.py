@@ -18,10 +18,16 @@ from ..model.expressions import (
     walk,
 )
 from ..model.loss_origin import Chain
-from .rule_base import Edit, Report, cleared_last, exclusive, gradients_rescaled, replaces_one, rule
+from .rule_base import RESCALED, Edit, Report, cleared_last, replaces_one, rule
 
 _SCALING_FACTOR = re.compile(r"scale|accum|norm|inv|ratio|factor|coef|gas|micro|steps", re.I)
+_LOSS_SCALE = re.compile(r"loss_scale|scaler", re.I)
 _SUMS = re.compile(r"reduction\s*=\s*['\"](sum|none)|size_average\s*=\s*False|\.sum\(", re.I)
+_SUMMED = re.compile(
+    r"reduction\s*=\s*['\"]sum|size_average\s*=\s*False|torch\.sum\(\s*\w*loss[^/\n]*$"
+    r"|\bloss\w*\.sum\(\)(?! */)|label_smoothed_nll_loss",
+    re.M,
+)
 _KNOWN_MEANS = re.compile(
     r"^(torch\.nn\.functional|nn\.functional|F)\.(cross_entropy|mse_loss|nll_loss|l1_loss"
     r"|binary_cross_entropy\w*|smooth_l1_loss|huber_loss)$"
@@ -41,7 +47,7 @@ _MODELISH = re.compile(
 )
 def check(file: File) -> Iterator[Report]:
     """Yield one report per window whose loss is never divided."""
-    if not file.accumulating or gradients_rescaled(file) or file.facts.mentions(_ELSEWHERE):
+    if not file.accumulating or file.facts.mentions(RESCALED) or file.facts.mentions(_ELSEWHERE):
         return
     for window in file.accumulating:
         if not _judged(window, file) or replaces_one(window) or cleared_last(window):
@@ -68,9 +74,9 @@ def _first_undivided(window: LoopWindow) -> Event | None:
     for event, ways in chains.items():
         if all(_divided_by_less(way, window) for way in ways):
             return event
-        if all(_undivided(way, window) for way in ways) and (
-            not divided or _is_extra(event, window)
-        ):
+        verdicts = {_undivided(way, window) for way in ways}
+        certain = True in verdicts and False not in verdicts
+        if certain and (not divided or _is_extra(event, window)):
             return event
     return None
 
@@ -85,7 +91,7 @@ def _divided_by_less(chain: Chain, window: LoopWindow) -> bool:
 
 def _is_extra(event: Event, window: LoopWindow) -> bool:
     """True for a second loss of the same micro-batch, beside one that is divided."""
-    others = [e for e in window.backwards if e is not event and not exclusive(e, event)]
+    others = [e for e in window.backwards if e is not event and not e.excludes(event)]
     return window.when(event) == "always" and bool(others)
 
 
@@ -120,23 +126,33 @@ def _plain(event: Event, file: File) -> bool:
     return event.detail in {"tensor", "native", "fabric", "lightning", "wrapper"}
 
 
-def _undivided(chain: Chain, window: LoopWindow) -> bool:
-    if any(not d.unrelated and not d.own_size for d in chain.divisors):
+def _undivided(chain: Chain, window: LoopWindow) -> bool | None:
+    """True if a way of the loss is a mean that nothing divides, False if not, None if unknown."""
+    if any(window.counts(d) or not (d.unrelated or d.own_size) for d in chain.divisors):
         return False
-    if any(_SCALING_FACTOR.search(f) for f in chain.factors):
+    if any(_SCALING_FACTOR.search(f) and not _LOSS_SCALE.search(f) for f in chain.factors):
         return False
     is_mean = any(d.own_size for d in chain.divisors)
     if chain.base is None or ({"sum", "mean"} & chain.reducers == {"sum"} and not is_mean):
         return False
     call = chain.base_call
-    if "mean" in chain.reducers and "loss" in text(chain.base).lower():
-        return True  # A mean of what is called a loss needs no further look.
+    spelled = f"{text(chain.base)} {'' if call is None else text(call)}"
+    if is_accumulation_name(spelled) or _divides_inside(chain):
+        return False
+    if "mean" in chain.reducers:
+        return True
     if call is None:
+        return None
+    if _SUMS.search(spelled) or _is_sum(call, chain, window):
         return False
-    spelled = f"{text(chain.base)} {text(call)}"
-    if _SUMS.search(spelled) or is_accumulation_name(spelled) or _is_sum(call, chain, window):
-        return False
-    return bool(_MODELISH.search(text(call.func))) and not _may_receive_count(call, window)
+    if not _MODELISH.search(text(call.func)):
+        return None
+    return not _may_receive_count(call, window)
+
+
+def _divides_inside(chain: Chain) -> bool:
+    """True if a part of the loss that is not followed is divided: `(a * b / n).mean()`."""
+    return any(divisor_of(node) is not None for node in walk(chain.base or ast.Pass()))
 
 
 def _may_receive_count(call: ast.Call, window: LoopWindow) -> bool:
@@ -148,15 +164,10 @@ def _may_receive_count(call: ast.Call, window: LoopWindow) -> bool:
 
 
 def _is_sum(base: ast.Call, chain: Chain, window: LoopWindow) -> bool:
-    for definition in chain.base_env.get(text(base.func), ()):
-        if _SUMS.search(text(definition.expr)):
-            return True
-        if isinstance(definition.expr, ast.Call):
-            made = last_part(definition.expr.func)
-            owners = [c.node for c in window.facts.classes if c.node.name == made]
-            if any(_SUMS.search(text(owner)) for owner in owners):
-                return True
-    return False
+    """True if the criterion sums, or the class of the criterion or model sums its losses."""
+    name = text(base.func)
+    made = [text(d.expr) for d in chain.base_env.get(name, ())]
+    return any(map(_SUMS.search, made)) or bool(_SUMMED.search(window.facts.behind(name)))
 
 
 def _fix(window: LoopWindow, event: Event) -> tuple[tuple[Edit, ...], bool]:

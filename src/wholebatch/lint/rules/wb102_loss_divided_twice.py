@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from ..model import Event, File, LoopWindow
 from ..model.expressions import divisor_of, is_accumulation_name, is_binary, text, walk
 from ..model.loss_origin import Divisor, trace
-from .rule_base import Edit, Report, rule
+from .rule_base import Edit, Report, framework_steps, rule
 
 _DEEPSPEED = re.compile(r"deepspeed(?![^\n]*scale_wrt_gas)", re.I)
 
@@ -48,6 +48,10 @@ def _by_hand(window: LoopWindow, framework: str) -> Iterator[Report]:
     for event, chain in (*window.chains, *chains):
         counts = [d for d in chain.divisors if window.counts(d)]
         engine = event.detail in {"deepspeed", "engine"} and window.facts.mentions(_DEEPSPEED)
+        # An engine that is only stepped at the boundary does not count micro-batches itself.
+        engine = engine and not any(
+            window.ends_window(e) for e in window.of("engine_step") if window.shape == "boundary"
+        )
         by = "DeepSpeed" if engine else framework
         if by and event.detail != "tensor" and counts and counts[0].node not in seen:
             seen.add(counts[0].node)
@@ -82,28 +86,16 @@ def _gradients_too(window: LoopWindow, divisor: Divisor, seen: set[ast.AST]) -> 
 
 
 def _in_classes(file: File) -> Iterator[Report]:
-    for owner in file.facts.classes:
-        if any(base.endswith("Trainer") for base in owner.bases):
-            method = owner.methods.get("compute_loss")
-            if method is not None and "training_step" not in owner.methods:
-                yield from _divisions(method, "the Trainer", "gradient_accumulation_steps")
-        elif any(base.endswith("LightningModule") for base in owner.bases):
-            method = owner.methods.get("training_step")
-            body = text(owner.node)
-            if method is not None and "automatic_optimization = False" not in body:
-                yield from _divisions(method, "Lightning", "accumulate_grad_batches")
-
-
-def _divisions(method: ast.AST, framework: str, name: str) -> Iterator[Report]:
-    for node in walk(method):
-        by = divisor_of(node)
-        if by is not None and (name in text(by) or is_accumulation_name(text(by))):
-            yield Report(
-                node,
-                f"loss is divided by `{text(by)}`, and {framework} divides it again: leave the "
-                "division to it",
-            )
-            return
+    for _, method, framework in framework_steps(file):
+        for node in walk(method):
+            by = divisor_of(node)
+            if by is not None and (is_accumulation_name(text(by)) or "accumulate" in text(by)):
+                yield Report(
+                    node,
+                    f"loss is divided by `{text(by)}`, and {framework} divides it again: leave the "
+                    "division to it",
+                )
+                break
 
 
 def _fix(divisor: Divisor, event: Event) -> tuple[Edit, ...]:

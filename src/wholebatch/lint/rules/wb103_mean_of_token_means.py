@@ -8,35 +8,61 @@ from collections.abc import Iterator
 
 from ..model import File, LoopWindow
 from ..model.expressions import dotted, is_call, keyword, last_part, number, text, walk
+from ..model.loop_windows import unmoved
 from ..model.loss_origin import Chain
-from .rule_base import Report, framework_accumulates, gradients_rescaled, rule
+from ..model.window_boundary import iterated
+from .rule_base import (
+    RESCALED,
+    Report,
+    framework_accumulates,
+    framework_steps,
+    rule,
+)
 
 _LANGUAGE_MODEL = re.compile(
     r"\w*(CausalLM|LMHeadModel|ForConditionalGeneration|ForMaskedLM|ForTokenClassification"
     r"|Seq2SeqLM|LMWithValueHead|ForPreTraining|MaskedLM)\b"
 )
 _MASKED_DATA = re.compile(
-    r"(?<![\w.])-100(?![\w.])|ignore_index|label_pad_token_id"
+    r"(?<![\w.])-100(?![\w.])|ignore_index(?!\s*=\s*-1\b)|label_pad_token_id"
     r"|DataCollatorFor(LanguageModeling|Seq2Seq|TokenClassification|WholeWordMask|Completion\w+)"
 )
 # Labels that are left out, whatever the model is.
 _MASKED_LABELS = re.compile(
     r"(?<![\w.])-100(?![\w.%])|masked_lm_labels|Loss\(\)\.ignore_index|(label|target)s?\w*\[[^\]\n]*\]\s*=\s*-1\b"
+    r"|label\w*['\"\]]*(\.(extend|append)\(|\s*=)[ (\[]*-1\]?\s*[*)]"
 )
 _IGNORED = re.compile(r"(?<![\w.])-100(?![\w.%])")
 _JAX_MASK_COUNT = re.compile(
     r"/\s*(jnp\.(maximum|clip)\()?\(?(jnp\.sum\(\w*(mask|valid|weights)|\w*(mask|valid|weights)\w*\.sum\(\))"
 )
-_MASKING_CLASS = re.compile(r"CrossEntropyLoss\((?![^)]*reduction)[^)]*ignore_index")
-_MOVES = ("to", "cuda", "float", "long", "contiguous", "view", "reshape", "flatten")
+# A class that leaves labels out of its mean.
+_LEFT_OUT = r"(-?\d|[\w.]*(?i:pad)|IGNORE)"
+_MASKING_MODEL = re.compile(
+    rf"CrossEntropyLoss\((?![^)]*reduction)[^)]*ignore_index\s*=\s*{_LEFT_OUT}"
+    r"|\.masked_select\([^\n]*mask(.|\n)*_loss\(|\bloss\[\w*mask\w*\]\.mean\(\)|\[active_\w+\]"
+    # `denominator = torch.sum(mask)`, and a division by it.
+    r"|\n *(?P<count>\w+) = [^\n]*(sum\(\w*mask|mask\w*(\.\w+\(\))*\.sum\()"
+    r"[^\n]*\n([^\n]*\n){0,6}?[^\n]*loss[^\n]*/ ?\(?(?P=count)\b"
+)
+_MASKING_LOSS = re.compile(
+    rf"{_MASKING_MODEL.pattern}|(CrossEntropyLoss|cross_entropy)\(([^()]|\([^()]*\))*?ignore_index\s*="
+    r"(?![^)]*reduction)"
+)
 _COLLATES = re.compile(r"collat|dataset|loader", re.I)
 _MASK_COUNT = re.compile(
     r"mask\w*(\.\w+\(\))*\.sum\(\)|torch\.sum\(\w*mask\w*\)|n_?valid|num_valid|\.ne\(.*sum\(\)"
     r"|\bmask_?(sum|count|total)|\w_mask_?(sum|count|total)"
 )
+# A check that the parts of a batch are equal.
+_WHOLE_PARTS = re.compile(r"(assert|if)\b[^\n]*batch_?size[^\n]*%")
 _MESSAGE = (
     "mean over the valid tokens of each micro-batch is averaged over micro-batches with equal "
     "weight: add up sums and divide once by the window's tokens"
+)
+_SPLIT = (
+    "means over the parts of a split are averaged with equal weight, but the last part can be "
+    "smaller: weigh each by its samples over those of the batch"
 )
 _EXACT = re.compile(
     r"num_items|total_tokens|global_tokens|token_count|n_?tokens|num_tokens|tgt_size"
@@ -55,12 +81,10 @@ _CROSS_ENTROPY = {"cross_entropy", "nll_loss", "CrossEntropyLoss", "NLLLoss", "L
 )
 def check(file: File) -> Iterator[Report]:
     """Yield at most one report per window, and per `compute_loss` of a Trainer that accumulates."""
-    yield from _in_trainers(file)
-    yield from _in_optax(file)
-    yield from _in_lightning(file)
+    yield from _in_frameworks(file)
     if (
         not file.accumulating
-        or (gradients_rescaled(file) and file.facts.mentions(_EXACT))
+        or (file.facts.mentions(RESCALED) and file.facts.mentions(_EXACT))
         or "num_items_in_batch" in file.facts.source
     ):
         return
@@ -69,42 +93,24 @@ def check(file: File) -> Iterator[Report]:
             place = _masked_mean(chain, window, file)
             if place is not None:
                 node = place if hasattr(place, "lineno") else event.node
-                yield Report(node, _MESSAGE)
+                yield Report(node, _SPLIT if _is_split(chain, window) else _MESSAGE)
                 break
 
 
-def _in_trainers(file: File) -> Iterator[Report]:
-    """Check `compute_loss`: a plain mean ignores the window's tokens, which transformers passes."""
-    if "gradient_accumulation_steps" not in file.facts.source:
-        return
-    for owner in file.facts.classes:
-        method = owner.methods.get("compute_loss")
-        if method is None or not any(base.endswith("Trainer") for base in owner.bases):
-            continue
-        if "num_items_in_batch" in text(method):
-            continue
-        found = [n for n in walk(method) if isinstance(n, ast.Call) and _masks_mean(n)]
-        yield from (Report(node, _MESSAGE) for node in found[:1])
-
-
-def _in_optax(file: File) -> Iterator[Report]:
-    """Check `optax.MultiSteps`, which averages the gradients of its calls with equal weight."""
+def _in_frameworks(file: File) -> Iterator[Report]:
+    """Check losses whose means a framework averages with equal weight."""
     if file.facts.mentions(_JAX_MASK_COUNT):
         for call in file.facts.made("MultiSteps")[:1]:
             yield Report(call, _MESSAGE)
-
-
-def _in_lightning(file: File) -> Iterator[Report]:
-    """Check `training_step`: Lightning's Trainer averages its results with equal weight."""
-    if not framework_accumulates(file):
-        return
-    for owner in file.facts.classes:
-        method = owner.methods.get("training_step")
-        if method is None or "automatic_optimization = False" in text(owner.node):
-            continue
+    for _, method, framework in framework_steps(file):
+        if framework == "Lightning":
+            counted = not framework_accumulates(file)
+        else:  # transformers passes the window's tokens to `compute_loss`.
+            counted = "gradient_accumulation_steps" not in file.facts.source
+            counted = counted or "num_items_in_batch" in text(method)
         found = [
             node
-            for node in walk(method)
+            for node in (() if counted else walk(method))
             if (isinstance(node, ast.Call) and _masks_mean(node))
             or (isinstance(node, ast.Return) and _returns_masked_loss(node, method, file))
         ]
@@ -127,6 +133,8 @@ def _returns_masked_loss(node: ast.Return, method: ast.AST, file: File) -> bool:
 def _masked_mean(chain: Chain, window: LoopWindow, file: File) -> ast.AST | None:
     masks = [d for d in chain.divisors if _MASK_COUNT.search(d.key)]
     others = [d for d in chain.divisors if d not in masks and not window.counts(d)]
+    if _is_split(chain, window):
+        return chain.base
     if any(_EXACT.search(d.key) or not d.unrelated for d in others):
         return None
     if any(_EXACT.search(f) for f in chain.factors):
@@ -140,26 +148,29 @@ def _masked_mean(chain: Chain, window: LoopWindow, file: File) -> ast.AST | None
         return chain.base
     if _is_packed(call, chain, window):
         return None
-    is_masked = _ignores(call, chain, file) or _selects(call, chain)
+    is_masked = _ignores(call, chain, window, file) or _selects(call, chain)
     return chain.base if is_masked or _is_language_model(call, file) else None
 
 
-def _ignores(call: ast.Call, chain: Chain, file: File) -> bool:
+def _is_split(chain: Chain, window: LoopWindow) -> bool:
+    """True for means over the parts of a split, divided by their number: the last can be short."""
+    over = iterated(window.loop) if window.shape == "nested" and not chain.factors else None
+    if over is None or not any(d.key == f"len({text(over)})" for d in chain.divisors):
+        return False
+    made = [text(d.expr) for d in window.loop.entry.get(dotted(over) or "", ())]
+    parts = [m for m in made if re.search(r"\b(split|chunk|tensor_split|array_split)\(", m)]
+    is_mean = "mean" in chain.reducers or not re.search(r"sum|none", text(chain.base or over))
+    return bool(parts) and is_mean and not window.facts.mentions(_WHOLE_PARTS)
+
+
+def _ignores(call: ast.Call, chain: Chain, window: LoopWindow, file: File) -> bool:
     """True for a cross-entropy with an ignored label and reduction "mean"."""
-    if _masks_mean(call) or _ignores_by_default(call, file):
+    name = text(call.func)
+    made = [call, *(m for m, _ in window.makers(name, chain.base_env))]
+    if any(_masks_mean(m) or _ignores_by_default(m, file) for m in made):
         return True
-    made = [d.expr for d in chain.base_env.get(text(call.func), ())]
-    made += [
-        owner.attributes[text(call.func)]
-        for owner in file.facts.classes
-        if text(call.func) in owner.attributes
-    ]
-    if not made or all(isinstance(m, ast.Name) for m in made):
-        made += _made_elsewhere(text(call.func), file)
-    calls = [m for m in map(_unmoved, made) if isinstance(m, ast.Call)]
-    return any(
-        _masks_mean(m) or _is_masking(m, file) or _ignores_by_default(m, file) for m in calls
-    )
+    pattern = _MASKING_LOSS if _CRITERION.search(name) else _MASKING_MODEL
+    return bool(pattern.search(file.facts.behind(name)))
 
 
 def _ignores_by_default(call: ast.Call, file: File) -> bool:
@@ -174,58 +185,14 @@ def _is_packed(call: ast.Call, chain: Chain, window: LoopWindow) -> bool:
     """True if the labels are a slice of the data and ignore_index a literal: none is left out."""
     if len(call.args) < 2:
         return False
-    labels: ast.expr = call.args[1]
-    if is_call(labels, "squeeze"):
+    labels = unmoved(call.args[1])
+    made = [unmoved(d.expr) for d in chain.base_env.get(dotted(labels) or "", ())]
+    if is_call(call.args[1], "squeeze") or any("arange(" in text(m) for m in made):
         return True  # One label per sample.
-    labels = _unmoved(labels)
-    for definition in chain.base_env.get(dotted(labels) or "", ()):
-        made = _unmoved(definition.expr)
-        if isinstance(made, ast.Subscript) and isinstance(made.slice, ast.Tuple):
-            return dotted(made.value) == dotted(window.loop.target or made) or any(
-                dotted(made.value) == dotted(e) for e in getattr(window.loop.target, "elts", ())
-            )
-    return False
-
-
-def _unmoved(made: ast.expr) -> ast.expr:
-    """Return `CrossEntropyLoss(...)` for `CrossEntropyLoss(...).to(device)`."""
-    while is_call(made, *_MOVES) and isinstance(made.func, ast.Attribute):
-        made = made.func.value
-    return made
-
-
-def _made_elsewhere(name: str, file: File) -> list[ast.expr]:
-    """Return the calls that assign this name elsewhere, for a criterion passed as an argument."""
-    if not _CRITERION.search(name):
-        return []
-    calls = [m for m in file.facts.assigned.get(name, ()) if isinstance(m, ast.Call)]
-    return list(calls) if len({text(c.func) for c in calls}) == 1 else []
-
-
-def _is_masking(made: ast.Call, file: File) -> bool:
-    """True if a loss class of the file computes a cross-entropy that ignores labels."""
-    if _MASKING_CLASS.search(file.facts.imported_definition(made)):
-        return True
-    owners = [c.node for c in file.facts.classes if c.node.name == last_part(made.func)]
-    return any(
-        isinstance(node, ast.Call) and _masks_mean(node, _defaults(owner))
-        for owner in owners
-        for node in walk(owner)
-    )
-
-
-def _defaults(owner: ast.AST) -> dict[str, ast.expr]:
-    """Return the default values of the parameters of a class's methods."""
-    found: dict[str, ast.expr] = {}
-    for node in walk(owner):
-        if isinstance(node, ast.arguments):
-            plain = [*node.posonlyargs, *node.args]
-            pairs = [
-                *zip(plain[len(plain) - len(node.defaults) :], node.defaults, strict=True),
-                *zip(node.kwonlyargs, node.kw_defaults, strict=True),
-            ]
-            found.update({a.arg: d for a, d in pairs if d is not None})
-    return found
+    target = window.loop.target
+    batches = {dotted(e) for e in getattr(target, "elts", [target]) if e is not None}
+    slices = [m for m in made if isinstance(m, ast.Subscript) and isinstance(m.slice, ast.Tuple)]
+    return any(dotted(m.value) in batches - {None} for m in slices)
 
 
 def _selects(call: ast.Call, chain: Chain) -> bool:
@@ -255,13 +222,11 @@ def _is_selection(expr: ast.expr, chain: Chain) -> bool:
     )
 
 
-def _masks_mean(call: ast.Call, defaults: dict[str, ast.expr] | None = None) -> bool:
+def _masks_mean(call: ast.Call) -> bool:
     ignored = keyword(call, "ignore_index")
     name = last_part(call.func)
     if ignored is None or not (name in _CROSS_ENTROPY or _OWN_CROSS_ENTROPY.search(name)):
         return False
-    if isinstance(ignored, ast.Name) and defaults:
-        ignored = defaults.get(ignored.id, ignored)
     if number(ignored) is None and not re.search(r"(?i:pad)|IGNORE|-100", text(ignored)):
         return False
     reduction = keyword(call, "reduction")
@@ -276,4 +241,5 @@ def _is_language_model(call: ast.Call, file: File) -> bool:
     if file.facts.mentions(_LANGUAGE_MODEL) and file.facts.mentions(_MASKED_DATA):
         return True
     collators = [c for c in file.facts.calls if _COLLATES.search(last_part(c.func))]
-    return any(_MASKED_LABELS.search(file.facts.imported_definition(c)) for c in collators)
+    parts = (part for c in collators for part in file.facts.imported_parts(c))
+    return any(map(_MASKED_LABELS.search, parts))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Iterator
 
 from ..model import Event, File, LoopWindow
 from ..model.events import Context
 from ..model.expressions import text
-from .rule_base import Edit, Report, is_right_but_for, rule, stepped
+from .rule_base import Edit, Report, is_right_but_for, moved, rule, stepped
 
 
 @rule(
@@ -19,7 +18,7 @@ from .rule_base import Edit, Report, is_right_but_for, rule, stepped
 )
 def check(file: File) -> Iterator[Report]:
     """Yield every clipping call that is not at the boundary."""
-    for window in file.shaped("boundary", "nested", "accelerate"):
+    for window in file.accumulating:
         for clip in window.of("clip"):
             if window.when(clip) != "always":
                 continue
@@ -37,12 +36,8 @@ def check(file: File) -> Iterator[Report]:
 
 def _fix(window: LoopWindow, clip: Event) -> tuple[Edit, ...]:
     steps = stepped(window)
-    if window.shape != "boundary" or len(steps) != 1 or not isinstance(clip.stmt, ast.Expr):
+    if window.of("unscale") or len(window.of("clip")) != 1 or not steps:
         return ()
-    if clip.path != (*window.loop.parents, window.loop) or clip.stmt.value is not clip.node:
+    if steps[0].detail == "scaler" or clip.order > steps[0].order:
         return ()
-    if window.of("unscale") or steps[0].detail == "scaler" or len(window.of("clip")) != 1:
-        return ()
-    if clip.order > steps[0].order:
-        return ()
-    return (Edit.at("delete", clip.stmt), Edit.at("before", steps[0].stmt, text(clip.stmt)))
+    return moved(clip, window, "before")

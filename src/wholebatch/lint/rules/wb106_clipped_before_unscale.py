@@ -8,10 +8,12 @@ from collections.abc import Iterator
 
 from ..model import Event, File, LoopWindow
 from ..model.events import Env
-from ..model.expressions import dotted, last_part, text
-from .rule_base import Edit, Report, conditions, exclusive, rule
+from ..model.expressions import dotted, is_call, text
+from .rule_base import Edit, Report, rule
 
-_UNSCALES_ITSELF = re.compile(r"accelerator|fabric|scaler|amp\.|trainer|self\.clip", re.I)
+_UNSCALES_ITSELF = re.compile(
+    r"accelerator|fabric|scaler|amp\.|trainer|^self\.clip_gradients ?$", re.I
+)
 
 
 @rule(
@@ -24,25 +26,25 @@ def check(file: File) -> Iterator[Report]:
     """Yield clipping after a scaled backward without unscaling in between."""
     for window in file.windows:
         events = [*window.events, *window.after] if window.shape == "nested" else window.events
-        scaled = [e for e in events if e.kind == "backward" and _scaler(e) is not None]
-        unscales = [e for e in events if e.kind == "unscale"]
         for clip in (e for e in events if e.kind == "clip"):
-            source = _source(clip, scaled)
-            if source is None or _UNSCALES_ITSELF.search(text(clip.node)):
-                continue
-            if any(u.order < clip.order and not exclusive(u, clip) for u in unscales):
+            before = [e for e in events if e.order < clip.order and not e.excludes(clip)]
+            scalers = [_scaler(e) for e in before if e.kind == "backward"]
+            scaler = next((found for found in reversed(scalers) if found), None)
+            if scaler is None or any(e.kind == "unscale" for e in before) or _unscales(clip):
                 continue
             yield Report(
                 clip.node,
                 "gradients are clipped while still multiplied by the loss scale: call "
-                f"`{_scaler(source)}.unscale_(optimizer)` first",
-                _fix(window, clip, source, events, unscales),
+                f"`{scaler}.unscale_(optimizer)` first",
+                _fix(window, clip, scaler, events),
             )
 
 
-def _source(clip: Event, scaled: list[Event]) -> Event | None:
-    before = [e for e in scaled if e.order < clip.order and not exclusive(e, clip)]
-    return before[-1] if before else None
+def _unscales(clip: Event) -> bool:
+    """True if what clips, or its parameters, is unscaled: `amp.master_params(optimizer)`."""
+    call = clip.node
+    parts = [call.func, *call.args[:1]] if isinstance(call, ast.Call) else []
+    return bool(_UNSCALES_ITSELF.search(" ".join(map(text, parts))))
 
 
 def _scaler(event: Event) -> str | None:
@@ -51,31 +53,23 @@ def _scaler(event: Event) -> str | None:
 
 
 def _scale_call(expr: ast.expr, env: Env, depth: int = 0) -> str | None:
-    if isinstance(expr, ast.Call) and last_part(expr.func) == "scale":
-        owner = expr.func.value if isinstance(expr.func, ast.Attribute) else None
-        if owner is not None and "scaler" in text(owner).lower():
-            return text(owner)
-    name = dotted(expr)
-    if name is not None and depth < 3:
-        for definition in env.get(name, ()):
-            found = _scale_call(definition.expr, definition.env, depth + 1)
-            if found is not None:
-                return found
-    return None
+    if is_call(expr, "scale") and isinstance(expr.func, ast.Attribute):
+        owner = text(expr.func.value)
+        if "scaler" in owner.lower():
+            return owner
+    defs = env.get(dotted(expr) or "", ()) if depth < 3 else ()
+    return next((s for d in defs if (s := _scale_call(d.expr, d.env, depth + 1))), None)
 
 
-def _fix(
-    window: LoopWindow, clip: Event, source: Event, events: list[Event], unscales: list[Event]
-) -> tuple[Edit, ...]:
+def _fix(window: LoopWindow, clip: Event, scaler: str, events: list[Event]) -> tuple[Edit, ...]:
     steps = [e for e in events if e.kind == "step" and e.detail == "scaler"]
-    if len(steps) != 1 or unscales or steps[0].receiver is None:
+    if len(steps) != 1 or any(e.kind == "unscale" for e in events) or steps[0].receiver is None:
         return ()
     # Unscaling twice in a window raises, so the clip must be where the step is.
     same_place = window.when(clip) == window.when(steps[0]) and clip.loops == steps[0].loops
     if not same_place or not isinstance(clip.stmt, ast.Expr) or clip.stmt.value is not clip.node:
         return ()
     # The scaler may exist on the step's branch only.
-    if not conditions(steps[0], window) <= conditions(clip, window):
+    if not steps[0].conditions(window.loop) <= clip.conditions(window.loop):
         return ()
-    call = f"{_scaler(source)}.unscale_({text(steps[0].receiver)})"
-    return (Edit.at("before", clip.stmt, call),)
+    return (Edit.at("before", clip.stmt, f"{scaler}.unscale_({text(steps[0].receiver)})"),)

@@ -6,9 +6,12 @@ import ast
 import re
 from collections.abc import Iterator
 
-from ..model import Event, File, LoopWindow
+from ..model import Event, File
 from ..model.expressions import text
-from .rule_base import Edit, Report, rule, stepped
+from .rule_base import Report, moved, rule
+
+# A schedule that is as long as there are micro-batches: `num_training_steps=updates * accum`.
+_COUNTS_MICRO_BATCHES = re.compile(r"(steps|total)\w* \* [\w.]*(accum|gas\b)", re.I)
 
 
 @rule(
@@ -27,23 +30,16 @@ def check(file: File) -> Iterator[Report]:
                 continue
             if window.shape == "accelerate" and _prepared(event, file):
                 continue
+            made = window.makers(text(event.receiver), event.env) if event.receiver else []
+            if any(_COUNTS_MICRO_BATCHES.search(text(call)) for call, _ in made):
+                continue
             yield Report(
                 event.node,
                 f"`{text(event.node)}` runs on every micro-batch: the schedule goes "
                 f"`{window.count_name}` times too fast; step it once per update",
-                _fix(window, event),
-                unsafe=True,
+                moved(event, window, "after"),
+                unsafe=True,  # The schedule's length may be wrong too.
             )
-
-
-def _fix(window: LoopWindow, event: Event) -> tuple[Edit, ...]:
-    """Move the call behind the optimizer's step. Unsafe: the schedule's length may be wrong too."""
-    steps = stepped(window)
-    if window.shape != "boundary" or len(steps) != 1 or not isinstance(event.stmt, ast.Expr):
-        return ()
-    if event.path != (*window.loop.parents, window.loop) or event.stmt.value is not event.node:
-        return ()
-    return (Edit.at("delete", event.stmt), Edit.at("after", steps[0].stmt, text(event.stmt)))
 
 
 def _prepared(event: Event, file: File) -> bool:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Iterator
 
 from ..model import Event, File, LoopWindow
 from ..model.expressions import text
-from .rule_base import Edit, Report, is_right_but_for, rule
+from .rule_base import Edit, Report, is_right_but_for, moved, rule
 
 
 @rule(
@@ -41,14 +40,6 @@ def check(file: File) -> Iterator[Report]:
 
 def _fix(window: LoopWindow, update: Event) -> tuple[Edit, ...]:
     steps = [e for e in window.of("step") if e.detail == "scaler"]
-    others = window.of("scaler_update")
-    if len(steps) != 1 or window.when(steps[0]) != "boundary" or len(others) != 1:
+    if len(steps) != 1 or len(window.of("scaler_update")) != 1:
         return ()
-    if update.path != (*window.loop.parents, window.loop) or not isinstance(update.stmt, ast.Expr):
-        return ()
-    if steps[0].loops != update.loops:
-        return ()
-    return (
-        Edit.at("delete", update.stmt),
-        Edit.at("after", steps[0].stmt, text(update.stmt)),
-    )
+    return moved(update, window, "after")

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from ..model import File, LoopWindow
 from ..model.expressions import is_binary, number, text
+from ..model.window_boundary import Boundary
 from .rule_base import Edit, Report, is_right_but_for, rule, stepped
 
 
@@ -18,68 +19,49 @@ from .rule_base import Edit, Report, is_right_but_for, rule, stepped
 )
 def check(file: File) -> Iterator[Report]:
     """Yield boundaries whose first window does not have K micro-batches."""
-    for window in file.accumulating:
+    for window in file.shaped("boundary"):
         boundary = window.boundary
-        if window.shape != "boundary" or boundary is None or boundary.shift is None:
+        if boundary is None or boundary.shift is None or boundary.kind not in {"modulo", "reset"}:
             continue
-        if boundary.kind not in {"modulo", "reset"}:
-            continue
-        size = first_window(window)
-        if not size:
-            continue
-        name = window.count_name
-        words = "one micro-batch" if size == "one" else f"`{name}` {size} micro-batches"
-        yield Report(
-            boundary.expr,
-            f"boundary is off by one: the first window has {words} instead of `{name}`; "
-            "count micro-batches from 1",
-            _fix(window) if size == "one" else (),
-            unsafe=not is_right_but_for(window),
-        )
+        size = _first_window(window, boundary, boundary.shift)
+        if size:
+            name = window.count_name
+            words = "one micro-batch" if size == "one" else f"`{name}` {size} micro-batches"
+            yield Report(
+                boundary.expr,
+                f"boundary is off by one: the first window has {words} instead of `{name}`; "
+                "count micro-batches from 1",
+                _fix(window, boundary) if size == "one" else (),
+                unsafe=not is_right_but_for(window),
+            )
 
 
-def first_window(window: LoopWindow) -> str:
+def _first_window(window: LoopWindow, boundary: Boundary, shift: int) -> str:
     """Return the error in the first window's size: "" if none, "one", "+ 1", "- 1" and so on."""
-    boundary = window.boundary
-    assert boundary is not None
-    assert boundary.shift is not None
-    shift = boundary.shift
     steps = stepped(window)
     # A step at the top of the body closes the window of the iterations before.
     if steps and window.backwards and steps[0].order < window.backwards[0].order:
-        shift -= 1
-        if boundary.after_first:
-            return ""
+        shift = 0 if boundary.after_first else shift - 1
     elif shift == 1 and boundary.kind == "modulo" and not boundary.after_first:
         return "one"
-    if shift == 0:
-        return ""
-    return f"{'+' if shift > 0 else '-'} {abs(shift)}"
+    return f"{'+' if shift > 0 else '-'} {abs(shift)}" if shift else ""
 
 
-def _is_alone(window: LoopWindow) -> bool:
-    """True if this one condition decides all that happens once per window."""
+def _fix(window: LoopWindow, boundary: Boundary) -> tuple[Edit, ...]:
     events = window.of("step", "zero", "sched", "clip", "unscale", "scaler_update")
-    at_boundary = [e for e in events if window.when(e) in {"boundary", "inside"}]
-    return all(
-        any(guard.expr is window.boundary.expr for guard in e.guards(window.loop))  # type: ignore[union-attr]
-        for e in at_boundary
+    # This one condition must decide all that happens once per window.
+    alone = all(
+        any(guard.expr is boundary.expr for guard in e.guards(window.loop))
+        for e in events
+        if window.when(e) in {"boundary", "inside"}
     )
-
-
-def _fix(window: LoopWindow) -> tuple[Edit, ...]:
-    boundary = window.boundary
-    if boundary is None or boundary.tail or boundary.after_first or not _is_alone(window):
+    if boundary.tail or boundary.after_first or boundary.spanning or not alone:
         return ()
-    if boundary.spanning:
-        return ()  # Something else is added to the counter.
     # `i % k == 0` with an enumerate from 0: write `(i + 1)` instead of `i`.
     expr = boundary.expr
-    if not isinstance(expr, ast.Compare):
-        return ()
-    left = expr.left
+    left = expr.left if isinstance(expr, ast.Compare) else None
     if not is_binary(left, ast.Mod) or not isinstance(left.left, ast.Name):
         return ()
-    if number(expr.comparators[0]) != 0 or not isinstance(expr.ops[0], ast.Eq):
+    if number(expr.comparators[0]) != 0 or not isinstance(expr.ops[0], ast.Eq):  # type: ignore[attr-defined]
         return ()
     return (Edit.at("replace", left.left, f"({text(left.left)} + 1)"),)

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from ..model import Event, File, LoopWindow
-from ..model.events import Context
+from ..model.events import Context, holds_sync
 from ..model.expressions import dotted, is_accumulation_name, is_not, last_part, text, walk
 from .rule_base import Report, rule, steps_every_micro_batch
 
@@ -15,7 +15,7 @@ _HELD = re.compile(
     r"no_sync|require_backward_grad_sync|no_backward_sync|disable_allreduce|set_requires_gradient_sync|ddp_sync"
 )
 
-_WRAPS = re.compile(r"DistributedDataParallel|DDP|(smart|wrap\w*)_(DDP|ddp)")
+_WRAPS = re.compile(r"DistributedDataParallel|(Native|Apex|Torch)?DDP|(smart|wrap\w*)_(DDP|ddp)")
 _LOCAL = {"tensor", "native", "wrapper", "lightning"}
 
 
@@ -27,10 +27,11 @@ _LOCAL = {"tensor", "native", "wrapper", "lightning"}
 def check(file: File) -> Iterator[Report]:
     """Yield windows under DDP that never disable the synchronisation, or do so too late."""
     windows = file.shaped("boundary", "nested")
-    wrapped = bool(windows) and _wrapped(file)
+    wraps = _wraps(file) if windows else []
     for window in windows:
         if not file.facts.mentions(_HELD):
             local = {e.detail for e in window.backwards} <= _LOCAL
+            wrapped = any(_belongs(call, window) for call in wraps)
             if wrapped and local and not steps_every_micro_batch(window):
                 yield Report(
                     window.backwards[0].node,
@@ -47,21 +48,32 @@ def check(file: File) -> Iterator[Report]:
             )
 
 
-def _wrapped(file: File) -> bool:
-    """True if a model is wrapped here, and not only where nothing is accumulated (as with apex)."""
+def _belongs(call: ast.Call, window: LoopWindow) -> bool:
+    """True unless the model is wrapped in another function that trains by itself."""
+    facts = window.facts
+    wrapping = facts.functions_around(call.lineno)
+    training = facts.functions_around(window.loop.node.lineno)
+    if not wrapping or not training or not facts.relevant.intersection(wrapping):
+        return True
+    pairs = [(a, b) for a in wrapping for b in training]
+    return any(a is b or facts.reaches(a, b) or facts.reaches(b, a) for a, b in pairs)
+
+
+def _wraps(file: File) -> list[ast.Call]:
+    """Return the calls that wrap a model, except where nothing is accumulated (as with apex)."""
+    wraps = [c for c in file.facts.calls if _WRAPS.fullmatch(last_part(c.func))]
+    # A teacher is wrapped but not trained.
+    trained = [c for c in wraps if not (c.args and "teacher" in text(c.args[0]).lower())]
     otherwise = {
         id(call)
-        for node in walk(file.tree)
+        for node in (walk(file.tree) if trained else ())
         if isinstance(node, ast.If)
         and is_not(node.test)
         and is_accumulation_name(text(node.test.operand))
         for stmt in node.body
         for call in walk(stmt)
     }
-    wraps = [c for c in file.facts.calls if _WRAPS.fullmatch(last_part(c.func))]
-    # A teacher is wrapped but not trained.
-    trained = [c for c in wraps if not (c.args and "teacher" in text(c.args[0]).lower())]
-    return any(id(call) not in otherwise for call in trained)
+    return [call for call in trained if id(call) not in otherwise]
 
 
 def _late_flag(window: LoopWindow) -> Event | None:
@@ -94,14 +106,3 @@ def _of_engine(context: Context) -> bool:
     """True for `booster.no_sync(model, optimizer)`, which an engine reads in the backward."""
     made = [context.expr, *(d.expr for d in context.env.get(dotted(context.expr) or "", ()))]
     return any(re.search(r"no_sync\(\w", text(m)) for m in made)
-
-
-def holds_sync(context: Context) -> bool:
-    """True if a `with` item is (or was assigned from) a `no_sync()`."""
-    spelled = text(context.expr)
-    if re.search(r"\bno_(backward_)?sync\b", spelled):
-        return True
-    name = dotted(context.expr)
-    if name is None and hasattr(context.expr, "func"):
-        name = dotted(context.expr.func)
-    return any("no_sync" in text(d.expr) for d in context.env.get(name or "", ()))

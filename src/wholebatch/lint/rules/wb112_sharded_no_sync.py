@@ -6,9 +6,9 @@ import ast
 from collections.abc import Iterator
 
 from ..model import File
+from ..model.events import holds_sync
 from ..model.expressions import text
 from .rule_base import Report, rule
-from .wb111_ddp_sync_every_micro_batch import holds_sync
 
 
 @rule(

@@ -62,10 +62,13 @@ def _batchnorm(call: ast.expr, file: File) -> str:
         return "`BatchNormalization`"
     if name in _LAYERS:
         return f"`{name}`"
-    if name == "convert_sync_batchnorm":
+    if name == "convert_sync_batchnorm" and "create_model" not in file.facts.called:
         return "the model's BatchNorm"
     model = _known_model(call, name, dotted(call.func) or "", file)
-    if not model and call in file.models and "BatchNorm" in file.facts.imported_source(call):
+    is_model = not model and call in file.models
+    parts = "\n".join(file.facts.imported_parts(call, 2)) if is_model else ""
+    # CLIP is built with a ResNet or with a vision transformer.
+    if "BatchNorm" in parts and not re.search(r"Vis\w+Transformer\(", parts):
         model = name
     return f"`{model}` has BatchNorm, which" if model else ""
 

@@ -18,6 +18,7 @@ from ..model.expressions import (
     walk,
 )
 from ..model.loss_origin import Chain, trace
+from ..model.name_resolution import strip_casts
 from .rule_base import Report, rule
 
 _SINK = re.compile(
@@ -25,8 +26,13 @@ _SINK = re.compile(
     r"|set_description\w*|Logger|write|scalar_summary|(update_|write_)?progress_?bar|track|\w+_log"
 )
 _KEEPERS = re.compile(r"loss|meter|metric|avg|average|tracker|history|record|stat|^logs?$", re.I)
+_WRITER = re.compile(
+    r"(^|[._])(tb|\w*writer|\w*logger|wandb|tracker|tensorboard|mlflow|recorder|swanlab|board)$",
+    re.I,
+)
 _MATH = re.compile(r"log_(softmax|prob|sigmoid|every|likelihood|sum)\w*|\w*softmax\w*")
 _BAR = re.compile(r"p_?bar|prog(ress)?_?bar|progress", re.I)
+_LENGTH = re.compile(r"len\([\w.]*(loader|dataloader|iterator|batches|dl)\)")
 _LAST = (
     "reported loss is that of the last micro-batch, not of the window: log the mean over its "
     "micro-batches"
@@ -44,13 +50,13 @@ def check(file: File) -> Iterator[Report]:
     windows = file.accumulating
     known = {id(window): _bases(window) for window in windows}
     for at, window in enumerate(windows):
-        bases = set(known[id(window)])
-        if not bases:
-            continue
         # One of two loops (`if amp: ... else: ...`) computed the loss that is logged after both.
-        for other in windows[max(0, at - 2) : at + 3]:
-            if other.shape == window.shape and other.loop.parents == window.loop.parents:
-                bases |= known[id(other)]
+        beside = [
+            known[id(other)]
+            for other in windows[max(0, at - 2) : at + 3]
+            if other.shape == window.shape and other.loop.parents == window.loop.parents
+        ]
+        bases = set().union(*beside) if known[id(window)] else set()
         found = [*_logged(window, bases, file), *_averaged(window, bases, file)]
         for report in found or _kept_at_boundary(window, bases):
             if id(report.node) not in shown:
@@ -59,12 +65,8 @@ def check(file: File) -> Iterator[Report]:
 
 
 def _bases(window: LoopWindow) -> set[int]:
-    return {
-        id(chain.base)
-        for event in window.of("backward")
-        for chain in trace(event.argument, event.env, window.resolver)
-        if chain.base is not None
-    }
+    chains = [trace(e.argument, e.env, window.resolver) for e in window.of("backward")]
+    return {id(chain.base) for ways in chains for chain in ways if chain.base is not None}
 
 
 def _loss_chains(
@@ -75,40 +77,48 @@ def _loss_chains(
     After an inner loop, the value before may be mixed in: a moving average.
     """
     chains = trace(expr, env, window.resolver)
-    ours = [c for c in chains if id(c.base) in bases]
     others = [c for c in chains if id(c.base) not in bases]
     smoothed = window.shape == "nested" and all(
         c.weighted and not isinstance(c.base, ast.Call) for c in others
     )
-    return ours if not others or smoothed else []
+    return [c for c in chains if id(c.base) in bases] if not others or smoothed else []
 
 
 def _logged(window: LoopWindow, bases: set[int], file: File) -> Iterator[Report]:
     reported: set[str] = set()
-    for event, shown in _shown(window):
+    for event, shown in _shown(window) if bases else ():
         for value, env in _values(shown, event.env):
-            chains = _loss_chains(value, env, window, bases)
-            if any(_is_divided(c, window) for c in chains):
-                words = (
-                    f"reported loss was divided by `{window.count_name}`: it is that many times "
-                    "too small; log the loss before the division, averaged over the window"
-                )
-            elif chains and _is_last(event, window):
-                words = _LAST
-            else:
-                continue
-            if words not in reported:
+            words = _wrong(_loss_chains(value, env, window, bases), event, window)
+            if words and words not in reported:
                 reported.add(words)
                 yield Report(_where(event, value, env, window, file), words)
                 break
 
 
+def _wrong(chains: list[Chain], event: Event, window: LoopWindow) -> str:
+    """Return what is wrong with a logged loss, or ""."""
+    name = window.count_name
+    if any(_is_divided(c, window) for c in chains):
+        return (
+            f"reported loss was divided by `{name}`: it is that many times too small; log the loss "
+            "before the division, averaged over the window"
+        )
+    if chains and all(
+        not c.divisors and any(window.is_count(f) for f in c.factors) for c in chains
+    ):
+        return (
+            f"reported loss is multiplied by `{name}`, but was not divided by it: it is that many "
+            "times too large; log the loss as it is"
+        )
+    inner = window.loop not in event.path if _is_inner(window) else None
+    is_last = window.when(event) == "boundary" if inner is None else inner
+    return _LAST if chains and is_last else ""
+
+
 def _shown(window: LoopWindow) -> Iterator[tuple[Event, list[ast.expr]]]:
     """Yield what is logged, and the numbers that the function returns to its caller."""
-    events = list(window.events)
-    if _is_inner(window):
-        events += [e for e in window.after if e.loops == window.loop.parents]
-    for event in events:
+    after = [e for e in window.after if e.loops == window.loop.parents and _is_inner(window)]
+    for event in (*window.events, *after):
         # An inner loop (an evaluation, say) has losses of its own.
         if event.loops[-1:] not in {(window.loop,), window.loop.parents[-1:]}:
             continue
@@ -130,35 +140,25 @@ def _numbers(expr: ast.expr, env: Env) -> list[ast.expr]:
 def _where(event: Event, value: ast.expr, env: Env, window: LoopWindow, file: File) -> ast.AST:
     """Return the call, or the statement that computed its value if a helper makes the call."""
     function = _function_of(window, file)
-    if not isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
-        return event.node
-    first, last = function.lineno, function.end_lineno or function.lineno
-    if first <= event.line <= last:
-        return event.node
+    first = getattr(function, "lineno", 0)
+    lines = range(first, (getattr(function, "end_lineno", None) or event.line) + 1)
     made = [d.node for d in env.get(text(value), ()) if d.node is not None]
-    places = [n for n in (value, *made) if first <= int(getattr(n, "lineno", 0)) <= last]
+    places = [n for n in (event.node, value, *made) if getattr(n, "lineno", -1) in lines]
     return places[0] if places else event.node
 
 
 def _is_sink(call: ast.Call) -> bool:
     name = last_part(call.func)
+    owner = text(call.func.value) if isinstance(call.func, ast.Attribute) else ""
     if "accum" in name:
         return False  # A helper that adds up.
-    if isinstance(call.func, ast.Name) and _BAR.fullmatch(name):
+    if not owner and _BAR.fullmatch(name):
         return len(call.args) > 1  # A callable progress bar: `pbar(step, {"loss": ...})`.
-    owner = text(call.func.value) if isinstance(call.func, ast.Attribute) else ""
     if _SINK.fullmatch(name):
-        return not _MATH.fullmatch(name) and owner not in {
-            "math",
-            "torch",
-            "np",
-            "numpy",
-            "F",
-            "jnp",
-        }
+        return not _MATH.fullmatch(name) and not re.fullmatch(r"math|torch|np|numpy|F|jnp", owner)
     if name in {"append", "update", "add"} and owner:
         return bool(_KEEPERS.search(owner)) and bool(call.args)
-    return False
+    return bool(_WRITER.search(owner))
 
 
 def _values(shown: list[ast.expr], env: Env) -> Iterator[tuple[ast.expr, Env]]:
@@ -166,23 +166,18 @@ def _values(shown: list[ast.expr], env: Env) -> Iterator[tuple[ast.expr, Env]]:
     todo = [(a, env, 0) for a in shown]
     while todo:
         expr, where, depth = todo.pop(0)
-        if depth > 5:
-            continue
-        made = where.get(expr.id, ()) if isinstance(expr, ast.Name) else ()
-        held = [
-            (d.expr, d.env, depth + 1)
-            for d in made
-            if isinstance(d.expr, (ast.Dict, ast.JoinedStr)) or is_call(d.expr, "dict")
-        ]
+        name = expr.id if isinstance(expr, ast.Name) else ""
+        made = where.get(name, ())
+        held = [d for d in made if isinstance(d.expr, (ast.Dict, ast.JoinedStr))]
+        held += [d for d in made if is_call(d.expr, "dict")]
         if held and len(held) == len(made):
-            todo += held
-            slots = [d for n, d in where.items() if n.startswith(f"{expr.id}[") and len(d) == 1]  # type: ignore[attr-defined]
-            todo += [(d[0].expr, d[0].env, depth + 1) for d in slots]
-            continue
-        inner = _values_inside(expr)
-        todo += [(i, where, depth + 1) for i in inner]
+            slots = [d[0] for n, d in where.items() if n.startswith(f"{name}[") and len(d) == 1]
+            inner = [(d.expr, d.env) for d in (*held, *slots)]
+        else:
+            inner = [(part, where) for part in _values_inside(expr)]
         if not inner:
             yield expr, where
+        todo += [(*part, depth + 1) for part in inner if depth < 5]
 
 
 def _values_inside(expr: ast.expr) -> list[ast.expr]:
@@ -203,55 +198,44 @@ def _values_inside(expr: ast.expr) -> list[ast.expr]:
 
 def _is_divided(chain: Chain, window: LoopWindow) -> bool:
     """True if it is divided by K and not multiplied by it again."""
-    if any(window.is_count(f) for f in chain.factors):
-        return False
-    return any(window.counts(d) for d in chain.divisors)
+    again = any(window.is_count(f) for f in chain.factors)
+    return not again and any(window.counts(d) for d in chain.divisors)
 
 
 def _is_inner(window: LoopWindow) -> bool:
     """True if the loop runs over the micro-batches of one batch, so that it ends with a window."""
-    if window.shape == "nested":
-        return True
     sliced = is_call(window.loop.iterable, "range") and len(window.loop.iterable.args) == 3
-    return window.shape == "deepspeed" and sliced and bool(window.loop.parents)
+    inside = window.shape == "deepspeed" and sliced and bool(window.loop.parents)
+    return window.shape == "nested" or inside
 
 
-def _is_last(event: Event, window: LoopWindow) -> bool:
-    if _is_inner(window):
-        return window.loop not in event.path
-    return window.when(event) == "boundary"
+def _sums(
+    window: LoopWindow, when: str, bases: set[int]
+) -> Iterator[tuple[Event, str, list[Chain]]]:
+    """Yield `total += loss.item()`, with the name and the derivations of the loss."""
+    for event in window.of("augment") if bases else ():
+        name = None if event.receiver is None else dotted(event.receiver)
+        # An evaluation has losses of its own.
+        if name is None or event.loops[-1] is not window.loop or window.when(event) != when:
+            continue
+        yield event, name, _loss_chains(event.argument, event.env, window, bases)
 
 
 def _kept_at_boundary(window: LoopWindow, bases: set[int]) -> Iterator[Report]:
     """Yield `running_loss += loss.item()` once per window: a mean over one micro-batch of each."""
-    if window.shape != "boundary":
-        return
-    for event in window.of("augment"):
-        name = dotted(event.receiver) if event.receiver is not None else None
-        if name is None or "loss" not in name.lower() or window.when(event) != "boundary":
-            continue
-        if event.loops[-1] is not window.loop:
-            continue  # An evaluation has losses of its own.
+    for event, name, chains in _sums(window, "boundary", bases):
         same = [e for e in window.of("augment") if e.receiver and dotted(e.receiver) == name]
-        if any(window.when(e) != "boundary" for e in same):
-            continue  # The other micro-batches are added on another branch.
-        if _loss_chains(event.argument, event.env, window, bases):
+        # The other micro-batches may be added on another branch.
+        if chains and "loss" in name.lower() and all(window.when(e) == "boundary" for e in same):
             yield Report(event.node, _LAST)
             return
 
 
 def _averaged(window: LoopWindow, bases: set[int], file: File) -> Iterator[Report]:
     """Yield sums of a divided loss that are shown as `total / (number of micro-batches)`."""
-    if window.shape == "nested":
-        return
-    for event in window.of("augment"):
-        name = dotted(event.receiver) if event.receiver is not None else None
-        if name is None or event.argument is None or window.when(event) != "always":
-            continue
-        chains = _loss_chains(event.argument, event.env, window, bases)
-        if not any(_is_divided(c, window) for c in chains):
-            continue
-        means = _means_over_micro_batches(name, window, file)
+    for _, name, chains in _sums(window, "always", bases) if window.shape != "nested" else ():
+        divided = any(_is_divided(c, window) for c in chains)
+        means = _means_over_micro_batches(name, window, file) if divided else []
         if means:
             yield Report(
                 min(means, key=lambda node: int(getattr(node, "lineno", 0))),
@@ -264,53 +248,37 @@ def _averaged(window: LoopWindow, bases: set[int], file: File) -> Iterator[Repor
 
 def _means_over_micro_batches(name: str, window: LoopWindow, file: File) -> list[ast.AST]:
     counters = _micro_counters(window)
-    nodes = list(walk(_function_of(window, file)))
-    # `if n % (every * accum) == 0: total / (every * accum)` is a mean over micro-batches.
+    nodes = [n for n in walk(_function_of(window, file)) if isinstance(n, ast.BinOp)]
+    # `if n % every == 0: total / every` is a mean over micro-batches if `n` counts these.
     products = {
-        text(node.right)
-        for node in nodes
-        if is_binary(node, ast.Mod) and is_binary(node.right, ast.Mult)
+        text(n.right)
+        for n in nodes
+        if isinstance(n.op, ast.Mod)
+        and (is_binary(n.right, ast.Mult) or text(n.left).removesuffix(" + 1") in counters)
     }
-    restored = {
-        id(node.left)
-        for node in nodes
-        if is_binary(node, ast.Mult) and window.is_count(text(node.right))
-    }
-    return [
-        node
-        for node in nodes
-        if _divides_by_micro_batches(node, name, counters, products) and id(node) not in restored
-    ]
-
-
-def _divides_by_micro_batches(
-    node: ast.AST, name: str, counters: set[str], products: set[str]
-) -> bool:
-    if not is_binary(node, ast.Div):
-        return False
-    left, right = text(node.left), text(node.right)
-    # Only the name itself: `(total - before) / steps` uses another count.
-    if left not in {name, f"{name}.item()"}:
-        return False
-    if is_accumulation_name(right):
-        return right in products
-    if re.fullmatch(r"len\([\w.]*(loader|dataloader|iterator|batches|dl)\)", right):
-        return True
-    return right in counters or any(right == f"{c} + 1" for c in counters)
+    scaled = [n for n in nodes if isinstance(n.op, ast.Mult)]
+    restored = {id(n.left) for n in scaled if window.is_count(text(n.right))}
+    means: list[ast.AST] = []
+    for node in nodes:
+        if not isinstance(node.op, ast.Div) or id(node) in restored:
+            continue
+        left, right = text(node.left), text(strip_casts(node.right))
+        is_count = right.removesuffix(" + 1") in counters or _LENGTH.fullmatch(right)
+        # Only the name itself: `(total - before) / steps` uses another count.
+        alone = left in {name, f"{name}.item()"} and not is_accumulation_name(right)
+        interval = re.fullmatch(rf"{re.escape(name)}(\.item\(\)| - \w+)?", left)
+        if (right in products and interval) or (alone and is_count):
+            means.append(node)
+    return means
 
 
 def _micro_counters(window: LoopWindow) -> set[str]:
-    names: set[str] = set()
     target = window.loop.target
     counted = "enumerate" in text(window.loop.iterable or ast.Constant(value=""))
-    if counted and isinstance(target, ast.Tuple) and isinstance(target.elts[0], ast.Name):
-        names.add(target.elts[0].id)
-    for event in window.of("augment"):
-        if not isinstance(event.stmt, ast.AugAssign) or window.when(event) != "always":
-            continue
-        if text(event.stmt.value) == "1":
-            names.add(text(event.stmt.target))
-    return names
+    first = target.elts[:1] if counted and isinstance(target, ast.Tuple) else []
+    added = [e.stmt for e in window.of("augment") if window.when(e) == "always"]
+    ones = [s.target for s in added if isinstance(s, ast.AugAssign) and text(s.value) == "1"]
+    return {text(name) for name in (*first, *ones)}
 
 
 def _function_of(window: LoopWindow, file: File) -> ast.AST:

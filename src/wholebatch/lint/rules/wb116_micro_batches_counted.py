@@ -6,10 +6,11 @@ import ast
 import re
 from collections.abc import Iterator
 
-from ..model import File, LoopWindow
+from ..model import Event, File, LoopWindow
 from ..model.events import Env
 from ..model.expressions import (
     is_accumulation_name,
+    is_binary,
     is_call,
     keyword,
     last_part,
@@ -19,7 +20,7 @@ from ..model.expressions import (
     walk,
 )
 from ..model.window_boundary import peel
-from .rule_base import Report, exclusive, rule, stepped
+from .rule_base import Report, rule, stepped
 
 _UPDATES = re.compile(
     r"(^|[._])(global_?steps?|num_updates|n_updates|updates|update_steps?|optim(izer)?_steps?"
@@ -37,7 +38,7 @@ _LENGTH_OPTIONS = (
 )  # fmt: skip
 _POSITIONS = {"CosineAnnealingLR": 1, "OneCycleLR": 2}
 _LENGTH = re.compile(
-    r"\blen\([\w.\[\]'\"]*(loader|dataloader|dl|batches|iterator|dataset)\w*\)", re.I
+    r"\blen\([\w.\[\]'\"]*(loader|dataloader|dl|ld|batches|iterator|dataset)\w*\)", re.I
 )
 
 
@@ -54,27 +55,18 @@ def check(file: File) -> Iterator[Report]:
     """Yield the schedules and counters of each window that count micro-batches."""
     for window in file.accumulating:
         yield from _schedules(window)
-        yield from _scheduled_optimizers(window)
         yield from _counters(window)
 
 
 def _schedules(window: LoopWindow) -> Iterator[Report]:
-    if window.shape not in {"boundary", "nested"}:
+    """Yield schedules, and optimizers that schedule themselves, that are as long as the loop."""
+    if window.shape != "boundary":
         return
-    events = window.of("sched")
-    if window.shape == "nested":
-        events = [e for e in window.after if e.kind == "sched" and e.loops == window.loop.parents]
-    seen: set[int] = set()
-    for event in events:
-        if window.when(event) not in {"boundary", "outside"} or event.receiver is None:
-            continue
-        for made in event.env.get(text(event.receiver), ()):
-            call = made.expr
-            if not isinstance(call, ast.Call) or id(call) in seen or window.shape == "nested":
-                continue
-            seen.add(id(call))
+    scheduled = [e for e in window.of("sched") if window.when(e) == "boundary"]
+    for event in (*scheduled, *stepped(window)):
+        for call, env in _made(event, window):
             length = _length(call)
-            if length is not None and _counts_micro_batches(length, made.env, window):
+            if length is not None and _counts_micro_batches(length, env, window):
                 yield Report(
                     call,
                     f"schedule is as long as the micro-batches but steps once every "
@@ -82,25 +74,27 @@ def _schedules(window: LoopWindow) -> Iterator[Report]:
                 )
 
 
-def _scheduled_optimizers(window: LoopWindow) -> Iterator[Report]:
-    """Yield `BertAdam(..., t_total=...)`: an optimizer that schedules itself, once per update."""
-    if not window.facts.mentions(_MICRO_BATCH_SIZE):
-        return
-    for step in stepped(window):
-        for made in step.env.get(step.receiver_text, ()):
-            length = keyword(made.expr, "t_total") if isinstance(made.expr, ast.Call) else None
-            spelled = [] if length is None else _spellings(length, made.env)
-            if any(is_accumulation_name(s) and "batch_size" not in s for s in spelled):
-                continue
-            if any(is_accumulation_name(s) and "len(" in s for s in spelled):
-                continue
-            if any(re.search(r"len\(.*\) */+ *[\w.]*batch_size", s) for s in spelled):
-                yield Report(
-                    made.expr,
-                    "schedule is as long as the micro-batches but the optimizer steps once every "
-                    f"`{window.count_name}`: divide its length by it",
-                )
-                return
+def _made(event: Event, window: LoopWindow) -> list[tuple[ast.Call, Env]]:
+    """Return the calls that made a schedule or optimizer, also under a longer name elsewhere."""
+    name = "" if event.receiver is None else text(event.receiver)
+    known: list[tuple[ast.expr, Env]] = [*window.makers(name, event.env)]
+    own = name.rpartition(".")[2]
+    if not known and own:
+        known = [
+            (value, Env())
+            for other, values in window.facts.assigned.items()
+            if other.endswith((own, f".{own}s"))
+            for value in values
+        ]
+    calls = [(call, env) for made, env in known for call in _calls(made)]
+    return [(call, env) for call, env in calls if isinstance(call, ast.Call)]
+
+
+def _calls(made: ast.expr) -> list[ast.expr]:
+    """Return the elements of a list of schedules, or the one schedule."""
+    if isinstance(made, ast.ListComp):
+        return [made.elt]
+    return made.elts if isinstance(made, ast.List) else [made]
 
 
 def _length(call: ast.Call) -> ast.expr | None:
@@ -108,31 +102,47 @@ def _length(call: ast.Call) -> ast.expr | None:
         given = keyword(call, name)
         if given is not None:
             return given
-    if re.match(r"get_\w*schedule", last_part(call.func)):
-        return positional(call, 2)
-    at = _POSITIONS.get(last_part(call.func))
-    if at is None and re.match(r"\w*Warmup\w*(Scheduler|Schedule|LR)$", last_part(call.func)):
-        at = 2  # The usual signature: (optimizer, warm-up, length).
+    name = last_part(call.func)
+    if re.match(r"get_\w*schedule|\w*Warmup\w*(Scheduler|Schedule|LR)$", name):
+        return positional(call, 2)  # The usual signature: (optimizer, warm-up, length).
+    if not name and "sched" in text(call.func):
+        return call.args[-1] if len(call.args) > 2 else None  # `schedulers[kind](optimizer, ...)`
+    at = _POSITIONS.get(name)
     return None if at is None else positional(call, at)
 
 
 def _counts_micro_batches(expr: ast.expr, env: Env, window: LoopWindow) -> bool:
     """True if the length counts batches of a loader and is nowhere divided by the window."""
     spelled = _spellings(expr, env)
-    if any(is_accumulation_name(s) or _has_count(s, window) for s in spelled):
+    # A batch size that is divided by the window makes more micro-batches, not fewer.
+    small = window.facts.mentions(_MICRO_BATCH_SIZE)
+    others = [s for s in spelled if not small or "batch_size" not in s or "len(" in s]
+    if any(is_accumulation_name(s) or _has_count(s, window) for s in others):
         return False
-    if text(expr) in _times(window):
+    if _limits(window) & {text(expr), window.resolver.key(expr, env)}:
+        return True
+    if small and any(re.search(r"len\(.*\) */+ *[\w.]*batch_size", s) for s in spelled):
         return True
     # A loader that is cut to whole windows already counts updates.
     return any(_LENGTH.search(s) and "//" not in s for s in spelled)
 
 
-def _times(window: LoopWindow) -> set[str]:
-    """Return the loop's number of iterations as text, if it is written: `range(total)`."""
+def _limits(window: LoopWindow) -> set[str]:
+    """Return the loop's number of iterations, as text: `range(n)`, or a clock compared with `n`."""
     iterable = peel(window.loop.iterable, window.loop.entry)
-    if not is_call(iterable, "range", "trange"):
-        return set()
-    return {text(a) for a in iterable.args[-1:] if number(a) is None}
+    if is_call(iterable, "range", "trange"):
+        return {text(a) for a in iterable.args[-1:] if number(a) is None}
+    found: set[str] = set()
+    for node in walk(window.loop.node):
+        leaves = isinstance(node, ast.If) and isinstance(node.body[-1], ast.Break)
+        test = node.test if leaves or isinstance(node, ast.While) else None  # type: ignore[attr-defined]
+        if isinstance(test, ast.Compare) and len(test.ops) == 1:
+            sides = [test.left, test.comparators[0]]
+            plain = [s.left if is_binary(s, ast.Add) and number(s.right) == 1 else s for s in sides]
+            for clock, limit in (plain, plain[::-1]):
+                if _is_the_clock(text(clock), window) and number(limit) is None:
+                    found |= {text(limit), window.resolver.key(limit, window.loop.entry)}
+    return found
 
 
 def _has_count(spelled: str, window: LoopWindow) -> bool:
@@ -166,7 +176,7 @@ def _counters(window: LoopWindow) -> Iterator[Report]:
             continue
         if _is_the_clock(name, window) or not _is_compared(name, window):
             continue
-        if all(exclusive(event, step) for step in window.of("step")):
+        if all(event.excludes(step) for step in window.of("step")):
             continue  # On a branch of its own, without the optimizer.
         yield Report(
             event.node,

@@ -8,7 +8,15 @@ from collections.abc import Iterator
 
 from ..model import Event, File, Guard, LoopWindow
 from ..model.expressions import text
-from .rule_base import Edit, Report, exclusive, is_optimizer_of, is_right_but_for, rule, stepped
+from .rule_base import (
+    Edit,
+    Report,
+    cleared_last,
+    is_optimizer_of,
+    is_right_but_for,
+    rule,
+    stepped,
+)
 
 
 @rule(
@@ -32,7 +40,7 @@ def check(file: File) -> Iterator[Report]:
                     _swap(zero, step),
                     unsafe=window.accumulates and not is_right_but_for(window),
                 )
-            elif _before_last_backward(zero, steps, window):
+            elif zero is cleared_last(window) and not window.boundary.after_first:  # type: ignore[union-attr]
                 yield Report(
                     zero.node,
                     "gradients are cleared just before the last backward of the window: only that "
@@ -47,61 +55,33 @@ def _zeros(window: LoopWindow) -> list[Event]:
 
 
 def _cleared_before(zero: Event, steps: list[Event], window: LoopWindow) -> Event | None:
-    if not is_optimizer_of(zero, steps):
-        return None
-    for step in steps:
-        if _holds_others(zero, step) or step.order < zero.order or exclusive(zero, step):
+    """Return the step that could use the gradients that are cleared just before it."""
+    later = [*window.of("backward"), *(e for e in window.after if e.kind == "backward")]
+    # An earlier step of the same optimizer has used the gradients cleared here.
+    used = any(s.order < zero.order and not s.excludes(zero) for s in steps)
+    made = [b for b in window.backwards if b.order < zero.order and not b.excludes(zero)]
+    for step in steps if is_optimizer_of(zero, steps) and not used else ():
+        if _holds_others(zero, step) or step.order < zero.order or zero.excludes(step):
             continue
         if step.loops != zero.loops or window.when(zero) != window.when(step):
             continue
-        if not _conditions(zero) <= _conditions(step):
-            continue  # Cleared where the update is skipped.
-        if _would_use(step, zero, steps, window):
+        # Not where the update is skipped, and not before another backward.
+        again = any(zero.order < b.order < step.order for b in later)
+        useful = not all(b.excludes(step) for b in made)
+        if _conditions(zero) <= _conditions(step) and useful and not again:
             return step
     return None
 
 
-def _would_use(step: Event, zero: Event, steps: list[Event], window: LoopWindow) -> bool:
-    """True if a step is the first one that could use the gradients that are cleared."""
-    made = any(
-        b.order < zero.order and not exclusive(b, zero) and not exclusive(b, step)
-        for b in window.backwards
-    )
-    later = [*window.of("backward"), *(e for e in window.after if e.kind == "backward")]
-    made_again = any(zero.order < b.order < step.order for b in later)
-    # An earlier step of the same optimizer has used the gradients cleared here.
-    used = any(s.order < zero.order and not exclusive(s, zero) for s in steps)
-    return made and not made_again and not used
-
-
 def _conditions(event: Event) -> set[tuple[str, bool]]:
-    return {(text(g.expr), g.positive) for g in event.path if isinstance(g, Guard)}
+    return {g.key for g in event.path if isinstance(g, Guard)}
 
 
 def _holds_others(zero: Event, step: Event) -> bool:
     """True if the optimizer holds the parameters of another model than the cleared one."""
-    made = [d.expr for d in step.env.get(step.receiver_text, ())]
-    names = {n for m in made for n in re.findall(r"([\w.]+)\.(?:named_)?parameters\(", text(m))}
-    return (
-        bool(names)
-        and zero.receiver_text != step.receiver_text
-        and not names & {zero.receiver_text}
-    )
-
-
-def _before_last_backward(zero: Event, steps: list[Event], window: LoopWindow) -> bool:
-    if window.shape != "boundary" or window.when(zero) != "boundary" or window.boundary is None:
-        return False
-    if not is_optimizer_of(zero, steps) or not steps:
-        return False
-    backward = window.backwards[0]
-    if not zero.order < backward.order < steps[0].order or window.boundary.shift is None:
-        return False
-    mine = next((b for b in window.boundaries(zero) if window.is_ours(b)), None)
-    if mine is None or mine.shift != window.boundary.shift:
-        return False
-    # A second clear after the step does not make this one right.
-    return not mine.after_first and window.boundary.kind == "modulo"
+    made = " ".join(text(d.expr) for d in step.env.get(step.receiver_text, ()))
+    names = {*re.findall(r"([\w.]+)\.(?:named_)?parameters\(", made)}
+    return bool(names) and zero.receiver_text not in {step.receiver_text, *names}
 
 
 def _swap(zero: Event, step: Event) -> tuple[Edit, ...]:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from ..model import Event, File, LoopWindow
-from ..model.expressions import is_accumulation_name, text
+from ..model.expressions import ACCUMULATION_NAME, text
 from .rule_base import Report, rule
+
+# A condition that may be a boundary: it counts micro-batches, or asks something else.
+_WAITS = re.compile(rf"{ACCUMULATION_NAME.pattern}|update\w*\(|step\w*\(", re.I)
 
 
 @rule(
@@ -27,7 +31,7 @@ def check(file: File) -> Iterator[Report]:
 def _may_wait(step: Event, window: LoopWindow) -> bool:
     """True if anything on the way to a step may be a boundary that is not understood."""
     return window.when(step) != "always" or any(
-        guard.origin in {"skip", "break"} or is_accumulation_name(text(guard.expr))
+        guard.origin in {"skip", "break"} or _WAITS.search(text(guard.expr))
         for guard in step.guards(window.loop)
     )
 
@@ -48,6 +52,8 @@ def _by_hand(window: LoopWindow) -> Iterator[Report]:
 def _by_accelerate(window: LoopWindow, file: File) -> Iterator[Report]:
     """Yield a backward that Accelerate divides, in a loop that it does not accumulate."""
     details = {e.detail for e in window.backwards}
+    if any(e.loops[-1] is not window.loop for e in window.backwards):
+        return  # Several backwards make one update.
     if "accumulate" in file.facts.called:
         return  # Somewhere else, perhaps in a context manager of the file's own.
     if details == {"accelerate"} and file.facts.accelerator_divides:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from ..model import File
 from ..model.expressions import text
-from .rule_base import Report, gradients_rescaled, replaces_one, rule
+from .rule_base import RESCALED, Report, replaces_one, rule
 
 _BESIDE = re.compile(r"\b(logit_scale|logit_bias|temperature|log_temp\w*)\b")
 _DETACHED = re.compile(r"(logit_scale|logit_bias|temperature)\w*['\"\])]*\.detach\(\)")
@@ -20,7 +20,7 @@ _DETACHED = re.compile(r"(logit_scale|logit_bias|temperature)\w*['\"\])]*\.detac
 )
 def check(file: File) -> Iterator[Report]:
     """Yield loops that put one micro-batch's features among the cached ones of the others."""
-    if gradients_rescaled(file) or file.facts.mentions(_DETACHED):
+    if file.facts.mentions(RESCALED) or file.facts.mentions(_DETACHED):
         return
     for window in file.shaped("nested"):
         names = set(_BESIDE.findall(text(window.loop.node)))

@@ -1,0 +1,271 @@
+"""Values are followed through helpers, objects, dictionaries and other modules of the package."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from wholebatch.lint import lint_paths, lint_source
+from wholebatch.lint.fix import fix_text
+from wholebatch.lint.lint_settings import Settings
+
+
+def codes(source: str) -> set[str]:
+    return {f.code for f in lint_source(textwrap.dedent(source))}
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    """Return a folder of modules, with the parts of a step in another module."""
+    (tmp_path / "parts.py").write_text(
+        textwrap.dedent("""
+            import torch
+            from torch import nn
+
+            class SpanLoss(nn.Module):
+                def forward(self, out, mask):
+                    count = torch.sum(mask)
+                    return (self.token_loss(out) * mask).sum() / count
+
+            class Summed(nn.Module):
+                def forward(self, x, y):
+                    return nn.CrossEntropyLoss(reduction="sum")(self.head(x), y)
+
+            def scaled_backward(loss, accum):
+                (loss / accum).backward()
+
+            def update(optimizer, state, accum):
+                optimizer.zero_grad()
+                if (state["index"] + 1) % accum == 0:
+                    optimizer.step()
+
+            def whole_loop(model, optimizer, loader, accum):
+                for i, x in enumerate(loader):
+                    model(x).mean().backward()
+                    if (i + 1) % accum == 0:
+                        optimizer.step()
+                        optimizer.zero_grad()
+        """)
+    )
+    return tmp_path
+
+
+def checked(folder: Path, source: str) -> set[str]:
+    (folder / "train.py").write_text(textwrap.dedent(source))
+    return {f.code for f in lint_paths([str(folder / "train.py")], settings=Settings())}
+
+
+def test_parts_of_the_step_in_another_module(package: Path) -> None:
+    source = """
+        from parts import scaled_backward, update
+        def train(model, optimizer, loader, accum):
+            state = {}
+            for i, x in enumerate(loader):
+                state["index"] = i
+                scaled_backward(model(x).mean(), accum)
+                update(optimizer, state, accum)
+    """
+    assert checked(package, source) == {"WB104", "WB109"}
+    # What is in another file is not edited from here.
+    text = (package / "train.py").read_text()
+    assert fix_text(text, Settings(), path=str(package / "train.py")) == (text, 0)
+
+
+def test_a_whole_loop_of_another_module_is_read_there(package: Path) -> None:
+    source = """
+        from parts import whole_loop
+        for epoch in range(3):
+            whole_loop(model, optimizer, loader, 4)
+            loss.backward(); optimizer.zero_grad()
+    """
+    assert checked(package, source) == set()
+    assert {f.code for f in lint_paths([str(package / "parts.py")])} == {"WB101", "WB109"}
+
+
+LOOP = """
+    import parts
+    from parts import {made}
+    def train(model: {made}, optimizer, batches, accum, total):
+        criterion = {made}()
+        for i in range(total):
+            x, y = next(batches)
+            loss = {loss}
+            loss.backward()
+            if (i + 1) % accum == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("made", "loss", "expected"),
+    [
+        ("SpanLoss", "criterion(model(x), y) / accum", {"WB103"}),
+        ("SpanLoss", "model(x, y).mean()", {"WB101", "WB103"}),
+        ("Summed", "model(x, y)", set()),  # A sum must not be divided.
+    ],
+)
+def test_classes_of_another_module(package: Path, made: str, loss: str, expected: set[str]) -> None:
+    assert checked(package, LOOP.format(made=made, loss=loss)) == expected
+
+
+BODY = """
+    def train(model, optimizer, loader, accum, writer, cfg):
+        for i, (x, y) in enumerate(loader):
+            loss = F.cross_entropy(model(x), y)
+            {before}
+            {backward}
+            if (i + 1) % accum == 0{tail}:
+                optimizer.step()
+                optimizer.zero_grad()
+                {log}
+"""
+
+
+@pytest.mark.parametrize(
+    ("parts", "code"),
+    [
+        ({"log": "writer.step_train(i, float(loss))"}, "WB115"),
+        ({"log": "print(metrics['loss'])", "before": "metrics = {'loss': loss.item()}"}, "WB115"),
+        ({"log": "pass", "before": "writer.add_scalar('l', loss.item() * accum, i)"}, "WB115"),
+        (
+            {
+                "log": "print(sum(v for v in losses.values()).item())",
+                "before": "losses = criterion(x); loss = sum(losses[k] for k in losses)",
+            },
+            "WB115",
+        ),
+    ],
+    ids=["a writer's own method", "an entry", "K times too large", "a comprehension"],
+)
+def test_logged_losses(parts: dict[str, str], code: str) -> None:
+    defaults = {"before": "pass", "backward": "(loss / accum).backward()", "tail": " or i == last"}
+    assert code in codes(BODY.format(**{**defaults, **parts}))
+    assert code not in codes(BODY.format(**defaults, log="pass"))
+
+
+def test_a_flag_that_both_branches_set() -> None:
+    source = """
+        def train(model, optimizer, loader, accum):
+            n = 0
+            for x in loader:
+                n += 1
+                if n == accum:
+                    is_last, n = True, 0
+                    last = True
+                    n = 0
+                else:
+                    last = False
+                step(model, optimizer, x, last, accum)
+
+        def step(model, optimizer, x, last, accum, evaluate=False):
+            loss = model(x).mean() / accum
+            loss.backward()
+            if last:
+                optimizer.step()
+                optimizer.zero_grad()
+    """
+    assert codes(source) == {"WB109"}
+
+
+def test_methods_of_another_object() -> None:
+    source = """
+        class Runner:
+            def __init__(self, model, optimizer):
+                self.model, self.optimizer = model, optimizer
+            def backward(self, loss):
+                loss.backward()
+            def step(self):
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+
+        def run_epoch(runner: Runner, loader, accum):
+            for i, x in enumerate(loader):
+                runner.backward(runner.model(x).mean())
+                if (i + 1) % accum == 0:
+                    runner.step()
+    """
+    assert codes(source) == {"WB101", "WB109"}
+
+
+def test_ddp_in_a_function_beside() -> None:
+    loop = """
+            for i, x in enumerate(loader):
+                (model(x).mean() / accum).backward()
+                if (i + 1) % accum == 0 or i + 1 == n:
+                    optimizer.step()
+                    optimizer.zero_grad()
+    """
+    alone = f"""
+        def on_one_device(model, optimizer, loader, accum, n):
+            {loop.strip()}
+        def on_many(model, optimizer, loader, accum):
+            model = DistributedDataParallel(model)
+            model(next(loader)).mean().backward()
+            optimizer.step()
+    """
+    assert "WB111" not in codes(alone)
+    called = alone.replace("model(next(loader)).mean().backward()", "on_one_device(model)")
+    assert "WB111" in codes(called)
+
+
+def test_parts_of_a_split_that_may_be_uneven() -> None:
+    source = """
+        def train(model, optimizer, loader, size):
+            for x, y in loader:
+                optimizer.zero_grad()
+                micros = list(zip(x.split(size), y.split(size)))
+                for a, b in micros:
+                    (F.cross_entropy(model(a), b{more}) / len(micros)).backward()
+                optimizer.step()
+    """
+    assert codes(source.format(more="")) == {"WB103"}
+    assert codes(source.format(more=", reduction='sum'")) == set()
+
+
+def test_clearing_at_the_start_of_a_window_loses_the_tail() -> None:
+    source = """
+        def train(model, optimizer, loader, accum):
+            for i, x in enumerate(loader):
+                if i % accum == 0:
+                    optimizer.zero_grad()
+                (model(x).mean() / accum).backward()
+                if (i + 1) % accum == 0:
+                    optimizer.step()
+    """
+    assert codes(source) == {"WB109"}
+
+
+@pytest.mark.parametrize(("length", "expected"), [("steps", {"WB116"}), ("steps // accum", set())])
+def test_a_schedule_as_long_as_the_clock(length: str, expected: set[str]) -> None:
+    source = f"""
+        def build(args, steps):
+            optimizer = BertAdam(params, t_total=args.{length})
+            return optimizer
+        def train(model, optimizer, batches, args, accum):
+            clock = 1
+            while True:
+                if clock == args.steps + 1:
+                    break
+                (model(next(batches)).mean() / accum).backward()
+                if clock % accum == 0:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                clock += 1
+    """
+    assert codes(source) == expected
+
+
+def test_a_tape_that_accumulates_is_noted() -> None:
+    source = """
+        import tensorflow as tf
+        for step, (x, y) in enumerate(data):
+            with tf.GradientTape() as tape:
+                loss = loss_of(model(x), y)
+            total = [a + g for a, g in zip(total, tape.gradient(loss, weights))]
+            if (step + 1) % n_accum == 0:
+                optimizer.apply_gradients(zip(total, weights))
+    """
+    assert codes(source) == {"WB003"}
