@@ -279,7 +279,7 @@ def _sum(node: Any, name: str, below: list[Any], so_far: LossTerm) -> LossTerm:
     inner = below[0]
     while inner is not None and inner.name() in _SAME:
         inner = inner.next_functions[0][0]
-    if _is_of_parameters(inner):
+    if inner is not None and inner.next_functions and _is_of_parameters(inner):
         return replace(so_far, node=name, kind="regulariser")
     if inner is not None and inner.name() == "MeanBackward1":
         given = tuple(_saved(inner, "self_sym_sizes") or ())

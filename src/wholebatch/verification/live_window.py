@@ -268,7 +268,9 @@ class LiveObserver(WindowObserver):
             self._depth += 1
 
     @_never_fails
-    def _leave_call(self, module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+    def _leave_call(self, module: nn.Module, args: Any, *rest: Any) -> None:
+        # Torch leaves the keywords out where the call has failed.
+        kwargs, result = rest if len(rest) == 2 else ({}, None)
         if not self._is_ours(module):
             return
         self._depth = max(0, self._depth - 1)
@@ -473,6 +475,8 @@ class LiveObserver(WindowObserver):
         closure: bool = False,
     ) -> None:
         seen = self.window
+        if self.failure:
+            return
         if seen is None:
             again = self._stepped_by is not optimizer and bool(self._stepped & stepped)
             self.stepped_twice |= again
