@@ -123,7 +123,9 @@ class Autocast(Precision):
 
     def forward(self) -> AbstractContextManager[object]:
         # Without a cache, a checkpointed block's casts are freed with the block's whole weights.
-        return torch.autocast(self._device_type, dtype=self._dtype, cache_enabled=self._keeps)
+        # None leaves it as it is: a trace switches it off.
+        cache = None if self._keeps else False
+        return torch.autocast(self._device_type, dtype=self._dtype, cache_enabled=cache)
 
     def copy_of(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         if weight.dtype is dtype:
