@@ -196,8 +196,8 @@ def fitted(model: nn.Module, body: Callable[[Any, Any, int], Any], **options: An
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
             self.metrics.append({k: float(v) for k, v in self.trainer.callback_metrics.items()})
             self.outputs.append(outputs)
-            assert windows._compiled is not None
-            executor = windows._compiled._loss.executor
+            assert windows._step is not None
+            executor = windows._step._loss.executor
             modes.append(executor.mode)
             changes.append(executor._plan.changes)
 

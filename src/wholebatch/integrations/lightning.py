@@ -194,6 +194,7 @@ class ExactWindows(Callback):
         self._options = AdapterOptions(batchnorm, zero_units, nonfinite, audit)
         self._windows: HostWindows | None = None
         self._given: GivenLoss | None = None  # the loss whose backward comes next
+        self._step: CompiledStep | None = None
         self._saved: dict[str, Any] | None = None
         self._replaced = ExitStack()
         self.last: Settled | None = None
@@ -221,7 +222,7 @@ class ExactWindows(Callback):
     ) -> None:
         """Replace training_step by one that weighs the loss on its way to the Trainer."""
         inner, clear = module.training_step, module.optimizer_zero_grad
-        compiled = CompiledStep(module, windows, self._units_of, self._execute)
+        compiled = self._step = CompiledStep(module, windows, self._units_of, self._execute)
         look = FirstLook(module, windows, host=self, off="ExactWindows(..., audit=False)")
 
         @functools.wraps(inner)  # Lightning looks at what arguments it takes
