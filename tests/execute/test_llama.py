@@ -209,11 +209,14 @@ def test_buffers_that_lie_apart_are_not_joined() -> None:
     traced, state, _ = _traced(model, _micro(), _sum)
     parameters = list(state.trained.values())
     options = Fusions(products=True, shared_inputs=True)
-    buffers = Gradients(parameters).of(traced.used)
-    rewritten, tail = _rewritten(traced, len(parameters), buffers, Casts(parameters), options)
+    gradients = Gradients(parameters)
+    buffers = gradients.of(traced.used)
+    rewritten, tail = _rewritten(traced, len(parameters), gradients, Casts(parameters), options)
     assert len(tail) == len(rewritten.casts) + len(buffers) + len(rewritten.joined)
     assert rewritten.shared_products
-    apart = [buffer.clone() for buffer in buffers]
+    apart = Gradients(parameters)
+    for index in traced.used:  # one allocation each
+        apart.of([index])
     rewritten, tail = _rewritten(traced, len(parameters), apart, Casts(parameters), options)
     assert not rewritten.shared_products
     assert len(tail) == len(rewritten.casts) + len(buffers)
