@@ -141,7 +141,7 @@ def test_the_command(command: Callable[..., Ran], recipe: Callable[..., Path]) -
         (("--beside", "loops"), "--beside loops: must be one of wholebatch"),
         (("--micro-batch", "0"), "--micro-batch 0: must be 1 or more"),
         (("--micro-batch", "11"), "--micro-batch 11: is more than the batch of 10"),
-        (("--precision", "half"), "must be full, bf16 or fp16"),
+        (("--precision", "half"), "must be full, bf16, fp16 or fp8"),
         (("--out", "bench.txt"), "must be the name of a .json file"),
         (("--clock", "sun"), "must be wall or cpu"),
         (("--seconds", "0"), "must be above 0"),

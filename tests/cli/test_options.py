@@ -67,7 +67,7 @@ def test_what_is_allowed(name: str, value: Any, expected: Any) -> None:
         ("micro_batch", "0 tokens", "budget"),
         ("micro_batch", "-4", "budget"),
         ("micro_batch", "a few", "--x a few: must be"),
-        ("precision", "int4", "must be one of full, fp32, bf16, fp16, bf16-pure"),
+        ("precision", "int4", "must be one of full, fp32, bf16, fp16, fp8, bf16-pure"),
         ("clip_norm", 0.0, "must be a number above 0"),
         ("clip_norm", float("nan"), "above 0"),
         ("lr", float("inf"), "above 0"),

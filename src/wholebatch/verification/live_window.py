@@ -18,7 +18,11 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.modules.module import (
+    _global_forward_hooks_with_kwargs,
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from wholebatch.core import window
@@ -170,10 +174,13 @@ class LiveObserver(WindowObserver):
 
     def _forward_hooks(self) -> list[Callable[[], None]]:
         leave: Any = self._leave_call
-        self._of_forwards = [
-            register_module_forward_pre_hook(self._enter_call).remove,
-            register_module_forward_hook(leave, with_kwargs=True, always_call=True).remove,
-        ]
+        after = register_module_forward_hook(leave, with_kwargs=True, always_call=True)
+
+        def remove() -> None:
+            after.remove()
+            _global_forward_hooks_with_kwargs.pop(after.id, None)  # torch forgets it there
+
+        self._of_forwards = [register_module_forward_pre_hook(self._enter_call).remove, remove]
         return list(self._of_forwards)
 
     def go_lightly(self) -> None:
