@@ -44,6 +44,6 @@ def test_cases_on(backend: str) -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=280,
+        timeout=900,
     )
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-4000:]
