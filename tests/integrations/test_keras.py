@@ -21,6 +21,7 @@ CASES = {
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(950)
 @pytest.mark.parametrize("backend", CASES)
 def test_cases_on(backend: str) -> None:
     """A backend is chosen once per process, and TensorFlow must not come into this one."""
