@@ -293,6 +293,8 @@ VALIDATED = (
 )
 
 
+# JAX warns of forks once another test has imported it here.
+@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
 def test_workers_read_the_same_batches_and_held_out_data_changes_nothing(
     command: Command, recipe: Write, tmp_path: Path
 ) -> None:
