@@ -23,15 +23,15 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
+sys.path[:0] = [str(ROOT / "src"), str(ROOT), str(ROOT / "benchmarks")]
 os.environ |= {"TRL_EXPERIMENTAL_SILENCE": "1", "HF_HUB_OFFLINE": "1", "CI": "1"}
 
 import torch  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
+from which_mean import written  # noqa: E402
 
 import wholebatch as wb  # noqa: E402
-from benchmarks.which_mean import written  # noqa: E402
 
 PAGE = ROOT / "docs" / "gallery.md"
 Batch = dict[str, Tensor]
@@ -157,7 +157,7 @@ def run_clm() -> Errors:
     def theirs(model: nn.Module) -> None:
         accelerator = Accelerator(gradient_accumulation_steps=4, cpu=True)
         rows = [{name: leaf[i] for name, leaf in batch.items()} for i in range(4)]
-        loader = torch.utils.data.DataLoader(rows, batch_size=2)  # type: ignore[arg-type]
+        loader: Any = torch.utils.data.DataLoader(rows, batch_size=2)  # type: ignore[arg-type]
         wrapped, optimizer, loader = accelerator.prepare(model, sgd(model), loader)
         for micro in loader:
             with accelerator.accumulate(wrapped):
@@ -327,7 +327,7 @@ def denoising_diffusion() -> Errors:
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(12, 24), nn.SiLU(), nn.Linear(24, 12)).double()
 
-    def error(model: nn.Module, micro: Batch) -> Tensor:
+    def error(model: Any, micro: Batch) -> Any:
         return (model(0.6 * micro["x"] + 0.8 * micro["noise"]) - micro["noise"]).square()
 
     def theirs(model: nn.Module) -> None:

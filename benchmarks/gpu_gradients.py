@@ -249,7 +249,7 @@ def measured(case_name: str, row: Row, until: float) -> dict[str, Any]:
         loss=summed,
         units=lambda micro: micro["y"].numel(),
         precision="full" if row.parameters == BF16 else "bf16",
-        execute=row.execute,
+        execute=row.execute,  # type: ignore[arg-type]
         **grouped({"micro_batch": min(row.micro, samples), **options}),
     )
     began = time.perf_counter()

@@ -151,7 +151,7 @@ def measured(way: str, tokens: int, width: int, vocabulary: int, right: Any) -> 
         loss=make(),
         micro_batch=1,
         precision="bf16",
-        execute=execute if on_cuda else "eager",
+        execute=execute if on_cuda else "eager",  # type: ignore[arg-type]
         units=lambda micro: micro["input_ids"].numel() - micro["input_ids"].shape[0],
     )
     for _ in range(2):

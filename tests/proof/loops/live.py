@@ -420,7 +420,7 @@ def by_hand(run: Run, wrap: Callable[..., Any] | None = None) -> LoopVerdict:
             for micro in window:
                 moment.place = micro["place"]
                 loss = run.loss(model, micro)
-                backward(scaler.scale(loss) if plant.loss_scale else loss)
+                backward(scaler.scale(loss) if plant.loss_scale else loss)  # type: ignore[no-untyped-call]
                 plant.after_backward(moment)
                 at = plant.steps_at
                 if moment.is_last if at is None else at(index, micro["place"], len(window)):
@@ -558,7 +558,7 @@ def hf_trainer(run: Run, folder: Path = Path("build/watch")) -> LoopVerdict:
     trainer = Planted(
         model,
         arguments,
-        train_dataset=micros,  # type: ignore[arg-type]
+        train_dataset=micros,
         data_collator=lambda rows: rows[0],
         optimizers=(optimizer, constant),
         callbacks=[Lines()],
