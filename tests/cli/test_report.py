@@ -91,9 +91,12 @@ def test_numbers_that_json_does_not_have_are_null(tmp_path: Path) -> None:
     assert line["terms"] == {"lm": None, "aux": 1.0}
 
 
-def test_events_are_what_tensorboard_reads(tmp_path: Path) -> None:
+def test_events_are_what_tensorboard_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.summary.writer import event_file_writer as files
 
+    # Files of one second are read in the order of their numbers as text: 10 comes before 9.
+    monkeypatch.setattr(files, "_global_uid", files.AtomicCounter(0))
     events = Events(tmp_path, windows=0)
     for window in (1, 2, 3):
         events.write(record(window, loss=float(window), terms={"lm": 0.5}))
