@@ -77,6 +77,16 @@ def step(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
     optimizer.step()
 
 
+def mean_of_means(
+    model: nn.Module, mean: Callable[[Any, Batch], Tensor], parts: list[Batch]
+) -> None:
+    """Make the update of the usual loop: each mean divided by the number of micro-batches."""
+    optimizer = sgd(model)
+    for micro in parts:
+        (mean(model, micro) / len(parts)).backward()
+    optimizer.step()
+
+
 # ------------------------------------------------------------------- language models, masked tokens
 
 
@@ -246,12 +256,6 @@ def timm() -> Errors:
     def mean(model: nn.Module, micro: Batch) -> Tensor:
         return F.cross_entropy(model(micro["x"]), micro["y"])
 
-    def theirs(model: nn.Module) -> None:
-        optimizer = sgd(model)
-        for micro in micros:
-            (mean(model, micro) / len(micros)).backward()
-        optimizer.step()
-
     def ours(model: nn.Module) -> None:
         def loss(model: nn.Module, micro: Batch) -> wb.Loss:
             return wb.cross_entropy(model(micro["x"]), micro["y"])
@@ -261,7 +265,7 @@ def timm() -> Errors:
     return compared(
         Images,
         whole=lambda model: step(sgd(model), mean(model, batch)),
-        theirs=theirs,
+        theirs=lambda model: mean_of_means(model, mean, micros),
         ours=ours,
     )
 
@@ -330,11 +334,8 @@ def denoising_diffusion() -> Errors:
     def error(model: Any, micro: Batch) -> Any:
         return (model(0.6 * micro["x"] + 0.8 * micro["noise"]) - micro["noise"]).square()
 
-    def theirs(model: nn.Module) -> None:
-        optimizer = sgd(model)
-        for micro in micros:
-            (error(model, micro).mean() / len(micros)).backward()
-        optimizer.step()
+    def mean(model: Any, micro: Batch) -> Any:
+        return error(model, micro).mean()
 
     def ours(model: nn.Module) -> None:
         acc = wb.Accumulator(model, sgd(model), steps=len(micros))
@@ -343,8 +344,8 @@ def denoising_diffusion() -> Errors:
 
     return compared(
         build,
-        whole=lambda model: step(sgd(model), error(model, batch).mean()),
-        theirs=theirs,
+        whole=lambda model: step(sgd(model), mean(model, batch)),
+        theirs=lambda model: mean_of_means(model, mean, micros),
         ours=ours,
     )
 
@@ -416,12 +417,6 @@ def detection() -> Errors:
     def mean(model: nn.Module, micro: Batch) -> Tensor:
         return total(model, micro) / micro["matched"].sum()
 
-    def theirs(model: nn.Module) -> None:
-        optimizer = sgd(model)
-        for micro in micros:
-            (mean(model, micro) / len(micros)).backward()
-        optimizer.step()
-
     def ours(model: nn.Module) -> None:
         acc = wb.Accumulator(model, sgd(model), steps=len(micros))
         for micro in micros:
@@ -430,7 +425,7 @@ def detection() -> Errors:
     return compared(
         build,
         whole=lambda model: step(sgd(model), mean(model, batch)),
-        theirs=theirs,
+        theirs=lambda model: mean_of_means(model, mean, micros),
         ours=ours,
     )
 

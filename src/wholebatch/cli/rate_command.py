@@ -18,7 +18,6 @@ from wholebatch.cli.command_options import (
     whole_number,
 )
 from wholebatch.cli.report.terminal_output import Spinner, console_of, say
-from wholebatch.cli.run_settings import resolve
 
 if TYPE_CHECKING:
     from wholebatch.tune.learning_curves import Curves, RangeTest
@@ -68,14 +67,10 @@ def rate(options: RateOptions) -> None:
 
 def _measured(options: RateOptions, doing: Spinner) -> Curves:
     from wholebatch.cli.error_messages import short_warnings
-    from wholebatch.cli.recipes import load_recipe
     from wholebatch.tune import learning_curves as learning
 
-    recipe = load_recipe(options.recipe)
-    given = {name: getattr(options, name) for name in ("batch_size", "micro_batch")}
-    config = resolve(given, recipe.defaults, stored=None)
     with short_warnings(shown=True):
-        shared = measuring.learning_recipe(recipe, config, options.device)
+        recipe, shared = measuring.learning_recipe(options)
         own = float(shared.make()[1].param_groups[0]["lr"])
         low, high = options.low or own / 1000, options.high or own * 100
         doing(f"raising the learning rate from {low:.3g} to {high:.3g}")
@@ -87,7 +82,7 @@ def _measured(options: RateOptions, doing: Spinner) -> Curves:
         curves=[{"name": "loss", "x": list(found.rates), "y": list(found.losses)}],
         rows=[],
         advice=_advice(found, own),
-        about={"subject": recipe.name, "batch_size": config.batch_size, "recipe_rate": own},
+        about={"subject": recipe.name, "batch_size": shared.base_batch, "recipe_rate": own},
         log_x=True,
     )
 

@@ -103,8 +103,31 @@ def made(
     return model, recipe.build_optimizer(model, lr=config.lr)
 
 
-def learning_recipe(recipe: Recipe, config: Config, device: str) -> LearningRecipe:
-    """Return the parts of runs beside each other: the model, and the data from its start."""
+class LearningOptions(Protocol):
+    """The options that `rate` and `rival` share."""
+
+    @property
+    def recipe(self) -> str | None: ...
+    @property
+    def batch_size(self) -> int | None: ...
+    @property
+    def micro_batch(self) -> int | None: ...
+    @property
+    def device(self) -> str: ...
+
+
+def learning_recipe(options: LearningOptions) -> tuple[Recipe, LearningRecipe]:
+    """Return the recipe, and the parts of its runs: the model, and the data from its start."""
+    from wholebatch.cli.recipes import load_recipe
+    from wholebatch.cli.run_settings import resolve
+
+    recipe = load_recipe(options.recipe)
+    given = {"batch_size": options.batch_size, "micro_batch": options.micro_batch}
+    config = resolve(given, recipe.defaults, stored=None)
+    return recipe, _parts_of_runs(recipe, config, options.device)
+
+
+def _parts_of_runs(recipe: Recipe, config: Config, device: str) -> LearningRecipe:
     from wholebatch.cli.parallel_ranks import choose_device
     from wholebatch.cli.training_run import fitted_to
     from wholebatch.tune.learning_curves import Recipe as LearningRecipe

@@ -12,7 +12,6 @@ from rich.console import Console
 from wholebatch.cli import recipe_measuring as measuring
 from wholebatch.cli.command_options import command, option, recipe_argument, whole_number
 from wholebatch.cli.report.terminal_output import Spinner, console_of, fitting, plain_table, say
-from wholebatch.cli.run_settings import resolve
 from wholebatch.core.readable_sizes import bytes_said
 from wholebatch.errors import OptionError
 
@@ -81,14 +80,10 @@ def rival(options: RivalOptions) -> None:
 
 def _measured(options: RivalOptions, doing: Spinner) -> Curves:
     from wholebatch.cli.error_messages import short_warnings
-    from wholebatch.cli.recipes import load_recipe
     from wholebatch.tune import learning_curves as learning
 
-    recipe = load_recipe(options.recipe)
-    given = {name: getattr(options, name) for name in ("batch_size", "micro_batch")}
-    config = resolve(given, recipe.defaults, stored=None)
     with short_warnings(shown=True):
-        shared = measuring.learning_recipe(recipe, config, options.device)
+        recipe, shared = measuring.learning_recipe(options)
         doing("measuring the speed")
         samples = learning.samples_in(options.seconds, shared, shared.base_batch)
         curves = learning.rival(shared, samples=samples, rates=options.rates or (1.0,), watch=doing)

@@ -89,7 +89,7 @@ class LiveClip:
 
 @dataclass(eq=False)
 class LiveWindow:
-    """What was seen between two steps of the optimizer, in one row of numbers per gradient."""
+    """One window of a live loop: the gradients and calls recorded between two optimizer steps."""
 
     sizes: list[int]
     """How many numbers are kept of each parameter."""

@@ -27,7 +27,7 @@ from wholebatch.verification.verdicts import LoopTrial, LoopVerdict
 _log = logging.getLogger("wholebatch")
 
 _SHORT = ("stepped-every-micro-batch", "nominal-count", "divided-twice", "left-out")
-"""What a first window may look like that has fewer micro-batches than it is divided by."""
+"""The mistakes that a short first window can be taken for: it has fewer micro-batches than K."""
 
 
 class WatchIsOver(BaseException):
