@@ -8,14 +8,16 @@
 
 The models of `speed` and `distance` are Llamas of Transformers with random weights and tokens, in
 texts of 1,024 tokens, with fused AdamW on float32 weights. torchao comes from its package, or from
-the folder in $DOORS: its rows are a hand-written loop over torch.compile. `distance` takes the
-gradient of one micro-batch in eager code, and the update of one window over different splits.
+the folder in $DOORS: its rows are a hand-written loop over torch.compile. Rows of `speed` are
+processes that get ready side by side; while one is timed the others are stopped. `distance` takes
+the gradient of one micro-batch in eager code, and the update of one window over different splits.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import json
 import os
 import statistics
 import sys
@@ -23,9 +25,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+from speed.plan import Expected
+from speed.together import Child, run_rows
 from torch import Tensor, nn
 
 import wholebatch as wb
@@ -128,7 +133,8 @@ def windows_of_torchao(llama: Llama, recipe: str) -> tuple[Callable[[], Any], Ca
     return window, lambda: "torch.compile"
 
 
-def timed_row(name: str, *, profiles: bool) -> None:
+def timed_row(name: str, *, profiles: bool) -> str:
+    """Return what one row comes to; it waits for a word before it times its windows."""
     which, way = name.split("/")
     llama, began = MODELS[which], time.perf_counter()
     if way.startswith("torchao"):
@@ -138,6 +144,8 @@ def timed_row(name: str, *, profiles: bool) -> None:
     for _ in range(WARM):
         window()
     ready = time.perf_counter() - began
+    print("READY", flush=True)
+    sys.stdin.readline()
     if DEVICE == "cuda":
         torch.cuda.reset_peak_memory_stats()
     times = []
@@ -148,27 +156,45 @@ def timed_row(name: str, *, profiles: bool) -> None:
             torch.cuda.synchronize()
         times.append(1000 * (time.perf_counter() - start))
     peak = torch.cuda.max_memory_allocated() / 2**30 if DEVICE == "cuda" else 0.0
-    print(
+    lines = [
         f"{name:28s} {statistics.median(times):7.1f} ms ({min(times):.1f} to {max(times):.1f})  "
-        f"{peak:5.1f} GiB  {mode()}  ready in {ready:.0f} s",
-        flush=True,
-    )
+        f"{peak:5.1f} GiB  {mode()}  ready in {ready:.0f} s"
+    ]
     if profiles:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             window()
             torch.cuda.synchronize()
         kernels = sorted(profile.key_averages(), key=lambda one: -one.self_device_time_total)
-        for one in kernels[:30]:
-            print(f"  {one.self_device_time_total / 1e3:8.2f} ms {one.count:5d} x {one.key[:150]}")
+        lines += [
+            f"  {one.self_device_time_total / 1e3:8.2f} ms {one.count:5d} x {one.key[:150]}"
+            for one in kernels[:30]
+        ]
+    return "\n".join(lines)
 
 
-def speed(rows: Sequence[str], *, profiles: bool) -> None:
-    for name in rows:
-        try:
-            timed_row(name, profiles=profiles)
-        except Exception as problem:  # Another row may run.
-            print(f"{name:28s} {type(problem).__name__}: {str(problem)[:300]}", flush=True)
-        free()
+def child(name: str, *, profiles: bool) -> None:
+    """Print the row of this process."""
+    try:
+        row = {"found": timed_row(name, profiles=profiles)}
+    except Exception as problem:  # Another row may run.
+        row = {"error": f"{name:28s} {type(problem).__name__}: {str(problem)[:300]}"}
+    print(f"ROW {json.dumps(row)}", flush=True)
+
+
+def speed(rows: Sequence[str], budget: float, *, profiles: bool) -> None:
+    """Print the rows, as they come."""
+    script, paths = Path(__file__).resolve(), os.environ.get("PYTHONPATH", "")
+    options = ["--profile"] if profiles else []
+    run_rows(
+        [(name, "speed", 0) for name in rows],
+        lambda spec, gib: Child(script, spec, options, paths, gib),
+        lambda _: Expected(30.0 if DEVICE == "cuda" else 5.0, 40.0),
+        until=time.monotonic() + budget,
+        together=3,
+        warm_up=budget,
+        rounds=1,
+        report=lambda row: print(row.get("found", row.get("error")), flush=True),
+    )
 
 
 def free() -> None:
@@ -367,6 +393,9 @@ def curve(updates: int, every: int, precisions: Sequence[str], size: Sequence[in
 
 
 def main() -> None:
+    if sys.argv[1] == "--child":  # --child speed --models ROW --micro 0
+        child(sys.argv[4], profiles="--profile" in sys.argv)
+        return
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     commands = parser.add_subparsers(dest="command", required=True)
     of_speed = commands.add_parser("speed")
@@ -376,6 +405,7 @@ def main() -> None:
         default=[f"{name}/{way}" for name in ("4x4096", "22x2048") for way in WAYS],
     )
     of_speed.add_argument("--profile", action="store_true", help="print the longest kernels too")
+    of_speed.add_argument("--budget", type=float, default=600.0, help="seconds for all rows")
     commands.add_parser("products")
     of_distance = commands.add_parser("distance")
     of_distance.add_argument("--model", default="4x4096", choices=MODELS)
@@ -389,7 +419,7 @@ def main() -> None:
     )
     options = parser.parse_args()
     if options.command == "speed":
-        speed(options.rows, profiles=options.profile)
+        speed(options.rows, options.budget, profiles=options.profile)
     elif options.command == "products":
         products()
     elif options.command == "distance":
