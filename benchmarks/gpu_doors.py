@@ -92,11 +92,12 @@ class Job:
 
     def model(self) -> Any:
         torch.manual_seed(0)
-        made = t5() if self.name == "t5" else llama(self)
-        if self.name == "lora":
-            made = with_lora(made)
+        with torch.device("cuda" if self.on_cuda else "cpu"):
+            made = t5() if self.name == "t5" else llama(self)
+            if self.name == "lora":
+                made = with_lora(made)
         made.train()
-        return made.cuda() if self.on_cuda else made
+        return made
 
     def start(self) -> None:
         self.began = time.perf_counter()
@@ -112,6 +113,8 @@ class Job:
                 torch.cuda.reset_peak_memory_stats()
             self.peak = torch.cuda.max_memory_allocated()
         made = len(self.times) + 1 - WARM
+        if self.waits:
+            sys.stderr.write(f"window after {time.perf_counter() - self.began:.1f} s\n")
         if self.waits and made == 0:
             print("READY", flush=True)
             sys.stdin.readline()
@@ -584,6 +587,7 @@ def main() -> None:
     logging.getLogger("transformers").setLevel(logging.ERROR)
     torch.set_float32_matmul_precision("high")
     if options.child:
+        sys.stderr.write(f"imported after {time.process_time():.1f} s of the processor\n")
         found = measured(options.models, options.child, options.execute, 60.0, waits=True)
         row = {"model": options.models, "mode": options.child, "found": found}
         print(f"ROW {json.dumps(row)}", flush=True)
