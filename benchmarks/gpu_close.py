@@ -6,7 +6,7 @@
 A window in graphs ends and begins with four passes: the norm of the gradients, torch's fused AdamW
 (which multiplies by the factor, and writes the gradients back), the clearing of the gradients, and
 the cast of the weights to bf16. `one kernel` makes the last three of them over all parameters at
-once, in Triton; in the last row it leaves out the cast. Both start from the same numbers; after
+once, in Triton; in the last row it leaves the gradients and casts alone. Both start from the same numbers; after
 five windows the parameters, moments and casts are compared. Times are medians over windows, by the
 device's own clock.
 """
@@ -14,6 +14,7 @@ device's own clock.
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -33,8 +34,8 @@ from triton.language.extra import libdevice  # type: ignore[import-not-found, im
 
 from wholebatch.compile.gradient_buffers import in_one_piece  # noqa: E402
 
-BLOCK, BLOCKS = 1024, 8
-"""Numbers that a program has in registers at once, and how often it reads as many."""
+BLOCK, BLOCKS, WARPS = (int(one) for one in os.environ.get("TILE", "1024 8 4").split())
+"""Numbers that a program has in registers at once, how often it reads as many, and its warps."""
 DECAY, EPSILON, RATE, BETAS = 0.01, 1e-8, 1e-3, (0.9, 0.999)
 MEASURED = 12
 
@@ -42,7 +43,7 @@ MEASURED = 12
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _close(  # type: ignore[no-untyped-def]
     tensors, places, scale, bad, rate, beta1, beta2, decay, epsilon,
-    casts: tl.constexpr, block: tl.constexpr, blocks: tl.constexpr,
+    clears: tl.constexpr, casts: tl.constexpr, block: tl.constexpr, blocks: tl.constexpr,
 ):  # fmt: skip
     """Step AdamW on one piece of a parameter as torch does, clear its gradient, cast its weight."""
     if tl.load(bad) != 0.0:
@@ -72,7 +73,8 @@ def _close(  # type: ignore[no-untyped-def]
         below = tl.div_rn(tl.sqrt_rn(square), root) + epsilon
         weight = weight - tl.div_rn(size * mean, below)
         tl.store(p + here, weight, mask=inside)
-        tl.store(g + here, tl.zeros([block], tl.float32), mask=inside)
+        if clears:
+            tl.store(g + here, tl.zeros([block], tl.float32), mask=inside)
         tl.store(m + here, mean, mask=inside)
         tl.store(v + here, square, mask=inside)
         if casts:
@@ -90,11 +92,14 @@ class OnePass:
         self._places = torch.tensor(places, dtype=torch.int32, device="cuda")
         self._steps = [row[5] for row in columns]
 
-    def __call__(self, scale: Tensor, bad: Tensor, *, casts: bool = True) -> None:
+    def __call__(
+        self, scale: Tensor, bad: Tensor, *, clears: bool = True, casts: bool = True
+    ) -> None:
         torch._foreach_add_(self._steps, 1.0)
         kernel: Any = _close[(len(self._places),)]
         given = self._tensors, self._places, scale, bad, RATE, *BETAS, DECAY, EPSILON
-        kernel(*given, casts=casts, block=BLOCK, blocks=BLOCKS, num_warps=4)
+        sizes: Any = {"block": BLOCK, "blocks": BLOCKS, "num_warps": WARPS}
+        kernel(*given, clears=clears, casts=casts, **sizes)
 
 
 class Model:
@@ -150,9 +155,8 @@ class Model:
     def in_one(self) -> None:
         self.one_pass(self.scale, self.bad)
 
-    def in_two(self) -> None:
-        self.one_pass(self.scale, self.bad, casts=False)
-        self.cast()
+    def step_alone(self) -> None:
+        self.one_pass(self.scale, self.bad, clears=False, casts=False)
 
     def numbers(self) -> dict[str, Tensor]:
         """Everything that a close has written, as rows."""
@@ -216,7 +220,7 @@ def main() -> None:
             ("cast of weights", model.cast),
             ("AdamW, clearing, cast", model.as_now),
             ("one kernel", model.in_one),
-            ("one kernel, and the cast", model.in_two),
+            ("the kernel's AdamW alone", model.step_alone),
         ):
             print(f"  {label:26s} {milliseconds(part):7.3f} ms", flush=True)
         del model, part
