@@ -6,9 +6,9 @@
 A window in graphs ends and begins with four passes: the norm of the gradients, torch's fused AdamW
 (which multiplies by the factor, and writes the gradients back), the clearing of the gradients, and
 the cast of the weights to bf16. `one kernel` makes the last three of them over all parameters at
-once, in Triton; in the last row it leaves the gradients and casts alone. Both start from the same numbers; after
-five windows the parameters, moments and casts are compared. Times are medians over windows, by the
-device's own clock.
+once, in Triton; in the last row it leaves the gradients and casts alone. Both start from the same
+numbers; after five windows the parameters, moments and casts are compared. Times are medians over
+windows, by the device's own clock.
 """
 
 from __future__ import annotations
