@@ -3,6 +3,7 @@
     python benchmarks/gpu_fp8.py speed                    # ms and GiB per window, both models
     python benchmarks/gpu_fp8.py speed --profile --rows 4x4096/fp8 4x4096/torchao-rowwise
     python benchmarks/gpu_fp8.py products                 # their matrix products by themselves
+    python benchmarks/gpu_fp8.py splits                   # what depends on the number of rows
     python benchmarks/gpu_fp8.py distance                 # gradient and update against float64
     python benchmarks/gpu_fp8.py curve --updates 2000     # bytes-gpt at 124 M, bf16 and fp8
 
@@ -261,6 +262,88 @@ def products() -> None:
             print(f"{size:20s} {plain:8.1f} {ours:8.1f}        {error:.2e}    {same}", flush=True)
 
 
+# ----------------------------------------------------------------------------- splits
+
+
+def other_bits(call: Callable[..., Tensor], *inputs: Tensor) -> str:
+    """Return the shares of numbers that change when fewer rows are computed at once."""
+    whole, rows = call(*inputs), len(inputs[0])
+    shares = []
+    for number in (rows // 2, 5 * rows // 12, rows // 3, rows // 12):
+        part = call(*(one[:number] for one in inputs))
+        shares.append(float((part != whole[:number]).double().mean()))
+    return " ".join(f"{share:8.1e}" for share in shares)
+
+
+class Net(nn.Module):
+    """Three perceptrons with a residual, over tokens."""
+
+    def __init__(self, outputs: int, *, bias: bool) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.embed = nn.Embedding(outputs, 256)
+        self.norms = nn.ModuleList(nn.LayerNorm(256) for _ in range(3))
+        self.ups = nn.ModuleList(nn.Linear(256, 1024) for _ in range(3))
+        self.downs = nn.ModuleList(nn.Linear(1024, 256, bias=False) for _ in range(3))
+        self.read = nn.Linear(256, outputs, bias=bias)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for norm, up, down in zip(self.norms, self.ups, self.downs, strict=True):
+            x = x + down(nn.functional.gelu(up(norm(x))))
+        logits: Tensor = self.read(x)
+        return logits
+
+
+def splits() -> None:
+    """Print which products depend on the number of rows, and what that does to a gradient."""
+    print("share of bf16 outputs that differ where 1/2, 5/12, 1/3 and 1/12 of the rows are alone")
+    for rows, inner, outer, bias in (
+        *((1536, 256, n, bias) for n in (96, 97, 1024) for bias in (False, True)),
+        *((1536, 1024, 256, False), (12288, 2048, 5632, False), (12288, 4096, 4096, False)),
+        (12288, 14336, 4096, False),
+    ):
+        x = torch.randn(rows, inner, device=DEVICE).bfloat16()
+        w = torch.randn(outer, inner, device=DEVICE) * 0.02
+        low, b = w.bfloat16(), torch.randn(outer, device=DEVICE).bfloat16() if bias else None
+        found = {"bf16": other_bits(partial(nn.functional.linear, weight=low, bias=b), x)}
+        if outer % 16 == 0 and not bias:
+            eight = linear_layers.Quantised(*linear_layers.quantise_weight()(w))
+            in_bf16 = partial(eight.linear, dtype=torch.bfloat16)
+            found["fp8"] = other_bits(in_bf16, *linear_layers.quantise(x))
+        for name, shares in found.items():
+            size = f"{rows} x {inner} x {outer}{' + bias' if bias else ''}"
+            print(f"  {name} {size:28s} {shares}", flush=True)
+    print("relative L2 distance of a gradient over 12 texts of 128 tokens to the undivided batch's")
+    for outputs, bias in ((96, False), (97, True)):
+        model = Net(outputs, bias=bias).to(DEVICE)
+        draw = torch.Generator().manual_seed(2)
+        batch = {n: torch.randint(outputs, (12, 128), generator=draw).to(DEVICE) for n in "xy"}
+        for precision in ("bf16", "fp8"):
+            by_size = [
+                window_gradient(model, batch, size, precision, of_logits)
+                for size in (12, 6, 5, 4, 1)
+            ]
+            far = " ".join(f"{apart(one, by_size[0]):.1e}" for one in by_size[1:])
+            layer = f"output layer of {outputs}{' with a bias' if bias else ''}"
+            print(f"  {precision}, {layer}, micro-batches of 6, 5, 4, 1: {far}", flush=True)
+
+
+def of_logits(model: nn.Module, micro: dict[str, Tensor]) -> wb.Loss:
+    return wb.cross_entropy(model(micro["x"]), micro["y"])
+
+
+def window_gradient(
+    model: nn.Module, batch: dict[str, Tensor], size: int, precision: str, loss: Any
+) -> dict[str, Tensor]:
+    """Return the gradient of a window in eager code."""
+    options: Any = {"micro_batch": size, "precision": precision, "execute": "eager"}
+    wb.WholeBatch(model, None, loss=loss, **options).gradient(batch)
+    made = {n: p.grad.detach().clone() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return made
+
+
 # ----------------------------------------------------------------------------- distance
 
 
@@ -338,10 +421,7 @@ def between_splits(llama: Llama, layers: int) -> None:
     for precision in ("bf16", "fp8"):
         whole: dict[str, Tensor] = {}
         for size in (8, 4, 3, 1):
-            options: Any = {"micro_batch": size, "precision": precision, "execute": "eager"}
-            wb.WholeBatch(model, None, loss=loss, **options).gradient(batch)
-            made = {name: p.grad.detach().clone() for name, p in model.named_parameters()}
-            model.zero_grad(set_to_none=True)
+            made = window_gradient(model, batch, size, precision, loss)
             whole = whole or made
             print(f"  {precision}, micro-batch {size} of 8: {apart(made, whole):.3e}", flush=True)
 
@@ -407,6 +487,7 @@ def main() -> None:
     of_speed.add_argument("--profile", action="store_true", help="print the longest kernels too")
     of_speed.add_argument("--budget", type=float, default=600.0, help="seconds for all rows")
     commands.add_parser("products")
+    commands.add_parser("splits")
     of_distance = commands.add_parser("distance")
     of_distance.add_argument("--model", default="4x4096", choices=MODELS)
     of_distance.add_argument("--layers", type=int, default=2)
@@ -422,6 +503,8 @@ def main() -> None:
         speed(options.rows, options.budget, profiles=options.profile)
     elif options.command == "products":
         products()
+    elif options.command == "splits":
+        splits()
     elif options.command == "distance":
         distance(options.model, options.layers)
     else:
