@@ -175,10 +175,11 @@ def timed_row(name: str, *, profiles: bool) -> str:
 
 def child(name: str, *, profiles: bool) -> None:
     """Print the row of this process."""
+    row = {"model": name, "mode": "speed"}
     try:
-        row = {"found": timed_row(name, profiles=profiles)}
+        row["found"] = timed_row(name, profiles=profiles)
     except Exception as problem:  # Another row may run.
-        row = {"error": f"{name:28s} {type(problem).__name__}: {str(problem)[:300]}"}
+        row["error"] = f"{name:28s} {type(problem).__name__}: {str(problem)[:300]}"
     print(f"ROW {json.dumps(row)}", flush=True)
 
 
