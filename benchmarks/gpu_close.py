@@ -141,6 +141,11 @@ class Model:
         self.optimizer.step()
         del self.optimizer.grad_scale, self.optimizer.found_inf
 
+    def step_without_factor(self) -> None:
+        self.optimizer.found_inf = self.bad
+        self.optimizer.step()
+        del self.optimizer.found_inf
+
     def clear(self) -> None:
         torch._foreach_zero_(self.gradients)
 
@@ -216,6 +221,7 @@ def main() -> None:
         for label, part in (
             ("norm", model.norm),
             ("AdamW, fused by torch", model.step),
+            ("the same without a factor", model.step_without_factor),
             ("clearing of gradients", model.clear),
             ("cast of weights", model.cast),
             ("AdamW, clearing, cast", model.as_now),

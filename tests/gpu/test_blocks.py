@@ -112,21 +112,25 @@ def test_blocks_are_as_exact_as_eager_code_in_bf16_and_take_no_more_memory() -> 
     eager, _ = trained("eager", precision="bf16")
     held = []
     for blocks in (True, False):
-        before = reserved()
+        before = in_graphs()
         with mock.patch.object(JointStep, "blocks", blocks):
             found, train = trained("graph", precision="bf16")
         assert error(found, truth) <= 1.25 * error(eager, truth)
-        held.append(reserved() - before)
+        held.append(in_graphs() - before)
         del train
-    assert held[0] <= 1.1 * held[1], held
+    print(f"  with and without blocks: {held}")
+    assert 0 < held[0] <= 1.1 * held[1], held
 
 
-def reserved() -> int:
-    """Bytes in use, the pools of recorded graphs among them; without what is only cached."""
+def in_graphs() -> int:
+    """Bytes of the pools of recorded graphs.
+
+    All that is reserved would be more than that: workspaces, and what is only cached, which depends
+    on the tests before this one.
+    """
     gc.collect()
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    return torch.cuda.memory_reserved()
+    segments = torch.cuda.memory_snapshot()
+    return sum(one["total_size"] for one in segments if tuple(one["segment_pool_id"]) != (0, 0))
 
 
 def test_every_replay_and_every_layer_drops_other_numbers() -> None:

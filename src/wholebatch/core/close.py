@@ -441,16 +441,16 @@ def close_ahead(
         assert not isinstance(options.clip_norm, Sequence)
         limit = torch.full_like(norm, options.clip_norm)
         clip = (limit / (norm + 1e-6)).clamp(max=1.0)
-    good = good & norm.isfinite()
-    ones = torch.ones_like(norm)  # a Python number would be copied from the host
-    scale = torch.where(good, 1.0 / (normalise * clip), ones).float()
-    bad = good.logical_not()
+    bad = (good & norm.isfinite()).logical_not()
+    scale = (1.0 / (normalise * clip)).float()  # not read where the step is not made
 
     columns = [torch.stack([norm, clip, bad.double(), seed]), *totals, *units]
     reading = _Reading(torch.cat(columns))
+    # With a factor torch's kernel writes the gradients back, so leave out a factor of 1.
+    is_one = window.known is not None and window.loss_scale == 1.0 and options.clip_norm is None
     for optimizer in optimizers:
         fused = cast("Any", optimizer)
-        fused.grad_scale, fused.found_inf = scale, bad.float()
+        fused.grad_scale, fused.found_inf = None if is_one else scale, bad.float()
         try:
             optimizer.step()
         finally:
