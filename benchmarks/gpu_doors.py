@@ -8,7 +8,8 @@
 
 A Llama of transformers under bf16 autocast (the tiny one in float32), fused AdamW, clipped by norm,
 on sequences of one length, without logging and saving. Windows are measured after the first few,
-which trace and compile; the median counts. Packages that are missing are named and their rows left
+which trace and compile; the median counts, and GiB are what they have reserved on the device, the
+memory of recorded graphs with it. Packages that are missing are named and their rows left
 out. Everything runs in one process, one door after the other, each with a fresh model. The rows of
 `--llama` are processes, which get ready side by side; while one is timed the others are stopped.
 """
@@ -110,8 +111,10 @@ class Job:
         if self.on_cuda:
             torch.cuda.synchronize()
             if len(self.times) == WARM - 1:
+                gc.collect()
+                torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats()
-            self.peak = torch.cuda.max_memory_allocated()
+            self.peak = torch.cuda.max_memory_reserved()
         made = len(self.times) + 1 - WARM
         if self.waits:
             sys.stderr.write(f"window after {time.perf_counter() - self.began:.1f} s\n")

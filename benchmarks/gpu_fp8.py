@@ -148,6 +148,8 @@ def timed_row(name: str, *, profiles: bool) -> str:
     print("READY", flush=True)
     sys.stdin.readline()
     if DEVICE == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     times = []
     for _ in range(MEASURED):
@@ -156,7 +158,8 @@ def timed_row(name: str, *, profiles: bool) -> str:
         if DEVICE == "cuda":
             torch.cuda.synchronize()
         times.append(1000 * (time.perf_counter() - start))
-    peak = torch.cuda.max_memory_allocated() / 2**30 if DEVICE == "cuda" else 0.0
+    # What a recorded graph holds is reserved, and not allocated.
+    peak = torch.cuda.max_memory_reserved() / 2**30 if DEVICE == "cuda" else 0.0
     lines = [
         f"{name:28s} {statistics.median(times):7.1f} ms ({min(times):.1f} to {max(times):.1f})  "
         f"{peak:5.1f} GiB  {mode()}  ready in {ready:.0f} s"
