@@ -14,7 +14,7 @@ from wholebatch.core import precision as precisions
 from wholebatch.core import state_dict as state
 from wholebatch.core.close import ClipNorm, read_scalars
 from wholebatch.core.model_and_optimizer import Scheduler
-from wholebatch.core.noise_scale import NoiseScale, Probe, check_noise
+from wholebatch.core.noise_scale import NoiseScale, Probe
 from wholebatch.core.options import BatchNorm, BatchNormPolicy, Close, Memory, Samples
 from wholebatch.core.runner import (
     AfterMicro,
@@ -206,7 +206,6 @@ class WholeBatch:
         Args:
             every: Measure one of so many windows; "auto" is one of eight.
         """
-        check_noise(every)
         coupled = self._runner.needs_every_rank() is not None
         self._probe = Probe(every, self._window, coupled=coupled)
 
