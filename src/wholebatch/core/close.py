@@ -413,7 +413,7 @@ def close_ahead(
     options: CloseOptions,
     *,
     total_norm: Callable[[Sequence[Tensor]], Tensor],
-    while_waiting: Callable[[], None] | None = None,
+    while_waiting: Callable[[], object] | None = None,
 ) -> Closed | None:
     """Compute norm, factor and step on the device; None where the close on the host must decide.
 

@@ -511,7 +511,7 @@ class Window:
         *,
         steps: bool = True,
         has_more: bool = False,
-        while_waiting: Callable[[], None] | None = None,
+        while_waiting: Callable[[], object] | None = None,
     ) -> Step:
         """Reduce, rescale, clip, step, schedule, clear. The window is over in any case.
 
@@ -533,7 +533,7 @@ class Window:
         window: OpenWindow,
         steps: bool,
         has_more: bool,
-        while_waiting: Callable[[], None] | None,
+        while_waiting: Callable[[], object] | None,
     ) -> Step:
         if window.broken:
             raise WindowError("a window whose last backward failed cannot be closed: discard() it")
