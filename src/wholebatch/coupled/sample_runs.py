@@ -30,10 +30,10 @@ from wholebatch.core.window import backward_into, is_reentrant
 from wholebatch.coupled.batchnorm.whole_batch_norm import FixedNorms
 from wholebatch.coupled.contrastive.losses import OfTheBatch
 from wholebatch.coupled.normalisation_layers import batchnorms, uses_batch_statistics
+from wholebatch.coupled.sample_draws import fused_dropout
 
 _DROPOUTS = ("aten::native_dropout", "aten::_fused_dropout")
 _DRAWS_BY_INPUT = ("aten::rrelu_with_noise", "aten::rrelu_with_noise_", "aten::randperm")
-_CHANCES = ("dropout_p", "dropout", "p")
 _LINEAR = 3  # so many numbers of a digest are linear in the gradient; the last is its norm
 
 
@@ -367,7 +367,7 @@ class HeldDraws(TorchDispatchMode):
         if is_draw is None:
             is_draw = self._is_draw[id(func)] = torch.Tag.nondeterministic_seeded in func.tags
         made = func(*args, **(kwargs or {}))
-        if not is_draw or _draws_nothing(func, args, kwargs or {}):
+        if not is_draw or fused_dropout(func, args, kwargs or {}) == 0.0:
             return made
         name = func._schema.name
         if name in _DROPOUTS:  # The mask is what was drawn; the output follows from it.
@@ -395,18 +395,6 @@ class HeldDraws(TorchDispatchMode):
             return False
         made.copy_(self._rows[place][1].expand_as(made))
         return True
-
-
-def _draws_nothing(func: Any, args: Sequence[Any], given: dict[str, Any]) -> bool:
-    """True for a fused kernel whose dropout is off."""
-    if not ("attention" in func._schema.name or "rnn" in func._schema.name):
-        return False
-    for place, argument in enumerate(func._schema.arguments):
-        if argument.name in _CHANCES and str(argument.type) == "float":
-            default = argument.default_value if argument.has_default_value() else 0.0
-            value = args[place] if place < len(args) else given.get(argument.name, default)
-            return math.isclose(float(value or 0.0), 0.0)
-    return False
 
 
 # --------------------------------------------------------------------- gradients
