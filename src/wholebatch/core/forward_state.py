@@ -12,6 +12,7 @@ import random
 import sys
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -291,6 +292,36 @@ def _restored(kept: Kept) -> Any:
             found.clear()
             found.extend(values.values())
     return found
+
+
+@contextmanager
+def attributes_restored(owner: object) -> Iterator[None]:
+    """Put back the attributes of an object, and the contents of small containers among them."""
+    own = vars(owner)
+    held = dict(own)
+    containers = (value for value in held.values() if isinstance(value, (*_CONTAINERS, set)))
+    contents = [_kept(value, _DEEP) for value in containers]
+    try:
+        yield
+    finally:
+        for kept in contents:
+            _restored(kept)
+        own.clear()
+        own.update(held)
+
+
+@contextmanager
+def replaced_attributes(owner: object, **attributes: Any) -> Iterator[None]:
+    """Set attributes of this one object within the context; then restore those that it had."""
+    own = vars(owner)
+    before = {name: own[name] for name in attributes if name in own}
+    own.update(attributes)
+    try:
+        yield
+    finally:
+        for name in attributes:
+            own.pop(name, None)
+        own.update(before)
 
 
 def capture_random(*, every: bool = True, to_save: bool = True) -> dict[str, Any]:

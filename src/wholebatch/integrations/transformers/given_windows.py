@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from wholebatch.core.foreign_writes import Watch
-from wholebatch.core.forward_state import ForwardState
+from wholebatch.core.forward_state import ForwardState, attributes_restored
 from wholebatch.core.gradient_store import DeviceStore
 from wholebatch.core.loss import SINGLE, Loss
 from wholebatch.core.runner import LossFunction
@@ -21,7 +21,6 @@ from wholebatch.core.window import Step
 from wholebatch.coupled.loss_graph import divisors
 from wholebatch.coupled.stream_look import warn_of_divisor
 from wholebatch.errors import StateError, WindowError
-from wholebatch.integrations.host_window import attributes_restored
 
 
 class GivenWindows(WholeBatch):
