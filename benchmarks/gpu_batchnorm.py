@@ -130,7 +130,7 @@ class Lab:
                 with torch.autocast(self.device, dtype=torch.bfloat16):
                     total = loss(self.model, (x, y)).total
                 (total / len(pair[1])).backward()
-            replaced.close()
+            replaced.restore()
             optimizer.step()
             optimizer.zero_grad()
 

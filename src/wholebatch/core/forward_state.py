@@ -83,7 +83,7 @@ class ForwardState:
     Attributes are those that hold numbers, strings, tensors, arrays, or containers of them; other
     objects are left alone. A tensor that is part of a graph is a result of the last forward: it is
     not put back, and only kept to be compared (`results=True`). An attribute of more than 16 MiB is
-    held and not copied.
+    held and not copied. As a context, it puts everything back at its end.
     """
 
     def __init__(self, *models: nn.Module, results: bool = False, every: bool = True) -> None:
@@ -123,6 +123,12 @@ class ForwardState:
                     if kept is not None:
                         found[key] = Item(module, name, is_buffer, kept)
         return found
+
+    def __enter__(self) -> ForwardState:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.restore()
 
     @torch.no_grad()
     def restore(self, *, only: Collection[Key] | None = None) -> None:

@@ -104,10 +104,10 @@ def backward_into(
     return Backward(restoring, overlaps=False)
 
 
-def graph_nodes(totals: Iterable[Tensor]) -> Iterator[Any]:
-    """Yield every node of the autograd graph below these totals."""
+def graph_nodes(totals: Iterable[Tensor], until: Iterable[Any] = ()) -> Iterator[Any]:
+    """Yield every node of the autograd graph below these totals, and above the nodes `until`."""
     stack: list[Any] = [total.grad_fn for total in totals]
-    seen: set[Any] = set()
+    seen: set[Any] = set(until)
     while stack:
         node = stack.pop()
         if node is not None and node not in seen:

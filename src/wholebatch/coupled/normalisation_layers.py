@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
-
-from wholebatch.core.forward_state import replaced_attributes
 
 
 def batchnorms(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -69,8 +67,20 @@ def evaluation_mode(*models: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-class ReplacedForwards(ExitStack):
-    """The replaced `forward` methods of single modules, until `close`. Hooks keep working."""
+class ReplacedForwards:
+    """The replaced `forward` methods of single modules. The user's hooks keep working."""
+
+    def __init__(self) -> None:
+        self._found: list[tuple[nn.Module, Any]] = []
 
     def replace(self, module: nn.Module, forward: Callable[..., Any]) -> None:
-        self.enter_context(replaced_attributes(module, forward=forward))
+        self._found.append((module, module.__dict__.get("forward")))
+        module.forward = forward
+
+    def restore(self) -> None:
+        while self._found:
+            module, forward = self._found.pop()
+            if forward is None:
+                del module.forward
+            else:
+                module.forward = forward

@@ -51,6 +51,7 @@ from wholebatch.distributed.ddp import Buckets
 from wholebatch.distributed.fsdp import check_dtypes
 from wholebatch.distributed.process_group import Group, world_size
 from wholebatch.distributed.sync_strategy import Context, Parameters
+from wholebatch.distributed.tensor_parallel import norm_over_meshes
 from wholebatch.errors import OptionError, StateError, UnsupportedError, WindowError
 
 GradientsIn: TypeAlias = Literal["whole", "sharded", "elsewhere"]
@@ -125,8 +126,7 @@ class HostEngine(Sync):
 
     def total_norm(self, gradients: Sequence[Tensor]) -> Tensor:
         if self.kept != "elsewhere" and any(isinstance(one, DTensor) for one in gradients):
-            norm = torch.nn.utils.get_total_norm(gradients)
-            return norm.full_tensor() if isinstance(norm, DTensor) else norm
+            return norm_over_meshes(gradients)
         if self.kept == "whole" or self.group is None:
             return super().total_norm(gradients)
         return self.group.norm(gradients)

@@ -105,7 +105,7 @@ class CallerThreadLayers:
                 self._replaced.replace(module, self._linear(module))
 
     def __exit__(self, kind: object, *error: object) -> None:
-        self._replaced.close()
+        self._replaced.restore()
         self._casts.clear()
         if kind is None:
             self._sums.add_the_rest()

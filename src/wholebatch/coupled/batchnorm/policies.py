@@ -166,7 +166,7 @@ class Freeze(Policy):
             self._replaced.replace(module, _frozen(module, module.forward))
 
     def detach(self) -> None:
-        self._replaced.close()
+        self._replaced.restore()
 
 
 def _frozen(module: nn.Module, found: Callable[..., Any]) -> Callable[..., Any]:
@@ -331,7 +331,7 @@ class Statistics(Policy):
             ]
 
     def detach(self) -> None:
-        self._replaced.close()
+        self._replaced.restore()
 
     def _recording(
         self, name: str, module: nn.Module, found: Callable[..., Any]

@@ -93,7 +93,7 @@ class RecomputedBlocks:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._replaced.close()
+        self._replaced.restore()
 
     def check(self) -> None:
         """Raise `BlockInputChanged` if one has; call before the first backward."""

@@ -83,7 +83,7 @@ class WholeBatchNorms:
     def __exit__(self, *error: object) -> None:
         self._open = False
         self._met.clear()
-        self._replaced.close()
+        self._replaced.restore()
 
     def _batchnorm(
         self, name: str, module: nn.Module, found: Callable[..., Tensor]
@@ -273,7 +273,7 @@ class FixedNorms:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._replaced.close()
+        self._replaced.restore()
 
     def begin(self) -> None:
         """Begin another run of the model."""
