@@ -37,6 +37,10 @@ _FSDP_HELPER = re.compile(
 )
 
 
+_TOLD = {
+    ast.FunctionDef, ast.AsyncFunctionDef, ast.arg, ast.Assign, ast.ImportFrom, ast.Import,
+    ast.ClassDef,
+}  # fmt: skip
 _MAX_PARTS = 20
 _LEVELS = 4
 
@@ -186,8 +190,11 @@ def gather(tree: ast.Module, source: str, path: str = "") -> Facts:
         kind = type(node)
         if kind is ast.Name or kind is ast.Constant:
             continue
+        todo += children(node)
         if kind is ast.Call:
             calls.append(cast(ast.Call, node))
+        elif kind not in _TOLD:
+            continue
         elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             uses[node] = set()
         elif isinstance(node, ast.arg):
@@ -205,7 +212,6 @@ def gather(tree: ast.Module, source: str, path: str = "") -> Facts:
             imports.update(a.name for a in node.names)
         elif isinstance(node, ast.ClassDef):
             owners.append(node)
-        todo += children(node)
     functions = _functions(tree.body)
     calls.sort(key=lambda c: (c.lineno, c.col_offset))
     _fill_uses(uses, calls)

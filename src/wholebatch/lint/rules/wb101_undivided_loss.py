@@ -47,13 +47,11 @@ _MODELISH = re.compile(
 )
 def check(file: File) -> Iterator[Report]:
     """Yield one report per window whose loss is never divided."""
-    if not file.accumulating or file.facts.mentions(RESCALED) or file.facts.mentions(_ELSEWHERE):
-        return
     for window in file.accumulating:
         if not _judged(window, file) or replaces_one(window) or cleared_last(window):
             continue
         event = _first_undivided(window)
-        if event is not None:
+        if event is not None and not any(map(file.facts.mentions, (RESCALED, _ELSEWHERE))):
             yield Report(
                 event.node,
                 f"loss is not divided by `{window.count_name}`: gradients of the micro-batches add "

@@ -29,7 +29,7 @@ def check(file: File) -> Iterator[Report]:
     windows = file.shaped("boundary", "nested")
     wraps = _wraps(file) if windows else []
     for window in windows:
-        if not file.facts.mentions(_HELD):
+        if wraps and not file.facts.mentions(_HELD):
             local = {e.detail for e in window.backwards} <= _LOCAL
             wrapped = any(_belongs(call, window) for call in wraps)
             if wrapped and local and not steps_every_micro_batch(window):

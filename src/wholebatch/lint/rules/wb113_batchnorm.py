@@ -39,11 +39,11 @@ def check(file: File) -> Iterator[Report]:
         file
     ):
         return
-    if file.facts.mentions(_FROZEN):
-        return
     names = [v for values in file.facts.assigned.values() for v in values if dotted(v)]
     for call in (*file.facts.calls, *names):
         what = _batchnorm(call, file)
+        if what and file.facts.mentions(_FROZEN):
+            return
         if what:
             yield Report(
                 call,

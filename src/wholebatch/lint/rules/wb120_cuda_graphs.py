@@ -21,11 +21,11 @@ _MARKED = re.compile(r"cudagraph_mark_step_begin|triton\.cudagraphs\s*=\s*False"
 )
 def check(file: File) -> Iterator[Report]:
     """Yield every call that makes CUDA graphs in a file that accumulates."""
-    if not (file.accumulating or framework_accumulates(file)) or file.facts.mentions(_MARKED):
+    if not (file.accumulating or framework_accumulates(file)):
         return
     for call in file.facts.calls:
         what = _graphs(call)
-        if what:
+        if what and not file.facts.mentions(_MARKED):
             yield Report(
                 call,
                 f"{what} records CUDA graphs, whose gradients are overwritten by the next replay: "

@@ -20,12 +20,11 @@ _DETACHED = re.compile(r"(logit_scale|logit_bias|temperature)\w*['\"\])]*\.detac
 )
 def check(file: File) -> Iterator[Report]:
     """Yield loops that put one micro-batch's features among the cached ones of the others."""
-    if file.facts.mentions(RESCALED) or file.facts.mentions(_DETACHED):
-        return
     for window in file.shaped("nested"):
         names = set(_BESIDE.findall(text(window.loop.node)))
         divided = any(window.counts(d) for _, chain in window.chains for d in chain.divisors)
-        if names and not divided and replaces_one(window):
+        exact = names and any(map(file.facts.mentions, (RESCALED, _DETACHED)))
+        if names and not exact and not divided and replaces_one(window):
             name = sorted(names)[-1]
             yield Report(
                 window.backwards[0].node,
