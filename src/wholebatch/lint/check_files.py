@@ -30,7 +30,9 @@ _UPDATES = re.compile(
     r"|def (training_step|compute_loss)\b"
 )
 # Loops that other rules than those of torch read, or none does.
-_ELSEWHERE = re.compile(r"^[ \t]*(?:import|from)[ \t]+(tensorflow|keras|jax|flax|mlx|paddle)\b", re.M)
+_ELSEWHERE = re.compile(
+    r"^[ \t]*(?:import|from)[ \t]+(tensorflow|keras|jax|flax|mlx|paddle)\b", re.M
+)
 _ACCUMULATES = re.compile(
     r"MultiSteps\s*\(|gradient_accumulation_steps\s*=|accum\w*_?(grad|step|iter|batch)"
     r"|grad\w*_?ac+um|(num|n)_ac+um|assign_add\(\s*\w*grad",
