@@ -18,11 +18,11 @@ _CRITIC = re.compile(
 _GENERATOR = re.compile(
     r"gen(?!eral)|(?<![A-Za-z])G(?![A-Za-z])|net_?G|vae|auto_?encoder|decoder|unet|model|vocoder"
 )
-_NOT_A_NETWORK = re.compile(r"loss|criterion|weight|factor|penalty|loader|opt", re.I)
+_NOT_A_NETWORK = re.compile(r"loss|criterion|weight|factor|penalty|loader|opt|scale", re.I)
 # Code that keeps the other network's gradients out.
 _APART = re.compile(
-    r"requires_grad_?\s*[(=]|set_requires_grad|toggle_optim|freeze|backward\([^)\n]*inputs\s*="
-    r"|autograd\.grad\((?![^)]*create_graph)"
+    r"\.requires_grad(_\(\s*\w|\s*=)|set_requires_grad\w*\(|toggle_optim|freeze\w*\("
+    r"|backward\([^)\n]*inputs\s*="
 )
 _CUT = re.compile(r"\.detach\(\)|\.data\b|stop_grad")
 _MAX_NODES = 400
@@ -45,12 +45,14 @@ def check(file: File) -> Iterator[Report]:
         for of_critic in (True, False):
             found = _leak(window, backwards, of_critic)
             if found is not None:
-                network, owner = found[1], "discriminator" if of_critic else "generator"
+                owner = "discriminator" if of_critic else "generator"
+                remedy = (
+                    "turn its `requires_grad_` off meanwhile" if of_critic else "detach its output"
+                )
                 yield Report(
                     found[0].node,
-                    f"this backward runs through `{network}` and leaves gradients in the {owner}, "
-                    "which are cleared only at the end of a window: its update adds them up; set "
-                    f"`requires_grad_(False)` on the {owner} meanwhile, or detach its output",
+                    f"this backward runs through `{found[1]}` and leaves gradients in the {owner}, "
+                    f"whose own update adds them up over the window; {remedy}",
                 )
 
 
@@ -70,6 +72,7 @@ def _leak(window: LoopWindow, backwards: list[Event], of_critic: bool) -> tuple[
     through = {e: _networks(e, window) for e in backwards if e.argument is not None}
     critics = [e for e in through if _CRITIC.search(text(e.argument))]  # type: ignore[arg-type]
     others = [e for e in through if e not in critics]
+    critics = [e for e in critics if any(map(_CRITIC.search, through[e]))]
     own, foreign = (critics, others) if of_critic else (others, critics)
     for event in foreign if own else ():
         pattern = _CRITIC if of_critic else _GENERATOR
