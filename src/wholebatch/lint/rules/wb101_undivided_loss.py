@@ -34,6 +34,10 @@ _KNOWN_MEANS = re.compile(
 )
 # Losses that are normalised over the whole window elsewhere.
 _ELSEWHERE = re.compile(r"accum_\w*features|grad_?cache|num_items_in_batch", re.I)
+# The size of the whole batch, handed to the loss.
+_WHOLE = re.compile(
+    r"(total|global|num|n|all)_\w*(tokens|items|count|batch|samples)|normali[sz]er|denom"
+)
 _MODELISH = re.compile(
     r"model|net\b|network|crit|loss|cross_entropy|nll|mse|l1|bce|ce\b|engine", re.I
 )
@@ -142,6 +146,8 @@ def _undivided(chain: Chain, window: LoopWindow) -> bool | None:
     if call is None:
         return None
     if _SUMS.search(spelled) or _is_sum(call, chain, window):
+        return False
+    if any(_WHOLE.search(f"{k.arg}={text(k.value)}") for k in call.keywords):
         return False
     if not _MODELISH.search(text(call.func)):
         return None

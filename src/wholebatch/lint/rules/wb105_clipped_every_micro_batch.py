@@ -19,8 +19,11 @@ from .rule_base import Edit, Report, is_right_but_for, moved, rule, stepped
 def check(file: File) -> Iterator[Report]:
     """Yield every clipping call that is not at the boundary."""
     for window in file.accumulating:
-        for clip in window.of("clip"):
-            if window.when(clip) != "always":
+        clips = window.of("clip")
+        for clip in clips:
+            # Clipped on both sides of a condition, it is clipped on every micro-batch.
+            either = [c for c in clips if window.when(c) == "sometimes" and c.excludes(clip)]
+            if window.when(clip) != "always" and not (window.when(clip) == "sometimes" and either):
                 continue
             contexts = [text(c.expr) for c in clip.path if isinstance(c, Context)]
             if window.shape == "accelerate" and not any(".accumulate(" in c for c in contexts):
