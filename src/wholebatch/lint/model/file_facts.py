@@ -114,8 +114,12 @@ class Facts:
         for value in values:
             while isinstance(value, ast.Call):
                 head = (dotted(value.func) or "").partition(".")[0]
-                found += [text(c.node) for c in self.classes if c.node.name == head]
-                found.append(self.imported_definition(value))
+                # `Model = Small if args.small else Large`
+                chosen = [n for v in self.assigned.get(head, ()) for n in walk(v)]
+                names = {head, *(n.id for n in chosen if isinstance(n, ast.Name))}
+                found += [text(c.node) for c in self.classes if c.node.name in names]
+                known = [self.imported(name) for name in sorted(names)]
+                found += [definition.text for definition in known if definition is not None]
                 value = value.func.value if isinstance(value.func, ast.Attribute) else None
         return "\n".join(found)
 
@@ -139,7 +143,12 @@ class Facts:
     @property
     def wraps_fsdp(self) -> bool:
         """True if this file shards a model."""
-        return bool(self.made(*_FSDP)) or any(_FSDP_HELPER.search(name) for name in self.called)
+        asked = [c.args[1] for c in self.made("isinstance") if len(c.args) > 1]
+        return (
+            bool(self.made(*_FSDP))
+            or any(last_part(kind) in _FSDP for kind in asked)
+            or any(_FSDP_HELPER.search(name) for name in self.called)
+        )
 
     @property
     def accelerator(self) -> ast.Call | None:

@@ -51,7 +51,7 @@ _MASKING_LOSS = re.compile(
 )
 _COLLATES = re.compile(r"collat|dataset|loader", re.I)
 _MASK_COUNT = re.compile(
-    r"mask\w*(\.\w+\(\))*\.sum\(\)|torch\.sum\(\w*mask\w*\)|n_?valid|num_valid|\.ne\(.*sum\(\)"
+    r"mask\w*(\.\w+\(\))*\.sum\(\)|torch\.sum\(\w*mask\w*\)|n_?valid|num_valid|valid_tok|\.ne\(.*sum\(\)"
     r"|\bmask_?(sum|count|total)|\w_mask_?(sum|count|total)"
 )
 # A check that the parts of a batch are equal.
@@ -70,7 +70,7 @@ _EXACT = re.compile(
 _CRITERION = re.compile(r"criterion|loss|entropy|(?<![a-z])ce(?![a-z])", re.I)
 _OWN_CROSS_ENTROPY = re.compile(r"^(masked_|smooth_)?(ce|cross_entropy|nll)_loss$", re.I)
 # Helpers of RLHF code: a mean over the mask of one micro-batch.
-_MASKED_MEAN = re.compile(r"masked?_mean|mean_masked")
+_MASKED_MEAN = re.compile(r"masked?_mean|mean_masked|agg_loss")
 _CROSS_ENTROPY = {"cross_entropy", "nll_loss", "CrossEntropyLoss", "NLLLoss", "LabelSmoothingLoss"}
 
 
@@ -131,7 +131,7 @@ def _returns_masked_loss(node: ast.Return, method: ast.AST, file: File) -> bool:
 
 
 def _masked_mean(chain: Chain, window: LoopWindow, file: File) -> ast.AST | None:
-    masks = [d for d in chain.divisors if _MASK_COUNT.search(d.key)]
+    masks = [d for d in chain.divisors if _MASK_COUNT.search(f"{d.key} {d.written}")]
     others = [d for d in chain.divisors if d not in masks and not window.counts(d)]
     if _is_split(chain, window):
         return chain.base

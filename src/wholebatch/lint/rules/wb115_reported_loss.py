@@ -206,7 +206,9 @@ def _is_inner(window: LoopWindow) -> bool:
     """True if the loop runs over the micro-batches of one batch, so that it ends with a window."""
     sliced = is_call(window.loop.iterable, "range") and len(window.loop.iterable.args) == 3
     inside = window.shape == "deepspeed" and sliced and bool(window.loop.parents)
-    return window.shape == "nested" or inside
+    iterable = window.loop.iterable if window.shape == "accelerate" else None
+    counted = is_call(iterable, "range") and window.is_count(text(iterable.args[-1]))
+    return window.shape == "nested" or inside or counted
 
 
 def _sums(
@@ -248,7 +250,13 @@ def _averaged(window: LoopWindow, bases: set[int], file: File) -> Iterator[Repor
 
 def _means_over_micro_batches(name: str, window: LoopWindow, file: File) -> list[ast.AST]:
     counters = _micro_counters(window)
-    nodes = [n for n in walk(_function_of(window, file)) if isinstance(n, ast.BinOp)]
+    inside = [*walk(_function_of(window, file))]
+    nodes = [n for n in inside if isinstance(n, ast.BinOp)]
+    nodes += [
+        ast.copy_location(ast.BinOp(n.target, n.op, n.value), n)
+        for n in inside
+        if isinstance(n, ast.AugAssign) and isinstance(n.op, ast.Div)
+    ]
     # `if n % every == 0: total / every` is a mean over micro-batches if `n` counts these.
     products = {
         text(n.right)
