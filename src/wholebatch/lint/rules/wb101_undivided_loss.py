@@ -187,7 +187,9 @@ def _fix(window: LoopWindow, event: Event) -> tuple[tuple[Edit, ...], bool]:
     """Return the edits for one plain `loss.backward()`, and True if the loss may be a sum."""
     if len(window.backwards) != 1 or event.detail != "tensor" or len(window.chains) != 1:
         return (), False
-    if any(window.when(zero) != "boundary" for zero in window.of("zero")):
+    # Beside clipping on every micro-batch the division alone would not help.
+    often = window.of("zero", "clip")
+    if any(window.when(e) != "boundary" for e in often):
         return (), False
     argument = event.argument
     if is_call(argument, "scale") and argument.args:  # `scaler.scale(loss).backward()`
@@ -197,8 +199,7 @@ def _fix(window: LoopWindow, event: Event) -> tuple[tuple[Edit, ...], bool]:
         return (), False
     base = window.chains[0][1].base
     is_mean = isinstance(base, ast.Call) and bool(_KNOWN_MEANS.match(text(base.func)))
-    clipped = any(window.when(clip) == "always" for clip in window.of("clip"))
-    return (Edit.at("replace", argument, f"({argument.id} / {count})"),), clipped or not is_mean
+    return (Edit.at("replace", argument, f"({argument.id} / {count})"),), not is_mean
 
 
 def _written_count(window: LoopWindow) -> str | None:

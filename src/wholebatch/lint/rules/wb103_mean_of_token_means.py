@@ -42,7 +42,7 @@ _MASKING_MODEL = re.compile(
     rf"CrossEntropyLoss\((?![^)]*reduction)[^)]*ignore_index\s*=\s*{_LEFT_OUT}"
     r"|\.masked_select\([^\n]*mask(.|\n)*_loss\(|\bloss\[\w*mask\w*\]\.mean\(\)|\[active_\w+\]"
     # `denominator = torch.sum(mask)`, and a division by it.
-    r"|\n *(?P<count>\w+) = [^\n]*(sum\(\w*mask|mask\w*(\.\w+\(\))*\.sum\()"
+    r"|\n *(?P<count>\w+) = [^\n]*(sum\(\w*mask|(mask\w*|\.ne\(-?\w+\))(\.\w+\(\))*\.sum\()"
     r"[^\n]*\n([^\n]*\n){0,6}?[^\n]*loss[^\n]*/ ?\(?(?P=count)\b"
 )
 _MASKING_LOSS = re.compile(
@@ -216,6 +216,8 @@ def _is_selection(expr: ast.expr, chain: Chain) -> bool:
     if not isinstance(expr, ast.Subscript):
         return False
     if isinstance(expr.slice, ast.Compare):
+        return True
+    if isinstance(expr.slice, ast.Name) and "mask" in expr.slice.id:
         return True
     return isinstance(expr.slice, ast.Name) and any(
         isinstance(d.expr, ast.Compare) for d in chain.base_env.get(expr.slice.id, ())

@@ -64,6 +64,7 @@ def _made(call: ast.Call, file: File) -> list[str]:
 
 def _compares(source: str) -> bool:
     """True if code computes a cross-entropy over the similarities of a batch."""
+    source = re.sub(r"(?m)^\s*#.*$", "", source)
     labels = re.search(
         r"((label|target)\w*\s*=|entropy\()[^\n]*arange\(|torch\.diag\(|CrossEn\(", source
     )

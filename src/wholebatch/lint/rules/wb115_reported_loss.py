@@ -77,6 +77,11 @@ def _loss_chains(
     After an inner loop, the value before may be mixed in: a moving average.
     """
     chains = trace(expr, env, window.resolver)
+    shown = "" if expr is None else text(expr)
+    made = {id(chain.base_call) for _, chain in window.chains} if "loss" in shown else set()
+    # A part of the loss, out of the same call.
+    parts = {id(c.base) for c in chains if c.base_call is not None and id(c.base_call) in made}
+    bases = bases | parts
     others = [c for c in chains if id(c.base) not in bases]
     smoothed = window.shape == "nested" and all(
         c.weighted and not isinstance(c.base, ast.Call) for c in others
@@ -103,8 +108,11 @@ def _wrong(chains: list[Chain], event: Event, window: LoopWindow) -> str:
             f"reported loss was divided by `{name}`: it is that many times too small; log the loss "
             "before the division, averaged over the window"
         )
-    if chains and all(
-        not c.divisors and any(window.is_count(f) for f in c.factors) for c in chains
+    # A method of another file may have divided it.
+    calls = [c.base_call for c in chains if c.base_call is not None]
+    known = not any(re.match(r"self\.\w+\(", text(call)) for call in calls)
+    if known and all(
+        not c.divisors and any(window.is_count(f) for f in c.factors) for c in chains or [Chain()]
     ):
         return (
             f"reported loss is multiplied by `{name}`, but was not divided by it: it is that many "
@@ -271,7 +279,8 @@ def _means_over_micro_batches(name: str, window: LoopWindow, file: File) -> list
         if not isinstance(node.op, ast.Div) or id(node) in restored:
             continue
         left, right = text(node.left), text(strip_casts(node.right))
-        is_count = right.removesuffix(" + 1") in counters or _LENGTH.fullmatch(right)
+        # `n + 1` and `n + 1e-5` are the counter too.
+        is_count = re.sub(r" \+ [\de.-]+$", "", right) in counters or _LENGTH.fullmatch(right)
         # Only the name itself: `(total - before) / steps` uses another count.
         alone = left in {name, f"{name}.item()"} and not is_accumulation_name(right)
         interval = re.fullmatch(rf"{re.escape(name)}(\.item\(\)| - \w+)?", left)
