@@ -1,4 +1,4 @@
-"""The loss is added up over the micro-batches of a window but never divided."""
+"""The loss of each micro-batch is added up without division by their number."""
 
 from __future__ import annotations
 
@@ -45,12 +45,7 @@ _MODELISH = re.compile(
 )
 
 
-@rule(
-    "WB101",
-    "loss not divided",
-    "The loss of each micro-batch is added up without division by their number.",
-    fixable=True,
-)
+@rule("loss not divided", fixable=True)
 def check(file: File) -> Iterator[Report]:
     """Yield one report per window whose loss is never divided."""
     for window in file.accumulating:

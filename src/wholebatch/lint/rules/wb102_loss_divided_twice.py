@@ -1,4 +1,4 @@
-"""The loss is divided by the number of micro-batches twice."""
+"""The loss is divided by the accumulation steps, and the framework divides it again."""
 
 from __future__ import annotations
 
@@ -14,12 +14,7 @@ from .rule_base import Edit, Report, framework_steps, rule
 _DEEPSPEED = re.compile(r"deepspeed(?![^\n]*scale_wrt_gas)", re.I)
 
 
-@rule(
-    "WB102",
-    "loss divided twice",
-    "The loss is divided by the accumulation steps, and the framework divides it again.",
-    fixable=True,
-)
+@rule("loss divided twice", fixable=True)
 def check(file: File) -> Iterator[Report]:
     """Yield loops that divide where a framework does, and classes that do so inside one."""
     for window in file.accumulating:

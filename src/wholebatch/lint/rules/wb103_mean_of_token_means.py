@@ -1,4 +1,4 @@
-"""A mean over masked or padded tokens is averaged again over micro-batches."""
+"""Means over different numbers of valid tokens are averaged with equal weight."""
 
 from __future__ import annotations
 
@@ -74,11 +74,7 @@ _MASKED_MEAN = re.compile(r"masked?_mean|mean_masked|agg_loss")
 _CROSS_ENTROPY = {"cross_entropy", "nll_loss", "CrossEntropyLoss", "NLLLoss", "LabelSmoothingLoss"}
 
 
-@rule(
-    "WB103",
-    "mean of means",
-    "Means over different numbers of valid tokens are averaged with equal weight.",
-)
+@rule("mean of means")
 def check(file: File) -> Iterator[Report]:
     """Yield at most one report per window, and per `compute_loss` of a Trainer that accumulates."""
     yield from _in_frameworks(file)

@@ -1,4 +1,4 @@
-"""Gradients are clipped on every micro-batch."""
+"""Gradients are clipped for every micro-batch instead of once per update."""
 
 from __future__ import annotations
 
@@ -11,12 +11,7 @@ from ..model.expressions import text
 from .rule_base import Edit, Report, is_right_but_for, moved, rule, stepped
 
 
-@rule(
-    "WB105",
-    "clipped every micro-batch",
-    "Gradients are clipped for every micro-batch instead of once per update.",
-    fixable=True,
-)
+@rule("clipped every micro-batch", fixable=True)
 def check(file: File) -> Iterator[Report]:
     """Yield every clipping call that is not at the boundary."""
     for window in file.accumulating:

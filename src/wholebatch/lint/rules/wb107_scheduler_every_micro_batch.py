@@ -1,4 +1,4 @@
-"""The learning-rate schedule steps on every micro-batch."""
+"""The learning-rate schedule steps for every micro-batch instead of every update."""
 
 from __future__ import annotations
 
@@ -19,12 +19,7 @@ _COUNTS_MICRO_BATCHES = re.compile(
 _MAX_NAMES = 20
 
 
-@rule(
-    "WB107",
-    "scheduler stepped every micro-batch",
-    "The learning-rate schedule steps for every micro-batch instead of every update.",
-    fixable=True,
-)
+@rule("scheduler stepped every micro-batch", fixable=True)
 def check(file: File) -> Iterator[Report]:
     """Yield every schedule step that is not at the boundary."""
     for window in file.shaped("boundary", "nested", "accelerate"):

@@ -1,4 +1,4 @@
-"""A model with BatchNorm is trained with accumulated micro-batches."""
+"""BatchNorm sees micro-batches, so the update is not that of the whole batch."""
 
 from __future__ import annotations
 
@@ -26,11 +26,7 @@ _FROZEN = re.compile(
 )
 
 
-@rule(
-    "WB113",
-    "BatchNorm under accumulation",
-    "BatchNorm sees micro-batches, so the update is not that of the whole batch.",
-)
+@rule("BatchNorm under accumulation")
 def check(file: File) -> Iterator[Report]:
     """Yield one report per file, where the layers are created."""
     if not file.windows and file.facts.mentions(_KERAS_ACCUMULATES):

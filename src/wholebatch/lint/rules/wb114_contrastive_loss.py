@@ -1,4 +1,4 @@
-"""A contrastive loss with in-batch negatives is accumulated over micro-batches."""
+"""A loss that compares samples of a batch with each other does not accumulate."""
 
 from __future__ import annotations
 
@@ -25,11 +25,7 @@ _SIMILARITY = re.compile(r"@|matmul|einsum|\.b?mm\(|sim|logits_per|scores")
 _CLIP = re.compile(r"CLIP|SigLip|Clap")
 
 
-@rule(
-    "WB114",
-    "in-batch negatives accumulated",
-    "A loss that compares samples of a batch with each other does not accumulate.",
-)
+@rule("in-batch negatives accumulated")
 def check(file: File) -> Iterator[Report]:
     """Yield at most one report per window."""
     windows = file.accumulating

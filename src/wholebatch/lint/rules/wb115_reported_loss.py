@@ -1,4 +1,4 @@
-"""The reported loss is the divided one, or only that of the last micro-batch."""
+"""The loss that is logged is the divided one, or that of the last micro-batch."""
 
 from __future__ import annotations
 
@@ -39,11 +39,7 @@ _LAST = (
 )
 
 
-@rule(
-    "WB115",
-    "reported loss",
-    "The loss that is logged is the divided one, or that of the last micro-batch.",
-)
+@rule("reported loss")
 def check(file: File) -> Iterator[Report]:
     """Yield at most one report of each kind per window."""
     shown: set[int] = set()
@@ -110,7 +106,7 @@ def _wrong(chains: list[Chain], event: Event, window: LoopWindow) -> str:
         )
     # A method of another file may have divided it.
     calls = [c.base_call for c in chains if c.base_call is not None]
-    known = not any(re.match(r"self\.\w+\(", text(call)) for call in calls)
+    known = bool(calls) and not any(re.match(r"self\.\w+\(", text(call)) for call in calls)
     if known and all(
         not c.divisors and any(window.is_count(f) for f in c.factors) for c in chains or [Chain()]
     ):

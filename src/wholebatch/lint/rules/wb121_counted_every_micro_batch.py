@@ -1,4 +1,4 @@
-"""A parameter beside the cached features gets the whole batch's gradient once per micro-batch."""
+"""A scale beside cached features is differentiated K times, once per micro-batch."""
 
 from __future__ import annotations
 
@@ -13,11 +13,7 @@ _BESIDE = re.compile(r"\b(logit_scale|logit_bias|temperature|log_temp\w*)\b")
 _DETACHED = re.compile(r"(logit_scale|logit_bias|temperature)\w*['\"\])]*\.detach\(\)")
 
 
-@rule(
-    "WB121",
-    "counted every micro-batch",
-    "A scale beside cached features is differentiated K times, once per micro-batch.",
-)
+@rule("counted every micro-batch")
 def check(file: File) -> Iterator[Report]:
     """Yield loops that put one micro-batch's features among the cached ones of the others."""
     for window in file.shaped("nested"):

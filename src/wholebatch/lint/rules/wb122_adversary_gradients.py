@@ -1,4 +1,4 @@
-"""One network's backward leaves gradients in the other, and both add up over the window."""
+"""A generator's backward leaves gradients in the discriminator, or the reverse."""
 
 from __future__ import annotations
 
@@ -28,11 +28,7 @@ _CUT = re.compile(r"\.detach\(\)|\.data\b|stop_grad")
 _MAX_NODES = 400
 
 
-@rule(
-    "WB122",
-    "gradients of the other network",
-    "A generator's backward leaves gradients in the discriminator, or the reverse.",
-)
+@rule("gradients of the other network")
 def check(file: File) -> Iterator[Report]:
     """Yield at most one report per direction of a window with two networks."""
     for window in file.accumulating:
