@@ -93,11 +93,6 @@ class Facts:
             self._imported[name] = found
         return self._imported[name]
 
-    def imported_definition(self, call: ast.Call) -> str:
-        """Return the source of the imported class or function that is called, or ""."""
-        found = self.imported((dotted(call.func) or "").partition(".")[0])
-        return "" if found is None else found.text
-
     def behind(self, name: str) -> str:
         """Return the source of the classes and functions that made what a name stands for."""
         found = []
