@@ -449,22 +449,6 @@ PUBLIC = {
         for step, batch in enumerate(batches, start=1):
             update(step, batch, Settings)
     """,
-    # CDial-GPT.
-    "WB105 clip on both sides of a setting": """
-        fp16 = True
-        for i, (x, y) in enumerate(batches):
-            loss = F.cross_entropy(model(x), y) / accum
-            if fp16:
-                with amp.scale_loss(loss, optimizer) as scaled_loss:
-                    scaled_loss.backward()
-                torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 0.05)
-            else:
-                loss.backward()
-                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-            if (i + 1) % accum == 0:
-                optimizer.step()
-                optimizer.zero_grad()
-    """,
     # ATLOP, RE_improved_baseline, DeepKE, KD-DocRE, BERT-Relation-Extraction, FARM.
     "WB110 the first window has one micro-batch": """
         num_steps = 0

@@ -137,7 +137,7 @@ class LoopWindow:
                 return "never"
             if found is not None and self.is_ours(found):
                 ours.add("inside" if found.inverse else "boundary")
-            elif (guard.origin == "if" and self.varies(guard)) or guard.origin == "except":
+            elif (guard.origin == "if" and self._varies(guard)) or guard.origin == "except":
                 sometimes = True
         if ours:
             return ours.pop() if len(ours) == 1 else "never"
@@ -148,7 +148,7 @@ class LoopWindow:
         mine = {g.key for g in event.guards(self.loop) if g.origin == "if"}
         return any(
             (g.key[0], not g.positive) in mine
-            and not self.varies(g)
+            and not self._varies(g)
             and of_guard(g, self.loop, self.resolver) is None
             for g in end.guards(self.loop)
         )
@@ -168,20 +168,7 @@ class LoopWindow:
         )
         return accumulating is not None and accumulating != guard.positive
 
-    def only_accumulating(self, divisor: Divisor) -> bool:
-        """True if a division is made under `if accum > 1` and nothing else."""
-        line = getattr(divisor.node, "lineno", 0)
-        made = [e for e in self.of("assign", "augment") if e.line == line]
-        guards = [e.guards(self.loop) for e in made]
-        return bool(made) and all(
-            len(of) == 1
-            and says_accumulating(self.resolver.resolve(of[0].expr, of[0].env), self.every_key)
-            is of[0].positive
-            for of in guards
-        )
-
-    def varies(self, guard: Guard) -> bool:
-        """True if a condition can differ between two iterations."""
+    def _varies(self, guard: Guard) -> bool:
         resolved = self.resolver.resolve(guard.expr, guard.env)
         return self.resolver.varies(resolved, self.loop)
 

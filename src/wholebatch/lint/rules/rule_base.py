@@ -129,24 +129,16 @@ def is_optimizer_of(zero: Event, steps: list[Event]) -> bool:
 
 def is_divided(window: LoopWindow) -> bool:
     """True if every way of the loss to `backward` divides it by the number of micro-batches."""
-    divided = {
-        (event, id(chain.base)): window.only_accumulating(divisor)
-        for event, chain in window.chains
-        for divisor in chain.divisors
-        if window.counts(divisor)
-    }
-    # `if accum > 1: loss = loss / accum`: the way around it is for windows of one.
-    return bool(divided) and all(
-        any(window.counts(d) for d in chain.divisors) or divided.get((event, id(chain.base)))
-        for event, chain in window.chains
+    return bool(window.chains) and all(
+        any(window.counts(d) for d in chain.divisors) for _, chain in window.chains
     )
 
 
-def is_right_but_for(window: LoopWindow, *mended: Event) -> bool:
+def is_right_but_for(window: LoopWindow, event: Event | None = None) -> bool:
     """True if nothing else in the window is wrong: mending one mistake mends the update."""
     events = window.of("zero", "clip", "scaler_update", "sched")
     return is_divided(window) and not any(
-        window.when(e) == "always" for e in events if e not in mended
+        window.when(e) == "always" for e in events if e is not event
     )
 
 

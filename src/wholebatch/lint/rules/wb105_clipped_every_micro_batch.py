@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Iterator
 
 from ..model import Event, File, LoopWindow
@@ -28,31 +27,15 @@ def check(file: File) -> Iterator[Report]:
                 clip.node,
                 "gradients are clipped on every micro-batch: clip once, at the end of the window, "
                 "before the optimizer steps",
-                _fix(window, clips),
-                unsafe=not is_right_but_for(window, *clips),
+                _fix(window, clip),
+                unsafe=not is_right_but_for(window, clip),
             )
 
 
-def _fix(window: LoopWindow, clips: list[Event]) -> tuple[Edit, ...]:
+def _fix(window: LoopWindow, clip: Event) -> tuple[Edit, ...]:
     steps = stepped(window)
-    if window.of("unscale") or not steps or len(clips) > 2:
+    if window.of("unscale") or len(window.of("clip")) != 1 or not steps:
         return ()
-    if steps[0].detail == "scaler" or any(clip.order > steps[0].order for clip in clips):
+    if steps[0].detail == "scaler" or clip.order > steps[0].order:
         return ()
-    if len(clips) == 1:
-        return moved(clips[0], window, "before")
-    # One clip on each side of a setting: both move, and so does the question.
-    first, second = clips
-    guards = [clip.guards(window.loop) for clip in clips]
-    alone = all(
-        isinstance(clip.stmt, ast.Expr) and clip.path == (*window.loop.parents, window.loop, *of)
-        for clip, of in zip(clips, guards, strict=True)
-    )
-    if not alone or [len(of) for of in guards] != [1, 1] or len(steps) != 1:
-        return ()
-    asked, other = guards[0][0], guards[1][0]
-    if asked.expr is not other.expr or not asked.positive or window.varies(asked):
-        return ()
-    both = f"if {text(asked.expr)}:\n    {text(first.stmt)}\nelse:\n    {text(second.stmt)}\n"
-    removed = [Edit.at("delete", clip.stmt) for clip in clips]
-    return (*removed, Edit.at("before", steps[0].stmt, both))
+    return moved(clip, window, "before")
