@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterator
 
 from ..model import Event, File, LoopWindow
-from ..model.events import Context, Env
-from ..model.expressions import dotted, place, text, walk
+from ..model.events import Env
+from ..model.expressions import children, dotted, place, text
 from .rule_base import Report, rule
 
 _CRITIC = re.compile(
@@ -24,8 +24,10 @@ _APART = re.compile(
     r"\.requires_grad(_\(\s*\w|\s*=)|set_requires_grad\w*\(|toggle_optim|freeze\w*\("
     r"|backward\([^)\n]*inputs\s*="
 )
-_CUT = re.compile(r"\.detach\(\)|\.data\b|stop_grad")
-_MAX_NODES = 400
+_CUT = re.compile(r"(\.detach\(\)|\.data)$")
+_REMEDIES = ("detach its output", "turn its `requires_grad_` off meanwhile")
+_OFF = re.compile(r"no_grad|inference_mode")
+_MAX_NAMES = 40
 
 
 @rule("gradients of the other network")
@@ -36,25 +38,17 @@ def check(file: File) -> Iterator[Report]:
         # An inner loop for each network: their windows follow each other.
         if window.shape == "nested":
             backwards = backwards + [e for e in window.after if e.kind == "backward"]
-        if len(backwards) < 2 or not _trains_two(window) or file.facts.mentions(_APART):
+        steps = [e for e in (*window.events, *window.after) if e.kind == "step"]
+        if {_is_critics(e) for e in steps} != {True, False} or file.facts.mentions(_APART):
             continue
         for of_critic in (True, False):
             found = _leak(window, backwards, of_critic)
             if found is not None:
-                owner = "discriminator" if of_critic else "generator"
-                remedy = (
-                    "turn its `requires_grad_` off meanwhile" if of_critic else "detach its output"
-                )
                 yield Report(
                     found[0].node,
-                    f"this backward runs through `{found[1]}` and leaves gradients in the {owner}, "
-                    f"whose own update adds them up over the window; {remedy}",
+                    f"this backward runs through `{found[1]}` and leaves gradients there that "
+                    f"its own update adds up over the window; {_REMEDIES[of_critic]}",
                 )
-
-
-def _trains_two(window: LoopWindow) -> bool:
-    steps = [*window.of("step"), *(e for e in window.after if e.kind == "step")]
-    return {_is_critics(e) for e in steps} == {True, False}
 
 
 def _is_critics(event: Event) -> bool:
@@ -94,35 +88,20 @@ def _is_cleared(event: Event, own: Event, window: LoopWindow, of_critic: bool) -
 
 def _networks(backward: Event, window: LoopWindow) -> list[str]:
     """Return the networks that the loss of a backward was computed by, up to what is detached."""
+    contexts = [(e.node, text(c.expr)) for e in window.events for c in e.contexts(window.loop)]
+    seen = {id(node) for node, spelled in contexts if _OFF.search(spelled)}
     found: dict[str, None] = {}
-    cut = {id(e.node) for e in window.events if any(_is_off(c) for c in e.path)}
-    seen: set[int] = set()
     todo: list[tuple[ast.AST, Env]] = [(backward.argument or ast.Pass(), backward.env)]
-    while todo and len(seen) < _MAX_NODES:
-        expr, env = todo.pop()
-        for node in _uncut(expr):
-            if id(node) in seen:
-                continue
-            seen.add(id(node))
-            if isinstance(node, ast.Call) and id(node) not in cut:
-                if (name := dotted(node.func)) and not _NOT_A_NETWORK.search(name):
-                    found[name] = None
-                todo += [(d.expr, d.env) for d in window.resolver.returns.get(id(node), ())]
-            elif isinstance(node, ast.expr) and (slot := place(node)) in env:
-                todo += [(d.expr, d.env) for d in env[slot or ""]]
+    while todo and len(found) < _MAX_NAMES:
+        node, env = todo.pop()
+        if id(node) in seen or _CUT.search(text(node)):
+            continue
+        seen.add(id(node))
+        if isinstance(node, ast.Call):
+            if (name := dotted(node.func)) and not _NOT_A_NETWORK.search(name):
+                found[name] = None
+            todo += [(d.expr, d.env) for d in window.resolver.returns.get(id(node), ())]
+        if isinstance(node, ast.expr):
+            todo += [(d.expr, d.env) for d in env.get(place(node) or "", ())]
+        todo += [(child, env) for child in children(node)]
     return list(found)
-
-
-def _is_off(item: object) -> bool:
-    return isinstance(item, Context) and bool(re.search(r"no_grad|inference_mode", text(item.expr)))
-
-
-def _uncut(expr: ast.AST) -> Iterator[ast.AST]:
-    """Yield the parts of an expression, without those under `.detach()`."""
-    cut = {
-        id(inner)
-        for node in walk(expr)
-        if isinstance(node, (ast.Call, ast.Attribute)) and _CUT.search(text(node)[-12:])
-        for inner in walk(node)
-    }
-    yield from (node for node in walk(expr) if id(node) not in cut)
