@@ -117,11 +117,11 @@ def positional(call: ast.Call, index: int) -> ast.expr | None:
 # Fields that never hold a node; skipping them halves the time of a walk.
 _EMPTY_FIELDS = {
     "ctx", "op", "ops", "id", "attr", "arg", "kind", "type_comment", "name", "asname", "module",
-    "level", "conversion", "simple", "is_async", "rest", "kwd_attrs",
+    "level", "conversion", "simple", "is_async", "rest", "kwd_attrs", "str",
 }  # fmt: skip
-_FIELDS: dict[type[ast.AST], tuple[str, ...]] = {ast.Constant: (), ast.Global: (), ast.Nonlocal: ()}
-
-
+_FIELDS: dict[type[ast.AST], tuple[str, ...]] = dict.fromkeys(
+    (ast.Constant, ast.Global, ast.Nonlocal, ast.MatchSingleton), ()
+)
 _WITH_GAPS = {ast.Dict, ast.arguments}  # `{**a}` has no key, `*, a` no default.
 
 
