@@ -78,8 +78,9 @@ def _always_built(part: str) -> bool:
         return False
     while nodes:
         node = nodes.pop()
-        asked = isinstance(node, (ast.If, ast.IfExp)) and not re.search(
-            "bn|norm|conv", text(node.test)
+        asked = isinstance(node, (ast.If, ast.IfExp)) and not (
+            re.search("bn|norm|conv", text(node.test))
+            or (isinstance(node, ast.IfExp) and "Identity" in text(node))
         )
         if isinstance(node, (ast.Name, ast.Attribute)) and last_part(node) in _LAYERS:
             return True
