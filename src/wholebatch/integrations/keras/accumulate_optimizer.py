@@ -482,7 +482,8 @@ class GradientAccumulateOptimizer(keras.optimizers.Optimizer):  # type: ignore[m
             import tensorflow as tf
 
             if self._flush is None:
-                self._flush = tf.function(lambda: self._distribution_strategy.run(self.close))
+                run = self._distribution_strategy.run
+                self._flush = tf.function(lambda: run(self.close), autograph=False)
             self._flush()
         self._now = 0
         self.report_skipped()
