@@ -7,6 +7,7 @@ So it starts without any state of the tests, as a process of its own interpreter
 
 from __future__ import annotations
 
+import ast
 import atexit
 import contextlib
 import gc
@@ -154,11 +155,20 @@ def _torchrun(program: str | Path, arguments: list[str], ranks: int, restarts: i
     given.rdzv_backend, given.rdzv_endpoint, given.rdzv_id = "c10d", "localhost:0", str(os.getpid())
     config, _, _ = module.config_from_args(given)
     config.start_method, config.max_restarts = "fork", restarts
-    if isinstance(program, Path) and 'if __name__ == "__main__":' in program.read_text("utf-8"):
-        sys.path.insert(0, str(program.parent))
-        runpy.run_path(str(program), run_name="imported")
-        gc.freeze()
+    if isinstance(program, Path):
+        _import_what_it_imports(program)
     elastic_launch(config, _main)(program, *arguments)
+
+
+def _import_what_it_imports(script: Path) -> None:
+    folder = str(script.parent)
+    sys.path.insert(0, folder)
+    for node in ast.parse(script.read_text(encoding="utf-8")).body:
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            with contextlib.suppress(ImportError):  # its ranks will say so
+                exec(compile(ast.Module([node], []), str(script), "exec"), {})
+    sys.path.remove(folder)
+    gc.freeze()
 
 
 def _main(program: str | Path, *arguments: str) -> None:
