@@ -13,6 +13,7 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.zero.muon import muon_optimizer  # noqa: F401 (before the ranks are forked)
 from torch import Tensor, nn
 
 import wholebatch as wb
