@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch._inductor.compile_fx  # before the ranks are forked
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
