@@ -7,6 +7,7 @@ import os
 import sys
 import warnings
 
+import deepspeed
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -55,7 +56,6 @@ def whole(dtype: torch.dtype = torch.float64) -> list[Tensor]:
 
 def updates(stage: int, *, anew: bool) -> list[Tensor]:
     """What ZeRO of this stage trained, in the loop of Accelerate or with an Accumulator."""
-    import deepspeed
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, GradientState
     from accelerate.utils import DeepSpeedPlugin
@@ -101,8 +101,6 @@ def updates(stage: int, *, anew: bool) -> list[Tensor]:
 
 def main() -> None:
     warnings.simplefilter("ignore")  # DeepSpeed's own
-    import deepspeed
-
     # A faster all-reduce on one machine that would be compiled at the first start: gloo will do.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     torch.set_num_threads(1)

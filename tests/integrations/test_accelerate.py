@@ -29,7 +29,7 @@ from wholebatch.integrations.accelerate import ExactWindows, accumulator  # noqa
 pytestmark = pytest.mark.slow
 SCRIPT = "accelerate_loop.py"
 SIZES = [4, 4, 1, 3, 4, 2, 4]  # windows of 3: the last one has a single micro-batch
-LAUNCH = ("-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes=2")
+LAUNCH = ("accelerate.commands.launch", "--multi_gpu", "--num_processes=2")
 LAUNCH += ("--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no")
 LAUNCH += ("--main_process_port=0", str(Path(__file__).with_name("end_at_once.py")))
 

@@ -9,7 +9,6 @@ import importlib.util
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import wholebatch as wb
+from tests import processes
 from tests.proof.loops.live import KINDS, MISTAKES, STYLES, found_in, quiet, verdict_of
 from tests.proof.loops.right import RIGHT, sums_over_counted_units
 from tests.proof.loops.unusual import COUPLED, UNUSUAL, batchnorm_model
@@ -184,15 +184,13 @@ for step in range(100):
 def _trainer(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT, encoding="utf-8")
-    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    start.append("-m")
-    return subprocess.run(
-        [*start, "wholebatch.cli", "verify", "--json", "--trainer", str(script), *arguments],
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
+    return processes.run(
+        "wholebatch.cli",
+        *("verify", "--json", "--trainer", str(script), *arguments),
+        cwd=tmp_path,
+        environment={**os.environ, **processes.ENVIRONMENT},
         timeout=300,
+        ranks=2,
     )
 
 
