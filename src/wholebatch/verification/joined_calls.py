@@ -17,24 +17,24 @@ from torch import Tensor, nn
 
 from wholebatch.core.forward_state import ForwardState
 from wholebatch.coupled.loss_graph import loss_terms
-from wholebatch.verification.live_window import (
-    Call,
-    LiveObserver,
-    LiveWindow,
-    first_numbers,
-    tensors_of,
-)
 from wholebatch.verification.loss_weights import TermWeights, Unreadable, read_weights
 from wholebatch.verification.mistakes import apart
 from wholebatch.verification.model_runs import joined
+from wholebatch.verification.window_recorder import (
+    Call,
+    RecordedWindow,
+    WindowRecorder,
+    first_numbers,
+    tensors_of,
+)
 
 
 @dataclass
 class JoinedCalls:
     """Runs the calls of a window as one; `coupled` if an output depends on its batch."""
 
-    window: LiveWindow
-    observer: LiveObserver
+    window: RecordedWindow
+    observer: WindowRecorder
     read: Sequence[TermWeights]
     notes: list[str] = field(default_factory=list)
     coupled: bool = False

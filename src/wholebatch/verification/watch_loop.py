@@ -19,10 +19,10 @@ from torch import nn
 
 from wholebatch.distributed.process_group import world_size
 from wholebatch.errors import OptionError
-from wholebatch.verification.live_verdict import LiveJudge
-from wholebatch.verification.live_window import LiveObserver, LiveWindow
+from wholebatch.verification.loop_judge import LoopJudge
 from wholebatch.verification.mistakes import NOT_JUDGED, RIGHT, MistakeFit
 from wholebatch.verification.verdicts import LoopTrial, LoopVerdict
+from wholebatch.verification.window_recorder import RecordedWindow, WindowRecorder
 
 _log = logging.getLogger("wholebatch")
 
@@ -52,12 +52,12 @@ class Watch:
             raise OptionError(f"model={type(model).__name__}: must be an nn.Module")
         if inner is not None and not isinstance(inner, torch.optim.Optimizer):
             raise OptionError(f"optimizer={type(optimizer).__name__}: must be a torch optimizer")
-        self._observer = LiveObserver(model, optimizer=inner, ended=self._ended)
+        self._observer = WindowRecorder(model, optimizer=inner, ended=self._ended)
         self._observer.began = self._began
         self._name, self._stop_after = name, stop_after
         self._trials: list[LoopTrial] = []
         self._windows = self._count = 0
-        self._first: LiveJudge | None = None
+        self._first: LoopJudge | None = None
         self._has_short = False
         self.seconds = 0.0
         """Seconds that recording and judging have taken beside the first window's own."""
@@ -105,7 +105,7 @@ class Watch:
 
     # ------------------------------------------------------------ called by the observer
 
-    def _began(self, window: LiveWindow) -> None:
+    def _began(self, window: RecordedWindow) -> None:
         """Go on lightly after the first window, unless the next begins with its gradients."""
         is_clean = not float(window.micros[0].before.abs().sum())
         more = self._windows - self._stop_after
@@ -116,7 +116,7 @@ class Watch:
             self._observer.go_lightly()
             self._eager.close()
 
-    def _ended(self, window: LiveWindow) -> None:
+    def _ended(self, window: RecordedWindow) -> None:
         self._windows += 1
         began = time.perf_counter()
         try:
@@ -129,8 +129,8 @@ class Watch:
             self.window_seconds = window.seconds
             self.seconds = time.perf_counter() - began
 
-    def _judge(self, window: LiveWindow) -> None:
-        judge = LiveJudge(window, self._observer, f"window {self._windows}")
+    def _judge(self, window: RecordedWindow) -> None:
+        judge = LoopJudge(window, self._observer, f"window {self._windows}")
         count = len(window.micros)
         if window.is_whole and not self._observer.light:  # the first, or it began with gradients
             trial = judge.trial()

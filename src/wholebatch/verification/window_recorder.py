@@ -57,7 +57,7 @@ class Call:
 
 
 @dataclass(eq=False)
-class LiveMicroBatch:
+class RecordedMicroBatch:
     """One micro-batch: its calls of the model, its loss, and the gradient that it brought."""
 
     calls: list[Call]
@@ -74,7 +74,7 @@ class LiveMicroBatch:
 
 
 @dataclass(frozen=True)
-class LiveClip:
+class RecordedClip:
     """One call that clips: after how many micro-batches, and the gradient before and after it."""
 
     micro_batches: int
@@ -88,7 +88,7 @@ class LiveClip:
 
 
 @dataclass(eq=False)
-class LiveWindow:
+class RecordedWindow:
     """One window of a live loop: the gradients and calls recorded between two optimizer steps."""
 
     sizes: list[int]
@@ -98,8 +98,8 @@ class LiveWindow:
     half: bool
     """True if the gradients are kept in 16 bits."""
     began: float
-    micros: list[LiveMicroBatch] = field(default_factory=list)
-    clips: list[LiveClip] = field(default_factory=list)
+    micros: list[RecordedMicroBatch] = field(default_factory=list)
+    clips: list[RecordedClip] = field(default_factory=list)
     gradient: Tensor | None = None
     autocast: set[torch.dtype] = field(default_factory=set)
     seconds: float = 0.0
@@ -115,7 +115,7 @@ def _never_fails(method: _Method) -> _Method:
     """Return a method that keeps its error: a watch never ends somebody's training."""
 
     @wraps(method)
-    def kept(self: LiveObserver, *args: Any, **kwargs: Any) -> Any:
+    def kept(self: WindowRecorder, *args: Any, **kwargs: Any) -> Any:
         try:
             return method(self, *args, **kwargs)
         except Exception as error:
@@ -127,7 +127,7 @@ def _never_fails(method: _Method) -> _Method:
 
 
 @dataclass(eq=False)
-class LiveObserver(WindowObserver):
+class WindowRecorder(WindowObserver):
     """Watches a loop's windows; `ended(window)` is called inside the step, before it is made.
 
     `began(window)` is called after the first backward of each.
@@ -137,12 +137,12 @@ class LiveObserver(WindowObserver):
 
     model: nn.Module | None = None  # type: ignore[assignment]
     parameters: Sequence[nn.Parameter] = ()
-    ended: Callable[[LiveWindow], None] = lambda _: None
-    began: Callable[[LiveWindow], None] = lambda _: None
+    ended: Callable[[RecordedWindow], None] = lambda _: None
+    began: Callable[[RecordedWindow], None] = lambda _: None
     light: bool = False
 
-    def __enter__(self) -> LiveObserver:
-        self.window: LiveWindow | None = None
+    def __enter__(self) -> WindowRecorder:
+        self.window: RecordedWindow | None = None
         self._norms: dict[int, float] = {}
         self.optimizer_steps = 0
         self.sharded = False
@@ -323,7 +323,7 @@ class LiveObserver(WindowObserver):
         return result
 
     @_never_fails
-    def _before_backward(self, roots: Any, seeds: Any) -> LiveMicroBatch:
+    def _before_backward(self, roots: Any, seeds: Any) -> RecordedMicroBatch:
         """Return the micro-batch as it is before its backward."""
         if not self.parameters and not self.sharded:
             self._adopt([p for call in self._calls for p in call.module.parameters()])
@@ -332,10 +332,12 @@ class LiveObserver(WindowObserver):
         seeds = [seeds] * len(listed) if isinstance(seeds, Tensor | None) else list(seeds)
         terms = [t for r, s in zip(listed, seeds, strict=False) for t in _terms_of(r, s)]
         before, linked = self._grads(), self._look_for_links(listed)
-        return LiveMicroBatch(self._calls_of(listed), before, before, before, terms, linked=linked)
+        return RecordedMicroBatch(
+            self._calls_of(listed), before, before, before, terms, linked=linked
+        )
 
     @_never_fails
-    def _after_backward(self, micro: LiveMicroBatch) -> None:
+    def _after_backward(self, micro: RecordedMicroBatch) -> None:
         """Add the micro-batch, if it brought the watched parameters a gradient."""
         micro.after = self._grads()
         micro.brought = self._row([self._parts.get(i) for i in range(len(self.parameters))])
@@ -372,7 +374,7 @@ class LiveObserver(WindowObserver):
         except Exception:  # a graph that cannot be asked tells nothing
             return False
 
-    def _add(self, micro: LiveMicroBatch) -> None:
+    def _add(self, micro: RecordedMicroBatch) -> None:
         """Add a micro-batch, or a second backward of the same forward to its first."""
         if self.window is None:
             self._begin_window()
@@ -396,7 +398,7 @@ class LiveObserver(WindowObserver):
     def _begin_window(self) -> None:
         dtypes = {parameter.dtype.to_real() for parameter in self.parameters}
         owner = {id(p): name for name, p in self.model.named_parameters()} if self.model else {}
-        self.window = LiveWindow(
+        self.window = RecordedWindow(
             sizes=list(self._sizes),
             names=[owner.get(id(p), f"parameter {i}") for i, p in enumerate(self.parameters)],
             unit=max((torch.finfo(dtype).eps / 2 for dtype in dtypes), default=0.0),
@@ -409,7 +411,7 @@ class LiveObserver(WindowObserver):
         is_first = not self.light and not self.optimizer_steps and largest is not None
         self._averages = _averages_of(largest) if is_first else []  # type: ignore[arg-type]
 
-    def _look_at_weights(self, micro: LiveMicroBatch) -> None:
+    def _look_at_weights(self, micro: RecordedMicroBatch) -> None:
         """Note if weights, or an average of them, have changed since the micro-batch before."""
         if not self.window or not self.window.is_whole:
             return
@@ -438,7 +440,7 @@ class LiveObserver(WindowObserver):
         limit = float((*args, *kwargs.values())[0])
         before = self._grads()
         result = original(parameters, *args, **kwargs)
-        clip = LiveClip(len(self.window.micros), limit, before, self._grads())
+        clip = RecordedClip(len(self.window.micros), limit, before, self._grads())
         self.window.clips.append(clip)
         return result
 

@@ -20,13 +20,6 @@ from wholebatch.coupled.loss_graph import LossTerm
 from wholebatch.coupled.normalisation_layers import uses_batch_statistics
 from wholebatch.distributed.process_group import largest_over_ranks, sum_over_ranks, world_size
 from wholebatch.verification.joined_calls import JoinedCalls
-from wholebatch.verification.live_window import (
-    LiveClip,
-    LiveMicroBatch,
-    LiveObserver,
-    LiveWindow,
-    tensors_of,
-)
 from wholebatch.verification.loss_weights import TermWeights, Unreadable, read_weights
 from wholebatch.verification.mistakes import (
     NOT_JUDGED,
@@ -40,6 +33,13 @@ from wholebatch.verification.mistakes import (
 )
 from wholebatch.verification.run_comparison import TIMES_THE_FLOOR, percent
 from wholebatch.verification.verdicts import LoopTrial
+from wholebatch.verification.window_recorder import (
+    RecordedClip,
+    RecordedMicroBatch,
+    RecordedWindow,
+    WindowRecorder,
+    tensors_of,
+)
 
 _IGNORED = -100
 _NO_LIMIT = 1e6
@@ -49,11 +49,11 @@ _WEIGHTS = 1e-3
 
 
 @dataclass
-class LiveJudge:
+class LoopJudge:
     """Judges one window; `steps` is the number of micro-batches of a full one, where known."""
 
-    window: LiveWindow
-    observer: LiveObserver
+    window: RecordedWindow
+    observer: WindowRecorder
     name: str
     steps: int | None = None
     scales: Sequence[float] = ()
@@ -279,7 +279,7 @@ class LiveJudge:
         assert self.window.gradient is not None
         return self.window.gradient
 
-    def _last_clips(self) -> list[LiveClip]:
+    def _last_clips(self) -> list[RecordedClip]:
         """Return the clips that cut after the last backward: before them, all gradients are in."""
         count = len(self.micros)
         return [clip for clip in self.window.clips if clip.micro_batches == count and clip.cuts]
@@ -521,7 +521,7 @@ class LiveJudge:
         )
 
 
-def _by_call(micro: LiveMicroBatch) -> list[list[LossTerm]]:
+def _by_call(micro: RecordedMicroBatch) -> list[list[LossTerm]]:
     """Return the losses of a backward: one of each call, where it adds those of several."""
     modules = {call.module for call in micro.calls}
     kinds = {(term.node, term.kind) for term in micro.terms}
@@ -531,7 +531,7 @@ def _by_call(micro: LiveMicroBatch) -> list[list[LossTerm]]:
     return [micro.terms]
 
 
-def _labels(micros: Sequence[LiveMicroBatch]) -> list[tuple[list[float], list[float]]]:
+def _labels(micros: Sequence[RecordedMicroBatch]) -> list[tuple[list[float], list[float]]]:
     """Return what the calls' labels count: of all, those that are not ignored (-100).
 
     A causal model may leave out the first label of every sample.
