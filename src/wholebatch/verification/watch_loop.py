@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import math
 import time
-from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -64,18 +63,12 @@ class Watch:
         self.window_seconds = 0.0
 
     def __enter__(self) -> Watch:
-        self._entered = ExitStack()
-        self._entered.enter_context(self._observer)
-        # Compiled code hides how a loss is made; a window is the same without it.
-        self._eager = ExitStack()
-        if hasattr(torch.compiler, "set_stance"):
-            self._eager.enter_context(torch.compiler.set_stance("force_eager"))
+        self._observer.__enter__()
         return self
 
     def __exit__(self, kind: Any, *error: object) -> None:
         left = self._observer.window
-        self._eager.close()
-        self._entered.close()
+        self._observer.__exit__()
         if kind is None and left is not None and self._windows:
             count = len(left.micros)
             name = f"the last {count} micro-batches"
@@ -114,7 +107,6 @@ class Watch:
         is_known = self._count > 1 and is_clean
         if not self._observer.light and (is_known or self._windows > 1):
             self._observer.go_lightly()
-            self._eager.close()
 
     def _ended(self, window: RecordedWindow) -> None:
         self._windows += 1
