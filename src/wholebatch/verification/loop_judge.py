@@ -170,21 +170,22 @@ class LoopJudge:
         rows = [self._sums(term) for term in self.read]
         weights, units = rows[0]
         if len(rows) > 1:
-            constants = [self._constant(*row) for row in rows]
+            constants = [self._constant(term) for term in self.read]
             if constants[0] is None or any(c is None for c in constants):
                 alike = all(_alike(w, weights) and _alike_shares(u, units) for w, u in rows)
                 return rows[0] if alike else None
             if not _alike([c or 0.0 for c in constants], [constants[0]] * len(rows)):
                 return None
-        if len(self._owners) > len(self.micros) and self._constant(*rows[0]) is None:
+        if len(self._owners) > len(self.micros) and self._constant(self.read[0]) is None:
             return None
         return weights, units
 
-    def _constant(self, weights: Sequence[float], units: Sequence[float]) -> float | None:
+    def _constant(self, term: TermWeights) -> float | None:
         """Return c where the weights are c × their shares of the units × the loss scale."""
-        total = sum(units)
-        scales = [micro.loss_scale for micro in self.micros]
-        found = [w * total / u / s for w, u, s in zip(weights, units, scales, strict=True) if u]
+        total = sum(term.units)
+        scales = [self.micros[owner].loss_scale for owner in self._owners]
+        rows = zip(term.weights, term.units, scales, strict=True)
+        found = [w * total / u / s for w, u, s in rows if u]
         return found[0] if found and _alike(found, [found[0]] * len(found)) else None
 
     def _sums(self, term: TermWeights) -> tuple[list[float], list[float]]:
@@ -217,7 +218,7 @@ class LoopJudge:
             if not _right_of(self.fits).fits:
                 break
         found = RIGHT if _right_of(self.fits).fits else _best(self.fits)
-        constants = [self._constant(*self._sums(term)) for term in self.read]
+        constants = [self._constant(term) for term in self.read]
         known = world_size() == 1 and None not in constants
         if found is None and constants[0] is not None and known:
             cause = self._of_constant(constants[0], sum(self.read[0].units))
@@ -298,7 +299,9 @@ class LoopJudge:
         kept = gradient is at_step or self._same(at_step, self._last_clips()[-1].after)
         if off <= self.tolerance and kept:
             return self._trial(self._beside(RIGHT), self.fits)
-        cause = self._lost_on_the_way(gradient) or self._scaled(gradient)
+        cause = None
+        if self.micros:
+            cause = self._lost_on_the_way(gradient) or self._scaled(gradient)
         if cause is None:
             tolerance = max(self.tolerance, TIMES_THE_FLOOR * self.floor)
             candidates = hypotheses(self.parts, inputs)
@@ -468,7 +471,7 @@ class LoopJudge:
             limit = float(left.abs().max())
             by_value = apart(whole.clamp(-limit, limit), left) <= _WEIGHTS
             by_norm = left.norm() < whole.norm() and _parallel(left, whole, _WEIGHTS)
-            cuts += (by_value or by_norm) and apart(whole, left) > _WEIGHTS
+            cuts += bool(limit) and (by_value or by_norm) and apart(whole, left) > _WEIGHTS
         variant = f"by hand, after {cuts} of {len(self.micros)} backwards"
         return MistakeFit("clipped-per-micro-batch", variant, 0.0, True) if cuts > 1 else None
 

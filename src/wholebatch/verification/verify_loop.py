@@ -212,7 +212,7 @@ class _CaseTrials:
             )
         made = recorder.updates()
         judge = LoopJudge(
-            seen.windows[0] if seen.windows else recorder.new_window(),
+            seen.windows[0] if seen.windows else recorder.window or recorder.new_window(),
             recorder,
             window.name(parts.units, self.steps),
             self.case.name,
