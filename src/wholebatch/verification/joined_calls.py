@@ -72,7 +72,8 @@ class JoinedCalls:
         if given is None or any(tensor.requires_grad for tensor in tensors_of(given)):
             return None
         module = calls[0].module
-        if isinstance(module, nn.parallel.DistributedDataParallel):
+        ddp = nn.parallel.DistributedDataParallel
+        while isinstance(module, ddp) or type(module).__module__.startswith("deepspeed."):
             module = module.module
         state = ForwardState(module)
         kind = self.observer.parameters[0].device.type

@@ -207,6 +207,8 @@ class WindowRecorder:
         self._patch(torch.amp.GradScaler, "step", self._scaler_step)
         if "deepspeed" in sys.modules:
             self._patch(sys.modules["deepspeed"].DeepSpeedEngine, "step", self._engine_step)
+            utils = sys.modules["deepspeed.runtime.utils"]
+            self._patch_everywhere(utils, "clip_grad_norm_", self._around_clip)
         engine, window._run_backward = window._run_backward, None  # ours, by its usual door
         self._undo.append(lambda: setattr(window, "_run_backward", engine))
         if self.model is not None:
