@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -71,7 +72,7 @@ class JoinedCalls:
         given = joined(inputs, [one[0] for one in rows]) if all(rows) else None
         if given is None or any(tensor.requires_grad for tensor in tensors_of(given)):
             return None
-        module = calls[0].module
+        module: Any = calls[0].module
         ddp = nn.parallel.DistributedDataParallel
         while isinstance(module, ddp) or type(module).__module__.startswith("deepspeed."):
             module = module.module
