@@ -223,20 +223,18 @@ class LoopJudge:
         if found is None and constants[0] is not None and known:
             cause = self._of_constant(constants[0], sum(self.read[0].units))
             found, self.fits = cause.key, [cause, *self.fits]
-        if self.window.sizes and found not in (RIGHT, None):
-            lost = self._lost_on_the_way(self._before_clip())
-            if lost is not None:
-                found, self.fits = lost.key, [lost, *self.fits]
         tolerance = _WEIGHTS
         if self.window.sizes and self.window.gradient is not None:
+            gradient = self._before_clip()
             if found == RIGHT:
                 flow = torch.stack([m.brought / m.loss_scale for m in self.micros]).sum(0)
-                off = apart(self._before_clip(), flow)
+                off = largest_over_ranks(apart(gradient, sum_over_ranks(flow) / world_size()))
                 tolerance = TIMES_THE_FLOOR * self.window.unit * math.sqrt(len(self.micros))
                 self.fits = [_right(off, off <= tolerance)]
-                lost = None if off <= tolerance else self._lost_on_the_way(self._before_clip())
-                found = RIGHT if off <= tolerance else lost.key if lost else None
-                self.fits = self.fits if lost is None else [lost, *self.fits]
+                found = RIGHT if off <= tolerance else None
+            lost = None if found == RIGHT else self._lost_on_the_way(gradient)
+            if lost is not None:
+                found, self.fits = lost.key, [lost, *self.fits]
             found = self._beside(found)
         self.by = by
         return self._trial(found, self.fits, tolerance=tolerance)
@@ -299,22 +297,27 @@ class LoopJudge:
         kept = gradient is at_step or self._same(at_step, self._last_clips()[-1].after)
         if off <= self.tolerance and kept:
             return self._trial(self._beside(RIGHT), self.fits)
+        # Ranks may find different causes: what they do together, all or none of them must do.
         cause = None
         if self.micros:
             cause = self._lost_on_the_way(gradient) or self._scaled(gradient)
-        if cause is None:
+        if largest_over_ranks(cause is None):
             tolerance = max(self.tolerance, TIMES_THE_FLOOR * self.floor)
-            candidates = hypotheses(self.parts, inputs)
+            candidates, units = hypotheses(self.parts, inputs), self.parts.units_everywhere
             self.fits = nearest(candidates, gradient, tolerance, self.as_seen)
             cause = (
-                next((fit for fit in self.fits if fit.fits and fit.key != RIGHT), None)
-                or self._other_constant(gradient)
+                cause
+                or next((fit for fit in self.fits if fit.fits and fit.key != RIGHT), None)
+                or self._other_constant(gradient, units)
                 or self._owned_twice(gradient)
                 or self._added_in_16_bits(gradient)
                 or self._cut_by_hand()
             )
-        if cause is None:
-            return self._trial(self._beside(None), self.fits)
+        if largest_over_ranks(cause is None):
+            found = self._beside(None)
+            if cause is None:
+                return self._trial(found, self.fits)
+        assert cause is not None
         rest = [fit for fit in self.fits if fit.key != cause.key]
         return self._trial(cause.key, [cause, *rest])
 
@@ -332,7 +335,8 @@ class LoopJudge:
 
     def _before_clip(self) -> Tensor:
         clips = self._last_clips()
-        if not clips or not _parallel(self._at_step(), clips[-1].after, 1e-4):
+        kept = bool(clips) and _parallel(self._at_step(), clips[-1].after, 1e-4)
+        if largest_over_ranks(not kept):
             return self._at_step()  # or the loop has put another gradient there since
         return clips[0].before
 
@@ -400,15 +404,15 @@ class LoopJudge:
                 is_scale = scales[0] != 1 and math.isclose(factor, scales[0], rel_tol=_WEIGHTS)
                 key = "clipped-while-scaled" if is_scale else "clipped-too-early"
                 return MistakeFit(key, f"clipped while {factor:.4g} times as large", 0.0, True)
-        if scales[0] != 1 and self._same(gradient, right * scales[0]):
+        if scales[0] != 1 and apart(gradient, right * scales[0]) <= self.tolerance:
             return MistakeFit("loss-scale", f"{scales[0]:g} times too large", 0.0, True)
         return None
 
-    def _other_constant(self, gradient: Tensor) -> MistakeFit | None:
+    def _other_constant(self, gradient: Tensor, units: float) -> MistakeFit | None:
         """Return the mistake of a gradient that is right but for a constant: another divisor."""
         right = self.as_seen(self.parts.right)
         factor = float(gradient @ right / (right @ right)) if float(right.norm()) else 0.0
-        if factor <= 0 or not self._same(gradient, right * factor):
+        if factor <= 0 or apart(gradient, right * factor) > self.tolerance:
             return None
         if factor > _LOSS_SCALE - 1 and math.isclose(math.log2(factor) % 1, 0.0, abs_tol=1e-6):
             return MistakeFit("loss-scale", f"{factor:g} times too large", 0.0, True)
@@ -417,7 +421,7 @@ class LoopJudge:
         of_losses = sum(w / s for w, s in zip(weights, scales, strict=True))
         if not math.isclose(of_losses, factor, rel_tol=_WEIGHTS):
             return None  # the weights of the losses are others: it comes after them
-        return self._of_constant(factor, self.parts.units_everywhere)
+        return self._of_constant(factor, units)
 
     def _of_constant(self, factor: float, units: float) -> MistakeFit:
         """Return the mistake of weights that are right but for this factor."""
@@ -456,7 +460,7 @@ class LoopJudge:
     def _added_in_16_bits(self, gradient: Tensor) -> MistakeFit | None:
         if not self.window.half:
             return None
-        off = largest_over_ranks(apart(gradient, self.parts.right))
+        off = apart(gradient, self.parts.right)
         if off > math.sqrt(self.window.unit) * TIMES_THE_FLOOR:
             return None
         variant = f"{percent(off)} of the sum is lost"
@@ -637,8 +641,7 @@ def _alike_shares(ours: Sequence[float], others: Sequence[float]) -> bool:
 
 
 def _parallel(ours: Tensor, other: Tensor, tolerance: float) -> bool:
-    """Tell if one gradient is the other times a positive number, on every rank."""
+    """Tell if one gradient is the other times a positive number, on this rank."""
     size = float(other @ other)
     factor = float(ours @ other) / size if size else 0.0
-    far = math.inf if factor <= 0 else apart(ours, other * factor)
-    return largest_over_ranks(far) <= tolerance
+    return factor > 0 and apart(ours, other * factor) <= tolerance

@@ -108,18 +108,6 @@ def _case(case: Case | str) -> Case:
 
 
 @dataclass(frozen=True)
-class _Window:
-    even: bool
-    count: int
-
-    def name(self, units: Sequence[float], steps: int) -> str:
-        """Return the kind of window, by the units that its micro-batches turned out to have."""
-        kind = "equal" if len(set(units)) == 1 else "uneven"
-        short = f" (short: {self.count} of {steps})" if self.count < steps else ""
-        return f"{self.count} {kind} micro-batches{short}"
-
-
-@dataclass(frozen=True)
 class _Recorded:
     """One window that the loop has trained: what was seen of it, and the update it made."""
 
@@ -168,7 +156,7 @@ class _CaseTrials:
     def all(self, *, uneven: bool) -> list[LoopTrial]:
         """Return the trials of full and short windows, with equal and uneven micro-batches."""
         shapes = [(even, n) for even in (True, False)[: 1 + uneven] for n in (0, 1)]
-        trials = [self._trial(_Window(even, self.steps - less)) for even, less in shapes]
+        trials = [self._trial(even, self.steps - less) for even, less in shapes]
         if self._left and world_size() == 1 and all(trial.found == RIGHT for trial in trials):
             trials += self._in_a_row(trials[0])
         return trials
@@ -188,8 +176,8 @@ class _CaseTrials:
 
     # ---------------------------------------------------------------- one window
 
-    def _trial(self, window: _Window) -> LoopTrial:
-        micros = self.case.window(self.steps, window.even, self.rank)[: window.count]
+    def _trial(self, even: bool, count: int) -> LoopTrial:
+        micros = self.case.window(self.steps, even, self.rank)[:count]
         seen = self._recorded(micros)
         recorder, notes = seen.recorder, list(self.notes)
         if recorder.skipped_steps and not recorder.steps:
@@ -205,7 +193,9 @@ class _CaseTrials:
             self.numbers = Numbers(name, 1024.0 if name == "fp16" else 1.0)
         runs = self._model_runs()
         parts, floor, coupled = self._parts(runs, recorder, micros)
-        if not window.even and len(set(parts.units)) == 1 and len(micros) > 1:
+        kind = "equal" if len(set(parts.units)) == 1 else "uneven"
+        short = f" (short: {count} of {self.steps})" if count < self.steps else ""
+        if not even and kind == "equal" and count > 1:
             notes.append(
                 f"{self.case.name}: all micro-batches have equally many units, so a mean of means "
                 "cannot be told from the mean here"
@@ -214,7 +204,7 @@ class _CaseTrials:
         judge = LoopJudge(
             seen.windows[0] if seen.windows else recorder.window or recorder.new_window(),
             recorder,
-            window.name(parts.units, self.steps),
+            f"{count} {kind} micro-batches{short}",
             self.case.name,
             notes=notes,
             optimizer_steps=len(made),
@@ -231,7 +221,6 @@ class _CaseTrials:
             judge.as_seen = self._clipped
         trial = judge.trial_of(parts, floor, micros, coupled=coupled)
         if trial.found == RIGHT and made and (off := self._moved_beside(runs, seen)):
-            judge.by, judge.fits = "updates", []
             moved = MistakeFit("moved-beside-the-step", "the step and something else", 0.0, True)
             right = MistakeFit(RIGHT, "the optimizer's step", off, False)
             trial = replace(trial, found=moved.key, fits=(moved, right), observed_by="updates")
@@ -253,9 +242,11 @@ class _CaseTrials:
 
         It couples samples if the undivided batch is further from its micro-batches than rounding.
         """
-        found = [runs.gradient_of(micro) for micro in micros]
-        units = [counted[0] for _, counted in found]
-        means = [recorder.row_of(gradient) / (counted[0] or 1.0) for gradient, counted in found]
+        means, units = [], []
+        for micro in micros:
+            gradient, counted = runs.gradient_of(micro)
+            means.append(recorder.row_of(gradient) / (counted[0] or 1.0))
+            units.append(counted[0])
         parts = WindowParts(torch.zeros_like(means[0]), means, units, self.steps)
         everywhere = parts.units_everywhere
         right, floor = sum_over_ranks(parts.weighted(units)) / everywhere, runs.unit
@@ -298,7 +289,10 @@ class _CaseTrials:
         if self.ddp and world_size() > 1:
             handed = nn.parallel.DistributedDataParallel(model)
         windows: list[RecordedWindow] = []
-        with WindowRecorder(model, optimizer, windows.append, looks=self.looks) as recorder:
+        recorder = WindowRecorder(model, optimizer, windows.append, looks=self.looks)
+        if self.clip_norm is not None:  # the norm is that of all numbers
+            recorder.numbers = sum(parameter.numel() for parameter in model.parameters())
+        with recorder:
             for _ in range(times):
                 self.loop(handed, optimizer, self._copies(micros))
         self.looks = False

@@ -41,7 +41,7 @@ _log = logging.getLogger("wholebatch")
 _clip_grad: Any = importlib.import_module("torch.nn.utils.clip_grad")
 
 _NUMBERS = 1 << 18
-"""Numbers kept of every gradient; of a larger model, every n-th."""
+"""Numbers kept of every gradient, unless asked otherwise; of a larger model, every n-th."""
 _FEW_PARAMETERS, _FEW_NUMBERS = 8, 64
 """Parameters watched after the first window, and numbers kept of each."""
 _LOOKS = "wholebatch.coupled."
@@ -160,6 +160,7 @@ class WindowRecorder:
     ended: Callable[[RecordedWindow], None] = lambda _: None
     began: Callable[[RecordedWindow], None] = lambda _: None
     looks: bool = True
+    numbers: int = _NUMBERS
     light: bool = False
 
     def __enter__(self) -> WindowRecorder:
@@ -277,7 +278,7 @@ class WindowRecorder:
         self.sharded = any(hasattr(p, "to_local") or not p.numel() for p in trained)
         self.sharded |= any(name.startswith("FSDP") for name in called)
         self._shards = {id(parameter) for parameter in trained}
-        self._keep_of([] if self.sharded else trained, _NUMBERS)
+        self._keep_of([] if self.sharded else trained, self.numbers)
 
     def _keep_of(self, parameters: list[nn.Parameter], numbers: int) -> None:
         """Keep so many numbers of the gradients of these parameters."""
@@ -582,8 +583,6 @@ class WindowRecorder:
     @_never_fails
     def _see(self, optimizer: Any, places: frozenset[int], *, has_closure: bool = False) -> None:
         seen = self.window
-        if self.failure:
-            return
         gradient = self._grads()
         scale = getattr(optimizer, "grad_scale", None)
         if scale is not None:  # a fused optimizer divides by it in its own kernel
@@ -593,6 +592,8 @@ class WindowRecorder:
             made = (gradient, places, optimizer, settings, has_closure, self._backwards)
             self.steps.append(RecordedStep(*made))
         self.optimizer_steps += 1
+        if self.failure:
+            return
         if seen is None:
             again = self._stepped_by is not optimizer and bool(self._stepped & places)
             self.stepped_twice |= again
