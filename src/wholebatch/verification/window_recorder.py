@@ -142,8 +142,6 @@ class RecordedStep:
     optimizer: Any
     groups: tuple[dict[str, Any], ...]
     has_closure: bool
-    backwards: int
-    """Backwards that were seen before it."""
 
 
 @dataclass(eq=False)
@@ -167,6 +165,8 @@ class WindowRecorder:
         self.window: RecordedWindow | None = None
         self.handed = self.optimizer
         self.parameters: Sequence[nn.Parameter] = ()
+        self._sizes: list[int] = []
+        self._mine: set[int] = set()
         self.steps: list[RecordedStep] = []
         self.autocast: set[torch.dtype] = set()
         self.sharded = False
@@ -175,7 +175,6 @@ class WindowRecorder:
         self.optimizer_steps = self.skipped_steps = 0
         self._stepped: frozenset[int] = frozenset()
         self._stepped_by: Any = None
-        self._backwards = 0
         self._norms: dict[int, float] = {}
         self._depth = 0
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -421,7 +420,6 @@ class WindowRecorder:
         if not brings:  # somebody holds the hooks back: what is seen is what was added
             micro.brought = micro.after - micro.before
         if brings or bool(micro.brought.any()):
-            self._backwards += 1
             self._add(micro)
 
     def _calls_of(self, roots: Sequence[Tensor]) -> list[Call]:
@@ -589,8 +587,7 @@ class WindowRecorder:
             gradient = gradient / float(scale)
         if not self.light:
             settings = () if optimizer is None else settings_of(optimizer)
-            made = (gradient, places, optimizer, settings, has_closure, self._backwards)
-            self.steps.append(RecordedStep(*made))
+            self.steps.append(RecordedStep(gradient, places, optimizer, settings, has_closure))
         self.optimizer_steps += 1
         if self.failure:
             return
