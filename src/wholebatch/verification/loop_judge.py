@@ -414,7 +414,8 @@ class LoopJudge:
         factor = float(gradient @ right / (right @ right)) if float(right.norm()) else 0.0
         if factor <= 0 or apart(gradient, right * factor) > self.tolerance:
             return None
-        if factor > _LOSS_SCALE - 1 and math.isclose(math.log2(factor) % 1, 0.0, abs_tol=1e-6):
+        power = math.log2(factor)
+        if factor > _LOSS_SCALE - 1 and abs(power - round(power)) < _WEIGHTS:
             return MistakeFit("loss-scale", f"{factor:g} times too large", 0.0, True)
         weights = [w for term in self.read[:1] for w in self._sums(term)[0]]
         scales = [micro.loss_scale for micro in self.micros[: len(weights)]]

@@ -218,7 +218,8 @@ class _CaseTrials:
             judge.as_seen = lambda gradient: _stepped(runs, recorder, gradient, ())
             floor += _rounded_away(runs, recorder, seen.update) / TIMES_THE_FLOOR
         elif self.clip_norm is not None:
-            judge.as_seen = self._clipped
+            judge.as_seen = self._clipped  # with torch's 1e-6 beside the norm, or without it
+            floor += 1e-6 / (TIMES_THE_FLOOR * float(parts.right.norm()))
         trial = judge.trial_of(parts, floor, micros, coupled=coupled)
         if trial.found == RIGHT and made and (off := self._moved_beside(runs, seen)):
             moved = MistakeFit("moved-beside-the-step", "the step and something else", 0.0, True)
@@ -233,7 +234,7 @@ class _CaseTrials:
     def _clipped(self, gradient: Tensor) -> Tensor:
         """Return a gradient as the loop clips it by hand."""
         assert self.clip_norm is not None
-        return gradient * min(1.0, self.clip_norm / (float(gradient.norm()) + 1e-6))
+        return gradient * min(1.0, self.clip_norm / max(float(gradient.norm()), 1e-30))
 
     def _parts(
         self, runs: ModelRuns, recorder: WindowRecorder, micros: Sequence[Any]
