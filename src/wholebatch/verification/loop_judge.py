@@ -545,7 +545,7 @@ class LoopJudge:
     def told(self, key: str, variant: str) -> LoopTrial:
         """Return the verdict of a mistake that was seen, and needs no gradient to be compared."""
         fit = MistakeFit(key, variant, 0.0, True)
-        return self._trial(key, [fit, _right(math.inf)])
+        return self._trial(key, [fit, _right(1.0 if key == "no-update" else math.inf)])
 
     def not_judged(self, reason: str) -> LoopTrial:
         """Return the verdict that nothing can be known, with the reason."""
