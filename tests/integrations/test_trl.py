@@ -340,16 +340,16 @@ def test_policy_values(loss_type: str, ratio: Any) -> None:
     assert value(loss) == pytest.approx(theirs, rel=1e-5)
 
 
-def scaled(by: float) -> Any:
-    """A trainer whose loss is so many times that of TRL."""
+def changed(change: Any) -> Any:
+    """A trainer with another loss than TRL's."""
 
     def make(kind: Any) -> Any:
-        class Scaled(kind):  # type: ignore[misc]
+        class Changed(kind):  # type: ignore[misc]
             def compute_loss(self, *args: Any, **more: Any) -> Any:
                 loss = super().compute_loss(*args, **more)
-                return (loss[0] * by, loss[1]) if isinstance(loss, tuple) else loss * by
+                return (change(loss[0]), loss[1]) if isinstance(loss, tuple) else change(loss)
 
-        return Scaled
+        return Changed
 
     return make
 
@@ -371,10 +371,10 @@ def means(kind: Any) -> Any:
     [
         ("SFT", plain, {"max_grad_norm": 0.01}, "right"),
         ("SFT", means, {}, "mean-of-means"),
-        ("SFT", scaled(1 / 4), {}, "divided-twice"),
+        ("SFT", changed(lambda loss: loss / 4), {}, "divided-twice"),
         ("DPO", plain, {"samples": 12}, "right"),
         ("DPO", plain, {}, "mean-of-means"),
-        ("DPO", scaled(4.0), {"samples": 12}, "not-divided"),
+        ("DPO", changed(lambda loss: loss * 4), {"samples": 12}, "not-divided"),
     ],
 )
 def test_inside_a_watch(

@@ -273,7 +273,7 @@ def an_optimizer_made_inside(model: Any, optimizer: Any, micros: Any) -> None:
     inside.zero_grad()
 
 
-def two_optimizers(model: Any, optimizer: Any, micros: Any) -> None:
+def an_optimizer_for_each_part(model: Any, optimizer: Any, micros: Any) -> None:
     parameters = list(model.parameters())
     both = [torch.optim.SGD(some, lr=0.1) for some in (parameters[:2], parameters[2:])]
     for micro in micros:
@@ -328,7 +328,7 @@ RIGHT = [
     clipped_in_two_calls,
     clipped_in_two_imported_calls,
     an_optimizer_made_inside,
-    two_optimizers,
+    an_optimizer_for_each_part,
     rate_set_before_the_step,
     bf16_clipped_by_value,
 ]
