@@ -79,6 +79,9 @@ def test_deepspeed_on_two_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     found = reports(Path(__file__).with_name("deepspeed_worker.py"), 2, tmp_path)
     floor = found.pop("one process in float32")  # DeepSpeed's parameters are float32
+    watched = {name: found.pop(name) for name in list(found) if name.startswith("watched")}
+    assert len(watched) == 8
+    assert not {name: said for name, said in watched.items() if not name.endswith(f": {said}")}
     assert len(found) == 5
     assert not {case: wrong for case, wrong in found.items() if wrong > floor + 1e-6}
 

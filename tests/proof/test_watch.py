@@ -20,6 +20,7 @@ from torch.nn import functional as F
 import wholebatch as wb
 from tests import processes
 from tests.proof.loops.live import KINDS, MISTAKES, STYLES, found_in, quiet, verdict_of
+from tests.proof.loops.mistakes import UNUSUAL_MISTAKES
 from tests.proof.loops.right import RIGHT, sums_over_counted_units
 from tests.proof.loops.unusual import COUPLED, UNUSUAL, batchnorm_model
 from wholebatch.cli.app import run
@@ -47,6 +48,12 @@ def test_a_mistake_is_named(name: str) -> None:
     assert verdict.exit_status == 1
     assert verdict.mistake is not None
     assert verdict.mistake.name in verdict.line
+
+
+def test_unusual_mistakes_are_named() -> None:
+    for loop, key in UNUSUAL_MISTAKES.items():
+        verdict = watched(loop, ZOO["mlp"].model())
+        assert found_in(verdict) == key, f"{loop.__name__}: {verdict}"
 
 
 def test_right_loops_are_left_in_peace() -> None:
