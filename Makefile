@@ -59,7 +59,7 @@ format: $(VENV)/.dev ## let ruff fix and format what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-compat: $(VENV)/.dev ## run the exactness tests with torch 2.6, 2.11, 2.13 and the newest; writes docs/benchmarks/compat.md
+compat: $(VENV)/.dev ## run the exactness tests with torch 2.6, 2.11, 2.13 and the newest, Python 3.10 to 3.13; writes docs/benchmarks/compat.md
 	$(BIN)/python scripts/compat.py
 
 dist: $(VENV)/.dev ## build both packages into dist/, install them into empty environments, run them
