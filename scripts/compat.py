@@ -65,7 +65,9 @@ def environment(folder: str, *, python: str, torch: str) -> Path:
     subprocess.run([python, "-m", "venv", folder], check=True)
     own = Path(folder) / "bin" / "python"
     wanted = "torch" if torch == "newest" else f"torch=={torch}"
-    subprocess.run([own, "-m", "pip", "install", "-q", wanted, *PACKAGES], check=True)
+    subprocess.run(
+        [own, "-m", "pip", "install", "-q", "--no-compile", wanted, *PACKAGES], check=True
+    )
     return own
 
 
