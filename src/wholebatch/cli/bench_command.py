@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from wholebatch.cli import recipe_measuring as measuring
-from wholebatch.cli.command_options import command, must_be, option, recipe_argument, whole_number
+from wholebatch.cli.command_options import command, must_be, option
 from wholebatch.cli.report.terminal_output import (
     Spinner,
     console_of,
@@ -32,44 +32,34 @@ if TYPE_CHECKING:
     from wholebatch.tune.loop_comparison import LoopComparison, LoopRow
     from wholebatch.tune.training_loops import Job
 
-_HOW, _OUT = "Measurement", "Output"
-_what = partial(option, panel="Batch")
-_how, _out = (partial(option, panel=panel) for panel in (_HOW, _OUT))
+_HOW = "Measurement"
 
 
 @dataclass(frozen=True)
-class BenchOptions:
+class BenchOptions(measuring.MeasuringOptions):
     """The options of `wholebatch bench`."""
 
-    recipe: str | None = recipe_argument("A recipe, as for wholebatch train.")
-    batch_size: int | None = _what(None, "N", "Samples per update.", check=whole_number())
-    micro_batch: int | None = _what(
-        None,
-        "N",
-        "Samples per micro-batch.",
-        check=must_be("1 or more", lambda value: value >= 1),
-    )
-    precision: str | None = _what(
+    precision: str | None = option(
         None,
         "full|bf16|fp16|fp8",
         "Precision of every loop; with fp8, the others compute in bf16.",
+        "Batch",
         check=must_be(
             "full, bf16, fp16 or fp8", lambda it: it in ("full", "fp32", "bf16", "fp16", "fp8")
         ),
     )
-    device: str = _what("auto", "auto|cpu|cuda", "Device.")
-    beside: str | None = _how(
+    beside: str | None = option(
         None,
         "NAMES",
         "Run only these loops, separated by commas; the others are compared with the first. "
         "Default: all that are installed.",
+        _HOW,
     )
     seconds: float = measuring.seconds_option(4.0, "Timed seconds per loop.", _HOW)
     clock: str = measuring.clock_option(_HOW)
     out: Path = measuring.result_option(
-        "bench.json", "Result file. An HTML page is written beside it.", _OUT
+        "bench.json", "Result file. An HTML page is written beside it."
     )
-    as_json: bool = _out(False, None, "Print the results as JSON.", flag="--json")
 
 
 @command(

@@ -53,6 +53,17 @@ def option(
     return field(default=default, metadata={**shown, **more})
 
 
+def choice(names: str, help: str, panel: str | None = None, **more: Any) -> Any:
+    """Declare an option that takes one of these names, `auto|cpu`; the first is the default."""
+    words = names.split("|")
+    return option(more.pop("default", words[0]), names, help, panel, check=one_of(*words), **more)
+
+
+def switch(help: str, panel: str | None = None, **more: Any) -> Any:
+    """Declare an option without a value, off unless given."""
+    return option(False, None, help, panel, **more)
+
+
 def argument(default: Any, metavar: str, help: str, *, check: Check | None = None) -> Any:
     """Declare an argument without a flag; `default` is MISSING where it must be given."""
     return option(default, metavar, help, flag=metavar, check=check, positional=True)

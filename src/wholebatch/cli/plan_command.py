@@ -16,11 +16,13 @@ from rich.table import Table
 from rich.text import Text
 
 from wholebatch.cli.command_options import (
+    choice,
     command,
     must_be,
     one_of,
     option,
     recipe_argument,
+    switch,
     whole_number,
 )
 from wholebatch.cli.report.terminal_output import (
@@ -85,12 +87,10 @@ class PlanOptions:
         check=_gpu_memory,
     )
     gpus: int = option(1, "N", "Number of data-parallel GPUs.", check=whole_number())
-    parallel: str = option(
-        "ddp",
+    parallel: str = choice(
         "ddp|fsdp2|deepspeed",
         "ddp: the whole model on every GPU. fsdp2: sharded over them, block by block. deepspeed: "
         "ZeRO, see --zero.",
-        check=one_of("ddp", "fsdp2", "deepspeed"),
     )
     zero: int | None = option(
         None,
@@ -99,9 +99,7 @@ class PlanOptions:
         "(3). Default: 2.",
         check=must_be("1, 2 or 3", lambda value: value in (1, 2, 3)),
     )
-    offload: bool = option(
-        False, None, "With fsdp2 or deepspeed: keep sharded state in host memory.", flag="--offload"
-    )
+    offload: bool = switch("With fsdp2 or deepspeed: keep sharded state in host memory.")
     price: dict[str, float] | None = option(
         None,
         "PRICE",
@@ -127,10 +125,8 @@ class PlanOptions:
         "Sequence length, for hf: models.",
         check=must_be("a number of tokens, at least 1", lambda value: value >= 1),
     )
-    quick: bool = option(
-        False, None, "Leave out the comparison with other settings.", flag="--quick"
-    )
-    as_json: bool = option(False, None, "Print the plan as JSON.", flag="--json")
+    quick: bool = switch("Leave out the comparison with other settings.")
+    as_json: bool = switch("Print the plan as JSON.", flag="--json")
 
 
 @command(

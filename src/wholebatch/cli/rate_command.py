@@ -10,30 +10,20 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from wholebatch.cli import recipe_measuring as measuring
-from wholebatch.cli.command_options import (
-    command,
-    option,
-    positive_number,
-    recipe_argument,
-    whole_number,
-)
+from wholebatch.cli.command_options import command, option, positive_number, whole_number
 from wholebatch.cli.report.terminal_output import Spinner, console_of, say
 
 if TYPE_CHECKING:
     from wholebatch.tune.learning_curves import Curves, RangeTest
 
-_batch, _how, _out = (partial(option, panel=name) for name in ("Batch", "Rates", "Output"))
+_how = partial(option, panel="Rates")
 _BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 @dataclass(frozen=True)
-class RateOptions:
+class RateOptions(measuring.MeasuringOptions):
     """The options of `wholebatch rate`."""
 
-    recipe: str | None = recipe_argument("A recipe, as for wholebatch train.")
-    batch_size: int | None = _batch(None, "N", "Samples per update.", check=whole_number())
-    micro_batch: int | None = _batch(None, "N", "Samples per micro-batch.", check=whole_number())
-    device: str = _batch("auto", "auto|cpu|cuda", "Device.")
     low: float | None = _how(
         None, "RATE", "First rate. Default: a thousandth of the recipe's.", check=positive_number
     )
@@ -42,9 +32,8 @@ class RateOptions:
     )
     updates: int = _how(100, "N", "Number of updates.", check=whole_number(10))
     out: Path = measuring.result_option(
-        "rate.json", "Result file. An HTML page with the plot is written beside it.", "Output"
+        "rate.json", "Result file. An HTML page with the plot is written beside it."
     )
-    as_json: bool = _out(False, None, "Print the results as JSON.", flag="--json")
 
 
 @command(

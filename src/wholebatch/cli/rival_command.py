@@ -10,15 +10,13 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from wholebatch.cli import recipe_measuring as measuring
-from wholebatch.cli.command_options import command, option, recipe_argument, whole_number
+from wholebatch.cli.command_options import command, option
 from wholebatch.cli.report.terminal_output import Spinner, console_of, fitting, plain_table, say
 from wholebatch.core.readable_sizes import bytes_said
 from wholebatch.errors import OptionError
 
 if TYPE_CHECKING:
     from wholebatch.tune.learning_curves import Curves, LearningCurve
-
-_batch, _how, _out = (partial(option, panel=name) for name in ("Batch", "Measurement", "Output"))
 
 
 def _factors(value: str, label: str) -> tuple[float, ...]:
@@ -32,31 +30,23 @@ def _factors(value: str, label: str) -> tuple[float, ...]:
 
 
 @dataclass(frozen=True)
-class RivalOptions:
+class RivalOptions(measuring.MeasuringOptions):
     """The options of `wholebatch rival`."""
 
-    recipe: str | None = recipe_argument("A recipe, as for wholebatch train.")
-    batch_size: int | None = _batch(
-        None, "N", "Samples per update of the accumulated batch.", check=whole_number()
-    )
-    micro_batch: int | None = _batch(
-        None, "N", "Samples per micro-batch, and per update of the rival.", check=whole_number()
-    )
-    device: str = _batch("auto", "auto|cpu|cuda", "Device.")
     seconds: float = measuring.seconds_option(
         60.0, "Training time of the accumulated batch.", "Measurement"
     )
-    rates: tuple[float, ...] | None = _how(
+    rates: tuple[float, ...] | None = option(
         None,
         "FACTORS",
         "Factors of the learning rate to try for both, such as 0.5,1,2.",
+        "Measurement",
         typed=str | None,
         check=_factors,
     )
     out: Path = measuring.result_option(
-        "rival.json", "Result file. An HTML page is written beside it.", "Output"
+        "rival.json", "Result file. An HTML page is written beside it."
     )
-    as_json: bool = _out(False, None, "Print the results as JSON.", flag="--json")
 
 
 @command(
@@ -92,12 +82,9 @@ def _measured(options: RivalOptions, doing: Spinner) -> Curves:
         x="samples",
         y=f"loss, mean over {recipe.unit}",
         curves=[
-            {
-                "name": c.contender.name,
-                "x": [s for s, _ in c.points()],
-                "y": [y for _, y in c.points()],
-            }
-            for c in curves
+            {"name": curve.contender.name, "x": [*x], "y": [*y]}
+            for curve in curves
+            for x, y in [zip(*curve.points(), strict=True)]
         ],
         rows=[_row(curve) for curve in curves],
         advice=_advice(curves, samples),
