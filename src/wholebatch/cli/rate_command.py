@@ -92,7 +92,9 @@ def _advice(found: RangeTest, own: float) -> list[str]:
 def _show(console: Console, found: Curves) -> None:
     x, y = found.curves[0]["x"], found.curves[0]["y"]
     low, high = min(y), max(y)
-    heights = (int(7.999 * (loss - low) / (high - low or 1.0)) for loss in y)
+    columns = min(len(y), console.width)  # a narrow terminal shows every second loss, or fewer
+    shown = (y[place * len(y) // columns] for place in range(columns))
+    heights = (int(7.999 * (loss - low) / (high - low or 1.0)) for loss in shown)
     say(console, f"loss {low:.3g} to {high:.3g}, rate {x[0]:.3g} to {x[-1]:.3g}", style="bold")
     say(console, "".join(_BLOCKS[height] for height in heights))
     for line in found.advice:
