@@ -387,7 +387,7 @@ def paced(config: Config, recipe: Recipe, batches: Batches) -> Config:
 
 
 def _growing(config: Config, text: str, batches: Batches) -> AutoBatch:
-    """Return the batch that grows, at most to all the samples of the data."""
+    """Return the growing batch size; it is limited by `auto:FIRST-LARGEST` and by the data."""
     limits = [size for size in (parse_auto(text)[1], batches.length) if size is not None]
     return AutoBatch(config.batch_size, min(limits, default=None))
 
