@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 def sentences(page: str) -> list[str]:
     """Return the sentences of a page's prose: no code, no tables, no headings.
 
-    >>> sentences("# Title\\n\\nOne thought stands here. Another one\\nstands there.\\n\\n| a | b |\\n")
+    >>> sentences("# Title\\n\\nOne thought stands here. Another one\\nstands there.\\n\\n| a |\\n")
     ['One thought stands here.', 'Another one stands there.']
     """
     prose = re.sub(r"^(```|~~~).*?^\1", "", page, flags=re.DOTALL | re.MULTILINE)

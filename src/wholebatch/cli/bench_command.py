@@ -16,7 +16,6 @@ from wholebatch.cli import recipe_measuring as measuring
 from wholebatch.cli.command_options import command, must_be, option
 from wholebatch.cli.report.terminal_output import (
     Spinner,
-    console_of,
     fitting,
     plain_table,
     say,
@@ -74,13 +73,10 @@ def bench(options: BenchOptions) -> None:
     and the installed frameworks. Each framework is used as its manual shows. All get the same model
     and micro-batches.
     """
-    with Spinner(console_of(stderr=options.as_json)) as doing:
-        doing("importing torch")
-        _bench(options, doing)
+    measuring.measure_and_show(options, _bench, _show)
 
 
-def _bench(options: BenchOptions, doing: Spinner) -> None:
-    from wholebatch.cli.error_messages import short_warnings
+def _bench(options: BenchOptions, doing: Spinner) -> LoopComparison:
     from wholebatch.cli.parallel_ranks import choose_device
     from wholebatch.cli.recipes import load_recipe
     from wholebatch.cli.run_folder import about_here
@@ -94,30 +90,25 @@ def _bench(options: BenchOptions, doing: Spinner) -> None:
             raise OptionError(f"--beside {name}: must be one of {', '.join(LOOPS)}")
     where = choose_device(options.device)
     recipe = load_recipe(options.recipe)
-    console = doing.console
     doing("reading the data")
-    with short_warnings(shown=True):
-        config, job = _job(recipe, options, where)
-        about = {
-            "subject": recipe.name,
-            "date": time.strftime("%Y-%m-%d"),
-            "device": _device_text(where),
-            "batch_size": config.batch_size,
-            "precision": config.precision,
-            **about_here(),
-        }
-        measured: LoopComparison = measure(
-            job,
-            names,
-            seconds=options.seconds,
-            begin=doing,
-            end=partial(_say_row, console),
-            clock=measuring.CLOCKS[options.clock],
-            about=about,
-        )
-    doing("drawing the page")
-    show = partial(_show, console, measured)
-    measuring.write_result(measured, options.out, console, show, as_json=options.as_json)
+    config, job = _job(recipe, options, where)
+    about = {
+        "subject": recipe.name,
+        "date": time.strftime("%Y-%m-%d"),
+        "device": _device_text(where),
+        "batch_size": config.batch_size,
+        "precision": config.precision,
+        **about_here(),
+    }
+    return measure(
+        job,
+        names,
+        seconds=options.seconds,
+        begin=doing,
+        end=partial(_say_row, doing.console),
+        clock=measuring.CLOCKS[options.clock],
+        about=about,
+    )
 
 
 def _job(recipe: Recipe, options: BenchOptions, where: torch.device) -> tuple[Config, Job]:

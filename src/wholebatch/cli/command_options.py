@@ -237,6 +237,8 @@ def help_text(shown: Command, width: int) -> str:
         panel = one.metadata["panel"] or ("Arguments" if one in positional else "Options")
         metavar = "" if one in positional else one.metadata["metavar"] or ""
         panels.setdefault(panel, []).append((f"{flag_of(one)} {metavar}".strip(), _described(one)))
+    if "Output" in panels:  # the last panel, also of options that commands share
+        panels["Output"] = panels.pop("Output")
     last = "Options" if [*panels] in (["Arguments"], ["Arguments", "Options"]) else [*panels][-1]
     panels.setdefault(last, []).append(("-h, --help", "Show this help."))
     for title, rows in panels.items():

@@ -116,7 +116,7 @@ class PlanOptions:
     precision: str | None = option(
         None,
         "full|bf16|fp16",
-        "Numbers to compute in.",
+        "Precision of the computation.",
         check=one_of("full", "fp32", "bf16", "fp16"),
     )
     seq: int | None = option(
@@ -434,15 +434,9 @@ def _images(config: Any, seq: int | None) -> tuple[str, Any, Any]:
 # ------------------------------------------------------------------------------ on the screen
 
 _COLORS = {
-    "parameters": "blue",
-    "gradients": "cyan",
-    "optimizer state": "magenta",
-    "activations": "green",
-    "temporaries": "yellow",
-    "buffers": "white",
-    "inputs": "white",
-    "communication": "red",
-}
+    "parameters": "blue", "gradients": "cyan", "optimizer state": "magenta", "activations": "green",
+    "temporaries": "yellow", "buffers": "white", "inputs": "white", "communication": "red",
+}  # fmt: skip
 _BAR = 42
 _NUMBERS = 36  # columns that stand before a bar
 

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from wholebatch.cli import recipe_measuring as measuring
 from wholebatch.cli.command_options import command, option, positive_number, whole_number
-from wholebatch.cli.report.terminal_output import Spinner, console_of, say
+from wholebatch.cli.report.terminal_output import Spinner, say
 
 if TYPE_CHECKING:
     from wholebatch.tune.learning_curves import Curves, RangeTest
@@ -45,25 +45,19 @@ def rate(options: RateOptions) -> None:
     """Find a learning rate: raise it until the loss diverges.
 
     The range test of Smith (2017): the rate grows by the same factor with every update of the
-    whole batch, without the recipe's schedule. Nothing is kept of the training.
+    whole batch, without the recipe's schedule. The trained weights are discarded.
     """
-    with Spinner(console_of(stderr=options.as_json)) as doing:
-        doing("importing torch")
-        found = _measured(options, doing)
-    show = partial(_show, doing.console, found)
-    measuring.write_result(found, options.out, doing.console, show, as_json=options.as_json)
+    measuring.measure_and_show(options, _measured, _show)
 
 
 def _measured(options: RateOptions, doing: Spinner) -> Curves:
-    from wholebatch.cli.error_messages import short_warnings
     from wholebatch.tune import learning_curves as learning
 
-    with short_warnings(shown=True):
-        recipe, shared = measuring.learning_recipe(options)
-        own = float(shared.make()[1].param_groups[0]["lr"])
-        low, high = options.low or own / 1000, options.high or own * 100
-        doing(f"raising the learning rate from {low:.3g} to {high:.3g}")
-        found = learning.range_test(shared, low=low, high=high, updates=options.updates)
+    recipe, shared = measuring.learning_recipe(options)
+    own = float(shared.make()[1].param_groups[0]["lr"])
+    low, high = options.low or own / 1000, options.high or own * 100
+    doing(f"raising the learning rate from {low:.3g} to {high:.3g}")
+    found = learning.range_test(shared, low=low, high=high, updates=options.updates)
     return learning.Curves(
         title=f"{recipe.name}: loss while the learning rate rises",
         x="learning rate",

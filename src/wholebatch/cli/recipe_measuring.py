@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any, Protocol
@@ -21,7 +22,7 @@ from wholebatch.cli.command_options import (
     switch,
     whole_number,
 )
-from wholebatch.cli.report.terminal_output import path_from_here, say
+from wholebatch.cli.report.terminal_output import Spinner, console_of, path_from_here, say
 from wholebatch.errors import MissingExtraError, OptionError
 
 if TYPE_CHECKING:
@@ -179,6 +180,21 @@ class Result(Protocol):
     """The results of a measurement."""
 
     def write(self, path: Path) -> None: ...
+
+
+def measure_and_show(
+    options: Any, measure: Callable[[Any, Spinner], Any], show: Callable[[Console, Any], None]
+) -> None:
+    """Run `measure(options, doing)`, write its result to `options.out`, and show it."""
+    with Spinner(console_of(stderr=options.as_json)) as doing:
+        doing("importing torch")
+        from wholebatch.cli.error_messages import short_warnings
+
+        with short_warnings():
+            result = measure(options, doing)
+        doing("drawing the page")
+        shown = partial(show, doing.console, result)
+        write_result(result, options.out, doing.console, shown, as_json=options.as_json)
 
 
 def write_result(

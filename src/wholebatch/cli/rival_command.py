@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,7 +10,7 @@ from rich.console import Console
 
 from wholebatch.cli import recipe_measuring as measuring
 from wholebatch.cli.command_options import command, option
-from wholebatch.cli.report.terminal_output import Spinner, console_of, fitting, plain_table, say
+from wholebatch.cli.report.terminal_output import Spinner, fitting, plain_table, say
 from wholebatch.core.readable_sizes import bytes_said
 from wholebatch.errors import OptionError
 
@@ -57,26 +56,20 @@ class RivalOptions(measuring.MeasuringOptions):
 def rival(options: RivalOptions) -> None:
     """Measure if the batch learns faster than its micro-batch alone.
 
-    Both train over the same data: the batch, accumulated; and its micro-batch without a window,
-    with the learning rate (by the square root) and the half-life of beta2 scaled to it. Shows loss,
-    updates, time and memory.
+    Both train over the same data: the accumulated batch, and the micro-batch alone, with the
+    learning rate (by the square root) and the half-life of beta2 scaled to it. Shows loss, updates,
+    time and memory.
     """
-    with Spinner(console_of(stderr=options.as_json)) as doing:
-        doing("importing torch")
-        found = _measured(options, doing)
-    show = partial(_show, doing.console, found)
-    measuring.write_result(found, options.out, doing.console, show, as_json=options.as_json)
+    measuring.measure_and_show(options, _measured, _show)
 
 
 def _measured(options: RivalOptions, doing: Spinner) -> Curves:
-    from wholebatch.cli.error_messages import short_warnings
     from wholebatch.tune import learning_curves as learning
 
-    with short_warnings(shown=True):
-        recipe, shared = measuring.learning_recipe(options)
-        doing("measuring the speed")
-        samples = learning.samples_in(options.seconds, shared, shared.base_batch)
-        curves = learning.rival(shared, samples=samples, rates=options.rates or (1.0,), watch=doing)
+    recipe, shared = measuring.learning_recipe(options)
+    doing("measuring the speed")
+    samples = learning.samples_in(options.seconds, shared, shared.base_batch)
+    curves = learning.rival(shared, samples=samples, rates=options.rates or (1.0,), watch=doing)
     return learning.Curves(
         title=f"{recipe.name}: loss over the data",
         x="samples",

@@ -189,8 +189,8 @@ class Config:
     )
     gradients: str = _batch_choice(
         "device|host|swap|release|moments",
-        "Where gradients are kept. host: summed in host memory. swap: in the place of Adam's "
-        "moments, which wait in host memory. release: used and freed in the last backward. "
+        "Where gradients are kept. host: summed in host memory. swap: in the memory of "
+        "Adam's moments, which wait in host memory. release: used and freed in the last backward. "
         "moments: added into Adam's moments (an approximation).",
     )
     batchnorm: str = _batch_choice(
@@ -267,7 +267,7 @@ class Config:
     validate: int | None = _run_setting(
         None,
         "N",
-        "Evaluate the recipe's validation() every N updates, beside once at the end.",
+        "Evaluate the recipe's validation() every N updates, and once at the end.",
         check=whole_number(),
         may_change=True,
     )

@@ -46,7 +46,7 @@ class ScaleOptions:
     ranks: list[int] | None = option(
         None,
         "N,N,...",
-        "Number of ranks (GPUs). Default: 1,2,4,8, or what follows if all others are given.",
+        "Number of ranks (GPUs). Default: 1,2,4,8; computed if all others are given.",
         typed=str | None,
         check=whole_numbers("numbers of ranks, such as 8 or 1,2,4,8"),
     )

@@ -80,7 +80,7 @@ class VerifyOptions:
         metavar='N|"N tokens"',
     )
     precision: str | None = _like_recipes(
-        "precision", "Numbers to compute in.", metavar="full|bf16|fp16|fp8"
+        "precision", "Precision of the computation.", metavar="full|bf16|fp16|fp8"
     )
     clip_norm: float | None = _like_train(
         "clip_norm",
@@ -111,14 +111,14 @@ class VerifyOptions:
     trainer: tuple[str, ...] | None = _loop(
         None,
         "SCRIPT.py [ARGUMENTS]",
-        "Run your training script, watch its first window, tell the verdict and stop it. All that "
-        "follows belongs to the script.",
+        "Run your training script, watch its first window, show the verdict and stop. Everything "
+        "after this option belongs to the script.",
         takes_rest=True,
     )
     windows: int = _loop(
         1,
         "N",
-        "With --trainer, before it: windows to watch; 0 lets the script run to its end.",
+        "Windows to watch; give it before --trainer. 0 lets the script run to its end.",
         check=whole_number(0),
     )
     ddp: bool = switch("Under torchrun: wrap the model in DistributedDataParallel.", _LOOP)
