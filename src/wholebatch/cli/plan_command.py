@@ -33,7 +33,7 @@ from wholebatch.cli.report.terminal_output import (
     say,
 )
 from wholebatch.cli.run_settings import check
-from wholebatch.core.plain_files import read_json, reason
+from wholebatch.core.plain_files import load_json
 from wholebatch.core.readable_sizes import bytes_said
 from wholebatch.errors import MissingExtraError, OptionError, RecipeError
 
@@ -160,8 +160,8 @@ def _planned(options: PlanOptions, doing: Spinner) -> Plan:
     size = options.batch_size or subject.batch_size
     if size < gpus:
         raise OptionError(
-            f"--gpus {gpus}: an update of {size} samples has none for some of them; give a"
-            " --batch-size of at least as many"
+            f"--gpus {gpus}: a batch of {size} samples leaves some of them without a sample; "
+            f"give a --batch-size of at least {gpus}"
         )
     sharding = None
     if options.parallel == "fsdp2":
@@ -356,12 +356,7 @@ def _from_configuration(path: Path, seq: int | None, *, wide: bool) -> _Planned:
 
 
 def _stored(path: Path) -> dict[str, Any]:
-    try:
-        stored = read_json(path)
-    except OSError as error:
-        raise RecipeError(f"hf:{path}: cannot be read ({reason(error)})") from error
-    except ValueError as error:
-        raise RecipeError(f"hf:{path}: is not JSON ({error})") from error
+    stored = load_json(path, RecipeError, f"hf:{path}")
     if not isinstance(stored, dict) or not isinstance(stored.get("model_type"), str):
         raise RecipeError(f"hf:{path}: has no model_type, so it is no Hugging Face configuration")
     return stored

@@ -27,7 +27,7 @@ from wholebatch.cli.command_options import (
     switch,
     whole_number,
 )
-from wholebatch.core.plain_files import read_json, reason
+from wholebatch.core.plain_files import load_json, read_json, reason
 from wholebatch.errors import OptionError, StateError
 from wholebatch.tune.batch_scaling import BatchSchedule, parse_amount, parse_auto
 
@@ -500,12 +500,7 @@ def read_settings_file(path: Path | None) -> SettingsFile:
     """Read the file of `--from`; an OptionError says what is wrong with it."""
     if path is None:
         return SettingsFile()
-    try:
-        content = read_json(path)
-    except OSError as error:
-        raise OptionError(f"--from {path}: cannot be read: {reason(error)}") from error
-    except ValueError as error:
-        raise OptionError(f"--from {path}: is not JSON: {error}") from None
+    content = load_json(path, OptionError, f"--from {path}")
     settings = content.get("settings") if isinstance(content, dict) else None
     if not isinstance(settings, dict):
         raise OptionError(
