@@ -326,7 +326,7 @@ class WindowDraws:
             if self._ranks > 1 or self._start is None:
                 raise UnsupportedError(
                     "wb.randn_like and others on several ranks, in a loss that was not seen to draw "
-                    'numbers before: pass dropout="per-sample", so that all ranks agree on a seed'
+                    'before: pass dropout="per-sample", so that all ranks agree on a seed'
                 )
             generator = torch.Generator()
             generator.set_state(self._start)
