@@ -325,7 +325,7 @@ class WindowDraws:
         if self._seed is None:
             if self._ranks > 1 or self._start is None:
                 raise UnsupportedError(
-                    "wb.randn_like and others on several ranks, in a loss that was not seen to draw "
+                    "wb.randn_like and others on several ranks, in a loss not seen to draw numbers "
                     'before: pass dropout="per-sample", so that all ranks agree on a seed'
                 )
             generator = torch.Generator()
