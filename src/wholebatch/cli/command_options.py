@@ -296,13 +296,23 @@ def positive_number(value: Any, label: str) -> float:
     return float(value)
 
 
-def whole_numbers(allowed: str) -> Check:
-    """Return a check for whole numbers above 0 with commas; it returns a list of them."""
+def with_commas(read: Callable[[str], Any], allowed: str) -> Check:
+    """Return a check for a list with commas; `read` raises a ValueError for a wrong part."""
 
-    def check(value: str, label: str) -> list[int]:
-        parts = [part.strip() for part in value.split(",") if part.strip()]
-        if not parts or not all(part.isascii() and part.isdigit() and int(part) for part in parts):
+    def check(value: str, label: str) -> list[Any]:
+        try:
+            found = [read(part.strip()) for part in value.split(",") if part.strip()]
+        except ValueError:
+            found = []
+        if not found:
             raise OptionError(f"{label} {value}: must be {allowed}")
-        return [int(part) for part in parts]
+        return found
 
     return check
+
+
+def count_of(text: str) -> int:
+    """Return a whole number above 0, or raise a ValueError."""
+    if not (text.isascii() and text.isdigit() and int(text)):
+        raise ValueError(text)
+    return int(text)

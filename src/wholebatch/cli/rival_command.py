@@ -9,23 +9,18 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from wholebatch.cli import recipe_measuring as measuring
-from wholebatch.cli.command_options import command, option
+from wholebatch.cli.command_options import command, option, with_commas
 from wholebatch.cli.report.terminal_output import Spinner, fitting, plain_table, say
 from wholebatch.core.readable_sizes import bytes_said
-from wholebatch.errors import OptionError
 
 if TYPE_CHECKING:
     from wholebatch.tune.learning_curves import Curves, LearningCurve
 
 
-def _factors(value: str, label: str) -> tuple[float, ...]:
-    try:
-        found = tuple(float(part) for part in value.split(","))
-    except ValueError:
-        found = ()
-    if not found or not all(0 < factor < 1e6 for factor in found):
-        raise OptionError(f"{label} {value}: must be numbers above 0, such as 0.5,1,2")
-    return found
+def _factor(text: str) -> float:
+    if not 0 < float(text) < 1e6:
+        raise ValueError(text)
+    return float(text)
 
 
 @dataclass(frozen=True)
@@ -35,13 +30,13 @@ class RivalOptions(measuring.MeasuringOptions):
     seconds: float = measuring.seconds_option(
         60.0, "Training time of the accumulated batch.", "Measurement"
     )
-    rates: tuple[float, ...] | None = option(
+    rates: list[float] | None = option(
         None,
         "FACTORS",
         "Factors of the learning rate to try for both, such as 0.5,1,2.",
         "Measurement",
         typed=str | None,
-        check=_factors,
+        check=with_commas(_factor, "numbers above 0, such as 0.5,1,2"),
     )
     out: Path = measuring.result_option(
         "rival.json", "Result file. An HTML page is written beside it."

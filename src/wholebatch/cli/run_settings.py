@@ -18,6 +18,7 @@ from typing import Any, TypeAlias, get_type_hints
 
 from wholebatch.cli.command_options import (
     choice,
+    count_of,
     flag_of,
     must_be,
     one_of,
@@ -54,8 +55,8 @@ def _micro_batch(value: Any, label: str) -> int | str:
         return f"{int(match[1])} tokens"
     if text == "auto":
         return text
-    if _is_count(text):
-        return int(text)
+    with suppress(ValueError):
+        return count_of(text)
     raise OptionError(
         f'{label} {text}: must be "auto", a number of samples, or a budget such as "4096 tokens"'
     )
@@ -65,13 +66,9 @@ def _noise(value: Any, label: str) -> int | str:
     text = str(value).strip()
     if text in ("auto", "off"):
         return text
-    if _is_count(text):
-        return int(text)
+    with suppress(ValueError):
+        return count_of(text)
     raise OptionError(f'{label} {text}: must be "auto", "off", or every how many windows')
-
-
-def _is_count(text: str) -> bool:
-    return text.isascii() and text.isdigit() and int(text) > 0
 
 
 def _schedule(value: Any, label: str) -> str:

@@ -14,11 +14,12 @@ from rich.markup import escape
 from wholebatch.cli.command_options import (
     choice,
     command,
+    count_of,
     option,
     positive_number,
     switch,
     whole_number,
-    whole_numbers,
+    with_commas,
 )
 from wholebatch.cli.report.terminal_output import console_of, fitting, plain_table
 from wholebatch.errors import OptionError
@@ -48,7 +49,7 @@ class ScaleOptions:
         "N,N,...",
         "Number of ranks (GPUs). Default: 1,2,4,8; computed if all others are given.",
         typed=str | None,
-        check=whole_numbers("numbers of ranks, such as 8 or 1,2,4,8"),
+        check=with_commas(count_of, "numbers of ranks, such as 8 or 1,2,4,8"),
     )
     lr: float | None = _follower(
         None, "RATE", "Learning rate that works for --base-batch.", check=positive_number

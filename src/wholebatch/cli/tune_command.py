@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from wholebatch.cli import recipe_measuring as measuring
-from wholebatch.cli.command_options import Check, command, option, switch, whole_numbers
+from wholebatch.cli.command_options import Check, command, count_of, option, switch, with_commas
 from wholebatch.cli.report.terminal_output import (
     Spinner,
     console_of,
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 _HOW = "Search"
 _how = partial(option, panel=_HOW)
-_NUMBERS = whole_numbers("whole numbers with commas, such as 8,16,32")
+_NUMBERS = with_commas(count_of, "whole numbers with commas, such as 8,16,32")
 
 
 def _names(*allowed: str) -> Check:
