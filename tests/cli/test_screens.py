@@ -232,7 +232,7 @@ def test_a_wrong_option_is_told_without_torch(arguments: list[str]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["train", "verify", "plan", "rate", "cache", "report"])
+@pytest.mark.parametrize("name", ["train", "verify", "plan", "tune", "rate", "cache", "recipes"])
 def test_something_is_on_the_screen_at_once(
     name: str, folder: Path, recipe: Callable[..., Path]
 ) -> None:
