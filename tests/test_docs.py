@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import processes
+
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("examples/*.md"), *ROOT.glob("docs/**/*.md")])
 
@@ -73,13 +75,12 @@ def test_readme_shows_what_lint_and_verify_say() -> None:
     shown = re.findall(r"^\$ (wholebatch .*)\n((?:[^`\n].*\n)+)", text, flags=re.M)
     assert [line.split()[1] for line, _ in shown] == ["lint", "verify"]
     for line, said in shown:
-        done = subprocess.run(
-            [sys.executable, "-m", "wholebatch.cli", *line.split()[1:]],
+        done = processes.run(
+            "wholebatch.cli",
+            *line.split()[1:],
             cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "COLUMNS": "90"},
-            capture_output=True,
-            text=True,
-            check=False,
+            environment={**os.environ, **processes.ENVIRONMENT, "COLUMNS": "90"},
+            timeout=240,
         )
         assert done.returncode == 1, done.stderr
         words = " ".join(re.sub(r"[\d.]+( s|e-\d+)", "0", done.stdout).split())

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, cast
 import torch
 from torch import Tensor, nn
 
+from wholebatch.core.forward_state import replaced_attributes
 from wholebatch.core.optimizer_step import takes_grad_scale
 from wholebatch.errors import LossError, OptionError, RankError
 
@@ -413,7 +414,7 @@ def close_ahead(
     options: CloseOptions,
     *,
     total_norm: Callable[[Sequence[Tensor]], Tensor],
-    while_waiting: Callable[[], None] | None = None,
+    while_waiting: Callable[[], object] | None = None,
 ) -> Closed | None:
     """Compute norm, factor and step on the device; None where the close on the host must decide.
 
@@ -449,12 +450,8 @@ def close_ahead(
     columns = [torch.stack([norm, clip, bad.double(), seed]), *totals, *units]
     reading = _Reading(torch.cat(columns))
     for optimizer in optimizers:
-        fused = cast("Any", optimizer)
-        fused.grad_scale, fused.found_inf = scale, bad.float()
-        try:
+        with replaced_attributes(optimizer, grad_scale=scale, found_inf=bad.float()):
             optimizer.step()
-        finally:
-            del fused.grad_scale, fused.found_inf
     if while_waiting is not None:
         while_waiting()
 

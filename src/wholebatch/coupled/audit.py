@@ -305,6 +305,7 @@ def _samples(
 _SEQUENCES = 4
 
 
+@torch.no_grad()
 def check_packing(
     run: Callable[[Any], Loss | Terms], layout: Layout, by: Tokens, models: Sequence[nn.Module]
 ) -> None:
@@ -317,13 +318,9 @@ def check_packing(
     they were.
     """
     ones, together = alone(layout, by, lengths_of(layout, by)[0], _SEQUENCES)
-    before = ForwardState(*models)
     called = CalledModules(nn.ModuleList(models))
-    try:
-        with evaluation_mode(*models), torch.no_grad(), called, local_collectives():
-            apart, packed = _sums(map(run, ones)), _sums([run(together)])
-    finally:
-        before.restore()
+    with ForwardState(*models), evaluation_mode(*models), called, local_collectives():
+        apart, packed = _sums(map(run, ones)), _sums([run(together)])
     rounding = 1e-3 if torch.backends.cuda.matmul.allow_tf32 else 2e-5
     allowed = 1e-2 if called.sixteen_bit else rounding
     for name, (total, units) in apart.items():

@@ -21,12 +21,12 @@ from torch import Tensor
 
 from wholebatch.compile import Execute
 from wholebatch.core.close import Policy
+from wholebatch.core.forward_state import replaced_attributes
 from wholebatch.core.loss import Units
 from wholebatch.core.options import BatchNorm, Memory, Samples
 from wholebatch.core.whole_batch import MicroBatch
 from wholebatch.coupled.contrastive.losses import Coupled
 from wholebatch.errors import OptionError, UnsupportedError
-from wholebatch.integrations.host_window import replaced_attributes
 from wholebatch.integrations.transformers.exact_trainer import (
     ExactWindows,
     UnitsFunction,
