@@ -1,9 +1,9 @@
 """Find the layers that let one sample's output depend on the other samples of its batch.
 
-Such a layer makes plain accumulation wrong without a word: BatchNorm by a third to two thirds of
+Such a layer makes plain accumulation silently wrong: BatchNorm by a third to two thirds of
 the gradient. `audit` finds them by their type and, when it is given a batch, by changing one sample
 and looking at whose outputs move: that finds what no list of types can know. `SplitGuard` does both
-before the first window that is split, so that no such model is trained in silence.
+before the first window that is split, so that no such model is trained unnoticed.
 """
 
 from __future__ import annotations

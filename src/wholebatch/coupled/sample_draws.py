@@ -330,9 +330,8 @@ class WindowDraws:
         if self._seed is None:
             if self._ranks > 1 or self._start is None:
                 raise UnsupportedError(
-                    "wb.randn_like or the like on several ranks, where no look has shown before "
-                    'that the loss draws: pass dropout="per-sample", so that all ranks agree on '
-                    "a seed"
+                    "wb.randn_like and others on several ranks, in a loss not seen to draw numbers "
+                    'before: pass dropout="per-sample", so that all ranks agree on a seed'
                 )
             generator = torch.Generator()
             generator.set_state(self._start)

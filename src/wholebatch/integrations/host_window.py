@@ -262,7 +262,7 @@ class HostGradients(DeviceStore):
         self._unused = True
 
     def skip(self) -> None:
-        """Leave a scaler something to look at, and the step of others nothing to work on."""
+        """With a scaler, leave zeros and NaNs: it finds the NaNs and skips the step itself."""
         if self.target.scale is not None and self.target.scale.enabled:
             for gradient in dense_gradients(self.parameters):
                 gradient.mul_(0.0)
@@ -601,7 +601,7 @@ class HostWindows(Stream):
         return saved
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Go on with that window; the first rank gets what it holds."""
+        """Continue a saved window; only the first rank adds its totals and units."""
         if not isinstance(saved, dict) or "window" not in saved:
             raise StateError("this is not the state of a window (it has no 'window')")
         window = saved["window"]

@@ -1,4 +1,4 @@
-"""`watch`: a verdict on a training loop of anybody's, while it runs.
+"""`watch`: a verdict on any training loop, while it runs.
 
 The first window is recorded and judged inside its optimizer step. The next one tells if gradients
 were left behind. After that only the losses are read: a short window may be divided wrongly, and
@@ -152,7 +152,7 @@ class Watch:
 
 
 def watch(model: nn.Module | None = None, optimizer: Any = None) -> Watch:
-    """Watch a training loop of anybody's and tell if it makes the update of the undivided batch.
+    """Watch any training loop and tell if it makes the update of the undivided batch.
 
     >>> import torch, wholebatch as wb
     >>> model = torch.nn.Linear(3, 2)

@@ -93,7 +93,7 @@ def _stacked(inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class ExactKTO(ExactWindows):
-    """KTO: every sample is held against a KL estimate, which TRL takes from its micro-batch.
+    """KTO: every sample is compared with a KL estimate, which TRL takes from its micro-batch.
 
     Here it is that of the window and all ranks, as for the undivided batch. A pass over the window,
     without gradients, makes it before the first forward. Mismatched answers come from the whole

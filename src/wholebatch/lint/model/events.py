@@ -51,7 +51,7 @@ class Env(dict[str, tuple[Def, ...]]):
         self._copy = None
 
     def replace(self, names: Mapping[str, tuple[Def, ...]]) -> None:
-        """Replace all names with these."""
+        """Replace all known names and their definitions with these."""
         self.clear()
         self.update(names)
         self._copy = None
