@@ -29,8 +29,8 @@ from typing import Any
 
 import torch
 
-from wholebatch.compile.disk_cache import trim
-from wholebatch.compile.inductor import compiled_by_inductor, import_compiler
+from wholebatch.compile.disk_cache import cache_folders, trim
+from wholebatch.compile.inductor import compiled_by_inductor, import_compiler, wait_for_import
 from wholebatch.compile.repeated_blocks import PieceProgram
 
 _OURS = ("aten", "prims", "wholebatch")
@@ -124,13 +124,12 @@ def _mark(message: bytes) -> Path:
 
 def marks() -> Path:
     """Return the folder of the marks, within Inductor's cache: who clears that clears them."""
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
-    return Path(cache_dir()) / "wholebatch"
+    return cache_folders()[0].path / "wholebatch"
 
 
 def job_of(program: PieceProgram, options: Mapping[str, Any]) -> Job:
     """Return the job that compiles this piece; raise PicklingError if it is not plain data."""
+    wait_for_import()
     from torch._inductor import config
 
     settings = {
@@ -363,12 +362,10 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 def _environment() -> dict[str, str]:
     """Return the environment of a worker: the same modules and caches as this process."""
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-        "TORCHINDUCTOR_CACHE_DIR": cache_dir(),
+        "TORCHINDUCTOR_CACHE_DIR": str(cache_folders()[0].path),
         # Children of a worker are forked: it has no threads, and they start at once.
         "TORCHINDUCTOR_WORKER_START": "fork",
         "TORCHINDUCTOR_COMPILE_THREADS": str(max(1, _cores() // max(1, _number()))),
@@ -460,5 +457,5 @@ def _compile(message: bytes) -> None:
         compiled_by_inductor(program.module(), examples, **settings["options"])
     if counters["inductor"]["fxgraph_cache_bypass"]:
         raise RuntimeError("Inductor does not keep it in its cache")
-    _mark(message).parent.mkdir(exist_ok=True)
+    _mark(message).parent.mkdir(parents=True, exist_ok=True)
     _mark(message).touch()

@@ -40,7 +40,7 @@ from wholebatch.compile.gradient_buffers import (
 )
 from wholebatch.compile.graph_check import Check, EagerResult, gradients_in_full
 from wholebatch.compile.graph_inputs import DeviceCopies, Inputs, Key, take_apart
-from wholebatch.compile.inductor import start_compiler
+from wholebatch.compile.inductor import start_compiler, wait_for_import
 from wholebatch.compile.joint_graph import JointStep, Prepared, Runnable
 from wholebatch.compile.switch_together import SwitchTogether
 from wholebatch.compile.symbolic_sizes import SharedGraph, SharedGraphs, Sizes
@@ -601,6 +601,7 @@ class CompiledForward:
         self._model = model
         self._window = window
         self._eager = eager
+        wait_for_import()
         self._loss: Callable[[Any, Any], Any] = torch.compile(loss)
         self._proven = False
 
