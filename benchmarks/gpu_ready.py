@@ -210,15 +210,12 @@ def phases_timed(device: str) -> Iterator[dict[str, float]]:
 
     looked_into: list[tuple[Any, str, str]] = [
         (micro_step, "compile_workers", "start of workers"),
-        (micro_step.Executor, "_reserve", "buffers"),
         (fused_weight_grad.Adding, "__call__", "eager micro-step"),
-        (fused_weight_grad, "can_add_any_product", "products of eager code"),
         (cross_entropy, "computes_rightly", "kernel of the entropy"),
         (layer_norm, "computes_rightly", "kernel of norms"),
         (biased_attention, "computes_rightly", "kernel of attention"),
         (joint_graph, "can_add_products", "products of graphs"),
         (trace, "wait_for_import", "rest of Inductor's import"),
-        (torch.Tensor, "backward", "backward"),
         (torch.optim.AdamW, "step", "optimizer"),
         (micro_step, "ForwardState", "state"),
         (micro_step, "empty_cache", "empty cache"),
@@ -262,7 +259,8 @@ def child(row: str, windows: int) -> dict[str, Any]:
     torch.ones(1, device=device)
     stage("device ready")
     JointStep.blocks = way == "blocks"
-    built = build(model).to(device)
+    with torch.device(device):
+        built = build(model)
     stage("model built")
     trained = [p for p in built.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=device == "cuda")
@@ -322,7 +320,8 @@ def stepper(model: Model, way: str, device: str) -> tuple[Callable[[], Any], Cal
 
     import wholebatch as wb
 
-    built = build(model).to(device)
+    with torch.device(device):
+        built = build(model)
     trained = [p for p in built.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=device == "cuda")
     batch = data(model, device)

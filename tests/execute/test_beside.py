@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import operator
-import os
 import pickle
+import subprocess
 import sys
 import threading
 import time
@@ -22,6 +22,7 @@ from tests.execute.nets import Tagger, loss, mean_of_tokens, mode_of, tagged
 from tests.support import Seen, Whole, sgd
 from wholebatch.compile import compile_workers, execute_mode, joint_graph, micro_step
 from wholebatch.compile.compile_workers import CompileWorkers, Pending, job_of
+from wholebatch.compile.disk_cache import claimed
 from wholebatch.compile.execute_mode import ExecutePlan
 from wholebatch.compile.repeated_blocks import PieceProgram, _Input, _Result
 
@@ -172,11 +173,11 @@ def test_processes_that_share_a_disk_compile_a_piece_once(
     entered: list[bool] = []
 
     def other() -> None:
-        with compile_workers._claimed(job) as ours:
+        with claimed(compile_workers._mark(job.message)) as ours:
             entered.append(ours)
 
     thread = threading.Thread(target=other)
-    with compile_workers._claimed(job) as ours:
+    with claimed(compile_workers._mark(job.message)) as ours:
         assert ours
         thread.start()
         time.sleep(0.3)
@@ -187,11 +188,10 @@ def test_processes_that_share_a_disk_compile_a_piece_once(
     assert job.known
     compile_workers._mark(job.message).unlink()
     claim = compile_workers._mark(job.message).with_suffix(".busy")
-    claim.touch()
-    os.utime(claim, (0, 0))  # Whoever claimed it has ended.
-    with compile_workers._claimed(job) as ours:
-        assert ours
-    assert not claim.exists()
+    ended = "import fcntl, os, sys; fcntl.flock(open(sys.argv[1], 'w'), fcntl.LOCK_EX); os._exit(1)"
+    subprocess.run([sys.executable, "-c", ended, str(claim)], check=False)
+    with claimed(compile_workers._mark(job.message)) as ours:
+        assert ours  # Whoever claimed it has ended.
 
 
 def test_jobs_that_take_too_long_have_failed() -> None:

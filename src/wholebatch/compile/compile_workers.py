@@ -21,15 +21,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import fx
 
-from wholebatch.compile.disk_cache import cache_folders, trim
+from wholebatch.compile.disk_cache import cache_folders, claimed, marks, trim
 from wholebatch.compile.inductor import compiled_by_inductor, import_compiler, wait_for_import
 from wholebatch.compile.repeated_blocks import PieceProgram
 
@@ -122,11 +123,6 @@ def _mark(message: bytes) -> Path:
     return marks() / hashlib.sha256(versions + message).hexdigest()[:32]
 
 
-def marks() -> Path:
-    """Return the folder of the marks, within Inductor's cache: who clears that clears them."""
-    return cache_folders()[0].path / "wholebatch"
-
-
 def job_of(program: PieceProgram, options: Mapping[str, Any]) -> Job:
     """Return the job that compiles this piece; raise PicklingError if it is not plain data."""
     wait_for_import()
@@ -210,7 +206,8 @@ class CompileWorkers:
         self._counting = threading.Lock()
         self.number = number
         self._threads = [
-            threading.Thread(target=self._serve_one, daemon=True) for _ in range(number)
+            threading.Thread(target=self._serve_one, args=(index,), daemon=True)
+            for index in range(number)
         ]
         for thread in self._threads:
             thread.start()
@@ -232,47 +229,19 @@ class CompileWorkers:
             self._jobs.put((job, pending))
         return pending
 
-    def _serve_one(self) -> None:
+    def _serve_one(self, index: int) -> None:
         """Keep one process, and give it one job after the other."""
-        worker = _Worker(self._device)
+        worker = _Worker([str(self._device), str(index), str(self.number)])
         while (given := self._jobs.get()) is not None:
             job, pending = given
             if pending.problem is None:
-                with _claimed(job) as ours:
+                with claimed(_mark(job.message)) as ours:
                     problem = worker.compile(job) if ours else None
                 if problem is not None:
                     pending.problem = problem
             with self._counting:
                 pending.left -= 1
         worker.end()
-
-
-@contextlib.contextmanager
-def _claimed(job: Job) -> Iterator[bool]:
-    """Claim a job among the processes that share the cache; False if another has compiled it.
-
-    While another one holds it, wait: ranks of one machine compile every piece once.
-    """
-    mark = _mark(job.message)
-    claim = mark.with_suffix(".busy")
-    ours = False
-    while not (ours or job.known):
-        try:
-            claim.parent.mkdir(parents=True, exist_ok=True)
-            os.close(os.open(claim, os.O_CREAT | os.O_EXCL))
-            ours = True
-        except FileExistsError:
-            with contextlib.suppress(OSError):
-                if time.time() - claim.stat().st_mtime > _PATIENCE:
-                    claim.unlink()  # Its process has ended.
-            time.sleep(0.1)
-        except OSError:  # The cache cannot be written.
-            break
-    try:
-        yield not job.known
-    finally:
-        if ours:
-            claim.unlink(missing_ok=True)
 
 
 SECONDS_PER_OPERATION = 0.03
@@ -284,15 +253,14 @@ SECONDS_TO_START = 5.0
 class _Worker:
     """One process; it is started again if it has ended."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, arguments: Sequence[str]) -> None:
+        self._command = [sys.executable, "-c", _CHILD, *arguments]
         self._process = self._started()
 
     def _started(self) -> subprocess.Popen[bytes] | None:
-        command = [sys.executable, "-c", _CHILD, str(self._device)]
         try:
             process = subprocess.Popen(
-                command,
+                self._command,
                 env=_environment(),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -340,7 +308,7 @@ class _Worker:
             self._process = None
 
 
-_CHILD = "import sys; from wholebatch.compile.compile_workers import serve; serve(sys.argv[1])"
+_CHILD = "import sys; from wholebatch.compile.compile_workers import serve; serve(*sys.argv[1:])"
 _running: set[subprocess.Popen[bytes]] = set()
 
 
@@ -403,8 +371,11 @@ def compile_workers(device: torch.device) -> CompileWorkers | None:
 # ------------------------------------------------------------------------------------ in the worker
 
 
-def serve(device: str) -> None:
-    """Compile the jobs that come on standard input, until it ends or nothing comes for a while."""
+def serve(device: str, index: str, number: str) -> None:
+    """Compile the jobs that come on standard input, until it ends or nothing comes for a while.
+
+    Before that, check this package's kernels: each of the `number` workers has its share of them.
+    """
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # What a compiler prints must not be taken for an answer.
     jobs = os.fdopen(os.dup(0), "rb", buffering=0)
@@ -413,6 +384,9 @@ def serve(device: str) -> None:
         os.nice(10)  # The training goes first.
     import_compiler(with_processes=torch.device(device).type == "cuda")
     define_operations()
+    for has_kernel in _kernels()[int(index) :: int(number)]:
+        if not select.select([jobs], [], [], 0)[0]:
+            has_kernel(torch.device(device))
     while select.select([jobs], [], [], _IDLE)[0]:
         size = int.from_bytes(_read(jobs, 8), "little")
         if not size:
@@ -424,6 +398,39 @@ def serve(device: str) -> None:
             problem = f"{type(error).__name__}: {str(error)[:300]}"
         answers.write(json.dumps({"problem": problem}).encode() + b"\n")
     trim()
+
+
+def _kernels() -> list[Callable[[torch.device], bool]]:
+    """Return the checks of this package's kernels. Their answers stay in the disk cache."""
+    from wholebatch.compile.biased_attention import can_fuse_attention
+    from wholebatch.compile.cross_entropy import can_fuse_entropy
+    from wholebatch.compile.gelu import can_fuse_gelu
+    from wholebatch.compile.layer_norm import can_fuse_norms
+
+    return [can_fuse_norms, can_fuse_entropy, can_fuse_attention, can_fuse_gelu]
+
+
+class _KernelsOf(fx.Interpreter):
+    """Runs a piece on fake tensors, and compiles those kernels of this package that it launches."""
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """Have the operation launch its kernels, which are compiled and do not run."""
+        if getattr(target, "namespace", "") == "wholebatch":
+            from torch._library.custom_ops import OPDEFS
+
+            from wholebatch.compile.triton_kernels import only_compiled
+
+            # Another version of Triton or torch: the training process compiles it.
+            with contextlib.suppress(Exception), only_compiled():
+                OPDEFS[target.name().removesuffix(".default")]._init_fn(*args, **kwargs)
+        return super().call_function(target, args, kwargs)
+
+
+def _compile_kernels(program: PieceProgram) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with contextlib.suppress(Exception), FakeTensorMode():
+        _KernelsOf(program.module()).run(*program.examples())
 
 
 def _read(stream: Any, size: int) -> bytes:
@@ -453,8 +460,11 @@ def _compile(message: bytes) -> None:
             set_(value)
     with FakeTensorMode(shape_env=ShapeEnv()):
         examples = program.examples()
+    beside = threading.Thread(target=_compile_kernels, args=(program,))
+    beside.start()
     with config.patch(settings["inductor"]):
         compiled_by_inductor(program.module(), examples, **settings["options"])
+    beside.join()
     if counters["inductor"]["fxgraph_cache_bypass"]:
         raise RuntimeError("Inductor does not keep it in its cache")
     _mark(message).parent.mkdir(parents=True, exist_ok=True)

@@ -10,6 +10,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from getpass import getuser
 from pathlib import Path
@@ -58,6 +59,28 @@ def cache_folders() -> list[CacheFolder]:
         CacheFolder("Inductor", inductor, "TORCHINDUCTOR_CACHE_DIR"),
         CacheFolder("Triton", triton, "TRITON_CACHE_DIR"),
     ]
+
+
+def marks() -> Path:
+    """Return the folder of this package's own marks. Whoever clears Inductor's cache clears it."""
+    return cache_folders()[0].path / "wholebatch"
+
+
+@contextmanager
+def claimed(mark: Path) -> Iterator[bool]:
+    """Claim the work that leaves this mark among all processes that share the cache.
+
+    Wait while another process has it; False if that one has done it. A claim ends with its process.
+    """
+    with ExitStack() as stack:
+        with suppress(OSError, ImportError):  # The cache cannot be written, or has no locks.
+            from fcntl import LOCK_EX, LOCK_UN, flock
+
+            mark.parent.mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context(mark.with_suffix(".busy").open("w"))
+            flock(file, LOCK_EX)
+            stack.callback(flock, file, LOCK_UN)  # Forked children hold the file open.
+        yield not mark.exists()
 
 
 def _user() -> str:

@@ -7,6 +7,8 @@ torch operations.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +16,29 @@ import torch
 import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
 from torch import Tensor
+from triton.runtime.jit import (  # type: ignore[import-not-found, import-untyped, unused-ignore]
+    JITFunction,
+    MockTensor,
+)
 
 if TYPE_CHECKING:
     from wholebatch.compile.layer_norm import Read
+
+
+@contextmanager
+def only_compiled() -> Iterator[None]:
+    """Let a launch within this context compile its kernel into Triton's cache, and run nothing."""
+    plain = JITFunction.run
+
+    def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        kinds = [MockTensor(one.dtype) if isinstance(one, Tensor) else one for one in args]
+        return plain(kernel, *kinds, grid=grid, warmup=True, **options)
+
+    JITFunction.run = run
+    try:
+        yield
+    finally:
+        JITFunction.run = plain
 
 
 _ENTROPY_BLOCK = 8192
