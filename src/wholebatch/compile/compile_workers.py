@@ -60,9 +60,38 @@ class _Pickler(pickle.Pickler):
         if isinstance(part, (torch.dtype, torch.layout, torch.memory_format)):
             # By itself pickle would name the first module that has imported torch: the user's.
             return _of_torch, (str(part).removeprefix("torch."),)
-        if isinstance(part, (torch._ops.OperatorBase, torch.SymInt, torch.SymFloat, torch.Tensor)):
+        if isinstance(part, torch.SymInt):
+            return _open_size, _as_expression(part)
+        if isinstance(part, (torch._ops.OperatorBase, torch.SymFloat, torch.Tensor)):
             raise pickle.PicklingError(f"a {type(part).__name__} is not plain data")
         return NotImplemented
+
+
+def _as_expression(size: torch.SymInt) -> tuple[Any, int, list[tuple[str, int]]]:
+    """Return an open size as an expression, its value, and source and value of its symbols."""
+    known, expression = size.node.shape_env, size.node.expr
+    symbols = sorted(expression.free_symbols, key=str)
+    sources = [known.var_to_sources[symbol][0].source_name for symbol in symbols]
+    values = [int(known.create_symintnode(one, hint=None).node.hint) for one in symbols]
+    return expression, int(size.node.hint), list(zip(sources, values, strict=True))
+
+
+def _open_size(expression: Any, hint: int, symbols: Sequence[tuple[str, int]]) -> Any:
+    """Return this size among those of the piece that is read now."""
+    from torch._dynamo.source import ConstantSource
+    from torch.fx.experimental.symbolic_shapes import DimDynamic
+
+    known, sources = _open_sizes
+    for source, value in symbols:
+        if source not in sources:  # A symbol is named by its source.
+            one = known.create_symbol(value, ConstantSource(source), DimDynamic.DYNAMIC)
+            sources[source] = one
+    if not expression.free_symbols <= set(sources.values()):
+        raise pickle.UnpicklingError("another version of torch names its symbols in another way")
+    return known.create_symintnode(expression, hint=hint)
+
+
+_open_sizes: tuple[Any, dict[str, Any]] = None, {}
 
 
 def _of_torch(name: str) -> Any:
@@ -452,19 +481,23 @@ def _compile(message: bytes) -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+    global _open_sizes
+    _open_sizes = ShapeEnv(), {}
     program, settings = pickle.loads(message)
     counters.clear()
     for name, value in settings["torch"].items():
         get, set_ = _GLOBALS[name]
         if get() != value:
             set_(value)
-    with FakeTensorMode(shape_env=ShapeEnv()):
+    with FakeTensorMode(shape_env=_open_sizes[0]):
         examples = program.examples()
     beside = threading.Thread(target=_compile_kernels, args=(program,))
-    beside.start()
+    if not _open_sizes[1]:
+        beside.start()
     with config.patch(settings["inductor"]):
         compiled_by_inductor(program.module(), examples, **settings["options"])
-    beside.join()
+    if beside.ident is not None:
+        beside.join()
     if counters["inductor"]["fxgraph_cache_bypass"]:
         raise RuntimeError("Inductor does not keep it in its cache")
     _mark(message).parent.mkdir(parents=True, exist_ok=True)
