@@ -165,6 +165,36 @@ def test_windows_do_not_wait(
     assert executor.progress is None
 
 
+def test_windows_do_not_wait_for_a_graph_of_open_sizes(
+    beside: None, as_traced: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[Pending] = []
+
+    def later(self: CompileWorkers, jobs: Any) -> Pending:
+        given.append(Pending(jobs, expected=30.0))
+        given[-1].left = len(given) - 1  # The first one is in the cache.
+        return given[-1]
+
+    monkeypatch.setattr(compile_workers, "_CHILD", "")
+    monkeypatch.setattr(CompileWorkers, "compile", later)
+    model = Tagger().double()
+    whole = Whole(model, loss=mean_of_tokens)
+    train = wb.WholeBatch(model, sgd(model), loss=loss, micro_batch=8)
+    executor = train._runner.executor
+    executor._plan.started -= 1e9
+    modes = []
+    for length in (6, 6, 6, 7, 7, 7, 8, 8, 7, 7, 8, 8):
+        if len(modes) == 8:
+            assert len(given) == 2  # of both kinds that share it, one has sent it
+            given[1].left = 0
+        whole.step(tagged(4, length))
+        train.step(tagged(4, length))
+        modes.append(mode_of(train))
+    assert modes[5:9] == ["operations", "eager", "operations", "eager"]  # eager: the comparison
+    assert [one.mode for one in executor._steps.values()] == ["compile"] * 3
+    whole.assert_same(model)
+
+
 def test_processes_that_share_a_disk_compile_a_piece_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

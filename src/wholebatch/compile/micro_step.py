@@ -272,11 +272,15 @@ class Executor:
             return not self._window.now.micro_batches and self._has_come(inputs.key)
         if not self._plan.upgrades(joint.to_compile, self._compiled(), joint.runs):
             return False
-        if self._workers is None or joint.sizes is not None:
+        if self._workers is None:
             return True
-        state = State.of(self._model, self._parameters)
-        traced = self._traced[inputs.key]
-        self._send(self._made_of(traced, state, inputs, compiled=True), inputs)
+        shared = self._shapes.find(inputs) if joint.sizes is not None else None
+        if shared is None or all(
+            one.joint.sizes is not joint.sizes for one in self._coming.values()
+        ):
+            state = State.of(self._model, self._parameters)
+            traced = self._traced[inputs.key] if shared is None else shared.traced
+            self._send(self._made_of(traced, state, inputs, compiled=True), inputs)
         return False
 
     def _look_at_the_window(self) -> None:
