@@ -414,8 +414,9 @@ def serve(device: str, index: str, number: str) -> None:
     import_compiler(with_processes=torch.device(device).type == "cuda")
     define_operations()
     for has_kernel in _kernels()[int(index) :: int(number)]:
-        if not select.select([jobs], [], [], 0)[0]:
-            has_kernel(torch.device(device))
+        with contextlib.suppress(Exception):  # The training process finds out by itself.
+            if not select.select([jobs], [], [], 0)[0]:
+                has_kernel(torch.device(device))
     while select.select([jobs], [], [], _IDLE)[0]:
         size = int.from_bytes(_read(jobs, 8), "little")
         if not size:

@@ -200,7 +200,8 @@ def _versions(device: torch.device) -> str:
     parts = [torch.__version__, torch.version.cuda, torch.cuda.get_device_name(device)]
     with suppress(PackageNotFoundError):
         parts.append(version("triton"))
-    parts.append(str(torch._C._cuda_getDriverVersion()))  # type: ignore[attr-defined]
+    with suppress(OSError):
+        parts.append(Path("/proc/driver/nvidia/version").read_text())
     found = hashlib.sha256(str(parts).encode())
     for file in sorted(Path(__file__).parent.glob("*.py")):
         found.update(file.read_bytes())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copyreg
 import logging
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -43,6 +44,9 @@ def wait_for_import() -> None:
 
 def import_compiler(with_processes: bool) -> None:
     """Import all of Inductor, and start its processes for Triton's kernels."""
+    # Every operation of torch lets another thread run, for 5 ms by default.
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-4)
     # Another version of Inductor, or a warning that is an error: whoever compiles imports it again.
     with suppress(Exception):
         # torch.compile enters here too: a user's own call of it just waits for this import.
@@ -54,6 +58,7 @@ def import_compiler(with_processes: bool) -> None:
         if with_processes:
             maybe_warm_pool()
         torch_key()  # A hash of all of torch's files.
+    sys.setswitchinterval(interval)
 
 
 def compiled_by_inductor(

@@ -321,12 +321,12 @@ class Executor:
     # ---------------------------------------------------------------- compile
 
     def _start_compiler(self) -> None:
-        """Start what takes seconds until it can compile; most of it in processes of its own."""
+        """Start the processes that compile; they need seconds until they can."""
         if self._workers is None and self._plan.compiles:
             if self._device.type in self.compiles_beside_on:
                 self._workers = compile_workers(self._device)
-            if self._device.type == "cuda":
-                start_compiler(with_processes=self._workers is None)
+            if self._device.type == "cuda" and self._workers is None:
+                start_compiler(with_processes=True)
 
     def _send(self, joint: JointStep, inputs: Inputs) -> None:
         """Have the pieces of this joint step compiled beside the run."""
@@ -340,10 +340,14 @@ class Executor:
         if self._workers is None:
             return None
         try:
-            return self._workers.compile(joint.jobs())
+            pending = self._workers.compile(joint.jobs())
         except PicklingError as problem:
             self.notes.tell(f"compiled in the training process: {first_line(problem)}")
             return None
+        if self._device.type == "cuda":
+            # Now: earlier it would take its time from the first windows, and later from a switch.
+            start_compiler(with_processes=False)
+        return pending
 
     def _has_come(self, key: Key) -> bool:
         """True if this joint step is compiled, or must be compiled here, on all ranks."""

@@ -16,10 +16,6 @@ import torch
 import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
 from torch import Tensor
-from triton.runtime.jit import (  # type: ignore[import-not-found, import-untyped, unused-ignore]
-    JITFunction,
-    MockTensor,
-)
 
 if TYPE_CHECKING:
     from wholebatch.compile.layer_norm import Read
@@ -28,6 +24,11 @@ if TYPE_CHECKING:
 @contextmanager
 def only_compiled() -> Iterator[None]:
     """Let a launch within this context compile its kernel into Triton's cache, and run nothing."""
+    from triton.runtime.jit import (  # type: ignore[import-not-found, import-untyped, unused-ignore]
+        JITFunction,
+        MockTensor,
+    )
+
     plain = JITFunction.run
 
     def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
