@@ -235,8 +235,11 @@ def test_a_good_verdict_is_kept_for_the_next_process(
         asked.append(str(device))
         return device.index != 1
 
+    def both(device: torch.device) -> bool:
+        return fusion.once_per_machine(check)(device)  # A check that asks another one.
+
     for _ in range(2):  # Two processes.
-        verdict = fusion.once_per_machine(check)
+        verdict = fusion.once_per_machine(both)
         assert verdict(torch.device("cuda", 0))
         assert verdict(torch.device("cuda", 0))
         assert not verdict(torch.device("cuda", 1))

@@ -184,7 +184,7 @@ def once_per_machine(check: Callable[[torch.device], bool]) -> Callable[[torch.d
         mark = marks() / f"{check.__module__}.{check.__name__}-{_versions(device)}"
         if mark.exists():
             return True
-        with claimed(mark) as ours:
+        with claimed(mark, patience=20.0) as ours:
             right = not ours or check(device)
             if right:
                 with suppress(OSError):  # The cache cannot be written.
