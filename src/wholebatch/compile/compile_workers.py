@@ -17,6 +17,7 @@ import os
 import pickle
 import queue
 import select
+import signal
 import subprocess
 import sys
 import threading
@@ -403,7 +404,7 @@ def compile_workers(device: torch.device) -> CompileWorkers | None:
 def serve(device: str, index: str, number: str) -> None:
     """Compile the jobs that come on standard input, until it ends or nothing comes for a while.
 
-    Before that, check this package's kernels: each of the `number` workers has its share of them.
+    A child of it checks this package's kernels: each of the `number` workers has its share of them.
     """
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # What a compiler prints must not be taken for an answer.
@@ -411,12 +412,15 @@ def serve(device: str, index: str, number: str) -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     with contextlib.suppress(OSError):
         os.nice(10)  # The training goes first.
+    if (
+        not os.fork()
+    ):  # Before there are threads and a CUDA context, and while Inductor is imported.
+        for has_kernel in _kernels()[int(index) :: int(number)]:
+            with contextlib.suppress(Exception):  # The training process finds out by itself.
+                has_kernel(torch.device(device))
+        os._exit(0)
     import_compiler(with_processes=torch.device(device).type == "cuda")
     define_operations()
-    for has_kernel in _kernels()[int(index) :: int(number)]:
-        with contextlib.suppress(Exception):  # The training process finds out by itself.
-            if not select.select([jobs], [], [], 0)[0]:
-                has_kernel(torch.device(device))
     while select.select([jobs], [], [], _IDLE)[0]:
         size = int.from_bytes(_read(jobs, 8), "little")
         if not size:
