@@ -412,9 +412,8 @@ def serve(device: str, index: str, number: str) -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     with contextlib.suppress(OSError):
         os.nice(10)  # The training goes first.
-    if (
-        not os.fork()
-    ):  # Before there are threads and a CUDA context, and while Inductor is imported.
+    if not os.fork():  # It has neither threads nor a CUDA context yet.
+        signal.alarm(60)
         for has_kernel in _kernels()[int(index) :: int(number)]:
             with contextlib.suppress(Exception):  # The training process finds out by itself.
                 has_kernel(torch.device(device))
