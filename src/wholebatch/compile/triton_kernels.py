@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,22 +25,18 @@ if TYPE_CHECKING:
 @contextmanager
 def only_compiled() -> Iterator[None]:
     """Let a launch within this context compile its kernel into Triton's cache, and run nothing."""
-    from triton.runtime.jit import (  # type: ignore[import-not-found, import-untyped, unused-ignore]
-        JITFunction,
-        MockTensor,
-    )
-
-    plain = JITFunction.run
+    jit: Any = import_module("triton.runtime.jit")
+    plain = jit.JITFunction.run
 
     def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        kinds = [MockTensor(one.dtype) if isinstance(one, Tensor) else one for one in args]
+        kinds = [jit.MockTensor(one.dtype) if isinstance(one, Tensor) else one for one in args]
         return plain(kernel, *kinds, grid=grid, warmup=True, **options)
 
-    JITFunction.run = run
+    jit.JITFunction.run = run
     try:
         yield
     finally:
-        JITFunction.run = plain
+        jit.JITFunction.run = plain
 
 
 _ENTROPY_BLOCK = 8192
