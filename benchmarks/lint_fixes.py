@@ -16,7 +16,8 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.lint_public import labelled
+from lint_public import labelled
+
 from wholebatch.lint.check_files import check_source
 from wholebatch.lint.fix import fix_text
 from wholebatch.lint.lint_settings import Settings
