@@ -1,13 +1,13 @@
 """Does a batch that follows the gradient noise learn as much in fewer updates? On bytes-gpt.
 
-    PYTHONPATH=src python3 benchmarks/gpu_batch_size.py [--model 124m] [--seconds 60] [--out FILE]
+    PYTHONPATH=src python3 benchmarks/gpu_batch_size.py [--model 124m] [--sequences N] [--out FILE]
 
-Three runs over the same data: a fixed small batch, a fixed large one, and `auto`, which begins
-with the small one and doubles as the critical batch grows. `--seconds` is the training time of
-each. The target is the loss of the fixed large batch over the last tenth of its data; the table
-has the updates and the data after which each run has reached it. `--model tiny --seconds 12` runs
-on a CPU in a minute. `--cost` also times windows with and without the noise scale; `--seconds 0`
-does nothing else.
+Three runs over the same data: a fixed large batch, a fixed small one, and `auto`, which begins with
+the small one, doubles as the critical batch grows, and doubles when the schedule has halved the
+rate. The target is the large batch's loss on held-out bytes at its end; the table has the updates
+and the data after which each run has reached it. `--sequences` is the data of each run; without it,
+that of `--seconds` of training. `--model tiny --seconds 12` runs on a CPU in a minute. `--cost`
+also times what measuring the noise adds to a window; `--sequences 0` does nothing else.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import os
 import statistics
 import sysconfig
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,10 +58,10 @@ class Size:
 
 
 SIZES = {
-    "tiny": Size(3, 128, 4, 64, 8_000_000, 2, 8, 64, 4e-3),
-    "30m": Size(9, 512, 8, 512, 60_000_000, 8, 16, 128, 1.5e-3),
-    "124m": Size(13, 896, 14, 512, 120_000_000, 8, 16, 128, 1e-3),
+    "tiny": Size(2, 64, 4, 64, 8_000_000, 4, 8, 32, 4e-3),
+    "124m": Size(13, 896, 14, 512, 60_000_000, 8, 16, 64, 1e-3),
 }
+HELD_OUT = 256  # sequences
 
 
 def corpus(most: int) -> Tensor:
@@ -89,18 +90,31 @@ def recipe_of(size: Size, text: Tensor, options: dict[str, Any]) -> Recipe:
             group["lr"] = size.rate
         return model, optimizer
 
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+
+    def pieces(chosen: Tensor) -> dict[str, Tensor]:
+        found = text[chosen[:, None] * size.context + places].long()
+        return {"tokens": found[:, :-1], "next": found[:, 1:]}
+
     def source() -> Take:
-        order = torch.randperm(count, generator=torch.Generator().manual_seed(0)).to(DEVICE)
-        taken = 0
+        taken = HELD_OUT
 
         def take(samples: int) -> dict[str, Tensor]:
             nonlocal taken
-            chosen = order[torch.arange(taken, taken + samples, device=DEVICE) % count]
+            assert taken + samples <= count, "more sequences than the corpus has"
             taken += samples
-            pieces = text[chosen[:, None] * size.context + places].long()
-            return {"tokens": pieces[:, :-1], "next": pieces[:, 1:]}
+            return pieces(order[taken - samples : taken])
 
         return take
+
+    @torch.no_grad()
+    def held_out(model: nn.Module) -> float:
+        total = 0.0
+        for at in range(0, HELD_OUT, 32):
+            micro = pieces(order[at : at + 32])
+            with torch.autocast(DEVICE.type, torch.bfloat16, enabled=DEVICE.type == "cuda"):
+                total += float(bytes_gpt.loss(model, micro).total)
+        return total / (HELD_OUT * size.context)
 
     return Recipe(
         make,
@@ -110,49 +124,72 @@ def recipe_of(size: Size, text: Tensor, options: dict[str, Any]) -> Recipe:
         base_batch=size.large,
         schedule=bytes_gpt.scheduler,
         options={"units": bytes_gpt.units, "clip_norm": 1.0, **options},
+        held_out=held_out,
     )
 
 
-def cost_of_noise(recipe: Recipe, batch: int, *, windows: int = 24) -> dict[str, float]:
-    """Return the time of a window, and what one that is measured takes more."""
+def time_of(call: Callable[[], Any], *, times: int) -> float:
+    """Return the median time of a call in milliseconds, of the device's work too."""
+    on_cuda = DEVICE.type == "cuda"
+    clock = time.perf_counter if on_cuda else time.process_time
+    found = []
+    for _ in range(times):
+        if on_cuda:
+            torch.cuda.synchronize()
+        began = clock()
+        call()
+        if on_cuda:
+            torch.cuda.synchronize()
+        found.append(1000 * (clock() - began))
+    return statistics.median(found)
+
+
+def cost_of_noise(recipe: Recipe, batch: int, *, seconds: float) -> dict[str, float]:
+    """Return the time of a window, and of the part alone that a measured window has more.
+
+    That part is the norm after the first micro-batch, and the estimate, which is not made anew in
+    every measured window.
+    """
     model, optimizer = recipe.make()
     train = wb.WholeBatch(
         model, optimizer, loss=recipe.loss, micro_batch=recipe.micro_batch, **recipe.options
     )
     train.measure_noise(2)
     data = recipe.source()(batch)
-    times: tuple[list[float], list[float]] = ([], [])
-    on_cuda = DEVICE.type == "cuda"
-    clock = time.perf_counter if on_cuda else time.process_time
-    for window in range(windows):
-        if on_cuda:
-            torch.cuda.synchronize()
-        began = clock()
-        train.step(data)
-        _ = train.noise
-        if on_cuda:
-            torch.cuda.synchronize()
-        if window >= windows // 3:
-            times[window % 2].append(clock() - began)
-    plain, measured = map(statistics.median, times)
+    parts: list[float] = []
+    asked: list[float] = []
+
+    def measured(done: int, of: int) -> None:
+        if done == of:  # The gradients are there; the norm of all is the norm of the first.
+            parts.append(time_of(train._probe._norm_so_far, times=5))
+
+    began = time.perf_counter()
+    while time.perf_counter() < began + seconds or len(parts) < 8:
+        train.step(data, after_micro=measured)
+        asked.append(time_of(lambda: train.noise, times=1))
+    window = time_of(lambda: train.step(data), times=9)
+    norm = statistics.median(parts[len(parts) // 2 :])
+    estimate = 2 * statistics.fmean(asked)  # One window in two was measured.
     return {
         "batch": batch,
-        "window_ms": 1000 * plain,
-        "measured_ms": 1000 * measured,
-        "overhead_of_one_in_four": (measured / plain - 1) / 4,
+        "window_ms": window,
+        "norm_ms": norm,
+        "estimate_ms": estimate,
+        "share_of_one_in_four": (norm + estimate) / 4 / window,
     }
 
 
 def row_of(curve: LearningCurve, target: float) -> dict[str, Any]:
-    reached = curve.reaches(target) or (None, None)
+    reached = next(((made, seen) for made, seen, loss in curve.held_out if loss <= target), None)
     grown = dict.fromkeys(curve.sizes)
     return {
         "run": curve.contender.name,
         "batch": " → ".join(map(str, grown)),
         "updates": len(curve.updates),
-        "loss": round(curve.loss, 4),
-        "updates to target": reached[0],
-        "sequences to target": reached[1],
+        "held-out loss": round(curve.held_out[-1][2], 4),
+        "training loss": round(curve.loss, 4),
+        "updates to target": reached and reached[0],
+        "sequences to target": reached and reached[1],
         "seconds": round(curve.seconds, 1),
         "peak": bytes_said(curve.peak),
     }
@@ -164,11 +201,17 @@ def main() -> None:
         "--model", choices=SIZES, default="124m" if DEVICE.type == "cuda" else "tiny"
     )
     parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--sequences", type=int)
+    parser.add_argument("--small", type=int)
+    parser.add_argument("--large", type=int)
+    parser.add_argument("--largest", type=int, help="of auto")
+    parser.add_argument("--rate", type=float, help="learning rate of the large batch")
     parser.add_argument("--execute", default="auto")
-    parser.add_argument("--cost", action="store_true")
+    parser.add_argument("--cost", type=float, default=0.0, metavar="SECONDS")
     parser.add_argument("--out", type=Path, default=Path("batch_size.json"))
     given = parser.parse_args()
-    size = SIZES[given.model]
+    own = {name: getattr(given, name) for name in ("small", "large", "rate")}
+    size = replace(SIZES[given.model], **{name: one for name, one in own.items() if one})
     precision = "bf16" if DEVICE.type == "cuda" else "full"
     recipe = recipe_of(
         size, corpus(size.corpus), {"precision": precision, "execute": given.execute}
@@ -178,39 +221,38 @@ def main() -> None:
     result: dict[str, Any] = {
         "model": given.model,
         "parameters": count,
+        "context": size.context,
+        "rate": size.rate,
         "device": where,
         "torch": torch.__version__,
         "date": time.strftime("%Y-%m-%d"),
     }
     print(f"bytes-gpt, {count:,} parameters, {precision}, {where}", flush=True)
     if given.cost:
-        cost = result["cost"] = cost_of_noise(recipe, 4 * size.micro_batch)
-        print({name: round(value, 5) for name, value in cost.items()}, flush=True)
-    if not given.seconds:
-        return
-    samples = samples_in(given.seconds, recipe, size.large)
+        cost = result["cost"] = cost_of_noise(recipe, size.large, seconds=given.cost)
+        print({name: round(value, 6) for name, value in cost.items()}, flush=True)
+    samples = given.sequences
+    if samples is None:
+        samples = samples_in(given.seconds, recipe, size.large)
     result["sequences"] = samples
-    print(f"{samples:,} sequences of {size.context} bytes in each run", flush=True)
-    curves = []
-    for contender in (
+    contenders = [
         Contender("large", size.large),
         Contender("small", size.small),
-        Contender("auto", size.small, largest=4 * size.large),
-    ):
+        Contender("auto", size.small, largest=given.largest or 4 * size.large),
+    ]
+    print(f"{samples:,} sequences of {size.context} bytes in each run", flush=True)
+    curves: list[LearningCurve] = []
+    for contender in contenders if samples else []:
         curves.append(learn(contender, recipe, samples=samples))
-        result["rows"] = [row_of(curve, curves[0].loss) for curve in curves]
-        result["curves"] = {c.contender.name: c.points() for c in curves}
-        given.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        target = curves[0].held_out[-1][2]
+        result["rows"] = [row_of(curve, target) for curve in curves]
+        result["curves"] = {c.contender.name: c.held_out for c in curves}
         print(result["rows"][-1], flush=True)
-    small, auto = result["rows"][1:]
-    for name, row in (("small", small), ("large", result["rows"][0])):
-        if auto["updates to target"] and row["updates to target"]:
-            ratio = auto["updates to target"] / row["updates to target"]
-            print(f"auto reaches the loss of large in {ratio:.2f} of the updates of {name}")
-    made = auto["updates"] / small["updates"]
-    print(
-        f"auto made {made:.2f} of the updates of small: loss {auto['loss']}, small {small['loss']}"
-    )
+        print("  held-out", [(made, round(loss, 4)) for made, _, loss in curves[-1].held_out])
+    given.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    if curves and result["rows"][2]["updates to target"]:
+        ratio = result["rows"][2]["updates to target"] / result["rows"][0]["updates"]
+        print(f"auto reaches the loss of large in {ratio:.2f} of the updates of large")
 
 
 if __name__ == "__main__":
