@@ -195,6 +195,52 @@ def by_whole_batch(stage: int, case: str, make: Any, clip: float | None, known: 
     return found
 
 
+IN_BF16 = {
+    "bf16": {"enabled": True},
+    "data_types": {"grad_accum_dtype": "fp32"},
+    "communication_data_type": "fp32",
+}
+
+
+def in_bf16(stage: int) -> dict[str, float]:
+    """The distance of the first gradient and update to float64, beside that of the whole batch.
+
+    The update is that of the engine's own float32 copies of its parameters.
+    """
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    engine = initialized(stage, sgd, **IN_BF16)
+    rounded = [p.double() for p in parameters_of(engine)]
+    before = [safe_get_full_fp32_param(p).clone() for p in engine.parameters()]
+    acc = wb.Accumulator(engine, engine.optimizer, steps=3)
+    seen = SeenWhole(engine, acc)
+    mine = micros_of("tokens", dist.get_rank())[:1]
+    for m in acc.over(mine[0]):
+        acc.backward(loss(engine, m))
+    window = everyones(mine)[0]
+
+    def whole(dtype: torch.dtype) -> list[Tensor]:
+        """The gradients of the undivided batch by plain torch, with the engine's parameters."""
+        model = fresh().to(dtype)
+        for parameter, value in zip(model.parameters(), rounded, strict=True):
+            parameter.data.copy_(value)
+        global_mean(model, window).backward()
+        return [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
+
+    right = whole(torch.float64)
+    ours = [
+        torch.zeros_like(r) if g is None else g for g, r in zip(seen.steps[0], right, strict=True)
+    ]
+    after = [safe_get_full_fp32_param(p) for p in engine.parameters()]
+    moved = [(b - a).double() / 0.1 for a, b in zip(after, before, strict=True)]
+    engine.destroy()
+    return {
+        "gradients": distance(ours, right),
+        "whole": distance(whole(torch.bfloat16), right),
+        "update": distance(moved, right),
+    }
+
+
 def after_discard(stage: int) -> Any:
     """A window that is given up, and one that is skipped, leave nothing behind."""
     engine = initialized(stage, sgd)
@@ -259,8 +305,8 @@ def refused() -> dict[str, str]:
             said[name] = str(error)
 
     for name, config in {
-        "bf16": {"bf16": {"enabled": True}},
-        "communication": {"communication_data_type": "bf16"},
+        "bf16": {"bf16": {"enabled": True}, "communication_data_type": "fp32"},
+        "communication": {**IN_BF16, "communication_data_type": "bf16"},
         "offload": {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
     }.items():
         engine = initialized(2, sgd, **config)
@@ -356,6 +402,7 @@ def main() -> None:
         from tests.distributed.deepspeed_advice import in_another_order, two_engines, walked
 
         advice = {**walked(), "engines": two_engines(), "order": in_another_order()}
+    bf16 = {str(stage): in_bf16(stage) for stage in (2, 3)} if only in ("", "bf16") else {}
     memory = measured_peaks() if only in ("", "memory") else {}
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, results)
@@ -366,6 +413,7 @@ def main() -> None:
         }
         with open(sys.argv[1], "w", encoding="utf-8") as file:
             found = {"errors": worst, "refused": said, "advice": advice, "memory": memory}
+            found["bf16"] = bf16
             json.dump(found, file)
     dist.destroy_process_group()
 

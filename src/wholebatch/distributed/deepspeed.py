@@ -133,8 +133,8 @@ class DeepSpeed(Sync):
         if options["precision"] not in ("full", "fp32"):
             raise UnsupportedError(
                 f"precision={options['precision']!r} with a DeepSpeed engine: it switches off an "
-                "autocast around it, and its own bf16 and fp16 are not shown to be exact; use "
-                'precision="full", or another precision with DDP or fully_shard'
+                'autocast around it; use precision="full" with its own bf16 (ZeRO 2 and 3), or '
+                "another precision with DDP or fully_shard"
             )
         if self._stage == 3 and options["ema"] is not None:
             raise UnsupportedError(
@@ -271,19 +271,22 @@ def _groups(engine: Any) -> list[list[nn.Parameter]]:
 
 def _check(engine: Any) -> None:
     """Refuse settings that are not shown to be exact, by their name."""
-    config = engine._config
-    zero = config.zero_config
+    config, stage = engine._config, engine.zero_optimization_stage()
+    zero, is_bf16 = config.zero_config, engine.bfloat16_enabled()
     clash = {
         "pipeline parallelism (PipelineModule)": getattr(engine, "pipeline_parallelism", False),
         "fp16": engine.fp16_enabled(),
-        "bf16": engine.bfloat16_enabled(),
+        f"bf16 and ZeRO {stage}": is_bf16 and stage < 2,
+        'bf16 without "data_types": {"grad_accum_dtype": "fp32"}': (
+            is_bf16 and engine.get_data_types()[1] is not torch.float32
+        ),
         "torch_autocast": engine.torch_autocast_enabled(),
-        "communication_data_type": engine.communication_data_type is not torch.float32,
+        'a "communication_data_type" that is not "fp32"': (
+            engine.communication_data_type is not torch.float32
+        ),
         "offload_optimizer": _offloads(zero.offload_optimizer),
         "offload_param": _offloads(zero.offload_param),
-        "overlap_comm beside ZeRO 1": (
-            engine.zero_optimization_stage() == 1 and engine.zero_overlap_comm()
-        ),
+        "overlap_comm beside ZeRO 1": stage == 1 and engine.zero_overlap_comm(),
         "zero_quantized_gradients": zero.zero_quantized_gradients,
         "zero_quantized_weights": zero.zero_quantized_weights,
         "zenflow": zero.zenflow is not None,
@@ -304,7 +307,8 @@ def _check(engine: Any) -> None:
         if is_on:
             raise UnsupportedError(
                 f"a DeepSpeed engine with {name}: the update is not shown to be that of the "
-                "undivided batch; supported is ZeRO 0 to 3 in float32 without it"
+                "undivided batch; supported are ZeRO 0 to 3 in float32, and ZeRO 2 and 3 in bf16 "
+                "with gradients that are added and sent in fp32"
             )
 
 
