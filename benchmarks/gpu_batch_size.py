@@ -2,12 +2,14 @@
 
     PYTHONPATH=src python3 benchmarks/gpu_batch_size.py [--model 124m] [--sequences N] [--out FILE]
 
-Three runs over the same data: a fixed large batch, a fixed small one, and `auto`, which begins with
-the small one, doubles as the critical batch grows, and doubles when the schedule has halved the
-rate. The target is the large batch's loss on held-out bytes at its end; the table has the updates
-and the data after which each run has reached it. `--sequences` is the data of each run; without it,
-that of `--seconds` of training. `--model tiny --seconds 12` runs on a CPU in a minute. `--cost`
-also times what measuring the noise adds to a window; `--sequences 0` does nothing else.
+Three runs over the same data. `auto` begins with the small batch, doubles as the critical batch
+grows, and doubles when the schedule has halved the rate. The fixed large batch is the one that
+`auto` had in the middle of its data, before the rate was halved: what the noise advises. The third
+is the fixed small batch. The target is the large batch's loss on held-out bytes at its end; the
+table has the updates and the data after which each run has reached it. `--sequences` is the data of
+each run; without it, that of `--seconds` of training. `--model tiny --seconds 12` runs on a CPU in
+a minute. `--cost S` also times, for S seconds, what measuring the noise adds to a window;
+`--sequences 0` does nothing else.
 """
 
 from __future__ import annotations
@@ -18,8 +20,9 @@ import os
 import statistics
 import sysconfig
 import time
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -52,16 +55,17 @@ class Size:
     corpus: int
     micro_batch: int
     small: int
-    large: int
+    base: int
     rate: float
-    """The learning rate for the large batch."""
+    """The learning rate for a batch of `base`."""
 
 
 SIZES = {
     "tiny": Size(2, 64, 4, 64, 8_000_000, 4, 8, 32, 4e-3),
-    "124m": Size(13, 896, 14, 512, 60_000_000, 8, 16, 64, 1e-3),
+    "124m": Size(13, 896, 14, 512, 30_000_000, 8, 16, 128, 1e-3),
 }
 HELD_OUT = 256  # sequences
+BEGAN = time.perf_counter()
 
 
 def corpus(most: int) -> Tensor:
@@ -114,14 +118,16 @@ def recipe_of(size: Size, text: Tensor, options: dict[str, Any]) -> Recipe:
             micro = pieces(order[at : at + 32])
             with torch.autocast(DEVICE.type, torch.bfloat16, enabled=DEVICE.type == "cuda"):
                 total += float(bytes_gpt.loss(model, micro).total)
-        return total / (HELD_OUT * size.context)
+        found = total / (HELD_OUT * size.context)
+        print(f"  {time.perf_counter() - BEGAN:.0f} s: held-out loss {found:.4f}", flush=True)
+        return found
 
     return Recipe(
         make,
         bytes_gpt.loss,
         source,
         micro_batch=size.micro_batch,
-        base_batch=size.large,
+        base_batch=size.base,
         schedule=bytes_gpt.scheduler,
         options={"units": bytes_gpt.units, "clip_norm": 1.0, **options},
         held_out=held_out,
@@ -202,16 +208,12 @@ def main() -> None:
     )
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--sequences", type=int)
-    parser.add_argument("--small", type=int)
-    parser.add_argument("--large", type=int)
-    parser.add_argument("--largest", type=int, help="of auto")
-    parser.add_argument("--rate", type=float, help="learning rate of the large batch")
+    parser.add_argument("--large", type=int, help="instead of what auto had in the middle")
     parser.add_argument("--execute", default="auto")
     parser.add_argument("--cost", type=float, default=0.0, metavar="SECONDS")
     parser.add_argument("--out", type=Path, default=Path("batch_size.json"))
     given = parser.parse_args()
-    own = {name: getattr(given, name) for name in ("small", "large", "rate")}
-    size = replace(SIZES[given.model], **{name: one for name, one in own.items() if one})
+    size = SIZES[given.model]
     precision = "bf16" if DEVICE.type == "cuda" else "full"
     recipe = recipe_of(
         size, corpus(size.corpus), {"precision": precision, "execute": given.execute}
@@ -228,31 +230,47 @@ def main() -> None:
         "date": time.strftime("%Y-%m-%d"),
     }
     print(f"bytes-gpt, {count:,} parameters, {precision}, {where}", flush=True)
-    if given.cost:
-        cost = result["cost"] = cost_of_noise(recipe, size.large, seconds=given.cost)
-        print({name: round(value, 6) for name, value in cost.items()}, flush=True)
     samples = given.sequences
     if samples is None:
-        samples = samples_in(given.seconds, recipe, size.large)
+        samples = samples_in(given.seconds, recipe, size.base)
     result["sequences"] = samples
-    contenders = [
-        Contender("large", size.large),
-        Contender("small", size.small),
-        Contender("auto", size.small, largest=given.largest or 4 * size.large),
-    ]
     print(f"{samples:,} sequences of {size.context} bytes in each run", flush=True)
-    curves: list[LearningCurve] = []
-    for contender in contenders if samples else []:
-        curves.append(learn(contender, recipe, samples=samples))
-        target = curves[0].held_out[-1][2]
-        result["rows"] = [row_of(curve, target) for curve in curves]
-        result["curves"] = {c.contender.name: c.held_out for c in curves}
-        print(result["rows"][-1], flush=True)
-        print("  held-out", [(made, round(loss, 4)) for made, _, loss in curves[-1].held_out])
+    if samples:
+        compare(recipe, size, samples, given.large, result)
+    if given.cost:
+        cost = result["cost"] = cost_of_noise(recipe, 4 * size.small, seconds=given.cost)
+        print({name: round(value, 6) for name, value in cost.items()}, flush=True)
     given.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    if curves and result["rows"][2]["updates to target"]:
-        ratio = result["rows"][2]["updates to target"] / result["rows"][0]["updates"]
-        print(f"auto reaches the loss of large in {ratio:.2f} of the updates of large")
+
+
+def compare(
+    recipe: Recipe, size: Size, samples: int, large: int | None, result: dict[str, Any]
+) -> None:
+    """Make the three runs, and put their rows and curves into the result."""
+
+    def run(name: str, batch: int, largest: int | None = None) -> LearningCurve:
+        print(f"{name}, {time.perf_counter() - BEGAN:.0f} s", flush=True)
+        curve = learn(Contender(name, batch, largest=largest), recipe, samples=samples)
+        curves = result.setdefault("curves", {})
+        curves[name] = [(made, seen, round(loss, 4)) for made, seen, loss in curve.held_out]
+        print(f"  updates, sequences, held-out loss: {curves[name]}", flush=True)
+        print(f"  sizes: {Counter(curve.sizes)}, {curve.seconds:.0f} s", flush=True)
+        return curve
+
+    auto = run("auto", size.small, largest=32 * size.small)
+    middle = next(
+        s for s, u in zip(auto.sizes, auto.updates, strict=True) if u.samples >= samples / 2
+    )
+    fixed = run("large", large or max(middle, 2 * size.small))
+    result["rows"] = [row_of(curve, fixed.held_out[-1][2]) for curve in (fixed, auto)]
+    print(*result["rows"], sep="\n", flush=True)
+    made = result["rows"][1]["updates to target"]
+    if made:
+        ratio = made / len(fixed.updates)
+        print(f"auto reaches the loss of large in {ratio:.2f} of the updates of large", flush=True)
+    small = run("small", size.small)
+    result["rows"].append(row_of(small, fixed.held_out[-1][2]))
+    print(result["rows"][-1], flush=True)
 
 
 if __name__ == "__main__":

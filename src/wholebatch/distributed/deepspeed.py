@@ -51,6 +51,8 @@ class BackwardOrder:
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.value = 0
+        self.reached: set[int] = set()  # by any backward of the window
+        self.reached_last: set[int] = set()  # by the last one so far
         self._handles = [
             parameter.register_post_accumulate_grad_hook(partial(self._reached, index))
             for index, parameter in enumerate(parameters, start=1)
@@ -62,6 +64,16 @@ class BackwardOrder:
 
     def _reached(self, index: int, _: Tensor) -> None:
         self.value = (self.value * 1_000_003 + index) % 2**52
+        self.reached_last.add(index)
+
+    def begin_window(self) -> None:
+        self.value = 0
+        self.reached.clear()
+        self.reached_last.clear()
+
+    def begin_backward(self) -> None:
+        self.reached |= self.reached_last
+        self.reached_last.clear()
 
 
 class DeepSpeed(Sync):
@@ -76,6 +88,7 @@ class DeepSpeed(Sync):
         _check(engine)
         self._engine = engine
         self._stage = int(engine.zero_optimization_stage())
+        self._offloads = _is_on(engine._config.zero_config.offload_optimizer)
         self._check_sync(sync)
         self._device = next(engine.module.parameters()).device
         self._group = Group([dist.group.WORLD], self._device, rank=dist.get_rank())
@@ -150,7 +163,7 @@ class DeepSpeed(Sync):
     def begin(self, parameters: Parameters) -> None:
         super().begin(parameters)
         if self._order is not None:
-            self._order.value = 0
+            self._order.begin_window()
         if self._failed:
             raise WindowError(
                 "a backward of this DeepSpeed engine failed half way, and its buckets still hold "
@@ -165,6 +178,8 @@ class DeepSpeed(Sync):
     @contextmanager
     def backward(self, parameters: Parameters, *, reduces: bool, overlap: bool) -> Iterator[None]:
         self._engine.set_gradient_accumulation_boundary(reduces)
+        if self._order is not None:
+            self._order.begin_backward()
         if reduces and self._stage == 1 and not self._engine.zero_overlap_comm():
             # Buckets are filled with the gradients that are there: they must be the same ones
             # on all ranks, also where one rank has not used a parameter.
@@ -191,10 +206,23 @@ class DeepSpeed(Sync):
         self._check_order()
         optimizer = self._engine.optimizer
         slices: list[list[Any]] = [[] for _ in groups]  # of this rank, as holders of a gradient
-        for index, pieces in optimizer.averaged_gradients.items():
+        found = dict(optimizer.averaged_gradients)
+        if self._offloads:
+            found = {i: [host.grad] for i, host in enumerate(self._host_copies())}
+        for index, pieces in found.items():
             place = optimizer.sub_group_to_group_id[index] if self._stage == 3 else index
             slices[place] += [SimpleNamespace(grad=piece) for piece in pieces]
         return slices
+
+    def _host_copies(self) -> Sequence[Tensor]:
+        """Return the float32 copies of this rank's parameters on the host, with gradients."""
+        optimizer = self._engine.optimizer
+        copies: Sequence[Tensor] = (
+            optimizer.fp32_partitioned_groups_flat
+            if self._stage == 3
+            else optimizer.single_partition_of_fp32_groups
+        )
+        return copies
 
     def _check_order(self) -> None:
         if self._order is None:
@@ -209,6 +237,12 @@ class DeepSpeed(Sync):
                 f"other ranks: ZeRO {self._stage} would add up gradients of different parameters. "
                 "Nothing was updated; let all ranks use the same layers, or use ZeRO 1"
             )
+        if self._offloads and self._order.reached - self._order.reached_last:
+            raise UnsupportedError(
+                "the last backward of this window did not reach all parameters that the others "
+                f"have: with ZeRO {self._stage} and offload_optimizer, DeepSpeed takes the "
+                "gradients of those that it has alone. Nothing was updated; use ZeRO 1"
+            )
 
     def total_norm(self, gradients: Sequence[Tensor]) -> Tensor:
         if self._stage == 0:
@@ -219,6 +253,9 @@ class DeepSpeed(Sync):
         """Clear the gradients as DeepSpeed does after an overflow; after a step none are left."""
         super().discard()
         optimizer = self._engine.optimizer
+        for host in self._host_copies() if self._offloads else ():
+            if host.grad is not None:
+                host.grad.zero_()
         if self._stage == 3:
             optimizer.zero_grad()
             optimizer.averaged_gradients = {}
@@ -273,6 +310,7 @@ def _check(engine: Any) -> None:
     """Refuse settings that are not shown to be exact, by their name."""
     config, stage = engine._config, engine.zero_optimization_stage()
     zero, is_bf16 = config.zero_config, engine.bfloat16_enabled()
+    offloads = (zero.offload_optimizer, zero.offload_param)
     clash = {
         "pipeline parallelism (PipelineModule)": getattr(engine, "pipeline_parallelism", False),
         "fp16": engine.fp16_enabled(),
@@ -284,8 +322,8 @@ def _check(engine: Any) -> None:
         'a "communication_data_type" that is not "fp32"': (
             engine.communication_data_type is not torch.float32
         ),
-        "offload_optimizer": _offloads(zero.offload_optimizer),
-        "offload_param": _offloads(zero.offload_param),
+        "offload to nvme": any("nvme" in str(one and one.device) for one in offloads),
+        "offload_param without offload_optimizer": _is_on(offloads[1]) and not _is_on(offloads[0]),
         "overlap_comm beside ZeRO 1": stage == 1 and engine.zero_overlap_comm(),
         "zero_quantized_gradients": zero.zero_quantized_gradients,
         "zero_quantized_weights": zero.zero_quantized_weights,
@@ -308,9 +346,9 @@ def _check(engine: Any) -> None:
             raise UnsupportedError(
                 f"a DeepSpeed engine with {name}: the update is not shown to be that of the "
                 "undivided batch; supported are ZeRO 0 to 3 in float32, and ZeRO 2 and 3 in bf16 "
-                "with gradients that are added and sent in fp32"
+                "with gradients that are added and sent in fp32; offload_optimizer on the CPU"
             )
 
 
-def _offloads(setting: Any) -> bool:
+def _is_on(setting: Any) -> bool:
     return setting is not None and str(getattr(setting.device, "value", setting.device)) != "none"

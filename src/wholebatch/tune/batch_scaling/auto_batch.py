@@ -3,9 +3,9 @@
 The critical batch grows while a model learns (McCandlish et al. 2018, arXiv:1812.06162). A run that
 doubles its batch as soon as the critical one is twice as large makes fewer updates from the same
 data (batch-size warm-up, Merrill et al. 2025, arXiv:2505.23971). The learning rate follows by the
-rule for the optimizer, √2 for Adam. The batch also doubles for every halving of the schedule's
-rate: half the rate at one batch is about 1/√2 of it at twice the batch, in half the updates
-(Seesaw, Meterez et al. 2025, arXiv:2510.14717).
+rule for the optimizer, √2 for Adam. The batch also grows as the schedule's rate falls: half the
+rate at one batch is about 1/√2 of it at twice the batch, in half the updates (Seesaw, Meterez et
+al. 2025, arXiv:2510.14717).
 """
 
 from __future__ import annotations
@@ -33,9 +33,11 @@ class AutoBatch:
 
     After every update, `after(step.units, train.noise, rate)` returns the next size. It doubles if
     the critical batch is estimated as at least twice the batch, and its 95% interval is above the
-    batch. It also doubles for each halving of the schedule's `rate` below its peak, unless the
-    batch is far above the critical one. `done` counts the data, in batches of the first size: a run
-    of 1,000 updates of that size ends at `done >= 1000`. Let the schedule go by `done` too.
+    batch. It also doubles when peak / `rate` of the schedule has reached √2, 2√2, 4√2 and so on
+    (2, 4, 8, rounded), unless the batch was far above the critical one before.
+
+    `done` counts the data, in batches of the first size: a run of 1,000 updates of that size ends
+    at `done >= 1000`. Let the schedule go by `done` too.
 
     >>> from wholebatch.core.noise_scale import NoiseScale
     >>> noise = NoiseScale(900.0, 600.0, 1500.0, spread=9.0, signal=0.01, samples=40,
@@ -44,7 +46,7 @@ class AutoBatch:
     >>> sizes = [auto.after(64.0, noise) for _ in range(32)]
     >>> sizes[0], sizes[-1], auto.done
     (64, 128, 32)
-    >>> auto.after(128.0, noise, rate=1e-3), auto.after(128.0, noise, rate=5e-4)
+    >>> auto.after(128.0, noise, rate=1e-3), auto.after(128.0, noise, rate=7e-4)
     (128, 256)
     """
 
@@ -74,11 +76,11 @@ class AutoBatch:
         self._units += units
         self._updates += 1
         self._peak = max(self._peak, rate)
-        decayed = 0.0 < rate * 2 ** (self._halvings + 1) <= self._peak
+        decayed = 0.0 < rate * 2 ** (self._halvings + 0.5) <= self._peak
         if noise is None or 2 * self.batch > (self.largest or math.inf):
             return self.batch
         each = self.batch * self._units / (self.done * self.first)
-        if decayed and each <= 2 * noise.high:
+        if decayed and each <= 2 ** (self._halvings + 1) * noise.high:
             self._halvings += 1
         elif self._updates < _UPDATES_AT_A_SIZE or not self._is_noisy(each, noise):
             return self.batch
