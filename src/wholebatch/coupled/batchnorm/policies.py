@@ -23,6 +23,7 @@ policy.detach()                            # restores the model's forward method
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, cast, final, get_args
@@ -52,6 +53,8 @@ from wholebatch.coupled.normalisation_layers import (
 )
 from wholebatch.errors import OptionError, StateError, UnsupportedError
 
+_log = logging.getLogger("wholebatch")
+_FEW = 8
 Choice = Literal["statistics", "freeze", "group", "layer", "sync", "refuse"]
 
 
@@ -267,6 +270,7 @@ class Statistics(Policy):
         self._pending: dict[str, list[Moments]] = {}
         self._calls: dict[str, int] = {}
         self.counts = True  # False while a micro-batch only stands in for one of another rank
+        self._largest: int | None = 0  # micro-batch of the first window; None after it
         self._replaced = ReplacedForwards()
         for name, module in norms:
             self._replaced.replace(module, self._recording(name, module, module.forward))
@@ -283,6 +287,15 @@ class Statistics(Policy):
         self._calls.clear()
 
     def end_window(self) -> None:
+        if self._largest and self._largest < _FEW:
+            _log.warning(
+                'batchnorm="statistics": micro-batches of %d normalise by themselves, and below %d '
+                'samples the update is far from that of the whole batch; use "exact", "group" '
+                "or a larger micro-batch",
+                self._largest,
+                _FEW,
+            )
+        self._largest = None
         with torch.no_grad():
             if self._reduce is not None:
                 self._end_on_all_ranks(self._reduce)
@@ -346,7 +359,10 @@ class Statistics(Policy):
                 out = found(*args, **kwargs)
             # A recomputed block has already been counted.
             if self.counts and not recomputing() and _filled(module, mean, var):
-                self._add(name, _moments(module, layer_input(args, kwargs), mean, var))
+                x = layer_input(args, kwargs)
+                if self._largest is not None and isinstance(module, _BatchNorm):
+                    self._largest = max(self._largest, len(x))
+                self._add(name, _moments(module, x, mean, var))
             return out
 
         return forward
