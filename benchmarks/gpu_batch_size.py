@@ -21,7 +21,7 @@ import statistics
 import sysconfig
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,7 +62,7 @@ class Size:
 
 SIZES = {
     "tiny": Size(2, 64, 4, 64, 8_000_000, 4, 8, 32, 4e-3),
-    "124m": Size(13, 896, 14, 512, 30_000_000, 8, 16, 128, 1e-3),
+    "124m": Size(13, 896, 14, 512, 16_000_000, 8, 16, 128, 1e-3),
 }
 HELD_OUT = 256  # sequences
 BEGAN = time.perf_counter()
@@ -235,8 +235,8 @@ def main() -> None:
         samples = samples_in(given.seconds, recipe, size.base)
     result["sequences"] = samples
     print(f"{samples:,} sequences of {size.context} bytes in each run", flush=True)
-    if samples:
-        compare(recipe, size, samples, given.large, result)
+    for _ in compare(recipe, size, samples, given.large, result) if samples else ():
+        given.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     if given.cost:
         cost = result["cost"] = cost_of_noise(recipe, 4 * size.small, seconds=given.cost)
         print({name: round(value, 6) for name, value in cost.items()}, flush=True)
@@ -245,8 +245,8 @@ def main() -> None:
 
 def compare(
     recipe: Recipe, size: Size, samples: int, large: int | None, result: dict[str, Any]
-) -> None:
-    """Make the three runs, and put their rows and curves into the result."""
+) -> Iterator[None]:
+    """Make the three runs, and put their rows and curves into the result after each."""
 
     def run(name: str, batch: int, largest: int | None = None) -> LearningCurve:
         print(f"{name}, {time.perf_counter() - BEGAN:.0f} s", flush=True)
@@ -261,6 +261,7 @@ def compare(
     middle = next(
         s for s, u in zip(auto.sizes, auto.updates, strict=True) if u.samples >= samples / 2
     )
+    yield
     fixed = run("large", large or max(middle, 2 * size.small))
     result["rows"] = [row_of(curve, fixed.held_out[-1][2]) for curve in (fixed, auto)]
     print(*result["rows"], sep="\n", flush=True)
@@ -268,9 +269,11 @@ def compare(
     if made:
         ratio = made / len(fixed.updates)
         print(f"auto reaches the loss of large in {ratio:.2f} of the updates of large", flush=True)
+    yield
     small = run("small", size.small)
     result["rows"].append(row_of(small, fixed.held_out[-1][2]))
     print(result["rows"][-1], flush=True)
+    yield
 
 
 if __name__ == "__main__":

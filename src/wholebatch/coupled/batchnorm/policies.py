@@ -270,7 +270,8 @@ class Statistics(Policy):
         self._pending: dict[str, list[Moments]] = {}
         self._calls: dict[str, int] = {}
         self.counts = True  # False while a micro-batch only stands in for one of another rank
-        self._largest: int | None = 0  # micro-batch of the first window; None after it
+        self._largest = 0  # micro-batch of this window
+        self._told = False
         self._replaced = ReplacedForwards()
         for name, module in norms:
             self._replaced.replace(module, self._recording(name, module, module.forward))
@@ -287,7 +288,7 @@ class Statistics(Policy):
         self._calls.clear()
 
     def end_window(self) -> None:
-        if self._largest and self._largest < _FEW:
+        if self._largest and self._largest < _FEW and not self._told:
             _log.warning(
                 'batchnorm="statistics": micro-batches of %d normalise by themselves, and below %d '
                 'samples the update is far from that of the whole batch; use "exact", "group" '
@@ -295,7 +296,7 @@ class Statistics(Policy):
                 self._largest,
                 _FEW,
             )
-        self._largest = None
+        self._told = self._told or self._largest > 0
         with torch.no_grad():
             if self._reduce is not None:
                 self._end_on_all_ranks(self._reduce)
@@ -325,6 +326,7 @@ class Statistics(Policy):
     def discard_window(self) -> None:
         self._pending.clear()
         self._calls.clear()
+        self._largest = 0
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -360,7 +362,7 @@ class Statistics(Policy):
             # A recomputed block has already been counted.
             if self.counts and not recomputing() and _filled(module, mean, var):
                 x = layer_input(args, kwargs)
-                if self._largest is not None and isinstance(module, _BatchNorm):
+                if isinstance(module, _BatchNorm):
                     self._largest = max(self._largest, len(x))
                 self._add(name, _moments(module, x, mean, var))
             return out
