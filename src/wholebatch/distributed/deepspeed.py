@@ -216,13 +216,9 @@ class DeepSpeed(Sync):
 
     def _host_copies(self) -> Sequence[Tensor]:
         """Return the float32 copies of this rank's parameters on the host, with gradients."""
-        optimizer = self._engine.optimizer
-        copies: Sequence[Tensor] = (
-            optimizer.fp32_partitioned_groups_flat
-            if self._stage == 3
-            else optimizer.single_partition_of_fp32_groups
-        )
-        return copies
+        names = {3: "fp32_partitioned_groups_flat"}
+        name = names.get(self._stage, "single_partition_of_fp32_groups")
+        return list(getattr(self._engine.optimizer, name))
 
     def _check_order(self) -> None:
         if self._order is None:

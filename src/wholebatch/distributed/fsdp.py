@@ -10,7 +10,7 @@ instead of twice per micro-batch.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -98,23 +98,11 @@ class Sharded(Sync):
         assert self.group is not None
         return self.group.waiting.seconds
 
-    def _measure_waits(self) -> None:
+    def before_forwards(self) -> None:
+        assert self.group is not None
         for group in filter(None, map(_param_group, self._modules)):
             for name in _WAITS if _WAITS[0] not in vars(group) else ():
-                setattr(group, name, self._measured(getattr(group, name)))
-
-    def _measured(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        assert self.group is not None
-        waiting = self.group.waiting
-
-        def measured(*args: Any, **kwargs: Any) -> Any:
-            with waiting.measured():
-                return call(*args, **kwargs)
-
-        return measured
-
-    def before_forwards(self) -> None:
-        self._measure_waits()
+                setattr(group, name, self.group.waiting.measured()(getattr(group, name)))
         if not self._gathers_once or self._forward_meshes:
             return
         for module in self._modules:
