@@ -64,18 +64,14 @@ class AlikeBlocks:
             place = str(at if at < _ENDS else at - number)
             if _ENDS <= at < number - _ENDS:
                 place = "between"
-            start = partial(_begin, reached, f"forward {place}")
-            handles.append(block.register_forward_pre_hook(start))
+            start = f"forward {place}"
+            handles.append(block.register_forward_pre_hook(lambda *_, at=start: reached(at)))
             handles.append(block.register_forward_hook(partial(output_hook, place)))
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
-
-
-def _begin(reached: Callable[[str], None], place: str, module: nn.Module, args: Any) -> None:
-    reached(place)
 
 
 def find_alike_blocks(model: nn.Module) -> AlikeBlocks | None:

@@ -165,8 +165,7 @@ def learn(contender: Contender, recipe: Recipe, *, samples: int) -> LearningCurv
         auto.after(step.units, train.noise, optimizer.param_groups[0]["lr"])
         is_due = auto.done * _LOOKS >= (len(held_out) + 1) * steps
         if recipe.held_out is not None and is_due:
-            seen = auto.done * auto.first
-            held_out.append((len(made), seen, recipe.held_out(model)))
+            held_out.append((len(made), auto.done * auto.first, recipe.held_out(model)))
     return LearningCurve(contender, tuple(sizes), tuple(made), memory.peak, tuple(held_out))
 
 

@@ -54,7 +54,6 @@ from wholebatch.coupled.normalisation_layers import (
 from wholebatch.errors import OptionError, StateError, UnsupportedError
 
 _log = logging.getLogger("wholebatch")
-_FEW = 8
 Choice = Literal["statistics", "freeze", "group", "layer", "sync", "refuse"]
 
 
@@ -288,13 +287,11 @@ class Statistics(Policy):
         self._calls.clear()
 
     def end_window(self) -> None:
-        if self._largest and self._largest < _FEW and not self._told:
+        if self._largest and self._largest < 8 and not self._told:
             _log.warning(
-                'batchnorm="statistics": micro-batches of %d normalise by themselves, and below %d '
-                'samples the update is far from that of the whole batch; use "exact", "group" '
-                "or a larger micro-batch",
+                'batchnorm="statistics": micro-batches of %d normalise by themselves; below 8 the '
+                'update is far from that of the whole batch: use "exact", "group" or larger ones',
                 self._largest,
-                _FEW,
             )
         self._told = self._told or self._largest > 0
         with torch.no_grad():

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 _TEXT = re.compile(r"auto(?::(\d{1,18})(?:-(\d{1,18}))?)?")
 _UPDATES_AT_A_SIZE = 32
 _WINDOWS_MEASURED = 8
-_GIVEN = ("first", "largest")
 
 
 @dataclass
@@ -106,11 +105,11 @@ class AutoBatch:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state to resume from."""
-        return {name: value for name, value in vars(self).items() if name not in _GIVEN}
+        given = ("first", "largest")
+        return {name: value for name, value in vars(self).items() if name not in given}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name, value in state.items():
-            setattr(self, name, value)
+        vars(self).update(state)
 
 
 def parse_auto(text: str, label: str = "--batch-size") -> tuple[int | None, int | None]:
