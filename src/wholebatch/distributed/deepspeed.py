@@ -51,8 +51,8 @@ class BackwardOrder:
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.value = 0
-        self.reached: set[int] = set()  # by any backward of the window
-        self.reached_last: set[int] = set()  # by the last one so far
+        self.backward = 0
+        self.reached: dict[int, int] = {}  # by the last backward of this number
         self._handles = [
             parameter.register_post_accumulate_grad_hook(partial(self._reached, index))
             for index, parameter in enumerate(parameters, start=1)
@@ -64,16 +64,7 @@ class BackwardOrder:
 
     def _reached(self, index: int, _: Tensor) -> None:
         self.value = (self.value * 1_000_003 + index) % 2**52
-        self.reached_last.add(index)
-
-    def begin_window(self) -> None:
-        self.value = 0
-        self.reached.clear()
-        self.reached_last.clear()
-
-    def begin_backward(self) -> None:
-        self.reached |= self.reached_last
-        self.reached_last.clear()
+        self.reached[index] = self.backward
 
 
 class DeepSpeed(Sync):
@@ -163,7 +154,7 @@ class DeepSpeed(Sync):
     def begin(self, parameters: Parameters) -> None:
         super().begin(parameters)
         if self._order is not None:
-            self._order.begin_window()
+            self._order.value, self._order.reached = 0, {}
         if self._failed:
             raise WindowError(
                 "a backward of this DeepSpeed engine failed half way, and its buckets still hold "
@@ -179,7 +170,7 @@ class DeepSpeed(Sync):
     def backward(self, parameters: Parameters, *, reduces: bool, overlap: bool) -> Iterator[None]:
         self._engine.set_gradient_accumulation_boundary(reduces)
         if self._order is not None:
-            self._order.begin_backward()
+            self._order.backward += 1
         if reduces and self._stage == 1 and not self._engine.zero_overlap_comm():
             # Buckets are filled with the gradients that are there: they must be the same ones
             # on all ranks, also where one rank has not used a parameter.
@@ -233,7 +224,8 @@ class DeepSpeed(Sync):
                 f"other ranks: ZeRO {self._stage} would add up gradients of different parameters. "
                 "Nothing was updated; let all ranks use the same layers, or use ZeRO 1"
             )
-        if self._offloads and self._order.reached - self._order.reached_last:
+        last = self._order.backward
+        if self._offloads and min(self._order.reached.values(), default=last) < last:
             raise UnsupportedError(
                 "the last backward of this window did not reach all parameters that the others "
                 f"have: with ZeRO {self._stage} and offload_optimizer, DeepSpeed takes the "
