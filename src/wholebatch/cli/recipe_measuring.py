@@ -161,6 +161,12 @@ def _parts_of_runs(recipe: Recipe, config: Config, device: str) -> LearningRecip
 
         return take
 
+    def held_out(model: torch.nn.Module) -> float:
+        from wholebatch.cli.validation import held_out_sums, mean_loss
+
+        assert isinstance(config.micro_batch, int)
+        return mean_loss([held_out_sums(recipe, config, model, where, size=config.micro_batch)])
+
     optimizer = made(recipe, config, where)[1]
     adaptive = all("betas" in group for group in optimizer.param_groups)
     options: dict[str, Any] = {"precision": config.autocast, "clip_norm": config.clip_norm}
@@ -173,6 +179,7 @@ def _parts_of_runs(recipe: Recipe, config: Config, device: str) -> LearningRecip
         rule="sqrt" if adaptive else "linear",
         schedule=lambda optimizer, steps: recipe.build_scheduler(optimizer, steps=steps),
         options={**options, "units": recipe.units},
+        held_out=held_out if recipe.has_validation else None,
     )
 
 

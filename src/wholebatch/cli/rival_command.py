@@ -81,11 +81,13 @@ def _measured(options: RivalOptions, doing: Spinner) -> Curves:
 
 
 def _row(curve: LearningCurve) -> dict[str, object]:
+    held_out = {"held-out": round(curve.held_out[-1][2], 4)} if curve.held_out else {}
     return {
         "run": curve.contender.name,
         "batch": curve.contender.batch,
         "updates": len(curve.updates),
         "loss": round(curve.loss, 4),
+        **held_out,
         "seconds": round(curve.seconds, 2),
         "peak_bytes": curve.peak,
     }
@@ -103,6 +105,13 @@ def _advice(curves: list[LearningCurve], samples: int) -> list[str]:
         f"{alone.seconds:.1f} s for {len(alone.updates)}",
         f"memory: accumulated {bytes_said(whole.peak)}, alone {bytes_said(alone.peak)}",
     ]
+    if whole.held_out and alone.held_out:
+        ends = whole.held_out[-1][2], alone.held_out[-1][2]
+        better = "accumulated" if ends[0] < ends[1] else "micro-batch alone"
+        lines.append(
+            f"lower loss on held-out data: {better} (accumulated {ends[0]:.4f}, micro-batch alone "
+            f"{ends[1]:.4f})"
+        )
     if reached is not None:
         share = f"{reached[1] / samples:.0%}"
         lines.append(f"alone reaches the loss of the accumulated batch after {share} of the data")
@@ -110,7 +119,8 @@ def _advice(curves: list[LearningCurve], samples: int) -> list[str]:
 
 
 def _show(console: Console, found: Curves) -> None:
-    table = plain_table("run", ">batch", ">updates", ">loss", ">seconds", ">memory")
+    _, *names, _ = found.rows[0]
+    table = plain_table("run", *(f">{name}" for name in names), ">memory")
     for row in found.rows:
         *cells, peak = row.values()
         table.add_row(*map(str, cells), bytes_said(peak))

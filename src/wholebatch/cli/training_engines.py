@@ -210,7 +210,7 @@ class Staged:
 
     recoveries = 0
     noise = None
-    waited = 0.0
+    waited = None
 
     recipe: Recipe
     config: Config

@@ -393,6 +393,7 @@ class Pace:
         self.tokens = 0.0  # units of all windows so far
         self._batches = batches
         self._train = train
+        self._optimizer = optimizer
         self._scheduler = scheduler
         text = config.batch_schedule
         self.schedule: BatchSchedule | None = None
@@ -451,7 +452,7 @@ class Pace:
         if self.auto is None or step.skipped is not None:
             return
         self.auto.advance(self._scheduler)
-        self.auto.after(step.units, noise)
+        self.auto.after(step.units, noise, float(self._optimizer.param_groups[0]["lr"]))
 
     def _warmth(self, samples: int) -> float:
         if self._warmup is None or self._warmup.number == 0:

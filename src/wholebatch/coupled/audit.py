@@ -82,12 +82,6 @@ class Audit:
     def __bool__(self) -> bool:
         return bool(self.findings)
 
-    @property
-    def beyond_batchnorm(self) -> tuple[AuditFinding, ...]:
-        """The findings that no BatchNorm policy can make exact."""
-        known = (*_BY_TYPE, "running", "spectral")
-        return tuple(finding for finding in self.findings if finding.kind not in known)
-
     def __str__(self) -> str:
         how = "by type and by changing one sample" if self.probed else "by type"
         if not self.findings:

@@ -42,6 +42,14 @@ _APPLIES = re.compile(
     r"apply_gradients\s*\(|optimizer\.apply\s*\(|apply_updates\s*\(|MultiSteps\s*\(|optimizers\.\w+\("
 )
 _SPOILS = {"WB103", "WB113", "WB114", "WB120", "WB121", "WB122"}
+# By their form, whatever the names are: sums, and an update that is made now and then.
+_SUMS = re.compile(
+    r"\[\s*(\w+)\s*\+\s*(\w+)\s+for\s+\(?\1\s*,\s*\2\b|\.assign_add\(|\w\]\s*\+="
+    r"|tree_?(?:util\.tree_)?\.?map\(\s*(?:lambda (\w+), (\w+): \3 \+ \4|\w+\.add\b)"
+)
+_NOW_AND_THEN = re.compile(
+    r"\bif\b[^\n]*%[^\n]*:\s*\n(?:[^\n]*\n){0,5}?[^\n]*(apply_gradients|\.apply|apply_updates)\s*\("
+)
 _NOQA = re.compile(r"#\s*noqa(?:\s*:\s*(?P<codes>[A-Z]+\d+(?:[,\s]+[A-Z]+\d+)*))?", re.IGNORECASE)
 # Starting workers takes about as long as checking this many files.
 _ALONE = 64
@@ -127,8 +135,11 @@ def check_source(source: Source, settings: Settings) -> list[Finding]:
 def _of_another_framework(source: Source, settings: Settings) -> list[Finding]:
     """Check the few things that are known of other frameworks, and say once what was not read."""
     framework = _ELSEWHERE.search(source.text)
-    accumulates = framework is not None and _ACCUMULATES.search(source.text)
-    if framework is None or not accumulates or not _APPLIES.search(source.text):
+    text = source.text
+    if framework is None or not (
+        (_ACCUMULATES.search(text) and _APPLIES.search(text))
+        or (_SUMS.search(text) and _NOW_AND_THEN.search(text))
+    ):
         return []
     words = (
         f"this file accumulates gradients with {framework.group(1)}, whose loops the rules do not "
