@@ -167,6 +167,7 @@ def cost_of_noise(recipe: Recipe, batch: int, *, seconds: float) -> dict[str, fl
 
     def measured(done: int, of: int) -> None:
         if done == of:  # The gradients are there; the norm of all is the norm of the first.
+            assert train._probe is not None
             parts.append(time_of(train._probe._norm_so_far, times=5))
 
     began = time.perf_counter()
