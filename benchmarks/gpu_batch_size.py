@@ -1,13 +1,15 @@
 """Does a batch that follows the gradient noise learn as much in fewer updates? On bytes-gpt.
 
-    PYTHONPATH=src python3 benchmarks/gpu_batch_size.py [--model 124m] [--seconds 60] [--out FILE]
+    PYTHONPATH=src python3 benchmarks/gpu_batch_size.py [--model 124m] [--sequences N] [--out FILE]
 
-Three runs over the same data: a fixed small batch, a fixed large one, and `auto`, which begins
-with the small one and doubles as the critical batch grows. `--seconds` is the training time of
-each. The target is the loss of the fixed large batch over the last tenth of its data; the table
-has the updates and the data after which each run has reached it. `--model tiny --seconds 12` runs
-on a CPU in a minute. `--cost` also times windows with and without the noise scale; `--seconds 0`
-does nothing else.
+Three runs over the same data. `auto` begins with the small batch, doubles as the critical batch
+grows, and doubles when the schedule has halved the rate. The fixed large batch is the one that
+`auto` had in the middle of its data, before the rate was halved: what the noise advises. The third
+is the fixed small batch. The target is the large batch's loss on held-out bytes at its end; the
+table has the updates and the data after which each run has reached it. `--sequences` is the data of
+each run; without it, that of `--seconds` of training. `--model tiny --seconds 12` runs on a CPU in
+a minute. `--cost S` also times, for S seconds, what measuring the noise adds to a window;
+`--sequences 0` does nothing else.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ import os
 import statistics
 import sysconfig
 import time
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,16 +55,17 @@ class Size:
     corpus: int
     micro_batch: int
     small: int
-    large: int
+    base: int
     rate: float
-    """The learning rate for the large batch."""
+    """The learning rate for a batch of `base`."""
 
 
 SIZES = {
-    "tiny": Size(3, 128, 4, 64, 8_000_000, 2, 8, 64, 4e-3),
-    "30m": Size(9, 512, 8, 512, 60_000_000, 8, 16, 128, 1.5e-3),
-    "124m": Size(13, 896, 14, 512, 120_000_000, 8, 16, 128, 1e-3),
+    "tiny": Size(2, 64, 4, 64, 8_000_000, 4, 8, 32, 4e-3),
+    "124m": Size(13, 896, 14, 512, 16_000_000, 8, 16, 128, 1e-3),
 }
+HELD_OUT = 256  # sequences
+BEGAN = time.perf_counter()
 
 
 def corpus(most: int) -> Tensor:
@@ -89,70 +94,108 @@ def recipe_of(size: Size, text: Tensor, options: dict[str, Any]) -> Recipe:
             group["lr"] = size.rate
         return model, optimizer
 
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+
+    def pieces(chosen: Tensor) -> dict[str, Tensor]:
+        found = text[chosen[:, None] * size.context + places].long()
+        return {"tokens": found[:, :-1], "next": found[:, 1:]}
+
     def source() -> Take:
-        order = torch.randperm(count, generator=torch.Generator().manual_seed(0)).to(DEVICE)
-        taken = 0
+        taken = HELD_OUT
 
         def take(samples: int) -> dict[str, Tensor]:
             nonlocal taken
-            chosen = order[torch.arange(taken, taken + samples, device=DEVICE) % count]
+            assert taken + samples <= count, "more sequences than the corpus has"
             taken += samples
-            pieces = text[chosen[:, None] * size.context + places].long()
-            return {"tokens": pieces[:, :-1], "next": pieces[:, 1:]}
+            return pieces(order[taken - samples : taken])
 
         return take
+
+    @torch.no_grad()
+    def held_out(model: nn.Module) -> float:
+        total = 0.0
+        for at in range(0, HELD_OUT, 32):
+            micro = pieces(order[at : at + 32])
+            with torch.autocast(DEVICE.type, torch.bfloat16, enabled=DEVICE.type == "cuda"):
+                total += float(bytes_gpt.loss(model, micro).total)
+        found = total / (HELD_OUT * size.context)
+        print(f"  {time.perf_counter() - BEGAN:.0f} s: held-out loss {found:.4f}", flush=True)
+        return found
 
     return Recipe(
         make,
         bytes_gpt.loss,
         source,
         micro_batch=size.micro_batch,
-        base_batch=size.large,
+        base_batch=size.base,
         schedule=bytes_gpt.scheduler,
         options={"units": bytes_gpt.units, "clip_norm": 1.0, **options},
+        held_out=held_out,
     )
 
 
-def cost_of_noise(recipe: Recipe, batch: int, *, windows: int = 24) -> dict[str, float]:
-    """Return the time of a window, and what one that is measured takes more."""
+def time_of(call: Callable[[], Any], *, times: int) -> float:
+    """Return the median time of a call in milliseconds, of the device's work too."""
+    on_cuda = DEVICE.type == "cuda"
+    clock = time.perf_counter if on_cuda else time.process_time
+    found = []
+    for _ in range(times):
+        if on_cuda:
+            torch.cuda.synchronize()
+        began = clock()
+        call()
+        if on_cuda:
+            torch.cuda.synchronize()
+        found.append(1000 * (clock() - began))
+    return statistics.median(found)
+
+
+def cost_of_noise(recipe: Recipe, batch: int, *, seconds: float) -> dict[str, float]:
+    """Return the time of a window, and of the part alone that a measured window has more.
+
+    That part is the norm after the first micro-batch, and the estimate, which is not made anew in
+    every measured window.
+    """
     model, optimizer = recipe.make()
     train = wb.WholeBatch(
         model, optimizer, loss=recipe.loss, micro_batch=recipe.micro_batch, **recipe.options
     )
     train.measure_noise(2)
     data = recipe.source()(batch)
-    times: tuple[list[float], list[float]] = ([], [])
-    on_cuda = DEVICE.type == "cuda"
-    clock = time.perf_counter if on_cuda else time.process_time
-    for window in range(windows):
-        if on_cuda:
-            torch.cuda.synchronize()
-        began = clock()
-        train.step(data)
-        _ = train.noise
-        if on_cuda:
-            torch.cuda.synchronize()
-        if window >= windows // 3:
-            times[window % 2].append(clock() - began)
-    plain, measured = map(statistics.median, times)
+    parts: list[float] = []
+    asked: list[float] = []
+
+    def measured(done: int, of: int) -> None:
+        if done == of:  # The gradients are there; the norm of all is the norm of the first.
+            parts.append(time_of(train._probe._norm_so_far, times=5))
+
+    began = time.perf_counter()
+    while time.perf_counter() < began + seconds or len(parts) < 8:
+        train.step(data, after_micro=measured)
+        asked.append(time_of(lambda: train.noise, times=1))
+    window = time_of(lambda: train.step(data), times=9)
+    norm = statistics.median(parts[len(parts) // 2 :])
+    estimate = 2 * statistics.fmean(asked)  # One window in two was measured.
     return {
         "batch": batch,
-        "window_ms": 1000 * plain,
-        "measured_ms": 1000 * measured,
-        "overhead_of_one_in_four": (measured / plain - 1) / 4,
+        "window_ms": window,
+        "norm_ms": norm,
+        "estimate_ms": estimate,
+        "share_of_one_in_four": (norm + estimate) / 4 / window,
     }
 
 
 def row_of(curve: LearningCurve, target: float) -> dict[str, Any]:
-    reached = curve.reaches(target) or (None, None)
+    reached = next(((made, seen) for made, seen, loss in curve.held_out if loss <= target), None)
     grown = dict.fromkeys(curve.sizes)
     return {
         "run": curve.contender.name,
         "batch": " → ".join(map(str, grown)),
         "updates": len(curve.updates),
-        "loss": round(curve.loss, 4),
-        "updates to target": reached[0],
-        "sequences to target": reached[1],
+        "held-out loss": round(curve.held_out[-1][2], 4),
+        "training loss": round(curve.loss, 4),
+        "updates to target": reached and reached[0],
+        "sequences to target": reached and reached[1],
         "seconds": round(curve.seconds, 1),
         "peak": bytes_said(curve.peak),
     }
@@ -164,8 +207,10 @@ def main() -> None:
         "--model", choices=SIZES, default="124m" if DEVICE.type == "cuda" else "tiny"
     )
     parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--sequences", type=int)
+    parser.add_argument("--large", type=int, help="instead of what auto had in the middle")
     parser.add_argument("--execute", default="auto")
-    parser.add_argument("--cost", action="store_true")
+    parser.add_argument("--cost", type=float, default=0.0, metavar="SECONDS")
     parser.add_argument("--out", type=Path, default=Path("batch_size.json"))
     given = parser.parse_args()
     size = SIZES[given.model]
@@ -178,39 +223,57 @@ def main() -> None:
     result: dict[str, Any] = {
         "model": given.model,
         "parameters": count,
+        "context": size.context,
+        "rate": size.rate,
         "device": where,
         "torch": torch.__version__,
         "date": time.strftime("%Y-%m-%d"),
     }
     print(f"bytes-gpt, {count:,} parameters, {precision}, {where}", flush=True)
-    if given.cost:
-        cost = result["cost"] = cost_of_noise(recipe, 4 * size.micro_batch)
-        print({name: round(value, 5) for name, value in cost.items()}, flush=True)
-    if not given.seconds:
-        return
-    samples = samples_in(given.seconds, recipe, size.large)
+    samples = given.sequences
+    if samples is None:
+        samples = samples_in(given.seconds, recipe, size.base)
     result["sequences"] = samples
     print(f"{samples:,} sequences of {size.context} bytes in each run", flush=True)
-    curves = []
-    for contender in (
-        Contender("large", size.large),
-        Contender("small", size.small),
-        Contender("auto", size.small, largest=4 * size.large),
-    ):
-        curves.append(learn(contender, recipe, samples=samples))
-        result["rows"] = [row_of(curve, curves[0].loss) for curve in curves]
-        result["curves"] = {c.contender.name: c.points() for c in curves}
+    for _ in compare(recipe, size, samples, given.large, result) if samples else ():
         given.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-        print(result["rows"][-1], flush=True)
-    small, auto = result["rows"][1:]
-    for name, row in (("small", small), ("large", result["rows"][0])):
-        if auto["updates to target"] and row["updates to target"]:
-            ratio = auto["updates to target"] / row["updates to target"]
-            print(f"auto reaches the loss of large in {ratio:.2f} of the updates of {name}")
-    made = auto["updates"] / small["updates"]
-    print(
-        f"auto made {made:.2f} of the updates of small: loss {auto['loss']}, small {small['loss']}"
+    if given.cost:
+        cost = result["cost"] = cost_of_noise(recipe, 4 * size.small, seconds=given.cost)
+        print({name: round(value, 6) for name, value in cost.items()}, flush=True)
+    given.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+
+
+def compare(
+    recipe: Recipe, size: Size, samples: int, large: int | None, result: dict[str, Any]
+) -> Iterator[None]:
+    """Make the three runs, and put their rows and curves into the result after each."""
+
+    def run(name: str, batch: int, largest: int | None = None) -> LearningCurve:
+        print(f"{name}, {time.perf_counter() - BEGAN:.0f} s", flush=True)
+        curve = learn(Contender(name, batch, largest=largest), recipe, samples=samples)
+        curves = result.setdefault("curves", {})
+        curves[name] = [(made, seen, round(loss, 4)) for made, seen, loss in curve.held_out]
+        print(f"  updates, sequences, held-out loss: {curves[name]}", flush=True)
+        print(f"  sizes: {Counter(curve.sizes)}, {curve.seconds:.0f} s", flush=True)
+        return curve
+
+    auto = run("auto", size.small, largest=32 * size.small)
+    middle = next(
+        s for s, u in zip(auto.sizes, auto.updates, strict=True) if u.samples >= samples / 2
     )
+    yield
+    fixed = run("large", large or max(middle, 2 * size.small))
+    result["rows"] = [row_of(curve, fixed.held_out[-1][2]) for curve in (fixed, auto)]
+    print(*result["rows"], sep="\n", flush=True)
+    made = result["rows"][1]["updates to target"]
+    if made:
+        ratio = made / len(fixed.updates)
+        print(f"auto reaches the loss of large in {ratio:.2f} of the updates of large", flush=True)
+    yield
+    small = run("small", size.small)
+    result["rows"].append(row_of(small, fixed.held_out[-1][2]))
+    print(result["rows"][-1], flush=True)
+    yield
 
 
 if __name__ == "__main__":

@@ -27,10 +27,13 @@ better still. The run is short: measure your own recipe.
 
 BATCH_SIZE = """# A batch that follows the noise
 
-`python benchmarks/gpu_batch_size.py`, on {device}: bytes-gpt with {parameters:,} parameters, {sequences:,} sequences in
-each run, torch {torch}, {date}. `auto` begins with the small batch and doubles as the critical batch grows. The target is
-the loss of the fixed large batch over the last tenth of its data. The learning rate follows by the square root, and the
-schedule goes by the data.
+`python benchmarks/gpu_batch_size.py --model {model} --sequences {sequences}`, on {device}: bytes-gpt with {parameters:,}
+parameters, {sequences:,} sequences of {context} bytes in each run, torch {torch}, {date}. `auto` begins with the small
+batch, doubles as the critical batch grows, and doubles as the schedule lowers the rate. The large batch is the one that
+`auto` had in the middle of its data: what the noise advises. The target is the large batch's loss at its end, on 256
+sequences that no run learns from. The learning rate is {rate:g} at the batch that it is for, follows by the square root,
+and decays by a cosine to a tenth. One run of each: two runs that differ in nothing but their seed may end as far apart as
+these do, so a small difference says nothing.
 """
 
 
@@ -59,18 +62,31 @@ def main() -> None:
 
     found = json.loads((FOLDER / "batch_size.json").read_text(encoding="utf-8"))
     lines = [BATCH_SIZE.format(**found), *table(found["rows"]), ""]
-    _, small, auto = found["rows"]
+    large, auto, *_ = found["rows"]
+    reached = auto["updates to target"]
     lines += [
-        f"`auto` made {auto['updates'] / small['updates']:.0%} of the updates of the small batch over "
-        f"the same data, and ended at a loss of {auto['loss']:.4f} beside {small['loss']:.4f}.",
+        f"Over the same data, `auto` made {auto['updates'] / large['updates']:.0%} of the updates of the large "
+        f"batch, and ended at a held-out loss of {auto['held-out loss']:.4f} beside {large['held-out loss']:.4f}. "
+        + (
+            f"It reached the loss of the large batch in {reached / large['updates']:.0%} of its updates."
+            if reached
+            else "It did not reach the loss of the large batch."
+        ),
+        "",
+        "Held-out loss after updates:",
+        "",
+        *(
+            f"- {name}: " + ", ".join(f"{loss:.3f} ({made})" for made, _, loss in points)
+            for name, points in found["curves"].items()
+        ),
         "",
     ]
     cost = found.get("cost")
     if cost:
         lines += [
-            f"A window of {cost['batch']} sequences takes {cost['window_ms']:.1f} ms, one that is "
-            f"measured {cost['measured_ms']:.1f} ms: {cost['overhead_of_one_in_four']:.3%} of the time, "
-            "as one in four is.",
+            f"A window of {cost['batch']} sequences takes {cost['window_ms']:.1f} ms. What a measured one has more "
+            f"takes {cost['norm_ms']:.3f} ms (the norm) and {cost['estimate_ms']:.3f} ms (the estimate): "
+            f"{cost['share_of_one_in_four']:.3%} of the time, as one window in four is measured.",
             "",
         ]
     (FOLDER / "batch_size.md").write_text("\n".join(lines), encoding="utf-8")

@@ -70,9 +70,9 @@ def long_memory(train: wb.WholeBatch) -> None:
 @pytest.mark.parametrize(
     ("batch", "micro_batch", "options"),
     [
-        (60, 10, {}),
+        (90, 10, {}),
         (61, 9, {}),  # the last micro-batch has 7
-        (64, 32, {"units": len}),  # counted before the first backward
+        (128, 32, {"units": len}),  # counted before the first backward
         (61, 9, {"execute": "compile"}),
     ],
 )
@@ -91,7 +91,7 @@ def test_known_noise_is_found_within_ten_percent(
     assert noise.spread == pytest.approx(TRACE, rel=0.03)
     assert noise.critical == pytest.approx(CRITICAL, rel=0.1)
     assert noise.low <= CRITICAL <= noise.high
-    assert noise.high - noise.low < 0.8 * CRITICAL
+    assert noise.high - noise.low < 0.5 * CRITICAL
 
 
 def test_units_that_differ_from_sample_to_sample() -> None:
@@ -346,7 +346,7 @@ def test_a_loss_of_several_terms_is_not_measured(caplog: pytest.LogCaptureFixtur
 @pytest.mark.parametrize("noise", [0, -1, True, 1.5, "often"])
 def test_a_wrong_option_is_refused(noise: Any) -> None:
     model = Quadratic()
-    with pytest.raises(OptionError, match=r'must be None, "auto", or every how many windows'):
+    with pytest.raises(OptionError, match=r'must be "auto", or every how many windows'):
         measured(model, still(model), loss=summed, noise=noise)
 
 
@@ -362,9 +362,15 @@ def test_samples_that_depend_on_each_other_are_refused_or_left_alone() -> None:
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_ranks_are_measured_before_their_gradients_are_reduced(tmp_path: Any) -> None:
-    """DDP and FSDP2 on two ranks, uneven shares, one rank without data in some windows."""
+    """DDP and FSDP2 on two ranks, uneven shares, one rank without data in some windows.
+
+    A batch that follows the noise grows on both ranks, with the updates of one process.
+    """
     torchrun(ROOT / "tests" / "noise_worker.py", 2, str(tmp_path / "report.json"))
     for case in json.loads((tmp_path / "report.json").read_text()):
         assert case["spread"] == pytest.approx(TRACE, rel=0.05), case
-        assert case["critical"] == pytest.approx(CRITICAL, rel=0.2), case
+        assert case["critical"] == pytest.approx(CRITICAL, rel=0.1), case
         assert case["same"], case
+        assert case.get("sizes", [16, 32, 64]) == [16, 32, 64], case
+        assert case.get("off", 0.0) <= 1e-12, case
+        assert case.get("waited", True), case

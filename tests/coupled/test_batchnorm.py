@@ -74,6 +74,16 @@ def test_statistics_normalise_with_the_micro_batch() -> None:
         assert torch.equal(model(micro), plain(micro))
 
 
+def test_few_samples_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    for sizes, told in (([5, 2, 3], 1), ([8, 2], 0)):
+        caplog.clear()
+        model = first_layer()
+        policy = choose("statistics", model)
+        for _ in range(2):
+            window(model, policy, data(), sizes)
+        assert caplog.text.count("micro-batches of 5 normalise by themselves") == told
+
+
 def test_statistics_of_a_reused_layer() -> None:
     class Twice(nn.Module):
         def __init__(self) -> None:

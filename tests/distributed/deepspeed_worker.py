@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import sys
@@ -10,8 +11,10 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.zero.muon import muon_optimizer  # noqa: F401 (before the ranks are forked)
 from torch import Tensor, nn
 
 import wholebatch as wb
@@ -66,8 +69,6 @@ class Crossed(nn.Module):
 
 
 def initialized(stage: int, make: Any, *, model: nn.Module | None = None, **config: Any) -> Any:
-    import deepspeed
-
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     model = fresh().float() if model is None else model
     zero = {
@@ -106,8 +107,6 @@ class SeenWhole:
 
 
 def parameters_of(engine: Any) -> list[Tensor]:
-    import deepspeed
-
     parameters = list(engine.module.parameters())
     with deepspeed.zero.GatheredParameters(parameters):
         return [p.detach().clone() for p in parameters]
@@ -195,9 +194,58 @@ def by_whole_batch(stage: int, case: str, make: Any, clip: float | None, known: 
     return found
 
 
-def after_discard(stage: int) -> Any:
+IN_BF16 = {
+    "bf16": {"enabled": True},
+    "data_types": {"grad_accum_dtype": "fp32"},
+    "communication_data_type": "fp32",
+}
+
+
+def in_bf16(stage: int, **config: Any) -> dict[str, float]:
+    """The distance of the first gradient and update to float64, beside that of the whole batch.
+
+    The update is that of the engine's own float32 copies of its parameters.
+    """
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    engine = initialized(stage, sgd, **IN_BF16, **config)
+    rounded = [p.double() for p in parameters_of(engine)]
+    before = [safe_get_full_fp32_param(p).clone() for p in engine.parameters()]
+    acc = wb.Accumulator(engine, engine.optimizer, steps=3)
+    seen = SeenWhole(engine, acc)
+    mine = micros_of("tokens", dist.get_rank())[:1]
+    for m in acc.over(mine[0]):
+        acc.backward(loss(engine, m))
+    window = everyones(mine)[0]
+
+    def whole(dtype: torch.dtype) -> list[Tensor]:
+        """The gradients of the undivided batch by plain torch, with the engine's parameters."""
+        model = fresh().to(dtype)
+        for parameter, value in zip(model.parameters(), rounded, strict=True):
+            parameter.data.copy_(value)
+        global_mean(model, window).backward()
+        return [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
+
+    right = whole(torch.float64)
+    ours = [
+        torch.zeros_like(r) if g is None else g for g, r in zip(seen.steps[0], right, strict=True)
+    ]
+    after = [safe_get_full_fp32_param(p) for p in engine.parameters()]
+    moved = [(b - a).double() / 0.1 for a, b in zip(after, before, strict=True)]
+    engine.destroy()
+    return {
+        "gradients": distance(ours, right),
+        "whole": distance(whole(torch.bfloat16), right),
+        "update": distance(moved, right),
+    }
+
+
+OFFLOAD = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
+
+
+def after_discard(stage: int, **config: Any) -> Any:
     """A window that is given up, and one that is skipped, leave nothing behind."""
-    engine = initialized(stage, sgd)
+    engine = initialized(stage, sgd, **config)
     acc = wb.Accumulator(engine, engine.optimizer, steps=3, close=wb.Close(nonfinite="skip"))
     seen = SeenWhole(engine, acc)
     rank = dist.get_rank()
@@ -218,9 +266,9 @@ def after_discard(stage: int) -> Any:
     return found
 
 
-def used_late(stage: int) -> Any:
+def used_late(stage: int, **config: Any) -> Any:
     """A parameter that only the second micro-batch of each window uses, on all ranks."""
-    engine = initialized(stage, sgd)
+    engine = initialized(stage, sgd, **config)
     acc = wb.Accumulator(engine, engine.optimizer, steps=3)
     seen = SeenWhole(engine, acc)
     rank = dist.get_rank()
@@ -259,9 +307,9 @@ def refused() -> dict[str, str]:
             said[name] = str(error)
 
     for name, config in {
-        "bf16": {"bf16": {"enabled": True}},
-        "communication": {"communication_data_type": "bf16"},
-        "offload": {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
+        "bf16": {"bf16": {"enabled": True}, "communication_data_type": "fp32"},
+        "communication": {**IN_BF16, "communication_data_type": "bf16"},
+        "offload": {"zero_optimization": {"offload_optimizer": {"device": "nvme"}}},
     }.items():
         engine = initialized(2, sgd, **config)
         attempt(name, lambda e=engine: wb.Accumulator(e, e.optimizer, steps=2))
@@ -290,6 +338,7 @@ def refused() -> dict[str, str]:
     before = Crossed()
     said["untouched"] = str(all(map(torch.equal, parameters_of(two), before.parameters())))
     two.destroy()
+    attempt("late", lambda: used_late(3, **copy.deepcopy(OFFLOAD)))
     overlapping = initialized(1, sgd, zero_optimization={"overlap_comm": True})
     attempt("overlap", lambda: wb.Accumulator(overlapping, overlapping.optimizer, steps=2))
     overlapping.destroy()
@@ -326,6 +375,13 @@ def cases_of() -> dict[str, Callable[[], Any]]:
         cases[f"zero {stage} discarded and skipped"] = lambda s=stage: after_discard(s)
         cases[f"zero {stage} clipped by group"] = lambda s=stage: clipped_by_group(s)
         cases[f"zero {stage} used late"] = lambda s=stage: used_late(s)
+    for stage in (1, 2, 3):
+        cases[f"zero {stage} offloaded"] = lambda s=stage: by_accumulator(
+            s, "counts", sgd, 0.05, **copy.deepcopy(OFFLOAD)
+        )
+        cases[f"zero {stage} offloaded, discarded"] = lambda s=stage: after_discard(
+            s, **copy.deepcopy(OFFLOAD)
+        )
     for stage in (0, 1):
         cases[f"zero {stage} unused on a rank"] = lambda s=stage: by_accumulator(
             s, "unused", sgd, None
@@ -338,8 +394,6 @@ def cases_of() -> dict[str, Callable[[], Any]]:
 
 def main() -> None:
     warnings.simplefilter("ignore")  # DeepSpeed's own
-    import deepspeed
-
     # A faster all-reduce on one machine that would be compiled at the first start: gloo will do.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed("gloo", verbose=False)
@@ -356,6 +410,10 @@ def main() -> None:
         from tests.distributed.deepspeed_advice import in_another_order, two_engines, walked
 
         advice = {**walked(), "engines": two_engines(), "order": in_another_order()}
+    bf16: dict[str, Any] = {}
+    for stage in (2, 3) if only in ("", "bf16") else ():
+        bf16[f"{stage}"] = in_bf16(stage)
+        bf16[f"{stage} offloaded"] = in_bf16(stage, **copy.deepcopy(OFFLOAD))
     memory = measured_peaks() if only in ("", "memory") else {}
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, results)
@@ -366,6 +424,7 @@ def main() -> None:
         }
         with open(sys.argv[1], "w", encoding="utf-8") as file:
             found = {"errors": worst, "refused": said, "advice": advice, "memory": memory}
+            found["bf16"] = bf16
             json.dump(found, file)
     dist.destroy_process_group()
 

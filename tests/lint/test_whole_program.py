@@ -258,14 +258,24 @@ def test_a_schedule_as_long_as_the_clock(length: str, expected: set[str]) -> Non
     assert codes(source) == expected
 
 
-def test_a_tape_that_accumulates_is_noted() -> None:
-    source = """
+@pytest.mark.parametrize(
+    ("total", "every", "expected"),
+    [
+        ("total = [a + g for a, g in zip(total, found)]", "(step + 1) % n_accum == 0", {"WB003"}),
+        ("total = [a + g for a, g in zip(total, found)]", "step % 4 == 3", {"WB003"}),
+        ("for s, g in zip(total, found): s.assign_add(g)", "not (step + 1) % k", {"WB003"}),
+        ("total = found", "step % n_critic == 0", set()),  # a second network's turn
+    ],
+)
+def test_a_tape_that_accumulates_is_noted(total: str, every: str, expected: set[str]) -> None:
+    source = f"""
         import tensorflow as tf
         for step, (x, y) in enumerate(data):
             with tf.GradientTape() as tape:
                 loss = loss_of(model(x), y)
-            total = [a + g for a, g in zip(total, tape.gradient(loss, weights))]
-            if (step + 1) % n_accum == 0:
+            found = tape.gradient(loss, weights)
+            {total}
+            if {every}:
                 optimizer.apply_gradients(zip(total, weights))
     """
-    assert codes(source) == {"WB003"}
+    assert codes(source) == expected

@@ -12,10 +12,10 @@ from tests.memory.models import GPT, images, loss, mlp, tokens
 from wholebatch.errors import OptionError, UnsupportedError
 from wholebatch.memory import MemoryMeter, predict_peak
 from wholebatch.memory.activation_checkpointing import (
+    checkpointed,
     is_checkpointed,
     repeated_blocks,
     with_checkpoints,
-    without_checkpoints,
 )
 from wholebatch.memory.plain_window import PlainWindow
 
@@ -106,13 +106,12 @@ def test_names_types_and_saved_weights_stay() -> None:
     model = GPT()
     before = model.state_dict()
     block_class = type(model.blocks[0])
-    with_checkpoints(model)
-    assert list(model.state_dict()) == list(before)
-    assert isinstance(model.blocks[0], block_class)
-    model.load_state_dict(before)
-    twin = copy.deepcopy(model)
-    assert is_checkpointed(twin.blocks[1])
-    without_checkpoints(model)
+    with checkpointed(model):
+        assert list(model.state_dict()) == list(before)
+        assert isinstance(model.blocks[0], block_class)
+        model.load_state_dict(before)
+        twin = copy.deepcopy(model)
+        assert is_checkpointed(twin.blocks[1])
     assert type(model.blocks[0]) is block_class
     assert not is_checkpointed(model.blocks[1])
 

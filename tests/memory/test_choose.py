@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-import wholebatch as wb
 from tests.memory.models import CASES, GPT, loss, mlp, tokens, vectors
 from wholebatch.core.readable_sizes import bytes_said
 from wholebatch.errors import OptionError
@@ -19,7 +18,6 @@ from wholebatch.memory.budget import device_memory, free_memory, parse_memory
 from wholebatch.memory.choose_micro_batch import (
     CLOSE_ENOUGH,
     choose_micro_batch,
-    choose_tokens,
     largest_fitting,
     resize_batch,
     spare,
@@ -168,29 +166,6 @@ def padded(lengths: list[int], width: int) -> dict[str, torch.Tensor]:
         "y": torch.where(mask, 1, -100),
         "attention_mask": mask.long(),
     }
-
-
-def test_token_budgets_take_the_worst_of_the_data() -> None:
-    model = GPT(length=64)
-    optimizer = torch.optim.AdamW(model.parameters())
-    first = padded([4] * 32, 8)
-    later = padded([64, 5, 6, 3] + [4] * 28, 64)
-
-    def peak(samples: int, length: int) -> int:
-        micro = padded([length] * samples, length)
-        return predict_peak(model, loss, micro, optimizer=optimizer).peak
-
-    budget = max(peak(8, 64), peak(32, 3))
-    by = wb.tokens(1)
-    choice = choose_tokens(model, loss, [first, later], by=by, budget=budget, optimizer=optimizer)
-    assert choice.fits
-    assert 0.9 * 8 * 64 <= choice.micro_batch < 9 * 64
-    # What was chosen fits for every batch, split as it will be.
-    micros = [m for b in (first, later) for m in wb.split(b, wb.tokens(choice.micro_batch))]
-    for micro in {m["x"].shape: m for m in micros}.values():
-        assert predict_peak(model, loss, micro, optimizer=optimizer).peak <= budget
-    with pytest.raises(OptionError, match=r"batches=\[\]"):
-        choose_tokens(model, loss, [], by=by, budget=budget)
 
 
 # --- what was measured -----------------------------------------------------------------------

@@ -218,7 +218,6 @@ def test_a_ring_over_ranks() -> None:
     assert point["seconds"] == pytest.approx(2.4)
     assert point["seconds_overlapped"] == pytest.approx(2.15)
     assert point["units_per_second"] == pytest.approx(8 * 100 / 2.4)
-    assert model.steps_until(0.1, 8, micro_step=0.5) == 26  # 1.4 s of 14 s: 12.6 s of micro-steps
     data = model.to_dict([4, 2])
     assert data["is_model"] is True
     assert data["said"].startswith("A model: ")

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
-from wholebatch.cli.recipes import Nothing
+from wholebatch.cli.recipes import Nothing, Recipe
+from wholebatch.cli.run_settings import Config
 from wholebatch.cli.training_engines import Zero
 from wholebatch.cli.training_run import Session
 from wholebatch.core import precision
@@ -46,33 +47,53 @@ def evaluate(session: Session) -> float:
 
     The model is in evaluation mode. Its mode and all random numbers are as before afterwards.
     """
-    recipe, config, world = session.recipe, session.config, session.world
-    batches = recipe.build_batches(
-        config.batch_size, seed=0, rank=world.share, ranks=world.shares, held_out=True
-    )
+    config, world = session.config, session.world
     given = session.engine.engine if isinstance(session.engine, Zero) else session.model
     size = session.train.micro_batch_size or config.batch_size
-    casts = precision.choose(config.autocast, world.device.type, keeps=False)
-    sums: dict[str, tuple[float, float]] = {}
-    weights: dict[str, float] = {}
-    with torch.random.fork_rng(), _evaluating(given), torch.no_grad():
+    share = (world.share, world.shares)
+    sums = held_out_sums(session.recipe, config, given, world.device, size=size, share=share)
+    return mean_loss(world.gathered(sums))
+
+
+Sums: TypeAlias = dict[str, tuple[float, float, float]]
+"""By name of a term: its total, its units and its weight."""
+
+
+def held_out_sums(
+    recipe: Recipe,
+    config: Config,
+    model: nn.Module,
+    device: torch.device,
+    *,
+    size: int,
+    share: tuple[int, int] = (0, 1),
+) -> Sums:
+    """Return the sums over this rank's share of the held-out samples."""
+    rank, ranks = share
+    batches = recipe.build_batches(config.batch_size, seed=0, rank=rank, ranks=ranks, held_out=True)
+    casts = precision.choose(config.autocast, device.type, keeps=False)
+    sums: Sums = {}
+    with torch.random.fork_rng(), _evaluating(model), torch.no_grad():
         while (batch := batches.peek()) is not None and batches.position.epoch == 0:
             is_empty = isinstance(batch, Nothing)
             # A rank without samples runs too: sharded models gather in their forwards.
             for micro in split(batch.like if is_empty else batch, size):
                 with casts.forward():
-                    found = as_loss(recipe.loss(given, to_device(micro, world.device)))
+                    found = as_loss(recipe.loss(model, to_device(micro, device)))
                 for name, part in _parts(found).items():
-                    weights[name] = float(getattr(part, "weight", 1.0))
-                    total, units = sums.get(name, (0.0, 0.0))
+                    total, units, _ = sums.get(name, (0.0, 0.0, 1.0))
                     if not is_empty:
                         total, units = total + float(part.total), units + float(part.units)
-                    sums[name] = total, units
+                    sums[name] = total, units, float(getattr(part, "weight", 1.0))
             batches.take()
-    everyones = world.gathered(sums)
+    return sums
+
+
+def mean_loss(everyones: Sequence[Sums]) -> float:
+    """Return the mean over all ranks' units, of several terms their weighted sum."""
     return sum(
         weight * sum(of[name][0] for of in everyones) / sum(of[name][1] for of in everyones)
-        for name, weight in weights.items()
+        for name, (_, _, weight) in everyones[0].items()
     )
 
 

@@ -250,7 +250,7 @@ class CompileWorkers:
             thread.join()
 
     def compile(self, jobs: Sequence[Job]) -> Pending:
-        """Give those of these jobs to the workers that are not in the cache, the largest first."""
+        """Give the jobs that are not in the cache to the workers, largest first."""
         jobs = [job for job in jobs if not job.known]
         longest = max((job.operations for job in jobs), default=0)
         each = sum(job.operations for job in jobs) / self.number

@@ -318,7 +318,7 @@ def _hash(number):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _share_kept(draw, at, below, grown):  # type: ignore[no-untyped-def]
-    """Return `grown` for the scores that are kept and 0 for the others."""
+    """Return the dropout factors of scores: `grown` for those that are kept, else 0."""
     seed = _hash((tl.load(draw) * 16777216.0).to(tl.int32))
     drawn = _hash(at.to(tl.uint32) + seed)
     return tl.where((drawn >> 1).to(tl.int32) >= below, grown, 0.0)

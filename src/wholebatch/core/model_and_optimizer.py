@@ -138,7 +138,7 @@ def build_target(
         schedulers=schedulers,
         ema=ema,
         scale=_loss_scale(precision, scaler, device),
-        sixteen_bit=SixteenBit(optimizers),
+        sixteen_bit=SixteenBit(() if sync.owns_step else optimizers),
         steps=optimizer is not None,
     )
 

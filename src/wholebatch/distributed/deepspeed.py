@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from wholebatch.core.forward_state import replaced_attributes
 from wholebatch.distributed.process_group import Group
 from wholebatch.distributed.sync_strategy import Parameters, Sync, reduces_in_backward_only
 from wholebatch.errors import NonFiniteError, OptionError, UnsupportedError, WindowError
@@ -51,6 +52,8 @@ class BackwardOrder:
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.value = 0
+        self.backward = 0
+        self.reached: dict[int, int] = {}  # by the last backward of this number
         self._handles = [
             parameter.register_post_accumulate_grad_hook(partial(self._reached, index))
             for index, parameter in enumerate(parameters, start=1)
@@ -62,6 +65,7 @@ class BackwardOrder:
 
     def _reached(self, index: int, _: Tensor) -> None:
         self.value = (self.value * 1_000_003 + index) % 2**52
+        self.reached[index] = self.backward
 
 
 class DeepSpeed(Sync):
@@ -76,6 +80,7 @@ class DeepSpeed(Sync):
         _check(engine)
         self._engine = engine
         self._stage = int(engine.zero_optimization_stage())
+        self._offloads = _is_on(engine._config.zero_config.offload_optimizer)
         self._check_sync(sync)
         self._device = next(engine.module.parameters()).device
         self._group = Group([dist.group.WORLD], self._device, rank=dist.get_rank())
@@ -133,8 +138,8 @@ class DeepSpeed(Sync):
         if options["precision"] not in ("full", "fp32"):
             raise UnsupportedError(
                 f"precision={options['precision']!r} with a DeepSpeed engine: it switches off an "
-                "autocast around it, and its own bf16 and fp16 are not shown to be exact; use "
-                'precision="full", or another precision with DDP or fully_shard'
+                'autocast around it; use precision="full" with its own bf16 (ZeRO 2 and 3), or '
+                "another precision with DDP or fully_shard"
             )
         if self._stage == 3 and options["ema"] is not None:
             raise UnsupportedError(
@@ -150,7 +155,7 @@ class DeepSpeed(Sync):
     def begin(self, parameters: Parameters) -> None:
         super().begin(parameters)
         if self._order is not None:
-            self._order.value = 0
+            self._order.value, self._order.reached = 0, {}
         if self._failed:
             raise WindowError(
                 "a backward of this DeepSpeed engine failed half way, and its buckets still hold "
@@ -165,6 +170,8 @@ class DeepSpeed(Sync):
     @contextmanager
     def backward(self, parameters: Parameters, *, reduces: bool, overlap: bool) -> Iterator[None]:
         self._engine.set_gradient_accumulation_boundary(reduces)
+        if self._order is not None:
+            self._order.backward += 1
         if reduces and self._stage == 1 and not self._engine.zero_overlap_comm():
             # Buckets are filled with the gradients that are there: they must be the same ones
             # on all ranks, also where one rank has not used a parameter.
@@ -191,10 +198,19 @@ class DeepSpeed(Sync):
         self._check_order()
         optimizer = self._engine.optimizer
         slices: list[list[Any]] = [[] for _ in groups]  # of this rank, as holders of a gradient
-        for index, pieces in optimizer.averaged_gradients.items():
+        found = dict(optimizer.averaged_gradients)
+        if self._offloads:
+            found = {i: [host.grad] for i, host in enumerate(self._host_copies())}
+        for index, pieces in found.items():
             place = optimizer.sub_group_to_group_id[index] if self._stage == 3 else index
             slices[place] += [SimpleNamespace(grad=piece) for piece in pieces]
         return slices
+
+    def _host_copies(self) -> Sequence[Tensor]:
+        """Return the float32 copies of this rank's parameters on the host, with gradients."""
+        names = {3: "fp32_partitioned_groups_flat"}
+        name = names.get(self._stage, "single_partition_of_fp32_groups")
+        return list(getattr(self._engine.optimizer, name))
 
     def _check_order(self) -> None:
         if self._order is None:
@@ -209,6 +225,13 @@ class DeepSpeed(Sync):
                 f"other ranks: ZeRO {self._stage} would add up gradients of different parameters. "
                 "Nothing was updated; let all ranks use the same layers, or use ZeRO 1"
             )
+        last = self._order.backward
+        if self._offloads and min(self._order.reached.values(), default=last) < last:
+            raise UnsupportedError(
+                "the last backward of this window did not reach all parameters that the others "
+                f"have: with ZeRO {self._stage} and offload_optimizer, DeepSpeed takes the "
+                "gradients of those that it has alone. Nothing was updated; use ZeRO 1"
+            )
 
     def total_norm(self, gradients: Sequence[Tensor]) -> Tensor:
         if self._stage == 0:
@@ -219,6 +242,9 @@ class DeepSpeed(Sync):
         """Clear the gradients as DeepSpeed does after an overflow; after a step none are left."""
         super().discard()
         optimizer = self._engine.optimizer
+        for host in self._host_copies() if self._offloads else ():
+            if host.grad is not None:
+                host.grad.zero_()
         if self._stage == 3:
             optimizer.zero_grad()
             optimizer.averaged_gradients = {}
@@ -237,20 +263,11 @@ class DeepSpeed(Sync):
         self._engine._is_gradient_accumulation_boundary = self._found
 
 
-@contextmanager
-def _without_own_clipping(engine: Any) -> Iterator[None]:
+def _without_own_clipping(engine: Any) -> AbstractContextManager[None]:
     """Switch the engine's clipping off: the window has clipped the normalised gradients."""
-    owner, name = (
-        (engine._config, "gradient_clipping")
-        if engine.zero_optimization_stage() == 0
-        else (engine.optimizer, "clip_grad")
-    )
-    found = getattr(owner, name)
-    setattr(owner, name, 0.0)
-    try:
-        yield
-    finally:
-        setattr(owner, name, found)
+    if engine.zero_optimization_stage() == 0:
+        return replaced_attributes(engine._config, gradient_clipping=0.0)
+    return replaced_attributes(engine.optimizer, clip_grad=0.0)
 
 
 def _groups(engine: Any) -> list[list[nn.Parameter]]:
@@ -271,19 +288,23 @@ def _groups(engine: Any) -> list[list[nn.Parameter]]:
 
 def _check(engine: Any) -> None:
     """Refuse settings that are not shown to be exact, by their name."""
-    config = engine._config
-    zero = config.zero_config
+    config, stage = engine._config, engine.zero_optimization_stage()
+    zero, is_bf16 = config.zero_config, engine.bfloat16_enabled()
+    offloads = (zero.offload_optimizer, zero.offload_param)
     clash = {
         "pipeline parallelism (PipelineModule)": getattr(engine, "pipeline_parallelism", False),
         "fp16": engine.fp16_enabled(),
-        "bf16": engine.bfloat16_enabled(),
-        "torch_autocast": engine.torch_autocast_enabled(),
-        "communication_data_type": engine.communication_data_type is not torch.float32,
-        "offload_optimizer": _offloads(zero.offload_optimizer),
-        "offload_param": _offloads(zero.offload_param),
-        "overlap_comm beside ZeRO 1": (
-            engine.zero_optimization_stage() == 1 and engine.zero_overlap_comm()
+        f"bf16 and ZeRO {stage}": is_bf16 and stage < 2,
+        'bf16 without "data_types": {"grad_accum_dtype": "fp32"}': (
+            is_bf16 and engine.get_data_types()[1] is not torch.float32
         ),
+        "torch_autocast": engine.torch_autocast_enabled(),
+        'a "communication_data_type" that is not "fp32"': (
+            engine.communication_data_type is not torch.float32
+        ),
+        "offload to nvme": any("nvme" in str(one and one.device) for one in offloads),
+        "offload_param without offload_optimizer": _is_on(offloads[1]) and not _is_on(offloads[0]),
+        "overlap_comm beside ZeRO 1": stage == 1 and engine.zero_overlap_comm(),
         "zero_quantized_gradients": zero.zero_quantized_gradients,
         "zero_quantized_weights": zero.zero_quantized_weights,
         "zenflow": zero.zenflow is not None,
@@ -304,9 +325,10 @@ def _check(engine: Any) -> None:
         if is_on:
             raise UnsupportedError(
                 f"a DeepSpeed engine with {name}: the update is not shown to be that of the "
-                "undivided batch; supported is ZeRO 0 to 3 in float32 without it"
+                "undivided batch; supported are ZeRO 0 to 3 in float32, and ZeRO 2 and 3 in bf16 "
+                "with gradients that are added and sent in fp32; offload_optimizer on the CPU"
             )
 
 
-def _offloads(setting: Any) -> bool:
+def _is_on(setting: Any) -> bool:
     return setting is not None and str(getattr(setting.device, "value", setting.device)) != "none"

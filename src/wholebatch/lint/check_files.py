@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .lint_settings import Settings
 from .model import File, read
@@ -30,7 +30,9 @@ _UPDATES = re.compile(
     r"|def (training_step|compute_loss)\b"
 )
 # Loops that other rules than those of torch read, or none does.
-_ELSEWHERE = re.compile(r"^\s*(?:import|from)\s+(tensorflow|keras|jax|flax|mlx|paddle)\b", re.M)
+_ELSEWHERE = re.compile(
+    r"^[ \t]*(?:import|from)[ \t]+(tensorflow|keras|jax|flax|mlx|paddle)\b", re.M
+)
 _ACCUMULATES = re.compile(
     r"MultiSteps\s*\(|gradient_accumulation_steps\s*=|accum\w*_?(grad|step|iter|batch)"
     r"|grad\w*_?ac+um|(num|n)_ac+um|assign_add\(\s*\w*grad",
@@ -38,6 +40,15 @@ _ACCUMULATES = re.compile(
 )
 _APPLIES = re.compile(
     r"apply_gradients\s*\(|optimizer\.apply\s*\(|apply_updates\s*\(|MultiSteps\s*\(|optimizers\.\w+\("
+)
+_SPOILS = {"WB103", "WB113", "WB114", "WB120", "WB121", "WB122"}
+# By their form, whatever the names are: sums, and an update that is made now and then.
+_SUMS = re.compile(
+    r"\[\s*(\w+)\s*\+\s*(\w+)\s+for\s+\(?\1\s*,\s*\2\b|\.assign_add\(|\w\]\s*\+="
+    r"|tree_?(?:util\.tree_)?\.?map\(\s*(?:lambda (\w+), (\w+): \3 \+ \4|\w+\.add\b)"
+)
+_NOW_AND_THEN = re.compile(
+    r"\bif\b[^\n]*%[^\n]*:\s*\n(?:[^\n]*\n){0,5}?[^\n]*(apply_gradients|\.apply|apply_updates)\s*\("
 )
 _NOQA = re.compile(r"#\s*noqa(?:\s*:\s*(?P<codes>[A-Z]+\d+(?:[,\s]+[A-Z]+\d+)*))?", re.IGNORECASE)
 # Starting workers takes about as long as checking this many files.
@@ -124,8 +135,11 @@ def check_source(source: Source, settings: Settings) -> list[Finding]:
 def _of_another_framework(source: Source, settings: Settings) -> list[Finding]:
     """Check the few things that are known of other frameworks, and say once what was not read."""
     framework = _ELSEWHERE.search(source.text)
-    accumulates = framework is not None and _ACCUMULATES.search(source.text)
-    if framework is None or not accumulates or not _APPLIES.search(source.text):
+    text = source.text
+    if framework is None or not (
+        (_ACCUMULATES.search(text) and _APPLIES.search(text))
+        or (_SUMS.search(text) and _NOW_AND_THEN.search(text))
+    ):
         return []
     words = (
         f"this file accumulates gradients with {framework.group(1)}, whose loops the rules do not "
@@ -146,12 +160,17 @@ def _parse_and_check(source: Source, settings: Settings) -> list[Finding]:
     except (ValueError, RecursionError, MemoryError) as error:
         return [Finding(source.path, 1, 1, _UNREAD, f"cannot be parsed: {error}", "error")]
     lines = source.text.split("\n")
-    return [
+    found = [
         finding
         for rule in RULES
         if settings.wants_in(rule.code, source.path)
         for finding in _check_rule(rule, file, source, lines)
     ]
+    # Beside these no mended loop makes the update of the whole batch: such a fix is not safe.
+    spoils = [rule for rule in RULES if rule.code in _SPOILS]
+    if any(f.fix for f in found) and any(next(rule.check(file), None) for rule in spoils):
+        return [replace(f, unsafe=bool(f.fix)) for f in found]
+    return found
 
 
 def _check_rule(rule: Rule, file: File, source: Source, lines: list[str]) -> list[Finding]:

@@ -3,9 +3,8 @@
 from wholebatch.memory.activation_checkpointing import (
     repeated_blocks,
     with_checkpoints,
-    without_checkpoints,
 )
-from wholebatch.memory.choose_micro_batch import choose_micro_batch, choose_tokens, resize_batch
+from wholebatch.memory.choose_micro_batch import choose_micro_batch, resize_batch
 from wholebatch.memory.meter import MemoryMeter
 from wholebatch.memory.plan import make_plan
 from wholebatch.memory.predict import predict_peak
@@ -14,12 +13,10 @@ from wholebatch.memory.trial_step import try_out
 __all__ = [
     "MemoryMeter",
     "choose_micro_batch",
-    "choose_tokens",
     "make_plan",
     "predict_peak",
     "repeated_blocks",
     "resize_batch",
     "try_out",
     "with_checkpoints",
-    "without_checkpoints",
 ]

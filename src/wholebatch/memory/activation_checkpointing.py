@@ -70,7 +70,7 @@ def _is_stack(module: nn.Module) -> bool:
 def with_checkpoints(model: nn.Module, blocks: Iterable[str] | None = None) -> list[str]:
     """Checkpoint these blocks (default: all repeated ones) and return their names.
 
-    Names, parameters and `state_dict` do not change; `without_checkpoints` undoes it. A block that
+    Names, parameters and `state_dict` do not change; `checkpointed` undoes it. A block that
     is already checkpointed is left alone.
     """
     names = repeated_blocks(model) if blocks is None else list(blocks)
@@ -90,13 +90,6 @@ def with_checkpoints(model: nn.Module, blocks: Iterable[str] | None = None) -> l
             # replaced `forward` would keep a reference to the original.
             modules[name].__class__ = _checkpointed(type(modules[name]))
     return names
-
-
-def without_checkpoints(model: nn.Module) -> None:
-    """Undo `with_checkpoints` on every block of the model."""
-    for module in model.modules():
-        if is_checkpointed(module):
-            module.__class__ = _class_of(module)
 
 
 @contextmanager

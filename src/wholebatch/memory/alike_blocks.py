@@ -12,10 +12,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
 from torch import nn
+
+from wholebatch.memory.activation_checkpointing import repeated_blocks
 
 FEW, MORE, CHECK = 4, 5, 6
 """The numbers of blocks to simulate; the third checks, once, that memory is linear in them."""
@@ -61,8 +64,8 @@ class AlikeBlocks:
             place = str(at if at < _ENDS else at - number)
             if _ENDS <= at < number - _ENDS:
                 place = "between"
-            start = partial(_begin, reached, f"forward {place}")
-            handles.append(block.register_forward_pre_hook(start))
+            start = f"forward {place}"
+            handles.append(block.register_forward_pre_hook(lambda *_, at=start: reached(at)))
             handles.append(block.register_forward_hook(partial(output_hook, place)))
         try:
             yield
@@ -71,27 +74,19 @@ class AlikeBlocks:
                 handle.remove()
 
 
-def _begin(reached: Callable[[str], None], place: str, module: nn.Module, args: Any) -> None:
-    reached(place)
-
-
 def find_alike_blocks(model: nn.Module) -> AlikeBlocks | None:
     """Return the longest run of alike blocks at the end of a list, or None if it is short."""
-    found: list[AlikeBlocks] = []
-    for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList | nn.Sequential) and name and len(module) >= DEEP:
-            names = list(module._modules)
-            last = _signature(module._modules[names[-1]])
-            alike: list[str] = []
-            for one in reversed(names):
-                if _signature(module._modules[one]) != last:
-                    break
-                alike.insert(0, one)
-            found.append(AlikeBlocks(name, tuple(alike)))
-    longest = max(found, key=lambda one: len(one.names), default=None)
-    if longest is None or len(longest.names) < DEEP or _share_tensors(model, longest):
-        return None
-    return longest
+
+    def kind(name: str) -> tuple[str, Any]:
+        return name.rpartition(".")[0], _signature(model.get_submodule(name))
+
+    longest: tuple[str, ...] = ()
+    for (inside, _), run in groupby(repeated_blocks(model), key=kind):
+        names = tuple(name.rpartition(".")[2] for name in run)
+        is_last = names[-1] == next(reversed(model.get_submodule(inside)._modules))
+        if inside and is_last and len(names) > len(longest):
+            longest, found = names, AlikeBlocks(inside, names)
+    return None if len(longest) < DEEP or _share_tensors(model, found) else found
 
 
 def _share_tensors(model: nn.Module, blocks: AlikeBlocks) -> bool:
@@ -105,10 +100,8 @@ def _share_tensors(model: nn.Module, blocks: AlikeBlocks) -> bool:
     return len(set(inside)) < len(inside) or sum(one in set(inside) for one in every) > len(inside)
 
 
-def _signature(block: nn.Module | None) -> Any:
+def _signature(block: nn.Module) -> Any:
     """Return all of a block that its memory can depend on, without its number."""
-    if block is None or not any(block.children()):
-        return object()
     return [
         (name, type(module), module.training, _shapes(module), _plain_values(module))
         for name, module in block.named_modules()

@@ -9,7 +9,7 @@ that does not fit, and then closes in between, where a line's answer is always s
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from wholebatch.core.readable_sizes import bytes_said
-from wholebatch.core.splitting import Tokens, batch_size_of, split
-from wholebatch.core.splitting.micro_batches import lengths_of
+from wholebatch.core.splitting import batch_size_of
 from wholebatch.core.splitting.samples import Static, layout_of, take
 from wholebatch.coupled.batchnorm.lock_step import Hold
 from wholebatch.coupled.batchnorm.recomputed_blocks import blocks_of
@@ -105,35 +104,20 @@ def choose_micro_batch(
         raise OptionError(f"most={most}: must be at least 1 sample")
     predictor = Predictor(model, loss, optimizer=optimizer, device=device)
 
-    def predict(samples: int) -> Prediction:
+    predictions: dict[int, Prediction] = {}
+    tried: dict[int, int] = {}
+
+    def need(samples: int) -> int:
         predicted = predictor.peak(
             resize_batch(batch, samples, static=static),
             precision=precision,
             micro_batches=1 if samples == most else 2,
             gradients=gradients,
         )
-        return _corrected(predicted, samples, correct)
+        predictions[samples] = _corrected(predicted, samples, correct)
+        return needed(predictions[samples], predictor.device)
 
-    return _largest(predict, predictor.device, budget=budget, most=most)
-
-
-def _largest(
-    predict: Callable[[int], Prediction],
-    device: torch.device,
-    *,
-    budget: int,
-    most: int,
-    least: int = 1,
-) -> Choice:
-    """Return the largest size whose prediction fits, or `least`."""
-    predictions: dict[int, Prediction] = {}
-
-    def need(size: int) -> int:
-        predictions[size] = predict(size)
-        return needed(predictions[size], device)
-
-    tried: dict[int, int] = {}
-    size = largest_fitting(need, budget=budget, most=most, tried=tried, least=least)
+    size = largest_fitting(need, budget=budget, most=most, tried=tried)
     return Choice(size, predictions[size], budget, size == most and tried[size] <= budget, tried)
 
 
@@ -178,9 +162,8 @@ def largest_fitting(
     budget: int,
     most: int,
     tried: dict[int, int] | None = None,
-    least: int = 1,
 ) -> int:
-    """Return the largest size up to `most` with `peak_of(size) <= budget`, or else `least`.
+    """Return the largest size up to `most` with `peak_of(size) <= budget`, or else 1.
 
     It takes few calls, and is good to `CLOSE_ENOUGH` (or one) for peaks that grow with the size and
     are convex.
@@ -195,10 +178,10 @@ def largest_fitting(
             tried[size] = peak_of(size)
         return tried[size] <= budget
 
-    if not fits(least):
-        return least
-    good, bad = least, most + 1
-    guess = min(most, max(4 * least, 4))
+    if not fits(1):
+        return 1
+    good, bad = 1, most + 1
+    guess = min(most, 4)
     while bad - good > max(1, int(CLOSE_ENOUGH * good)):
         if not good < guess < bad:
             guess = good + 1 if bad <= most else (good + bad) // 2
@@ -226,79 +209,6 @@ def _next_guess(tried: Mapping[int, int], good: int, bad: int, *, budget: int, m
         return min(most, 8 * good)
     # Go up to eightfold at most: this may be the line before the bend.
     return min(most, 8 * good, good + max(1, int((budget - tried[good]) / slope)))
-
-
-def choose_tokens(
-    model: torch.nn.Module,
-    loss: Callable[[Any, Any], Any],
-    batches: Sequence[Any],
-    *,
-    by: Tokens,
-    budget: int,
-    optimizer: torch.optim.Optimizer | None = None,
-    precision: str = "full",
-    device: torch.device | str | None = None,
-    static: Static = (),
-    correct: Callable[[int, int], int] | None = None,
-) -> Choice:
-    """Return the largest budget of tokens for which the worst micro-batch of the data fits.
-
-    `batches` show how long sequences get (all of the data, or a sample with its longest). Each
-    candidate is predicted at its extremes: as many of the longest samples, or of the shortest, as
-    it allows.
-    """
-    if not batches:
-        raise OptionError("batches=[]: give at least one, to see how long its sequences are")
-    longest, shortest = _extremes(batches, by, static)
-    most_samples = max(batch_size_of(batch, static=static) for batch in batches)
-    predictor = Predictor(model, loss, optimizer=optimizer, device=device)
-    known: dict[tuple[bool, int], Prediction] = {}
-
-    def of(sample: _Sample, samples: int) -> Prediction:
-        key = (sample is longest, samples)
-        if key not in known:
-            micro = resize_batch(sample.batch, samples, static=static)
-            known[key] = _corrected(predictor.peak(micro, precision=precision), samples, correct)
-        return known[key]
-
-    def predict(tokens: int) -> Prediction:
-        worst = [of(one, min(most_samples, tokens // one.length)) for one in (longest, shortest)]
-        return max(worst, key=lambda predicted: predicted.peak)
-
-    most, least = most_samples * longest.length, longest.length
-    return _largest(predict, predictor.device, budget=budget, most=most, least=least)
-
-
-@dataclass(frozen=True)
-class _Sample:
-    """A batch of one sample, trimmed to its length."""
-
-    batch: Any
-    length: int
-
-
-def _extremes(batches: Sequence[Any], by: Tokens, static: Static) -> tuple[_Sample, _Sample]:
-    """Return the longest and the shortest sample of the data.
-
-    At one budget of tokens, the memory per token is the same for all lengths, that of attention
-    grows with the length, and that per sample with the number of samples. So the worst micro-batch
-    is one of the longest samples or one of the shortest.
-    """
-    found: list[_Sample] = []
-    for batch in batches:
-        layout = layout_of(batch, static=static)
-        lengths, width = lengths_of(layout, by)
-        if lengths is None:
-            lengths = [width or 1] * layout.size
-        rows = range(layout.size)
-        for row in (max(rows, key=lengths.__getitem__), min(rows, key=lengths.__getitem__)):
-            length = max(1, lengths[row])
-            by_one = replace(by, budget=max(length, width or 1))
-            trimmed = split(layout.take([row]), by_one, batch_size=1, static=static)
-            found.append(_Sample(trimmed[0], length))
-        found = [max(found, key=lambda one: one.length), min(found, key=lambda one: one.length)]
-    longest, shortest = found
-    return longest, shortest
 
 
 _SAID: dict[Hold, str] = {

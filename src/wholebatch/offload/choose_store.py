@@ -53,7 +53,7 @@ def choose(
             f"{given} on a model that an engine shards or runs: its gradients are not made in the "
             'parameters\' own hooks. Use a plain model or DDP; or leave gradients="device" and '
             "optimizer_on away and let the engine shard more: fully_shard, or DeepSpeed's ZeRO 2 "
-            "or 3 (not its offloading, which is not shown to be exact)"
+            "or 3, with offload_optimizer"
         )
     if optimizer_on == "host" and gradients != "host":
         raise OptionError(

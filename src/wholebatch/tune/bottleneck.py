@@ -135,10 +135,10 @@ def _kind(
     used: float | None,
 ) -> tuple[str, tuple[str, ...]]:
     """Return the bottleneck and what else speaks for it."""
-    data = shares.get("data", 0.0)
-    if data > MUCH and data >= launching:
+    data, network = shares.get("data", 0.0), shares.get("communication", 0.0)
+    if data > MUCH and data >= max(launching, network):
         return "data", ()
-    if shares.get("communication", 0.0) > MUCH:
+    if network > MUCH:
         return "network", ()
     if launching > max(MUCH, arithmetic):
         return "launch", ()

@@ -28,6 +28,7 @@ Take: TypeAlias = Callable[[int], Any]
 
 _UNTIMED = 3  # Windows in which graphs are made, memory is taken and metered.
 _POINTS = 60
+_LOOKS = 16  # At held-out data, in a run.
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,8 @@ class Recipe:
     rule: str = "sqrt"
     schedule: Callable[[torch.optim.Optimizer, int], Any] | None = None
     options: dict[str, Any] = field(default_factory=dict)
+    held_out: Callable[[torch.nn.Module], float] | None = None
+    """Returns the mean loss over data that no run learns from."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,8 @@ class LearningCurve:
     updates: tuple[Update, ...]
     peak: int
     """The most bytes alive at one moment."""
+    held_out: tuple[tuple[int, int, float], ...] = ()
+    """Updates and samples so far, and the loss on held-out data, if the recipe has any."""
 
     @property
     def loss(self) -> float:
@@ -122,7 +127,7 @@ class LearningCurve:
 
 
 def learn(contender: Contender, recipe: Recipe, *, samples: int) -> LearningCurve:
-    """Train once over so many samples. The schedule goes by the data, whatever the batch is."""
+    """Train over this many samples; the learning-rate schedule follows samples, not updates."""
     model, optimizer = recipe.make()
     for group in optimizer.param_groups:
         group["lr"] *= contender.rate
@@ -141,6 +146,7 @@ def learn(contender: Contender, recipe: Recipe, *, samples: int) -> LearningCurv
         scheduler=scheduler,
         **recipe.options,
     )
+    held_out: list[tuple[int, int, float]] = []
     if contender.largest is not None:
         train.measure_noise(4)
     take, memory = recipe.source(), _Peak(model, optimizer)
@@ -156,8 +162,11 @@ def learn(contender: Contender, recipe: Recipe, *, samples: int) -> LearningCurv
         made.append(Update(auto.done * auto.first, step.loss, step.units, seconds))
         sizes.append(auto.batch)
         auto.advance(scheduler)
-        auto.after(step.units, train.noise)
-    return LearningCurve(contender, tuple(sizes), tuple(made), memory.peak)
+        auto.after(step.units, train.noise, optimizer.param_groups[0]["lr"])
+        is_due = auto.done * _LOOKS >= (len(held_out) + 1) * steps
+        if recipe.held_out is not None and is_due:
+            held_out.append((len(made), auto.done * auto.first, recipe.held_out(model)))
+    return LearningCurve(contender, tuple(sizes), tuple(made), memory.peak, tuple(held_out))
 
 
 def samples_in(seconds: float, recipe: Recipe, batch: int) -> int:

@@ -169,11 +169,6 @@ class RanksModel:
             "communication_share": reduction / slowest,
         }
 
-    def steps_until(self, share: float, ranks: int, *, micro_step: float) -> int:
-        """Return the micro-batches per window that keep the reduction at or below this share."""
-        needed = self.reduction(ranks) * (1 - share) / share
-        return max(1, -int(-(needed / micro_step) // 1)) if micro_step else 1
-
     def to_dict(self, ranks: Sequence[int]) -> dict[str, Any]:
         """Return the model at these numbers of ranks, marked as a model."""
         how = "measured here" if self.measured else "as given"

@@ -23,6 +23,7 @@ policy.detach()                            # restores the model's forward method
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, cast, final, get_args
@@ -33,6 +34,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
 
+from wholebatch.core.forward_state import replaced_attributes
 from wholebatch.coupled.batchnorm.moments import (
     Moments,
     Reduce,
@@ -52,6 +54,7 @@ from wholebatch.coupled.normalisation_layers import (
 )
 from wholebatch.errors import OptionError, StateError, UnsupportedError
 
+_log = logging.getLogger("wholebatch")
 Choice = Literal["statistics", "freeze", "group", "layer", "sync", "refuse"]
 
 
@@ -170,12 +173,8 @@ class Freeze(Policy):
 
 def _frozen(module: nn.Module, found: Callable[..., Any]) -> Callable[..., Any]:
     def forward(*args: Any, **kwargs: Any) -> Any:
-        training = module.training
-        module.training = False
-        try:
+        with replaced_attributes(module, training=False):
             return found(*args, **kwargs)
-        finally:
-            module.training = training
 
     return forward
 
@@ -267,6 +266,8 @@ class Statistics(Policy):
         self._pending: dict[str, list[Moments]] = {}
         self._calls: dict[str, int] = {}
         self.counts = True  # False while a micro-batch only stands in for one of another rank
+        self._largest = 0  # micro-batch of this window
+        self._told = False
         self._replaced = ReplacedForwards()
         for name, module in norms:
             self._replaced.replace(module, self._recording(name, module, module.forward))
@@ -283,6 +284,13 @@ class Statistics(Policy):
         self._calls.clear()
 
     def end_window(self) -> None:
+        if self._largest and self._largest < 8 and not self._told:
+            _log.warning(
+                'batchnorm="statistics": micro-batches of %d normalise by themselves; below 8 the '
+                'update is far from that of the whole batch: use "exact", "group" or larger ones',
+                self._largest,
+            )
+        self._told = self._told or self._largest > 0
         with torch.no_grad():
             if self._reduce is not None:
                 self._end_on_all_ranks(self._reduce)
@@ -312,6 +320,7 @@ class Statistics(Policy):
     def discard_window(self) -> None:
         self._pending.clear()
         self._calls.clear()
+        self._largest = 0
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -346,7 +355,10 @@ class Statistics(Policy):
                 out = found(*args, **kwargs)
             # A recomputed block has already been counted.
             if self.counts and not recomputing() and _filled(module, mean, var):
-                self._add(name, _moments(module, layer_input(args, kwargs), mean, var))
+                x = layer_input(args, kwargs)
+                if isinstance(module, _BatchNorm):
+                    self._largest = max(self._largest, len(x))
+                self._add(name, _moments(module, x, mean, var))
             return out
 
         return forward
@@ -368,16 +380,10 @@ class Statistics(Policy):
 def _scratch(module: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
     """Swap in scratch buffers that a forward with momentum 1 fills with its batch's statistics."""
     assert isinstance(module, _NormBase)
-    found = dict(module._buffers)
-    momentum = module.momentum
     scratch = {name: torch.zeros_like(b) for name, b in running_buffers(module).items()}
-    module._buffers.update(scratch)
-    module.momentum = 1.0
-    try:
+    buffers = {**module._buffers, **scratch}
+    with replaced_attributes(module, _buffers=buffers, momentum=1.0):
         yield scratch["running_mean"], scratch["running_var"]
-    finally:
-        module._buffers.update(found)
-        module.momentum = momentum
 
 
 def _filled(module: nn.Module, mean: Tensor, var: Tensor) -> bool:

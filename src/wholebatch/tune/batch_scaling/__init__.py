@@ -1,7 +1,7 @@
 """Batch arithmetic, learning-rate and warm-up rules, and batch-size schedules."""
 
 from wholebatch.tune.batch_scaling.auto_batch import AutoBatch, parse_auto
-from wholebatch.tune.batch_scaling.batch_arithmetic import Arithmetic, over_ranks, share_of, solve
+from wholebatch.tune.batch_scaling.batch_arithmetic import Arithmetic, share_of, solve
 from wholebatch.tune.batch_scaling.batch_schedule import Amount, BatchSchedule, parse_amount
 from wholebatch.tune.batch_scaling.scaling_rules import (
     Follow,
@@ -9,7 +9,6 @@ from wholebatch.tune.batch_scaling.scaling_rules import (
     epochs_in_updates,
     half_life,
     lr_factor,
-    scale_lr,
     scale_warmup,
     scale_weight_decay,
 )
@@ -24,10 +23,8 @@ __all__ = [
     "epochs_in_updates",
     "half_life",
     "lr_factor",
-    "over_ranks",
     "parse_amount",
     "parse_auto",
-    "scale_lr",
     "scale_warmup",
     "scale_weight_decay",
     "share_of",

@@ -3,13 +3,14 @@
 The critical batch grows while a model learns (McCandlish et al. 2018, arXiv:1812.06162). A run that
 doubles its batch as soon as the critical one is twice as large makes fewer updates from the same
 data (batch-size warm-up, Merrill et al. 2025, arXiv:2505.23971). The learning rate follows by the
-rule for the optimizer, √2 for Adam. Where the schedule lowers the rate meanwhile, the larger batch
-takes the place of a part of the decay: half the rate at one batch, or 1/√2 of it at twice the batch
-(Seesaw, Meterez et al. 2025, arXiv:2510.14717).
+rule for the optimizer, √2 for Adam. The batch also grows as the schedule's rate falls: half the
+rate at one batch is about 1/√2 of it at twice the batch, in half the updates (Seesaw, Meterez et
+al. 2025, arXiv:2510.14717).
 """
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -29,10 +30,13 @@ _WINDOWS_MEASURED = 8
 class AutoBatch:
     """The samples of the next update: `batch`. It doubles when the critical batch allows it.
 
-    After every update, `after(step.units, train.noise)` returns the next size. It doubles if the
-    critical batch is estimated as at least twice the batch, and its 95% interval is above the
-    batch. `done` counts the data, in batches of the first size: a run of 1,000 updates of that size
-    ends at `done >= 1000`. Let a learning-rate schedule go by `done` too.
+    After every update, `after(step.units, train.noise, rate)` returns the next size. It doubles if
+    the critical batch is estimated as at least twice the batch, and its 95% interval is above the
+    batch. It also doubles when peak / `rate` of the schedule has reached √2, 2√2, 4√2 and so on
+    (2, 4, 8, rounded), unless the batch was far above the critical one before.
+
+    `done` counts the data, in batches of the first size: a run of 1,000 updates of that size ends
+    at `done >= 1000`. Let the schedule go by `done` too.
 
     >>> from wholebatch.core.noise_scale import NoiseScale
     >>> noise = NoiseScale(900.0, 600.0, 1500.0, spread=9.0, signal=0.01, samples=40,
@@ -41,6 +45,8 @@ class AutoBatch:
     >>> sizes = [auto.after(64.0, noise) for _ in range(32)]
     >>> sizes[0], sizes[-1], auto.done
     (64, 128, 32)
+    >>> auto.after(128.0, noise, rate=1e-3), auto.after(128.0, noise, rate=7e-4)
+    (128, 256)
     """
 
     first: int
@@ -49,6 +55,8 @@ class AutoBatch:
     done: int = field(init=False, default=0)
     _units: float = field(init=False, default=0.0)
     _updates: int = field(init=False, default=0)
+    _peak: float = field(init=False, default=0.0)
+    _halvings: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
         check_count("first", self.first)
@@ -58,14 +66,25 @@ class AutoBatch:
             )
         self.batch = self.first
 
-    def after(self, units: float, noise: NoiseScale | None) -> int:
-        """Count an update of `units`, and return the size of the next batch."""
+    def after(self, units: float, noise: NoiseScale | None, rate: float = 0.0) -> int:
+        """Count an update of `units`, and return the size of the next batch.
+
+        `rate` is the learning rate that the schedule has set, without the factor for the batch.
+        """
         self.done += self.batch // self.first
         self._units += units
         self._updates += 1
-        if self._updates >= _UPDATES_AT_A_SIZE and self._is_noisy(noise):
-            self.batch *= 2
-            self._updates = 0
+        self._peak = max(self._peak, rate)
+        decayed = 0.0 < rate * 2 ** (self._halvings + 0.5) <= self._peak
+        if noise is None or 2 * self.batch > (self.largest or math.inf):
+            return self.batch
+        each = self.batch * self._units / (self.done * self.first)
+        if decayed and each <= 2 ** (self._halvings + 1) * noise.high:
+            self._halvings += 1
+        elif self._updates < _UPDATES_AT_A_SIZE or not self._is_noisy(each, noise):
+            return self.batch
+        self.batch *= 2
+        self._updates = 0
         return self.batch
 
     def advance(self, schedulers: Any) -> None:
@@ -78,20 +97,19 @@ class AutoBatch:
                 for _ in range(self.batch // self.first - 1):
                     scheduler.step()
 
-    def _is_noisy(self, noise: NoiseScale | None) -> bool:
-        twice = 2 * self.batch
-        if noise is None or noise.samples < _WINDOWS_MEASURED or twice > (self.largest or twice):
-            return False
-        units = self.batch * self._units / (self.done * self.first)
-        return 2 * units <= noise.critical and units <= noise.low
+    @staticmethod
+    def _is_noisy(units: float, noise: NoiseScale) -> bool:
+        """True if the critical batch is twice one of so many units, and surely above it."""
+        enough = noise.samples >= _WINDOWS_MEASURED
+        return enough and 2 * units <= noise.critical and units <= noise.low
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state to resume from."""
-        return {name: getattr(self, name) for name in ("batch", "done", "_units", "_updates")}
+        given = ("first", "largest")
+        return {name: value for name, value in vars(self).items() if name not in given}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name, value in state.items():
-            setattr(self, name, value)
+        vars(self).update(state)
 
 
 def parse_auto(text: str, label: str = "--batch-size") -> tuple[int | None, int | None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -154,19 +154,6 @@ def _within_reason(batch: Arithmetic) -> Arithmetic:
     if batch.ranks > MOST_RANKS:
         raise OptionError(f"ranks={batch.ranks}: at most {MOST_RANKS:,} are reckoned with")
     return batch
-
-
-def over_ranks(
-    global_batch: int, *, micro_batch: int, ranks: Iterable[int] = (1, 2, 4, 8)
-) -> list[Arithmetic]:
-    """Return the same global batch on different numbers of ranks: fewer steps, the same update.
-
-    >>> [batch.steps for batch in over_ranks(256, micro_batch=8)]
-    [32, 16, 8, 4]
-    """
-    return [
-        solve(global_batch=global_batch, micro_batch=micro_batch, ranks=number) for number in ranks
-    ]
 
 
 def runs_said(by_rank: Sequence[Sequence[int]]) -> str:

@@ -44,16 +44,6 @@ def lr_factor(*, base_batch: float, batch: float, rule: str) -> float:
     return {"linear": ratio, "sqrt": math.sqrt(ratio), "none": 1.0}[check_rule(rule)]
 
 
-def scale_lr(lr: float, *, base_batch: float, batch: float, rule: str) -> float:
-    """Return the learning rate for `batch`, given a good `lr` for `base_batch`.
-
-    >>> scale_lr(0.1, base_batch=256, batch=8192, rule="linear")       # Goyal et al. 2017
-    3.2
-    """
-    _positive("lr", lr)
-    return lr * lr_factor(base_batch=base_batch, batch=batch, rule=rule)
-
-
 def scale_warmup(updates: float, *, base_batch: float, batch: float, keep: str = "samples") -> int:
     """Return the warm-up updates for `batch`, given a good number for `base_batch`.
 
