@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import time
+import warnings
 from contextlib import nullcontext, suppress
 from types import SimpleNamespace
 from typing import Any
@@ -132,3 +134,17 @@ def test_nobody_uses_inductor_while_a_thread_imports_it(
         with suppress(CannotTrace):
             trace._written_down(step, [])
     assert order == ["imported", "used"]
+
+
+def test_a_warning_of_torch_does_not_end_the_import(monkeypatch: pytest.MonkeyPatch) -> None:
+    def imports(name: str) -> None:
+        warnings.warn(f"{name} uses what is deprecated", DeprecationWarning, stacklevel=1)
+        imported.append(name)
+
+    imported: list[str] = []
+    monkeypatch.delitem(sys.modules, "torch._inductor.compile_fx", raising=False)
+    monkeypatch.setattr(inductor, "import_module", imports)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        inductor.wait_for_import()
+    assert imported == ["torch._inductor.compile_fx"]

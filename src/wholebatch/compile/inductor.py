@@ -6,6 +6,7 @@ import copyreg
 import logging
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from copy import deepcopy
@@ -36,10 +37,15 @@ def wait_for_import() -> None:
     """Wait until that thread has imported Inductor. Call it before anything that imports a part.
 
     The modules of Inductor import each other in circles. If two threads enter such a circle at
-    different places, Python gives one of them a module that is not complete.
+    different places, Python gives one of them a module that is not complete. Where warnings are
+    errors, the thread's import ends at torch's own deprecations; this one ignores them.
     """
     for thread in _imports:
         thread.join()
+    if "torch._inductor.compile_fx" not in sys.modules:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            import_module("torch._inductor.compile_fx")
 
 
 def import_compiler(with_processes: bool) -> None:
@@ -47,7 +53,7 @@ def import_compiler(with_processes: bool) -> None:
     # Every operation of torch lets another thread run, for 5 ms by default.
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-4)
-    # Another version of Inductor, or a warning that is an error: whoever compiles imports it again.
+    # Another version of Inductor, or a warning that is an error: `wait_for_import` tries again.
     with suppress(Exception):
         # torch.compile enters here too: a user's own call of it just waits for this import.
         for name in ("compile_fx", "choices"):
