@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 import warnings
 from contextlib import nullcontext, suppress
@@ -142,6 +143,9 @@ def test_a_warning_of_torch_does_not_end_the_import(monkeypatch: pytest.MonkeyPa
         imported.append(name)
 
     imported: list[str] = []
+    thread = threading.Thread()  # It ended without the module.
+    thread.start()
+    monkeypatch.setattr(inductor, "_imports", [thread])
     monkeypatch.delitem(sys.modules, "torch._inductor.compile_fx", raising=False)
     monkeypatch.setattr(inductor, "import_module", imports)
     with warnings.catch_warnings():

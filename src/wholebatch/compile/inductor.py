@@ -42,7 +42,7 @@ def wait_for_import() -> None:
     """
     for thread in _imports:
         thread.join()
-    if "torch._inductor.compile_fx" not in sys.modules:
+    if _imports and "torch._inductor.compile_fx" not in sys.modules:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             import_module("torch._inductor.compile_fx")
