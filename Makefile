@@ -10,6 +10,8 @@ SHELL := bash
 
 VENV := .venv
 BIN := $(VENV)/bin
+# Where `make dist` puts the packages.
+DIST ?= dist
 # Test processes. One thread each, so that they do not fight over the cores.
 JOBS ?= 2
 # `make setup PYTHON=...` and `make gpu-test PYTHON=...` choose the interpreter. Else the first of
@@ -42,8 +44,9 @@ setup: $(VENV)/.setup ## create .venv with the package and its command line
 run: setup ## train the embedded default recipe (about two minutes on two cores)
 	$(BIN)/wholebatch train
 
+# With bytecode, even where the environment forbids it: tests start a hundred processes.
 test: $(VENV)/.dev ## run all tests (JOBS=2 processes)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal --ignore tests/browser --ignore tests/dist
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(JOBS) --dist worksteal --ignore tests/browser --ignore tests/packages
 
 browser-test: $(VENV)/.dev ## test the HTML pages in Debian's Chromium; installs it if it is missing
 	@scripts/chromium
@@ -59,11 +62,11 @@ format: $(VENV)/.dev ## let ruff fix and format what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-compat: $(VENV)/.dev ## run the exactness tests with torch 2.6, 2.11, 2.13 and the newest; writes docs/benchmarks/compat.md
+compat: $(VENV)/.dev ## run the exactness tests with torch 2.6, 2.11, 2.13 and the newest, Python 3.10 to 3.13; writes docs/benchmarks/compat.md
 	$(BIN)/python scripts/compat.py
 
-dist: $(VENV)/.dev ## build both packages into dist/, install them into empty environments, run them
-	$(BIN)/python -m pytest -q tests/dist
+dist: $(VENV)/.dev ## build both packages into DIST=dist, install them into empty environments, run them
+	DIST=$(DIST) $(BIN)/python -m pytest -q tests/packages
 
 docs: $(VENV)/.dev ## build the documentation's site in build/site, warnings are errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict --site-dir build/site

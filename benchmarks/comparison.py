@@ -55,9 +55,9 @@ undivided batches: the relative L2 distance of the updates, with plain SGD. The 
 {LIMITS["float32"]:.0e} in float32, {LIMITS["bf16"]:.0e} in bf16 or {LIMITS["bf16 result"]:.0e} in
 a result that is itself in bf16 fails the command. 1% and 100% mean that the update itself is off by
 that much, "NaN" that the weights are lost, "refused" that an error names the cause before the first
-update, "wrong, documented" that it is wrong in silence and the library's page says so: that is
-left where only gradients are seen, never the loss (`multi_steps`). Cases that a library does not
-have are left out: SFTTrainer trains language models with its own loss (no
+update, "wrong, documented" that it is silently wrong and the page of that adapter says so. This
+remains only in `multi_steps`, which sees gradients but never the loss. Cases that a library does
+not have are left out: SFTTrainer trains language models with its own loss (no
 BatchNorm, no contrastive loss), a pure function of JAX has no running statistics, and
 optax.microbatch keeps nothing that could be resumed. Written by `make compare` on {day}; do not
 edit.

@@ -44,9 +44,9 @@ class Network(nn.Module):
 
 def batch_at(done: int, updates: int, decay: float) -> int:
     """Return the size of the growing batch; `decay` is rate / peak of the schedule."""
-    size = min(FIXED, FIRST * 2 ** (updates // AT_A_SIZE))
+    size = min(FIXED, FIRST << (updates // AT_A_SIZE))
     halvings = int(math.log2(1 / decay) + 0.5 + 1e-9) if done > WARM_UP else 0
-    return min(MOST, size * 2**halvings)
+    return min(MOST, size << halvings)
 
 
 def run(text: Tensor, order: Tensor, *, rate: float, grows: bool, seed: int) -> tuple[int, float]:

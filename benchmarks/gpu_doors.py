@@ -4,11 +4,14 @@
     python benchmarks/gpu_doors.py --rows llama/4 --doors trainer,exact --budget 300
     python benchmarks/gpu_doors.py --rows tiny/2 --execute eager     # a small model, on a CPU too
     python benchmarks/gpu_doors.py --llama     # beside torch.compile of the undivided batch
+    python benchmarks/gpu_doors.py --llama --rows llama/4,llama/64 --budget 60
 
 A Llama of transformers under bf16 autocast (the tiny one in float32), fused AdamW, clipped by norm,
 on sequences of one length, without logging and saving. Windows are measured after the first few,
-which trace and compile; the median counts. Packages that are missing are named and their rows left
-out. Everything runs in one process, one door after the other, each with a fresh model.
+which trace and compile; the median counts, and GiB are what they have reserved on the device, the
+memory of recorded graphs with it. Packages that are missing are named and their rows left
+out. Everything runs in one process, one door after the other, each with a fresh model. The rows of
+`--llama` are processes, which get ready side by side; while one is timed the others are stopped.
 """
 
 from __future__ import annotations
@@ -17,8 +20,11 @@ import argparse
 import gc
 import importlib.metadata
 import importlib.util
+import json
 import logging
+import os
 import statistics
+import sys
 import tempfile
 import time
 import warnings
@@ -30,6 +36,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from speed.plan import Expected
+from speed.together import Child, run_rows
 from torch.utils.data import Dataset
 
 import wholebatch as wb
@@ -67,6 +75,8 @@ class Job:
     seconds: float
     times: list[float] = field(default_factory=list)
     peak: int = 0
+    waits: bool = False
+    """True if another process says when to begin with the windows that count."""
 
     @property
     def on_cuda(self) -> bool:
@@ -83,11 +93,12 @@ class Job:
 
     def model(self) -> Any:
         torch.manual_seed(0)
-        made = t5() if self.name == "t5" else llama(self)
-        if self.name == "lora":
-            made = with_lora(made)
+        with torch.device("cuda" if self.on_cuda else "cpu"):
+            made = t5() if self.name == "t5" else llama(self)
+            if self.name == "lora":
+                made = with_lora(made)
         made.train()
-        return made.cuda() if self.on_cuda else made
+        return made
 
     def start(self) -> None:
         self.began = time.perf_counter()
@@ -100,10 +111,17 @@ class Job:
         if self.on_cuda:
             torch.cuda.synchronize()
             if len(self.times) == WARM - 1:
+                gc.collect()
+                torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats()
-            self.peak = torch.cuda.max_memory_allocated()
+            self.peak = torch.cuda.max_memory_reserved()
+        made = len(self.times) + 1 - WARM
+        if self.waits:
+            sys.stderr.write(f"window after {time.perf_counter() - self.began:.1f} s\n")
+        if self.waits and made == 0:
+            print("READY", flush=True)
+            sys.stdin.readline()
         self.times.append(time.perf_counter())
-        made = len(self.times) - WARM
         late = time.perf_counter() - self.began > self.seconds
         return made >= MEASURED or (late and made >= 2)
 
@@ -448,12 +466,18 @@ ROWS = {
     "t5/4": ("t5", 64, 4, 512),
     "tiny/2": ("tiny", 8, 2, 16),
 }
-LLAMA = [
-    *(("llama/4", "whole"), ("llama/64", "loop+"), ("llama-1b/4", "whole"), ("llama/8", "whole")),
-    *(("qwen2/2", "whole"), ("llama-1b/32", "loop+"), ("llama-1b/1", "whole")),
-    ("qwen2/32", "loop+"),
-]
-"""The Llama family, each beside the undivided batch: one micro-batch of the whole window."""
+LLAMA = {
+    ("llama/4", "whole"): 8,
+    ("llama/64", "loop+"): 60,
+    ("llama-1b/4", "whole"): 35,
+    ("llama/8", "whole"): 10,
+    ("qwen2/2", "whole"): 20,
+    ("llama-1b/32", "loop+"): 90,
+    ("llama-1b/1", "whole"): 30,
+    ("qwen2/32", "loop+"): 120,
+}
+"""The Llama family, each beside the undivided batch: one micro-batch of the whole window; GiB."""
+_SECONDS_OF_A_ROW = 35.0
 
 
 def missing(packages: tuple[str, ...]) -> list[str]:
@@ -461,10 +485,12 @@ def missing(packages: tuple[str, ...]) -> list[str]:
     return [name for name in wanted if importlib.util.find_spec(name) is None]
 
 
-def measured(row: str, door: str, execute: str, seconds: float) -> tuple[float, float] | str:
+def measured(
+    row: str, door: str, execute: str, seconds: float, *, waits: bool = False
+) -> tuple[float, float] | str:
     """Return ms per window and GiB, or why there are none."""
     name, window, micro, length = ROWS[row]
-    job = Job(name, window, micro, length, execute, seconds)
+    job = Job(name, window, micro, length, execute, seconds, waits=waits)
     try:
         DOORS[door][2](job)
     except Exception as problem:  # the other doors are still measured
@@ -475,6 +501,51 @@ def measured(row: str, door: str, execute: str, seconds: float) -> tuple[float, 
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
     return job.milliseconds(), job.peak / 2**30
+
+
+def one_by_one(todo: list[tuple[str, str]], execute: str, budget: float) -> list[str]:
+    """Measure these rows in this process; return the lines of their table."""
+    ends, lines = time.perf_counter() + budget, []
+    for place, (row, door) in enumerate(todo):
+        label, packages, _ = DOORS[door]
+        left = ends - time.perf_counter()
+        without = missing(packages)
+        if without:
+            found: tuple[float, float] | str = f"missing: {', '.join(without)}"
+        elif left <= 0:
+            found = "no time left"
+        else:
+            found = measured(row, door, execute, left / (len(todo) - place))
+        shown = found if isinstance(found, str) else f"{found[0]:.1f} | {found[1]:.2f}"
+        lines.append(f"| {row} | {label} | {shown} |")
+        print(lines[-1], flush=True)
+    return lines
+
+
+def side_by_side(
+    rows: list[tuple[str, str]], execute: str, budget: float, together: int
+) -> list[str]:
+    """Measure rows that get ready in processes of their own; return the lines of their table."""
+    lines: list[str] = []
+    script, paths = Path(__file__).resolve(), os.environ.get("PYTHONPATH", "")
+
+    def report(row: dict[str, Any]) -> None:
+        found = row.get("found", row.get("error", "ended without a result"))
+        shown = found if isinstance(found, str) else f"{found[0]:.1f} | {found[1]:.2f}"
+        lines.append(f"| {row['model']} | {DOORS[row['mode']][0]} | {shown} |")
+        print(lines[-1], flush=True)
+
+    run_rows(
+        [(row, door, 0) for row, door in rows],
+        lambda spec, gib: Child(script, spec, ["--execute", execute], paths, gib),
+        lambda spec: Expected(_SECONDS_OF_A_ROW, LLAMA[spec[:2]]),
+        until=time.monotonic() + budget,
+        together=together,
+        warm_up=budget,
+        rounds=1,
+        report=report,
+    )
+    return lines
 
 
 def write(page: Path, table: list[str]) -> None:
@@ -504,34 +575,35 @@ def version(name: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rows", default="llama/4,llama/1", help=f"of {', '.join(ROWS)}")
+    parser.add_argument("--rows", help=f"of {', '.join(ROWS)}")
     parser.add_argument("--doors", default=",".join(DOORS), help=f"of {', '.join(DOORS)}")
     parser.add_argument("--budget", type=float, default=600.0, help="seconds for everything")
     parser.add_argument("--execute", default="graph", help="of WholeBatch and exact(Trainer)")
     parser.add_argument("--llama", action="store_true", help="the Llama family, and nothing else")
+    parser.add_argument("--together", type=int, default=4, help="rows of --llama at once")
     parser.add_argument("--write", help="a markdown file for the table")
+    for name in ("--child", "--models", "--micro"):  # one of the rows that get ready side by side
+        parser.add_argument(name, help=argparse.SUPPRESS)
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     warnings.simplefilter("always", ExecuteWarning)
     logging.getLogger("transformers").setLevel(logging.ERROR)
     torch.set_float32_matmul_precision("high")
-    ends = time.perf_counter() + options.budget
-    todo = [(row, door) for row in options.rows.split(",") for door in options.doors.split(",")]
-    todo = LLAMA if options.llama else todo
+    if options.child:
+        sys.stderr.write(f"imported after {time.process_time():.1f} s of the processor\n")
+        found = measured(options.models, options.child, options.execute, 60.0, waits=True)
+        row = {"model": options.models, "mode": options.child, "found": found}
+        print(f"ROW {json.dumps(row)}", flush=True)
+        return
     table = ["| model, micro | door | ms per window | GiB |", "|---|---|---:|---:|"]
-    for place, (row, door) in enumerate(todo):
-        label, packages, _ = DOORS[door]
-        left = ends - time.perf_counter()
-        without = missing(packages)
-        if without:
-            found: tuple[float, float] | str = f"missing: {', '.join(without)}"
-        elif left <= 0:
-            found = "no time left"
-        else:
-            found = measured(row, door, options.execute, left / (len(todo) - place))
-        shown = found if isinstance(found, str) else f"{found[0]:.1f} | {found[1]:.2f}"
-        table.append(f"| {row} | {label} | {shown} |")
-        print(table[-1], flush=True)
+    if options.llama:
+        wanted = options.rows.split(",") if options.rows else [row for row, _ in LLAMA]
+        rows = [(row, door) for row, door in LLAMA if row in wanted]
+        table += side_by_side(rows, options.execute, options.budget, options.together)
+    else:
+        rows_of = (options.rows or "llama/4,llama/1").split(",")
+        todo = [(row, door) for row in rows_of for door in options.doors.split(",")]
+        table += one_by_one(todo, options.execute, options.budget)
     print("\n".join(["", *table]), flush=True)
     if options.write is not None:
         write(Path(options.write), table)

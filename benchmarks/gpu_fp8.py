@@ -3,19 +3,22 @@
     python benchmarks/gpu_fp8.py speed                    # ms and GiB per window, both models
     python benchmarks/gpu_fp8.py speed --profile --rows 4x4096/fp8 4x4096/torchao-rowwise
     python benchmarks/gpu_fp8.py products                 # their matrix products by themselves
+    python benchmarks/gpu_fp8.py splits                   # what depends on the number of rows
     python benchmarks/gpu_fp8.py distance                 # gradient and update against float64
     python benchmarks/gpu_fp8.py curve --updates 2000     # bytes-gpt at 124 M, bf16 and fp8
 
 The models of `speed` and `distance` are Llamas of Transformers with random weights and tokens, in
 texts of 1,024 tokens, with fused AdamW on float32 weights. torchao comes from its package, or from
-the folder in $DOORS: its rows are a hand-written loop over torch.compile. `distance` takes the
-gradient of one micro-batch in eager code, and the update of one window over different splits.
+the folder in $DOORS: its rows are a hand-written loop over torch.compile. Rows of `speed` are
+processes that get ready side by side; while one is timed the others are stopped. `distance` takes
+the gradient of one micro-batch in eager code, and the update of one window over different splits.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import json
 import os
 import statistics
 import sys
@@ -23,9 +26,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+from speed.plan import Expected
+from speed.together import Child, run_rows
 from torch import Tensor, nn
 
 import wholebatch as wb
@@ -128,7 +134,8 @@ def windows_of_torchao(llama: Llama, recipe: str) -> tuple[Callable[[], Any], Ca
     return window, lambda: "torch.compile"
 
 
-def timed_row(name: str, *, profiles: bool) -> None:
+def timed_row(name: str, *, profiles: bool) -> str:
+    """Return what one row comes to; it waits for a word before it times its windows."""
     which, way = name.split("/")
     llama, began = MODELS[which], time.perf_counter()
     if way.startswith("torchao"):
@@ -138,7 +145,11 @@ def timed_row(name: str, *, profiles: bool) -> None:
     for _ in range(WARM):
         window()
     ready = time.perf_counter() - began
+    print("READY", flush=True)
+    sys.stdin.readline()
     if DEVICE == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     times = []
     for _ in range(MEASURED):
@@ -147,28 +158,48 @@ def timed_row(name: str, *, profiles: bool) -> None:
         if DEVICE == "cuda":
             torch.cuda.synchronize()
         times.append(1000 * (time.perf_counter() - start))
-    peak = torch.cuda.max_memory_allocated() / 2**30 if DEVICE == "cuda" else 0.0
-    print(
+    # What a recorded graph holds is reserved, and not allocated.
+    peak = torch.cuda.max_memory_reserved() / 2**30 if DEVICE == "cuda" else 0.0
+    lines = [
         f"{name:28s} {statistics.median(times):7.1f} ms ({min(times):.1f} to {max(times):.1f})  "
-        f"{peak:5.1f} GiB  {mode()}  ready in {ready:.0f} s",
-        flush=True,
-    )
+        f"{peak:5.1f} GiB  {mode()}  ready in {ready:.0f} s"
+    ]
     if profiles:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             window()
             torch.cuda.synchronize()
         kernels = sorted(profile.key_averages(), key=lambda one: -one.self_device_time_total)
-        for one in kernels[:30]:
-            print(f"  {one.self_device_time_total / 1e3:8.2f} ms {one.count:5d} x {one.key[:150]}")
+        lines += [
+            f"  {one.self_device_time_total / 1e3:8.2f} ms {one.count:5d} x {one.key[:150]}"
+            for one in kernels[:30]
+        ]
+    return "\n".join(lines)
 
 
-def speed(rows: Sequence[str], *, profiles: bool) -> None:
-    for name in rows:
-        try:
-            timed_row(name, profiles=profiles)
-        except Exception as problem:  # Another row may run.
-            print(f"{name:28s} {type(problem).__name__}: {str(problem)[:300]}", flush=True)
-        free()
+def child(name: str, *, profiles: bool) -> None:
+    """Print the row of this process."""
+    row = {"model": name, "mode": "speed"}
+    try:
+        row["found"] = timed_row(name, profiles=profiles)
+    except Exception as problem:  # Another row may run.
+        row["error"] = f"{name:28s} {type(problem).__name__}: {str(problem)[:300]}"
+    print(f"ROW {json.dumps(row)}", flush=True)
+
+
+def speed(rows: Sequence[str], budget: float, *, profiles: bool) -> None:
+    """Print the rows, as they come."""
+    script, paths = Path(__file__).resolve(), os.environ.get("PYTHONPATH", "")
+    options = ["--profile"] if profiles else []
+    run_rows(
+        [(name, "speed", 0) for name in rows],
+        lambda spec, gib: Child(script, spec, options, paths, gib),
+        lambda _: Expected(30.0 if DEVICE == "cuda" else 5.0, 40.0),
+        until=time.monotonic() + budget,
+        together=3,
+        warm_up=budget,
+        rounds=1,
+        report=lambda row: print(row.get("found", row.get("error")), flush=True),
+    )
 
 
 def free() -> None:
@@ -233,6 +264,88 @@ def products() -> None:
             same = "the same bits" if torch.equal(half, made[: rows // 2]) else "other bits"
             size = f"{rows} x {inner} x {outer}"
             print(f"{size:20s} {plain:8.1f} {ours:8.1f}        {error:.2e}    {same}", flush=True)
+
+
+# ----------------------------------------------------------------------------- splits
+
+
+def other_bits(call: Callable[..., Tensor], *inputs: Tensor) -> str:
+    """Return the shares of numbers that change when fewer rows are computed at once."""
+    whole, rows = call(*inputs), len(inputs[0])
+    shares = []
+    for number in (rows // 2, 5 * rows // 12, rows // 3, rows // 12):
+        part = call(*(one[:number] for one in inputs))
+        shares.append(float((part != whole[:number]).double().mean()))
+    return " ".join(f"{share:8.1e}" for share in shares)
+
+
+class Net(nn.Module):
+    """Three perceptrons with a residual, over tokens."""
+
+    def __init__(self, outputs: int, *, bias: bool) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.embed = nn.Embedding(outputs, 256)
+        self.norms = nn.ModuleList(nn.LayerNorm(256) for _ in range(3))
+        self.ups = nn.ModuleList(nn.Linear(256, 1024) for _ in range(3))
+        self.downs = nn.ModuleList(nn.Linear(1024, 256, bias=False) for _ in range(3))
+        self.read = nn.Linear(256, outputs, bias=bias)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for norm, up, down in zip(self.norms, self.ups, self.downs, strict=True):
+            x = x + down(nn.functional.gelu(up(norm(x))))
+        logits: Tensor = self.read(x)
+        return logits
+
+
+def splits() -> None:
+    """Print which products depend on the number of rows, and what that does to a gradient."""
+    print("share of bf16 outputs that differ where 1/2, 5/12, 1/3 and 1/12 of the rows are alone")
+    for rows, inner, outer, bias in (
+        *((1536, 256, n, bias) for n in (96, 97, 1024) for bias in (False, True)),
+        *((1536, 1024, 256, False), (12288, 2048, 5632, False), (12288, 4096, 4096, False)),
+        (12288, 14336, 4096, False),
+    ):
+        x = torch.randn(rows, inner, device=DEVICE).bfloat16()
+        w = torch.randn(outer, inner, device=DEVICE) * 0.02
+        low, b = w.bfloat16(), torch.randn(outer, device=DEVICE).bfloat16() if bias else None
+        found = {"bf16": other_bits(partial(nn.functional.linear, weight=low, bias=b), x)}
+        if outer % 16 == 0 and not bias:
+            eight = linear_layers.Quantised(*linear_layers.quantise_weight()(w))
+            in_bf16 = partial(eight.linear, dtype=torch.bfloat16)
+            found["fp8"] = other_bits(in_bf16, *linear_layers.quantise(x))
+        for name, shares in found.items():
+            size = f"{rows} x {inner} x {outer}{' + bias' if bias else ''}"
+            print(f"  {name} {size:28s} {shares}", flush=True)
+    print("relative L2 distance of a gradient over 12 texts of 128 tokens to the undivided batch's")
+    for outputs, bias in ((96, False), (97, True)):
+        model = Net(outputs, bias=bias).to(DEVICE)
+        draw = torch.Generator().manual_seed(2)
+        batch = {n: torch.randint(outputs, (12, 128), generator=draw).to(DEVICE) for n in "xy"}
+        for precision in ("bf16", "fp8"):
+            by_size = [
+                window_gradient(model, batch, size, precision, of_logits)
+                for size in (12, 6, 5, 4, 1)
+            ]
+            far = " ".join(f"{apart(one, by_size[0]):.1e}" for one in by_size[1:])
+            layer = f"output layer of {outputs}{' with a bias' if bias else ''}"
+            print(f"  {precision}, {layer}, micro-batches of 6, 5, 4, 1: {far}", flush=True)
+
+
+def of_logits(model: nn.Module, micro: dict[str, Tensor]) -> wb.Loss:
+    return wb.cross_entropy(model(micro["x"]), micro["y"])
+
+
+def window_gradient(
+    model: nn.Module, batch: dict[str, Tensor], size: int, precision: str, loss: Any
+) -> dict[str, Tensor]:
+    """Return the gradient of a window in eager code."""
+    options: Any = {"micro_batch": size, "precision": precision, "execute": "eager"}
+    wb.WholeBatch(model, None, loss=loss, **options).gradient(batch)
+    made = {n: p.grad.detach().clone() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return made
 
 
 # ----------------------------------------------------------------------------- distance
@@ -312,10 +425,7 @@ def between_splits(llama: Llama, layers: int) -> None:
     for precision in ("bf16", "fp8"):
         whole: dict[str, Tensor] = {}
         for size in (8, 4, 3, 1):
-            options: Any = {"micro_batch": size, "precision": precision, "execute": "eager"}
-            wb.WholeBatch(model, None, loss=loss, **options).gradient(batch)
-            made = {name: p.grad.detach().clone() for name, p in model.named_parameters()}
-            model.zero_grad(set_to_none=True)
+            made = window_gradient(model, batch, size, precision, loss)
             whole = whole or made
             print(f"  {precision}, micro-batch {size} of 8: {apart(made, whole):.3e}", flush=True)
 
@@ -367,6 +477,9 @@ def curve(updates: int, every: int, precisions: Sequence[str], size: Sequence[in
 
 
 def main() -> None:
+    if sys.argv[1] == "--child":  # --child speed --models ROW --micro 0
+        child(sys.argv[4], profiles="--profile" in sys.argv)
+        return
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     commands = parser.add_subparsers(dest="command", required=True)
     of_speed = commands.add_parser("speed")
@@ -376,7 +489,9 @@ def main() -> None:
         default=[f"{name}/{way}" for name in ("4x4096", "22x2048") for way in WAYS],
     )
     of_speed.add_argument("--profile", action="store_true", help="print the longest kernels too")
+    of_speed.add_argument("--budget", type=float, default=600.0, help="seconds for all rows")
     commands.add_parser("products")
+    commands.add_parser("splits")
     of_distance = commands.add_parser("distance")
     of_distance.add_argument("--model", default="4x4096", choices=MODELS)
     of_distance.add_argument("--layers", type=int, default=2)
@@ -389,9 +504,11 @@ def main() -> None:
     )
     options = parser.parse_args()
     if options.command == "speed":
-        speed(options.rows, profiles=options.profile)
+        speed(options.rows, options.budget, profiles=options.profile)
     elif options.command == "products":
         products()
+    elif options.command == "splits":
+        splits()
     elif options.command == "distance":
         distance(options.model, options.layers)
     else:

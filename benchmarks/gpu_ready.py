@@ -3,6 +3,7 @@
     python benchmarks/gpu_ready.py --budget 280                       # as far as the time goes
     python benchmarks/gpu_ready.py --rows llama-12/blocks llama-12/whole
     python benchmarks/gpu_ready.py --rows gpt2/auto gpt2/torch gpt2/eager     # the first 60 s
+    python benchmarks/gpu_ready.py --rows llama-12/blocks --timeline  # each stage as it happens
     python benchmarks/gpu_ready.py --rows tiny/blocks --windows 2     # on a CPU, to try it
 
 A row is a model, and a way to run it:
@@ -33,6 +34,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+BEGAN = time.perf_counter()
 ROOT = Path(__file__).resolve().parents[1]
 LORA_RANK = 16
 
@@ -165,12 +167,26 @@ def total_of(model: Any, batch: dict[str, Any]) -> Any:
     )
 
 
+def stage(what: str) -> None:
+    """Print a line of the timeline: the seconds since the process began, and what comes next."""
+    if os.environ.get("TIMELINE"):
+        print(f"{time.perf_counter() - BEGAN:7.2f} {what}", file=sys.stderr, flush=True)
+
+
 @contextlib.contextmanager
 def phases_timed(device: str) -> Iterator[dict[str, float]]:
     """Add up the seconds of each phase of getting ready."""
     import torch
 
-    from wholebatch.compile import joint_graph, micro_step
+    from wholebatch.compile import (
+        biased_attention,
+        cross_entropy,
+        fused_weight_grad,
+        joint_graph,
+        layer_norm,
+        micro_step,
+        trace,
+    )
     from wholebatch.compile.compile_workers import Pending
     from wholebatch.compile.gradient_buffers import Gradients
     from wholebatch.compile.graph_check import Check
@@ -179,16 +195,33 @@ def phases_timed(device: str) -> Iterator[dict[str, float]]:
 
     def timed(phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
+            stage(f"{phase} begins")
             began = time.perf_counter()
             result = function(*args, **kwargs)
             if device == "cuda":
                 torch.cuda.synchronize()
-            spent[phase] += time.perf_counter() - began
+            took = time.perf_counter() - began
+            if phase in spent:
+                spent[phase] += took
+            stage(f"{phase} took {took:.2f}")
             return result
 
         return run
 
+    looked_into: list[tuple[Any, str, str]] = [
+        (micro_step, "compile_workers", "start of workers"),
+        (fused_weight_grad.Adding, "__call__", "eager micro-step"),
+        (cross_entropy, "computes_rightly", "kernel of the entropy"),
+        (layer_norm, "computes_rightly", "kernel of norms"),
+        (biased_attention, "computes_rightly", "kernel of attention"),
+        (joint_graph, "can_add_products", "products of graphs"),
+        (trace, "wait_for_import", "rest of Inductor's import"),
+        (torch.optim.AdamW, "step", "optimizer"),
+        (micro_step, "ForwardState", "state"),
+        (micro_step, "empty_cache", "empty cache"),
+    ]
     places = [
+        *(looked_into if os.environ.get("TIMELINE") else ()),
         (micro_step, "trace", "trace"),
         (joint_graph.JointStep, "_possible_fusions", "fusions"),
         (joint_graph, "rewrite", "rewrite"),
@@ -221,9 +254,14 @@ def child(row: str, windows: int) -> dict[str, Any]:
     import wholebatch as wb
     from wholebatch.compile.joint_graph import JointStep
 
+    stage("imported")
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.ones(1, device=device)
+    stage("device ready")
     JointStep.blocks = way == "blocks"
-    built = build(model).to(device)
+    with torch.device(device):
+        built = build(model)
+    stage("model built")
     trained = [p for p in built.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=device == "cuda")
 
@@ -239,7 +277,8 @@ def child(row: str, windows: int) -> dict[str, Any]:
             built, optimizer, loss=loss, micro_batch=model.micro, execute=execute, precision="bf16"
         )
         executor = train._runner.executor
-        for _ in range(4):
+        for number in range(4):
+            stage(f"window {number}")
             step = train.step(batch)
             if device == "cuda":
                 torch.cuda.synchronize()
@@ -247,6 +286,7 @@ def child(row: str, windows: int) -> dict[str, Any]:
             if executor.mode.endswith("compile"):
                 break
     ready = time.perf_counter() - began
+    stage(f"ready after {ready:.2f}")
     spent["eager"] = ready - sum(spent.values())
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -280,7 +320,8 @@ def stepper(model: Model, way: str, device: str) -> tuple[Callable[[], Any], Cal
 
     import wholebatch as wb
 
-    built = build(model).to(device)
+    with torch.device(device):
+        built = build(model)
     trained = [p for p in built.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=device == "cuda")
     batch = data(model, device)
@@ -357,13 +398,19 @@ def measured(row: str, windows: int, seconds: float, caches: str, limit: float) 
     command += ["--seconds", str(seconds)]
     try:
         done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=limit, check=False
+            command,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=None if "TIMELINE" in environment else subprocess.PIPE,
+            text=True,
+            timeout=limit,
+            check=False,
         )
     except subprocess.TimeoutExpired:
         return {"failed": f"not ready within {limit:.0f} s"}
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode or not lines:
-        return {"failed": done.stderr.strip().splitlines()[-6:]}
+        return {"failed": (done.stderr or "").strip().splitlines()[-6:]}
     result: dict[str, Any] = json.loads(lines[-1])
     return result
 
@@ -392,6 +439,7 @@ def main() -> int:
     parser.add_argument("--windows", type=int, default=15, help="timed windows of a row")
     parser.add_argument("--seconds", type=float, default=60.0, help="length of a loop's row")
     parser.add_argument("--cold-only", action="store_true", help="no second process")
+    parser.add_argument("--timeline", action="store_true", help="print each stage as it happens")
     parser.add_argument("--out", type=Path, help="folder for ready.json")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -401,6 +449,8 @@ def main() -> int:
         else:
             print(json.dumps(child(options.child, options.windows)), flush=True)
         return 0
+    if options.timeline:
+        os.environ["TIMELINE"] = "1"
     began = time.monotonic()
     print(
         f"| row | start | ready, s | {' | '.join(PHASES)} | compiled | ms a window | GiB | mode |"

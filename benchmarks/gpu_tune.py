@@ -3,7 +3,7 @@
     PYTHONPATH=src python3 benchmarks/gpu_tune.py [--out FOLDER] [--seconds 42]
 
 The search runs as `tune` runs it; then what it left out (but for what does not fit) is measured
-too, and the recommendation is held beside the fastest of all. `--seconds` is for each model: what
+too, and the recommendation is compared with the fastest of all. `--seconds` is for each model: what
 is not reached is said. Without CUDA it runs small models on the CPU, eagerly, to try itself.
 """
 

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
+from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
 import wholebatch as wb
@@ -40,7 +40,7 @@ def loss(model: nn.Module, micro: dict[str, Tensor]) -> wb.Loss:
     return wb.cross_entropy(model(micro["x"]), micro["y"])
 
 
-def measured(policy: str, windows: int) -> tuple[float, float]:
+def measured(policy: Any, windows: int) -> tuple[float, float]:
     """Return the median seconds of a window, and its collectives."""
     count = 0
     found = {name: getattr(dist, name) for name in COLLECTIVES}
@@ -100,7 +100,7 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=10)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(work, (f"{folder}/store", given.windows), nprocs=2)
+        spawn(work, (f"{folder}/store", given.windows), nprocs=2)
 
 
 if __name__ == "__main__":

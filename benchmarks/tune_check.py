@@ -4,7 +4,7 @@
 
 `tune` searches. Then, without it, every setting there is (each size of micro-batches, with and
 without checkpointing) makes windows in turn in one process, by the clock on the wall: one round of
-all, then of those that were not far behind. The recommendation is held beside the fastest of them
+all, then of those that were not far behind. The recommendation is compared with the fastest of them
 within the same rounds, so that what else the machine does comes over both alike. One thread. Rows
 of recipes that are not named stay as they were in the files.
 """
@@ -138,7 +138,7 @@ def markdown(data: dict[str, Any]) -> str:
         "",
         "`tune` searches; then every setting there is (micro-batch × "
         f"{'precision × ' if HAS_BF16 else ''}checkpointing, eager) makes windows in turn, and the "
-        "recommendation is held beside the fastest of them: the median over the rounds, with its "
+        "recommendation is compared with the fastest of them: the median over the rounds, with its "
         "95% interval.",
         "",
         "| recipe | recommended | fastest of all | reaches | measured | search | all |",

@@ -113,7 +113,7 @@ def rows() -> list[Row]:
         _preference(
             "KTO",
             "kto",
-            "samples, held against a KL mean of the batch",
+            "samples, compared with a KL mean of the batch",
             "TRL: both of a micro-batch",
             "wb.Coupled(encode, wb.kto_loss)",
         ),

@@ -119,7 +119,7 @@ def _train(out: Path, windows: int) -> list[str]:
 
 
 def straight(out: Path, windows: int, progress: Progress) -> None:
-    """The run without faults that the others are held against."""
+    """The run without faults that the others are compared with."""
     status = forked(
         _train(out, windows),
         out.with_suffix(".log"),
@@ -300,7 +300,7 @@ def markdown(found: dict[str, Any]) -> str:
         f"| at the end | {ends} |",
         "",
         "At the end the model, the optimizer, the place in the data and every line of",
-        "`metrics.jsonl` are held against those of a run without faults (of one process, for the",
+        "`metrics.jsonl` are compared with those of a run without faults (of one process, for",
         "ranks too). The recipe's sums are exact in float64, so that a window that ran out of",
         "memory and was cut into smaller micro-batches must give the same bits too.",
         "",
@@ -310,7 +310,9 @@ def markdown(found: dict[str, Any]) -> str:
 
 def main() -> int:
     """Read the options, soak, write."""
-    parser = argparse.ArgumentParser(description="Windows with faults, held against none.")
+    parser = argparse.ArgumentParser(
+        description="Windows with faults, compared with a run without."
+    )
     parser.add_argument("--windows", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--no-ranks", action="store_true", help="one process only")

@@ -7,8 +7,10 @@ So it starts without any state of the tests, as a process of its own interpreter
 
 from __future__ import annotations
 
+import ast
 import atexit
 import contextlib
+import gc
 import os
 import runpy
 import signal
@@ -21,8 +23,18 @@ from tempfile import TemporaryDirectory
 
 ROOT = Path(__file__).parents[1]
 PATH = f"{ROOT / 'src'}{os.pathsep}{ROOT}"
-# torch._dynamo: the first step of an optimizer imports it.
-PRELOADED = ["torch", "torch._dynamo", "torch.distributed.run", "wholebatch.cli.train_command"]
+# torch._dynamo: the first step of an optimizer imports it. The package's names are imported where
+# they are first used, so its largest modules are named.
+PRELOADED = [
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.run",
+    "wholebatch.core.accumulator",
+    "wholebatch.core.whole_batch",
+    "wholebatch.coupled.adds_up",
+    "wholebatch.cli.train_command",
+    "wholebatch.cli.train_loop",
+]
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": PATH, "TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
@@ -38,9 +50,10 @@ class Started:
         cwd: Path,
         environment: dict[str, str],
         ranks: int | None = None,
+        restarts: int = 0,
     ) -> None:
         self._out, self._err = folder / "stdout", folder / "stderr"
-        given = (program, list(arguments), self._out, self._err, cwd, environment, ranks)
+        given = (program, list(arguments), self._out, self._err, cwd, environment, ranks, restarts)
         self._process = _forked_from_the_server().Process(target=_run, args=given)
         self._process.start()
         assert self._process.pid is not None
@@ -56,12 +69,16 @@ class Started:
         self._process.join(timeout)
         status = self.status
         if status is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.pid, signal.SIGKILL)
-            self._process.join()
+            self.kill()
             raise subprocess.TimeoutExpired(str(self._process), timeout, self._out.read_bytes())
         out, err = (path.read_text(encoding="utf-8") for path in (self._out, self._err))
         return subprocess.CompletedProcess(str(self._process), status, out, err)
+
+    def kill(self) -> None:
+        """Kill the process and all that it has started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self._process.join()
 
 
 def run(
@@ -106,7 +123,9 @@ def _run(
     cwd: Path,
     environment: dict[str, str],
     ranks: int | None,
+    restarts: int,
 ) -> None:
+    gc.freeze()  # what is imported: no collection goes through it, or copies its pages
     os.setsid()  # so that a timeout ends the ranks too
     for path, stream in ((out, 1), (err, 2)):
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -118,14 +137,15 @@ def _run(
     if ranks is None:
         _main(program, *arguments)
     else:
-        _torchrun(program, arguments, ranks)
+        _torchrun(program, arguments, ranks, restarts)
 
 
-def _torchrun(program: str | Path, arguments: list[str], ranks: int) -> None:
+def _torchrun(program: str | Path, arguments: list[str], ranks: int, restarts: int) -> None:
     """Do what torchrun does, with ranks that are forked from its agent.
 
-    The agent waits for what each rank returns: a script must not end by `os._exit(0)`. No rank ends
-    through its interpreter, where a thread of gloo that still releases a tensor would abort it.
+    The agent imports what the script does, once for all ranks. It waits for what each rank returns:
+    a script must not end by `os._exit(0)`. No rank ends through its interpreter, where a thread of
+    gloo that still releases a tensor would abort it.
     """
     from torch.distributed import run as module
     from torch.distributed.launcher.api import elastic_launch
@@ -134,8 +154,21 @@ def _torchrun(program: str | Path, arguments: list[str], ranks: int) -> None:
     given = module.parse_args(options)
     given.rdzv_backend, given.rdzv_endpoint, given.rdzv_id = "c10d", "localhost:0", str(os.getpid())
     config, _, _ = module.config_from_args(given)
-    config.start_method = "fork"
+    config.start_method, config.max_restarts = "fork", restarts
+    if isinstance(program, Path):
+        _import_what_it_imports(program)
     elastic_launch(config, _main)(program, *arguments)
+
+
+def _import_what_it_imports(script: Path) -> None:
+    folder = str(script.parent)
+    sys.path.insert(0, folder)
+    for node in ast.parse(script.read_text(encoding="utf-8")).body:
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            with contextlib.suppress(ImportError):  # its ranks will say so
+                exec(compile(ast.Module([node], []), str(script), "exec"), {})
+    sys.path.remove(folder)
+    gc.freeze()
 
 
 def _main(program: str | Path, *arguments: str) -> None:

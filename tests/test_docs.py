@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import processes
+
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("examples/*.md"), *ROOT.glob("docs/**/*.md")])
 
@@ -73,13 +75,12 @@ def test_readme_shows_what_lint_and_verify_say() -> None:
     shown = re.findall(r"^\$ (wholebatch .*)\n((?:[^`\n].*\n)+)", text, flags=re.M)
     assert [line.split()[1] for line, _ in shown] == ["lint", "verify"]
     for line, said in shown:
-        done = subprocess.run(
-            [sys.executable, "-m", "wholebatch.cli", *line.split()[1:]],
+        done = processes.run(
+            "wholebatch.cli",
+            *line.split()[1:],
             cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "COLUMNS": "90"},
-            capture_output=True,
-            text=True,
-            check=False,
+            environment={**os.environ, **processes.ENVIRONMENT, "COLUMNS": "90"},
+            timeout=240,
         )
         assert done.returncode == 1, done.stderr
         words = " ".join(re.sub(r"[\d.]+( s|e-\d+)", "0", done.stdout).split())
@@ -146,3 +147,21 @@ def test_readme_has_the_errors_of_the_comparison() -> None:
         measured = re.search(row, compared, flags=re.M)
         assert measured is not None
         assert re.search(rf"^\| {shown} \|.*\| {measured[1]} \|", readme, flags=re.M), shown
+
+
+DOORS = "benchmarks/doors.md"
+
+
+def test_times_beside_a_link_to_the_doors_are_on_that_page() -> None:
+    measured = re.findall(r"\d+\.\d+", (ROOT / "docs" / DOORS).read_text(encoding="utf-8"))
+    known = {round(float(number)) for number in measured}
+    told = 0
+    for page in (ROOT / "docs").rglob("*.md"):
+        for paragraph in page.read_text(encoding="utf-8").split("\n\n"):
+            if DOORS in paragraph and "](" in paragraph:
+                line = paragraph.split("\n- ")  # of a list, the items that have the link
+                for text in (one for one in line if DOORS in one):
+                    times = {int(number) for number in re.findall(r"\b(\d+) ms\b", text)}
+                    assert times <= known, (page.name, times - known)
+                    told += len(times)
+    assert told >= 10

@@ -60,6 +60,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     ),
     frozenset(
         {
+            "core.forward_state",
             "core.loss",
             "core.optimizer_step",
             "core.optional_packages",

@@ -51,7 +51,7 @@ class UnsupportedError(WholebatchError, TypeError):
 
 
 class LossError(WholebatchError, ValueError):
-    """What a loss function returned is not a sum together with its units."""
+    """A loss function returned something other than a sum with its units."""
 
 
 class SplitError(WholebatchError, ValueError):

@@ -1,4 +1,4 @@
-"""The proof as an assertion, for test suites of one's own.
+"""The proof as an assertion, for your own test suite.
 
 ```python
 from wholebatch.testing import assert_same_update, assert_right_loop

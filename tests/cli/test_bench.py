@@ -139,11 +139,11 @@ def test_the_command(command: Callable[..., Ran], recipe: Callable[..., Path]) -
 
     for given, said in [
         (("--beside", "loops"), "--beside loops: must be one of wholebatch"),
-        (("--micro-batch", "0"), "--micro-batch 0: must be 1 or more"),
+        (("--micro-batch", "0"), "--micro-batch 0: must be a whole number, at least 1"),
         (("--micro-batch", "11"), "--micro-batch 11: is more than the batch of 10"),
         (("--precision", "half"), "must be full, bf16, fp16 or fp8"),
         (("--out", "bench.txt"), "must be the name of a .json file"),
-        (("--clock", "sun"), "must be wall or cpu"),
+        (("--clock", "sun"), "must be one of wall, cpu"),
         (("--seconds", "0"), "must be above 0"),
         (("--batch-size", "99"), "is more than the 24 samples"),
     ]:

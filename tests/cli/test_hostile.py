@@ -148,7 +148,7 @@ def test_files_that_may_not_be_read(
         (["train", "f.py"], "recipe 'f.py' is not a file; give a Python file"),
         (["train", "mine.py", "--from", "f.py"], "--from f.py: cannot be read: it is a FIFO"),
         (["report", "f.py"], "f.py: cannot be read: it is a FIFO, not a file"),
-        (["plan", "hf:f.py"], "hf:f.py: cannot be read (it is a FIFO, not a file)"),
+        (["plan", "hf:f.py"], "hf:f.py: cannot be read: it is a FIFO, not a file"),
         (["train", "mine.py", "--out", "loop"], "--out loop: is a link that leads nowhere"),
         (["train", "mine.py", "--out", "a\0b"], "embedded null byte"),
         (["train", "a\0b"], r"recipe 'a\x00b': there is no such file"),

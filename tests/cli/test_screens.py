@@ -8,15 +8,20 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from rich.cells import cell_len
+from rich.console import Console
 
 from tests.cli.helpers import EXACT, command_line, environment_of
 from tests.cli.screens import screen_of, terminal
-from wholebatch.cli import main
+from wholebatch.cli import main, plan_command, rate_command, tune_command
 from wholebatch.cli.app import COMMANDS, load
+from wholebatch.cli.report.terminal_output import fitting
 
 WIDTHS = (60, 80, 120)
 WIDE = 1000  # where nothing needs to be wrapped
@@ -37,6 +42,18 @@ for step, batch in enumerate(loader):
         optimizer.step()
         optimizer.zero_grad()
 """
+TRAINER = """
+import torch
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(8):
+    x, y = torch.randn(3, 4), torch.randint(0, 2, (3,))
+    (torch.nn.functional.cross_entropy(model(x), y) / 4).backward()
+    if step % 4 == 3:
+        optimizer.step()
+        optimizer.zero_grad()
+"""
 BENCH = ("bench", "mine.py", "--seconds", "0.02", "--beside", "wholebatch,loop")
 SCREENS: dict[str, tuple[str, ...]] = {
     "train": ("train", "mine.py", "--out", "run", "--steps", "2", "--noise", "off"),
@@ -48,8 +65,12 @@ SCREENS: dict[str, tuple[str, ...]] = {
     "lint": ("lint", "script.py"),
     "plan": ("plan", "mine.py", "--gpu-memory", "1GiB"),
     "plan none": ("plan", "mine.py", "--gpu-memory", "1KiB"),
+    "verify trainer": ("verify", "--trainer", "trainer.py"),
     "tune": ("tune", "mine.py", "--seconds", "0.5", "--micro-batch", "5,10"),
     "bench": BENCH,
+    "rate": ("rate", "mine.py", "--updates", "10"),
+    "rival": ("rival", "mine.py", "--seconds", "0.02", "--micro-batch", "5"),
+    "cache": ("cache",),
     "scale": (
         *("scale", "--batch-size", "500", "--micro-batch", "7", "--base-batch", "64"),
         *("--lr", "1e-3", "--warmup", "100", "--betas", "0.9,0.95", "--samples", "12345"),
@@ -67,6 +88,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "mine.py").write_text(EXACT, encoding="utf-8")
     (tmp_path / "loop.py").write_text("import torch\n" + LOOP, encoding="utf-8")
     (tmp_path / "script.py").write_text(SCRIPT, encoding="utf-8")
+    (tmp_path / "trainer.py").write_text(TRAINER, encoding="utf-8")
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+        monkeypatch.setenv(name, "/tmp/nothing")  # a path is one word
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.delenv("COLUMNS", raising=False)
@@ -93,9 +117,9 @@ def test_no_word_is_split_and_no_line_is_too_wide(name: str, folder: Path) -> No
     if name in ("resumed", "report"):
         main([*SCREENS["train"]])
         main([*SCREENS["resumed"]])
-    known = words_of(shown(WIDE, SCREENS[name]))
     # Measured words may come and go: a remark on drift, the fastest setting.
-    measured = name in ("tune", "bench")
+    measured = name in ("tune", "bench", "rival")
+    known = set() if measured else words_of(shown(WIDE, SCREENS[name]))
     for width in WIDTHS:
         if name == "train":
             (folder / "run").rename(folder / f"run before {width}")
@@ -103,8 +127,56 @@ def test_no_word_is_split_and_no_line_is_too_wide(name: str, folder: Path) -> No
         assert [line for line in lines if cell_len(line) > width] == []
         text = "\n".join(lines)
         assert text.count("…") == 0 or "--help" in name
-        if not measured:
-            assert not words_of(lines) - known, text
+        assert measured or not words_of(lines) - known, text
+
+
+def ladder(console: Console) -> None:
+    """The table of `tune --ladder`, as measured steps give it."""
+    cost = SimpleNamespace(seconds=0.1806, peak=13_650_000, predicted=None, status="measured")
+    bound = SimpleNamespace(kind="memory", utilisation=0.24)
+    steps = ("as it is", "gradient checkpointing", "accumulation, 8 × 4", "gradients: release")
+    rungs = [SimpleNamespace(what=w, together=cost, alone=cost, bottleneck=bound) for w in steps]
+    console.print(
+        fitting(tune_command._ladder(cast(Any, SimpleNamespace(ladder=rungs))), console.width)
+    )
+
+
+def hardware(console: Console) -> None:
+    """What `plan` says of a model that does not fit: GPUs that would do, with their price."""
+    sharding = "FSDP2 (sync every), offload to the host"
+    rows = [
+        SimpleNamespace(
+            gpu=g, gpus=8, sharding=sharding, precision="bf16", peak=4e10, host=1e12, price=p
+        )
+        for g, p in (("A100 40GB", None), ("here", 12.0))
+    ]
+    largest = [SimpleNamespace(blocks=112, parameters=97.9e9, how=f"{sharding}, checkpointed")]
+    answer = SimpleNamespace(hardware=rows, largest=largest)
+    plan_command._show_answer(console, cast(Any, SimpleNamespace(answer=answer, sync="every")))
+
+
+def curve(console: Console) -> None:
+    """The plot of `rate`, over more updates than a terminal has columns."""
+    points = {
+        "x": [1e-5 * 1.1**n for n in range(130)],
+        "y": [2 + (n - 90) ** 2 for n in range(130)],
+    }
+    rate_command._show(console, cast(Any, SimpleNamespace(curves=[points], advice=[])))
+
+
+@pytest.mark.parametrize("show", [ladder, hardware, curve])
+def test_wide_tables_become_lines(show: Callable[[Console], None]) -> None:
+    """The widest tables, drawn from results: measuring them takes minutes."""
+
+    def lines(width: int) -> list[str]:
+        console = Console(width=width, force_terminal=True, color_system=None, file=StringIO())
+        show(console)
+        return cast(StringIO, console.file).getvalue().split("\n")
+
+    known = words_of(lines(WIDE))
+    for width in WIDTHS:
+        assert [line for line in lines(width) if cell_len(line) > width] == []
+        assert words_of(lines(width)) <= known
 
 
 def test_a_screen_is_what_is_left_on_it() -> None:
@@ -159,7 +231,7 @@ def test_a_wrong_option_is_told_without_torch(arguments: list[str]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["train", "verify", "plan", "tune", "bench", "recipes"])
+@pytest.mark.parametrize("name", ["train", "verify", "plan", "tune", "rate", "cache", "recipes"])
 def test_something_is_on_the_screen_at_once(
     name: str, folder: Path, recipe: Callable[..., Path]
 ) -> None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests import processes
 from tests.cli.helpers import environment_of
 
 ROOT = Path(__file__).parents[2]
@@ -19,13 +18,12 @@ def test_two_hundred_windows(tmp_path: Path) -> None:
     table = tmp_path / "soak.json"
     page = tmp_path / "soak.md"
     options = ["--windows", "200", "--no-ranks", "--seed", "3"]
-    done = subprocess.run(
-        [sys.executable, ROOT / "scripts/soak.py", *options, "--json", table, "--markdown", page],
-        env=environment_of(),
-        capture_output=True,
-        text=True,
+    done = processes.run(
+        ROOT / "scripts/soak.py",
+        *(*options, "--json", str(table), "--markdown", str(page)),
+        cwd=tmp_path,
+        environment=environment_of(),
         timeout=300,
-        check=False,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     [row] = json.loads(table.read_text())["rows"]

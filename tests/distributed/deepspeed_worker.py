@@ -11,8 +11,10 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.zero.muon import muon_optimizer  # noqa: F401 (before the ranks are forked)
 from torch import Tensor, nn
 
 import wholebatch as wb
@@ -67,8 +69,6 @@ class Crossed(nn.Module):
 
 
 def initialized(stage: int, make: Any, *, model: nn.Module | None = None, **config: Any) -> Any:
-    import deepspeed
-
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     model = fresh().float() if model is None else model
     zero = {
@@ -107,8 +107,6 @@ class SeenWhole:
 
 
 def parameters_of(engine: Any) -> list[Tensor]:
-    import deepspeed
-
     parameters = list(engine.module.parameters())
     with deepspeed.zero.GatheredParameters(parameters):
         return [p.detach().clone() for p in parameters]
@@ -396,8 +394,6 @@ def cases_of() -> dict[str, Callable[[], Any]]:
 
 def main() -> None:
     warnings.simplefilter("ignore")  # DeepSpeed's own
-    import deepspeed
-
     # A faster all-reduce on one machine that would be compiled at the first start: gloo will do.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed("gloo", verbose=False)

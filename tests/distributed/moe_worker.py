@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import transformers.trainer  # noqa: F401 (before the ranks are forked)
 from torch.nn.parallel import DistributedDataParallel
 
 import wholebatch as wb

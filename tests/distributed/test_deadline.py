@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -12,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests import processes
 from tests.cli.helpers import NOISY, metrics_of
-from tests.distributed.launch import ROOT
 from wholebatch.cli import main
 from wholebatch.cli.checkpoints import Checkpoints
 from wholebatch.distributed.rank_failure import Progress, _blame, parse_deadline, place_of
@@ -144,22 +142,13 @@ def test_the_command_refuses_one_before_it_begins(
 @pytest.mark.slow
 def test_a_rank_that_sleeps_in_its_data_ends_the_command(tmp_path: Path) -> None:
     (tmp_path / "sleepy.py").write_text(SLEEPY, encoding="utf-8")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", "2", "-m", "wholebatch.cli", "train", "sleepy.py"]
-    done = subprocess.run(
-        [*command, "--out", "run", "--checkpoint-every", "1", "--deadline", "10"],
+    done = processes.run(
+        "wholebatch.cli",
+        *("train", "sleepy.py", "--out", "run", "--checkpoint-every", "1", "--deadline", "10"),
         cwd=tmp_path,
-        env={
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": str(ROOT / "src"),
-            "GLOO_SOCKET_IFNAME": "lo",
-            "TORCH_CPP_LOG_LEVEL": "ERROR",
-        },
-        capture_output=True,
-        text=True,
+        environment={**os.environ, **processes.ENVIRONMENT, "GLOO_SOCKET_IFNAME": "lo"},
         timeout=240,
-        check=False,
+        ranks=2,
     )
     assert done.returncode == 1
     told = [line for line in done.stderr.splitlines() if "rank 1 made no progress for " in line]

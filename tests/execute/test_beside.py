@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import operator
-import os
 import pickle
+import subprocess
 import sys
 import threading
 import time
@@ -22,6 +22,7 @@ from tests.execute.nets import Tagger, loss, mean_of_tokens, mode_of, tagged
 from tests.support import Seen, Whole, sgd
 from wholebatch.compile import compile_workers, execute_mode, joint_graph, micro_step
 from wholebatch.compile.compile_workers import CompileWorkers, Pending, job_of
+from wholebatch.compile.disk_cache import claimed
 from wholebatch.compile.execute_mode import ExecutePlan
 from wholebatch.compile.repeated_blocks import PieceProgram, _Input, _Result
 
@@ -164,6 +165,36 @@ def test_windows_do_not_wait(
     assert executor.progress is None
 
 
+def test_windows_do_not_wait_for_a_graph_of_open_sizes(
+    beside: None, as_traced: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[Pending] = []
+
+    def later(self: CompileWorkers, jobs: Any) -> Pending:
+        given.append(Pending(jobs, expected=30.0))
+        given[-1].left = len(given) - 1  # The first one is in the cache.
+        return given[-1]
+
+    monkeypatch.setattr(compile_workers, "_CHILD", "")
+    monkeypatch.setattr(CompileWorkers, "compile", later)
+    model = Tagger().double()
+    whole = Whole(model, loss=mean_of_tokens)
+    train = wb.WholeBatch(model, sgd(model), loss=loss, micro_batch=8)
+    executor = train._runner.executor
+    executor._plan.started -= 1e9
+    modes = []
+    for length in (6, 6, 6, 7, 7, 7, 8, 8, 7, 7, 8, 8):
+        if len(modes) == 8:
+            assert len(given) == 2  # of both kinds that share it, one has sent it
+            given[1].left = 0
+        whole.step(tagged(4, length))
+        train.step(tagged(4, length))
+        modes.append(mode_of(train))
+    assert modes[5:9] == ["operations", "eager", "operations", "eager"]  # eager: the comparison
+    assert [one.mode for one in executor._steps.values()] == ["compile"] * 3
+    whole.assert_same(model)
+
+
 def test_processes_that_share_a_disk_compile_a_piece_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -172,11 +203,11 @@ def test_processes_that_share_a_disk_compile_a_piece_once(
     entered: list[bool] = []
 
     def other() -> None:
-        with compile_workers._claimed(job) as ours:
+        with claimed(compile_workers._mark(job.message)) as ours:
             entered.append(ours)
 
     thread = threading.Thread(target=other)
-    with compile_workers._claimed(job) as ours:
+    with claimed(compile_workers._mark(job.message)) as ours:
         assert ours
         thread.start()
         time.sleep(0.3)
@@ -187,11 +218,10 @@ def test_processes_that_share_a_disk_compile_a_piece_once(
     assert job.known
     compile_workers._mark(job.message).unlink()
     claim = compile_workers._mark(job.message).with_suffix(".busy")
-    claim.touch()
-    os.utime(claim, (0, 0))  # Whoever claimed it has ended.
-    with compile_workers._claimed(job) as ours:
-        assert ours
-    assert not claim.exists()
+    ended = "import fcntl, os, sys; fcntl.flock(open(sys.argv[1], 'w'), fcntl.LOCK_EX); os._exit(1)"
+    subprocess.run([sys.executable, "-c", ended, str(claim)], check=False)
+    with claimed(compile_workers._mark(job.message)) as ours:
+        assert ours  # Whoever claimed it has ended.
 
 
 def test_jobs_that_take_too_long_have_failed() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 import wholebatch as wb
 from tests.execute.nets import Micro, Tagger, loss, mean_of_tokens, mode_of, tagged, traced
 from tests.support import Whole
+from wholebatch.compile import gradient_buffers
 from wholebatch.compile.gradient_buffers import Gradients
 from wholebatch.compile.micro_step import Executor
 
@@ -130,3 +133,18 @@ def test_buffers_count_their_own_changes() -> None:
         [1.0] * 3,
         [0.0] * 5,
     ]
+
+
+def test_gradients_are_set_aside_on_the_device_if_it_has_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gradient: Any = SimpleNamespace(is_cuda=True, device=torch.device("cuda"), nbytes=10)
+    free = 0
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 100)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 130)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 120)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free, 1000))
+    assert gradient_buffers._room_for([gradient]).type == "cpu"
+    free = 61  # 20 more are reserved; 10 are needed beside the 30 of a micro-step, twice
+    assert gradient_buffers._room_for([gradient]).type == "cuda"
+    assert gradient_buffers._room_for([]).type == "cpu"

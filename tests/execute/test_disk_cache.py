@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from wholebatch.cli.app import run
-from wholebatch.compile import disk_cache
+from wholebatch.compile import compile_workers, disk_cache
 from wholebatch.compile.inductor import compiled_by_inductor
 from wholebatch.compile.repeated_blocks import PieceProgram, _Input, _Result
 
@@ -55,6 +55,34 @@ def error() -> float:
     [found] = run_piece(a, b)
     wanted = a @ b @ b
     return float((found - wanted).norm() / wanted.norm())
+
+
+def test_a_worker_compiles_a_piece_of_open_sizes(folder: Path) -> None:
+    from torch._dynamo.source import ConstantSource
+    from torch._dynamo.utils import counters
+    from torch._inductor.utils import clear_caches
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+
+    known, source = ShapeEnv(), ConstantSource("size_0")
+    symbol = known.create_symbol(5, source, DimDynamic.DYNAMIC)
+    rows = known.create_symintnode(symbol, hint=5, source=source)
+    tall = ((2 * rows, 3), (3, 1), torch.float64, torch.device("cpu"))
+    products = [(aten.mm.default, (one, _Input(2)), {}) for one in (_Input(1), _Result(0))]
+    piece = PieceProgram(products, [rows, tall, MATRIX], [1])
+    job = compile_workers.job_of(piece, {"more": {}, "whole_rows": 4096})
+    assert not job.known
+    compile_workers._compile(job.message)  # in the worker
+    assert job.known
+    clear_caches()
+    counters.clear()
+    with FakeTensorMode(shape_env=known):
+        examples = piece.examples()
+    run_piece = compiled_by_inductor(piece.module(), examples, more={}, whole_rows=4096)
+    assert counters["inductor"]["fxgraph_cache_hit"] == 1
+    assert not counters["inductor"]["fxgraph_cache_miss"]
+    a, b = torch.randn(14, 3, dtype=torch.float64), torch.randn(3, 3, dtype=torch.float64)
+    assert torch.equal(run_piece(7, a, b)[0], a @ b @ b)
 
 
 def damage(folder: Path, kind: str, choose: random.Random) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from contextlib import nullcontext, suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +11,10 @@ import pytest
 import torch
 from torch import fx
 
-from wholebatch.compile import inductor
+from wholebatch.compile import compile_workers, inductor, trace
+from wholebatch.compile.execute_mode import CannotTrace
+from wholebatch.compile.repeated_blocks import PieceProgram
+from wholebatch.compile.value_reads import ValueReads
 
 aten = torch.ops.aten
 
@@ -95,3 +100,35 @@ def test_parts_of_a_concatenation_are_written_in_place(
     run = inductor.compiled_by_inductor(module, given, more=options, whole_rows=4096)
     assert torch.allclose(run(*given)[0], module(*given)[0])
     assert made == ([1] if kind == "product" else [])
+
+
+@pytest.mark.parametrize("use", ["compile", "job", "trace"])
+def test_nobody_uses_inductor_while_a_thread_imports_it(
+    use: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its modules import each other in circles: a second thread would get incomplete ones."""
+    order: list[str] = []
+
+    def slow(_: bool) -> None:
+        time.sleep(0.2)
+        order.append("imported")
+
+    graph = fx.Graph()
+    graph.output((graph.call_function(aten.sin.default, (graph.placeholder("a"),)),))
+    module = fx.GraphModule({}, graph)
+    monkeypatch.setattr(inductor, "_imports", [])
+    monkeypatch.setattr(inductor, "import_compiler", slow)
+    monkeypatch.setattr(inductor, "_compiled", lambda *_: order.append("used"))
+    monkeypatch.setattr(compile_workers._Pickler, "dump", lambda *_: order.append("used"))
+    monkeypatch.setattr(trace, "only_reads", lambda *_: (order.append("used"), nullcontext())[1])
+    for _ in range(2):  # A second executor starts no second thread.
+        inductor.start_compiler(with_processes=False)
+    if use == "compile":
+        inductor.compiled_by_inductor(module, [torch.ones(1)], more={}, whole_rows=4096)
+    elif use == "job":
+        compile_workers.job_of(PieceProgram([], [], []), {})
+    else:
+        step: Any = SimpleNamespace(model=None, loss=None, reads=ValueReads())
+        with suppress(CannotTrace):
+            trace._written_down(step, [])
+    assert order == ["imported", "used"]

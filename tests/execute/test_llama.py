@@ -26,7 +26,7 @@ def _model(**options: Any) -> nn.Module:
     torch.manual_seed(0)
     sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True}
-    config = transformers.Qwen2Config(**sizes, **heads, use_cache=False, **options)
+    config = transformers.Qwen2Config(**(sizes | heads | options), use_cache=False)
     model: nn.Module = transformers.Qwen2ForCausalLM(config)
     return model
 
@@ -110,13 +110,14 @@ def test_the_rewritten_graph_makes_the_same_gradients() -> None:
 
 
 def test_keys_are_not_repeated_for_16_bit_and_padding_keeps_its_mask() -> None:
-    def keys(micro: dict[str, Tensor]) -> set[int]:
-        nodes = _traced(_model(), micro)[0].graph.graph.nodes
+    def keys(micro: dict[str, Tensor], **options: Any) -> set[int]:
+        nodes = _traced(_model(**options), micro)[0].graph.graph.nodes
         calls = [n for n in nodes if "attention_for_cpu.default" in str(n.target)]
         assert all((n.kwargs.get("attn_mask") is None) == (len(n.args) == 5) for n in calls)
         return {n.args[1].meta["val"].shape[1] for n in calls}
 
     assert keys(_micro()) == {2}
+    assert keys(_micro(), num_key_value_heads=1, num_hidden_layers=1) == {1}
     assert keys(_micro(padded=True)) == {4}  # It needs a mask: torch has no fused kernel for both.
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -16,12 +18,13 @@ from torch.nn import functional
 import wholebatch as wb
 from tests.execute.nets import Blocks, loss, run_rewritten
 from tests.support import distance
-from wholebatch.compile import biased_attention, fusion, gelu
+from wholebatch.compile import biased_attention, compile_workers, fusion, gelu
 from wholebatch.compile import cross_entropy as entropy
 from wholebatch.compile import layer_norm as norms
 from wholebatch.compile.gelu import can_fuse_gelu, simplify_gelu
 from wholebatch.compile.graph_rewrite import Fusions, Rewritten
 from wholebatch.compile.layer_norm import can_fuse_norms
+from wholebatch.compile.repeated_blocks import PieceProgram, _Input, _Result
 from wholebatch.core.precision import choose
 
 
@@ -219,3 +222,47 @@ def test_a_kernel_that_is_not_there_or_cannot_run_is_not_used(
 def test_no_cpu_has_the_kernel() -> None:
     assert not can_fuse_norms(torch.device("cpu"))
     assert not can_fuse_gelu(torch.device("cpu"))
+
+
+def test_a_good_verdict_is_kept_for_the_next_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(fusion, "_versions", lambda device: f"of {device}")
+    asked: list[str] = []
+
+    def check(device: torch.device) -> bool:
+        asked.append(str(device))
+        return device.index != 1
+
+    def both(device: torch.device) -> bool:
+        return fusion.once_per_machine(check)(device)  # A check that asks another one.
+
+    for _ in range(2):  # Two processes.
+        verdict = fusion.once_per_machine(both)
+        assert verdict(torch.device("cuda", 0))
+        assert verdict(torch.device("cuda", 0))
+        assert not verdict(torch.device("cuda", 1))
+    assert asked == ["cuda:0", "cuda:1", "cuda:1"]
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "file"))  # cannot be written
+    assert fusion.once_per_machine(check)(torch.device("cuda", 0))
+    assert asked[3:] == ["cuda:0"]
+
+
+def test_a_worker_compiles_the_kernels_that_a_piece_launches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    launched: list[tuple[Any, ...]] = []
+    kernels: Any = ModuleType("wholebatch.compile.triton_kernels")
+    kernels.only_compiled = nullcontext
+    kernels.gelu_backward = lambda gradient, x, *_, **__: launched.append((x.shape, x.device.type))
+    monkeypatch.setitem(sys.modules, "wholebatch.compile.triton_kernels", kernels)
+    matrix = ((4, 8), (8, 1), torch.float32, torch.device("cuda", 0))
+    sums = ((8,), (1,), torch.float32, torch.device("cuda", 0))
+    operations = [
+        (torch.ops.aten.sin.default, (_Input(0),), {}),
+        (gelu._operation(), (_Result(0), _Input(0), _Input(1), "tanh"), {}),
+    ]
+    compile_workers._compile_kernels(PieceProgram(operations, [matrix, sums], [1]))
+    assert launched == [((4, 8), "cuda")]

@@ -67,8 +67,9 @@ def test_kinds_are_bounded_and_must_come_again() -> None:
 def test_kinds_that_share_a_graph_use_it_at_once() -> None:
     graph, compile_ = ExecutePlan.of("graph", CUDA), ExecutePlan.of("compile", CPU)
     assert graph.prepares(1, 1, first=False, shared=0)
-    assert graph.prepares(1, 1, first=False, shared=30)
-    assert not graph.prepares(1, 9, first=False, shared=31)  # recordings hold memory
+    assert graph.records(31, 4)
+    assert not graph.records(32, 4)  # recordings hold memory
+    assert not graph.records(1, 3)
     assert compile_.prepares(3, 1, first=False, shared=5)
     assert not compile_.prepares(1, 1, first=False, shared=31)  # it may never come again
     assert compile_.prepares(1, 2, first=False, shared=500)

@@ -273,6 +273,43 @@ def test_auto_compiles_a_graph_once_for_all_that_share_it(compilations: list[boo
     whole.assert_same(model)
 
 
+def test_a_kind_is_recorded_once_it_has_come_often(
+    monkeypatch: pytest.MonkeyPatch, compilations: list[bool]
+) -> None:
+    """Until then the shared graph runs as it is: sizes that come once cost no recording."""
+    recorded: list[int] = []
+
+    def capture(run: Any, tensors: list[Tensor], *_: Any, **__: Any) -> Any:
+        if len(tensors[0]) == 6:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        recorded.append(len(tensors[0]))
+        return lambda *arguments: run(*arguments)
+
+    monkeypatch.setattr(executor_module, "CapturedGraph", capture)
+    monkeypatch.setattr(executor_module, "rehearse", lambda run, *_, **__: [run() for _ in "12"][1])
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", int)
+    model = mlp()
+    whole = Whole(model)
+    train = wb.WholeBatch(model, sgd(model), loss=loss, micro_batch=8, execute="compile")
+    executor = train._runner.executor
+    executor._plan.captures = True
+    for rows in (8, 8, 11, 11, *range(12, 15), 13, 13, 13, 13, 14, 14, 14, 14, 15):
+        whole.step(samples(rows))
+        train.step(samples(rows))
+    # The whole micro-batches of 8, the first kind of the shared graph, and one that came 4 times.
+    assert recorded == [8, 3, 5]
+    assert compilations == [False, True]
+    assert not executor._plan.captures
+    assert any("CUDA cannot record it" in line for line in executor.notes.history)
+    modes = {key: step.mode for key, step in zip("83456", executor._steps.values(), strict=False)}
+    assert list(modes.values()) == ["graph of compile"] * 2 + [
+        "compile",
+        "graph of compile",
+        "compile",
+    ]
+    whole.assert_same(model)
+
+
 def test_a_compiler_that_cannot_leave_sizes_open(
     monkeypatch: pytest.MonkeyPatch, compilations: list[bool]
 ) -> None:

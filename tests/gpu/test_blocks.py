@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -109,18 +110,27 @@ def test_recorded_blocks_make_the_update_of_eager_code() -> None:
 def test_blocks_are_as_exact_as_eager_code_in_bf16_and_take_no_more_memory() -> None:
     truth, _ = trained("eager", dtype=torch.float64)
     eager, _ = trained("eager", precision="bf16")
-    peaks = []
+    held = []
     for blocks in (True, False):
+        before = in_graphs()
         with mock.patch.object(JointStep, "blocks", blocks):
             found, train = trained("graph", precision="bf16")
         assert error(found, truth) <= 1.25 * error(eager, truth)
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_reserved()
-        train.step(batch(20))
-        peaks.append((torch.cuda.max_memory_allocated(), before))
+        held.append(in_graphs() - before)
         del train
-    assert peaks[0][1] <= 1.1 * peaks[1][1], peaks
+    print(f"  with and without blocks: {held}")
+    assert 0 < held[0] <= 1.1 * held[1], held
+
+
+def in_graphs() -> int:
+    """Bytes of the pools of recorded graphs.
+
+    All that is reserved would be more than that: workspaces, and what is only cached, which depends
+    on the tests before this one.
+    """
+    gc.collect()
+    segments = torch.cuda.memory_snapshot()
+    return sum(one["total_size"] for one in segments if tuple(one["segment_pool_id"]) != (0, 0))
 
 
 def test_every_replay_and_every_layer_drops_other_numbers() -> None:

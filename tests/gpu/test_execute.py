@@ -352,11 +352,17 @@ def test_auto_records_first_and_compiles_when_the_run_is_old_enough() -> None:
 
 def test_auto_compiles_beside_the_run() -> None:
     reference, model = fresh(torch.float64), fresh(torch.float64)
+    scale = 1.0 + time.time() % 1.0  # No cache holds a graph with this constant.
+
+    def scaled(model: nn.Module, micro: Micro) -> wb.Loss:
+        found = loss(model, micro)
+        return wb.Loss(found.total * scale, found.units)
+
     train, other = (
         wb.WholeBatch(
             one,
             torch.optim.SGD(one.parameters(), lr=0.01),
-            loss=loss,
+            loss=scaled,
             micro_batch=4,
             execute=execute,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
 from typing import Any
 from unittest import SkipTest
@@ -64,20 +65,24 @@ def test_products_do_not_depend_on_the_number_of_rows() -> None:
     for number in (0, 48, 1024, 1365):
         part = weight.linear(rows[:number], scales[:number], torch.bfloat16)
         assert part.shape == (number, 512)
-        assert torch.equal(part, made[:number]) or _distance(part, made[:number]) <= 2e-3
+        assert torch.equal(part, made[:number])
 
 
 class Net(nn.Module):
-    """Three perceptrons with a residual, over tokens."""
+    """Three perceptrons with a residual, over tokens.
+
+    The output layer has no bias: with one, cuBLAS adds its bf16 products up in parts for some
+    numbers of rows, so that the logits of a sample depend on the number of samples beside it.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(1)
-        self.embed = nn.Embedding(97, 256)
+        self.embed = nn.Embedding(96, 256)
         self.norms = nn.ModuleList(nn.LayerNorm(256) for _ in range(3))
         self.ups = nn.ModuleList(nn.Linear(256, 1024) for _ in range(3))
         self.downs = nn.ModuleList(nn.Linear(1024, 256, bias=False) for _ in range(3))
-        self.read = nn.Linear(256, 97)
+        self.read = nn.Linear(256, 96, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)
@@ -105,11 +110,12 @@ def test_the_gradient_is_that_of_the_whole_batch_and_as_near_to_fp32_as_fp8_allo
     needs_fp8()
     model = Net().to(DEVICE)
     generator = torch.Generator().manual_seed(2)
-    batch = {name: torch.randint(97, (12, 128), generator=generator).to(DEVICE) for name in "xy"}
+    batch = {name: torch.randint(96, (12, 128), generator=generator).to(DEVICE) for name in "xy"}
     eager: dict[str, Any] = {"precision": "fp8", "execute": "eager"}
     whole, _ = gradient(model, batch, micro_batch=12, **eager)
     for size in (6, 5, 1):
-        assert _distance(gradient(model, batch, micro_batch=size, **eager)[0], whole) <= 1e-3, size
+        split, _ = gradient(model, batch, micro_batch=size, **eager)
+        assert _distance(split, whole) <= 1e-5, size  # fp32 sums of tensor cores, as in bf16
     recorded, mode = gradient(model, batch, micro_batch=4, precision="fp8", execute="graph")
     assert mode == "graph of compile"
     full, _ = gradient(model, batch, micro_batch=12, execute="eager")
@@ -122,8 +128,10 @@ def test_memory_is_not_above_that_of_bf16() -> None:
     needs_fp8()
     peaks = {}
     generator = torch.Generator().manual_seed(2)
-    batch = {name: torch.randint(97, (8, 512), generator=generator).to(DEVICE) for name in "xy"}
+    batch = {name: torch.randint(96, (8, 512), generator=generator).to(DEVICE) for name in "xy"}
     for precision in ("bf16", "fp8"):
+        gc.collect()  # A window is in reference cycles, and so is the model that it had.
+        before = torch.cuda.memory_allocated()
         model = Net().to(DEVICE)
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         options: dict[str, Any] = {"precision": precision, "execute": "eager", "micro_batch": 2}
@@ -131,10 +139,11 @@ def test_memory_is_not_above_that_of_bf16() -> None:
         for _ in range(3):
             torch.cuda.reset_peak_memory_stats()
             train.step(batch)
-        peaks[precision] = torch.cuda.max_memory_allocated()
+        peaks[precision] = torch.cuda.max_memory_allocated() - before
         del train, model, optimizer
-        torch.cuda.empty_cache()
-    assert peaks["fp8"] <= 1.02 * peaks["bf16"], peaks
+    print(f"  {peaks}")
+    # Above it are the scales, and the largest input or output of a layer in 8 bits: 2 x 512 x 1024.
+    assert peaks["fp8"] <= peaks["bf16"] + 2**20 + 2**17, peaks
 
 
 def test_it_is_chosen_by_name() -> None:

@@ -267,27 +267,27 @@ def resume_in_the_middle(gradients: str) -> None:
 
 
 def peak(**options: Any) -> tuple[int, int]:
-    """Bytes at the peak of a third window, above what lay there before, and bytes of gradients."""
+    """Bytes at the peak of a third window, those of model and optimizer too; and of gradients."""
     gc.collect()
     torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
     model, _, train = run(
         torch.float32, width=2048, layers=16, updates=2, micro_batch=13, **options
     )
     numbers = sum(p.numel() for p in model.parameters())
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
     train.step(batch())
     torch.cuda.synchronize()
     return torch.cuda.max_memory_allocated() - before, 4 * numbers
 
 
-def test_no_store_but_the_plain_one_holds_the_gradients() -> None:
+def test_every_store_needs_less_memory_than_the_plain_one() -> None:
     plain, gradients = peak()
-    assert plain > gradients
-    limits = {"host": 0.0, "swap": 0.0, "moments": 0.0, "release": 0.0}
-    for name in limits:
+    peaks = {}
+    for name in ("host", "swap", "moments", "release"):
         extra: dict[str, Any] = {"nonfinite": "skip"} if name == "release" else {}
-        limits[name], _ = peak(gradients=name, **extra)
+        peaks[name], _ = peak(gradients=name, **extra)
+    print(f"  plain {plain}, gradients {gradients}, {peaks}")
     # Sixteen matrices of 16 MiB; at the close two buckets of four of them are on their way.
-    assert max(limits.values()) < plain - gradients / 4, (plain, gradients, limits)
+    assert max(peaks.values()) < plain - gradients / 4, (plain, gradients, peaks)

@@ -125,4 +125,4 @@ def test_a_qwen_with_grouped_heads_biases_and_tied_weights_uses_them() -> None:
             for node in one.graph.graph.nodes
             if "attention" in str(node.target) and "backward" not in str(node.target)
         }
-        assert keys == {(1, 160, 64)}
+        assert keys == {(1, 160, 64)}, keys

@@ -211,10 +211,13 @@ def test_recorded_windows_give_the_bits_of_the_threads_also_with_dropout() -> No
                 torch.manual_seed(4)
                 train = training(model, hold, precision="bf16")
                 train._runner.recorder._off = execute == "eager"
-                for seed in range(4):
-                    x, y = on_host(24, seed)
-                    train.step((x.float(), y))
-                mode = "recording" if execute == "graph" else "threads"
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # blocks that draw are not recorded
+                    for seed in range(4):
+                        x, y = on_host(24, seed)
+                        train.step((x.float(), y))
+                recorded = execute == "graph" and not (dropout and hold == "inputs")
+                mode = "recording" if recorded else "threads"
                 assert train._runner.recorder.mode == mode, train._runner.recorder.notes.history
             for ours, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True):
                 assert torch.equal(ours, theirs), (hold, dropout)

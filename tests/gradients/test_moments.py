@@ -170,9 +170,6 @@ def test_resume_in_the_middle_of_a_window(optimizer_last: bool) -> None:
     plain.step(batch, after_micro=lambda *_: halfway.update(plain.state_dict()))
     with pytest.raises(StateError, match="keeps none"):
         made(mlp()).load_state_dict(halfway)
-    del saved["train"]["window"]["gradients"]["sums"]
-    with pytest.raises(StateError, match="of an earlier version"):
-        made(mlp()).load_state_dict(saved["train"])
 
 
 @pytest.mark.parametrize("policy", ["raise", "skip"])

@@ -6,12 +6,16 @@ import json
 import os
 import sys
 import warnings
+from typing import Any
 
+import deepspeed
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, DistributedSampler
 
+import wholebatch as wb
+from tests.proof.loops.live import found_in
 from tests.support import distance
 
 STEPS, MICRO, RANKS = 4, 4, 2
@@ -55,7 +59,6 @@ def whole(dtype: torch.dtype = torch.float64) -> list[Tensor]:
 
 def updates(stage: int, *, anew: bool) -> list[Tensor]:
     """What ZeRO of this stage trained, in the loop of Accelerate or with an Accumulator."""
-    import deepspeed
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, GradientState
     from accelerate.utils import DeepSpeedPlugin
@@ -99,18 +102,52 @@ def updates(stage: int, *, anew: bool) -> list[Tensor]:
         return [after.detach() - b for after, b in zip(parameters, before, strict=True)]
 
 
-def main() -> None:
-    warnings.simplefilter("ignore")  # DeepSpeed's own
+WEIGHTS: dict[str, Any] = {
+    "right": lambda mean, units, total: mean * units / total * STEPS,
+    "mean-of-means": lambda mean, units, total: mean,
+    "divided-twice": lambda mean, units, total: mean / STEPS,
+    "not-divided": lambda mean, units, total: mean * STEPS,
+}
+"""What a loop hands to the engine, which divides by the steps, by the name of its mistake."""
+
+
+def watched(stage: int, weigh: Any) -> str:
+    """What a watch finds in a loop that is written for DeepSpeed's own engine."""
     import deepspeed
 
+    model = Model()
+    config = {
+        "train_micro_batch_size_per_gpu": MICRO,
+        "gradient_accumulation_steps": STEPS,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": stage},
+    }
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    mine = samples()[int(os.environ["RANK"]) :: RANKS][: STEPS * MICRO]
+    batches = list(DataLoader(mine, batch_size=MICRO))  # type: ignore[arg-type]
+    units = [(labels != -100).sum() for _, labels in batches]
+    total = torch.stack(units).sum().float()
+    torch.distributed.all_reduce(total, op=torch.distributed.ReduceOp.AVG)
+    with wb.watch(engine) as watch:
+        for batch, count in zip(batches, units, strict=True):
+            engine.backward(weigh(mean_of(engine, batch), count, total))
+            engine.step()
+    return found_in(watch.verdict)
+
+
+def main() -> None:
+    warnings.simplefilter("ignore")  # DeepSpeed's own
     # A faster all-reduce on one machine that would be compiled at the first start: gloo will do.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     torch.set_num_threads(1)
     reference = whole()
-    errors = {
+    errors: dict[str, Any] = {
         f"zero {stage}{', anew' if anew else ''}": distance(updates(stage, anew=anew), reference)
         for stage, anew in ((0, False), (1, False), (2, False), (3, False), (2, True))
     }
+    for stage in (0, 3):
+        errors |= {f"watched, zero {stage}: {n}": watched(stage, w) for n, w in WEIGHTS.items()}
     errors["one process in float32"] = distance(whole(torch.float32), reference)
     if int(os.environ["RANK"]) == 0:
         with open(sys.argv[1], "w", encoding="utf-8") as file:

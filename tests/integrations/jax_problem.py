@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -10,6 +12,16 @@ import numpy as np
 import optax
 
 SAMPLES, LENGTH, CLASSES = 11, 5, 7
+
+
+@contextmanager
+def quick_float64() -> Iterator[None]:
+    """float64, and quick compilation, which takes most of the time of these tests."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    with jax.enable_x64(True):
+        yield
+    jax.config.update("jax_disable_most_optimizations", before)
 
 
 def problem(dtype: Any = np.float64) -> tuple[Any, Any]:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+if os.environ["KERAS_BACKEND"] != "tensorflow":
+    sys.modules["tensorflow"] = None  # type: ignore[assignment]  # Keras would import it if it can
 
 import keras
 import numpy as np
@@ -350,6 +354,7 @@ def test_a_window_that_is_not_finite_changes_nothing(value: float) -> None:
     def fresh(cls: Any, **options: Any) -> Any:
         model = model_of(cls, masked=False, **options)
         model.compile(keras.optimizers.AdamW(0.01, weight_decay=0.1), squared)
+        model.run_eagerly = quick_eagerly() and (cls is keras.Model or value == np.inf)
         return model
 
     want = fit(fresh(keras.Model), (x[kept], y[kept]), (8, 8), epochs=1)
@@ -362,8 +367,8 @@ def test_a_window_that_is_not_finite_changes_nothing(value: float) -> None:
     start = flat(raises)
     with pytest.raises(NonFiniteError, match=r"Nothing was updated.*nonfinite='skip'"):
         fit(raises, (x, spoiled), (3, 1, 1, 3) * 3, epochs=1)
-    first = fresh(GradientAccumulateModel, accum_steps=4)
-    assert distance(flat(raises) - start, fit(first, (x[:8], y[:8]), (8,), epochs=1)) <= LIMIT
+    first = fit(fresh(keras.Model), (x[:8], y[:8]), (8,), epochs=1)
+    assert distance(flat(raises) - start, first) <= LIMIT
     fit(raises, (x[16:], y[16:]), (3, 1, 1, 3), epochs=1)  # and goes on, with other data
     assert distance(flat(raises) - start, want) <= LIMIT
 
@@ -396,6 +401,7 @@ def test_a_loss_that_is_not_finite_where_gradients_are() -> None:
     for reduction in ("sum_over_batch_size", "sum"):
         model = model_of(GradientAccumulateModel, masked=False, accum_steps=2, nonfinite="skip")
         model.compile(keras.optimizers.SGD(0.01), Infinite(reduction=reduction))
+        model.run_eagerly = quick_eagerly() and reduction == "sum"
         assert not np.any(fit(model, (x, y), (2, 2), epochs=1))
         assert model.optimizer.skipped == 1
 
@@ -463,6 +469,7 @@ def test_the_look_leaves_no_trace() -> None:
             inputs=inputs, outputs=layers.Dense(7)(hidden), accum_steps=2, audit=audit
         )
         model.compile(keras.optimizers.SGD(0.01), squared, metrics=["mae"])
+        model.run_eagerly = quick_eagerly() and not audit
         history = model.fit(Slices((x, y), (1, 3, 2, 2)), shuffle=False, verbose=0).history
         seen.append((flat(model), history))
         assert not model.must_look

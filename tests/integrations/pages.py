@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests import processes
 from tests.support import distance
 
 ROOT = Path(__file__).parents[2]
@@ -53,25 +53,23 @@ def weights_here(
 
 
 def weights(script: Path, folder: Path, *arguments: str, launcher: tuple[str, ...] = ()) -> Tensor:
-    """What the script trained, as one vector."""
+    """What two ranks of the script trained, as one vector; under torchrun, or that launcher."""
     saved = folder / f"{script.stem}-{len(list(folder.iterdir()))}.pt"
-    command = [sys.executable, *launcher, str(script), *arguments, "--save", str(saved)]
     environment = {
         **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(ROOT / "src"),
+        **processes.ENVIRONMENT,
         "PYTHONWARNINGS": "ignore",
         "GLOO_SOCKET_IFNAME": "lo",
         "HF_HUB_OFFLINE": "1",
     }
-    done = subprocess.run(
-        command,
-        env=environment,
+    program, *given = *launcher, str(script), *arguments, "--save", str(saved)
+    done = processes.run(
+        program if launcher else script,
+        *given,
         cwd=folder,
-        capture_output=True,
-        text=True,
+        environment=environment,
         timeout=240,
-        check=False,
+        ranks=None if launcher else 2,
     )
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
     return _flat(saved)

@@ -29,7 +29,7 @@ from wholebatch.integrations.accelerate import ExactWindows, accumulator  # noqa
 pytestmark = pytest.mark.slow
 SCRIPT = "accelerate_loop.py"
 SIZES = [4, 4, 1, 3, 4, 2, 4]  # windows of 3: the last one has a single micro-batch
-LAUNCH = ("-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes=2")
+LAUNCH = ("accelerate.commands.launch", "--multi_gpu", "--num_processes=2")
 LAUNCH += ("--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no")
 LAUNCH += ("--main_process_port=0", str(Path(__file__).with_name("end_at_once.py")))
 
@@ -79,6 +79,9 @@ def test_deepspeed_on_two_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     found = reports(Path(__file__).with_name("deepspeed_worker.py"), 2, tmp_path)
     floor = found.pop("one process in float32")  # DeepSpeed's parameters are float32
+    watched = {name: found.pop(name) for name in list(found) if name.startswith("watched")}
+    assert len(watched) == 8
+    assert not {name: said for name, said in watched.items() if not name.endswith(f": {said}")}
     assert len(found) == 5
     assert not {case: wrong for case, wrong in found.items() if wrong > floor + 1e-6}
 

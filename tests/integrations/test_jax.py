@@ -25,6 +25,7 @@ from tests.integrations.jax_problem import (  # noqa: E402
     loss_mean,
     loss_sum,
     problem,
+    quick_float64,
     token_losses,
     whole_batch,
 )
@@ -45,8 +46,13 @@ MICRO_BATCHES = (1, 4, 64)
 
 @pytest.fixture(autouse=True)
 def float64() -> Iterator[None]:
-    with jax.enable_x64(True):
+    with quick_float64():
         yield
+
+
+def optimized() -> None:
+    """Compile in this test as users do: it is about memory."""
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.mark.parametrize("micro_batch", MICRO_BATCHES)
@@ -148,6 +154,7 @@ def test_half_precision_does_not_overflow() -> None:
 
 
 def test_buffers_are_donated() -> None:
+    optimized()
     params, batch = problem()
     gradient_of = accumulate(loss_sum, micro_batch=2)
 
@@ -161,6 +168,7 @@ def test_buffers_are_donated() -> None:
 
 
 def test_memory_is_that_of_a_micro_batch() -> None:
+    optimized()
     params, _ = problem()
     wide = {"in": params["in"], "out": jnp.zeros((6, 4000))}
     batch = {
@@ -305,6 +313,7 @@ def test_two_devices() -> None:
             "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}",
             "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
             "JAX_PLATFORMS": "cpu",
+            "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # the text is that of the partitioned program
         },
         capture_output=True,
         text=True,

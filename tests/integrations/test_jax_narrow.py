@@ -13,7 +13,7 @@ import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 from jax import export  # noqa: E402
 
-from tests.integrations.jax_problem import distance  # noqa: E402
+from tests.integrations.jax_problem import distance, quick_float64  # noqa: E402
 from wholebatch.integrations.jax import accumulate  # noqa: E402
 
 SAMPLES, WIDTH = 64, 8
@@ -21,7 +21,7 @@ SAMPLES, WIDTH = 64, 8
 
 @pytest.fixture(autouse=True)
 def float64() -> Iterator[None]:
-    with jax.enable_x64(True):
+    with quick_float64():
         yield
 
 

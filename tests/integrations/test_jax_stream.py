@@ -17,7 +17,14 @@ import numpy as np  # noqa: E402
 import optax  # noqa: E402
 
 from tests.integrations.blocks import run_diff  # noqa: E402
-from tests.integrations.jax_problem import cut, distance, loss_mean, minus, problem  # noqa: E402
+from tests.integrations.jax_problem import (  # noqa: E402
+    cut,
+    distance,
+    loss_mean,
+    minus,
+    problem,
+    quick_float64,
+)
 from wholebatch.errors import MissingExtraError  # noqa: E402
 from wholebatch.integrations.jax import flush, has_updated, multi_steps  # noqa: E402
 
@@ -26,12 +33,8 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(autouse=True)
 def float64() -> Iterator[None]:
-    """And quick compilation: nothing here is about speed or memory."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    with jax.enable_x64(True):
+    with quick_float64():
         yield
-    jax.config.update("jax_disable_most_optimizations", before)
 
 
 def windows(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -9,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("keras")
+if importlib.util.find_spec("keras") is None:  # importing it here would import TensorFlow
+    pytest.skip("keras is not installed", allow_module_level=True)
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
@@ -23,14 +25,18 @@ CASES = {
 @pytest.mark.slow
 @pytest.mark.timeout(950)
 @pytest.mark.parametrize("backend", CASES)
-def test_cases_on(backend: str) -> None:
+def test_cases_on(backend: str, tmp_path: Path) -> None:
     """A backend is chosen once per process, and TensorFlow must not come into this one."""
     environment = {
         **os.environ,
         "KERAS_BACKEND": backend,
         "JAX_ENABLE_X64": "1",
         "JAX_PLATFORMS": "cpu",
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # most of the time is compilation
+        # Most of the time is compilation, and many models of the cases are the same program.
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0",
         "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
         "TF_CPP_MIN_LOG_LEVEL": "3",
         "CUDA_VISIBLE_DEVICES": "-1",

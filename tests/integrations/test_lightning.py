@@ -35,10 +35,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*barrier.*:UserWarning"),
 ]
 SIZES = [4, 4, 1, 3, 4, 2, 4]  # windows of 3: the last one has a single micro-batch
-IN_TWO = (
-    *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-    str(Path(__file__).with_name("end_at_once.py")),
-)
 
 
 @pytest.fixture
@@ -68,7 +64,7 @@ def test_the_trainers_diff_on_two_processes(tmp_path: Path, monkeypatch: Any) ->
         plain_script(script), tmp_path, monkeypatch, "--micro-batch", "32", "--steps", "1"
     )
     changed = changed_script("lightning.md", script, tmp_path)
-    ours = weights(changed, tmp_path, "--devices", "2", launcher=IN_TWO)
+    ours = weights(changed, tmp_path, "--devices", "2")
     assert error(ours, whole) <= EXACT
     assert error(weights_here(plain_script(script), tmp_path, monkeypatch), whole) > 1e-3
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import wholebatch as wb
+from tests.distributed.launch import torchrun
 from tests.memory.inject import OutOfMemoryAt
 from tests.support import EXACT
 from wholebatch.compile import micro_step
@@ -555,28 +553,10 @@ def step_above(self: Any, *given: Any, **named: Any) -> Any:
 
 
 @pytest.mark.distributed
-def test_two_ranks(run: Run, tmp_path: Path) -> None:
+def test_two_ranks(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By graphs, by eager code, and stopped in the middle of a window and resumed."""
-    here = Path(__file__).parent
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    script = (str(here / "end_at_once.py"), str(here / "trainer_worker.py"), str(tmp_path))
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": f"{here.parents[1] / 'src'}",
-        "PYTHONWARNINGS": "ignore",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "HF_HUB_OFFLINE": "1",
-    }
-    done = subprocess.run(
-        [sys.executable, *launcher, *script],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    torchrun(Path(__file__).with_name("trainer_worker.py"), 2, str(tmp_path))
     whole = run(Trainer, "whole", case="two processes", max_grad_norm=0.05)
     flat: Callable[[Any], Tensor] = run.problem.flat
     start = flat(run.hosts.ReaderForTokenClassification())

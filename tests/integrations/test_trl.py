@@ -19,6 +19,7 @@ pytest.importorskip("trl")
 
 from tests.integrations import trl_training as runs
 from tests.integrations.trl_training import TRAINERS, off, trained
+from tests.proof.loops.live import found_in
 from wholebatch.integrations.transformers import exact
 
 pytestmark = [
@@ -337,3 +338,51 @@ def test_policy_values(loss_type: str, ratio: Any) -> None:
         **MEANS[loss_type],
     )
     assert value(loss) == pytest.approx(theirs, rel=1e-5)
+
+
+def changed(change: Any) -> Any:
+    """A trainer with another loss than TRL's."""
+
+    def make(kind: Any) -> Any:
+        class Changed(kind):  # type: ignore[misc]
+            def compute_loss(self, *args: Any, **more: Any) -> Any:
+                loss = super().compute_loss(*args, **more)
+                return (change(loss[0]), loss[1]) if isinstance(loss, tuple) else change(loss)
+
+        return Changed
+
+    return make
+
+
+def means(kind: Any) -> Any:
+    """A trainer that averages the means of its batches."""
+
+    class Means(kind):  # type: ignore[misc]
+        def compute_loss(self, *args: Any, **more: Any) -> Any:
+            loss = super().compute_loss(*args, **{**more, "num_items_in_batch": None})
+            return (loss[0] / 4, loss[1]) if isinstance(loss, tuple) else loss / 4
+
+    return Means
+
+
+# The last of DPO's four batches is smaller, and TRL averages their means: that is no plant.
+@pytest.mark.parametrize(
+    "name, make, options, found",
+    [
+        ("SFT", plain, {"max_grad_norm": 0.01}, "right"),
+        ("SFT", means, {}, "mean-of-means"),
+        ("SFT", changed(lambda loss: loss / 4), {}, "divided-twice"),
+        ("DPO", plain, {"samples": 12}, "right"),
+        ("DPO", plain, {}, "mean-of-means"),
+        ("DPO", changed(lambda loss: loss * 4), {"samples": 12}, "not-divided"),
+    ],
+)
+def test_inside_a_watch(
+    name: str, make: Any, options: Any, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = dict(options)
+    monkeypatch.setattr(runs, "SAMPLES", options.pop("samples", runs.SAMPLES))
+    trainer = {"SFT": runs.sft, **TRAINERS}[name](make, 4, **options)
+    with wb.watch(trainer.model) as watch:
+        trained(trainer)
+    assert found_in(watch.verdict) == found, str(watch.verdict)

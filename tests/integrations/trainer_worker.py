@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import Trainer, TrainingArguments
+
+from wholebatch.integrations.transformers import exact
 
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
@@ -17,9 +20,6 @@ def trained(execute: str, folder: str, **options: Any) -> Any:
     """Train one epoch, from a checkpoint if one is given."""
     import compare.transformers as hosts
     from compare.problem import PROBLEMS, Tokens
-    from transformers import Trainer, TrainingArguments
-
-    from wholebatch.integrations.transformers import exact
 
     problem = PROBLEMS["two processes"]
     saves = "steps" if options else "no"

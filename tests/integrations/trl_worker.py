@@ -32,4 +32,5 @@ def main() -> None:
     torch.distributed.destroy_process_group()
 
 
-main()
+if __name__ == "__main__":
+    main()

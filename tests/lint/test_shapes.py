@@ -385,6 +385,98 @@ def train(model, loader, optimizer, writer):
 """,
         "",
     ),
+    "a helper whose parameter has the name of what it is handed": (
+        """
+import torch.nn.functional as F
+class Runner:
+    def optimize(self, loss, step):
+        loss.backward()
+        if (step + 1) % self.accum == 0:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+    def train(self, endless):
+        for step, (x, y) in enumerate(cycle(endless)):
+            loss = F.cross_entropy(self.model(x), y)
+            self.optimize(loss, step)
+""",
+        "WB101",
+    ),
+    "a division on another branch than the engine's backward": (
+        """
+def train(self, model, endless, accum):
+    for step, batch in enumerate(cycle(endless)):
+        loss = self.compute_loss(model, batch)
+        if accum > 1 and not self.deepspeed:
+            loss = loss / accum
+        if self.deepspeed:
+            self.deepspeed.backward(loss)
+        else:
+            loss.backward()
+        if (step + 1) % accum == 0:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+""",
+        "",
+    ),
+    "a loss that is weighed in place": (
+        """
+def train(model, endless, optimizer, micro_batches, size):
+    for micro_batch in micro_batches:
+        loss = model(micro_batch).mean()
+        loss.mul_(len(micro_batch) / size)
+        loss.backward()
+    optimizer.step()
+""",
+        "",
+    ),
+    "means of per-sample means": (
+        """
+def train(model, endless, optimizer, accum):
+    for step, (x, mask) in enumerate(cycle(endless)):
+        match x is None:
+            case True:
+                continue
+        each = (model(x) * mask).sum(dim=1) / mask.sum(dim=1)
+        each.mean().backward()
+        if (step + 1) % accum == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+""",
+        "WB101",
+    ),
+    "what is kept of the last micro-batch, and a part of the loss": (
+        """
+def train(model, endless, optimizer, accum, writer):
+    for step in range(1000):
+        for i in range(accum):
+            loss, (ce_loss, aux) = model(next(endless))
+            (loss / accum).backward()
+            if i == accum - 1:
+                kept = loss.detach()
+        optimizer.step()
+        optimizer.zero_grad()
+        writer.add_scalar("loss", kept.item(), step)
+        print(ce_loss.item())
+""",
+        "WB115",
+    ),
+    "a schedule as long as the micro-batches": (
+        """
+import torch
+def train(model, optimizer, loader, args, accum):
+    warm_up = int(args.warm_up * args.iterations)
+    def rate(step):
+        return min(1.0, step / warm_up)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lr_lambda=rate)
+    for i in range(args.iterations):
+        (model(next(loader)).mean() / accum).backward()
+        scheduler.step()
+        if (i + 1) % accum == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+""",
+        "",
+    ),
 }
 
 

@@ -172,7 +172,7 @@ def test_command_refuses_bad_options() -> None:
     assert "--seq: is for hf:CONFIG.json" in str(refused("digits-cnn", "--seq", "8"))
     assert "--gpu-memory much: must be a size" in str(refused("--gpu-memory", "much"))
     few = refused("digits-cnn", "--gpu-memory", "1GiB", "--batch-size", "3", "--gpus", "4")
-    assert "--gpus 4: an update of 3 samples has none for some" in str(few)
+    assert "--gpus 4: a batch of 3 samples leaves some of them without" in str(few)
     if not torch.cuda.is_available():
         for share in ("50%", "0.5", "free"):
             assert "no GPU here" in str(refused("digits-cnn", "--gpu-memory", share))

@@ -18,7 +18,15 @@ from torch.nn import functional
 import wholebatch as wb
 from tests.distributed.launch import reports
 from tests.proof.loops import peers
-from tests.proof.loops.mistakes import OTHER_UNITS, PLANTED, mean, not_divided, total, units
+from tests.proof.loops.mistakes import (
+    OTHER_UNITS,
+    PLANTED,
+    UNUSUAL_MISTAKES,
+    mean,
+    not_divided,
+    total,
+    units,
+)
 from tests.proof.loops.right import RIGHT, bf16_autocast, fp16_with_a_scaler
 from wholebatch.verification import MISTAKES, ZOO, Case, verify_loop
 from wholebatch.verification.example_models import loss
@@ -39,6 +47,12 @@ def test_planted_mistakes_are_named(loop: Any, case: str) -> None:
     assert verdict.mistakes[0] == PLANTED[loop], str(verdict)
     assert verdict.mistake is not None
     assert verdict.mistake.name in verdict.line
+
+
+def test_unusual_mistakes_are_named() -> None:
+    for loop, key in UNUSUAL_MISTAKES.items():
+        verdict = verify_loop(loop, case="mlp")
+        assert verdict.mistakes[:1] == (key,), f"{loop.__name__}: {verdict}"
 
 
 @pytest.mark.parametrize("loop", OTHER_UNITS, ids=lambda loop: loop.__name__)

@@ -9,7 +9,6 @@ import importlib.util
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import wholebatch as wb
+from tests import processes
 from tests.proof.loops.live import KINDS, MISTAKES, STYLES, found_in, quiet, verdict_of
+from tests.proof.loops.mistakes import UNUSUAL_MISTAKES
 from tests.proof.loops.right import RIGHT, sums_over_counted_units
 from tests.proof.loops.unusual import COUPLED, UNUSUAL, batchnorm_model
 from wholebatch.cli.app import run
@@ -47,6 +48,12 @@ def test_a_mistake_is_named(name: str) -> None:
     assert verdict.exit_status == 1
     assert verdict.mistake is not None
     assert verdict.mistake.name in verdict.line
+
+
+def test_unusual_mistakes_are_named() -> None:
+    for loop, key in UNUSUAL_MISTAKES.items():
+        verdict = watched(loop, ZOO["mlp"].model())
+        assert found_in(verdict) == key, f"{loop.__name__}: {verdict}"
 
 
 def test_right_loops_are_left_in_peace() -> None:
@@ -184,15 +191,13 @@ for step in range(100):
 def _trainer(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT, encoding="utf-8")
-    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    start.append("-m")
-    return subprocess.run(
-        [*start, "wholebatch.cli", "verify", "--json", "--trainer", str(script), *arguments],
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
+    return processes.run(
+        "wholebatch.cli",
+        *("verify", "--json", "--trainer", str(script), *arguments),
+        cwd=tmp_path,
+        environment={**os.environ, **processes.ENVIRONMENT},
         timeout=300,
+        ranks=2,
     )
 
 

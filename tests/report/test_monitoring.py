@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import struct
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests import processes
 from tests.cli.conftest import command, recipe
 from tests.cli.helpers import EXACT, NOISY, Ran, environment_of, metrics_of
 from wholebatch.cli.report.metrics_writers import WandbRun, record_of, scalars_of
@@ -96,14 +96,13 @@ def test_wandb_offline_and_resumed(recipe: Write, tmp_path: Path) -> None:
         "pathlib.Path('first.json').write_text(pathlib.Path('run/wandb.json').read_text())\n"
         f"sys.exit(status or main({resumed!r}))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
+    script = tmp_path / "twice.py"
+    script.write_text(code, encoding="utf-8")
+    done = processes.run(
+        script,
         cwd=tmp_path,
-        env=environment_of(WANDB_MODE="offline", WANDB_SILENT="true"),
-        capture_output=True,
-        text=True,
+        environment=environment_of(WANDB_MODE="offline", WANDB_SILENT="true"),
         timeout=240,
-        check=False,
     )
     assert done.returncode == 0, done.stderr
     first = json.loads((tmp_path / "first.json").read_text())

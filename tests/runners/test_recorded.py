@@ -15,7 +15,6 @@ from tests.support import EXACT, Whole, distance
 from wholebatch.compile.execute_mode import ExecuteWarning
 from wholebatch.core.options import grouped
 from wholebatch.coupled.batchnorm.lock_step_graph import Recorder
-from wholebatch.coupled.batchnorm.turn_taking_threads import Begins
 
 R = TypeVar("R")
 
@@ -284,24 +283,3 @@ def test_running_out_of_memory_lets_go_of_the_recordings_first() -> None:
     for seed, size in ((0, 9), (1, 8)):
         whole.step(batch(size, seed))
     assert distance(model.parameters(), whole.model.parameters()) <= EXACT
-
-
-def test_where_blocks_begin_to_draw() -> None:
-    """By micro-batch, block and call; those that draw nothing need no generator of their own."""
-    drawn = {0: 0, 1: 0}
-    awake = 0
-    begins = Begins(lambda: drawn[awake], lambda: awake)
-    for turn in range(2):
-        for awake in (0, 1):
-            with begins.noted("a"):
-                drawn[awake] += 4 * (awake + 1)
-            with begins.noted("b"):
-                drawn[awake] += 4 * turn
-    assert begins.of == {
-        (0, "a", 0): 0,
-        (1, "a", 0): 0,
-        (0, "a", 1): 4,
-        (1, "a", 1): 8,
-        (0, "b", 1): 8,
-        (1, "b", 1): 16,
-    }

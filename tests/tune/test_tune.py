@@ -261,7 +261,7 @@ def test_command(
         (("--bandwidth", "fast"), "must be a rate of one rank's link"),
         (("--memory", "some"), "memory='some'"),
         (("--out", "tune.txt"), "must be the name of a .json file"),
-        (("--clock", "sun"), "--clock sun: must be wall or cpu"),
+        (("--clock", "sun"), "--clock sun: must be one of wall, cpu"),
         (("--seconds", "0"), "--seconds 0: must be above 0"),
         (("--precision", "bf16-pure"), "set it in the recipe's defaults"),
         (("--execute", "fast"), "--execute fast: must be one of eager"),

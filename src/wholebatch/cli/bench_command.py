@@ -13,10 +13,9 @@ from rich.console import Console
 from rich.markup import escape
 
 from wholebatch.cli import recipe_measuring as measuring
-from wholebatch.cli.command_options import command, must_be, option, recipe_argument, whole_number
+from wholebatch.cli.command_options import command, must_be, option
 from wholebatch.cli.report.terminal_output import (
     Spinner,
-    console_of,
     fitting,
     plain_table,
     say,
@@ -32,44 +31,34 @@ if TYPE_CHECKING:
     from wholebatch.tune.loop_comparison import LoopComparison, LoopRow
     from wholebatch.tune.training_loops import Job
 
-_HOW, _OUT = "Measurement", "Output"
-_what = partial(option, panel="Batch")
-_how, _out = (partial(option, panel=panel) for panel in (_HOW, _OUT))
+_HOW = "Measurement"
 
 
 @dataclass(frozen=True)
-class BenchOptions:
+class BenchOptions(measuring.MeasuringOptions):
     """The options of `wholebatch bench`."""
 
-    recipe: str | None = recipe_argument("A recipe, as for wholebatch train.")
-    batch_size: int | None = _what(None, "N", "Samples per update.", check=whole_number())
-    micro_batch: int | None = _what(
-        None,
-        "N",
-        "Samples per micro-batch.",
-        check=must_be("1 or more", lambda value: value >= 1),
-    )
-    precision: str | None = _what(
+    precision: str | None = option(
         None,
         "full|bf16|fp16|fp8",
         "Precision of every loop; with fp8, the others compute in bf16.",
+        "Batch",
         check=must_be(
             "full, bf16, fp16 or fp8", lambda it: it in ("full", "fp32", "bf16", "fp16", "fp8")
         ),
     )
-    device: str = _what("auto", "auto|cpu|cuda", "Device.")
-    beside: str | None = _how(
+    beside: str | None = option(
         None,
         "NAMES",
         "Run only these loops, separated by commas; the others are compared with the first. "
         "Default: all that are installed.",
+        _HOW,
     )
     seconds: float = measuring.seconds_option(4.0, "Timed seconds per loop.", _HOW)
     clock: str = measuring.clock_option(_HOW)
     out: Path = measuring.result_option(
-        "bench.json", "Result file. An HTML page is written beside it.", _OUT
+        "bench.json", "Result file. An HTML page is written beside it."
     )
-    as_json: bool = _out(False, None, "Print the results as JSON.", flag="--json")
 
 
 @command(
@@ -84,13 +73,10 @@ def bench(options: BenchOptions) -> None:
     and the installed frameworks. Each framework is used as its manual shows. All get the same model
     and micro-batches.
     """
-    with Spinner(console_of(stderr=options.as_json)) as doing:
-        doing("importing torch")
-        _bench(options, doing)
+    measuring.measure_and_show(options, _bench, _show)
 
 
-def _bench(options: BenchOptions, doing: Spinner) -> None:
-    from wholebatch.cli.error_messages import short_warnings
+def _bench(options: BenchOptions, doing: Spinner) -> LoopComparison:
     from wholebatch.cli.parallel_ranks import choose_device
     from wholebatch.cli.recipes import load_recipe
     from wholebatch.cli.run_folder import about_here
@@ -104,30 +90,25 @@ def _bench(options: BenchOptions, doing: Spinner) -> None:
             raise OptionError(f"--beside {name}: must be one of {', '.join(LOOPS)}")
     where = choose_device(options.device)
     recipe = load_recipe(options.recipe)
-    console = doing.console
     doing("reading the data")
-    with short_warnings(shown=True):
-        config, job = _job(recipe, options, where)
-        about = {
-            "subject": recipe.name,
-            "date": time.strftime("%Y-%m-%d"),
-            "device": _device_text(where),
-            "batch_size": config.batch_size,
-            "precision": config.precision,
-            **about_here(),
-        }
-        measured: LoopComparison = measure(
-            job,
-            names,
-            seconds=options.seconds,
-            begin=doing,
-            end=partial(_say_row, console),
-            clock=measuring.CLOCKS[options.clock],
-            about=about,
-        )
-    doing("drawing the page")
-    show = partial(_show, console, measured)
-    measuring.write_result(measured, options.out, console, show, as_json=options.as_json)
+    config, job = _job(recipe, options, where)
+    about = {
+        "subject": recipe.name,
+        "date": time.strftime("%Y-%m-%d"),
+        "device": _device_text(where),
+        "batch_size": config.batch_size,
+        "precision": config.precision,
+        **about_here(),
+    }
+    return measure(
+        job,
+        names,
+        seconds=options.seconds,
+        begin=doing,
+        end=partial(_say_row, doing.console),
+        clock=measuring.CLOCKS[options.clock],
+        about=about,
+    )
 
 
 def _job(recipe: Recipe, options: BenchOptions, where: torch.device) -> tuple[Config, Job]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from wholebatch.cli.command_options import command, option, positive_number
+from wholebatch.cli.command_options import command, option, positive_number, switch
 from wholebatch.cli.report.terminal_output import Spinner, console_of, say
 from wholebatch.core.readable_sizes import bytes_said
 
@@ -13,21 +13,13 @@ from wholebatch.core.readable_sizes import bytes_said
 class CacheOptions:
     """The options of `wholebatch cache`."""
 
-    clear: bool = option(False, None, "Remove everything. It is compiled again when needed.")
+    clear: bool = switch("Remove everything. It is compiled again when needed.")
     keep: float | None = option(
-        None,
-        "GIB",
-        "Remove the oldest files until this much is left.",
-        check=positive_number,
+        None, "GIB", "Remove the oldest files until this much is left.", check=positive_number
     )
 
 
-@command(
-    CacheOptions,
-    "wholebatch cache",
-    "wholebatch cache --keep 5",
-    "wholebatch cache --clear",
-)
+@command(CacheOptions, "wholebatch cache", "wholebatch cache --keep 5", "wholebatch cache --clear")
 def cache(options: CacheOptions) -> None:
     """Show the disk cache of compiled code, or clear it."""
     console = console_of()

@@ -181,7 +181,7 @@ def check_model(model: nn.Module, saved: Mapping[str, Any], *, where: str) -> No
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, *, where: str) -> None:
-    """Refuse the state of another kind of optimizer, which torch loads without a word.
+    """Refuse the state of another kind of optimizer, which torch loads without a warning.
 
     Called with the state loaded: torch fills in the settings that an older version did not have.
     """

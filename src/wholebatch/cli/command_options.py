@@ -53,6 +53,17 @@ def option(
     return field(default=default, metadata={**shown, **more})
 
 
+def choice(names: str, help: str, panel: str | None = None, **more: Any) -> Any:
+    """Declare an option that takes one of these names, `auto|cpu`; the first is the default."""
+    words = names.split("|")
+    return option(more.pop("default", words[0]), names, help, panel, check=one_of(*words), **more)
+
+
+def switch(help: str, panel: str | None = None, **more: Any) -> Any:
+    """Declare an option without a value, off unless given."""
+    return option(False, None, help, panel, **more)
+
+
 def argument(default: Any, metavar: str, help: str, *, check: Check | None = None) -> Any:
     """Declare an argument without a flag; `default` is MISSING where it must be given."""
     return option(default, metavar, help, flag=metavar, check=check, positional=True)
@@ -226,6 +237,8 @@ def help_text(shown: Command, width: int) -> str:
         panel = one.metadata["panel"] or ("Arguments" if one in positional else "Options")
         metavar = "" if one in positional else one.metadata["metavar"] or ""
         panels.setdefault(panel, []).append((f"{flag_of(one)} {metavar}".strip(), _described(one)))
+    if "Output" in panels:  # the last panel, also of options that commands share
+        panels["Output"] = panels.pop("Output")
     last = "Options" if [*panels] in (["Arguments"], ["Arguments", "Options"]) else [*panels][-1]
     panels.setdefault(last, []).append(("-h, --help", "Show this help."))
     for title, rows in panels.items():
@@ -283,13 +296,23 @@ def positive_number(value: Any, label: str) -> float:
     return float(value)
 
 
-def whole_numbers(allowed: str) -> Check:
-    """Return a check for whole numbers above 0 with commas; it returns a list of them."""
+def with_commas(read: Callable[[str], Any], allowed: str) -> Check:
+    """Return a check for a list with commas; `read` raises a ValueError for a wrong part."""
 
-    def check(value: str, label: str) -> list[int]:
-        parts = [part.strip() for part in value.split(",") if part.strip()]
-        if not parts or not all(part.isascii() and part.isdigit() and int(part) for part in parts):
+    def check(value: str, label: str) -> list[Any]:
+        try:
+            found = [read(part.strip()) for part in value.split(",") if part.strip()]
+        except ValueError:
+            found = []
+        if not found:
             raise OptionError(f"{label} {value}: must be {allowed}")
-        return [int(part) for part in parts]
+        return found
 
     return check
+
+
+def count_of(text: str) -> int:
+    """Return a whole number above 0, or raise a ValueError."""
+    if not (text.isascii() and text.isdigit() and int(text)):
+        raise ValueError(text)
+    return int(text)

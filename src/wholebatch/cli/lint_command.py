@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from wholebatch.cli.command_options import argument, command, option, whole_number
+from wholebatch.cli.command_options import argument, command, option, switch, whole_number
 
 
 @dataclass(frozen=True)
@@ -18,13 +18,13 @@ class LintOptions:
     select: list[str] | None = option(None, "CODES", "Check only these: WB101,WB103 or WB1.")
     ignore: list[str] | None = option(None, "CODES", "Check all but these.")
     exclude: list[str] | None = option(None, "GLOB", "Skip these paths.")
-    fix: bool = option(False, None, "Repair what is certain.", flag="--fix")
-    unsafe_fixes: bool = option(False, None, "Also repair what is likely.", flag="--unsafe-fixes")
-    diff: bool = option(False, None, "Show what --fix would change.", flag="--diff")
-    statistics: bool = option(False, None, "Count the findings by rule.", flag="--statistics")
-    exit_zero: bool = option(False, None, "Exit with 0 despite findings.", flag="--exit-zero")
+    fix: bool = switch("Repair what is certain.")
+    unsafe_fixes: bool = switch("Also repair what is likely.")
+    diff: bool = switch("Show what --fix would change.")
+    statistics: bool = switch("Count the findings by rule.")
+    exit_zero: bool = switch("Exit with 0 despite findings.")
     explain: str | None = option(None, "CODE", "Show the page of a rule.")
-    list_rules: bool = option(False, None, "List all rules.", flag="--list-rules")
+    list_rules: bool = switch("List all rules.")
     jobs: int | None = option(
         None, "N", "Number of processes. Default: all cores.", check=whole_number()
     )

@@ -16,11 +16,13 @@ from rich.table import Table
 from rich.text import Text
 
 from wholebatch.cli.command_options import (
+    choice,
     command,
     must_be,
     one_of,
     option,
     recipe_argument,
+    switch,
     whole_number,
 )
 from wholebatch.cli.report.terminal_output import (
@@ -31,7 +33,7 @@ from wholebatch.cli.report.terminal_output import (
     say,
 )
 from wholebatch.cli.run_settings import check
-from wholebatch.core.plain_files import read_json, reason
+from wholebatch.core.plain_files import load_json
 from wholebatch.core.readable_sizes import bytes_said
 from wholebatch.errors import MissingExtraError, OptionError, RecipeError
 
@@ -85,12 +87,10 @@ class PlanOptions:
         check=_gpu_memory,
     )
     gpus: int = option(1, "N", "Number of data-parallel GPUs.", check=whole_number())
-    parallel: str = option(
-        "ddp",
+    parallel: str = choice(
         "ddp|fsdp2|deepspeed",
         "ddp: the whole model on every GPU. fsdp2: sharded over them, block by block. deepspeed: "
         "ZeRO, see --zero.",
-        check=one_of("ddp", "fsdp2", "deepspeed"),
     )
     zero: int | None = option(
         None,
@@ -99,9 +99,7 @@ class PlanOptions:
         "(3). Default: 2.",
         check=must_be("1, 2 or 3", lambda value: value in (1, 2, 3)),
     )
-    offload: bool = option(
-        False, None, "With fsdp2 or deepspeed: keep sharded state in host memory.", flag="--offload"
-    )
+    offload: bool = switch("With fsdp2 or deepspeed: keep sharded state in host memory.")
     price: dict[str, float] | None = option(
         None,
         "PRICE",
@@ -118,7 +116,7 @@ class PlanOptions:
     precision: str | None = option(
         None,
         "full|bf16|fp16",
-        "Numbers to compute in.",
+        "Precision of the computation.",
         check=one_of("full", "fp32", "bf16", "fp16"),
     )
     seq: int | None = option(
@@ -127,10 +125,8 @@ class PlanOptions:
         "Sequence length, for hf: models.",
         check=must_be("a number of tokens, at least 1", lambda value: value >= 1),
     )
-    quick: bool = option(
-        False, None, "Leave out the comparison with other settings.", flag="--quick"
-    )
-    as_json: bool = option(False, None, "Print the plan as JSON.", flag="--json")
+    quick: bool = switch("Leave out the comparison with other settings.")
+    as_json: bool = switch("Print the plan as JSON.", flag="--json")
 
 
 @command(
@@ -164,8 +160,8 @@ def _planned(options: PlanOptions, doing: Spinner) -> Plan:
     size = options.batch_size or subject.batch_size
     if size < gpus:
         raise OptionError(
-            f"--gpus {gpus}: an update of {size} samples has none for some of them; give a"
-            " --batch-size of at least as many"
+            f"--gpus {gpus}: a batch of {size} samples leaves some of them without a sample; "
+            f"give a --batch-size of at least {gpus}"
         )
     sharding = None
     if options.parallel == "fsdp2":
@@ -360,12 +356,7 @@ def _from_configuration(path: Path, seq: int | None, *, wide: bool) -> _Planned:
 
 
 def _stored(path: Path) -> dict[str, Any]:
-    try:
-        stored = read_json(path)
-    except OSError as error:
-        raise RecipeError(f"hf:{path}: cannot be read ({reason(error)})") from error
-    except ValueError as error:
-        raise RecipeError(f"hf:{path}: is not JSON ({error})") from error
+    stored = load_json(path, RecipeError, f"hf:{path}")
     if not isinstance(stored, dict) or not isinstance(stored.get("model_type"), str):
         raise RecipeError(f"hf:{path}: has no model_type, so it is no Hugging Face configuration")
     return stored
@@ -438,15 +429,9 @@ def _images(config: Any, seq: int | None) -> tuple[str, Any, Any]:
 # ------------------------------------------------------------------------------ on the screen
 
 _COLORS = {
-    "parameters": "blue",
-    "gradients": "cyan",
-    "optimizer state": "magenta",
-    "activations": "green",
-    "temporaries": "yellow",
-    "buffers": "white",
-    "inputs": "white",
-    "communication": "red",
-}
+    "parameters": "blue", "gradients": "cyan", "optimizer state": "magenta", "activations": "green",
+    "temporaries": "yellow", "buffers": "white", "inputs": "white", "communication": "red",
+}  # fmt: skip
 _BAR = 42
 _NUMBERS = 36  # columns that stand before a bar
 

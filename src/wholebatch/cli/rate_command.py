@@ -10,30 +10,20 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from wholebatch.cli import recipe_measuring as measuring
-from wholebatch.cli.command_options import (
-    command,
-    option,
-    positive_number,
-    recipe_argument,
-    whole_number,
-)
-from wholebatch.cli.report.terminal_output import Spinner, console_of, say
+from wholebatch.cli.command_options import command, option, positive_number, whole_number
+from wholebatch.cli.report.terminal_output import Spinner, say
 
 if TYPE_CHECKING:
     from wholebatch.tune.learning_curves import Curves, RangeTest
 
-_batch, _how, _out = (partial(option, panel=name) for name in ("Batch", "Rates", "Output"))
+_how = partial(option, panel="Rates")
 _BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 @dataclass(frozen=True)
-class RateOptions:
+class RateOptions(measuring.MeasuringOptions):
     """The options of `wholebatch rate`."""
 
-    recipe: str | None = recipe_argument("A recipe, as for wholebatch train.")
-    batch_size: int | None = _batch(None, "N", "Samples per update.", check=whole_number())
-    micro_batch: int | None = _batch(None, "N", "Samples per micro-batch.", check=whole_number())
-    device: str = _batch("auto", "auto|cpu|cuda", "Device.")
     low: float | None = _how(
         None, "RATE", "First rate. Default: a thousandth of the recipe's.", check=positive_number
     )
@@ -42,9 +32,8 @@ class RateOptions:
     )
     updates: int = _how(100, "N", "Number of updates.", check=whole_number(10))
     out: Path = measuring.result_option(
-        "rate.json", "Result file. An HTML page with the plot is written beside it.", "Output"
+        "rate.json", "Result file. An HTML page with the plot is written beside it."
     )
-    as_json: bool = _out(False, None, "Print the results as JSON.", flag="--json")
 
 
 @command(
@@ -56,25 +45,19 @@ def rate(options: RateOptions) -> None:
     """Find a learning rate: raise it until the loss diverges.
 
     The range test of Smith (2017): the rate grows by the same factor with every update of the
-    whole batch, without the recipe's schedule. Nothing is kept of the training.
+    whole batch, without the recipe's schedule. The trained weights are discarded.
     """
-    with Spinner(console_of(stderr=options.as_json)) as doing:
-        doing("importing torch")
-        found = _measured(options, doing)
-    show = partial(_show, doing.console, found)
-    measuring.write_result(found, options.out, doing.console, show, as_json=options.as_json)
+    measuring.measure_and_show(options, _measured, _show)
 
 
 def _measured(options: RateOptions, doing: Spinner) -> Curves:
-    from wholebatch.cli.error_messages import short_warnings
     from wholebatch.tune import learning_curves as learning
 
-    with short_warnings(shown=True):
-        recipe, shared = measuring.learning_recipe(options)
-        own = float(shared.make()[1].param_groups[0]["lr"])
-        low, high = options.low or own / 1000, options.high or own * 100
-        doing(f"raising the learning rate from {low:.3g} to {high:.3g}")
-        found = learning.range_test(shared, low=low, high=high, updates=options.updates)
+    recipe, shared = measuring.learning_recipe(options)
+    own = float(shared.make()[1].param_groups[0]["lr"])
+    low, high = options.low or own / 1000, options.high or own * 100
+    doing(f"raising the learning rate from {low:.3g} to {high:.3g}")
+    found = learning.range_test(shared, low=low, high=high, updates=options.updates)
     return learning.Curves(
         title=f"{recipe.name}: loss while the learning rate rises",
         x="learning rate",
@@ -103,7 +86,9 @@ def _advice(found: RangeTest, own: float) -> list[str]:
 def _show(console: Console, found: Curves) -> None:
     x, y = found.curves[0]["x"], found.curves[0]["y"]
     low, high = min(y), max(y)
-    heights = (int(7.999 * (loss - low) / (high - low or 1.0)) for loss in y)
+    columns = min(len(y), console.width)  # a narrow terminal shows every second loss, or fewer
+    shown = (y[place * len(y) // columns] for place in range(columns))
+    heights = (int(7.999 * (loss - low) / (high - low or 1.0)) for loss in shown)
     say(console, f"loss {low:.3g} to {high:.3g}, rate {x[0]:.3g} to {x[-1]:.3g}", style="bold")
     say(console, "".join(_BLOCKS[height] for height in heights))
     for line in found.advice:

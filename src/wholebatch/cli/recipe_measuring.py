@@ -7,14 +7,22 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rich.console import Console
 
-from wholebatch.cli.command_options import must_be, option
-from wholebatch.cli.report.terminal_output import path_from_here, say
+from wholebatch.cli.command_options import (
+    choice,
+    option,
+    recipe_argument,
+    switch,
+    whole_number,
+)
+from wholebatch.cli.report.terminal_output import Spinner, console_of, path_from_here, say
 from wholebatch.errors import MissingExtraError, OptionError
 
 if TYPE_CHECKING:
@@ -30,8 +38,7 @@ CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time
 def clock_option(panel: str) -> Any:
     """Declare `--clock`: which time is measured."""
     help = "cpu counts only this process's time: for a busy machine and one thread."
-    check = must_be(" or ".join(CLOCKS), lambda value: value in CLOCKS)
-    return option("wall", "wall|cpu", help, panel, check=check)
+    return choice("|".join(CLOCKS), help, panel)
 
 
 def seconds_option(default: float, help: str, panel: str) -> Any:
@@ -45,7 +52,7 @@ def seconds_option(default: float, help: str, panel: str) -> Any:
     return option(default, "S", help, panel, check=check)
 
 
-def result_option(default: str, help: str, panel: str) -> Any:
+def result_option(default: str, help: str) -> Any:
     """Declare `--out`: the JSON file of the results, which must be writable before hours pass."""
 
     def check(out: Path, label: str) -> Path:
@@ -63,7 +70,7 @@ def result_option(default: str, help: str, panel: str) -> Any:
             raise OptionError(f"{label} {out}: cannot be written: {error.strerror}") from error
         return out
 
-    return option(Path(default), "FILE.json", help, panel, check=check)
+    return option(Path(default), "FILE.json", help, "Output", check=check)
 
 
 def full_batches(
@@ -103,20 +110,20 @@ def made(
     return model, recipe.build_optimizer(model, lr=config.lr)
 
 
-class LearningOptions(Protocol):
-    """The options that `rate` and `rival` share."""
+@dataclass(frozen=True)
+class MeasuringOptions:
+    """The options that all commands share which measure a recipe."""
 
-    @property
-    def recipe(self) -> str | None: ...
-    @property
-    def batch_size(self) -> int | None: ...
-    @property
-    def micro_batch(self) -> int | None: ...
-    @property
-    def device(self) -> str: ...
+    recipe: str | None = recipe_argument("A recipe, as for wholebatch train.")
+    batch_size: int | None = option(None, "N", "Samples per update.", "Batch", check=whole_number())
+    micro_batch: Any = option(
+        None, "N", "Samples per micro-batch.", "Batch", typed=int, check=whole_number()
+    )
+    device: str = option("auto", "auto|cpu|cuda", "Device.", "Batch")
+    as_json: bool = switch("Print the results as JSON.", "Output", flag="--json")
 
 
-def learning_recipe(options: LearningOptions) -> tuple[Recipe, LearningRecipe]:
+def learning_recipe(options: MeasuringOptions) -> tuple[Recipe, LearningRecipe]:
     """Return the recipe, and the parts of its runs: the model, and the data from its start."""
     from wholebatch.cli.recipes import load_recipe
     from wholebatch.cli.run_settings import resolve
@@ -180,6 +187,21 @@ class Result(Protocol):
     """The results of a measurement."""
 
     def write(self, path: Path) -> None: ...
+
+
+def measure_and_show(
+    options: Any, measure: Callable[[Any, Spinner], Any], show: Callable[[Console, Any], None]
+) -> None:
+    """Run `measure(options, doing)`, write its result to `options.out`, and show it."""
+    with Spinner(console_of(stderr=options.as_json)) as doing:
+        doing("importing torch")
+        from wholebatch.cli.error_messages import short_warnings
+
+        with short_warnings():
+            result = measure(options, doing)
+        doing("drawing the page")
+        shown = partial(show, doing.console, result)
+        write_result(result, options.out, doing.console, shown, as_json=options.as_json)
 
 
 def write_result(

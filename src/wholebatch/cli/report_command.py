@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 
-from wholebatch.cli.command_options import argument, command, must_be, option
+from wholebatch.cli.command_options import argument, command, must_be, option, switch
 from wholebatch.cli.report.terminal_output import Spinner, console_of, path_from_here, say
 from wholebatch.core.readable_sizes import bytes_said
 
@@ -28,7 +28,7 @@ class ReportOptions:
         ),
     )
     title: str | None = option(None, "TEXT", "Title of the page.")
-    show: bool = option(False, None, "Open it in the browser.", flag="--open")
+    show: bool = switch("Open it in the browser.", flag="--open")
 
 
 @command(

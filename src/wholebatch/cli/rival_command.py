@@ -3,60 +3,44 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from wholebatch.cli import recipe_measuring as measuring
-from wholebatch.cli.command_options import command, option, recipe_argument, whole_number
-from wholebatch.cli.report.terminal_output import Spinner, console_of, fitting, plain_table, say
+from wholebatch.cli.command_options import command, option, with_commas
+from wholebatch.cli.report.terminal_output import Spinner, fitting, plain_table, say
 from wholebatch.core.readable_sizes import bytes_said
-from wholebatch.errors import OptionError
 
 if TYPE_CHECKING:
     from wholebatch.tune.learning_curves import Curves, LearningCurve
 
-_batch, _how, _out = (partial(option, panel=name) for name in ("Batch", "Measurement", "Output"))
 
-
-def _factors(value: str, label: str) -> tuple[float, ...]:
-    try:
-        found = tuple(float(part) for part in value.split(","))
-    except ValueError:
-        found = ()
-    if not found or not all(0 < factor < 1e6 for factor in found):
-        raise OptionError(f"{label} {value}: must be numbers above 0, such as 0.5,1,2")
-    return found
+def _factor(text: str) -> float:
+    if not 0 < float(text) < 1e6:
+        raise ValueError(text)
+    return float(text)
 
 
 @dataclass(frozen=True)
-class RivalOptions:
+class RivalOptions(measuring.MeasuringOptions):
     """The options of `wholebatch rival`."""
 
-    recipe: str | None = recipe_argument("A recipe, as for wholebatch train.")
-    batch_size: int | None = _batch(
-        None, "N", "Samples per update of the accumulated batch.", check=whole_number()
-    )
-    micro_batch: int | None = _batch(
-        None, "N", "Samples per micro-batch, and per update of the rival.", check=whole_number()
-    )
-    device: str = _batch("auto", "auto|cpu|cuda", "Device.")
     seconds: float = measuring.seconds_option(
         60.0, "Training time of the accumulated batch.", "Measurement"
     )
-    rates: tuple[float, ...] | None = _how(
+    rates: list[float] | None = option(
         None,
         "FACTORS",
         "Factors of the learning rate to try for both, such as 0.5,1,2.",
+        "Measurement",
         typed=str | None,
-        check=_factors,
+        check=with_commas(_factor, "numbers above 0, such as 0.5,1,2"),
     )
     out: Path = measuring.result_option(
-        "rival.json", "Result file. An HTML page is written beside it.", "Output"
+        "rival.json", "Result file. An HTML page is written beside it."
     )
-    as_json: bool = _out(False, None, "Print the results as JSON.", flag="--json")
 
 
 @command(
@@ -67,37 +51,28 @@ class RivalOptions:
 def rival(options: RivalOptions) -> None:
     """Measure if the batch learns faster than its micro-batch alone.
 
-    Both train over the same data: the batch, accumulated; and its micro-batch without a window,
-    with the learning rate (by the square root) and the half-life of beta2 scaled to it. Shows loss,
-    updates, time and memory.
+    Both train over the same data: the accumulated batch, and the micro-batch alone, with the
+    learning rate (by the square root) and the half-life of beta2 scaled to it. Shows loss, updates,
+    time and memory.
     """
-    with Spinner(console_of(stderr=options.as_json)) as doing:
-        doing("importing torch")
-        found = _measured(options, doing)
-    show = partial(_show, doing.console, found)
-    measuring.write_result(found, options.out, doing.console, show, as_json=options.as_json)
+    measuring.measure_and_show(options, _measured, _show)
 
 
 def _measured(options: RivalOptions, doing: Spinner) -> Curves:
-    from wholebatch.cli.error_messages import short_warnings
     from wholebatch.tune import learning_curves as learning
 
-    with short_warnings(shown=True):
-        recipe, shared = measuring.learning_recipe(options)
-        doing("measuring the speed")
-        samples = learning.samples_in(options.seconds, shared, shared.base_batch)
-        curves = learning.rival(shared, samples=samples, rates=options.rates or (1.0,), watch=doing)
+    recipe, shared = measuring.learning_recipe(options)
+    doing("measuring the speed")
+    samples = learning.samples_in(options.seconds, shared, shared.base_batch)
+    curves = learning.rival(shared, samples=samples, rates=options.rates or (1.0,), watch=doing)
     return learning.Curves(
         title=f"{recipe.name}: loss over the data",
         x="samples",
         y=f"loss, mean over {recipe.unit}",
         curves=[
-            {
-                "name": c.contender.name,
-                "x": [s for s, _ in c.points()],
-                "y": [y for _, y in c.points()],
-            }
-            for c in curves
+            {"name": curve.contender.name, "x": [*x], "y": [*y]}
+            for curve in curves
+            for x, y in [zip(*curve.points(), strict=True)]
         ],
         rows=[_row(curve) for curve in curves],
         advice=_advice(curves, samples),

@@ -139,7 +139,7 @@ def new_folder(recipe: str, out: Path | None) -> RunFolder:
 
 
 def launched_folder(recipe: str) -> Path | None:
-    """Return the folder of a run without --out, by the id of torchrun: a restart finds it."""
+    """Return the folder of a run without --out, named by torchrun's job id: restarts find it."""
     number = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     if number == "none":  # torchrun's own word for: nobody gave one
         return None

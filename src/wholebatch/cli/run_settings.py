@@ -17,15 +17,18 @@ from pathlib import Path
 from typing import Any, TypeAlias, get_type_hints
 
 from wholebatch.cli.command_options import (
+    choice,
+    count_of,
     flag_of,
     must_be,
     one_of,
     option,
     positive_number,
     recipe_argument,
+    switch,
     whole_number,
 )
-from wholebatch.core.plain_files import read_json, reason
+from wholebatch.core.plain_files import load_json, read_json, reason
 from wholebatch.errors import OptionError, StateError
 from wholebatch.tune.batch_scaling import BatchSchedule, parse_amount, parse_auto
 
@@ -34,15 +37,9 @@ _TOKENS = re.compile(r"(\d+)\s*tokens?")
 _BATCH, _RUN = "Batch and update", "Run"
 # In every config.json; later settings have their default where they are absent.
 _ALWAYS_STORED = {
-    "batch_size",
-    "micro_batch",
-    "steps",
-    "precision",
-    "clip_norm",
-    "lr",
-    "seed",
+    "batch_size", "micro_batch", "steps", "precision", "clip_norm", "lr", "seed",
     "checkpoint_every",
-}
+}  # fmt: skip
 
 Given: TypeAlias = dict[str, Any]
 """The options that the user gave, by name."""
@@ -58,8 +55,8 @@ def _micro_batch(value: Any, label: str) -> int | str:
         return f"{int(match[1])} tokens"
     if text == "auto":
         return text
-    if _is_count(text):
-        return int(text)
+    with suppress(ValueError):
+        return count_of(text)
     raise OptionError(
         f'{label} {text}: must be "auto", a number of samples, or a budget such as "4096 tokens"'
     )
@@ -69,17 +66,14 @@ def _noise(value: Any, label: str) -> int | str:
     text = str(value).strip()
     if text in ("auto", "off"):
         return text
-    if _is_count(text):
-        return int(text)
+    with suppress(ValueError):
+        return count_of(text)
     raise OptionError(f'{label} {text}: must be "auto", "off", or every how many windows')
 
 
-def _is_count(text: str) -> bool:
-    return text.isascii() and text.isdigit() and int(text) > 0
-
-
-def _schedule(text: str, label: str) -> str:
+def _schedule(value: Any, label: str) -> str:
     """Return a schedule of batch sizes, or "auto", as it is stored."""
+    text = str(value)
     if not text.strip().startswith("auto"):
         return str(BatchSchedule.parse(text, label))
     parse_auto(text, label)
@@ -103,7 +97,7 @@ def _memory(value: Any, label: str) -> str:
     )
 
 
-def _switch(value: Any, label: str) -> bool | None:
+def _on_or_off(value: Any, label: str) -> bool | None:
     return must_be("true or false", lambda it: isinstance(it, bool))(value, label) or None
 
 
@@ -115,10 +109,12 @@ _wandb = must_be('the name of a project, or "off"', lambda it: bool(str(it).stri
 
 
 # A setting is an option that `config.json` keeps; one that `may_change` leaves the run the same.
-_batch_option, _run_option = (partial(option, panel=panel) for panel in (_BATCH, _RUN))
+_PANELS = (_BATCH, _RUN, "Learning rate, warm-up, betas")
 _batch_setting, _run_setting, _follows_setting = (
-    partial(option, panel=panel, stored=True)
-    for panel in (_BATCH, _RUN, "Learning rate, warm-up, betas")
+    partial(option, panel=panel, stored=True) for panel in _PANELS
+)
+_batch_choice, _run_choice, _follows_choice = (
+    partial(choice, panel=panel, stored=True) for panel in _PANELS
 )
 
 
@@ -140,11 +136,7 @@ class Config:
         check=whole_number(),
     )
     batch_schedule: str | None = field(
-        default=None,
-        metadata={
-            "stored": True,
-            "check": lambda value, label: _schedule(str(value), label),
-        },
+        default=None, metadata={"stored": True, "check": _schedule}
     )  # given as --batch-size, which is then its largest, or the first of "auto"
     micro_batch: int | str = _batch_setting(
         "auto",
@@ -168,51 +160,41 @@ class Config:
         check=_memory,
         may_change=True,
     )
-    fit: bool = _batch_option(
-        False,
-        None,
+    fit: bool = switch(
         "If not even one sample fits: use bf16 autocast, then gradient checkpointing, then "
         "gradients in host memory.",
-        check=_switch,
+        _BATCH,
+        check=_on_or_off,
         in_file=True,
     )
-    checkpointing: bool = _batch_setting(
-        False,
-        None,
+    checkpointing: bool = switch(
         "Gradient checkpointing of the model's repeated blocks: recompute activations in the "
         "backward pass.",
-        check=_switch,
+        _BATCH,
+        check=_on_or_off,
+        stored=True,
     )
     clip_norm: float | None = _batch_setting(
-        None,
-        "NORM",
-        "Clip the gradient of the whole batch to this norm.",
-        check=positive_number,
+        None, "NORM", "Clip the gradient of the whole batch to this norm.", check=positive_number
     )
     lr: float | None = _batch_setting(
         None, "RATE", "Learning rate, instead of the recipe's.", check=positive_number
     )
-    execute: str = _batch_setting(
-        "auto",
+    execute: str = _batch_choice(
         "auto|eager|compile|graph",
         "How to run a micro-batch: plain torch, compiled, or as a CUDA graph.",
-        check=one_of("auto", "eager", "compile", "graph"),
     )
-    gradients: str = _batch_setting(
-        "device",
+    gradients: str = _batch_choice(
         "device|host|swap|release|moments",
-        "Where gradients are kept. host: summed in host memory. swap: in the place of Adam's "
-        "moments, which wait in host memory. release: used and freed in the last backward. "
+        "Where gradients are kept. host: summed in host memory. swap: in the memory of "
+        "Adam's moments, which wait in host memory. release: used and freed in the last backward. "
         "moments: added into Adam's moments (an approximation).",
-        check=one_of("device", "host", "swap", "release", "moments"),
     )
-    batchnorm: str = _batch_setting(
-        "exact",
+    batchnorm: str = _batch_choice(
         "exact|statistics|freeze|group|layer|sync|refuse",
         "What BatchNorm normalises by. exact: the whole batch. statistics: micro-batches, with "
         "running statistics of the batch. freeze: running statistics. group, layer: GroupNorm or "
         "one group instead. sync: over GPUs.",
-        check=one_of("exact", "statistics", "freeze", "group", "layer", "sync", "refuse"),
     )
     lr_steps: int | None = _follows_setting(
         None,
@@ -222,12 +204,11 @@ class Config:
         check=whole_number(),
         may_change=True,
     )
-    lr_rule: str | None = _follows_setting(
-        None,
+    lr_rule: str | None = _follows_choice(
         "none|linear|sqrt",
         "How the learning rate follows the batch size (linear: SGD; sqrt: Adam). Default: none; "
         "with --batch-size auto the one for the optimizer.",
-        check=one_of("none", "linear", "sqrt"),
+        default=None,
     )
     base_batch: int | None = _follows_setting(
         None,
@@ -236,17 +217,13 @@ class Config:
         "schedule, else the recipe's.",
         check=whole_number(),
     )
-    betas: str = _follows_setting(
-        "keep",
+    betas: str = _follows_choice(
         "keep|beta2|both",
         "Which of Adam's betas keep their half-life in tokens when the batch size changes.",
-        check=one_of("keep", "beta2", "both"),
     )
-    weight_decay: str = _follows_setting(
-        "keep",
+    weight_decay: str = _follows_choice(
         "keep|tokens",
         "tokens: AdamW's weight decay keeps its half-life in tokens when the batch size changes.",
-        check=one_of("keep", "tokens"),
     )
     warmup: str | None = _follows_setting(
         None,
@@ -257,16 +234,11 @@ class Config:
     )
     steps: int = _run_setting(100, "N", "Number of updates.", check=whole_number(), may_change=True)
     out: Path | None = option(None, "DIR", "Folder of the run. Default: runs/RECIPE-TIME.", _RUN)
-    resume: bool = _run_option(
-        False,
-        None,
-        "Continue the run in --out, else the newest in runs/, bit for bit.",
-    )
-    auto_resume: bool = _run_option(
-        False,
-        None,
+    resume: bool = switch("Continue the run in --out, else the newest in runs/, bit for bit.", _RUN)
+    auto_resume: bool = switch(
         "Continue the run in --out if it exists, else start it. Restarts by torchrun do this "
         "without the option.",
+        _RUN,
     )
     checkpoint_every: int = _run_setting(
         50, "N", "Updates between checkpoints.", check=whole_number(), may_change=True
@@ -292,7 +264,7 @@ class Config:
     validate: int | None = _run_setting(
         None,
         "N",
-        "Evaluate the recipe's validation() every N updates, beside once at the end.",
+        "Evaluate the recipe's validation() every N updates, and once at the end.",
         check=whole_number(),
         may_change=True,
     )
@@ -311,13 +283,12 @@ class Config:
         _RUN,
         flag="--from",
     )
-    device: str = _run_option("auto", "auto|cpu|cuda", "Device.", in_file=True)
-    parallel: str = _run_option(
-        "ddp",
+    device: str = option("auto", "auto|cpu|cuda", "Device.", _RUN, in_file=True)
+    parallel: str = choice(
         "ddp|fsdp2|deepspeed|pipeline",
         "Under torchrun: the whole model on every rank, sharded, in a DeepSpeed engine, or cut "
         "into pipeline stages.",
-        check=one_of("ddp", "fsdp2", "deepspeed", "pipeline"),
+        _RUN,
         in_file=True,
     )
     zero: int = _run_setting(
@@ -327,27 +298,24 @@ class Config:
         "gradients (2), also parameters (3).",
         check=_zero,
     )
-    schedule: str = _run_setting(
-        "1f1b",
+    schedule: str = _run_choice(
         "1f1b|gpipe|interleaved",
         "With --parallel pipeline: the order of forward and backward passes. interleaved has two "
         "stages per rank.",
-        check=one_of("1f1b", "gpipe", "interleaved"),
         may_change=True,
     )
-    sync: str = _run_setting(
-        "auto",
+    sync: str = _run_choice(
         "auto|hold|every|gathered",
         "With --parallel fsdp2: reduce once per window (hold) or in every micro-batch; gathered "
         "also keeps the whole parameters over a window.",
-        check=one_of("auto", "hold", "every", "gathered"),
         may_change=True,
     )
-    deadline: str | None = _run_option(
+    deadline: str | None = option(
         None,
         "SECONDS|auto|off",
         "Under torchrun: stop all ranks if one makes no progress for this time. auto: ten times "
         "the slowest window, at least 5 minutes.",
+        _RUN,
     )
 
     @property
@@ -529,12 +497,7 @@ def read_settings_file(path: Path | None) -> SettingsFile:
     """Read the file of `--from`; an OptionError says what is wrong with it."""
     if path is None:
         return SettingsFile()
-    try:
-        content = read_json(path)
-    except OSError as error:
-        raise OptionError(f"--from {path}: cannot be read: {reason(error)}") from error
-    except ValueError as error:
-        raise OptionError(f"--from {path}: is not JSON: {error}") from None
+    content = load_json(path, OptionError, f"--from {path}")
     settings = content.get("settings") if isinstance(content, dict) else None
     if not isinstance(settings, dict):
         raise OptionError(

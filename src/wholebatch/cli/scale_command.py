@@ -12,18 +12,21 @@ from typing import Any
 from rich.markup import escape
 
 from wholebatch.cli.command_options import (
+    choice,
     command,
-    one_of,
+    count_of,
     option,
     positive_number,
+    switch,
     whole_number,
-    whole_numbers,
+    with_commas,
 )
 from wholebatch.cli.report.terminal_output import console_of, fitting, plain_table
 from wholebatch.errors import OptionError
 from wholebatch.tune import batch_scaling as scaling
 
-_follower = partial(option, panel="Learning rate, warm-up, betas")
+_FOLLOWS = "Learning rate, warm-up, betas"
+_follower = partial(option, panel=_FOLLOWS)
 _COUNT = whole_number()
 _SOURCE = {
     "linear": "Goyal et al. 2017, SGD",
@@ -44,40 +47,32 @@ class ScaleOptions:
     ranks: list[int] | None = option(
         None,
         "N,N,...",
-        "Number of ranks (GPUs). Default: 1,2,4,8, or what follows if all others are given.",
+        "Number of ranks (GPUs). Default: 1,2,4,8; computed if all others are given.",
         typed=str | None,
-        check=whole_numbers("numbers of ranks, such as 8 or 1,2,4,8"),
+        check=with_commas(count_of, "numbers of ranks, such as 8 or 1,2,4,8"),
     )
     lr: float | None = _follower(
-        None,
-        "RATE",
-        "Learning rate that works for --base-batch.",
-        check=positive_number,
+        None, "RATE", "Learning rate that works for --base-batch.", check=positive_number
     )
     base_batch: int | None = _follower(
-        None,
-        "N",
-        "Batch size that --lr, --warmup and --betas were chosen for.",
-        check=_COUNT,
+        None, "N", "Batch size that --lr, --warmup and --betas were chosen for.", check=_COUNT
     )
-    lr_rule: str | None = _follower(
-        None,
+    lr_rule: str | None = choice(
         "linear|sqrt|none",
         "How the learning rate follows the batch size. Without --lr, the factor is shown. Default: "
         "linear.",
-        check=one_of("none", "linear", "sqrt"),
+        _FOLLOWS,
+        default=None,
     )
     warmup: str | None = _follower(
-        None,
-        "N|Nep",
-        "Warm-up at --base-batch, in updates (500) or epochs (5ep, needs --samples).",
+        None, "N|Nep", "Warm-up at --base-batch, in updates (500) or epochs (5ep, needs --samples)."
     )
     betas: str | None = _follower(None, "B1,B2", "Adam's betas at --base-batch, such as 0.9,0.95.")
     weight_decay: float | None = _follower(
         None, "DECAY", "AdamW's weight decay at --base-batch.", check=positive_number
     )
     samples: int | None = _follower(None, "N", "Samples per epoch.", check=_COUNT)
-    as_json: bool = option(False, None, "Print JSON.", flag="--json")
+    as_json: bool = switch("Print JSON.", flag="--json")
 
 
 @command(

@@ -295,21 +295,9 @@ class Staged:
     def state_dict(self) -> dict[str, Any]:
         """Return the progress as `WholeBatch` has it: another engine may go on from there."""
         own = self._pipeline.state_dict()
-        return {
-            **own,
-            "format": _FORMAT,
-            "kind": "WholeBatch",
-            "window": None,
-            "scaler": None,
-            "ema": None,
-            "sizing": None,
-            "most": None,
-            "done": 0,
-            "of": 0,
-            "batchnorm": None,
-            "draws": (False, None),
-            "first_number": 0,
-        }
+        absent = dict.fromkeys(("window", "scaler", "ema", "sizing", "most", "batchnorm"))
+        zeros = {"done": 0, "of": 0, "draws": (False, None), "first_number": 0}
+        return {**own, "format": _FORMAT, "kind": "WholeBatch", **absent, **zeros}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         if saved.get("format") != _FORMAT or saved.get("kind") != "WholeBatch":

@@ -90,10 +90,9 @@ class PeakMemory:
 
     def share_text(self) -> str:
         """Return the measurement of a rank that has only its share of the batch."""
-        measured = self.measured
-        if measured is None:
+        if self.measured is None:
             return "not measured"
-        return f"{bytes_said(measured)} measured on the first rank"
+        return f"{bytes_said(self.measured)} measured on the first rank"
 
     def text(self, loss: Callable[[Any, Any], Any], batch: Any, *, precision: str) -> str:
         """Return both numbers in one line; `batch` is a whole one."""
@@ -111,9 +110,7 @@ class PeakMemory:
             ).peak
         except WholebatchError as error:
             return f"{here}; for the whole batch at once: {error}"
-        except (
-            Exception
-        ) as error:  # a loss that cannot run without numbers: only the report is poorer
+        except Exception as error:  # a loss that cannot run without numbers
             reason = str(error).strip().split("\n")[0][:120]
             return f"{here}; for the whole batch at once it cannot be predicted ({reason})"
         less = f" ({whole / measured:.1f}×)" if measured else ""
@@ -227,20 +224,9 @@ def build(
     memory.settled = memory.settled or world.parallel != "ddp"
     if world.rank:  # dropout of its own on every rank
         seed_generators(config.seed + world.rank)
-    return Session(
-        recipe,
-        config,
-        world,
-        model,
-        optimizer,
-        train,
-        memory,
-        batches,
-        batches.position,
-        Pace(config, batches=batches, optimizer=optimizer, train=train, scheduler=scheduler),
-        fitted,
-        engine,
-    )
+    pace = Pace(config, batches=batches, optimizer=optimizer, train=train, scheduler=scheduler)
+    parts = (recipe, config, world, model, optimizer, train, memory, batches, batches.position)
+    return Session(*parts, pace, fitted, engine)
 
 
 def fitted_to(config: Config, batches: Batches) -> Config:
@@ -387,7 +373,7 @@ def paced(config: Config, recipe: Recipe, batches: Batches) -> Config:
 
 
 def _growing(config: Config, text: str, batches: Batches) -> AutoBatch:
-    """Return the batch that grows, at most to all the samples of the data."""
+    """Return the growing batch size; it is limited by `auto:FIRST-LARGEST` and by the data."""
     limits = [size for size in (parse_auto(text)[1], batches.length) if size is not None]
     return AutoBatch(config.batch_size, min(limits, default=None))
 

@@ -15,14 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from wholebatch.cli import recipe_measuring as measuring
-from wholebatch.cli.command_options import (
-    Check,
-    command,
-    option,
-    recipe_argument,
-    whole_number,
-    whole_numbers,
-)
+from wholebatch.cli.command_options import Check, command, count_of, option, switch, with_commas
 from wholebatch.cli.report.terminal_output import (
     Spinner,
     console_of,
@@ -45,10 +38,9 @@ if TYPE_CHECKING:
     from wholebatch.cli.recipes import Recipe
     from wholebatch.tune import Setting, Trial, Tuned
 
-_HOW, _OUT = "Search", "Output"
-_what = partial(option, panel="Batch")
-_how, _out = (partial(option, panel=panel) for panel in (_HOW, _OUT))
-_NUMBERS = whole_numbers("whole numbers with commas, such as 8,16,32")
+_HOW = "Search"
+_how = partial(option, panel=_HOW)
+_NUMBERS = with_commas(count_of, "whole numbers with commas, such as 8,16,32")
 
 
 def _names(*allowed: str) -> Check:
@@ -65,13 +57,10 @@ def _names(*allowed: str) -> Check:
 
 
 @dataclass(frozen=True)
-class TuneOptions:
+class TuneOptions(measuring.MeasuringOptions):
     """The options of `wholebatch tune`."""
 
-    recipe: str | None = recipe_argument("A recipe, as for wholebatch train.")
-    batch_size: int | None = _what(None, "N", "Samples per update.", check=whole_number())
-    memory: str = _what("free", "SIZE", "Memory to use: 20GiB, 80% or free.")
-    device: str = _what("auto", "auto|cpu|cuda", "Device.")
+    memory: str = option("free", "SIZE", "Memory to use: 20GiB, 80% or free.", "Batch")
     precision: tuple[str, ...] | None = _how(
         None,
         "NAMES",
@@ -87,7 +76,7 @@ class TuneOptions:
         typed=str | None,
         check=_names("eager", "compile", "graph"),
     )
-    micro_batch: list[int] | None = option(
+    micro_batch: Any = option(
         None,
         "SIZES",
         "Micro-batch sizes to try. Default: the batch in 1, 2, 4, … parts.",
@@ -97,18 +86,14 @@ class TuneOptions:
     )
     seconds: float = measuring.seconds_option(300.0, "Start no new setting after this time.", _HOW)
     clock: str = measuring.clock_option(_HOW)
-    exhaustive: bool = _how(False, None, "Measure every setting that fits.", flag="--exhaustive")
-    ladder: bool = _how(
-        False,
-        None,
+    exhaustive: bool = switch("Measure every setting that fits.", _HOW)
+    ladder: bool = switch(
         "Also measure precision, checkpointing, accumulation and gradient offload, alone and "
         "together: memory, time and what bounds each.",
-        flag="--ladder",
+        _HOW,
     )
     bandwidth: str | None = _how(
-        None,
-        "RATE",
-        "Bandwidth of one rank, such as 25GB/s. Adds a prediction for more ranks.",
+        None, "RATE", "Bandwidth of one rank, such as 25GB/s. Adds a prediction for more ranks."
     )
     ranks: list[int] | None = option(
         None,
@@ -119,11 +104,8 @@ class TuneOptions:
         check=_NUMBERS,
     )
     out: Path = measuring.result_option(
-        "tune.json",
-        "Result file, for wholebatch train --from. An HTML page is written beside it.",
-        _OUT,
+        "tune.json", "Result file, for wholebatch train --from. An HTML page is written beside it."
     )
-    as_json: bool = _out(False, None, "Print the results as JSON.", flag="--json")
 
 
 @command(

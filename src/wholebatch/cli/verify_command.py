@@ -36,9 +36,9 @@ from rich.text import Text
 from wholebatch.cli.command_options import (
     command,
     flag_of,
-    one_of,
     option,
     recipe_argument,
+    switch,
     whole_number,
 )
 from wholebatch.cli.recipe_measuring import made
@@ -59,9 +59,10 @@ if TYPE_CHECKING:
     from wholebatch.verification import Case, LoopTrial, LoopVerdict, Verdict
     from wholebatch.verification.run_comparison import Comparison
 
-_BATCH = "Batch"
-_batch, _like_train = partial(option, panel=_BATCH), partial(like_train, panel=_BATCH)
-_loop = partial(option, panel="Your own loop")
+_BATCH, _LOOP = "Batch", "Your own loop"
+_like_train = partial(like_train, panel=_BATCH)
+_like_recipes = partial(_like_train, of_recipes=True)
+_loop = partial(option, panel=_LOOP)
 
 
 @dataclass(frozen=True)
@@ -72,70 +73,58 @@ class VerifyOptions:
         "A Python file with model(), data() and loss(model, micro), or an embedded recipe: "
         "bytes-gpt (the default) or digits-cnn."
     )
-    batch_size: int | None = _like_train(
-        "batch_size", "Samples per update.", metavar="N", of_recipes=True
-    )
-    micro_batch: str | None = _like_train(
+    batch_size: int | None = _like_recipes("batch_size", "Samples per update.", metavar="N")
+    micro_batch: str | None = _like_recipes(
         "micro_batch",
         "Size of a micro-batch. Default: the recipe's, else about four uneven parts.",
         metavar='N|"N tokens"',
-        of_recipes=True,
     )
-    precision: str | None = _like_train(
-        "precision", "Numbers to compute in.", metavar="full|bf16|fp16|fp8", of_recipes=True
+    precision: str | None = _like_recipes(
+        "precision", "Precision of the computation.", metavar="full|bf16|fp16|fp8"
     )
     clip_norm: float | None = _like_train(
         "clip_norm",
         "Clip to this norm. With --loop: the norm that a loop clips to by hand "
         "(clip_grad_norm_ is detected).",
     )
-    batchnorm: str = _batch(
-        "exact",
-        "POLICY",
-        "As WholeBatch(batchnorm=): exact, statistics, freeze, group, layer, sync or refuse.",
-        check=one_of("exact", "statistics", "freeze", "group", "layer", "sync", "refuse"),
-        of_recipes=True,
-    )
-    execute: str | None = _like_train("execute", "As WholeBatch(execute=).", of_recipes=True)
-    gradients: str | None = _like_train(
+    batchnorm: str = _like_recipes("batchnorm", "As WholeBatch(batchnorm=).", default="exact")
+    execute: str | None = _like_recipes("execute", "As WholeBatch(execute=).")
+    gradients: str | None = _like_recipes(
         "gradients",
         "Where gradients are kept. release and moments do not use the recipe's clipping.",
-        of_recipes=True,
     )
-    float64: bool = _batch(True, None, "Do not repeat the proof in float64.", of_recipes=True)
+    float64: bool = option(
+        True, None, "Do not repeat the proof in float64.", _BATCH, of_recipes=True
+    )
     loop: str | None = _loop(
         None,
         "FILE.py:FUNCTION",
         "Check your own loop: a function(model, optimizer, micro_batches) that trains one window.",
     )
     model: str = _loop(
-        "all",
-        "mlp|lm|cnn|all",
-        "Built-in models for the loop, if FILE.py has no model().",
+        "all", "mlp|lm|cnn|all", "Built-in models for the loop, if FILE.py has no model()."
     )
     steps: int | None = _loop(
-        None,
-        "N",
-        "Micro-batches in a full window of the loop. Default: steps in FILE.py, else 4.",
+        None, "N", "Micro-batches in a full window of the loop. Default: steps in FILE.py, else 4."
     )
-    equal: bool = _loop(False, None, "Test only micro-batches of equal size.")
+    equal: bool = switch("Test only micro-batches of equal size.", _LOOP)
     trainer: tuple[str, ...] | None = _loop(
         None,
         "SCRIPT.py [ARGUMENTS]",
-        "Run your training script, watch its first window, tell the verdict and stop it. All that "
-        "follows belongs to the script.",
+        "Run your training script, watch its first window, show the verdict and stop. Everything "
+        "after this option belongs to the script.",
         takes_rest=True,
     )
     windows: int = _loop(
         1,
         "N",
-        "With --trainer, before it: windows to watch; 0 lets the script run to its end.",
+        "Windows to watch; give it before --trainer. 0 lets the script run to its end.",
         check=whole_number(0),
     )
-    ddp: bool = _loop(False, None, "Under torchrun: wrap the model in DistributedDataParallel.")
+    ddp: bool = switch("Under torchrun: wrap the model in DistributedDataParallel.", _LOOP)
     seed: int = _like_train("seed", "Seed of weights and data.", default=0)
-    device: str = _batch("auto", "auto|cpu|cuda", "Device.")
-    as_json: bool = option(False, None, "Print JSON.", "Output", flag="--json")
+    device: str = option("auto", "auto|cpu|cuda", "Device.", _BATCH)
+    as_json: bool = switch("Print JSON.", "Output", flag="--json")
 
 
 @command(

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from wholebatch.compile.fusion import computes_rightly
+from wholebatch.compile.fusion import computes_rightly, once_per_machine
 from wholebatch.core.precision import SIXTEEN_BIT
 
 aten = torch.ops.aten
@@ -155,7 +155,7 @@ def _backward_by_operations(
 # --------------------------------------------------------------------- checks
 
 
-@cache
+@once_per_machine
 def can_fuse_attention(device: torch.device) -> bool:
     """True if this device has the kernels and they compute correctly."""
     return computes_rightly(device, _operation, _agrees)

@@ -17,20 +17,22 @@ import os
 import pickle
 import queue
 import select
+import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import fx
 
-from wholebatch.compile.disk_cache import trim
-from wholebatch.compile.inductor import compiled_by_inductor, import_compiler
+from wholebatch.compile.disk_cache import cache_folders, claimed, marks, trim
+from wholebatch.compile.inductor import compiled_by_inductor, import_compiler, wait_for_import
 from wholebatch.compile.repeated_blocks import PieceProgram
 
 _OURS = ("aten", "prims", "wholebatch")
@@ -59,9 +61,38 @@ class _Pickler(pickle.Pickler):
         if isinstance(part, (torch.dtype, torch.layout, torch.memory_format)):
             # By itself pickle would name the first module that has imported torch: the user's.
             return _of_torch, (str(part).removeprefix("torch."),)
-        if isinstance(part, (torch._ops.OperatorBase, torch.SymInt, torch.SymFloat, torch.Tensor)):
+        if isinstance(part, torch.SymInt):
+            return _open_size, _as_expression(part)
+        if isinstance(part, (torch._ops.OperatorBase, torch.SymFloat, torch.Tensor)):
             raise pickle.PicklingError(f"a {type(part).__name__} is not plain data")
         return NotImplemented
+
+
+def _as_expression(size: torch.SymInt) -> tuple[Any, int, list[tuple[str, int]]]:
+    """Return an open size as an expression, its value, and source and value of its symbols."""
+    known, expression = size.node.shape_env, size.node.expr
+    symbols = sorted(expression.free_symbols, key=str)
+    sources = [known.var_to_sources[symbol][0].source_name for symbol in symbols]
+    values = [int(known.create_symintnode(one, hint=None).node.hint) for one in symbols]
+    return expression, int(size.node.hint), list(zip(sources, values, strict=True))
+
+
+def _open_size(expression: Any, hint: int, symbols: Sequence[tuple[str, int]]) -> Any:
+    """Return this size among those of the piece that is read now."""
+    from torch._dynamo.source import ConstantSource
+    from torch.fx.experimental.symbolic_shapes import DimDynamic
+
+    known, sources = _open_sizes
+    for source, value in symbols:
+        if source not in sources:  # A symbol is named by its source.
+            one = known.create_symbol(value, ConstantSource(source), DimDynamic.DYNAMIC)
+            sources[source] = one
+    if not expression.free_symbols <= set(sources.values()):
+        raise pickle.UnpicklingError("another version of torch names its symbols in another way")
+    return known.create_symintnode(expression, hint=hint)
+
+
+_open_sizes: tuple[Any, dict[str, Any]] = None, {}
 
 
 def _of_torch(name: str) -> Any:
@@ -122,15 +153,9 @@ def _mark(message: bytes) -> Path:
     return marks() / hashlib.sha256(versions + message).hexdigest()[:32]
 
 
-def marks() -> Path:
-    """Return the folder of the marks, within Inductor's cache: who clears that clears them."""
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
-    return Path(cache_dir()) / "wholebatch"
-
-
 def job_of(program: PieceProgram, options: Mapping[str, Any]) -> Job:
     """Return the job that compiles this piece; raise PicklingError if it is not plain data."""
+    wait_for_import()
     from torch._inductor import config
 
     settings = {
@@ -211,7 +236,8 @@ class CompileWorkers:
         self._counting = threading.Lock()
         self.number = number
         self._threads = [
-            threading.Thread(target=self._serve_one, daemon=True) for _ in range(number)
+            threading.Thread(target=self._serve_one, args=(index,), daemon=True)
+            for index in range(number)
         ]
         for thread in self._threads:
             thread.start()
@@ -224,7 +250,7 @@ class CompileWorkers:
             thread.join()
 
     def compile(self, jobs: Sequence[Job]) -> Pending:
-        """Give those of these jobs to the workers that are not in the cache, the largest first."""
+        """Give the jobs that are not in the cache to the workers, largest first."""
         jobs = [job for job in jobs if not job.known]
         longest = max((job.operations for job in jobs), default=0)
         each = sum(job.operations for job in jobs) / self.number
@@ -233,47 +259,19 @@ class CompileWorkers:
             self._jobs.put((job, pending))
         return pending
 
-    def _serve_one(self) -> None:
+    def _serve_one(self, index: int) -> None:
         """Keep one process, and give it one job after the other."""
-        worker = _Worker(self._device)
+        worker = _Worker([str(self._device), str(index), str(self.number)])
         while (given := self._jobs.get()) is not None:
             job, pending = given
             if pending.problem is None:
-                with _claimed(job) as ours:
+                with claimed(_mark(job.message)) as ours:
                     problem = worker.compile(job) if ours else None
                 if problem is not None:
                     pending.problem = problem
             with self._counting:
                 pending.left -= 1
         worker.end()
-
-
-@contextlib.contextmanager
-def _claimed(job: Job) -> Iterator[bool]:
-    """Claim a job among the processes that share the cache; False if another has compiled it.
-
-    While another one holds it, wait: ranks of one machine compile every piece once.
-    """
-    mark = _mark(job.message)
-    claim = mark.with_suffix(".busy")
-    ours = False
-    while not (ours or job.known):
-        try:
-            claim.parent.mkdir(parents=True, exist_ok=True)
-            os.close(os.open(claim, os.O_CREAT | os.O_EXCL))
-            ours = True
-        except FileExistsError:
-            with contextlib.suppress(OSError):
-                if time.time() - claim.stat().st_mtime > _PATIENCE:
-                    claim.unlink()  # Its process has ended.
-            time.sleep(0.1)
-        except OSError:  # The cache cannot be written.
-            break
-    try:
-        yield not job.known
-    finally:
-        if ours:
-            claim.unlink(missing_ok=True)
 
 
 SECONDS_PER_OPERATION = 0.03
@@ -285,15 +283,14 @@ SECONDS_TO_START = 5.0
 class _Worker:
     """One process; it is started again if it has ended."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, arguments: Sequence[str]) -> None:
+        self._command = [sys.executable, "-c", _CHILD, *arguments]
         self._process = self._started()
 
     def _started(self) -> subprocess.Popen[bytes] | None:
-        command = [sys.executable, "-c", _CHILD, str(self._device)]
         try:
             process = subprocess.Popen(
-                command,
+                self._command,
                 env=_environment(),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -341,7 +338,7 @@ class _Worker:
             self._process = None
 
 
-_CHILD = "import sys; from wholebatch.compile.compile_workers import serve; serve(sys.argv[1])"
+_CHILD = "import sys; from wholebatch.compile.compile_workers import serve; serve(*sys.argv[1:])"
 _running: set[subprocess.Popen[bytes]] = set()
 
 
@@ -363,12 +360,10 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 def _environment() -> dict[str, str]:
     """Return the environment of a worker: the same modules and caches as this process."""
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-        "TORCHINDUCTOR_CACHE_DIR": cache_dir(),
+        "TORCHINDUCTOR_CACHE_DIR": str(cache_folders()[0].path),
         # Children of a worker are forked: it has no threads, and they start at once.
         "TORCHINDUCTOR_WORKER_START": "fork",
         "TORCHINDUCTOR_COMPILE_THREADS": str(max(1, _cores() // max(1, _number()))),
@@ -406,14 +401,23 @@ def compile_workers(device: torch.device) -> CompileWorkers | None:
 # ------------------------------------------------------------------------------------ in the worker
 
 
-def serve(device: str) -> None:
-    """Compile the jobs that come on standard input, until it ends or nothing comes for a while."""
+def serve(device: str, index: str, number: str) -> None:
+    """Compile the jobs that come on standard input, until it ends or nothing comes for a while.
+
+    A child of it checks this package's kernels: each of the `number` workers has its share of them.
+    """
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # What a compiler prints must not be taken for an answer.
     jobs = os.fdopen(os.dup(0), "rb", buffering=0)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     with contextlib.suppress(OSError):
         os.nice(10)  # The training goes first.
+    if not os.fork():  # It has neither threads nor a CUDA context yet.
+        signal.alarm(60)
+        for has_kernel in _kernels()[int(index) :: int(number)]:
+            with contextlib.suppress(Exception):  # The training process finds out by itself.
+                has_kernel(torch.device(device))
+        os._exit(0)
     import_compiler(with_processes=torch.device(device).type == "cuda")
     define_operations()
     while select.select([jobs], [], [], _IDLE)[0]:
@@ -427,6 +431,39 @@ def serve(device: str) -> None:
             problem = f"{type(error).__name__}: {str(error)[:300]}"
         answers.write(json.dumps({"problem": problem}).encode() + b"\n")
     trim()
+
+
+def _kernels() -> list[Callable[[torch.device], bool]]:
+    """Return the checks of this package's kernels. Their answers stay in the disk cache."""
+    from wholebatch.compile.biased_attention import can_fuse_attention
+    from wholebatch.compile.cross_entropy import can_fuse_entropy
+    from wholebatch.compile.gelu import can_fuse_gelu
+    from wholebatch.compile.layer_norm import can_fuse_norms
+
+    return [can_fuse_norms, can_fuse_entropy, can_fuse_attention, can_fuse_gelu]
+
+
+class _KernelsOf(fx.Interpreter):
+    """Runs a piece on fake tensors, and compiles those kernels of this package that it launches."""
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """Have the operation launch its kernels, which are compiled and do not run."""
+        if getattr(target, "namespace", "") == "wholebatch":
+            from torch._library.custom_ops import OPDEFS
+
+            from wholebatch.compile.triton_kernels import only_compiled
+
+            # Another version of Triton or torch: the training process compiles it.
+            with contextlib.suppress(Exception), only_compiled():
+                OPDEFS[target.name().removesuffix(".default")]._init_fn(*args, **kwargs)
+        return super().call_function(target, args, kwargs)
+
+
+def _compile_kernels(program: PieceProgram) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with contextlib.suppress(Exception), FakeTensorMode():
+        _KernelsOf(program.module()).run(*program.examples())
 
 
 def _read(stream: Any, size: int) -> bytes:
@@ -448,17 +485,24 @@ def _compile(message: bytes) -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+    global _open_sizes
+    _open_sizes = ShapeEnv(), {}
     program, settings = pickle.loads(message)
     counters.clear()
     for name, value in settings["torch"].items():
         get, set_ = _GLOBALS[name]
         if get() != value:
             set_(value)
-    with FakeTensorMode(shape_env=ShapeEnv()):
+    with FakeTensorMode(shape_env=_open_sizes[0]):
         examples = program.examples()
+    beside = threading.Thread(target=_compile_kernels, args=(program,))
+    if not _open_sizes[1]:
+        beside.start()
     with config.patch(settings["inductor"]):
         compiled_by_inductor(program.module(), examples, **settings["options"])
+    if beside.ident is not None:
+        beside.join()
     if counters["inductor"]["fxgraph_cache_bypass"]:
         raise RuntimeError("Inductor does not keep it in its cache")
-    _mark(message).parent.mkdir(exist_ok=True)
+    _mark(message).parent.mkdir(parents=True, exist_ok=True)
     _mark(message).touch()

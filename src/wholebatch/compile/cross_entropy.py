@@ -16,7 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from wholebatch.compile.fusion import PRODUCTS, VIEWS, computes_rightly, same_shape
+from wholebatch.compile.fusion import (
+    PRODUCTS,
+    VIEWS,
+    computes_rightly,
+    once_per_machine,
+    same_shape,
+)
 
 aten = torch.ops.aten
 _SUM, _MEAN = 2, 1
@@ -68,7 +74,7 @@ def _by_operations(logits: Tensor, labels: Tensor, seed: Tensor, ignored: int) -
     return losses
 
 
-@cache
+@once_per_machine
 def can_fuse_entropy(device: torch.device) -> bool:
     """True if this device has the kernel and it computes correctly."""
     return computes_rightly(device, _operation, _agrees)

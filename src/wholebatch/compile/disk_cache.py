@@ -9,7 +9,9 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from getpass import getuser
 from pathlib import Path
@@ -58,6 +60,34 @@ def cache_folders() -> list[CacheFolder]:
         CacheFolder("Inductor", inductor, "TORCHINDUCTOR_CACHE_DIR"),
         CacheFolder("Triton", triton, "TRITON_CACHE_DIR"),
     ]
+
+
+def marks() -> Path:
+    """Return the folder of this package's own marks. Whoever clears Inductor's cache clears it."""
+    return cache_folders()[0].path / "wholebatch"
+
+
+@contextmanager
+def claimed(mark: Path, *, patience: float = 300.0) -> Iterator[bool]:
+    """Claim the work that leaves this mark among all processes that share the cache.
+
+    Wait while another process has it, for `patience` seconds at most; False if that one has done
+    it. A claim ends with its process.
+    """
+    with ExitStack() as stack:
+        with suppress(OSError, ImportError):  # The cache cannot be written, or has no locks.
+            from fcntl import LOCK_EX, LOCK_NB, LOCK_UN, flock
+
+            mark.parent.mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context(mark.with_name(f"{mark.name}.busy").open("w"))
+            stack.callback(flock, file, LOCK_UN)  # Forked children hold the file open.
+            until = time.monotonic() + patience
+            while time.monotonic() < until and not mark.exists():
+                with suppress(BlockingIOError):
+                    flock(file, LOCK_EX | LOCK_NB)
+                    break
+                time.sleep(0.05)
+        yield not mark.exists()
 
 
 def _user() -> str:

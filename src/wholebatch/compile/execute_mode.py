@@ -35,6 +35,8 @@ _KINDS = 16
 """The most kinds of micro-batches that get a graph of their own and are captured."""
 _KINDS_IN_ALL = 32
 """The most kinds that are captured, shared graphs included; each holds memory for its inputs."""
+_RECORDED_AFTER = 4
+"""The number of micro-batches of a kind after which a shared graph is captured for it."""
 _AT_ONCE = 3
 """The most graphs that are compiled at once when compilation was asked for."""
 _COMPILED = 8
@@ -236,19 +238,21 @@ class ExecutePlan:
         first micro-batch of a window: there the eager gradients are those of this micro-batch alone
         and can be compared.
         `shared` is the number of kinds served by shared graphs, if one of these serves this kind;
-        it then only has to be checked against eager code and captured.
+        it then only has to be checked against eager code.
         """
         age = time.perf_counter() - self.started
         if self.auto and (age < _TRACE_AFTER or (shared is None and made and age < 2 * self.spent)):
             return False
         if shared is not None:
-            if self.captures:
-                return made + shared < _KINDS_IN_ALL
             # Sizes that never come again would each be computed twice for nothing.
             return made + shared < _KINDS_IN_ALL or seen > 1
         # A short last micro-batch comes again in every window; a size seen once may not.
         limit = _KINDS if self.captures else _AT_ONCE
         return first if made == 0 else seen > 1 and made < limit
+
+    def records(self, recorded: int, seen: int) -> bool:
+        """True if a kind that was seen `seen` times in a shared graph should be captured now."""
+        return self.captures and seen >= _RECORDED_AFTER and recorded < _KINDS_IN_ALL
 
     def compiles_at_once(self, compiled: int, *, shared: bool = False) -> bool:
         """True if a new graph is compiled immediately; `compiled` graphs are compiled already.

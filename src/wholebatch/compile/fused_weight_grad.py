@@ -33,6 +33,7 @@ from torch.autograd import forward_ad
 from torch.nn import functional
 
 from wholebatch.compile.cross_entropy import entropy_in_place
+from wholebatch.compile.fusion import once_per_machine
 from wholebatch.core.loss import Loss, Terms
 from wholebatch.core.precision import SIXTEEN_BIT, Precision
 
@@ -63,13 +64,13 @@ def add_product() -> Any:
     return torch.ops.wholebatch.add_product.default
 
 
-@cache
+@once_per_machine
 def can_add_products(device: torch.device) -> bool:
     """True if this device has the kernel and it adds correctly."""
     return device.type == "cuda" and _adds(device, torch.bfloat16, (32, 48, 64))
 
 
-@cache
+@once_per_machine
 def can_add_any_product(device: torch.device) -> bool:
     """True if that also holds for eager code: odd sizes, fp16, no buffer yet."""
     return can_add_products(device) and all(

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import gc
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache, wraps
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx
+
+from wholebatch.compile.disk_cache import claimed, marks
 
 aten = torch.ops.aten
 VIEWS = (aten.view.default, aten._unsafe_view.default)
@@ -163,6 +169,43 @@ def collection_paused() -> Iterator[None]:
     finally:
         if was_on:
             gc.enable()
+
+
+def once_per_machine(check: Callable[[torch.device], bool]) -> Callable[[torch.device], bool]:
+    """Let `check(device)`, a test of kernels, run once; a good answer is kept in the disk cache.
+
+    It holds for devices of the same name, and for the same versions of everything that computes.
+    """
+
+    @wraps(check)
+    def verdict(device: torch.device) -> bool:
+        if device.type != "cuda":
+            return check(device)
+        mark = marks() / f"{check.__module__}.{check.__name__}-{_versions(device)}"
+        if mark.exists():
+            return True
+        with claimed(mark, patience=20.0) as ours:
+            right = not ours or check(device)
+            if right:
+                with suppress(OSError):  # The cache cannot be written.
+                    mark.touch()
+        return right
+
+    return cache(verdict)
+
+
+@cache
+def _versions(device: torch.device) -> str:
+    """Return a hash of the device's name and driver, of torch and Triton, and of this package."""
+    parts = [torch.__version__, torch.version.cuda, torch.cuda.get_device_name(device)]
+    with suppress(PackageNotFoundError):
+        parts.append(version("triton"))
+    with suppress(OSError):
+        parts.append(Path("/proc/driver/nvidia/version").read_text())
+    found = hashlib.sha256(str(parts).encode())
+    for file in sorted(Path(__file__).parent.glob("*.py")):
+        found.update(file.read_bytes())
+    return found.hexdigest()[:32]
 
 
 class _Unusable(Exception):

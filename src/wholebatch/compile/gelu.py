@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from wholebatch.compile.fusion import column_sum_into_buffer, computes_rightly
+from wholebatch.compile.fusion import column_sum_into_buffer, computes_rightly, once_per_machine
 from wholebatch.core.precision import SIXTEEN_BIT
 
 aten = torch.ops.aten
@@ -61,7 +61,7 @@ def _by_operations(gradient: Tensor, x: Tensor, bias_sum: Tensor, approximate: s
     return made
 
 
-@cache
+@once_per_machine
 def can_fuse_gelu(device: torch.device) -> bool:
     """True if this device has the kernel and it computes correctly."""
     return computes_rightly(device, _operation, _agrees)

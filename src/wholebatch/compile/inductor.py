@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import copyreg
 import logging
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from copy import deepcopy
-from functools import cache
 from importlib import import_module
 from pickle import UnpicklingError
 from typing import Any
@@ -18,21 +18,39 @@ import torch
 _LOG = logging.getLogger("wholebatch.compile")
 
 
-@cache
+_imports: list[threading.Thread] = []
+
+
 def start_compiler(*, with_processes: bool) -> None:
     """Import Inductor in a thread, and start its processes for Triton's kernels.
 
     Both take seconds. Until the processes run, this process compiles one kernel after the other.
     """
-    import_module("torch._dynamo")  # torch needs it too, at the first step of an optimizer.
-    threading.Thread(target=import_compiler, args=(with_processes,)).start()
+    if not _imports:
+        import_module("torch._dynamo")  # torch needs it too, at the first step of an optimizer.
+        _imports.append(threading.Thread(target=import_compiler, args=(with_processes,)))
+        _imports[0].start()
+
+
+def wait_for_import() -> None:
+    """Wait until that thread has imported Inductor. Call it before anything that imports a part.
+
+    The modules of Inductor import each other in circles. If two threads enter such a circle at
+    different places, Python gives one of them a module that is not complete.
+    """
+    for thread in _imports:
+        thread.join()
 
 
 def import_compiler(with_processes: bool) -> None:
     """Import all of Inductor, and start its processes for Triton's kernels."""
+    # Every operation of torch lets another thread run, for 5 ms by default.
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-4)
     # Another version of Inductor, or a warning that is an error: whoever compiles imports it again.
     with suppress(Exception):
-        for name in ("choices", "compile_fx"):
+        # torch.compile enters here too: a user's own call of it just waits for this import.
+        for name in ("compile_fx", "choices"):
             import_module(f"torch._inductor.{name}")
         from torch._inductor.async_compile import maybe_warm_pool
         from torch._inductor.codecache import torch_key
@@ -40,6 +58,7 @@ def import_compiler(with_processes: bool) -> None:
         if with_processes:
             maybe_warm_pool()
         torch_key()  # A hash of all of torch's files.
+    sys.setswitchinterval(interval)
 
 
 def compiled_by_inductor(
@@ -49,6 +68,7 @@ def compiled_by_inductor(
 
     A kernel that reduces rows of up to `whole_rows` numbers reads each row once and keeps it.
     """
+    wait_for_import()
     from torch._inductor import config  # Slow to import: paid only when compiling.
     from torch._inductor.utils import fresh_cache
 

@@ -29,6 +29,7 @@ from wholebatch.compile.fusion import (
     cast_to,
     column_sum_into_buffer,
     computes_rightly,
+    once_per_machine,
     same_shape,
 )
 from wholebatch.core.precision import SIXTEEN_BIT
@@ -147,7 +148,7 @@ def _by_operations(
     return out
 
 
-@cache
+@once_per_machine
 def can_fuse_norms(device: torch.device) -> bool:
     """True if this device has the kernel and it computes correctly."""
     return computes_rightly(device, _operation, _agrees)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pickle import PicklingError
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -40,7 +40,7 @@ from wholebatch.compile.gradient_buffers import (
 )
 from wholebatch.compile.graph_check import Check, EagerResult, gradients_in_full
 from wholebatch.compile.graph_inputs import DeviceCopies, Inputs, Key, take_apart
-from wholebatch.compile.inductor import start_compiler
+from wholebatch.compile.inductor import start_compiler, wait_for_import
 from wholebatch.compile.joint_graph import JointStep, Prepared, Runnable
 from wholebatch.compile.switch_together import SwitchTogether
 from wholebatch.compile.symbolic_sizes import SharedGraph, SharedGraphs, Sizes
@@ -209,9 +209,10 @@ class Executor:
         steps = last and self._window.store.steps_in_backward
         if steps and (prepared is None or not self._window.now.owners):
             return None  # Eager code frees the gradients of an only micro-batch as they are made.
+        if prepared is None or not prepared.captured:
+            self._seen[inputs.key] = self._seen.get(inputs.key, 0) + 1
         if prepared is None:
             self._start_compiler()
-            self._seen[inputs.key] = self._seen.get(inputs.key, 0) + 1
             if inputs.key in self._coming:
                 compiled = self._has_come(inputs.key)
                 # Until it has come, replay the operations as traced.
@@ -230,6 +231,8 @@ class Executor:
             return self._prepare(inputs, micro, compiled=True)
         if not self._gradients.are_in_place(joint.used):
             self._gradients.put_in_place(joint.used)
+        if not prepared.captured and self._records(inputs):
+            prepared = self._steps[inputs.key] = self._recorded(prepared, inputs)
         self.mode = prepared.mode
         joint.runs += 1
         with self.speed.timed(self.mode), self._gradients.around(joint):
@@ -256,6 +259,11 @@ class Executor:
         first = not self._window.now.micro_batches
         return self._plan.prepares(own, self._seen[inputs.key], first=first, shared=others)
 
+    def _records(self, inputs: Inputs) -> bool:
+        """True if a shared graph, which runs this kind as it is, is to be captured for it."""
+        recorded = sum(step.captured for step in self._steps.values())
+        return self._plan.records(recorded, self._seen[inputs.key])
+
     def _upgrades(self, inputs: Inputs, joint: JointStep) -> bool:
         if joint.sizes is not None and self._shapes.ready(inputs):
             # It is compiled already and only needs a new CUDA graph capture.
@@ -264,11 +272,15 @@ class Executor:
             return not self._window.now.micro_batches and self._has_come(inputs.key)
         if not self._plan.upgrades(joint.to_compile, self._compiled(), joint.runs):
             return False
-        if self._workers is None or joint.sizes is not None:
+        if self._workers is None:
             return True
-        state = State.of(self._model, self._parameters)
-        traced = self._traced[inputs.key]
-        self._send(self._made_of(traced, state, inputs, compiled=True), inputs)
+        shared = self._shapes.find(inputs) if joint.sizes is not None else None
+        if shared is None or all(
+            one.joint.sizes is not joint.sizes for one in self._coming.values()
+        ):
+            state = State.of(self._model, self._parameters)
+            traced = self._traced[inputs.key] if shared is None else shared.traced
+            self._send(self._made_of(traced, state, inputs, compiled=True), inputs)
         return False
 
     def _look_at_the_window(self) -> None:
@@ -309,12 +321,12 @@ class Executor:
     # ---------------------------------------------------------------- compile
 
     def _start_compiler(self) -> None:
-        """Start what takes seconds until it can compile; most of it in processes of its own."""
+        """Start the processes that compile; they need seconds until they can."""
         if self._workers is None and self._plan.compiles:
             if self._device.type in self.compiles_beside_on:
                 self._workers = compile_workers(self._device)
-            if self._device.type == "cuda":
-                start_compiler(with_processes=self._workers is None)
+            if self._device.type == "cuda" and self._workers is None:
+                start_compiler(with_processes=True)
 
     def _send(self, joint: JointStep, inputs: Inputs) -> None:
         """Have the pieces of this joint step compiled beside the run."""
@@ -328,10 +340,14 @@ class Executor:
         if self._workers is None:
             return None
         try:
-            return self._workers.compile(joint.jobs())
+            pending = self._workers.compile(joint.jobs())
         except PicklingError as problem:
             self.notes.tell(f"compiled in the training process: {first_line(problem)}")
             return None
+        if self._device.type == "cuda":
+            # Now: earlier it would take its time from the first windows, and later from a switch.
+            start_compiler(with_processes=False)
+        return pending
 
     def _has_come(self, key: Key) -> bool:
         """True if this joint step is compiled, or must be compiled here, on all ranks."""
@@ -470,7 +486,9 @@ class Executor:
             shared = self._shapes.serving(inputs, form, self._steps, self._seen, traced)
             if shared is not None:
                 try:
-                    step = self._proven(shared.joint(make, state, compiled=compiled), done)
+                    joint = shared.joint(make, state, compiled=compiled)
+                    waits = compiled in shared.proven and not self._records(inputs)
+                    step = self._proven(joint, done, captures=self._plan.captures and not waits)
                 except torch.OutOfMemoryError:
                     raise
                 except Exception as problem:  # A compiler, or the check, may raise anything.
@@ -481,7 +499,7 @@ class Executor:
             self._traced[inputs.key] = traced()
         joint = self._joint(make, self._traced[inputs.key], compiled)
         try:
-            return self._proven(joint, done)
+            return self._proven(joint, done, captures=self._plan.captures)
         except (CannotTrace, torch.OutOfMemoryError):
             raise
         except Exception as problem:  # An operation may refuse what its fake version admitted.
@@ -503,7 +521,7 @@ class Executor:
             self.notes.fell_back(self.execute, "as traced", f"it cannot be compiled ({reason})")
             return self._joint(make, traced, False)
 
-    def _proven(self, joint: JointStep, done: EagerResult) -> Prepared:
+    def _proven(self, joint: JointStep, done: EagerResult, *, captures: bool) -> Prepared:
         """Run the graph from the same state as eager code, and capture it if the results agree."""
         # The trial run writes into the buffers: save the window's gradients first.
         inputs = done.inputs
@@ -524,7 +542,7 @@ class Executor:
             return gradients_in_full(self._model, self._loss, micro, used, seeds)
 
         try:
-            found = rehearse(run, self._device, captures=self._plan.captures)
+            found = rehearse(run, self._device, captures=captures)
             if not joint.random:
                 check = Check(sixteen_bit=joint.sixteen_bit)
                 check.hold_against(found, done.results, "loss")
@@ -532,10 +550,30 @@ class Executor:
                 if wanted is not None:
                     buffers = self._gradients.of(joint.used)
                     check.hold_against(buffers, wanted, "gradient", truth=in_full)
-            step = self._captured(joint, inputs, seeds) if self._plan.captures else joint
+            step = self._captured(joint, inputs, seeds) if captures else joint
         finally:
             self._gradients.put_back(joint.used, held)
         return Prepared(joint, step, done.form, joint.addresses())
+
+    def _recorded(self, prepared: Prepared, inputs: Inputs) -> Prepared:
+        """Capture a step whose kernels were launched one by one so far."""
+        joint, seeds = prepared.joint, self._seeds(prepared.form)
+        before = ForwardState(self._model)
+        held = self._gradients.set_aside(joint.used)
+        began = time.perf_counter()
+        try:
+            rehearse(lambda: joint(inputs.tensors, seeds)[0], self._device, captures=True)
+            return replace(prepared, run=self._captured(joint, inputs, seeds))
+        except CannotTrace as reason:
+            self._plan.captures = False
+            self.notes.tell(str(reason))
+            return prepared
+        finally:
+            self._gradients.put_back(joint.used, held)
+            before.restore()
+            if self._fingerprint is not None:
+                self._fingerprint.accept_tensors()
+            self._plan.spent += time.perf_counter() - began
 
     def _captured(self, joint: JointStep, inputs: Inputs, seeds: list[Tensor]) -> Runnable:
         """Capture the joint step as a CUDA graph; if CUDA cannot, run the compiled step itself."""
@@ -601,6 +639,7 @@ class CompiledForward:
         self._model = model
         self._window = window
         self._eager = eager
+        wait_for_import()
         self._loss: Callable[[Any, Any], Any] = torch.compile(loss)
         self._proven = False
 

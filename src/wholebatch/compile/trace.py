@@ -26,6 +26,7 @@ from wholebatch.compile.fusion import collection_paused
 from wholebatch.compile.graph_inputs import Inputs
 from wholebatch.compile.grouped_products import grouped
 from wholebatch.compile.host_constants import lift_host_constants
+from wholebatch.compile.inductor import wait_for_import
 from wholebatch.compile.patched_calls import (
     refuse_recurrent_dropout,
     symbolic_lengths,
@@ -345,6 +346,7 @@ _NO_NAMES: dict[str, Any] = {"_disable_torch_fn_metadata_mode": True}
 @collection_paused()
 def _written_down(step: _MicroStep, flat: list[Tensor]) -> fx.GraphModule:
     """Run the step on fake tensors, and return the graph of its operations."""
+    wait_for_import()  # make_fx imports parts of Inductor.
     # These modules are slow to import: paid only when tracing.
     from torch._dispatch.python import enable_python_dispatcher
     from torch.fx.experimental.proxy_tensor import make_fx

@@ -82,15 +82,14 @@ def _repeats(query: Tensor, key: Tensor, value: Tensor) -> int:
 
 
 def _repeats_of(heads: Tensor) -> int:
-    """Return how often each head was repeated, by `expand` and a copy, for `heads` (B, H, S, D)."""
+    """Return how often each head was repeated, by `expand` and a view, for `heads` (B, H, S, D)."""
     node, _ = node_of(heads)
-    shapes = [heads.shape]
-    for allowed in (VIEWS, (aten.clone.default,), (aten.expand.default,)):
-        if node is None or node.target not in allowed:
-            return 1
-        node = node.all_input_nodes[0]
-        shapes.append(node.meta["val"].shape)
-    *_, after, before = shapes
+    for allowed in (VIEWS, (aten.clone.default,)):  # One head can be viewed without a copy.
+        if node is not None and node.target in allowed:
+            node = node.all_input_nodes[0]
+    if node is None or node.target is not aten.expand.default:
+        return 1
+    before, after = node.all_input_nodes[0].meta["val"].shape, node.meta["val"].shape
     if len(before) != 5 or before[2] != 1 or heads.shape[1] != after[1] * after[2]:
         return 1
     return int(after[2])

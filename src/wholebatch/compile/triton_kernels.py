@@ -7,7 +7,10 @@ torch operations.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +20,23 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from wholebatch.compile.layer_norm import Read
+
+
+@contextmanager
+def only_compiled() -> Iterator[None]:
+    """Let a launch within this context compile its kernel into Triton's cache, and run nothing."""
+    jit: Any = import_module("triton.runtime.jit")
+    plain = jit.JITFunction.run
+
+    def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        kinds = [jit.MockTensor(one.dtype) if isinstance(one, Tensor) else one for one in args]
+        return plain(kernel, *kinds, grid=grid, warmup=True, **options)
+
+    jit.JITFunction.run = run
+    try:
+        yield
+    finally:
+        jit.JITFunction.run = plain
 
 
 _ENTROPY_BLOCK = 8192
@@ -298,7 +318,7 @@ def _hash(number):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _share_kept(draw, at, below, grown):  # type: ignore[no-untyped-def]
-    """Return `grown` for the scores that are kept and 0 for the others."""
+    """Return the dropout factors of scores: `grown` for those that are kept, else 0."""
     seed = _hash((tl.load(draw) * 16777216.0).to(tl.int32))
     drawn = _hash(at.to(tl.uint32) + seed)
     return tl.where((drawn >> 1).to(tl.int32) >= below, grown, 0.0)

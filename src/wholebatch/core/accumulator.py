@@ -163,7 +163,7 @@ class Accumulator(Stream):
         self._place_done = False
         self._feed: Feed | None = None
         self._resume: dict[str, Any] | None = None
-        self._before: list[ForwardState] = []  # models as they were before a stand-in's forward
+        self._before: ForwardState | None = None  # of the models, before a stand-in's forward
         self._announced: UnitsCount | None = None  # of the windows, if they are announced
         # The others of the loop, with their updates when this window began.
         self._beside: dict[Accumulator, int] = {}
@@ -433,14 +433,14 @@ class Accumulator(Stream):
         self._counts = not weightless
         self._restore_buffers()
         if weightless:
-            self._before = [ForwardState(model) for model in self._window.target.models]
+            self._before = ForwardState(*self._window.target.models)
         for policy in self._counting:
             policy.counts = not weightless
 
     def _restore_buffers(self) -> None:
-        for found in self._before:
-            found.restore()
-        self._before = []
+        if self._before is not None:
+            self._before.restore()
+        self._before = None
 
     def _leave_place(self) -> None:
         """End the loop's body. One without a backward has used its place all the same."""

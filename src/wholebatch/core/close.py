@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, cast
 import torch
 from torch import Tensor, nn
 
+from wholebatch.core.forward_state import replaced_attributes
 from wholebatch.core.optimizer_step import takes_grad_scale
 from wholebatch.errors import LossError, OptionError, RankError
 
@@ -413,7 +414,7 @@ def close_ahead(
     options: CloseOptions,
     *,
     total_norm: Callable[[Sequence[Tensor]], Tensor],
-    while_waiting: Callable[[], None] | None = None,
+    while_waiting: Callable[[], object] | None = None,
 ) -> Closed | None:
     """Compute norm, factor and step on the device; None where the close on the host must decide.
 
@@ -441,20 +442,16 @@ def close_ahead(
         assert not isinstance(options.clip_norm, Sequence)
         limit = torch.full_like(norm, options.clip_norm)
         clip = (limit / (norm + 1e-6)).clamp(max=1.0)
-    good = good & norm.isfinite()
-    ones = torch.ones_like(norm)  # a Python number would be copied from the host
-    scale = torch.where(good, 1.0 / (normalise * clip), ones).float()
-    bad = good.logical_not()
+    bad = (good & norm.isfinite()).logical_not()
 
     columns = [torch.stack([norm, clip, bad.double(), seed]), *totals, *units]
     reading = _Reading(torch.cat(columns))
+    # With a factor torch's kernel writes the gradients back, so leave out a factor of 1.
+    is_one = window.known is not None and window.loss_scale == 1.0 and options.clip_norm is None
+    scale = None if is_one else (1.0 / (normalise * clip)).float()  # not read if it is bad
     for optimizer in optimizers:
-        fused = cast("Any", optimizer)
-        fused.grad_scale, fused.found_inf = scale, bad.float()
-        try:
+        with replaced_attributes(optimizer, grad_scale=scale, found_inf=bad.float()):
             optimizer.step()
-        finally:
-            del fused.grad_scale, fused.found_inf
     if while_waiting is not None:
         while_waiting()
 

@@ -9,8 +9,8 @@ everything else, so that no gradient is in it without its units.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from wholebatch.compile import Execute, Executor, check_execute
 from wholebatch.compile.captured_state import FUNCTIONS, reached
+from wholebatch.core.forward_state import replaced_attributes
 from wholebatch.core.loss import SINGLE, Loss, Units, as_loss
 from wholebatch.core.precision import Full
 from wholebatch.errors import LossError, OptionError, UnsupportedError, WindowError
@@ -218,24 +219,13 @@ def _on_micro_batch(
             if dtype is not None:
                 stack.enter_context(torch.autocast(kind, dtype=dtype))
             if replicas and torch._C._len_torch_dispatch_stack():  # it is being traced
-                stack.enter_context(_without_ddp(replicas))
+                for one in replicas:  # call the module inside of DDP directly
+                    stack.enter_context(replaced_attributes(one, forward=one.module))
             return loss(*micro["args"], **micro["kwargs"])
 
     # What the user's function reads is looked at for changes; our own functions are not.
     call.__module__ = getattr(reads, "__module__", None) or "__main__"
     return call
-
-
-@contextmanager
-def _without_ddp(replicas: Sequence[DistributedDataParallel]) -> Iterator[None]:
-    """Call the modules inside of DDP directly within this context."""
-    for one in replicas:
-        one.__dict__["forward"] = one.module
-    try:
-        yield
-    finally:
-        for one in replicas:
-            del one.__dict__["forward"]
 
 
 def _all_modules(models: Sequence[nn.Module], loss: Any) -> nn.Module:

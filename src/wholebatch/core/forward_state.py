@@ -12,6 +12,7 @@ import random
 import sys
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -82,7 +83,7 @@ class ForwardState:
     Attributes are those that hold numbers, strings, tensors, arrays, or containers of them; other
     objects are left alone. A tensor that is part of a graph is a result of the last forward: it is
     not put back, and only kept to be compared (`results=True`). An attribute of more than 16 MiB is
-    held and not copied.
+    held and not copied. As a context, it puts everything back at its end.
     """
 
     def __init__(self, *models: nn.Module, results: bool = False, every: bool = True) -> None:
@@ -122,6 +123,12 @@ class ForwardState:
                     if kept is not None:
                         found[key] = Item(module, name, is_buffer, kept)
         return found
+
+    def __enter__(self) -> ForwardState:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.restore()
 
     @torch.no_grad()
     def restore(self, *, only: Collection[Key] | None = None) -> None:
@@ -291,6 +298,36 @@ def _restored(kept: Kept) -> Any:
             found.clear()
             found.extend(values.values())
     return found
+
+
+@contextmanager
+def attributes_restored(owner: object) -> Iterator[None]:
+    """Put back the attributes of an object, and the contents of small containers among them."""
+    own = vars(owner)
+    held = dict(own)
+    containers = (value for value in held.values() if isinstance(value, (*_CONTAINERS, set)))
+    contents = [_kept(value, _DEEP) for value in containers]
+    try:
+        yield
+    finally:
+        for kept in contents:
+            _restored(kept)
+        own.clear()
+        own.update(held)
+
+
+@contextmanager
+def replaced_attributes(owner: object, **attributes: Any) -> Iterator[None]:
+    """Set attributes of this one object within the context; then restore those that it had."""
+    own = vars(owner)
+    before = {name: own[name] for name in attributes if name in own}
+    own.update(attributes)
+    try:
+        yield
+    finally:
+        for name in attributes:
+            own.pop(name, None)
+        own.update(before)
 
 
 def capture_random(*, every: bool = True, to_save: bool = True) -> dict[str, Any]:

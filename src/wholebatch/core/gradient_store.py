@@ -179,7 +179,7 @@ class Store(ABC):
         return
 
     def close_ahead(
-        self, window: OpenWindow, hooks: DeferredHooks, while_waiting: Callable[[], None] | None
+        self, window: OpenWindow, hooks: DeferredHooks, while_waiting: Callable[[], object] | None
     ) -> Closed | None:
         """Close on the device and read the numbers later; None if the host must decide."""
         return None
@@ -393,7 +393,7 @@ class DeviceStore(Store):
             self.opened()
 
     def close_ahead(
-        self, window: OpenWindow, hooks: DeferredHooks, while_waiting: Callable[[], None] | None
+        self, window: OpenWindow, hooks: DeferredHooks, while_waiting: Callable[[], object] | None
     ) -> Closed | None:
         target = self.target
         if (

@@ -91,7 +91,8 @@ def unpadded(loader: Iterable[Any], *, static: Static = (), start: int = 0) -> I
     return Unpadded(loader, kept, sampler.num_samples, batches.batch_size, static, start)
 
 
-_MISSING = object()
+NOTHING: Any = object()
+"""Stands for an item that is not there."""
 
 
 class Feed:
@@ -105,7 +106,7 @@ class Feed:
     def __init__(self, loader: Iterable[Any], resume: dict[str, Any] | None = None) -> None:
         self.loader = loader
         self.fetched = 0
-        self.current: Any = _MISSING
+        self.current: Any = NOTHING
         self.is_exhausted = False
         self.closed: list[Any] = []  # who closed a window at the current item, in that order
         self._held: list[Any] = []
@@ -141,7 +142,7 @@ class Feed:
                 generator.set_state(saved)
             self._iterator = iter(unpadded(self.loader))
             for position in range(state["fetched"]):
-                if next(self._iterator, _MISSING) is _MISSING:
+                if next(self._iterator, NOTHING) is NOTHING:
                     raise StateError(
                         f"the loader ended after {position} micro-batches, and the saved run had "
                         f"taken {state['fetched']}: pass the same data, from its start"
@@ -156,8 +157,8 @@ class Feed:
             error, self._error = self._error, None
             raise error
         item = self._held.pop(0) if self._held else self._fetch()
-        if item is _MISSING:
-            self.current = _MISSING
+        if item is NOTHING:
+            self.current = NOTHING
             self.is_exhausted = True
             return False
         self.current = item
@@ -173,20 +174,20 @@ class Feed:
         except Exception as error:  # the current item is still good: raise when its turn comes
             self._error = error
             return True
-        if item is _MISSING:
+        if item is NOTHING:
             return False
         self._held.append(item)
         return True
 
     def _fetch(self) -> Any:
-        item = next(self._iterator, _MISSING)
-        if item is not _MISSING:
+        item = next(self._iterator, NOTHING)
+        if item is not NOTHING:
             self.fetched += 1
         return item
 
     def state_dict(self, *, current_is_done: bool) -> dict[str, Any]:
         """Return the position; an item without a backward yet is trained on after resuming."""
-        held = [] if current_is_done or self.current is _MISSING else [self.current]
+        held = [] if current_is_done or self.current is NOTHING else [self.current]
         return {
             "fetched": self.fetched,
             "held": held + self._held,

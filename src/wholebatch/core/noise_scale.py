@@ -26,13 +26,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
 from wholebatch.core.close import dense_gradients, read_scalars
 from wholebatch.core.loss import SINGLE, Units
+from wholebatch.core.splitting.samples import is_positive
 from wholebatch.errors import OptionError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -194,28 +195,21 @@ class Estimator:
         return self._told[1]
 
     def _estimate(self, seen: Sequence[Observation]) -> NoiseScale:
-        sizes = _sizes([one.square for one in seen])
-        spreads = [one.spread / own for one, own in zip(seen, sizes, strict=True)]
-        signals = [one.signal / own for one, own in zip(seen, sizes, strict=True)]
-        recent = _averages(spreads, signals, _fading(len(seen), self._half_life))
+        squares = _doubles([one.square for one in seen])
+        sizes = _sizes(squares)
+        both = _doubles([[one.spread for one in seen], [one.signal for one in seen]]) / sizes
+        recent = _Averages.of(both, _fading(len(seen), self._half_life))
+        (var_above, cov), (_, var_below) = recent.covariance.tolist()
         low, high = fieller(
-            recent.above,
-            recent.below,
-            recent.var_above,
-            recent.var_below,
-            recent.cov,
-            z=student(recent.count - 1.0),
+            recent.above, recent.below, var_above, var_below, cov, z=student(recent.count - 1.0)
         )
         # The interval covers the newest windows and their drift; the estimate within it may rest on
         # more.
-        weights = _fading(len(seen), _half_life(spreads, signals, self._half_life))
-        found = _averages(spreads, signals, weights)
+        weights = _fading(len(seen), _half_life(both, self._half_life))
+        found = _Averages.of(both, weights)
         if not low <= found.ratio <= high:
             weights, found = _fading(len(seen), self._half_life), recent
-        squares = math.fsum(w * one.square for w, one in zip(weights, seen, strict=True))
-        size = squares / math.fsum(
-            w * one.square / own for w, one, own in zip(weights, seen, sizes, strict=True)
-        )
+        size = float((weights @ squares) / (weights @ (squares / sizes)))
         return NoiseScale(
             critical=found.ratio,
             low=low,
@@ -235,8 +229,12 @@ class Estimator:
         self._seen = [Observation(o[0], o[1], o[2], int(o[3])) for o in state]
 
 
-def _half_life(spreads: Sequence[float], signals: Sequence[float], shortest: float) -> float:
-    """Return the half-life to average with.
+def _doubles(values: Sequence[Any]) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64, device="cpu")
+
+
+def _half_life(both: Tensor, shortest: float) -> float:
+    """Return the half-life to average tr Σ and |G|², the rows of `both`, with.
 
     It is doubled while the earlier windows give the same ratio, and infinite if the older half of
     all windows does too. Two stretches of one length, the newest and the one before it, have the
@@ -244,12 +242,12 @@ def _half_life(spreads: Sequence[float], signals: Sequence[float], shortest: flo
     noise of a known variance.
     """
     half_life = shortest
-    half = len(spreads) // 2
+    half = both.shape[1] // 2
     while shortest <= half:
         number = min(int(2 * half_life), half)
-        even = [1.0 / number] * number
-        new = _averages(spreads[-number:], signals[-number:], even)
-        old = _averages(spreads[-2 * number : -number], signals[-2 * number : -number], even)
+        even = _fading(number, math.inf)
+        new = _Averages.of(both[:, -number:], even)
+        old = _Averages.of(both[:, -2 * number : -number], even)
         gap = new.above * old.below - old.above * new.below
         if gap * gap > _AGREE**2 * (new.gap_variance(old) + old.gap_variance(new)):
             break
@@ -259,27 +257,32 @@ def _half_life(spreads: Sequence[float], signals: Sequence[float], shortest: flo
     return half_life
 
 
-def _fading(number: int, half_life: float) -> list[float]:
+def _fading(number: int, half_life: float) -> Tensor:
     """Return weights with the sum 1; the newest is last and largest."""
-    decay = 0.5 ** (1.0 / half_life)
-    raw = [decay**age for age in range(number - 1, -1, -1)]
-    total = math.fsum(raw)
-    return [weight / total for weight in raw]
+    raw = torch.exp2(_doubles(range(1 - number, 1)) / half_life)
+    return raw / raw.sum()
 
 
 @dataclass(frozen=True)
 class _Averages:
-    """Averages of tr Σ (above) and |G|² (below), with their variances and covariance.
+    """Averages of tr Σ (above) and |G|² (below), with their covariance matrix.
 
     `count` is the number of equally weighted windows with the same information.
     """
 
     above: float
     below: float
-    var_above: float
-    var_below: float
-    cov: float
+    covariance: Tensor
     count: float
+
+    @staticmethod
+    def of(both: Tensor, weights: Tensor) -> _Averages:
+        """Return the weighted averages of the two rows."""
+        means = both @ weights
+        above, below = means.tolist()
+        count = 1.0 / float(weights @ weights)
+        apart = (both - means[:, None]) * weights
+        return _Averages(above, below, apart @ apart.t() * (count / (count - 1.0)), count)
 
     @property
     def ratio(self) -> float:
@@ -289,43 +292,21 @@ class _Averages:
 
     def gap_variance(self, other: _Averages) -> float:
         """Return this stretch's share of Var(`above × other.below − other.above × below`)."""
-        a, b = other.below, other.above
-        return a * a * self.var_above - 2 * a * b * self.cov + b * b * self.var_below
+        direction = _doubles([other.below, -other.above])
+        return float(direction @ self.covariance @ direction)
 
 
-def _averages(
-    above: Sequence[float], below: Sequence[float], weights: Sequence[float]
-) -> _Averages:
-    mean_above = math.fsum(w * value for w, value in zip(weights, above, strict=True))
-    mean_below = math.fsum(w * value for w, value in zip(weights, below, strict=True))
-    count = 1.0 / math.fsum(weight * weight for weight in weights)
-    fair = count / (count - 1.0)
-    a = [w * (value - mean_above) for w, value in zip(weights, above, strict=True)]
-    b = [w * (value - mean_below) for w, value in zip(weights, below, strict=True)]
-    return _Averages(
-        mean_above,
-        mean_below,
-        fair * math.fsum(x * x for x in a),
-        fair * math.fsum(x * x for x in b),
-        fair * math.fsum(x * y for x, y in zip(a, b, strict=True)),
-        count,
-    )
-
-
-def _sizes(squares: Sequence[float]) -> list[float]:
+def _sizes(squares: Tensor) -> Tensor:
     """Return the size of each window's |gradient|², taken from its neighbours, to divide it by.
 
     Gradients shrink a hundredfold in the first updates, which would dominate plain averages. A
     window's own size is correlated with its estimate; its neighbours' sizes are not. So the ratio
     of the averages stays unbiased.
     """
-    logs = [math.log(max(square, 1e-300)) for square in squares]
-    last = len(logs) - 1
-    sizes = []
-    for place in range(len(logs)):
-        beside = [logs[at] for at in (place - 1, place + 1) if 0 <= at <= last]
-        sizes.append(math.exp(math.fsum(beside) / len(beside)))
-    return sizes
+    logs = squares.clamp(min=1e-300).log()
+    before, after = logs.roll(1), logs.roll(-1)
+    before[0], after[-1] = after[0], before[-1]  # the ends have one neighbour
+    return ((before + after) / 2).exp()
 
 
 def fieller(
@@ -362,22 +343,9 @@ def _said(value: float) -> str:
     return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
 
 
-Noise: TypeAlias = int | Literal["auto"] | None
-
 _log = logging.getLogger("wholebatch")
 _EVERY = 8
 """The interval of "auto": one norm in eight windows."""
-
-
-def check_noise(noise: object) -> Noise:
-    """Return the option, or raise an OptionError that says what is allowed."""
-    if noise is None or noise == "auto":
-        return noise
-    if isinstance(noise, bool) or not isinstance(noise, int) or noise < 1:
-        raise OptionError(
-            f'noise={noise!r}: must be None, "auto", or every how many windows to look at one'
-        )
-    return noise
 
 
 @dataclass(frozen=True)
@@ -399,14 +367,20 @@ class Probe:
     copied, and nothing is read from the device before the window is closed.
     """
 
-    def __init__(self, noise: Noise, window: Window, *, coupled: bool = False) -> None:
+    def __init__(
+        self, every: int | Literal["auto"], window: Window, *, coupled: bool = False
+    ) -> None:
         self._window = window
-        self._every = _EVERY if noise == "auto" else noise
-        self.off = "not asked for" if noise is None else _hindrance(window, coupled)
+        self._every = _EVERY if every == "auto" else every
+        if not is_positive(self._every):
+            raise OptionError(
+                f'noise={every!r}: must be "auto", or every how many windows to look at one'
+            )
+        self.off = _hindrance(window, coupled)
         """The reason why nothing is measured, or None."""
-        if self.off is not None and isinstance(noise, int):
-            raise UnsupportedError(f"noise={noise}: {self.off}")
-        if self.off is not None and noise == "auto":
+        if self.off is not None and every != "auto":
+            raise UnsupportedError(f"noise={every}: {self.off}")
+        if self.off is not None:
             _log.info("the gradient noise scale is not measured: %s", self.off)
         self._estimator = Estimator()
         self._norm: Tensor | float | None = None
@@ -420,7 +394,7 @@ class Probe:
         """
         window = self._window
         self.end()
-        if self._every is not None and self.off is None and not together:
+        if self.off is None and not together:
             # Skip the first window: it may be atypical (graphs are made in it).
             self.active = (window.updates + window.skipped) % self._every == 1 % self._every
         if first == 0:

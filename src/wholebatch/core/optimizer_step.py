@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
+from wholebatch.core.forward_state import replaced_attributes
+
 
 @contextmanager
 def stepping(optimizer: torch.optim.Optimizer, remaining: float) -> Iterator[None]:
@@ -23,12 +25,9 @@ def stepping(optimizer: torch.optim.Optimizer, remaining: float) -> Iterator[Non
         yield
         return
     device = optimizer.param_groups[0]["params"][0].device
-    fused: Any = optimizer
-    fused.grad_scale = torch.full((), 1.0 / remaining, dtype=torch.float32, device=device)
-    try:
+    scale = torch.full((), 1.0 / remaining, dtype=torch.float32, device=device)
+    with replaced_attributes(optimizer, grad_scale=scale):
         yield
-    finally:
-        del fused.grad_scale
 
 
 def takes_grad_scale(optimizer: torch.optim.Optimizer) -> bool:

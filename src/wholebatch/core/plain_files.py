@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from wholebatch.errors import OptionError
+from wholebatch.errors import OptionError, WholebatchError
 
 _KINDS = {
     stat.S_IFDIR: "a folder",
@@ -77,6 +77,16 @@ def read_json(path: Path) -> Any:
         raise ValueError(f"byte {error.start} is not UTF-8") from None
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+def load_json(path: Path, error: type[WholebatchError], label: str | Path) -> Any:
+    """Return what a JSON file holds, or raise `error` with the label and the reason."""
+    try:
+        return read_json(path)
+    except OSError as problem:
+        raise error(f"{label}: cannot be read: {reason(problem)}") from problem
+    except ValueError as problem:
+        raise error(f"{label}: is not JSON: {problem}") from None
 
 
 def write_json(path: Path, data: Mapping[str, Any]) -> None:

@@ -14,7 +14,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import MethodType
 from typing import Any, ClassVar, Literal, TypeAlias
 
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from wholebatch.core.forward_state import replaced_attributes
 from wholebatch.core.linear_layers import (
     AddsProducts,
     Linear,
@@ -245,14 +246,11 @@ class Fp8(Autocast):
     @contextmanager
     def _replaced(self) -> Iterator[None]:
         """Replace the forwards of the layers; a window has replaced them already."""
-        here = [(layer, run) for layer, run in self.layers.values() if "forward" not in vars(layer)]
-        for layer, run in here:
-            vars(layer)["forward"] = run
-        try:
+        with ExitStack() as stack:
+            for layer, run in self.layers.values():
+                if "forward" not in vars(layer):
+                    stack.enter_context(replaced_attributes(layer, forward=run))
             yield
-        finally:
-            for layer, _ in here:
-                vars(layer).pop("forward", None)
 
     @contextmanager
     def window(self) -> Iterator[None]:

@@ -276,12 +276,10 @@ class Runner:
 
     def _run_weightless(self, micro: Any) -> None:
         """Take part in the collectives of a micro-batch, and leave no trace of it."""
-        before = [ForwardState(model) for model in self._window.target.models]
         self._counts = False
-        self.micro_step(micro)
+        with ForwardState(*self._window.target.models):
+            self.micro_step(micro)
         self._counts = True
-        for state in before:
-            state.restore()
 
     def in_lock_step(self, micros: Sequence[Any]) -> bool:
         """Return True if these micro-batches have to run together."""
@@ -361,11 +359,10 @@ class Runner:
         `start` is the random state before the first of them; buffers and random state are left as
         they are found.
         """
-        now = ForwardState(self._root)
         named = [(name, p) for name, p in self._root.named_parameters() if p.requires_grad]
         parameters = [parameter for _, parameter in named]
-        restore_random(start)
-        try:
+        with ForwardState(self._root):
+            restore_random(start)
             for index, micro in enumerate(micros):
                 totals = [term.total for term in terms_of(self.forward(micro)).values()]
                 gradients = torch.autograd.grad(totals, parameters, allow_unused=True)
@@ -375,8 +372,6 @@ class Runner:
                             f"Replayed, micro-batch {index + 1} of {len(micros)} is the first "
                             f"whose gradient is not finite, at parameter {name}"
                         )
-        finally:
-            now.restore()
         return None, (
             "Replayed, no micro-batch has such a gradient alone: their sum overflows, or a "
             "gradient hook or on_gradient= has made it so"

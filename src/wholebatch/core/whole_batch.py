@@ -13,8 +13,9 @@ from wholebatch.compile import Execute
 from wholebatch.core import precision as precisions
 from wholebatch.core import state_dict as state
 from wholebatch.core.close import ClipNorm, read_scalars
+from wholebatch.core.lookahead_loader import NOTHING, Feed
 from wholebatch.core.model_and_optimizer import Scheduler
-from wholebatch.core.noise_scale import NoiseScale, Probe, check_noise
+from wholebatch.core.noise_scale import NoiseScale, Probe
 from wholebatch.core.options import BatchNorm, BatchNormPolicy, Close, Memory, Samples
 from wholebatch.core.runner import (
     AfterMicro,
@@ -31,8 +32,6 @@ from wholebatch.errors import NonFiniteError, RankError, StateError, WindowError
 from wholebatch.memory.budget import Budget
 from wholebatch.memory.micro_batch_fitting import Fitting
 from wholebatch.memory.out_of_memory import Attempt
-
-_NOTHING = object()
 
 MicroBatch: TypeAlias = int | Tokens | Samples | Literal["auto"]
 Dropout: TypeAlias = Literal["fresh", "per-sample"]
@@ -159,7 +158,7 @@ class WholeBatch:
             self._fitting.recovers &= sync.ranks == 1  # beginning again, one would gather alone
         self._probe: Probe | None = None
         self._has_more = False  # whether this rank has data for another window
-        self._while_waiting: Callable[[], None] | None = None
+        self._while_waiting: Callable[[], object] | None = None
         self._done = self._of = 0  # micro-batches of the open window that are in it, and of all
 
     def __repr__(self) -> str:
@@ -206,7 +205,6 @@ class WholeBatch:
         Args:
             every: Measure one of so many windows; "auto" is one of eight.
         """
-        check_noise(every)
         coupled = self._runner.needs_every_rank() is not None
         self._probe = Probe(every, self._window, coupled=coupled)
 
@@ -352,47 +350,24 @@ class WholeBatch:
             ahead: Read the next batch while the device computes. Random numbers that the loader
                 draws are then drawn before the step ends.
         """
-        window = self._window
-        if window.sync.ranks == 1:
-            yield from self._read_ahead(loader) if ahead else loader
-            return
-        iterator = iter(loader)
-        batch = last = next(iterator, _NOTHING)
-        window.ranks_with_more = int(window.sync.sum([float(batch is not _NOTHING)])[0])
-        while batch is not _NOTHING:
-            following = next(iterator, _NOTHING)
-            self._has_more = following is not _NOTHING
-            self._check_that_all_have_data()
-            yield batch
-            last, batch = batch, following
-        while window.ranks_with_more:
-            self._check_that_all_have_data()
-            self.join(last)
-
-    def _read_ahead(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """Yield batches, each read while the device makes the update of the one before."""
-        iterator = iter(loader)
-        read: list[tuple[Any, BaseException | None]] = []
-
-        def read_one() -> None:
-            if not read:
-                try:
-                    read.append((next(iterator, _NOTHING), None))
-                except Exception as problem:  # belongs to the batch that will be asked for
-                    read.append((_NOTHING, problem))
-
-        self._while_waiting = read_one
+        window, feed = self._window, Feed(iter(loader))
+        last: Any = NOTHING
+        shared = window.sync.ranks > 1
+        if shared:
+            window.ranks_with_more = int(window.sync.sum([float(feed.has_next())])[0])
+        self._while_waiting = feed.has_next if ahead else None
         try:
-            while True:
-                read_one()
-                batch, problem = read.pop()
-                if problem is not None:
-                    raise problem
-                if batch is _NOTHING:
-                    return
-                yield batch
+            while feed.take():
+                last = feed.current
+                if shared:
+                    self._has_more = feed.has_next()
+                    self._check_that_all_have_data()
+                yield last
         finally:
             self._while_waiting = None
+        while shared and window.ranks_with_more:
+            self._check_that_all_have_data()
+            self.join(last)
 
     def _check_that_all_have_data(self) -> None:
         """Refuse to go on where a rank has run out and every rank is needed."""
@@ -433,13 +408,13 @@ class WholeBatch:
                 "larger"
             )
         self._runner.join_look()
-        if self._count is not None and like is not _NOTHING:
+        if self._count is not None and like is not NOTHING:
             self._count.learn(like)
         known = None if self._count is None else self._count([])
         self._runner.begin_window()
         if not window.sync.counts_must_agree:
             return window.join(known)
-        if like is _NOTHING:
+        if like is NOTHING:
             raise RankError(
                 f"rank {window.sync.rank} has no data at all, and a sharded model needs every rank "
                 "in every forward: give it at least one batch"

@@ -104,10 +104,10 @@ def backward_into(
     return Backward(restoring, overlaps=False)
 
 
-def graph_nodes(totals: Iterable[Tensor]) -> Iterator[Any]:
-    """Yield every node of the autograd graph below these totals."""
+def graph_nodes(totals: Iterable[Tensor], until: Iterable[Any] = ()) -> Iterator[Any]:
+    """Yield every node of the autograd graph below these totals, and above the nodes `until`."""
     stack: list[Any] = [total.grad_fn for total in totals]
-    seen: set[Any] = set()
+    seen: set[Any] = set(until)
     while stack:
         node = stack.pop()
         if node is not None and node not in seen:
@@ -511,7 +511,7 @@ class Window:
         *,
         steps: bool = True,
         has_more: bool = False,
-        while_waiting: Callable[[], None] | None = None,
+        while_waiting: Callable[[], object] | None = None,
     ) -> Step:
         """Reduce, rescale, clip, step, schedule, clear. The window is over in any case.
 
@@ -533,7 +533,7 @@ class Window:
         window: OpenWindow,
         steps: bool,
         has_more: bool,
-        while_waiting: Callable[[], None] | None,
+        while_waiting: Callable[[], object] | None,
     ) -> Step:
         if window.broken:
             raise WindowError("a window whose last backward failed cannot be closed: discard() it")

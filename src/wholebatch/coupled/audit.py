@@ -1,9 +1,9 @@
 """Find the layers that let one sample's output depend on the other samples of its batch.
 
-Such a layer makes plain accumulation wrong without a word: BatchNorm by a third to two thirds of
+Such a layer makes plain accumulation silently wrong: BatchNorm by a third to two thirds of
 the gradient. `audit` finds them by their type and, when it is given a batch, by changing one sample
 and looking at whose outputs move: that finds what no list of types can know. `SplitGuard` does both
-before the first window that is split, so that no such model is trained in silence.
+before the first window that is split, so that no such model is trained unnoticed.
 """
 
 from __future__ import annotations
@@ -299,6 +299,7 @@ def _samples(
 _SEQUENCES = 4
 
 
+@torch.no_grad()
 def check_packing(
     run: Callable[[Any], Loss | Terms], layout: Layout, by: Tokens, models: Sequence[nn.Module]
 ) -> None:
@@ -311,13 +312,9 @@ def check_packing(
     they were.
     """
     ones, together = alone(layout, by, lengths_of(layout, by)[0], _SEQUENCES)
-    before = ForwardState(*models)
     called = CalledModules(nn.ModuleList(models))
-    try:
-        with evaluation_mode(*models), torch.no_grad(), called, local_collectives():
-            apart, packed = _sums(map(run, ones)), _sums([run(together)])
-    finally:
-        before.restore()
+    with ForwardState(*models), evaluation_mode(*models), called, local_collectives():
+        apart, packed = _sums(map(run, ones)), _sums([run(together)])
     rounding = 1e-3 if torch.backends.cuda.matmul.allow_tf32 else 2e-5
     allowed = 1e-2 if called.sixteen_bit else rounding
     for name, (total, units) in apart.items():

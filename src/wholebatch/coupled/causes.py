@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -274,17 +274,13 @@ def _trace(samples: FirstSamples, count: int, *, change: bool) -> _Traced:
 
         return hook
 
-    handles = []
-    try:
+    with ExitStack() as hooks:
         for name, module in samples.model.named_modules():
-            handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
-            handles.append(module.register_forward_hook(leave(name), with_kwargs=True))
+            hooks.enter_context(module.register_forward_pre_hook(enter, with_kwargs=True))
+            hooks.enter_context(module.register_forward_hook(leave(name), with_kwargs=True))
         torch.manual_seed(0)
         with suppress(LossError):  # a loss function's result cannot lead back from here
             traced[_FUNCTION, 0] = ([], _other_rows(samples.run(batch), count))
-    finally:
-        for handle in handles:
-            handle.remove()
     return traced
 
 

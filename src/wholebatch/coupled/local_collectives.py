@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, distributed
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from wholebatch.distributed.process_group import world_size
+
 _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem")
 
 
@@ -25,8 +27,7 @@ class LocalCollectiveError(Exception):
 
 def local_collectives() -> AbstractContextManager[Any]:
     """Answer collectives from this rank's own tensors; other kinds raise `LocalCollectiveError`."""
-    several = distributed.is_available() and distributed.is_initialized()
-    if not several or distributed.get_world_size() == 1:
+    if world_size() == 1:
         return nullcontext()
     local: AbstractContextManager[Any] = _Local()  # type: ignore[no-untyped-call]
     return local

@@ -33,8 +33,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain, combinations
 from typing import Any
@@ -44,6 +44,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from wholebatch.core.loss import Units
+from wholebatch.core.window import graph_nodes
 from wholebatch.coupled.sample_runs import emptied
 from wholebatch.errors import LossError
 
@@ -424,7 +425,9 @@ def linked_samples(total: Tensor, outputs: Sequence[Tensor], units: float) -> li
     hooks = [output.tensor._backward_hooks for output in watched]  # of Fabric's, for one
     for cut in (False, True):
         try:
-            with emptied(hooks), _cut_at(nodes if cut else ()):
+            with emptied(hooks), ExitStack() as stack:
+                for node in nodes if cut else ():  # No gradient reaches another output upstream.
+                    stack.enter_context(node.register_prehook(lambda made: (None,) * len(made)))
                 return _linked(total, watched, units)
         except (RuntimeError, NotImplementedError):  # an operation without a second derivative
             continue  # It may lie between two outputs, and not between them and the loss.
@@ -463,17 +466,10 @@ def _time_first(output: _Output, units: float) -> _Output:
 
 def _can_run_again(total: Tensor, until: set[Any]) -> bool:
     """False if a custom autograd function is on the way: it may change what it has saved."""
-    waiting: list[Any] = [total.grad_fn]
-    seen = set(until)
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        if isinstance(node, BackwardCFunction) or len(seen) > _MOST_NODES_BELOW:
-            return False
-        seen.add(node)
-        waiting += [below for below, _ in node.next_functions]
-    return True
+    return not any(
+        isinstance(node, BackwardCFunction) or number > _MOST_NODES_BELOW
+        for number, node in enumerate(graph_nodes([total], until))
+    )
 
 
 class _Links:
@@ -551,17 +547,6 @@ def _mixed(slope: Tensor) -> Tensor:
     places = torch.arange(slope.numel(), device=slope.device)
     wide = slope.dtype if slope.dtype is torch.float64 else torch.float32
     return (slope.flatten().to(wide) * (places * 1.7 + 0.3).cos().to(wide)).sum()
-
-
-@contextmanager
-def _cut_at(nodes: Iterable[Any]) -> Iterator[None]:
-    """Stop gradients at these nodes, so that none reaches another output upstream."""
-    handles = [node.register_prehook(lambda slopes: (None,) * len(slopes)) for node in nodes]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextmanager

@@ -12,7 +12,7 @@ is that of the whole batch, over all ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
@@ -204,16 +204,11 @@ def recorded_routing(model: Any) -> Iterator[RecordedRouting]:
 
     inner = getattr(model, "module", model)
     modules = {id(one): one for one in (inner, getattr(inner, "base_model", None))}.values()
-    hooks = [
-        one.register_forward_hook(record, with_kwargs=True)
-        for one in modules
-        if isinstance(one, nn.Module)
-    ]
-    try:
+    with ExitStack() as hooks:
+        for one in modules:
+            if isinstance(one, nn.Module):
+                hooks.enter_context(one.register_forward_hook(record, with_kwargs=True))
         yield seen
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 _COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")

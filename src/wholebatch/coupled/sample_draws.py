@@ -23,6 +23,7 @@ from wholebatch.errors import OptionError, UnsupportedError, WindowError
 
 _aten = torch.ops.aten
 _MASK_BITS = 24
+_CHANCES = ("dropout_p", "dropout", "p")
 _Shapes = dict[int, tuple[int, tuple[int, ...]]]
 """By dropout call: the number of samples of a micro-batch, and the shape of the input."""
 
@@ -110,7 +111,7 @@ class _Masks(TorchDispatchMode):
         if func is _aten.bernoulli_.float:
             chance = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
             return args[0].copy_(self._keep(args[0], chance))
-        fused = _dropout_of(func, args, kwargs)  # Fused attention draws its masks in the kernel.
+        fused = fused_dropout(func, args, kwargs)
         if fused == 0.0:
             return func(*args, **kwargs)
         if fused is not None:
@@ -189,11 +190,15 @@ def _mix(z: Tensor) -> Tensor:
     return z.bitwise_xor_((z >> 31).bitwise_and_(2**33 - 1))
 
 
-def _dropout_of(func: Any, args: Any, kwargs: Any) -> float | None:
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.name == "dropout_p":
-            given = args[position] if position < len(args) else kwargs.get("dropout_p", 0.0)
-            return float(given)
+def fused_dropout(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> float | None:
+    """Return the dropout of a kernel that draws its masks by itself; None for other operations."""
+    if not ("attention" in func._schema.name or "rnn" in func._schema.name):
+        return None
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.name in _CHANCES and str(argument.type) == "float":
+            default = argument.default_value if argument.has_default_value() else 0.0
+            value = args[place] if place < len(args) else kwargs.get(argument.name, default)
+            return float(value or 0.0)
     return None
 
 
@@ -325,9 +330,8 @@ class WindowDraws:
         if self._seed is None:
             if self._ranks > 1 or self._start is None:
                 raise UnsupportedError(
-                    "wb.randn_like or the like on several ranks, where no look has shown before "
-                    'that the loss draws: pass dropout="per-sample", so that all ranks agree on '
-                    "a seed"
+                    "wb.randn_like and others on several ranks, in a loss not seen to draw numbers "
+                    'before: pass dropout="per-sample", so that all ranks agree on a seed'
                 )
             generator = torch.Generator()
             generator.set_state(self._start)

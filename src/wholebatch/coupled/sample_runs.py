@@ -30,10 +30,10 @@ from wholebatch.core.window import backward_into, is_reentrant
 from wholebatch.coupled.batchnorm.whole_batch_norm import FixedNorms
 from wholebatch.coupled.contrastive.losses import OfTheBatch
 from wholebatch.coupled.normalisation_layers import batchnorms, uses_batch_statistics
+from wholebatch.coupled.sample_draws import fused_dropout
 
 _DROPOUTS = ("aten::native_dropout", "aten::_fused_dropout")
 _DRAWS_BY_INPUT = ("aten::rrelu_with_noise", "aten::rrelu_with_noise_", "aten::randperm")
-_CHANCES = ("dropout_p", "dropout", "p")
 _LINEAR = 3  # so many numbers of a digest are linear in the gradient; the last is its norm
 
 
@@ -182,9 +182,8 @@ class FirstSamples:
         self.restore()
         prepare()
         rows, backward = range(start, stop), backward and self.graph
-        if self._draws_nothing:
-            return self._run(rows, start, backward=backward, scale=scale)
-        with self.draws.serving(start, stop, self.count, to_the_end=backward):
+        held = self.draws.serving(to_the_end=backward)
+        with nullcontext() if self._draws_nothing else held:
             return self._run(rows, start, backward=backward, scale=scale)
 
     def halves(self) -> tuple[SampleRun, SampleRun]:
@@ -323,38 +322,37 @@ class CalledModules:
 
 
 class HeldDraws(TorchDispatchMode):
-    """Records what torch draws for a batch, and gives it again to some of its rows.
+    """Gives every sample what torch drew for the first one, in all runs of some samples.
 
     Dropout and noise make the loss of a batch random, and so not the sum of those of its halves.
-    The k-th draw of a part is given the k-th draw of the whole: its own rows of it, along the one
-    dimension that is smaller in proportion, or all of it where the shapes are the same.
+    The k-th draw of every run is the first row of the k-th draw of the whole, for all rows.
 
     `held` is False after a draw that could not be given so: of a fused kernel that draws by itself,
-    of another shape or number, or cut along a dimension that holds more than the samples.
+    of a permutation, or of another number or shape of rows.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.held = True
-        self._drawn: list[tuple[str, Tensor]] = []
-        self._part: tuple[int, int, int] | None = None
+        self._rows: list[tuple[str, Tensor]] = []
+        self._records = True
         self._next = 0
         self._is_draw: dict[int, bool] = {}
 
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Record the draws of the whole."""
-        self.held, self._drawn, self._part = True, [], None
+        self.held, self._rows, self._records = True, [], True
         with self:
             yield
 
     @contextmanager
-    def serving(self, start: int, stop: int, of: int, *, to_the_end: bool = True) -> Iterator[None]:
-        """Give the rows `start` to `stop` of the whole (`of` rows) what they drew in it."""
-        self._part, self._next = (start, stop, of), 0
+    def serving(self, *, to_the_end: bool = True) -> Iterator[None]:
+        """Give a part of the whole what was drawn in it."""
+        self._records, self._next = False, 0
         with self:
             yield
-        if to_the_end and self._next != len(self._drawn):
+        if to_the_end and self._next != len(self._rows):
             self.held = False
 
     @classmethod
@@ -369,7 +367,7 @@ class HeldDraws(TorchDispatchMode):
         if is_draw is None:
             is_draw = self._is_draw[id(func)] = torch.Tag.nondeterministic_seeded in func.tags
         made = func(*args, **(kwargs or {}))
-        if not is_draw or _draws_nothing(func, args, kwargs or {}):
+        if not is_draw or fused_dropout(func, args, kwargs or {}) == 0.0:
             return made
         name = func._schema.name
         if name in _DROPOUTS:  # The mask is what was drawn; the output follows from it.
@@ -378,54 +376,25 @@ class HeldDraws(TorchDispatchMode):
                 kept = args[1] if name == "aten::_fused_dropout" else 1.0 - args[1]
                 out = args[0] * mask.to(args[0].dtype) * (1.0 / kept)
             return out, mask
-        if isinstance(made, Tensor):
-            self._hold(name, made)
-        else:
+        if name in _DRAWS_BY_INPUT or not isinstance(made, Tensor):
             self.held = False
+        else:
+            self._hold(name, made)
         return made
 
     def _hold(self, name: str, made: Tensor) -> bool:
-        """Record a draw, or put the recorded numbers into it; True if it was changed."""
-        if self._part is None:
-            self._drawn.append((name, made.detach().clone()))
-            return False
-        rows = self._next_rows(name, made.shape)
-        if rows is None:
+        """Put one row into all of a draw; return False if this is another draw than recorded."""
+        row = made[:1] if made.dim() else made
+        if self._records:
+            self._rows.append((name, row.detach().clone()))
+            self._next = len(self._rows) - 1
+        place, self._next = self._next, self._next + 1
+        known = place < len(self._rows) and self._rows[place][0] == name
+        if not known or self._rows[place][1].shape != row.shape:
             self.held = False
             return False
-        made.copy_(rows)
+        made.copy_(self._rows[place][1].expand_as(made))
         return True
-
-    def _next_rows(self, name: str, shape: torch.Size) -> Tensor | None:
-        """Return the rows of this part in the next recorded draw; None if that is another draw."""
-        place, self._next = self._next, self._next + 1
-        if place >= len(self._drawn) or self._drawn[place][0] != name:
-            return None
-        whole = self._drawn[place][1]
-        if whole.shape == shape:
-            return whole
-        if name in _DRAWS_BY_INPUT or whole.dim() != len(shape):
-            return None
-        smaller = [d for d in range(whole.dim()) if whole.shape[d] != shape[d]]
-        assert self._part is not None
-        start, stop, of = self._part
-        each, rest = divmod(whole.shape[smaller[0]], of)
-        if len(smaller) > 1 or rest or each * (stop - start) != shape[smaller[0]]:
-            return None
-        self.held = self.held and each == 1
-        return whole.narrow(smaller[0], each * start, each * (stop - start))
-
-
-def _draws_nothing(func: Any, args: Sequence[Any], given: dict[str, Any]) -> bool:
-    """True for a fused kernel whose dropout is off."""
-    if not ("attention" in func._schema.name or "rnn" in func._schema.name):
-        return False
-    for place, argument in enumerate(func._schema.arguments):
-        if argument.name in _CHANCES and str(argument.type) == "float":
-            default = argument.default_value if argument.has_default_value() else 0.0
-            value = args[place] if place < len(args) else given.get(argument.name, default)
-            return math.isclose(float(value or 0.0), 0.0)
-    return False
 
 
 # --------------------------------------------------------------------- gradients

@@ -299,12 +299,9 @@ def _looked(
         return {name: tensor for name, tensor in call(few).items() if name in rows}
 
     batch = _swapped((tuple(args), dict(kwargs)), dim)
-    before = ForwardState(module)
     try:
-        try:
+        with ForwardState(module):
             rows = _outputs_with_rows(call, batch, max(sizes))
-        finally:
-            before.restore()
         layout = readable_layout(batch, None, ())
         with local_collectives():
             return check_adds_up(module, run, layout, outputs=True, name="forward")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from wholebatch.core.forward_state import replaced_attributes
 from wholebatch.distributed.process_group import Group
 from wholebatch.distributed.sync_strategy import Parameters, Sync, reduces_in_backward_only
 from wholebatch.errors import NonFiniteError, OptionError, UnsupportedError, WindowError
@@ -262,20 +263,11 @@ class DeepSpeed(Sync):
         self._engine._is_gradient_accumulation_boundary = self._found
 
 
-@contextmanager
-def _without_own_clipping(engine: Any) -> Iterator[None]:
+def _without_own_clipping(engine: Any) -> AbstractContextManager[None]:
     """Switch the engine's clipping off: the window has clipped the normalised gradients."""
-    owner, name = (
-        (engine._config, "gradient_clipping")
-        if engine.zero_optimization_stage() == 0
-        else (engine.optimizer, "clip_grad")
-    )
-    found = getattr(owner, name)
-    setattr(owner, name, 0.0)
-    try:
-        yield
-    finally:
-        setattr(owner, name, found)
+    if engine.zero_optimization_stage() == 0:
+        return replaced_attributes(engine._config, gradient_clipping=0.0)
+    return replaced_attributes(engine.optimizer, clip_grad=0.0)
 
 
 def _groups(engine: Any) -> list[list[nn.Parameter]]:

@@ -95,7 +95,7 @@ class Progress:
         self.mark()
 
     def end(self) -> None:
-        """Note that the window is over, and the error that it is being left by."""
+        """Record that the window has ended, and the error that ended it, if any."""
         error = sys.exc_info()[1]
         if error is self._handled:  # the whole step is made in an except block
             error = None

@@ -14,10 +14,8 @@ and its laws are those of `core/window.py`.
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
-from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -38,6 +36,7 @@ from wholebatch.core.close import (
     dense_gradients,
 )
 from wholebatch.core.compiled_loss import AddedLoss
+from wholebatch.core.forward_state import attributes_restored
 from wholebatch.core.gradient_store import DeviceStore, Store
 from wholebatch.core.loss import SINGLE, Loss, Terms, check_total
 from wholebatch.core.model_and_optimizer import Target, stand_in
@@ -52,6 +51,7 @@ from wholebatch.distributed.ddp import Buckets
 from wholebatch.distributed.fsdp import check_dtypes
 from wholebatch.distributed.process_group import Group, world_size
 from wholebatch.distributed.sync_strategy import Context, Parameters
+from wholebatch.distributed.tensor_parallel import norm_over_meshes
 from wholebatch.errors import OptionError, StateError, UnsupportedError, WindowError
 
 GradientsIn: TypeAlias = Literal["whole", "sharded", "elsewhere"]
@@ -126,8 +126,7 @@ class HostEngine(Sync):
 
     def total_norm(self, gradients: Sequence[Tensor]) -> Tensor:
         if self.kept != "elsewhere" and any(isinstance(one, DTensor) for one in gradients):
-            norm = torch.nn.utils.get_total_norm(gradients)
-            return norm.full_tensor() if isinstance(norm, DTensor) else norm
+            return norm_over_meshes(gradients)
         if self.kept == "whole" or self.group is None:
             return super().total_norm(gradients)
         return self.group.norm(gradients)
@@ -263,7 +262,7 @@ class HostGradients(DeviceStore):
         self._unused = True
 
     def skip(self) -> None:
-        """Leave a scaler something to look at, and the step of others nothing to work on."""
+        """With a scaler, leave zeros and NaNs: it finds the NaNs and skips the step itself."""
         if self.target.scale is not None and self.target.scale.enabled:
             for gradient in dense_gradients(self.parameters):
                 gradient.mul_(0.0)
@@ -602,7 +601,7 @@ class HostWindows(Stream):
         return saved
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Go on with that window; the first rank gets what it holds."""
+        """Continue a saved window; only the first rank adds its totals and units."""
         if not isinstance(saved, dict) or "window" not in saved:
             raise StateError("this is not the state of a window (it has no 'window')")
         window = saved["window"]
@@ -666,9 +665,6 @@ def refuse_shared_batches(accelerator: Any, host: str) -> None:
             )
 
 
-_LARGEST_CONTAINER = 1000
-
-
 class FirstLook(LossLook):
     """Looks once whether the loss of a host's micro-batches adds up.
 
@@ -693,41 +689,3 @@ class FirstLook(LossLook):
                 )
         finally:
             self._windows.discard()  # what BatchNorm policies have recorded of the runs
-
-
-@contextmanager
-def attributes_restored(host: object) -> Iterator[None]:
-    """Put back the attributes of an object, and the contents of small containers among them."""
-    found: list[tuple[Any, Any]] = []
-    _copy_containers(vars(host), found)
-    try:
-        yield
-    finally:
-        for container, before in found:
-            container.clear()
-            (container.extend if isinstance(container, list | deque) else container.update)(before)
-
-
-def _copy_containers(value: Any, found: list[tuple[Any, Any]]) -> None:
-    """Append a small container, and those inside it, each with a copy."""
-    if type(value) not in (dict, defaultdict, list, set, deque) or len(value) > _LARGEST_CONTAINER:
-        return
-    if any(value is container for container, _ in found):
-        return
-    found.append((value, copy.copy(value)))
-    for one in value.values() if isinstance(value, dict) else value:
-        _copy_containers(one, found)
-
-
-@contextmanager
-def replaced_attributes(owner: object, **attributes: Any) -> Iterator[None]:
-    """Set attributes of this one object within the context; then restore those that it had."""
-    own = vars(owner)
-    before = {name: own[name] for name in attributes if name in own}
-    own.update(attributes)
-    try:
-        yield
-    finally:
-        for name in attributes:
-            own.pop(name, None)
-        own.update(before)

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from wholebatch.compile import Execute
 from wholebatch.core.close import Policy
 from wholebatch.core.compiled_loss import AddedLoss
+from wholebatch.core.forward_state import replaced_attributes
 from wholebatch.core.loss import Loss, Units, mean_loss
 from wholebatch.core.optional_packages import require
 from wholebatch.core.stream import GivenLoss
@@ -36,7 +37,6 @@ from wholebatch.integrations.host_window import (
     HostWindows,
     LoopWindows,
     Settled,
-    replaced_attributes,
 )
 
 require("lightning", at_least="2.6", extra="lightning", purpose="wholebatch in Lightning")

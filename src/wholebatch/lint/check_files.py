@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .lint_settings import Settings
 from .model import File, read
@@ -30,7 +30,9 @@ _UPDATES = re.compile(
     r"|def (training_step|compute_loss)\b"
 )
 # Loops that other rules than those of torch read, or none does.
-_ELSEWHERE = re.compile(r"^\s*(?:import|from)\s+(tensorflow|keras|jax|flax|mlx|paddle)\b", re.M)
+_ELSEWHERE = re.compile(
+    r"^[ \t]*(?:import|from)[ \t]+(tensorflow|keras|jax|flax|mlx|paddle)\b", re.M
+)
 _ACCUMULATES = re.compile(
     r"MultiSteps\s*\(|gradient_accumulation_steps\s*=|accum\w*_?(grad|step|iter|batch)"
     r"|grad\w*_?ac+um|(num|n)_ac+um|assign_add\(\s*\w*grad",
@@ -39,6 +41,7 @@ _ACCUMULATES = re.compile(
 _APPLIES = re.compile(
     r"apply_gradients\s*\(|optimizer\.apply\s*\(|apply_updates\s*\(|MultiSteps\s*\(|optimizers\.\w+\("
 )
+_SPOILS = {"WB103", "WB113", "WB114", "WB120", "WB121", "WB122"}
 # By their form, whatever the names are: sums, and an update that is made now and then.
 _SUMS = re.compile(
     r"\[\s*(\w+)\s*\+\s*(\w+)\s+for\s+\(?\1\s*,\s*\2\b|\.assign_add\(|\w\]\s*\+="
@@ -157,12 +160,17 @@ def _parse_and_check(source: Source, settings: Settings) -> list[Finding]:
     except (ValueError, RecursionError, MemoryError) as error:
         return [Finding(source.path, 1, 1, _UNREAD, f"cannot be parsed: {error}", "error")]
     lines = source.text.split("\n")
-    return [
+    found = [
         finding
         for rule in RULES
         if settings.wants_in(rule.code, source.path)
         for finding in _check_rule(rule, file, source, lines)
     ]
+    # Beside these no mended loop makes the update of the whole batch: such a fix is not safe.
+    spoils = [rule for rule in RULES if rule.code in _SPOILS]
+    if any(f.fix for f in found) and any(next(rule.check(file), None) for rule in spoils):
+        return [replace(f, unsafe=bool(f.fix)) for f in found]
+    return found
 
 
 def _check_rule(rule: Rule, file: File, source: Source, lines: list[str]) -> list[Finding]:

@@ -102,7 +102,7 @@ def _fix_notebook(path: str, settings: Settings, *, unsafe: bool) -> int:
 
 
 def _apply_edits(text: str, edits: Sequence[Edit]) -> str | None:
-    """Return the text with all edits applied, or None if one of them does not find its place."""
+    """Return the text with all edits applied, or None if one cannot be applied."""
     try:
         module = cst.parse_module(text)
     except cst.ParserSyntaxError:

@@ -1,4 +1,4 @@
-"""Which micro-batches a batch is split into, and what happens when one does not fit after all."""
+"""The split of a batch into micro-batches, and recovery if one runs out of memory."""
 
 from __future__ import annotations
 
@@ -415,7 +415,7 @@ class Fitting:
 
 
 def _share_left(recovered: Sequence[Recovered]) -> float:
-    """How much is left of the micro-batch that was cut most, one cut after the other."""
+    """Return the smallest share of its micro-batch that repeated cuts have left."""
     least = share = 1.0
     half = 0
     for recovery in recovered:

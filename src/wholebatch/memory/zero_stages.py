@@ -51,7 +51,7 @@ class FlatSlices:
 def on_one_rank(
     parts: dict[str, ByCategory], sharding: Sharding, elements: int, size: int
 ) -> dict[str, ByCategory]:
-    """Return the peaks with what the simulated window does not allocate, or not on the device.
+    """Return the peaks corrected for DeepSpeed's own buffers and for state in host memory.
 
     The model has `elements` parameters of `size` bytes each.
     """

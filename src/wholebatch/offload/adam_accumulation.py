@@ -32,7 +32,7 @@ from the same numbers on every rank, and does not travel.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -45,12 +45,7 @@ from wholebatch.core.precision import SIXTEEN_BIT
 from wholebatch.distributed import Sync
 from wholebatch.distributed.ddp import in_buckets
 from wholebatch.errors import OptionError, StateError, UnsupportedError, WindowError
-from wholebatch.offload.packed_moments import (
-    Key,
-    keys_of,
-    pack,
-    unpack,
-)
+from wholebatch.offload.packed_moments import keys_of, pack, unpack
 from wholebatch.offload.parameter_buckets import (
     BUCKET_BYTES,
     as_real,
@@ -67,8 +62,6 @@ _SMALL = 2**15
 """Parameters of up to this many elements wait for others, so that kernels take many at once."""
 _WAITING_BYTES = 2**20
 """The bytes of gradients that may wait."""
-
-State = Mapping[str, Any]
 
 
 class MomentsStore(Store):
@@ -96,7 +89,6 @@ class MomentsStore(Store):
         self._may_wait = 0
         self._opened: dict[int, nn.Parameter] = {}  # their moments hold gradients
         self._keys: dict[int, Tensor] = {}  # to unpack their old moments
-        self._key_cache = KeyCache()
         self._in_place: list[nn.Parameter] = []  # their `.grad` is the first moment
         self._counts = True
 
@@ -163,19 +155,11 @@ class MomentsStore(Store):
             group = self._group_of(some[0])
             states = [adam_state_of(group.optimizer, group.options, p) for p in some]
             firsts, seconds = ([as_real(s[n]) for s in states] for n in ("exp_avg", "exp_avg_sq"))
-            keys = [
-                self._key_cache.key(id(parameter), state, self._unopened)
-                for parameter, state in zip(some, states, strict=True)
-            ]
+            keys = keys_of(firsts, seconds, [state["step"] for state in states])
             pack(firsts, seconds, keys)
             self._keys.update((id(p), key.row) for p, key in zip(some, keys, strict=True))
             self._opened.update((id(parameter), parameter) for parameter in some)
             torch._foreach_mul_(firsts, group.decay / self.sync.ranks)
-
-    def _unopened(self) -> dict[int, dict[str, Any]]:
-        """Return the state of all parameters that may still be opened."""
-        states = [(id(p), self._group_of(p).optimizer.state.get(p)) for p in self.parameters]
-        return {number: s for number, s in states if s and number not in self._opened}
 
     def _alike(self, parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
         """Yield large parameters one by one, and small ones of one group together."""
@@ -297,18 +281,13 @@ class MomentsStore(Store):
         """Return the keys of the old moments, which are themselves in the optimizer's state."""
         keys = [self._keys.get(id(parameter)) for parameter in self.parameters]
         saved = [None if key is None else key.cpu() for key in keys]
-        return {"moments": saved, "sums": True}
+        return {"moments": saved}
 
     def check(self, saved: Any) -> None:
         if not isinstance(saved, dict) or "moments" not in saved:
             raise StateError(
                 "the saved window holds gradients, and gradients='moments' keeps none: resume with "
                 "the same gradients="
-            )
-        if not saved.get("sums"):
-            raise StateError(
-                "the saved window is of an earlier version, which had other numbers in the "
-                "optimizer's moments: finish it there, or resume from a checkpoint between windows"
             )
 
     def load(self, saved: Any) -> None:
@@ -323,7 +302,6 @@ class MomentsStore(Store):
             for first, old, _ in self._old(some):
                 first.copy_(old)
         self._opened, self._keys = {}, {}
-        self._key_cache.clear()
         self._in_place = []
         self._waiting, self._waiting_bytes = {}, 0
         super().discard()
@@ -442,47 +420,3 @@ def adam_state_of(
             made[name].requires_grad_(False)
         state.update(made)  # all or nothing: memory may run out on the way
     return state
-
-
-# Keys of the packed moments
-
-
-class KeyCache:
-    """Holds keys of packed moments, made for all of them at once: each by itself is many kernels.
-
-    A key is valid as long as nobody has changed its moments.
-    """
-
-    def __init__(self) -> None:
-        self._made: dict[int, tuple[Key, Tensor, Tensor, int, int]] = {}
-
-    def key(self, number: int, state: State, everyones: Callable[[], Mapping[int, State]]) -> Key:
-        """Return the key of these moments; if it is missing, make those of `everyones` too."""
-        if not self._is_valid(number, state):
-            self._make({**everyones(), number: state})
-        return self._made[number][0]
-
-    def _is_valid(self, number: int, state: State) -> bool:
-        if number not in self._made:
-            return False
-        _, first, second, *versions = self._made[number]
-        is_same = state["exp_avg"] is first and state["exp_avg_sq"] is second
-        return is_same and versions == [first._version, second._version]
-
-    def _make(self, states: Mapping[int, State]) -> None:
-        kinds: dict[Any, dict[int, State]] = {}
-        for number, state in states.items():
-            first = state["exp_avg"]
-            kinds.setdefault((first.dtype, first.device), {})[number] = state
-        for alike in kinds.values():
-            keys = keys_of(
-                [as_real(state["exp_avg"]) for state in alike.values()],
-                [as_real(state["exp_avg_sq"]) for state in alike.values()],
-                [state["step"] for state in alike.values()],
-            )
-            for (number, state), key in zip(alike.items(), keys, strict=True):
-                first, second = state["exp_avg"], state["exp_avg_sq"]
-                self._made[number] = key, first, second, first._version, second._version
-
-    def clear(self) -> None:
-        self._made.clear()

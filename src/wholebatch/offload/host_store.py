@@ -13,6 +13,7 @@ memory is allocated at the close, when the activations are gone, and freed again
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,7 +23,13 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from wholebatch.core.close import Closed, CloseOptions, DeferredHooks, close_gradients
+from wholebatch.core.close import (
+    Closed,
+    CloseOptions,
+    DeferredHooks,
+    close_gradients,
+    read_scalars,
+)
 from wholebatch.core.gradient_store import Store
 from wholebatch.core.optimizer_step import stepping
 from wholebatch.distributed import Sync
@@ -34,7 +41,6 @@ from wholebatch.offload.parameter_buckets import (
     flat_of,
     in_parts,
     in_shape_of,
-    on_host,
     one_ahead,
     only,
     total_norm,
@@ -198,11 +204,10 @@ class HostStore(Store):
         found = [self._norms.get(gradient.data_ptr()) for gradient in gradients]
         known = [norm for norms in found if norms for norm in norms]
         others = [g for g, norms in zip(gradients, found, strict=True) if not norms]
-        norms = torch.stack([*on_host(known), total_norm(others)])
-        total: Tensor = torch.linalg.vector_norm(norms)
-        if not bool(torch.isfinite(total)):  # squares overflow in float32 where numbers do not
-            total = total_norm(gradients)
-        return total
+        total = math.hypot(*read_scalars([*known, total_norm(others)]))
+        if not math.isfinite(total):  # squares overflow in float32 where numbers do not
+            return total_norm(gradients)
+        return torch.tensor(total, dtype=torch.float64, device="cpu")
 
     def _reduce(self, sums: HostSums) -> None:
         """Sum over the ranks, bucket by bucket, on the device where the ranks communicate."""

@@ -8,6 +8,7 @@ refused.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -18,6 +19,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from wholebatch.core.close import read_scalars
 from wholebatch.core.gradient_store import refuse_foreign_code
 from wholebatch.core.precision import SIXTEEN_BIT
 from wholebatch.distributed import Sync
@@ -306,14 +308,11 @@ def total_norm(gradients: Sequence[Tensor]) -> Tensor:
     On the CPU the norm of a long float32 tensor loses digits with its length (4e-4 for a million
     equal numbers); short rows, added up in float64, keep them (2e-7) and are as fast.
     """
-    norms = on_host([norm_of_row(_row(gradient)) for gradient in gradients])
-    if not norms:
-        return torch.zeros((), dtype=torch.float64)
-    total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
-    if not bool(torch.isfinite(total)):  # squares overflow in float32 where numbers do not
+    total = math.hypot(*read_scalars([norm_of_row(_row(gradient)) for gradient in gradients]))
+    if not math.isfinite(total):  # squares overflow in float32 where numbers do not
         wide = [torch.linalg.vector_norm(g, dtype=torch.float64) for g in gradients]
-        total = torch.linalg.vector_norm(torch.stack(on_host(wide)))
-    return total
+        total = math.hypot(*read_scalars(wide))
+    return torch.tensor(total, dtype=torch.float64, device="cpu")
 
 
 def norm_of_row(row: Tensor) -> Tensor:
@@ -337,11 +336,3 @@ def _row(gradient: Tensor) -> Tensor:
     if torch.ops.aten.is_non_overlapping_and_dense(gradient):
         return gradient.as_strided((gradient.numel(),), (1,))
     return gradient.reshape(-1)
-
-
-def on_host(norms: Sequence[Tensor]) -> list[Tensor]:
-    """Return these numbers on the host, by one transfer for each device."""
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for norm in norms:
-        by_device.setdefault(norm.device, []).append(norm)
-    return [one for some in by_device.values() for one in torch.stack(some).cpu().unbind()]

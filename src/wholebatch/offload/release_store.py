@@ -27,6 +27,7 @@ from wholebatch.core.close import (
     check_counts,
     read_scalars,
 )
+from wholebatch.core.forward_state import replaced_attributes
 from wholebatch.core.gradient_store import DeviceStore
 from wholebatch.core.optimizer_step import is_torchs
 from wholebatch.core.precision import round_gradient
@@ -184,15 +185,9 @@ class ReleaseStore(DeviceStore):
         if optimizer not in self._post_hooks:  # they run once, after the whole update
             self._post_hooks[optimizer] = HeldPostHooks(optimizer)
         self._released += ready
-        taker: Any = optimizer
-        if fused:
-            taker.found_inf = bad.to(torch.float32)
-        try:
-            with only(optimizer, ready):
-                optimizer.step()
-        finally:
-            if fused:
-                del taker.found_inf
+        found = {"found_inf": bad.to(torch.float32)} if fused else {}
+        with only(optimizer, ready), replaced_attributes(optimizer, **found):
+            optimizer.step()
 
     def _run_hooks(self, parameter: nn.Parameter) -> None:
         for hook in list(self._user_hooks.get(id(parameter), {}).values()):

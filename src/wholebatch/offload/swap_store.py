@@ -30,12 +30,10 @@ from wholebatch.offload.adam_accumulation import adam_state_of, check_adam
 from wholebatch.offload.parameter_buckets import (
     Bucket,
     HostSums,
-    flat_of,
     in_parts,
     in_shape_of,
     one_ahead,
     only,
-    sum_over_ranks,
 )
 
 if TYPE_CHECKING:
@@ -97,25 +95,10 @@ class SwapStore(DeviceStore):
         return {id(parameter) for parameter in self.parameters if parameter.grad is None}
 
     def close(self, window: OpenWindow, normalise: float, hooks: DeferredHooks) -> Closed:
-        if self.sync.ranks > 1:
-            self._reduce()
+        for bucket in self._sums.buckets if self.sync.ranks > 1 else ():
+            # One bucket at a time: a copy of all gradients would not fit.
+            self.sync.reduce_now([p for p in bucket.parameters if id(p) not in self.dropped])
         return super().close(window, normalise, hooks)
-
-    @torch.no_grad()
-    def _reduce(self) -> None:
-        """Sum over the ranks, bucket by bucket."""
-        for bucket in self._sums.buckets:
-            some = [p for p in bucket.parameters if id(p) not in self.dropped]
-            if not some:
-                continue
-            for parameter in some:
-                if parameter.grad is None:  # another rank has one
-                    dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype
-                    parameter.grad = torch.zeros_like(parameter, dtype=dtype)
-            rows = [flat_of(p.grad, p) for p in some if p.grad is not None]
-            for parameter, summed in zip(some, sum_over_ranks(self.sync, rows), strict=True):
-                assert parameter.grad is not None
-                parameter.grad.copy_(in_shape_of(parameter, summed))
 
     def step(self, remaining: float) -> None:
         ways = {device: _Way(device) for device in {one.device for one in self._sums.buckets}}

@@ -127,7 +127,7 @@ class LearningCurve:
 
 
 def learn(contender: Contender, recipe: Recipe, *, samples: int) -> LearningCurve:
-    """Train once over so many samples. The schedule goes by the data, whatever the batch is."""
+    """Train over this many samples; the learning-rate schedule follows samples, not updates."""
     model, optimizer = recipe.make()
     for group in optimizer.param_groups:
         group["lr"] *= contender.rate

@@ -179,7 +179,7 @@ class Predicted:
         del self.model, self.optimizer, self.batch
 
     def of(self, setting: Setting) -> Prediction | None:
-        """Return the prediction for eager execution: it stands for every `execute` and `sync`."""
+        """Return the prediction for eager execution, used for every `execute` and `sync`."""
         mode = setting.mode
         key = (mode.precision, mode.checkpointing, mode.gradients, setting.micro_batch)
         if key not in self.made and not self.why_not:

@@ -126,7 +126,7 @@ def _left_moved(evidence: Evidence) -> Iterator[Cause]:
 
 @contextmanager
 def _norms_frozen(runs: ModelRuns) -> Iterator[None]:
-    """Keep BatchNorms in evaluation mode: their state is known, and asked for elsewhere."""
+    """Keep BatchNorms in evaluation mode: another check looks at their statistics."""
     runs.begin()
     _freeze_norms(runs.model)
     try:

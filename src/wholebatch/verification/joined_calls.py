@@ -11,30 +11,31 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from wholebatch.core.forward_state import ForwardState
 from wholebatch.coupled.loss_graph import loss_terms
-from wholebatch.verification.live_window import (
-    Call,
-    LiveObserver,
-    LiveWindow,
-    first_numbers,
-    tensors_of,
-)
 from wholebatch.verification.loss_weights import TermWeights, Unreadable, read_weights
 from wholebatch.verification.mistakes import apart
 from wholebatch.verification.model_runs import joined
+from wholebatch.verification.window_recorder import (
+    Call,
+    RecordedWindow,
+    WindowRecorder,
+    first_numbers,
+    tensors_of,
+)
 
 
 @dataclass
 class JoinedCalls:
     """Runs the calls of a window as one; `coupled` if an output depends on its batch."""
 
-    window: LiveWindow
-    observer: LiveObserver
+    window: RecordedWindow
+    observer: WindowRecorder
     read: Sequence[TermWeights]
     notes: list[str] = field(default_factory=list)
     coupled: bool = False
@@ -71,8 +72,9 @@ class JoinedCalls:
         given = joined(inputs, [one[0] for one in rows]) if all(rows) else None
         if given is None or any(tensor.requires_grad for tensor in tensors_of(given)):
             return None
-        module = calls[0].module
-        if isinstance(module, nn.parallel.DistributedDataParallel):
+        module: Any = calls[0].module
+        ddp = nn.parallel.DistributedDataParallel
+        while isinstance(module, ddp) or type(module).__module__.startswith("deepspeed."):
             module = module.module
         state = ForwardState(module)
         kind = self.observer.parameters[0].device.type

@@ -22,7 +22,7 @@ from wholebatch.coupled.normalisation_layers import uses_batch_statistics
 from wholebatch.coupled.sample_draws import undivided
 from wholebatch.distributed.process_group import sum_over_ranks, world_size
 from wholebatch.errors import NonFiniteError, WholebatchError
-from wholebatch.verification.observed_window import StartingState, WindowObserver, WindowRun
+from wholebatch.verification.observed_window import StartingState, StepObserver, WindowRun
 from wholebatch.verification.undivided_batch import (
     Numbers,
     Objective,
@@ -182,7 +182,7 @@ class ModelRuns:
         self.begin()
         if self.batchnorm in _CHANGES_THE_MODEL:
             choose_batchnorm(self.batchnorm, self.model)
-        with WindowObserver(self.model, self.parameters) as observer:
+        with StepObserver(self.parameters) as observer:
             loss = self._backward(batch, order)
             clip(self.optimizer, self.clip_norm, self.clip_value)
             self.optimizer.step()
@@ -314,7 +314,7 @@ class ModelRuns:
         if options.get("execute") in ("compile", "graph"):
             train.step(batch.whole)  # the first window makes the graphs, the second runs on them
             self.begin()
-        with WindowObserver(self.model, self.parameters) as observer:
+        with StepObserver(self.parameters) as observer:
             step = train.step(batch.whole)
             run = observer.run(self.start, step.loss)
         if options.get("gradients", "device") != "device":
@@ -327,7 +327,7 @@ class ModelRuns:
         for parameter, gradient in zip(self.parameters, run.gradients, strict=True):
             if gradient is not None:
                 parameter.grad = gradient.to(parameter.device, parameter.dtype)
-        with WindowObserver(self.model, self.parameters) as observer:
+        with StepObserver(self.parameters) as observer:
             self.optimizer.step()
             return observer.run(self.start)
 

@@ -8,11 +8,8 @@ too.
 from __future__ import annotations
 
 import copy
-import importlib
-import math
-import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,9 +17,6 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from wholebatch.core.forward_state import capture_random, restore_random
-
-# By its name: `torch.nn.utils` has a deprecated function that hides the module.
-_clip_grad: Any = importlib.import_module("torch.nn.utils.clip_grad")
 
 
 class StartingState:
@@ -100,6 +94,10 @@ class StartingState:
         """Tell if a tensor was there at the start; a forward may have exchanged a buffer."""
         return id(tensor) in self._kept
 
+    def update(self, parameters: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Return what was added to each of these parameters since the start, on the host."""
+        return tuple(_change(parameter, self.before(parameter)) for parameter in parameters)
+
     def before(self, tensor: Tensor) -> Tensor:
         """Return the values of a parameter or buffer at the start; of a shard, the whole of it."""
         kept = self._kept[id(tensor)]
@@ -145,12 +143,10 @@ def _put_back(attributes: dict[str, Any], saved: dict[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class SeenStep:
-    """One optimizer step: the gradients it was given, and the settings of its parameter groups."""
+    """One optimizer step: the gradients it was given, and the places of what it stepped on."""
 
     gradients: tuple[Tensor | None, ...]
-    groups: tuple[dict[str, Any], ...]
-    stepped: frozenset[int] = frozenset()  # places of the parameters that it stepped on
-    repeatable: bool = True  # by the optimizer that was handed over, without a closure
+    stepped: frozenset[int]
 
 
 @dataclass(frozen=True)
@@ -178,158 +174,41 @@ class WindowRun:
         return self.steps[0].gradients if self.steps else (None,) * len(self.update)
 
 
-@dataclass
-class WindowObserver:
-    """Watches every optimizer that steps on `parameters`, while it is entered.
+class StepObserver:
+    """Sees the gradients of every optimizer step on these parameters, while it is entered."""
 
-    It also notes how clipping is called and under which autocast the model runs: a loop of
-    someone else's does not say. `clip_to` replaces the loop's own limit of the norm, and with it
-    `clip_value_to` that of the values. `settings` are the groups of `optimizer` at every forward
-    before the first step.
-    """
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self.parameters = parameters
+        self.steps: list[SeenStep] = []
 
-    model: nn.Module
-    parameters: Sequence[nn.Parameter]
-    clip_to: float | None = None
-    clip_value_to: float = math.inf
-    optimizer: torch.optim.Optimizer | None = None
-    steps: list[SeenStep] = field(default_factory=list)
-    settings: list[tuple[dict[str, Any], ...]] = field(default_factory=list)
-    clips: set[str] = field(default_factory=set)  # by "norm", by "value"
-    autocast: set[torch.dtype] = field(default_factory=set)
-    scaler_steps: int = 0
-
-    def __enter__(self) -> WindowObserver:
-        self._mine = {id(parameter) for parameter in self.parameters}
-        self._undo: list[Callable[[], None]] = [
-            register_optimizer_step_pre_hook(self._before_step).remove,
-            *self._forward_hooks(),
-        ]
-        self._patch(_clip_grad, "_clip_grads_with_norm_", self._clip_norm)
-        self._patch_everywhere(torch.nn.utils, "clip_grads_with_norm_", self._clip_norm)
-        self._patch_everywhere(torch.nn.utils, "clip_grad_value_", self._clip_value)
-        self._patch(torch.amp.GradScaler, "step", self._scaler_step)
+    def __enter__(self) -> StepObserver:
+        self._hook = register_optimizer_step_pre_hook(self._see)
         return self
 
-    def _forward_hooks(self) -> list[Callable[[], None]]:
-        """Watch the forwards; return how to end that."""
-        return [self.model.register_forward_pre_hook(self._before_forward).remove]
-
     def __exit__(self, *error: object) -> None:
-        while self._undo:
-            self._undo.pop()()
+        self._hook.remove()
 
     def run(self, start: StartingState, loss: float | None = None) -> WindowRun:
         """Return what was seen, with the update since `start`."""
-        update = tuple(_change(parameter, start.before(parameter)) for parameter in self.parameters)
-        return WindowRun(tuple(self.steps), update, loss)
+        return WindowRun(tuple(self.steps), start.update(self.parameters), loss)
 
-    def _patch(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
-        original = getattr(owner, name, None)
-        if original is None:
-            return
-
-        def replaced(*args: Any, **kwargs: Any) -> Any:
-            return around(original, *args, **kwargs)
-
-        setattr(owner, name, replaced)
-        self._undo.append(lambda: setattr(owner, name, original))
-
-    def _patch_everywhere(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
-        """Patch a function of a module, also in modules that imported it by its name."""
-        original = getattr(owner, name, None)
-        for module in list(sys.modules.values()):
-            if original is not None and getattr(module, "__dict__", {}).get(name) is original:
-                self._patch(module, name, around)
-
-    def _before_step(
-        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """See the gradients now, or after the step's closure has made them."""
-        its_own = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        stepped = frozenset(i for i, p in enumerate(self.parameters) if id(p) in its_own)
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    def _see(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        stepped = places_of(optimizer, self.parameters)
         if not stepped:
-            return None
-        if not callable(closure):
-            self._see(optimizer, stepped)
-            return None
-        evaluations = 0
-
-        def observed() -> Any:
-            nonlocal evaluations
-            loss = closure()
-            evaluations += 1
-            if evaluations == 1:  # LBFGS evaluates again, at weights of its own
-                self._see(optimizer, stepped, closure=True)
-            return loss
-
-        if "closure" in kwargs:
-            return args, {**kwargs, "closure": observed}
-        return (args[0], observed, *args[2:]), kwargs
-
-    def _see(
-        self, optimizer: torch.optim.Optimizer, stepped: frozenset[int], *, closure: bool = False
-    ) -> None:
+            return
+        scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer divides by it itself
+        over = 1.0 if scale is None else float(scale)
         gradients = tuple(
-            None if parameter.grad is None else _dense(parameter.grad).to("cpu", copy=True)
-            for parameter in self.parameters
+            None if p.grad is None else _dense(p.grad).to("cpu", copy=True).div_(over)
+            for p in self.parameters
         )
-        scale = getattr(optimizer, "grad_scale", None)
-        if scale is not None:  # a fused optimizer divides by it in its own kernel
-            for gradient in gradients:
-                if gradient is not None:
-                    gradient.div_(float(scale))
-        handed = self.optimizer is None or optimizer is self.optimizer
-        step = SeenStep(gradients, settings_of(optimizer), stepped, handed and not closure)
-        self.steps.append(step)
-
-    def _before_forward(self, *_: Any) -> None:
-        kind = self.parameters[0].device.type
-        if torch.is_autocast_enabled(kind):
-            self.autocast.add(torch.get_autocast_dtype(kind))
-        if self.optimizer is not None and not self.steps:
-            self.settings.append(settings_of(self.optimizer))
-
-    def _clip_norm(
-        self,
-        original: Any,
-        parameters: Any,
-        max_norm: float,
-        total_norm: Tensor,
-        foreach: bool | None = None,
-    ) -> Any:
-        parameters, ours = self._clipped(parameters, "norm")
-        if ours and self.clip_to is not None:
-            max_norm = self.clip_to
-        return original(parameters, max_norm, total_norm, foreach)
-
-    def _clip_value(
-        self, original: Any, parameters: Any, clip_value: float, foreach: bool | None = None
-    ) -> Any:
-        parameters, ours = self._clipped(parameters, "value")
-        if ours and self.clip_to is not None:
-            clip_value = self.clip_value_to
-        return original(parameters, clip_value, foreach)
-
-    def _clipped(self, parameters: Any, how: str) -> tuple[list[Tensor], bool]:
-        """Return the clipped parameters as a list and if one is ours; then note how it is done."""
-        listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        ours = any(id(parameter) in self._mine for parameter in listed)
-        self.clips |= {how} if ours else set()
-        return listed, ours
-
-    def _scaler_step(self, original: Any, scaler: Any, *args: Any, **kwargs: Any) -> Any:
-        self.scaler_steps += 1
-        return original(scaler, *args, **kwargs)
+        self.steps.append(SeenStep(gradients, stepped))
 
 
-def settings_of(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], ...]:
-    """Return the settings of every parameter group."""
-    return tuple(
-        {name: copy.copy(value) for name, value in group.items() if name != "params"}
-        for group in optimizer.param_groups
-    )
+def places_of(optimizer: Any, parameters: Sequence[Tensor]) -> frozenset[int]:
+    """Return the places of the parameters that an optimizer steps on."""
+    its_own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    return frozenset(i for i, p in enumerate(parameters) if id(p) in its_own)
 
 
 @torch.no_grad()

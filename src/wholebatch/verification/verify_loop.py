@@ -1,9 +1,8 @@
-"""`verify_loop`: someone's own training loop, held against the undivided batch and every mistake.
+"""`verify_loop`: your own training loop, compared with the undivided batch and every known mistake.
 
 The loop is given copies of a model and its optimizer and the micro-batches of one window, and is
-watched: what each optimizer step saw, how clipping was called, under which autocast the model ran.
-It gets several windows, since mistakes hide: behind equal micro-batches (a mean of means), behind
-full windows (a nominal count), behind clipping (a wrong scale) and behind Adam (any scale at all).
+recorded. It gets several windows, since mistakes hide: behind equal micro-batches (a mean of means)
+and behind full windows (a nominal count).
 """
 
 from __future__ import annotations
@@ -20,29 +19,22 @@ import torch
 from torch import Tensor, nn
 
 from wholebatch.core.splitting import to_device
-from wholebatch.distributed.process_group import world_size
+from wholebatch.distributed.process_group import largest_over_ranks, sum_over_ranks, world_size
 from wholebatch.errors import OptionError
 from wholebatch.verification.example_models import ZOO, Case
-from wholebatch.verification.mistakes import (
-    RIGHT,
-    MistakeFit,
-    always_active,
-    apart,
-    fits_of,
-    flat,
-    parts_of,
-    wrong_update,
-)
-from wholebatch.verification.model_runs import ModelRuns
-from wholebatch.verification.observed_window import StartingState, WindowObserver, WindowRun
+from wholebatch.verification.loop_judge import LoopJudge
+from wholebatch.verification.mistakes import RIGHT, MistakeFit, WindowParts, apart
+from wholebatch.verification.model_runs import DividedBatch, ModelRuns, joined
+from wholebatch.verification.observed_window import StartingState
 from wholebatch.verification.random_numbers import SILENCES
+from wholebatch.verification.run_comparison import TIMES_THE_FLOOR
 from wholebatch.verification.undivided_batch import AUTOCAST, Numbers
 from wholebatch.verification.verdicts import LoopTrial, LoopVerdict
+from wholebatch.verification.window_recorder import RecordedWindow, WindowRecorder
 
 Loop = Callable[[Any, Any, Any], object]
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
-_NO_LIMIT = 1e30
 _LOW_SCALE = 2.0**6
 
 
@@ -116,17 +108,14 @@ def _case(case: Case | str) -> Case:
 
 
 @dataclass(frozen=True)
-class _Window:
-    even: bool
-    count: int
-    clipped: str = ""  # by its "norm", by its "value"
+class _Recorded:
+    """One window that the loop has trained: what was seen of it, and the update it made."""
 
-    def name(self, units: Sequence[float], steps: int) -> str:
-        """Return the kind of window, by the units that its micro-batches turned out to have."""
-        kind = "equal" if len(set(units)) == 1 else "uneven"
-        short = f" (short: {self.count} of {steps})" if self.count < steps else ""
-        clipped = f", clipped by {self.clipped}" if self.clipped else ""
-        return f"{self.count} {kind} micro-batches{short}{clipped}"
+    recorder: WindowRecorder
+    windows: Sequence[RecordedWindow]
+    update: Tensor
+    keeps_gradients: bool
+    """True if gradients are left behind."""
 
 
 @dataclass
@@ -142,6 +131,7 @@ class _CaseTrials:
     device: torch.device
     numbers: Numbers = field(default_factory=Numbers)
     notes: list[str] = field(default_factory=list)
+    looks: bool = True
 
     def __post_init__(self) -> None:
         self.model = self.case.model().to(self.device)
@@ -165,139 +155,187 @@ class _CaseTrials:
 
     def all(self, *, uneven: bool) -> list[LoopTrial]:
         """Return the trials of full and short windows, with equal and uneven micro-batches."""
-        full, short = self.steps, self.steps - 1
-        trials: list[LoopTrial] = []
-        clips: set[str] = set()
-        for even in (True, False) if uneven else (True,):
-            for count in (full, short):
-                trial, observer = self._trial(_Window(even, count))
-                trials.append(trial)
-                clips |= observer.clips
-        trials += [self._trial(_Window(True, full, clipped=how))[0] for how in sorted(clips)]
-        if world_size() == 1 and all(trial.found == RIGHT for trial in trials):
+        shapes = [(even, n) for even in (True, False)[: 1 + uneven] for n in (0, 1)]
+        trials = [self._trial(even, self.steps - less) for even, less in shapes]
+        if self._left and world_size() == 1 and all(trial.found == RIGHT for trial in trials):
             trials += self._in_a_row(trials[0])
         return trials
 
     def _in_a_row(self, first: LoopTrial) -> list[LoopTrial]:
-        """Give the same window twice, from the same weights, if gradients are left behind.
-
-        A right loop sees the same gradient again; with the first window's still there, twice that.
-        """
+        """Give two windows in a row: gradients that were left behind are in the second."""
         micros = self.case.window(self.steps, True, self.rank)
-        model = copy.deepcopy(self.model)
-        optimizer = self.make_optimizer(model)
-        start = StartingState(model, optimizer)
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        seen: list[Tensor] = []
-        for _ in range(2):
-            with WindowObserver(model, trained, clip_to=_NO_LIMIT) as observer:
-                try:
-                    self.loop(model, optimizer, self._copies(micros))
-                except Exception:  # one that sets things up cannot be called again: not our matter
-                    return []
-            left = [(one, one.grad) for one in model.parameters()]
-            held = [gradient for _, gradient in left if gradient is not None]
-            if len(observer.steps) != 1 or not any(
-                bool(one.detach().abs().sum() > 0) for one in held
-            ):
-                return []
-            seen.append(flat(observer.steps[0].gradients, trained))
-            start.restore()
-            for parameter, gradient in left:
-                parameter.grad = gradient
-        far, doubled = apart(seen[1], seen[0]), apart(seen[1], 2 * seen[0])
-        if far <= first.tolerance or doubled > first.tolerance:
+        try:
+            seen = self._recorded(micros, times=2).windows
+        except Exception:  # one that sets things up cannot be called again: not our matter
             return []
-        stale = MistakeFit("never-cleared", "the same window twice in a row", doubled, True)
-        right = MistakeFit(RIGHT, "the undivided batch", far, False)
-        return [replace(first, name="2 windows in a row", found=stale.key, fits=(stale, right))]
+        if len(seen) < 2 or not seen[-1].micros[0].before.any():
+            return []
+        stale = MistakeFit("never-cleared", "two windows in a row", 0.0, True)
+        fits = (stale, replace(first.right, distance=1.0, fits=False))
+        return [replace(first, name="2 windows in a row", found=stale.key, fits=fits)]
 
     # ---------------------------------------------------------------- one window
 
-    def _trial(self, window: _Window) -> tuple[LoopTrial, WindowObserver]:
-        micros = self.case.window(self.steps, window.even, self.rank)[: window.count]
-        limits: dict[str, float] = {}
-        if by := window.clipped:
-            limits[by] = always_active(
-                parts_of(self._model_runs(), micros, steps=self.steps)[0], by
-            )
-        run, observer = self._observed(micros, limits)
-        if observer.autocast and self.numbers.precision == "full":
+    def _trial(self, even: bool, count: int) -> LoopTrial:
+        micros = self.case.window(self.steps, even, self.rank)[:count]
+        seen = self._recorded(micros)
+        recorder, notes = seen.recorder, list(self.notes)
+        if recorder.skipped_steps and not recorder.steps:
+            with _low_loss_scale():
+                seen = self._recorded(micros)
+                recorder = seen.recorder
+            if recorder.skipped_steps and not recorder.steps:
+                notes.append("the loss scaler skipped the step: its gradients were not finite")
+        self._left = seen.keeps_gradients
+        if recorder.autocast and self.numbers.precision == "full":
             names = {dtype: name for name, dtype in AUTOCAST.items()}
-            name = names.get(next(iter(observer.autocast)), "full")
+            name = names.get(next(iter(recorder.autocast)), "full")
             self.numbers = Numbers(name, 1024.0 if name == "fp16" else 1.0)
         runs = self._model_runs()
-        norm, value = limits.get("norm", self.clip_norm), limits.get("value")
-        parts, floor = parts_of(runs, micros, steps=self.steps, clip_norm=norm, clip_value=value)
-        fits, observed_by, tolerance = fits_of(runs, parts, run, micros, floor)
-        notes = list(self.notes)
-        found = _found(fits)
-        is_right = found == RIGHT and observed_by == "gradients"
-        if is_right and (wrong := wrong_update(runs, run, observer.settings)):
-            fits, found, observed_by = wrong, wrong[0].key, "updates"
-        if not window.even and len(set(parts.units)) == 1 and len(micros) > 1:
+        parts, floor, coupled = self._parts(runs, recorder, micros)
+        kind = "equal" if len(set(parts.units)) == 1 else "uneven"
+        short = f" (short: {count} of {self.steps})" if count < self.steps else ""
+        if not even and kind == "equal" and count > 1:
             notes.append(
                 f"{self.case.name}: all micro-batches have equally many units, so a mean of means "
                 "cannot be told from the mean here"
             )
-        if observer.scaler_steps and not run.steps:
-            notes.append("the loss scaler skipped the step: its gradients were not finite")
-        trial = LoopTrial(
-            case=self.case.name,
-            name=window.name(parts.units, self.steps),
-            micro_batches=len(micros),
-            units=tuple(parts.units),
-            optimizer_steps=len(run.steps),
-            found=found,
-            fits=tuple(fits),
-            tolerance=tolerance,
-            floor=floor,
-            observed_by=observed_by,
-            notes=tuple(notes),
+        made = recorder.updates()
+        judge = LoopJudge(
+            seen.windows[0] if seen.windows else recorder.window or recorder.new_window(),
+            recorder,
+            f"{count} {kind} micro-batches{short}",
+            self.case.name,
+            notes=notes,
+            optimizer_steps=len(made),
         )
-        return trial, observer
+        judge.units = parts.units
+        if (told := _without_one_update(seen, len(made))) is not None:
+            return judge.told(*told)
+        judge.window.gradient = made[0] if made else seen.update
+        if not made:  # an engine of its own stepped: what is left to see is the update
+            judge.by = "updates"
+            judge.as_seen = lambda gradient: _stepped(runs, recorder, gradient, ())
+            floor += _rounded_away(runs, recorder, seen.update) / TIMES_THE_FLOOR
+        elif self.clip_norm is not None:
+            judge.as_seen = self._clipped  # with torch's 1e-6 beside the norm, or without it
+            floor += 1e-6 / (TIMES_THE_FLOOR * float(parts.right.norm()))
+        trial = judge.trial_of(parts, floor, micros, coupled=coupled)
+        if trial.found == RIGHT and made and (off := self._moved_beside(runs, seen)):
+            moved = MistakeFit("moved-beside-the-step", "the step and something else", 0.0, True)
+            right = MistakeFit(RIGHT, "the optimizer's step", off, False)
+            trial = replace(trial, found=moved.key, fits=(moved, right), observed_by="updates")
+        return trial
 
     def _model_runs(self) -> ModelRuns:
         model = copy.deepcopy(self.model)
         return ModelRuns(model, self.make_optimizer(model), self.case.loss, numbers=self.numbers)
 
-    def _observed(
-        self, micros: Sequence[Any], limits: dict[str, float]
-    ) -> tuple[WindowRun, WindowObserver]:
-        """Let the loop train one window on copies; again, if its loss scaler skips the step."""
-        run, observer = self._once(micros, limits)
-        if observer.scaler_steps and not run.steps:
-            with _low_loss_scale():
-                run, observer = self._once(micros, limits)
-        return run, observer
+    def _clipped(self, gradient: Tensor) -> Tensor:
+        """Return a gradient as the loop clips it by hand."""
+        assert self.clip_norm is not None
+        return gradient * min(1.0, self.clip_norm / max(float(gradient.norm()), 1e-30))
 
-    def _once(
-        self, micros: Sequence[Any], limits: dict[str, float]
-    ) -> tuple[WindowRun, WindowObserver]:
+    def _parts(
+        self, runs: ModelRuns, recorder: WindowRecorder, micros: Sequence[Any]
+    ) -> tuple[WindowParts, float, bool]:
+        """Take a window apart; return also the rounding of its right gradient, and if it couples.
+
+        It couples samples if the undivided batch is further from its micro-batches than rounding.
+        """
+        means, units = [], []
+        for micro in micros:
+            gradient, counted = runs.gradient_of(micro)
+            means.append(recorder.row_of(gradient) / (counted[0] or 1.0))
+            units.append(counted[0])
+        parts = WindowParts(torch.zeros_like(means[0]), means, units, self.steps)
+        everywhere = parts.units_everywhere
+        right, floor = sum_over_ranks(parts.weighted(units)) / everywhere, runs.unit
+        limit, whole = math.sqrt(runs.unit) / TIMES_THE_FLOOR, joined(micros)
+        if whole is None:
+            return replace(parts, right=right), min(floor, limit), False
+
+        def undivided(batch: Any, order: Sequence[int] | None = None) -> Tensor:
+            row = recorder.row_of(runs.gradient_of(batch, order)[0])
+            return sum_over_ranks(row) / everywhere
+
+        added, right = right, undivided(whole)
+        off = apart(added, right)
+        floor = max(floor, apart(undivided(*DividedBatch(whole).in_other_orders()[0]), right))
+        if coupled := off > limit:  # no rounding is so large
+            right = added
+        else:
+            floor = max(floor, off)
+        return replace(parts, right=right), min(floor, limit), coupled
+
+    def _moved_beside(self, runs: ModelRuns, seen: _Recorded) -> float:
+        """Return how far the update is from that of the step; 0.0 if it is the step's own."""
+        steps, recorder = seen.recorder.steps, seen.recorder
+        step = steps[0]
+        groups = len(runs.optimizer.param_groups)
+        repeatable = step.optimizer is recorder.handed and not step.has_closure
+        if len(steps) != 1 or not repeatable or len(step.groups) != groups:
+            return 0.0
+        made = _stepped(runs, recorder, step.gradient, step.groups)
+        far = largest_over_ranks(apart(seen.update, made))
+        limit = 1e-4 + _rounded_away(runs, recorder, made)
+        return far if largest_over_ranks(far > limit) else 0.0
+
+    def _recorded(self, micros: Sequence[Any], times: int = 1) -> _Recorded:
+        """Let the loop train windows on copies of the model and the optimizer."""
         model = copy.deepcopy(self.model)
         optimizer = self.make_optimizer(model)
         start = StartingState(model, optimizer)
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         handed: nn.Module = model
         if self.ddp and world_size() > 1:
             handed = nn.parallel.DistributedDataParallel(model)
-        norm, value = limits.get("norm", _NO_LIMIT), limits.get("value", math.inf)
-        with WindowObserver(model, trained, norm, value, optimizer) as observer:
-            self.loop(handed, optimizer, self._copies(micros))
-            return observer.run(start), observer
+        windows: list[RecordedWindow] = []
+        recorder = WindowRecorder(model, optimizer, windows.append, looks=self.looks)
+        if self.clip_norm is not None:  # the norm is that of all numbers
+            recorder.numbers = sum(parameter.numel() for parameter in model.parameters())
+        with recorder:
+            for _ in range(times):
+                self.loop(handed, optimizer, self._copies(micros))
+        self.looks = False
+        update = recorder.row_of(start.update(recorder.parameters))
+        left = any(p.grad is not None and bool(p.grad.any()) for p in model.parameters())
+        return _Recorded(recorder, windows, update, left)
 
     def _copies(self, micros: Sequence[Any]) -> list[Any]:
         return [to_device(micro, self.device) for micro in copy.deepcopy(list(micros))]
 
 
-def _found(fits: Sequence[MistakeFit]) -> str | None:
-    right = next((fit for fit in fits if fit.key == RIGHT), None)
-    if right is not None and right.fits:
-        return RIGHT
-    # The loop weighs its micro-batches rightly: what is wrong lies in the model.
-    if any(fit.key == "coupled" and fit.fits for fit in fits):
-        return "coupled"
-    return fits[0].key if fits[0].fits else None
+def _without_one_update(seen: _Recorded, steps: int) -> tuple[str, str] | None:
+    """Return the mistake of a window with no step, with several, or with others on the ranks."""
+    if not largest_over_ranks(steps > 0 or bool(seen.update.any())):
+        return "no-update", "no optimizer step"
+    if largest_over_ranks(steps) != -largest_over_ranks(-steps):
+        return "unsynchronised-ranks", "another number of steps on each rank"
+    if seen.recorder.stepped_twice:
+        return "two-owners", "two optimizers step on the same gradients"
+    if steps > 1:
+        return "stepped-every-micro-batch", f"{steps} steps in the window"
+    return None
+
+
+def _stepped(
+    runs: ModelRuns, recorder: WindowRecorder, row: Tensor, groups: Sequence[dict[str, Any]]
+) -> Tensor:
+    """Return the update that the optimizer makes of a gradient, with the loop's settings."""
+    runs.begin()
+    recorder.spread(row, runs.parameters)
+    optimizer = runs.optimizer
+    if len(groups) == len(optimizer.param_groups):
+        for group, seen in zip(optimizer.param_groups, groups, strict=True):
+            group.update({name: value for name, value in seen.items() if name in group})
+    optimizer.step()
+    return recorder.row_of(runs.start.update(runs.parameters))
+
+
+def _rounded_away(runs: ModelRuns, recorder: WindowRecorder, update: Tensor) -> float:
+    """Return the share of an update that adding it to the parameters rounds away."""
+    weights = recorder.row_of([runs.start.before(p) for p in runs.parameters])
+    return TIMES_THE_FLOOR * 6e-8 * float(weights.norm()) / max(float(update.norm()), 1e-30)
 
 
 def _consistent(trials: Sequence[LoopTrial]) -> list[LoopTrial]:
@@ -312,7 +350,7 @@ def _consistent(trials: Sequence[LoopTrial]) -> list[LoopTrial]:
             votes[fit.key] = votes.get(fit.key, 0) + agrees
     result = []
     for trial in trials:
-        if trial.found not in (RIGHT, "coupled", None):
+        if trial.found not in (RIGHT, "coupled", "moved-beside-the-step", None):
             fitting = [fit for fit in trial.fits if fit.fits and fit.key != RIGHT]
             best = max(fitting, key=lambda fit: (votes[fit.key], -fit.distance))
             trial = replace(trial, found=best.key)

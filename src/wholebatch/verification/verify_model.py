@@ -252,7 +252,7 @@ class _Proof:
             return None, None
         try:
             wide, batch = runs.in_float64(), batch.in_float64()
-            part, whole = _whole_in_float64(wide, batch)
+            part, whole = _halved_until_it_fits(wide, batch)
             others, ours = wide.in_other_orders(part), wide.accumulated(part)
             comparison = compare_gradients("gradient in float64", wide, ours, whole, others)
             if part.samples == batch.samples:
@@ -347,33 +347,27 @@ class _Proof:
 
     def _largest_that_fits(self) -> WindowRun:
         """Run the undivided batch, or the largest part of it whose undivided update fits."""
-        whole, samples, run = self.batch, self.of_samples, None
-        fits, fails, size = 0, samples + 1, samples
-        while True:
-            part = whole.first(size)
+        whole, samples = self.batch, self.of_samples
+        self.batch, run = _halved_until_it_fits(self.runs, whole)
+        fits = self.batch.samples
+        if fits == samples:
+            return run
+        # Come within an eighth of the largest; the gradient does not get truer beyond.
+        fails = min(samples, 2 * fits)
+        while fails - fits > max(1, fits // 8):
+            part = whole.first((fits + fails) // 2)
             try:
-                run = self.runs.whole(part.whole)
-                fits, self.batch = size, part
+                self.runs.whole(part.whole)
+                fits, self.batch = part.samples, part
             except torch.OutOfMemoryError:
-                if world_size() > 1 or size == 1:
-                    raise  # several ranks cannot agree on less from inside a failure
-                fails = size
+                fails = part.samples
                 self.runs.begin()
                 _free_memory()
-            if run is None:
-                size = math.ceil(size / 2)
-                continue
-            # Come within an eighth of the largest; the gradient does not get truer beyond.
-            if fits == samples or fails - fits <= max(1, fits // 8):
-                break
-            size = (fits + fails) // 2
-        if fits < samples:
-            self.notes.append(
-                f"the undivided batch of {samples} samples does not fit in memory: this is proven "
-                f"on {fits}, the largest part that was found to fit"
-            )
-            run = self.runs.whole(self.batch.whole)
-        return run
+        self.notes.append(
+            f"the undivided batch of {samples} samples does not fit in memory: this is proven "
+            f"on {fits}, the largest part that was found to fit"
+        )
+        return self.runs.whole(self.batch.whole)
 
     # ------------------------------------------------------------ random numbers
 
@@ -454,7 +448,7 @@ def _raised_in(loss: Any, error: BaseException) -> bool:
     return frame is not None
 
 
-def _whole_in_float64(runs: ModelRuns, batch: DividedBatch) -> tuple[DividedBatch, WindowRun]:
+def _halved_until_it_fits(runs: ModelRuns, batch: DividedBatch) -> tuple[DividedBatch, WindowRun]:
     """Run the undivided batch, or half of its samples as often as they do not fit."""
     size = batch.samples
     while True:
@@ -462,8 +456,8 @@ def _whole_in_float64(runs: ModelRuns, batch: DividedBatch) -> tuple[DividedBatc
         try:
             return part, runs.whole(part.whole)
         except torch.OutOfMemoryError:
-            if size <= 2:
-                raise
+            if world_size() > 1 or size <= 2:
+                raise  # several ranks cannot agree on less from inside a failure
         size = math.ceil(size / 2)
         runs.begin()
         _free_memory()

@@ -1,4 +1,4 @@
-"""`watch`: a verdict on a training loop of anybody's, while it runs.
+"""`watch`: a verdict on any training loop, while it runs.
 
 The first window is recorded and judged inside its optimizer step. The next one tells if gradients
 were left behind. After that only the losses are read: a short window may be divided wrongly, and
@@ -8,9 +8,7 @@ the last micro-batches of the data may never make an update.
 from __future__ import annotations
 
 import logging
-import math
 import time
-from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -19,10 +17,10 @@ from torch import nn
 
 from wholebatch.distributed.process_group import world_size
 from wholebatch.errors import OptionError
-from wholebatch.verification.live_verdict import LiveJudge
-from wholebatch.verification.live_window import LiveObserver, LiveWindow
-from wholebatch.verification.mistakes import NOT_JUDGED, RIGHT, MistakeFit
+from wholebatch.verification.loop_judge import LoopJudge
+from wholebatch.verification.mistakes import NOT_JUDGED, MistakeFit
 from wholebatch.verification.verdicts import LoopTrial, LoopVerdict
+from wholebatch.verification.window_recorder import RecordedWindow, WindowRecorder
 
 _log = logging.getLogger("wholebatch")
 
@@ -52,42 +50,34 @@ class Watch:
             raise OptionError(f"model={type(model).__name__}: must be an nn.Module")
         if inner is not None and not isinstance(inner, torch.optim.Optimizer):
             raise OptionError(f"optimizer={type(optimizer).__name__}: must be a torch optimizer")
-        self._observer = LiveObserver(model, optimizer=inner, ended=self._ended)
-        self._observer.began = self._began
+        self._recorder = WindowRecorder(model, optimizer=inner, ended=self._ended)
+        self._recorder.began = self._began
         self._name, self._stop_after = name, stop_after
         self._trials: list[LoopTrial] = []
         self._windows = self._count = 0
-        self._first: LiveJudge | None = None
+        self._first: LoopJudge | None = None
         self._has_short = False
         self.seconds = 0.0
         """Seconds that recording and judging have taken beside the first window's own."""
         self.window_seconds = 0.0
 
     def __enter__(self) -> Watch:
-        self._entered = ExitStack()
-        self._entered.enter_context(self._observer)
-        # Compiled code hides how a loss is made; a window is the same without it.
-        self._eager = ExitStack()
-        if hasattr(torch.compiler, "set_stance"):
-            self._eager.enter_context(torch.compiler.set_stance("force_eager"))
+        self._recorder.__enter__()
         return self
 
     def __exit__(self, kind: Any, *error: object) -> None:
-        left = self._observer.window
-        self._eager.close()
-        self._entered.close()
+        left = self._recorder.window
+        self._recorder.__exit__()
         if kind is None and left is not None and self._windows:
-            count = len(left.micros)
-            name = f"the last {count} micro-batches"
-            fit = MistakeFit("no-update", "no optimizer step after them", 0.0, True)
-            self._keep(_trial(name, count, "no-update", fit))
-        if self._observer.stepped_twice:
-            fit = MistakeFit("two-owners", "two optimizers step on the same gradients", 0.0, True)
-            self._keep(_trial("between two windows", 0, "two-owners", fit))
+            judge = LoopJudge(left, self._recorder, "after the last step")
+            self._trials.append(judge.told("no-update", "no optimizer step after them"))
+        nothing = LoopJudge(self._recorder.new_window(), self._recorder, "between two windows")
+        if self._recorder.stepped_twice:
+            what = "two optimizers step on the same gradients"
+            self._trials.append(nothing.told("two-owners", what))
         if not self._trials:
             reason = "no optimizer step on gradients that a backward brought was seen"
-            reason = self._observer.failure or reason
-            self._keep(_trial("no window", 0, NOT_JUDGED, note=reason))
+            self._trials.append(nothing.not_judged(self._recorder.failure or reason))
         verdict = self.verdict
         if kind is None:
             _log.log(logging.INFO if verdict.same else logging.WARNING, "%s", verdict.line)
@@ -96,45 +86,41 @@ class Watch:
     def verdict(self) -> LoopVerdict:
         """The verdict on what was seen so far."""
         dtypes = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-        precision = next((dtypes[d] for d in self._observer.autocast if d in dtypes), "full")
+        precision = next((dtypes[d] for d in self._recorder.autocast if d in dtypes), "full")
         trials = tuple(self._trials)
         return LoopVerdict(self._name, trials, precision, world_size(), self.seconds)
 
-    def _keep(self, trial: LoopTrial) -> None:
-        self._trials.append(trial)
-
     # ------------------------------------------------------------ called by the observer
 
-    def _began(self, window: LiveWindow) -> None:
+    def _began(self, window: RecordedWindow) -> None:
         """Go on lightly after the first window, unless the next begins with its gradients."""
         is_clean = not float(window.micros[0].before.abs().sum())
         more = self._windows - self._stop_after
         if self._stop_after and (more > 0 or (more == 0 and is_clean and self._count > 1)):
             raise WatchIsOver
         is_known = self._count > 1 and is_clean
-        if not self._observer.light and (is_known or self._windows > 1):
-            self._observer.go_lightly()
-            self._eager.close()
+        if not self._recorder.light and (is_known or self._windows > 1):
+            self._recorder.go_lightly()
 
-    def _ended(self, window: LiveWindow) -> None:
+    def _ended(self, window: RecordedWindow) -> None:
         self._windows += 1
         began = time.perf_counter()
+        judge = LoopJudge(window, self._recorder, f"window {self._windows}")
         try:
-            self._judge(window)
+            self._judge(judge)
         except Exception as error:  # a watch never ends somebody's training
             _log.debug("a window was not judged", exc_info=True)
             reason = f"the watch failed: {type(error).__name__}: {error}"
-            self._keep(_trial(f"window {self._windows}", 0, NOT_JUDGED, note=reason))
+            self._trials.append(judge.not_judged(reason))
         if self._windows == 1:
             self.window_seconds = window.seconds
             self.seconds = time.perf_counter() - began
 
-    def _judge(self, window: LiveWindow) -> None:
-        judge = LiveJudge(window, self._observer, f"window {self._windows}")
-        count = len(window.micros)
-        if window.is_whole and not self._observer.light:  # the first, or it began with gradients
+    def _judge(self, judge: LoopJudge) -> None:
+        window, count = judge.window, len(judge.micros)
+        if window.is_whole and not self._recorder.light:  # the first, or it began with gradients
             trial = judge.trial()
-            self._keep(trial)
+            self._trials.append(trial)
             if self._first is None:
                 self._first = judge
                 self._count = trial.micro_batches
@@ -149,7 +135,7 @@ class Watch:
             judge.steps, judge.scales = self._count, self._first.own_weights()
             trial = judge.trial()
             if trial.found != NOT_JUDGED:
-                self._keep(trial)
+                self._trials.append(trial)
 
     def _was_short(self, scales: list[float], count: int) -> None:
         """Judge the first window again: those that follow are longer, and tell more."""
@@ -166,7 +152,7 @@ class Watch:
 
 
 def watch(model: nn.Module | None = None, optimizer: Any = None) -> Watch:
-    """Watch a training loop of anybody's and tell if it makes the update of the undivided batch.
+    """Watch any training loop and tell if it makes the update of the undivided batch.
 
     >>> import torch, wholebatch as wb
     >>> model = torch.nn.Linear(3, 2)
@@ -192,22 +178,3 @@ def watch(model: nn.Module | None = None, optimizer: Any = None) -> Watch:
         A context manager with a `verdict`: true if the update is the same.
     """
     return Watch(model, optimizer)
-
-
-def _trial(
-    name: str, count: int, found: str, fit: MistakeFit | None = None, note: str = ""
-) -> LoopTrial:
-    right = MistakeFit(RIGHT, "the undivided batch", 1.0 if fit else math.inf, False)
-    return LoopTrial(
-        case="live",
-        name=name,
-        micro_batches=count,
-        units=(),
-        optimizer_steps=0,
-        found=found,
-        fits=(right,) if fit is None else (fit, right),
-        tolerance=0.0,
-        floor=0.0,
-        observed_by="steps",
-        notes=(note,) if note else (),
-    )

@@ -308,3 +308,101 @@ PLANTED = {
 
 OTHER_UNITS = [weighed_by_samples, weighed_by_padded_tokens, divided_by_padded_tokens]
 """Loops that are wrong where labels are masked or padded: every label counts in them."""
+
+
+# ------------------------------------------------------------------------ written in other ways
+
+
+def divided_after_every_backward(model: Any, optimizer: Any, micros: Any) -> None:
+    """What was added before is divided again."""
+    for micro in micros:
+        mean(model, micro).backward()
+        torch._foreach_div_([p.grad for p in model.parameters()], len(micros))
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def running_loss(model: Any, optimizer: Any, micros: Any) -> None:
+    """The sum of the losses so far is differentiated again with every micro-batch."""
+    so_far: Any = 0.0
+    for micro in micros:
+        so_far = so_far + total(model, micro) / units(micros)
+        so_far.backward(retain_graph=True)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def running_sums_added(model: Any, optimizer: Any, micros: Any) -> None:
+    """`.grad` is a running sum already, and is added to another."""
+    parameters = list(model.parameters())
+    held = [torch.zeros_like(parameter) for parameter in parameters]
+    for micro in micros:
+        (total(model, micro) / units(micros)).backward()
+        torch._foreach_add_(held, [parameter.grad for parameter in parameters])
+    for parameter, gradient in zip(parameters, held, strict=True):
+        parameter.grad = gradient
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def clipped_in_a_hook(model: Any, optimizer: Any, micros: Any) -> None:
+    def cut(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad.clamp_(-0.002, 0.002)
+
+    hooks = [p.register_post_accumulate_grad_hook(cut) for p in model.parameters()]
+    for micro in micros:
+        (total(model, micro) / units(micros)).backward()
+    for hook in hooks:
+        hook.remove()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def mean_of_a_stack(model: Any, optimizer: Any, micros: Any) -> None:
+    torch.stack([mean(model, micro) for micro in micros]).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def cleared_in_the_middle(model: Any, optimizer: Any, micros: Any) -> None:
+    for micro in micros:
+        if micro is micros[len(micros) // 2]:
+            for parameter in model.parameters():
+                parameter.grad.zero_()
+        (total(model, micro) / units(micros)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def head_stepped_every_time(model: Any, optimizer: Any, micros: Any) -> None:
+    parameters = list(model.parameters())
+    body, head = (torch.optim.SGD(some, lr=0.1) for some in (parameters[:-2], parameters[-2:]))
+    for micro in micros:
+        (total(model, micro) / units(micros)).backward()
+        head.step()
+        head.zero_grad()
+    body.step()
+    body.zero_grad()
+
+
+def decayed_every_time(model: Any, optimizer: Any, micros: Any) -> None:
+    for micro in micros:
+        (total(model, micro) / units(micros)).backward()
+        with torch.no_grad():
+            torch._foreach_mul_(list(model.parameters()), 0.99)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+UNUSUAL_MISTAKES = {
+    divided_after_every_backward: "divided-twice",
+    running_loss: "counted-twice",
+    running_sums_added: "counted-twice",
+    clipped_in_a_hook: "clipped-per-micro-batch",
+    mean_of_a_stack: "mean-of-means",
+    cleared_in_the_middle: "cleared-in-the-window",
+    head_stepped_every_time: "stepped-every-micro-batch",
+    decayed_every_time: "moved-in-the-window",
+}
+"""Mistakes that are written in unusual ways, by the key that both doors must tell."""

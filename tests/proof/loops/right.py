@@ -273,6 +273,16 @@ def an_optimizer_made_inside(model: Any, optimizer: Any, micros: Any) -> None:
     inside.zero_grad()
 
 
+def an_optimizer_for_each_part(model: Any, optimizer: Any, micros: Any) -> None:
+    parameters = list(model.parameters())
+    both = [torch.optim.SGD(some, lr=0.1) for some in (parameters[:2], parameters[2:])]
+    for micro in micros:
+        (total(model, micro) / units(micros)).backward()
+    for one in both:
+        one.step()
+        one.zero_grad()
+
+
 def rate_set_before_the_step(model: Any, optimizer: Any, micros: Any) -> None:
     one_backward(model, micros)
     for group in optimizer.param_groups:
@@ -318,6 +328,7 @@ RIGHT = [
     clipped_in_two_calls,
     clipped_in_two_imported_calls,
     an_optimizer_made_inside,
+    an_optimizer_for_each_part,
     rate_set_before_the_step,
     bf16_clipped_by_value,
 ]

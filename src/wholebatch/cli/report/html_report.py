@@ -33,28 +33,23 @@ def make_page(sources: Sources, *, title: str | None = None) -> HtmlPage:
     """Return a page with every section that has content."""
     units = [_unit_of(run) for run in sources.runs]
     verdicts: dict[str, dict[str, Any]] = dict(sources.verdicts)
-    plans = [*sources.plans, *_plans_of(sources.tunes)]
+    plans = [
+        (name, {**tuned["memory"], "subject": tuned.get("subject"), "by": "tune"})
+        for name, tuned in sources.tunes
+        if tuned.get("memory")
+    ]
     sections: list[Section | None] = [
         overview(sources.runs, units, verdicts),
         training(sources.runs, units),
         tuning(sources.tunes),
-        memory(plans),
+        memory([*sources.plans, *plans]),
         split(_splits(sources)),
         verification(sources.verdicts),
         learning(sources.curves),
         *benchmarks(sources.benchmarks),
     ]
-    names = [run.name for run in sources.runs] or [
-        name
-        for found in (
-            sources.tunes,
-            sources.plans,
-            sources.verdicts,
-            sources.benchmarks,
-            sources.curves,
-        )
-        for name, _ in found
-    ]
+    files = (sources.tunes, sources.plans, sources.verdicts, sources.benchmarks, sources.curves)
+    names = [run.name for run in sources.runs] or [name for kind in files for name, _ in kind]
     shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     return HtmlPage(
         title or f"wholebatch: {shown}",
@@ -68,17 +63,6 @@ def _unit_of(run: TrainingRun) -> str:
         if isinstance(known.get("unit"), str):
             return str(known["unit"])
     return _UNITS.get(str(run.config.get("recipe")), "units")
-
-
-def _plans_of(
-    tunings: Sequence[tuple[str, Mapping[str, Any]]],
-) -> list[tuple[str, Mapping[str, Any]]]:
-    """Return the memory predictions of tunings in the form of a plan."""
-    return [
-        (name, {**tuned["memory"], "subject": tuned.get("subject"), "by": "tune"})
-        for name, tuned in tunings
-        if tuned.get("memory")
-    ]
 
 
 def _splits(sources: Sources) -> list[tuple[str, Mapping[str, float]]]:

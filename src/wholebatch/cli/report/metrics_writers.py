@@ -26,24 +26,10 @@ TIMING = frozenset({"seconds", "units_per_second", "time", "memory", "recoveries
 """The fields of a record about time and resources: two identical runs differ in them."""
 
 _SCALARS = (
-    "loss",
-    "grad_norm",
-    "clip",
-    "loss_scale",
-    "units",
-    "units_per_second",
-    "seconds",
-    "batch_size",
-    "micro_batches",
-    "memory",
-    "recoveries",
-    "skipped_windows",
-    "communication",
-    "validation_loss",
-    "noise_scale",
-    "noise_low",
-    "noise_high",
-)
+    "loss", "grad_norm", "clip", "loss_scale", "units", "units_per_second", "seconds", "batch_size",
+    "micro_batches", "memory", "recoveries", "skipped_windows", "communication", "validation_loss",
+    "noise_scale", "noise_low", "noise_high",
+)  # fmt: skip
 
 
 class Sink(Protocol):

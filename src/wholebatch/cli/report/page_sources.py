@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from wholebatch.core.plain_files import open_file, read_json, reason
+from wholebatch.core.plain_files import load_json, open_file, reason
 from wholebatch.errors import StateError
 
 Data = dict[str, Any]
@@ -61,7 +61,7 @@ def read_sources(paths: Sequence[Path]) -> Sources:
         if path.is_dir():
             _read_folder(path, name, sources)
         elif os.path.lexists(path):
-            data = _load(path)
+            data = load_json(path, StateError, path)
             sources.add(_known(path, data), name, data)
         else:
             raise StateError(f"{path}: there is no such run or file")
@@ -103,19 +103,19 @@ def _known(path: Path, data: object) -> str:
 def _read_folder(path: Path, name: str, sources: Sources) -> None:
     if not os.path.lexists(path / "config.json"):
         raise StateError(f"{path}: there is no run in this folder (it has no config.json)")
-    config = _load(path / "config.json")
+    config = load_json(path / "config.json", StateError, path / "config.json")
     if not isinstance(config, dict) or not isinstance(config.get("settings"), dict):
         raise StateError(f"{path / 'config.json'}: does not hold the settings of a run")
     manifest = path / "manifest.json"
-    known = _load(manifest) if manifest.is_file() else {}
+    known = load_json(manifest, StateError, manifest) if manifest.is_file() else {}
     records = _records(path / "metrics.jsonl")
     sources.runs.append(
         TrainingRun(name, path, config, records, known if isinstance(known, dict) else {})
     )
-    for other in ("verify.json", "plan.json", "tune.json"):
-        if (path / other).is_file():
-            data = _load(path / other)
-            sources.add(_known(path / other, data), name, data)
+    for other in (path / "verify.json", path / "plan.json", path / "tune.json"):
+        if other.is_file():
+            data = load_json(other, StateError, other)
+            sources.add(_known(other, data), name, data)
 
 
 def _records(path: Path) -> list[Data]:
@@ -137,15 +137,6 @@ def _records(path: Path) -> list[Data]:
             raise StateError(f"{path}, line {number}: is not the record of a window")
         records.append(record)
     return records
-
-
-def _load(path: Path) -> Any:
-    try:
-        return read_json(path)
-    except OSError as error:
-        raise StateError(f"{path}: cannot be read: {reason(error)}") from error
-    except ValueError as error:
-        raise StateError(f"{path}: is not JSON: {error}") from error
 
 
 def _names(paths: Sequence[Path]) -> list[str]:

@@ -97,7 +97,7 @@ class Terminal:
     def update(
         self, *, updates: int, loss: float, units_per_second: float, doing: str | None = None
     ) -> None:
-        """Show that one more window is closed; `doing` is what goes on beside the run."""
+        """Show that one more window is closed; `doing` names work in the background."""
         self._done = updates
         left = self._time_left(updates)
         saying = f"loss {loss:.3f}  {short_count(units_per_second)} {self._unit}/s"

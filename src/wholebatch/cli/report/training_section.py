@@ -66,12 +66,9 @@ def training(runs: Sequence[TrainingRun], units: Sequence[str]) -> Section | Non
         ),
     ]
     long = max(len(run.records) for run, _ in shown)
-    note = (
-        (Text(f"Curves of more than {MOST_POINTS} windows show means of stretches."),)
-        if long > MOST_POINTS
-        else ()
-    )
-    return Section("training", "Over time", (*(c for c in charts if c is not None), *note))
+    note = Text(f"Curves of more than {MOST_POINTS} windows show means of stretches.")
+    shown_charts = [c for c in charts if c is not None]
+    return Section("training", "Over time", (*shown_charts, *([note] * (long > MOST_POINTS))))
 
 
 def memory_of(record: Record) -> float | None:
@@ -217,18 +214,16 @@ def overview(
     if not runs:
         return None
     others = _other_settings(runs)
-    settings = [
-        {**_settings_of(run), **{name.replace("_", " "): _setting(run, name) for name in others}}
-        for run in runs
-    ]
-    results = [
-        _results_of(run, unit, verdicts.get(run.name))
+    columns = [
+        {
+            **_settings_of(run),
+            **{name.replace("_", " "): _setting(run, name) for name in others},
+            **_results_of(run, unit, verdicts.get(run.name)),
+            "versions": _versions(run),
+        }
         for run, unit in zip(runs, units, strict=True)
     ]
-    columns = [{**one, **other} for one, other in zip(settings, results, strict=True)]
-    versions = [_versions(run) for run in runs]
     made = {label: [column[label] for column in columns] for label in columns[0]}
-    made["versions"] = versions
     if set(made["losses that are not finite"]) == {"0"}:
         del made["losses that are not finite"]
     rows = [(label, *cells) for label, cells in made.items() if not set(cells) <= {"", "–"}]

@@ -9,7 +9,7 @@ are padding.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from numbers import Integral, Number
 from typing import Any, Literal
 
@@ -177,9 +177,45 @@ def drop_samples(
 
 @dataclass(frozen=True)
 class Tokens:
-    """A micro-batch size in tokens; made by `tokens`."""
+    """A micro-batch size of at most `budget` padded tokens, for `split` and `WholeBatch`.
+
+    The length of a sample comes from `mask`, `pad` or `lengths`. If none is given, an
+    "attention_mask" in the batch is the mask. Without one, nothing is trimmed, and every sample
+    counts as many tokens as the batch is wide. A sample is never cut before its last label (in a
+    leaf called "labels") that is not -100: such labels count in the loss even where the mask is
+    zero. `pad` or `trim` can override this for the labels.
+
+    `pack=True` puts several samples into each row, without padding, and adds `position_ids` in
+    place of the attention mask; `pack=512` makes rows of 512 tokens. A batch that is packed
+    already (whose `position_ids` begin again within a row) is divided between its sequences.
+    Labels that are shifted already must be called "shift_labels".
+
+    >>> import torch
+    >>> batch = {
+    ...     "input_ids": torch.tensor([[1, 2, 0, 0], [3, 0, 0, 0], [4, 5, 6, 7], [8, 9, 0, 0]]),
+    ...     "length": [2, 1, 4, 2],
+    ... }
+    >>> from wholebatch.core.splitting import split
+    >>> [micro["input_ids"].tolist() for micro in split(batch, tokens(6, lengths="length"))]
+    [[[4, 5, 6, 7]], [[1, 2], [8, 9], [3, 0]]]
+
+    Args:
+        budget: The most tokens of a micro-batch, padding included.
+        mask: The name of a `[samples, tokens]` leaf that is nonzero for real tokens.
+        pad: The padding value of each leaf that decides, `{"input_ids": 0, "labels": -100}`. A
+            token is padding if all of them have their padding value.
+        lengths: The name of a leaf with one length per sample.
+        trim: Which dimensions of a leaf to trim. Needed where the width is not the second: for an
+            attention mask `[samples, 1, tokens, tokens]` it is `{"name": (2, 3)}`. `{"name": ()}`
+            trims none.
+        sort: Sort the samples by length. False keeps their order.
+        pack: Put several samples into each row, without padding. A number is the length of a row.
+        multiple: Trim to multiples of so many tokens. Micro-batches then have few different shapes,
+            and each shape has a compiled graph of its own.
+    """
 
     budget: int
+    _: KW_ONLY
     mask: str | None = None
     pad: Mapping[str, float] | None = None
     lengths: str | None = None
@@ -231,63 +267,7 @@ class Tokens:
         return f"{self.budget} tokens"
 
 
-def tokens(
-    budget: int,
-    *,
-    mask: str | None = None,
-    pad: Mapping[str, float] | None = None,
-    lengths: str | None = None,
-    trim: Mapping[str, tuple[int, ...]] | None = None,
-    sort: bool = True,
-    multiple: int = 1,
-    pack: bool | int = False,
-) -> Tokens:
-    """Return a micro-batch size of at most `budget` padded tokens, for `split` and `WholeBatch`.
-
-    The length of a sample comes from `mask`, `pad` or `lengths`. If none is given, an
-    "attention_mask" in the batch is the mask. Without one, nothing is trimmed, and every sample
-    counts as many tokens as the batch is wide. A sample is never cut before its last label (in a
-    leaf called "labels") that is not -100: such labels count in the loss even where the mask is
-    zero. `pad` or `trim` can override this for the labels.
-
-    `pack=True` puts several samples into each row, without padding, and adds `position_ids` in
-    place of the attention mask; `pack=512` makes rows of 512 tokens. A batch that is packed
-    already (whose `position_ids` begin again within a row) is divided between its sequences.
-    Labels that are shifted already must be called "shift_labels".
-
-    >>> import torch
-    >>> batch = {
-    ...     "input_ids": torch.tensor([[1, 2, 0, 0], [3, 0, 0, 0], [4, 5, 6, 7], [8, 9, 0, 0]]),
-    ...     "length": [2, 1, 4, 2],
-    ... }
-    >>> from wholebatch.core.splitting import split
-    >>> [micro["input_ids"].tolist() for micro in split(batch, tokens(6, lengths="length"))]
-    [[[4, 5, 6, 7]], [[1, 2], [8, 9], [3, 0]]]
-
-    Args:
-        budget: The most tokens of a micro-batch, padding included.
-        mask: The name of a `[samples, tokens]` leaf that is nonzero for real tokens.
-        pad: The padding value of each leaf that decides, `{"input_ids": 0, "labels": -100}`. A
-            token is padding if all of them have their padding value.
-        lengths: The name of a leaf with one length per sample.
-        trim: Which dimensions of a leaf to trim. Needed where the width is not the second: for an
-            attention mask `[samples, 1, tokens, tokens]` it is `{"name": (2, 3)}`. `{"name": ()}`
-            trims none.
-        sort: Sort the samples by length. False keeps their order.
-        pack: Put several samples into each row, without padding. A number is the length of a row.
-        multiple: Trim to multiples of so many tokens. Micro-batches then have few different shapes,
-            and each shape has a compiled graph of its own.
-    """
-    return Tokens(
-        budget,
-        mask=mask,
-        pad=pad,
-        lengths=lengths,
-        trim=trim,
-        sort=sort,
-        multiple=multiple,
-        pack=pack,
-    )
+tokens = Tokens  # as one writes it: `micro_batch=wb.tokens(4096)`
 
 
 def check_micro_batch(micro_batch: Any) -> int | Tokens | Literal["auto"]:

@@ -44,11 +44,9 @@ _PER_THREAD = frozenset(
         _aten._scaled_dot_product_cudnn_attention_backward.default,
     }
 )
-_CONVOLUTIONS = (nn.Conv1d.forward, nn.Conv2d.forward, nn.Conv3d.forward)
-_TRANSPOSED = (
-    nn.ConvTranspose1d.forward,
-    nn.ConvTranspose2d.forward,
-    nn.ConvTranspose3d.forward,
+_CONVOLUTIONS = (
+    *(nn.Conv1d.forward, nn.Conv2d.forward, nn.Conv3d.forward),
+    *(nn.ConvTranspose1d.forward, nn.ConvTranspose2d.forward, nn.ConvTranspose3d.forward),
 )
 
 
@@ -103,8 +101,6 @@ class CallerThreadLayers:
             if kind in _CONVOLUTIONS and isinstance(module, _ConvNd):
                 if module.padding_mode == "zeros" and not isinstance(module.padding, str):
                     self._replaced.replace(module, self._convolution(module))
-            elif kind in _TRANSPOSED and isinstance(module, _ConvTransposeNd):
-                self._replaced.replace(module, self._transposed(module))
             elif kind is nn.Linear.forward and isinstance(module, nn.Linear):
                 self._replaced.replace(module, self._linear(module))
 
@@ -116,31 +112,21 @@ class CallerThreadLayers:
 
     def _convolution(self, module: _ConvNd) -> Callable[..., Tensor]:
         found: Callable[..., Tensor] = module.forward
-        options = (module.stride, module.padding, module.dilation, False)
-        zeros = (0,) * len(module.stride)
-
-        def forward(x: Tensor) -> Tensor:
-            if x.dim() != len(zeros) + 2:
-                return found(x)  # A single sample without a batch dimension.
-            x, weight, bias = self._cast(x, module)
-            return _convolve(x, weight, bias, (*options, zeros, module.groups), self._call)
-
-        return forward
-
-    def _transposed(self, module: _ConvTransposeNd) -> Callable[..., Tensor]:
-        found: Callable[..., Tensor] = module.forward
         dimensions = len(module.stride)
         stride, kernel = list(module.stride), list(module.kernel_size)
         padding = [int(size) for size in module.padding]
 
         def forward(x: Tensor, output_size: list[int] | None = None) -> Tensor:
-            if x.dim() != dimensions + 2:
-                return found(x, output_size)
-            extra = module._output_padding(
-                x, output_size, stride, padding, kernel, dimensions, list(module.dilation)
-            )
+            transposed = isinstance(module, _ConvTransposeNd)
+            if x.dim() != dimensions + 2:  # A single sample without a batch dimension.
+                return found(x, output_size) if transposed else found(x)
+            extra = [0] * dimensions
+            if isinstance(module, _ConvTransposeNd):
+                extra = module._output_padding(
+                    x, output_size, stride, padding, kernel, dimensions, list(module.dilation)
+                )
             x, weight, bias = self._cast(x, module)
-            options = (module.stride, module.padding, module.dilation, True, extra, module.groups)
+            options = (stride, padding, module.dilation, transposed, extra, module.groups)
             return _convolve(x, weight, bias, options, self._call)
 
         return forward

@@ -19,7 +19,7 @@ losses = step.run(
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any, Literal, TypeVar, get_args
 
 import torch
@@ -44,8 +44,6 @@ from wholebatch.coupled.batchnorm.recomputed_blocks import (
     blocks_of,
 )
 from wholebatch.coupled.batchnorm.turn_taking_threads import (
-    Begins,
-    Call,
     RecordedStreams,
     Streams,
     TurnTakingThreads,
@@ -66,7 +64,6 @@ R = TypeVar("R")
 Hold = Literal["graphs", "inputs", "host"]
 _Work = tuple[Sequence[Any], Callable[[Any], Any], Callable[[Any], Any]]
 """The micro-batches, and the forward and the backward of each."""
-_Recompute = Callable[[Call], AbstractContextManager[None]]
 _LESS: dict[Hold, Hold] = {"graphs": "inputs", "inputs": "host"}
 
 
@@ -129,7 +126,6 @@ class LockStep:
         self._changing: set[str] = set()  # Blocks whose input is changed in place.
         self.drawn = frozenset({"cpu"})  # Devices whose random numbers the last run drew.
         self.seed = 0  # The seed of the last run's random numbers.
-        self._begins: dict[Call, int] = {}
         self._waits = waits
 
     def is_needed(self) -> bool:
@@ -216,7 +212,7 @@ class LockStep:
         if not self.drawn:
             return None
         device = next(device for device in self._devices() if device.type == "cuda")
-        return RecordedStreams(parties, device, self._begins)
+        return RecordedStreams(parties, device)
 
     def record(
         self,
@@ -236,9 +232,8 @@ class LockStep:
         self._pool = None  # A later run uses another pool.
         pool.forget_copies()
         self.recorded_pools.append(pool)
-        again: _Recompute = (lambda call: nullcontext()) if streams is None else streams.again
         try:
-            return self._run((micros, forward, backward), streams=streams, pool=pool, again=again)
+            return self._run((micros, forward, backward), streams=streams, pool=pool)
         finally:
             if streams is not None:
                 streams.close()
@@ -251,12 +246,11 @@ class LockStep:
         *,
         streams: Streams | RecordedStreams | None,
         pool: HostPool | None = None,
-        again: _Recompute | None = None,
         backwards: _Backwards | None = None,
     ) -> list[Any]:
         """Run every micro-batch in a thread of its own, and let them meet at the BatchNorms.
 
-        `again` is the context in which a captured call of a block is recomputed.
+        With `pool`, the host memory of a recording, the run is captured.
         """
         micros, forward, backward = work
         parties = len(micros)
@@ -265,13 +259,11 @@ class LockStep:
         threads = TurnTakingThreads[Any](parties, states, around=below_autograd)
         on_caller = parties > 1 and self._has_thread_state()
         execute = execute_on_caller(threads) if on_caller else None
-        begins = Begins(_cuda_offset if self._on_cuda() else lambda: 0, lambda: threads.party)
         recomputed = RecomputedBlocks(
             self._blocks if self.holding == "inputs" else (),
             kept=self._kept_blocks,
             changing=self._changing,
-            begins=begins,
-            again=again,
+            draws=pool is None,
         )
 
         def body(party: int) -> Any:
@@ -298,7 +290,6 @@ class LockStep:
                 self.traffic = pages.close()
         if not self._kept_blocks:
             self._kept_blocks = recomputed.worth_keeping(parties, norms.sizes)
-        self._begins = begins.of
         return results
 
     def _pages(self, parties: int, pool: HostPool | None) -> ActivationPages | None:
@@ -346,8 +337,3 @@ class _Backwards:
     def leave(self, party: int) -> None:
         if party in self.begun:
             self._waits()
-
-
-def _cuda_offset() -> int:
-    """Return the offset of the current device's random generator."""
-    return int(torch.cuda.default_generators[torch.cuda.current_device()].get_offset())

@@ -239,6 +239,8 @@ class Recorder:
         window = self._window
         if self._lock_step.drawn - {"cuda"}:
             raise CannotTrace("it draws random numbers on the host, which no replay would do")
+        if self._lock_step.drawn and self._lock_step.holding == "inputs":
+            raise CannotTrace("it draws random numbers in blocks that are computed again")
         if window.target.sixteen_bit.parameters:
             raise CannotTrace("gradients of 16-bit parameters are added by hooks")
         store = window.store

@@ -90,7 +90,9 @@ def merge(parts: Sequence[Moments], reduce: Reduce | None = None) -> WholeMoment
     if even and reduce is None:  # The common case, once per layer: use few kernels.
         between, mean = torch.var_mean(means, 0, correction=0)
         return WholeMoments(count, mean, variances.mean(0).add_(between), means)
-    weights = float(counts[0]) if even else _column(counts, means)
+    weights: float | Tensor = float(counts[0])
+    if not even:  # Filled in on the device: a copy from the host would block.
+        weights = torch.cat([means.new_full((1, 1), float(one)) for one in counts])
     sums = (means * weights).sum(0)
     if reduce is not None:
         of_all = reduce(torch.cat([sums, sums.new_full((1,), float(count))]))
@@ -111,26 +113,6 @@ def mean_over_samples(
         means, variances = reduce(means), reduce(variances)
         total = reduce(means.new_full((), float(total)))
     return means / total, variances / total
-
-
-_columns: dict[tuple[tuple[int, ...], torch.dtype, torch.device], Tensor] = {}
-_MOST_COLUMNS = 64
-
-
-def _column(counts: tuple[int, ...], like: Tensor) -> Tensor:
-    """Return the counts as a column on the device, without a copy from the host that would block.
-
-    A column made during CUDA graph capture belongs to that graph and is not cached.
-    """
-    key = (counts, like.dtype, like.device)
-    found = _columns.get(key)
-    if found is None:
-        found = torch.cat([like.new_full((1, 1), float(count)) for count in counts])
-        if not (like.is_cuda and torch.cuda.is_current_stream_capturing()):
-            if len(_columns) >= _MOST_COLUMNS:
-                _columns.clear()
-            _columns[key] = found
-    return found
 
 
 def normalise(

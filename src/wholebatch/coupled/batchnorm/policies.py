@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
 
+from wholebatch.core.forward_state import replaced_attributes
 from wholebatch.coupled.batchnorm.moments import (
     Moments,
     Reduce,
@@ -172,12 +173,8 @@ class Freeze(Policy):
 
 def _frozen(module: nn.Module, found: Callable[..., Any]) -> Callable[..., Any]:
     def forward(*args: Any, **kwargs: Any) -> Any:
-        training = module.training
-        module.training = False
-        try:
+        with replaced_attributes(module, training=False):
             return found(*args, **kwargs)
-        finally:
-            module.training = training
 
     return forward
 
@@ -383,16 +380,10 @@ class Statistics(Policy):
 def _scratch(module: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
     """Swap in scratch buffers that a forward with momentum 1 fills with its batch's statistics."""
     assert isinstance(module, _NormBase)
-    found = dict(module._buffers)
-    momentum = module.momentum
     scratch = {name: torch.zeros_like(b) for name, b in running_buffers(module).items()}
-    module._buffers.update(scratch)
-    module.momentum = 1.0
-    try:
+    buffers = {**module._buffers, **scratch}
+    with replaced_attributes(module, _buffers=buffers, momentum=1.0):
         yield scratch["running_mean"], scratch["running_var"]
-    finally:
-        module._buffers.update(found)
-        module.momentum = momentum
 
 
 def _filled(module: nn.Module, mean: Tensor, var: Tensor) -> bool:

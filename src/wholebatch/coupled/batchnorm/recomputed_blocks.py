@@ -8,7 +8,6 @@ needs about a third of the memory and a third more time, and nothing is copied t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,7 +15,6 @@ from torch.utils.checkpoint import checkpoint
 
 from wholebatch.core.splitting.samples import flatten
 from wholebatch.coupled.batchnorm.moments import recomputing
-from wholebatch.coupled.batchnorm.turn_taking_threads import Begins, Call
 from wholebatch.coupled.normalisation_layers import ReplacedForwards, batchnorms
 
 _MOST_NORMS = 8
@@ -64,9 +62,8 @@ class BlockInputChanged(Exception):
 class RecomputedBlocks:
     """A context in which the given blocks keep only their inputs.
 
-    Blocks in `kept` keep everything; `worth_keeping` names some after a run. `begins` records where
-    the blocks draw random numbers. With `again`, a context in which a captured call is recomputed,
-    the generators are left alone.
+    Blocks in `kept` keep everything; `worth_keeping` names some after a run. Without `draws`, as in
+    a run that is captured, blocks draw no random numbers, and the generators are left alone.
 
     A block is recomputed with its first arguments, even if a list among them has grown since. If a
     tensor among them was changed in place, by the block or later, `check` raises an error and adds
@@ -79,14 +76,12 @@ class RecomputedBlocks:
         *,
         kept: frozenset[str],
         changing: set[str],
-        begins: Begins,
-        again: Callable[[Call], AbstractContextManager[None]] | None,
+        draws: bool,
     ) -> None:
         self._blocks = blocks
         self._kept = kept
         self._changing = changing
-        self._begins = begins
-        self._at_replay = again
+        self._draws = draws
         self._watched: list[tuple[str, Tensor, int]] | None = []
         self._calls: dict[str, int] = {}
         self._replaced = ReplacedForwards()
@@ -130,21 +125,12 @@ class RecomputedBlocks:
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not recomputing():
                 self._calls[name] = self._calls.get(name, 0) + 1
-            again, begins = self._at_replay, self._begins
             given = _BlockCall(found, args, kwargs, copies=name in self._changing)
             if self._watched is not None and name not in self._changing:
                 self._watched += [(name, tensor, _version(tensor)) for tensor in given.tensors]
-            if again is not None:
-                call = begins.call(name)
-                return checkpoint(
-                    given,
-                    *given.take_tensors(),
-                    use_reentrant=False,
-                    preserve_rng_state=False,
-                    context_fn=lambda: (nullcontext(), again(call)),
-                )
-            with nullcontext() if recomputing() else begins.noted(name):
-                return checkpoint(given, *given.take_tensors(), use_reentrant=False)
+            return checkpoint(
+                given, *given.take_tensors(), use_reentrant=False, preserve_rng_state=self._draws
+            )
 
         return forward
 

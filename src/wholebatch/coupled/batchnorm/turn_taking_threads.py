@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import contextvars
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
@@ -88,68 +88,24 @@ class Streams:
         return [torch.Generator(place).manual_seed(seed).get_state() for place in places]
 
 
-Call = tuple[int, str, int]
-"""A call of a block: its micro-batch, its block, and its index among their calls."""
-
-
-class Begins:
-    """The offset in its micro-batch's stream at which each call of a block begins to draw.
-
-    `offset()` returns the current offset, and `party()` the current micro-batch. Calls that draw
-    nothing are not in `of`.
-    """
-
-    def __init__(self, offset: Callable[[], int], party: Callable[[], int | None]) -> None:
-        self.of: dict[Call, int] = {}
-        self._offset = offset
-        self._party = party
-        self._calls: dict[tuple[int, str], int] = {}
-
-    def call(self, name: str) -> Call:
-        """Return the next call of this block by this micro-batch."""
-        party = self._party() or 0
-        number = self._calls.get((party, name), 0)
-        self._calls[party, name] = number + 1
-        return party, name, number
-
-    @contextmanager
-    def noted(self, name: str) -> Iterator[None]:
-        """Record where one call of a block begins to draw, in the forward pass."""
-        call, begin = self.call(name), self._offset()
-        yield
-        if self._offset() != begin:
-            self.of[call] = begin
-
-
 class RecordedStreams:
-    """`Streams` inside a CUDA graph: the same numbers, from generators registered with the graph.
+    """`Streams` inside a CUDA graph: the same numbers, from `generators` registered with the graph.
 
-    Call `seed` before every replay. A block that is recomputed in the backward pass has its own
-    generator for that, which starts where the block started in the forward.
+    Call `seed` before every replay.
     """
 
-    def __init__(self, parties: int, device: torch.device, begins: Mapping[Call, int]) -> None:
-        self._device = device
+    def __init__(self, parties: int, device: torch.device) -> None:
         self._default = torch.cuda.default_generators[device.index or 0]
         self._own = self._default.graphsafe_get_state()
-        self._main = [torch.Generator(device) for _ in range(parties)]
-        self._again = {call: (torch.Generator(device), begin) for call, begin in begins.items()}
-
-    @property
-    def generators(self) -> list[torch.Generator]:
-        """All generators to register with the graph before capture."""
-        return [*self._main, *(generator for generator, _ in self._again.values())]
+        self.generators = [torch.Generator(device) for _ in range(parties)]
 
     def seed(self, seed: int) -> None:
         """Make the next replay draw the numbers that `Streams` gives for this seed."""
-        for party, generator in enumerate(self._main):
+        for party, generator in enumerate(self.generators):
             generator.manual_seed(_mix(seed, party))
-        for (party, _, _), (generator, begin) in self._again.items():
-            generator.manual_seed(_mix(seed, party))
-            generator.set_offset(begin)
 
     def enter(self, party: int) -> None:
-        self._default.graphsafe_set_state(self._main[party])
+        self._default.graphsafe_set_state(self.generators[party])
 
     def leave(self, party: int) -> None:
         return
@@ -157,18 +113,6 @@ class RecordedStreams:
     def close(self) -> None:
         """Restore the caller's generator."""
         self._default.graphsafe_set_state(self._own)
-
-    @contextmanager
-    def again(self, call: Call) -> Iterator[None]:
-        """Use the random numbers of this call while the backward pass recomputes it."""
-        if call not in self._again:
-            yield
-            return
-        self._default.graphsafe_set_state(self._again[call][0])
-        try:
-            yield
-        finally:
-            self.enter(call[0])
 
 
 def draw() -> int:

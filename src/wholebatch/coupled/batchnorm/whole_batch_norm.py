@@ -183,10 +183,10 @@ class WholeBatchNorms:
         mine: tuple[Tensor, Tensor],
         make: Callable[[Tensor], InputGradient],
         count: int | Tensor,
-    ) -> tuple[InputGradient, _SumsOfAll]:
+    ) -> tuple[InputGradient, Tensor | None]:
         """Return `make(means)`, where `means` are the whole batch's backward sums over its count.
 
-        Also return the sums over this rank's parties, which only the first taker gets.
+        The first party also gets the sums over this rank's parties, to add them once.
         """
         if not self._open:
             raise WindowError(
@@ -194,28 +194,15 @@ class WholeBatchNorms:
                 "call backward inside it"
             )
 
-        def total(parts: list[tuple[Tensor, Tensor]]) -> tuple[InputGradient, _SumsOfAll]:
+        def total(parts: list[tuple[Tensor, Tensor]]) -> tuple[InputGradient, Tensor]:
             whole = torch.stack([each for part in parts for each in part])
             own = whole = whole.view(len(parts), 2, -1).sum(0)
             if self._reduce is not None:
                 whole = self._reduce(whole)
-            return make(whole / count), _SumsOfAll(own)
+            return make(whole / count), own
 
-        return self._threads.meet(f"the backward of BatchNorm {name!r}", mine, total)
-
-
-class _SumsOfAll:
-    """The sums over all parties, from which the gradients of weight and bias are made.
-
-    The first party that asks takes them, so that they are added once; the others get None.
-    """
-
-    def __init__(self, sums: Tensor) -> None:
-        self._sums: Tensor | None = sums
-
-    def take(self) -> tuple[Tensor, Tensor] | None:
-        sums, self._sums = self._sums, None
-        return None if sums is None else (sums[0], sums[1])
+        made, sums = self._threads.meet(f"the backward of BatchNorm {name!r}", mine, total)
+        return made, sums if self._first else None
 
 
 class _Normalise(torch.autograd.Function):
@@ -246,16 +233,15 @@ class _Normalise(torch.autograd.Function):
             )
         x, weight = ctx.saved_tensors
         whole, eps = ctx.whole, ctx.eps
-        sums: tuple[Tensor, Tensor] | None = backward_sums(dy, x, whole, eps)
+        sums: Any = backward_sums(dy, x, whole, eps)
         dx = dweight = dbias = None
         if ctx.needs_input_grad[0]:
-            shared, of_all = ctx.norms.input_gradient(
+            shared, sums = ctx.norms.input_gradient(
                 ctx.name,
                 sums,
                 lambda means: InputGradient(weight, whole, means, eps, x.dim()),
                 whole.count,
             )
-            sums = of_all.take()
             dx = shared.of(dy, x)
         if sums is not None and ctx.needs_input_grad[1]:
             dweight = (sums[1] * whole.invstd(eps)).to(weight.dtype)

@@ -70,7 +70,7 @@ def accumulate(
     gives a gradient that is not, as `jax.value_and_grad` does: guard the update, for example with
     `optax.apply_if_finite`.
 
-    Before the first split, the loss of a few samples is held against those of its parts: a loss
+    Before the first split, the loss of a few samples is compared with those of its parts: a loss
     that compares samples is refused. `audit=False` leaves that out.
     """
     return _Accumulation(

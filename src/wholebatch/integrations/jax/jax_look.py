@@ -56,7 +56,7 @@ def look_at_loss(
         if not math.isfinite(size_of):
             _log.warning(
                 "no look whether micro-batches add up to the whole batch: the loss of %d samples "
-                "is not finite on the values of the look (made-up ones under jit)",
+                "is not finite on the values of the test (random ones under jit)",
                 few,
             )
             return

@@ -127,7 +127,7 @@ def _plan(jaxpr: Any, wanted: Wanted) -> list[list[bool] | None]:
 
 
 def _takes_wide(equation: Any) -> bool:
-    """True if the equation, made wide, reads its operands wide as well."""
+    """True if this equation, computed in float32, also needs its operands in float32."""
     name = equation.primitive.name
     return name in _LINEAR or name == "convert_element_type"
 

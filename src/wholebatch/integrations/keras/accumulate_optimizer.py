@@ -481,8 +481,8 @@ class GradientAccumulateOptimizer(keras.optimizers.Optimizer):  # type: ignore[m
         else:
             import tensorflow as tf
 
-            if self._flush is None:
-                self._flush = tf.function(lambda: self._distribution_strategy.run(self.close))
+            run = self._distribution_strategy.run
+            self._flush = self._flush or tf.function(lambda: run(self.close), autograph=False)
             self._flush()
         self._now = 0
         self.report_skipped()
@@ -576,8 +576,7 @@ class Tail(keras.callbacks.Callback):  # type: ignore[misc]
     """
 
     def _flush(self) -> None:
-        flush = getattr(self.model, "flush", None) or self.model.optimizer.flush
-        flush()
+        (getattr(self.model, "flush", None) or self.model.optimizer.flush)()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         optimizer = self.model.optimizer

@@ -21,12 +21,12 @@ from torch import Tensor
 
 from wholebatch.compile import Execute
 from wholebatch.core.close import Policy
+from wholebatch.core.forward_state import replaced_attributes
 from wholebatch.core.loss import Units
 from wholebatch.core.options import BatchNorm, Memory, Samples
 from wholebatch.core.whole_batch import MicroBatch
 from wholebatch.coupled.contrastive.losses import Coupled
 from wholebatch.errors import OptionError, UnsupportedError
-from wholebatch.integrations.host_window import replaced_attributes
 from wholebatch.integrations.transformers.exact_trainer import (
     ExactWindows,
     UnitsFunction,
@@ -93,7 +93,7 @@ def _stacked(inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class ExactKTO(ExactWindows):
-    """KTO: every sample is held against a KL estimate, which TRL takes from its micro-batch.
+    """KTO: every sample is compared with a KL estimate, which TRL takes from its micro-batch.
 
     Here it is that of the window and all ranks, as for the undivided batch. A pass over the window,
     without gradients, makes it before the first forward. Mismatched answers come from the whole

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from wholebatch.core.foreign_writes import Watch
-from wholebatch.core.forward_state import ForwardState
+from wholebatch.core.forward_state import ForwardState, attributes_restored
 from wholebatch.core.gradient_store import DeviceStore
 from wholebatch.core.loss import SINGLE, Loss
 from wholebatch.core.runner import LossFunction
@@ -21,7 +21,6 @@ from wholebatch.core.window import Step
 from wholebatch.coupled.loss_graph import divisors
 from wholebatch.coupled.stream_look import warn_of_divisor
 from wholebatch.errors import StateError, WindowError
-from wholebatch.integrations.host_window import attributes_restored
 
 
 class GivenWindows(WholeBatch):
@@ -98,13 +97,12 @@ class GivenWindows(WholeBatch):
 
     def _look_for_divisor(self, micro: Any, mean: LossFunction) -> None:
         """Warn of a loss that is divided by the number of the trainer's batches."""
-        before = ForwardState(self._root)
-        with suppress(torch.OutOfMemoryError):  # the window itself recovers from that
+        # The window itself recovers from running out of memory.
+        with ForwardState(self._root), suppress(torch.OutOfMemoryError):
             loss = self._runner.forward(micro, mean)
             assert isinstance(loss, Loss)
             if self._batches in divisors(loss.total, batch_size_of(micro)):
                 warn_of_divisor(self._batches)
-        before.restore()
 
     def _close(self, micros: Sequence[Any], start: dict[str, Any] | None, steps: bool) -> Step:
         window = self._window.current

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from wholebatch.core.forward_state import replaced_attributes
 from wholebatch.core.loss import Loss, Units, mean_loss
 from wholebatch.core.splitting import batch_size_of, split
 from wholebatch.core.stream import GivenLoss
@@ -24,7 +25,6 @@ from wholebatch.integrations.host_window import (
     FirstLook,
     GradientsIn,
     HostWindows,
-    replaced_attributes,
 )
 
 

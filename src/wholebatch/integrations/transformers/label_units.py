@@ -100,7 +100,7 @@ def measured_shift(mean_of: Callable[[dict[str, Any]], Tensor], inputs: Mapping[
 
 
 def counted_by_trainer(trainer: Any, batches: Iterable[Mapping[str, Any]]) -> Tensor | None:
-    """Return what the Trainer itself would divide a window's loss by, on this rank, if at all."""
+    """Return this rank's `num_items_in_batch` as the Trainer counts it; None if it does not."""
     if not (trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None):
         return None
     counts = []

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from wholebatch.core.forward_state import attributes_restored
 from wholebatch.core.loss import Loss
 from wholebatch.coupled import Coupled
 from wholebatch.coupled.moe import (
@@ -24,7 +25,6 @@ from wholebatch.coupled.moe import (
     routing_sums,
 )
 from wholebatch.errors import UnsupportedError
-from wholebatch.integrations.host_window import attributes_restored
 
 
 def balanced(trainer: Any, as_loss: Callable[..., Loss]) -> Coupled | None:

@@ -51,7 +51,7 @@ class Env(dict[str, tuple[Def, ...]]):
         self._copy = None
 
     def replace(self, names: Mapping[str, tuple[Def, ...]]) -> None:
-        """Replace all names with these."""
+        """Replace all known names and their definitions with these."""
         self.clear()
         self.update(names)
         self._copy = None
@@ -94,6 +94,21 @@ class Guard:
     def key(self) -> tuple[str, bool]:
         """Return the condition as text, and its sign: equal for two spellings of one setting."""
         return text(self.expr), self.positive
+
+    @cached_property
+    def claims(self) -> set[tuple[str, bool]]:
+        """Return what holds on this side: of `a and not b` both parts, each with its sign."""
+        claims: set[tuple[str, bool]] = set()
+        todo = [(self.expr, self.positive)]
+        while todo:
+            expr, positive = todo.pop()
+            if isinstance(expr, ast.UnaryOp) and isinstance(expr.op, ast.Not):
+                todo.append((expr.operand, not positive))
+                continue
+            claims.add((text(expr), positive))
+            if isinstance(expr, ast.BoolOp) and isinstance(expr.op, ast.And) is positive:
+                todo += [(value, positive) for value in expr.values]
+        return claims
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,8 +172,8 @@ class Event(Act):
 
     def excludes(self, other: Event) -> bool:
         """True if the two are on opposite branches of one condition."""
-        mine = {g.key for g in self.path if isinstance(g, Guard)}
-        theirs = [g.key for g in other.path if isinstance(g, Guard)]
+        mine = {c for g in self.path if isinstance(g, Guard) for c in g.claims}
+        theirs = [c for g in other.path if isinstance(g, Guard) for c in g.claims]
         return any((spelled, not positive) in mine for spelled, positive in theirs)
 
     def conditions(self, loop: Loop) -> set[tuple[str, bool]]:

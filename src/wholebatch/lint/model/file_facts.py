@@ -37,6 +37,10 @@ _FSDP_HELPER = re.compile(
 )
 
 
+_TOLD = {
+    ast.FunctionDef, ast.AsyncFunctionDef, ast.arg, ast.Assign, ast.ImportFrom, ast.Import,
+    ast.ClassDef,
+}  # fmt: skip
 _MAX_PARTS = 20
 _LEVELS = 4
 
@@ -89,11 +93,6 @@ class Facts:
             self._imported[name] = found
         return self._imported[name]
 
-    def imported_definition(self, call: ast.Call) -> str:
-        """Return the source of the imported class or function that is called, or ""."""
-        found = self.imported((dotted(call.func) or "").partition(".")[0])
-        return "" if found is None else found.text
-
     def behind(self, name: str) -> str:
         """Return the source of the classes and functions that made what a name stands for."""
         found = []
@@ -110,8 +109,12 @@ class Facts:
         for value in values:
             while isinstance(value, ast.Call):
                 head = (dotted(value.func) or "").partition(".")[0]
-                found += [text(c.node) for c in self.classes if c.node.name == head]
-                found.append(self.imported_definition(value))
+                # `Model = Small if args.small else Large`
+                chosen = [n for v in self.assigned.get(head, ()) for n in walk(v)]
+                names = {head, *(n.id for n in chosen if isinstance(n, ast.Name))}
+                found += [text(c.node) for c in self.classes if c.node.name in names]
+                known = [self.imported(name) for name in sorted(names)]
+                found += [definition.text for definition in known if definition is not None]
                 value = value.func.value if isinstance(value.func, ast.Attribute) else None
         return "\n".join(found)
 
@@ -135,7 +138,12 @@ class Facts:
     @property
     def wraps_fsdp(self) -> bool:
         """True if this file shards a model."""
-        return bool(self.made(*_FSDP)) or any(_FSDP_HELPER.search(name) for name in self.called)
+        asked = [c.args[1] for c in self.made("isinstance") if len(c.args) > 1]
+        return (
+            bool(self.made(*_FSDP))
+            or any(last_part(kind) in _FSDP for kind in asked)
+            or any(_FSDP_HELPER.search(name) for name in self.called)
+        )
 
     @property
     def accelerator(self) -> ast.Call | None:
@@ -186,8 +194,11 @@ def gather(tree: ast.Module, source: str, path: str = "") -> Facts:
         kind = type(node)
         if kind is ast.Name or kind is ast.Constant:
             continue
+        todo += children(node)
         if kind is ast.Call:
             calls.append(cast(ast.Call, node))
+        elif kind not in _TOLD:
+            continue
         elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             uses[node] = set()
         elif isinstance(node, ast.arg):
@@ -205,7 +216,6 @@ def gather(tree: ast.Module, source: str, path: str = "") -> Facts:
             imports.update(a.name for a in node.names)
         elif isinstance(node, ast.ClassDef):
             owners.append(node)
-        todo += children(node)
     functions = _functions(tree.body)
     calls.sort(key=lambda c: (c.lineno, c.col_offset))
     _fill_uses(uses, calls)

@@ -110,6 +110,9 @@ class Walker:
             self._assign(stmt, env, path, scope)
         elif isinstance(stmt, ast.Expr):
             self._calls(stmt.value, env, path, scope)
+            changed = getattr(stmt.value, "func", stmt)
+            if isinstance(changed, ast.Attribute) and changed.attr in {"mul_", "div_"}:
+                self._bind(changed.value, stmt.value, env, path)
         elif isinstance(stmt, ast.If):
             return self._if(stmt, env, path, scope)
         elif isinstance(stmt, (ast.For, ast.AsyncFor, ast.While)):

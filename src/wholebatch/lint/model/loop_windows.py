@@ -188,10 +188,21 @@ class LoopWindow:
     @cached_property
     def chains(self) -> list[tuple[Event, Chain]]:
         """Return every pair of a backward and a derivation of its loss."""
+        return [(event, chain) for event in self.backwards for chain in self.ways(event)]
+
+    def ways(self, event: Event) -> list[Chain]:
+        """Return the derivations of a backward's loss, without divisions on another branch."""
+        # A helper that is followed twice has two events on a line: the last one counts.
+        before = [e for e in self.of("assign", "augment") if e.order < event.order]
+        last = {e.line: e for e in before}
+        places = [
+            (c, [getattr(d.node, "lineno", 0) for d in c.divisors])
+            for c in trace(event.argument, event.env, self.resolver)
+        ]
         return [
-            (event, chain)
-            for event in self.backwards
-            for chain in trace(event.argument, event.env, self.resolver)
+            chain
+            for chain, lines in places
+            if not any(line in last and last[line].excludes(event) for line in lines)
         ]
 
     def makers(self, name: str, env: Env) -> list[tuple[ast.Call, Env]]:

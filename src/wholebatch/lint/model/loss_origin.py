@@ -47,7 +47,10 @@ _LOSSY = re.compile(r"loss|nll|criterion|objective|ce$|mse", re.I)
 # Divisors that are unrelated to the number of micro-batches of a window.
 _UNRELATED = re.compile(r"world_?size|n_?gpu|num_gpus?|device_count|get_world_size", re.I)
 # The size of the micro-batch itself: dividing by it turns a sum into a mean.
-_OWN_SIZE = re.compile(r"\.shape\[\d\]$|\.size\(\d?\)$|\.numel\(\)$")
+# Dividing each sample by a sum over its own tokens is no division of the batch either.
+_OWN_SIZE = re.compile(
+    r"\.shape\[\d\]$|\.size\(\d?\)$|\.numel\(\)$|sum\(([^()]*, *)?((dim|axis)=)?-?1\)"
+)
 _MAX_CHAINS = 8
 
 
@@ -176,8 +179,12 @@ class _Tracer:
         self, expr: ast.expr, name: str, env: Env, chain: Chain, depth: int
     ) -> list[Chain]:
         found: list[Chain] = []
-        for definition in env[name]:
-            if place(definition.expr) == name or "@" in text(definition.expr):
+        # Beside a new value, that of an earlier iteration is an old one of the same kind.
+        new = [d for d in env[name] if not (isinstance(d.expr, ast.Name) and "@" in d.expr.id)]
+        for definition in new or env[name]:
+            # A helper's parameter can have the name of what it is handed.
+            again = place(definition.expr) == name and definition.env.get(name) in (None, env[name])
+            if again or "@" in text(definition.expr):
                 found.append(replace(chain, base=expr, base_env=env))
             else:
                 found += self.follow(definition.expr, definition.env, chain, depth + 1)

@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from importlib.resources import files
 
 from ..model import Event, File, LoopWindow
@@ -61,35 +62,41 @@ class Report:
 
 @dataclass(frozen=True)
 class Rule:
-    """One rule: its code, a short name, its level, and its check."""
+    """One rule: a short name, its check, and its level; its module has the code and a summary."""
 
-    code: str
     name: str
-    summary: str
     check: Callable[[File], Iterator[Report]]
     level: str = "warning"
     fixable: bool = False
+
+    @cached_property
+    def code(self) -> str:
+        """Return the code that the module is named after: `wb101_undivided_loss`."""
+        return self.check.__module__.rpartition(".")[2][:5].upper()
+
+    @property
+    def summary(self) -> str:
+        """Return one sentence: the module's docstring."""
+        return sys.modules[self.check.__module__].__doc__ or ""
 
     @property
     def page(self) -> str:
         """Return the rule's page in Markdown.
 
         The file beside the rule's module says what the rule does, why it matters, its known
-        problems, an example, and what to use instead. The module's docstring is the lead.
+        problems, an example, and what to use instead.
         """
-        module = sys.modules[self.check.__module__]
-        file = files(__package__) / f"{module.__name__.rpartition('.')[2]}.md"
-        body = f"{module.__doc__}\n\n{file.read_text(encoding='utf-8')}"
-        grade = "note" if self.level == "note" else "warning"
+        file = files(__package__) / f"{self.check.__module__.rpartition('.')[2]}.md"
         fix = "`--fix` repairs the certain cases." if self.fixable else "No automatic fix."
-        return f"# {self.code}: {self.name}\n\n*{grade} · {fix}*\n\n{body}"
+        head = f"# {self.code}: {self.name}\n\n*{self.level} · {fix}*\n\n{self.summary}"
+        return f"{head}\n\n{file.read_text(encoding='utf-8')}"
 
 
 def rule(
-    code: str, name: str, summary: str, *, level: str = "warning", fixable: bool = False
+    name: str, *, level: str = "warning", fixable: bool = False
 ) -> Callable[[Callable[[File], Iterator[Report]]], Rule]:
     """Make a check into the rule of its module."""
-    return lambda check: Rule(code, name, summary, check, level, fixable)
+    return lambda check: Rule(name, check, level, fixable)
 
 
 _ARGUMENTS = {"TrainingArguments", "Seq2SeqTrainingArguments", "SFTConfig", "DPOConfig"}

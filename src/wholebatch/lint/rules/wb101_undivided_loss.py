@@ -1,4 +1,4 @@
-"""The loss is added up over the micro-batches of a window but never divided."""
+"""The loss of each micro-batch is added up without division by their number."""
 
 from __future__ import annotations
 
@@ -12,19 +12,21 @@ from ..model.expressions import (
     dotted,
     is_accumulation_name,
     is_binary,
+    is_call,
     last_part,
     number,
     text,
     walk,
 )
 from ..model.loss_origin import Chain
+from ..model.window_boundary import iterated
 from .rule_base import RESCALED, Edit, Report, cleared_last, replaces_one, rule
 
 _SCALING_FACTOR = re.compile(r"scale|accum|norm|inv|ratio|factor|coef|gas|micro|steps", re.I)
 _LOSS_SCALE = re.compile(r"loss_scale|scaler", re.I)
 _SUMS = re.compile(r"reduction\s*=\s*['\"](sum|none)|size_average\s*=\s*False|\.sum\(", re.I)
 _SUMMED = re.compile(
-    r"reduction\s*=\s*['\"]sum|size_average\s*=\s*False|torch\.sum\(\s*\w*loss[^/\n]*$"
+    r"reduction(\s*:\s*str)?\s*=\s*['\"]sum|size_average\s*=\s*False|torch\.sum\(\s*\w*loss[^/\n]*$"
     r"|\bloss\w*\.sum\(\)(?! */)|label_smoothed_nll_loss",
     re.M,
 )
@@ -34,26 +36,23 @@ _KNOWN_MEANS = re.compile(
 )
 # Losses that are normalised over the whole window elsewhere.
 _ELSEWHERE = re.compile(r"accum_\w*features|grad_?cache|num_items_in_batch", re.I)
+# The size of the whole batch, handed to the loss.
+_WHOLE = re.compile(
+    r"(total|global|num|n|all)_\w*(tokens|items|count|batch|samples)|normali[sz]er|denom"
+)
 _MODELISH = re.compile(
     r"model|net\b|network|crit|loss|cross_entropy|nll|mse|l1|bce|ce\b|engine", re.I
 )
 
 
-@rule(
-    "WB101",
-    "loss not divided",
-    "The loss of each micro-batch is added up without division by their number.",
-    fixable=True,
-)
+@rule("loss not divided", fixable=True)
 def check(file: File) -> Iterator[Report]:
     """Yield one report per window whose loss is never divided."""
-    if not file.accumulating or file.facts.mentions(RESCALED) or file.facts.mentions(_ELSEWHERE):
-        return
     for window in file.accumulating:
         if not _judged(window, file) or replaces_one(window) or cleared_last(window):
             continue
         event = _first_undivided(window)
-        if event is not None:
+        if event is not None and not any(map(file.facts.mentions, (RESCALED, _ELSEWHERE))):
             yield Report(
                 event.node,
                 f"loss is not divided by `{window.count_name}`: gradients of the micro-batches add "
@@ -101,6 +100,9 @@ def _judged(window: LoopWindow, file: File) -> bool:
         return False
     if window.boundary is not None and window.boundary.kind in {"dynamic", "accelerate"}:
         return False
+    # Gradients that are cleared on every micro-batch are those of one.
+    if any(window.when(zero) == "always" for zero in window.of("zero")):
+        return False
     # A window whose size changes during training normalises by something else.
     if window.every is not None and window.resolver.varies(window.every, window.loop):
         return False
@@ -145,6 +147,8 @@ def _undivided(chain: Chain, window: LoopWindow) -> bool | None:
         return None
     if _SUMS.search(spelled) or _is_sum(call, chain, window):
         return False
+    if any(_WHOLE.search(f"{k.arg}={text(k.value)}") for k in call.keywords):
+        return False
     if not _MODELISH.search(text(call.func)):
         return None
     return not _may_receive_count(call, window)
@@ -167,31 +171,38 @@ def _is_sum(base: ast.Call, chain: Chain, window: LoopWindow) -> bool:
     """True if the criterion sums, or the class of the criterion or model sums its losses."""
     name = text(base.func)
     made = [text(d.expr) for d in chain.base_env.get(name, ())]
-    return any(map(_SUMS.search, made)) or bool(_SUMMED.search(window.facts.behind(name)))
+    if any(map(_SUMS.search, made)) or _SUMMED.search(window.facts.behind(name)):
+        return True
+    makers = [v for v in window.facts.assigned.get(name, ()) if isinstance(v, ast.Call)]
+    parts = (p for m in makers for p in window.facts.imported_parts(m))
+    return any(map(_SUMMED.search, parts))
 
 
 def _fix(window: LoopWindow, event: Event) -> tuple[tuple[Edit, ...], bool]:
     """Return the edits for one plain `loss.backward()`, and True if the loss may be a sum."""
-    if window.shape != "boundary" or len(window.backwards) != 1 or window.boundary is None:
+    if len(window.backwards) != 1 or event.detail != "tensor" or len(window.chains) != 1:
         return (), False
-    if window.boundary.kind != "modulo" or event.detail != "tensor":
-        return (), False
-    # Gradients that are cleared on every micro-batch are those of one: they must not be divided.
-    if any(window.when(zero) != "boundary" for zero in window.of("zero")):
+    # Beside clipping on every micro-batch the division alone would not help.
+    often = window.of("zero", "clip")
+    if any(window.when(e) != "boundary" for e in often):
         return (), False
     argument = event.argument
+    if is_call(argument, "scale") and argument.args:  # `scaler.scale(loss).backward()`
+        argument = argument.args[0]
     count = _written_count(window)
-    if not isinstance(argument, ast.Name) or count is None or len(window.chains) != 1:
+    if not isinstance(argument, ast.Name) or count is None:
         return (), False
     base = window.chains[0][1].base
     is_mean = isinstance(base, ast.Call) and bool(_KNOWN_MEANS.match(text(base.func)))
-    clipped = any(window.when(clip) == "always" for clip in window.of("clip"))
-    return (Edit.at("replace", argument, f"({argument.id} / {count})"),), clipped or not is_mean
+    return (Edit.at("replace", argument, f"({argument.id} / {count})"),), not is_mean
 
 
 def _written_count(window: LoopWindow) -> str | None:
     """Return the count as the condition spells it, so that the name is in scope."""
-    if window.boundary is None:
+    over = iterated(window.loop) if window.shape == "nested" else None
+    if is_call(over, "range") and len(over.args) == 1:
+        return text(over.args[0]) if dotted(over.args[0]) else f"({text(over.args[0])})"
+    if window.boundary is None or window.boundary.kind != "modulo":
         return None
     for node in walk(window.boundary.expr):
         if is_binary(node, ast.Mod):

@@ -1,4 +1,4 @@
-"""The loss is divided by the number of micro-batches twice."""
+"""The loss is divided by the accumulation steps, and the framework divides it again."""
 
 from __future__ import annotations
 
@@ -8,18 +8,13 @@ from collections.abc import Iterator
 
 from ..model import Event, File, LoopWindow
 from ..model.expressions import divisor_of, is_accumulation_name, is_binary, text, walk
-from ..model.loss_origin import Divisor, trace
+from ..model.loss_origin import Divisor
 from .rule_base import Edit, Report, framework_steps, rule
 
 _DEEPSPEED = re.compile(r"deepspeed(?![^\n]*scale_wrt_gas)", re.I)
 
 
-@rule(
-    "WB102",
-    "loss divided twice",
-    "The loss is divided by the accumulation steps, and the framework divides it again.",
-    fixable=True,
-)
+@rule("loss divided twice", fixable=True)
 def check(file: File) -> Iterator[Report]:
     """Yield loops that divide where a framework does, and classes that do so inside one."""
     for window in file.accumulating:
@@ -44,7 +39,7 @@ def _by_hand(window: LoopWindow, framework: str) -> Iterator[Report]:
     seen: set[ast.AST] = set()
     # An engine's backward may be on another branch than the steps of the loop.
     engines = [e for e in window.inner if e.detail in {"deepspeed", "engine"}]
-    chains = [(e, c) for e in engines for c in trace(e.argument, e.env, window.resolver)]
+    chains = [(e, c) for e in engines for c in window.ways(e)]
     for event, chain in (*window.chains, *chains):
         counts = [d for d in chain.divisors if window.counts(d)]
         engine = event.detail in {"deepspeed", "engine"} and window.facts.mentions(_DEEPSPEED)

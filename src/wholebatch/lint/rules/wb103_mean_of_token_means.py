@@ -1,4 +1,4 @@
-"""A mean over masked or padded tokens is averaged again over micro-batches."""
+"""Means over different numbers of valid tokens are averaged with equal weight."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _MASKED_LABELS = re.compile(
     r"(?<![\w.])-100(?![\w.%])|masked_lm_labels|Loss\(\)\.ignore_index|(label|target)s?\w*\[[^\]\n]*\]\s*=\s*-1\b"
     r"|label\w*['\"\]]*(\.(extend|append)\(|\s*=)[ (\[]*-1\]?\s*[*)]"
 )
-_IGNORED = re.compile(r"(?<![\w.])-100(?![\w.%])")
+_IGNORED = re.compile(r"-100(?<![\w.]-100)(?![\w.%])")
 _JAX_MASK_COUNT = re.compile(
     r"/\s*(jnp\.(maximum|clip)\()?\(?(jnp\.sum\(\w*(mask|valid|weights)|\w*(mask|valid|weights)\w*\.sum\(\))"
 )
@@ -42,7 +42,7 @@ _MASKING_MODEL = re.compile(
     rf"CrossEntropyLoss\((?![^)]*reduction)[^)]*ignore_index\s*=\s*{_LEFT_OUT}"
     r"|\.masked_select\([^\n]*mask(.|\n)*_loss\(|\bloss\[\w*mask\w*\]\.mean\(\)|\[active_\w+\]"
     # `denominator = torch.sum(mask)`, and a division by it.
-    r"|\n *(?P<count>\w+) = [^\n]*(sum\(\w*mask|mask\w*(\.\w+\(\))*\.sum\()"
+    r"|\n *(?P<count>\w+) = [^\n]*(sum\(\w*mask|(mask\w*|\.ne\(-?\w+\))(\.\w+\(\))*\.sum\()"
     r"[^\n]*\n([^\n]*\n){0,6}?[^\n]*loss[^\n]*/ ?\(?(?P=count)\b"
 )
 _MASKING_LOSS = re.compile(
@@ -51,7 +51,7 @@ _MASKING_LOSS = re.compile(
 )
 _COLLATES = re.compile(r"collat|dataset|loader", re.I)
 _MASK_COUNT = re.compile(
-    r"mask\w*(\.\w+\(\))*\.sum\(\)|torch\.sum\(\w*mask\w*\)|n_?valid|num_valid|\.ne\(.*sum\(\)"
+    r"mask\w*(\.\w+\(\))*\.sum\(\)|torch\.sum\(\w*mask\w*\)|n_?valid|num_valid|valid_tok|\.ne\(.*sum\(\)"
     r"|\bmask_?(sum|count|total)|\w_mask_?(sum|count|total)"
 )
 # A check that the parts of a batch are equal.
@@ -70,15 +70,11 @@ _EXACT = re.compile(
 _CRITERION = re.compile(r"criterion|loss|entropy|(?<![a-z])ce(?![a-z])", re.I)
 _OWN_CROSS_ENTROPY = re.compile(r"^(masked_|smooth_)?(ce|cross_entropy|nll)_loss$", re.I)
 # Helpers of RLHF code: a mean over the mask of one micro-batch.
-_MASKED_MEAN = re.compile(r"masked?_mean|mean_masked")
+_MASKED_MEAN = re.compile(r"masked?_mean|mean_masked|agg_loss")
 _CROSS_ENTROPY = {"cross_entropy", "nll_loss", "CrossEntropyLoss", "NLLLoss", "LabelSmoothingLoss"}
 
 
-@rule(
-    "WB103",
-    "mean of means",
-    "Means over different numbers of valid tokens are averaged with equal weight.",
-)
+@rule("mean of means")
 def check(file: File) -> Iterator[Report]:
     """Yield at most one report per window, and per `compute_loss` of a Trainer that accumulates."""
     yield from _in_frameworks(file)
@@ -131,7 +127,7 @@ def _returns_masked_loss(node: ast.Return, method: ast.AST, file: File) -> bool:
 
 
 def _masked_mean(chain: Chain, window: LoopWindow, file: File) -> ast.AST | None:
-    masks = [d for d in chain.divisors if _MASK_COUNT.search(d.key)]
+    masks = [d for d in chain.divisors if _MASK_COUNT.search(f"{d.key} {d.written}")]
     others = [d for d in chain.divisors if d not in masks and not window.counts(d)]
     if _is_split(chain, window):
         return chain.base
@@ -216,6 +212,8 @@ def _is_selection(expr: ast.expr, chain: Chain) -> bool:
     if not isinstance(expr, ast.Subscript):
         return False
     if isinstance(expr.slice, ast.Compare):
+        return True
+    if isinstance(expr.slice, ast.Name) and "mask" in expr.slice.id:
         return True
     return isinstance(expr.slice, ast.Name) and any(
         isinstance(d.expr, ast.Compare) for d in chain.base_env.get(expr.slice.id, ())

@@ -1,4 +1,4 @@
-"""Gradients are cleared on every micro-batch."""
+"""zero_grad runs for every micro-batch, so only the last one of a window counts."""
 
 from __future__ import annotations
 
@@ -17,12 +17,7 @@ from .rule_base import (
 )
 
 
-@rule(
-    "WB104",
-    "gradients cleared every micro-batch",
-    "zero_grad runs for every micro-batch, so only the last one of a window counts.",
-    fixable=True,
-)
+@rule("gradients cleared every micro-batch", fixable=True)
 def check(file: File) -> Iterator[Report]:
     """Yield every clearing call that is not at the boundary."""
     for window in file.shaped("boundary", "nested"):

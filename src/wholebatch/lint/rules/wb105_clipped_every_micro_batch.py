@@ -1,4 +1,4 @@
-"""Gradients are clipped on every micro-batch."""
+"""Gradients are clipped for every micro-batch instead of once per update."""
 
 from __future__ import annotations
 
@@ -10,17 +10,15 @@ from ..model.expressions import text
 from .rule_base import Edit, Report, is_right_but_for, moved, rule, stepped
 
 
-@rule(
-    "WB105",
-    "clipped every micro-batch",
-    "Gradients are clipped for every micro-batch instead of once per update.",
-    fixable=True,
-)
+@rule("clipped every micro-batch", fixable=True)
 def check(file: File) -> Iterator[Report]:
     """Yield every clipping call that is not at the boundary."""
     for window in file.accumulating:
-        for clip in window.of("clip"):
-            if window.when(clip) != "always":
+        clips = window.of("clip")
+        for clip in clips:
+            # Clipped on both sides of a condition, it is clipped on every micro-batch.
+            either = [c for c in clips if window.when(c) == "sometimes" and c.excludes(clip)]
+            if window.when(clip) != "always" and not (window.when(clip) == "sometimes" and either):
                 continue
             contexts = [text(c.expr) for c in clip.path if isinstance(c, Context)]
             if window.shape == "accelerate" and not any(".accumulate(" in c for c in contexts):

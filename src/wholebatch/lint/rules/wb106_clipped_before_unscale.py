@@ -16,12 +16,7 @@ _UNSCALES_ITSELF = re.compile(
 )
 
 
-@rule(
-    "WB106",
-    "clipped before unscale",
-    "Gradients are clipped while they are still multiplied by the loss scale.",
-    fixable=True,
-)
+@rule("clipped before unscale", fixable=True)
 def check(file: File) -> Iterator[Report]:
     """Yield clipping after a scaled backward without unscaling in between."""
     for window in file.windows:

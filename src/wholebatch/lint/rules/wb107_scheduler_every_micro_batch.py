@@ -1,4 +1,4 @@
-"""The learning-rate schedule steps on every micro-batch."""
+"""The learning-rate schedule steps for every micro-batch instead of every update."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import ast
 import re
 from collections.abc import Iterator
 
-from ..model import Event, File
-from ..model.expressions import text
+from ..model import Event, File, LoopWindow
+from ..model.expressions import is_call, text, walk
+from ..model.window_boundary import iterated
 from .rule_base import Report, moved, rule
 
 # A schedule that is as long as there are micro-batches: `num_training_steps=updates * accum`.
-_COUNTS_MICRO_BATCHES = re.compile(r"(steps|total)\w* \* [\w.]*(accum|gas\b)", re.I)
-
-
-@rule(
-    "WB107",
-    "scheduler stepped every micro-batch",
-    "The learning-rate schedule steps for every micro-batch instead of every update.",
-    fixable=True,
+_COUNTS_MICRO_BATCHES = re.compile(
+    r"(steps|total)\w* \* [\w.]*(accum|gas\b)|(steps_per_epoch|len\([\w.]*loader\w*\))(?! *//?)",
+    re.I,
 )
+_MAX_NAMES = 20
+
+
+@rule("scheduler stepped every micro-batch", fixable=True)
 def check(file: File) -> Iterator[Report]:
     """Yield every schedule step that is not at the boundary."""
     for window in file.shaped("boundary", "nested", "accelerate"):
@@ -31,7 +31,7 @@ def check(file: File) -> Iterator[Report]:
             if window.shape == "accelerate" and _prepared(event, file):
                 continue
             made = window.makers(text(event.receiver), event.env) if event.receiver else []
-            if any(_COUNTS_MICRO_BATCHES.search(text(call)) for call, _ in made):
+            if any(_counts_micro_batches(call, window) for call, _ in made):
                 continue
             yield Report(
                 event.node,
@@ -40,6 +40,25 @@ def check(file: File) -> Iterator[Report]:
                 moved(event, window, "after"),
                 unsafe=True,  # The schedule's length may be wrong too.
             )
+
+
+def _counts_micro_batches(call: ast.Call, window: LoopWindow) -> bool:
+    """True if a schedule is as long as the micro-batches, so that each may step it."""
+    facts, over = window.facts, iterated(window.loop)
+    limit = text(over.args[-1]) if is_call(over, "range") and over.args else ""
+    functions = {f.name: f for f in facts.every_function}
+    todo: list[ast.AST] = [call]
+    for _ in range(_MAX_NAMES):
+        if not todo:
+            break
+        node = todo.pop(0)
+        spelled = text(node)
+        if _COUNTS_MICRO_BATCHES.search(spelled) or (limit[:1].isalpha() and limit in spelled):
+            return True
+        names = {n.id for n in walk(node) if isinstance(n, ast.Name)} - {getattr(node, "name", "")}
+        for name in sorted(names):
+            todo += [functions[name]] if name in functions else facts.assigned.get(name, [])
+    return False
 
 
 def _prepared(event: Event, file: File) -> bool:

@@ -9,12 +9,7 @@ from ..model.expressions import text
 from .rule_base import Edit, Report, is_right_but_for, moved, rule
 
 
-@rule(
-    "WB108",
-    "scaler off the boundary",
-    "The gradient scaler steps or updates inside a window.",
-    fixable=True,
-)
+@rule("scaler off the boundary", fixable=True)
 def check(file: File) -> Iterator[Report]:
     """Yield scaler calls, and steps beside a conditional clearing, that are not at the boundary."""
     for window in file.shaped("boundary", "nested"):

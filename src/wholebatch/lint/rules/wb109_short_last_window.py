@@ -1,4 +1,4 @@
-"""The last, short window of an epoch is dropped, leaks, or is divided by the wrong number."""
+"""The short last window is dropped, leaks, or is divided by the nominal count."""
 
 from __future__ import annotations
 
@@ -11,11 +11,7 @@ from ..model.window_boundary import Boundary
 from .rule_base import Report, cleared_last, rule, steps_every_micro_batch
 
 
-@rule(
-    "WB109",
-    "tail of the epoch",
-    "The short last window is dropped, leaks, or is divided by the nominal count.",
-)
+@rule("tail of the epoch")
 def check(file: File) -> Iterator[Report]:
     """Yield at most one report per window."""
     for window in file.accumulating:

@@ -1,4 +1,4 @@
-"""The boundary is off by one: the first window has the wrong number of micro-batches."""
+"""The condition that ends a window is true one micro-batch too early or too late."""
 
 from __future__ import annotations
 
@@ -11,12 +11,7 @@ from ..model.window_boundary import Boundary
 from .rule_base import Edit, Report, is_right_but_for, rule, stepped
 
 
-@rule(
-    "WB110",
-    "boundary off by one",
-    "The condition that ends a window is true one micro-batch too early or too late.",
-    fixable=True,
-)
+@rule("boundary off by one", fixable=True)
 def check(file: File) -> Iterator[Report]:
     """Yield boundaries whose first window does not have K micro-batches."""
     for window in file.shaped("boundary"):

@@ -1,4 +1,4 @@
-"""DistributedDataParallel synchronises on every micro-batch."""
+"""Gradients are reduced over the network for every micro-batch, or held too late."""
 
 from __future__ import annotations
 
@@ -19,17 +19,13 @@ _WRAPS = re.compile(r"DistributedDataParallel|(Native|Apex|Torch)?DDP|(smart|wra
 _LOCAL = {"tensor", "native", "wrapper", "lightning"}
 
 
-@rule(
-    "WB111",
-    "DDP synchronises every micro-batch",
-    "Gradients are reduced over the network for every micro-batch, or held too late.",
-)
+@rule("DDP synchronises every micro-batch")
 def check(file: File) -> Iterator[Report]:
     """Yield windows under DDP that never disable the synchronisation, or do so too late."""
     windows = file.shaped("boundary", "nested")
     wraps = _wraps(file) if windows else []
     for window in windows:
-        if not file.facts.mentions(_HELD):
+        if wraps and not file.facts.mentions(_HELD):
             local = {e.detail for e in window.backwards} <= _LOCAL
             wrapped = any(_belongs(call, window) for call in wraps)
             if wrapped and local and not steps_every_micro_batch(window):

@@ -1,4 +1,4 @@
-"""A sharded model delays its gradient reduction, which costs a whole unsharded gradient."""
+"""Holding FSDP's reduction keeps a whole unsharded gradient in memory."""
 
 from __future__ import annotations
 
@@ -11,12 +11,7 @@ from ..model.expressions import text
 from .rule_base import Report, rule
 
 
-@rule(
-    "WB112",
-    "FSDP held",
-    "Holding FSDP's reduction keeps a whole unsharded gradient in memory.",
-    level="note",
-)
+@rule("FSDP held", level="note")
 def check(file: File) -> Iterator[Report]:
     """Yield at most one note per window."""
     if not file.facts.wraps_fsdp:

@@ -1,4 +1,4 @@
-"""A model with BatchNorm is trained with accumulated micro-batches."""
+"""BatchNorm sees micro-batches, so the update is not that of the whole batch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from ..model import File
-from ..model.expressions import dotted, last_part
+from ..model.expressions import children, dotted, is_call, last_part, text
 from .rule_base import Report, framework_accumulates, rule
 
 _FAMILIES = (
@@ -26,11 +26,7 @@ _FROZEN = re.compile(
 )
 
 
-@rule(
-    "WB113",
-    "BatchNorm under accumulation",
-    "BatchNorm sees micro-batches, so the update is not that of the whole batch.",
-)
+@rule("BatchNorm under accumulation")
 def check(file: File) -> Iterator[Report]:
     """Yield one report per file, where the layers are created."""
     if not file.windows and file.facts.mentions(_KERAS_ACCUMULATES):
@@ -39,11 +35,11 @@ def check(file: File) -> Iterator[Report]:
         file
     ):
         return
-    if file.facts.mentions(_FROZEN):
-        return
     names = [v for values in file.facts.assigned.values() for v in values if dotted(v)]
     for call in (*file.facts.calls, *names):
         what = _batchnorm(call, file)
+        if what and file.facts.mentions(_FROZEN):
+            return
         if what:
             yield Report(
                 call,
@@ -66,11 +62,32 @@ def _batchnorm(call: ast.expr, file: File) -> str:
         return "the model's BatchNorm"
     model = _known_model(call, name, dotted(call.func) or "", file)
     is_model = not model and call in file.models
-    parts = "\n".join(file.facts.imported_parts(call, 2)) if is_model else ""
+    parts = file.facts.imported_parts(call, 2) if is_model else []
     # CLIP is built with a ResNet or with a vision transformer.
-    if "BatchNorm" in parts and not re.search(r"Vis\w+Transformer\(", parts):
+    chosen = any(re.search(r"Vis\w+Transformer\(", part) for part in parts)
+    if not chosen and any(map(_always_built, parts)):
         model = name
     return f"`{model}` has BatchNorm, which" if model else ""
+
+
+def _always_built(part: str) -> bool:
+    """True if code makes BatchNorm in every layer, or in all that ask for it by `if bn`."""
+    try:
+        nodes: list[ast.AST] = [ast.parse(part)] if "BatchNorm" in part else []
+    except SyntaxError:
+        return False
+    while nodes:
+        node = nodes.pop()
+        asked = isinstance(node, (ast.If, ast.IfExp)) and not (
+            re.search("bn|norm|conv", text(node.test))
+            or (isinstance(node, ast.IfExp) and "Identity" in text(node))
+        )
+        if isinstance(node, (ast.Name, ast.Attribute)) and last_part(node) in _LAYERS:
+            return True
+        # One choice of several, or a default.
+        if not (asked or isinstance(node, (ast.Dict, ast.arguments)) or is_call(node, "dict")):
+            nodes += children(node)
+    return False
 
 
 def _known_model(call: ast.Call, name: str, full: str, file: File) -> str:

@@ -1,4 +1,4 @@
-"""The reported loss is the divided one, or only that of the last micro-batch."""
+"""The loss that is logged is the divided one, or that of the last micro-batch."""
 
 from __future__ import annotations
 
@@ -39,11 +39,7 @@ _LAST = (
 )
 
 
-@rule(
-    "WB115",
-    "reported loss",
-    "The loss that is logged is the divided one, or that of the last micro-batch.",
-)
+@rule("reported loss")
 def check(file: File) -> Iterator[Report]:
     """Yield at most one report of each kind per window."""
     shown: set[int] = set()
@@ -77,6 +73,11 @@ def _loss_chains(
     After an inner loop, the value before may be mixed in: a moving average.
     """
     chains = trace(expr, env, window.resolver)
+    shown = "" if expr is None else text(expr)
+    made = {id(chain.base_call) for _, chain in window.chains} if "loss" in shown else set()
+    # A part of the loss, out of the same call.
+    parts = {id(c.base) for c in chains if c.base_call is not None and id(c.base_call) in made}
+    bases = bases | parts
     others = [c for c in chains if id(c.base) not in bases]
     smoothed = window.shape == "nested" and all(
         c.weighted and not isinstance(c.base, ast.Call) for c in others
@@ -103,8 +104,11 @@ def _wrong(chains: list[Chain], event: Event, window: LoopWindow) -> str:
             f"reported loss was divided by `{name}`: it is that many times too small; log the loss "
             "before the division, averaged over the window"
         )
-    if chains and all(
-        not c.divisors and any(window.is_count(f) for f in c.factors) for c in chains
+    # A method of another file may have divided it.
+    calls = [c.base_call for c in chains if c.base_call is not None]
+    known = bool(calls) and not any(re.match(r"self\.\w+\(", text(call)) for call in calls)
+    if known and all(
+        not c.divisors and any(window.is_count(f) for f in c.factors) for c in chains or [Chain()]
     ):
         return (
             f"reported loss is multiplied by `{name}`, but was not divided by it: it is that many "
@@ -206,7 +210,9 @@ def _is_inner(window: LoopWindow) -> bool:
     """True if the loop runs over the micro-batches of one batch, so that it ends with a window."""
     sliced = is_call(window.loop.iterable, "range") and len(window.loop.iterable.args) == 3
     inside = window.shape == "deepspeed" and sliced and bool(window.loop.parents)
-    return window.shape == "nested" or inside
+    iterable = window.loop.iterable if window.shape == "accelerate" else None
+    counted = is_call(iterable, "range") and window.is_count(text(iterable.args[-1]))
+    return window.shape == "nested" or inside or counted
 
 
 def _sums(
@@ -248,7 +254,13 @@ def _averaged(window: LoopWindow, bases: set[int], file: File) -> Iterator[Repor
 
 def _means_over_micro_batches(name: str, window: LoopWindow, file: File) -> list[ast.AST]:
     counters = _micro_counters(window)
-    nodes = [n for n in walk(_function_of(window, file)) if isinstance(n, ast.BinOp)]
+    inside = [*walk(_function_of(window, file))]
+    nodes = [n for n in inside if isinstance(n, ast.BinOp)]
+    nodes += [
+        ast.copy_location(ast.BinOp(n.target, n.op, n.value), n)
+        for n in inside
+        if isinstance(n, ast.AugAssign) and isinstance(n.op, ast.Div)
+    ]
     # `if n % every == 0: total / every` is a mean over micro-batches if `n` counts these.
     products = {
         text(n.right)
@@ -263,7 +275,8 @@ def _means_over_micro_batches(name: str, window: LoopWindow, file: File) -> list
         if not isinstance(node.op, ast.Div) or id(node) in restored:
             continue
         left, right = text(node.left), text(strip_casts(node.right))
-        is_count = right.removesuffix(" + 1") in counters or _LENGTH.fullmatch(right)
+        # `n + 1` and `n + 1e-5` are the counter too.
+        is_count = re.sub(r" \+ [\de.-]+$", "", right) in counters or _LENGTH.fullmatch(right)
         # Only the name itself: `(total - before) / steps` uses another count.
         alone = left in {name, f"{name}.item()"} and not is_accumulation_name(right)
         interval = re.fullmatch(rf"{re.escape(name)}(\.item\(\)| - \w+)?", left)

@@ -1,4 +1,4 @@
-"""Micro-batches are counted where updates are meant."""
+"""A schedule or a counter counts micro-batches where updates are meant."""
 
 from __future__ import annotations
 
@@ -46,11 +46,7 @@ _LENGTH = re.compile(
 _MICRO_BATCH_SIZE = re.compile(r"batch_size\s*=\s*(int\()?[\w.]*batch_size\s*//?\s*[\w.]*accum")
 
 
-@rule(
-    "WB116",
-    "micro-batches counted as updates",
-    "A schedule or a counter counts micro-batches where updates are meant.",
-)
+@rule("micro-batches counted as updates")
 def check(file: File) -> Iterator[Report]:
     """Yield the schedules and counters of each window that count micro-batches."""
     for window in file.accumulating:

@@ -1,4 +1,4 @@
-"""Gradients are cleared between `backward` and `step`."""
+"""Gradients are cleared between the backward that made them and the step."""
 
 from __future__ import annotations
 
@@ -19,12 +19,7 @@ from .rule_base import (
 )
 
 
-@rule(
-    "WB117",
-    "cleared before the step",
-    "Gradients are cleared between the backward that made them and the step.",
-    fixable=True,
-)
+@rule("cleared before the step", fixable=True)
 def check(file: File) -> Iterator[Report]:
     """Yield clearing calls between a backward and its step."""
     for window in file.windows:

@@ -1,4 +1,4 @@
-"""Gradients are accumulated although the whole batch would fit."""
+"""Accumulation over a model and batch so small that the whole batch fits."""
 
 from __future__ import annotations
 
@@ -17,12 +17,7 @@ _LARGE_PARTS = re.compile(
 )
 
 
-@rule(
-    "WB118",
-    "batch fits anyway",
-    "Accumulation over a model and batch so small that the whole batch fits.",
-    level="note",
-)
+@rule("batch fits anyway", level="note")
 def check(file: File) -> Iterator[Report]:
     """Yield at most one note per file."""
     windows = [w for w in file.shaped("boundary", "nested") if number(w.every) is not None]

@@ -1,4 +1,4 @@
-"""The loss is divided by the number of micro-batches, but every micro-batch makes an update."""
+"""The loss is divided by the accumulation steps, but every micro-batch makes an update."""
 
 from __future__ import annotations
 
@@ -13,11 +13,7 @@ from .rule_base import Report, rule
 _WAITS = re.compile(rf"{ACCUMULATION_NAME.pattern}|update\w*\(|step\w*\(", re.I)
 
 
-@rule(
-    "WB119",
-    "divided but stepped",
-    "The loss is divided by the accumulation steps, but every micro-batch makes an update.",
-)
+@rule("divided but stepped")
 def check(file: File) -> Iterator[Report]:
     """Yield at most one report per loop that updates on every batch."""
     for window in file.shaped("plain"):

@@ -1,4 +1,4 @@
-"""Gradients are accumulated from a CUDA graph, which reuses the memory of its outputs."""
+"""A CUDA graph reuses its buffers, so gradients that add up over it can be silently wrong."""
 
 from __future__ import annotations
 
@@ -14,18 +14,14 @@ _GRAPHED = {"reduce-overhead", "max-autotune"}
 _MARKED = re.compile(r"cudagraph_mark_step_begin|triton\.cudagraphs\s*=\s*False")
 
 
-@rule(
-    "WB120",
-    "CUDA graphs under accumulation",
-    "A CUDA graph reuses its buffers, so gradients that add up over it can be silently wrong.",
-)
+@rule("CUDA graphs under accumulation")
 def check(file: File) -> Iterator[Report]:
     """Yield every call that makes CUDA graphs in a file that accumulates."""
-    if not (file.accumulating or framework_accumulates(file)) or file.facts.mentions(_MARKED):
+    if not (file.accumulating or framework_accumulates(file)):
         return
     for call in file.facts.calls:
         what = _graphs(call)
-        if what:
+        if what and not file.facts.mentions(_MARKED):
             yield Report(
                 call,
                 f"{what} records CUDA graphs, whose gradients are overwritten by the next replay: "

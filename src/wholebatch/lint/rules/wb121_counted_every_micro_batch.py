@@ -1,4 +1,4 @@
-"""A parameter beside the cached features gets the whole batch's gradient once per micro-batch."""
+"""A scale beside cached features is differentiated K times, once per micro-batch."""
 
 from __future__ import annotations
 
@@ -13,19 +13,14 @@ _BESIDE = re.compile(r"\b(logit_scale|logit_bias|temperature|log_temp\w*)\b")
 _DETACHED = re.compile(r"(logit_scale|logit_bias|temperature)\w*['\"\])]*\.detach\(\)")
 
 
-@rule(
-    "WB121",
-    "counted every micro-batch",
-    "A scale beside cached features is differentiated K times, once per micro-batch.",
-)
+@rule("counted every micro-batch")
 def check(file: File) -> Iterator[Report]:
     """Yield loops that put one micro-batch's features among the cached ones of the others."""
-    if file.facts.mentions(RESCALED) or file.facts.mentions(_DETACHED):
-        return
     for window in file.shaped("nested"):
         names = set(_BESIDE.findall(text(window.loop.node)))
         divided = any(window.counts(d) for _, chain in window.chains for d in chain.divisors)
-        if names and not divided and replaces_one(window):
+        exact = names and any(map(file.facts.mentions, (RESCALED, _DETACHED)))
+        if names and not exact and not divided and replaces_one(window):
             name = sorted(names)[-1]
             yield Report(
                 window.backwards[0].node,

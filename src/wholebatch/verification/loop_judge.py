@@ -1,16 +1,18 @@
-"""The verdict on a window of a live loop: is it the undivided batch's update, and if not, why.
+"""The one judge of a loop's window: is it the undivided batch's update, and if not, why.
 
-The gradient of every micro-batch was seen, and the graph of its loss tells the weight and the units
-that it came with. So the right gradient is known: `sum of units × mean gradient / all units`. Where
-the model's calls can be joined, the undivided batch itself is run too, and its gradient is the one
-that is compared with. What cannot be known is not judged, and the reason is told.
+What the recorder saw is held against the right gradient, `sum of units × mean gradient / all
+units`. On a loop function the mean gradients and units come from a model and a loss that are known.
+Of a live loop the gradient of every micro-batch was seen, and the graph of its loss tells the
+weight and the units that it came with; where the model's calls can be joined, the undivided batch
+itself is run too. What cannot be known is not judged, and the reason is told.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,13 +22,6 @@ from wholebatch.coupled.loss_graph import LossTerm
 from wholebatch.coupled.normalisation_layers import uses_batch_statistics
 from wholebatch.distributed.process_group import largest_over_ranks, sum_over_ranks, world_size
 from wholebatch.verification.joined_calls import JoinedCalls
-from wholebatch.verification.live_window import (
-    LiveClip,
-    LiveMicroBatch,
-    LiveObserver,
-    LiveWindow,
-    tensors_of,
-)
 from wholebatch.verification.loss_weights import TermWeights, Unreadable, read_weights
 from wholebatch.verification.mistakes import (
     NOT_JUDGED,
@@ -40,35 +35,66 @@ from wholebatch.verification.mistakes import (
 )
 from wholebatch.verification.run_comparison import TIMES_THE_FLOOR, percent
 from wholebatch.verification.verdicts import LoopTrial
+from wholebatch.verification.window_recorder import (
+    RecordedClip,
+    RecordedMicroBatch,
+    RecordedWindow,
+    WindowRecorder,
+    tensors_of,
+)
 
 _IGNORED = -100
 _NO_LIMIT = 1e6
 """Clipping to more than this is a way to measure a norm."""
 _WEIGHTS = 1e-3
 """Weights of losses that differ by less are the same."""
+_LOSS_SCALE = 64
+"""A gradient that is a power of two too large, from here on, has a loss scale left in it."""
 
 
 @dataclass
-class LiveJudge:
+class LoopJudge:
     """Judges one window; `steps` is the number of micro-batches of a full one, where known."""
 
-    window: LiveWindow
-    observer: LiveObserver
+    window: RecordedWindow
+    recorder: WindowRecorder
     name: str
+    case: str = "live"
     steps: int | None = None
     scales: Sequence[float] = ()
     """The weights of its own that the loss had in the first window."""
     runs_undivided: bool = True
     needs_calls: bool = False
     """True if the units are read from the inputs of the model."""
+    notes: list[str] = field(default_factory=list)
+    optimizer_steps: int = 1
+    by: str = "gradients"
+    as_seen: Callable[[Tensor], Tensor] = lambda gradient: gradient
+    """Makes of a gradient what the loop is known to make of it: a clipped one, or an update."""
 
-    def trial(self) -> LoopTrial:
-        """Return the verdict on the window."""
-        self.notes: list[str] = []
-        self.coupled_outputs = False
+    def __post_init__(self) -> None:
         self.micros = self.window.micros
         self.floor, self.tolerance = self.window.unit, _WEIGHTS
         self.fits: list[MistakeFit] = []
+        self.read: list[TermWeights] = []
+        self.units: Sequence[float] = ()
+        self.coupled_outputs = False
+
+    def trial_of(
+        self, parts: WindowParts, floor: float, inputs: Sequence[Any], *, coupled: bool
+    ) -> LoopTrial:
+        """Return the verdict on a window whose parts are known, with what rounding explains.
+
+        `coupled` tells that the undivided batch is not the sum of its micro-batches.
+        """
+        self.parts, self.floor, self.tolerance = parts, floor, TIMES_THE_FLOOR * floor
+        self.units, self.coupled_outputs = parts.units, coupled
+        return self._hold_against(inputs)
+
+    def trial(self) -> LoopTrial:
+        """Return the verdict on a window of a live loop."""
+        self.notes, self.by = [], "gradients"
+        self.__post_init__()
         read = self._read()
         if largest_over_ranks(isinstance(read, Unreadable)):
             return self._without_weights(read)
@@ -76,7 +102,7 @@ class LiveJudge:
         if len(self.scales) == len(read):
             pairs = zip(read, self.scales, strict=True)
             read = [term.scaled_as(scale) for term, scale in pairs]
-        self.read = read
+        self.read, self.units = read, read[0].units
         if largest_over_ranks(len(self._owners)) < 2:
             return self._of_one_micro_batch()
         whole = self._micro_weights()
@@ -85,25 +111,35 @@ class LiveJudge:
         if largest_over_ranks(whole is None):
             return self._by_weights("weights of the losses, and their sum")
         assert whole is not None
-        return self._by_gradients(*whole)
+        self._take_apart(*whole)
+        inputs = [(call.args, call.kwargs) for m in self.micros for call in m.calls[:1]]
+        return self._hold_against(inputs if len(inputs) == len(self.micros) else ())
 
     def _of_one_micro_batch(self) -> LoopTrial:
         left = float(self.micros[0].before.norm()) if self.micros[0].before.numel() else 0.0
+        if left and (part := self._stepped_part()):
+            return self.told("stepped-every-micro-batch", f"the optimizer of {part}")
         if left:
-            return self._told("never-cleared", "there are gradients before the first backward")
+            return self.told("never-cleared", "there are gradients before the first backward")
         nominal = max(term.nominal for term in self.read)
         if nominal > 2:
-            return self._told("stepped-every-micro-batch", f"the loss is divided by {nominal}")
-        return self._not_judged(
+            return self.told("stepped-every-micro-batch", f"the loss is divided by {nominal}")
+        return self.not_judged(
             "every update is made of one micro-batch, so nothing is accumulated; a loop that "
             "means to accumulate steps at every micro-batch"
         )
+
+    def _stepped_part(self) -> str:
+        """Return a parameter whose optimizer has stepped and cleared while others add up."""
+        rows = self.micros[0].before.split(self.window.sizes)
+        before = [step.places for step in self.recorder.steps[-2:-1]]
+        part = [place for places in before for place in places]
+        return self.window.names[part[0]] if part and not any(rows[i].any() for i in part) else ""
 
     # ----------------------------------------------------------------- weights
 
     def own_weights(self) -> list[float]:
         """Return the weight of its own that each term of the loss has; [] if it cannot be read."""
-        self.micros = self.window.micros
         read = self._read()
         return [] if isinstance(read, Unreadable) else [term.scale for term in read]
 
@@ -134,21 +170,22 @@ class LiveJudge:
         rows = [self._sums(term) for term in self.read]
         weights, units = rows[0]
         if len(rows) > 1:
-            constants = [self._constant(*row) for row in rows]
+            constants = [self._constant(term) for term in self.read]
             if constants[0] is None or any(c is None for c in constants):
                 alike = all(_alike(w, weights) and _alike_shares(u, units) for w, u in rows)
                 return rows[0] if alike else None
             if not _alike([c or 0.0 for c in constants], [constants[0]] * len(rows)):
                 return None
-        if len(self._owners) > len(self.micros) and self._constant(*rows[0]) is None:
+        if len(self._owners) > len(self.micros) and self._constant(self.read[0]) is None:
             return None
         return weights, units
 
-    def _constant(self, weights: Sequence[float], units: Sequence[float]) -> float | None:
+    def _constant(self, term: TermWeights) -> float | None:
         """Return c where the weights are c × their shares of the units × the loss scale."""
-        total = sum(units)
-        scales = [micro.loss_scale for micro in self.micros]
-        found = [w * total / u / s for w, u, s in zip(weights, units, scales, strict=True) if u]
+        total = sum(term.units)
+        scales = [self.micros[owner].loss_scale for owner in self._owners]
+        rows = zip(term.weights, term.units, scales, strict=True)
+        found = [w * total / u / s for w, u, s in rows if u]
         return found[0] if found and _alike(found, [found[0]] * len(found)) else None
 
     def _sums(self, term: TermWeights) -> tuple[list[float], list[float]]:
@@ -164,12 +201,12 @@ class LiveJudge:
     def _without_weights(self, read: list[TermWeights] | Unreadable) -> LoopTrial:
         reason = read if isinstance(read, Unreadable) else Unreadable("another rank's is not read")
         if reason.coupled:
-            return self._told("coupled", f"the loss of each micro-batch: {reason.reason}")
+            return self.told("coupled", f"the loss of each micro-batch: {reason.reason}")
         if self.window.sizes and self.window.gradient is not None:
             found = self._lost_on_the_way(self._before_clip())
             if found is not None:
-                return self._made(found.key, [found, _right(math.inf)])
-        return self._not_judged(f"the weight of the loss cannot be read: {reason.reason}")
+                return self._trial(found.key, [found, _right(math.inf)])
+        return self.not_judged(f"the weight of the loss cannot be read: {reason.reason}")
 
     def _by_weights(self, by: str) -> LoopTrial:
         """Judge by the weights of the losses, in place of gradients."""
@@ -177,55 +214,54 @@ class LiveJudge:
         for term in self.read:
             seen = [w / s for w, s in zip(term.weights, scales, strict=True)]
             observed = torch.tensor(seen, dtype=torch.float64)
-            self.fits = nearest(self._weightings(term), [observed], _WEIGHTS)
+            self.fits = nearest(self._weightings(term), observed, _WEIGHTS)
             if not _right_of(self.fits).fits:
                 break
         found = RIGHT if _right_of(self.fits).fits else _best(self.fits)
-        constants = [self._constant(*self._sums(term)) for term in self.read]
+        constants = [self._constant(term) for term in self.read]
         known = world_size() == 1 and None not in constants
         if found is None and constants[0] is not None and known:
             cause = self._of_constant(constants[0], sum(self.read[0].units))
             found, self.fits = cause.key, [cause, *self.fits]
-        if self.window.sizes and found not in (RIGHT, None):
-            lost = self._lost_on_the_way(self._before_clip())
-            if lost is not None:
-                found, self.fits = lost.key, [lost, *self.fits]
         tolerance = _WEIGHTS
         if self.window.sizes and self.window.gradient is not None:
+            gradient = self._before_clip()
             if found == RIGHT:
                 flow = torch.stack([m.brought / m.loss_scale for m in self.micros]).sum(0)
-                off = apart(self._before_clip(), flow)
+                off = largest_over_ranks(apart(gradient, sum_over_ranks(flow) / world_size()))
                 tolerance = TIMES_THE_FLOOR * self.window.unit * math.sqrt(len(self.micros))
                 self.fits = [_right(off, off <= tolerance)]
-                lost = None if off <= tolerance else self._lost_on_the_way(self._before_clip())
-                found = RIGHT if off <= tolerance else lost.key if lost else None
-                self.fits = self.fits if lost is None else [lost, *self.fits]
+                found = RIGHT if off <= tolerance else None
+            lost = None if found == RIGHT else self._lost_on_the_way(gradient)
+            if lost is not None:
+                found, self.fits = lost.key, [lost, *self.fits]
             found = self._beside(found)
-        return self._made(found, self.fits, by=by, tolerance=tolerance)
+        self.by = by
+        return self._trial(found, self.fits, tolerance=tolerance)
 
-    def _weightings(self, term: TermWeights) -> list[Hypothesis]:
-        """Return the right weights of a term, and those of every mistake."""
+    def _weightings(self, term: TermWeights) -> Iterator[Hypothesis]:
+        """Yield the right weights of a term, and those of every mistake."""
         units, ranks = torch.tensor(term.units, dtype=torch.float64), world_size()
         if ranks == 1:
             one_each = list(torch.eye(len(units), dtype=torch.float64))
-            return hypotheses(
-                WindowParts(units / units.sum(), one_each, term.units, self._nominal()), ()
+            yield from hypotheses(
+                WindowParts(units / units.sum(), one_each, term.units, self._nominal())
             )
+            return
         everywhere, equal = float(sum_over_ranks(units.sum())), torch.ones_like(units) / len(units)
-        return [  # an engine averages the gradients of the ranks
-            Hypothesis(RIGHT, "the undivided batch", (units * ranks / everywhere,)),
-            Hypothesis("mean-of-means", "mean losses divided by their number", (equal,)),
-            Hypothesis("mean-of-means", "each rank's own mean", (units / units.sum(),)),
-            Hypothesis("not-divided", "mean losses added", (equal * len(units),)),
-            Hypothesis("not-divided", "sums added", (units,)),
-            Hypothesis("divided-twice", "by their number", (equal / len(units),)),
-            Hypothesis("world-size-forgotten", "by all units", (units / everywhere,)),
-        ]
+        # An engine averages the gradients of the ranks.
+        yield Hypothesis(RIGHT, "the undivided batch", units * ranks / everywhere)
+        yield Hypothesis("mean-of-means", "mean losses divided by their number", equal)
+        yield Hypothesis("mean-of-means", "each rank's own mean", units / units.sum())
+        yield Hypothesis("not-divided", "mean losses added", equal * len(units))
+        yield Hypothesis("not-divided", "sums added", units)
+        yield Hypothesis("divided-twice", "by their number", equal / len(units))
+        yield Hypothesis("world-size-forgotten", "by all units", units / everywhere)
 
     # --------------------------------------------------------------- gradients
 
-    def _by_gradients(self, weights: list[float], units: list[float]) -> LoopTrial:
-        """Judge by the gradients that were seen, each divided by the weight that it came with."""
+    def _take_apart(self, weights: list[float], units: list[float]) -> None:
+        """Divide the gradients that were seen by the weights that they came with."""
         means = [
             micro.brought / weight if weight else micro.brought
             for micro, weight in zip(self.micros, weights, strict=True)
@@ -245,32 +281,45 @@ class LiveJudge:
             if off <= limit:
                 right, self.floor = whole, max(self.floor, off)
         self.parts = replace(parts, right=right)
-        self.tolerance = TIMES_THE_FLOOR * self.floor
-        if self.window.half:
-            self.tolerance = self.window.unit
-        gradient = self._before_clip()
+        self.tolerance = self.window.unit if self.window.half else TIMES_THE_FLOOR * self.floor
+
+    def _hold_against(self, inputs: Sequence[Any]) -> LoopTrial:
+        """Hold the gradient of the step against the right one, and name why it differs."""
+        gradient, at_step = self._before_clip(), self._at_step()
+        right = self.as_seen(self.parts.right)
         off = largest_over_ranks(apart(gradient, right))
-        scale = self.read[0].scale
+        scale = self.read[0].scale if self.read else 1.0
         if off > self.tolerance and self._same(gradient * scale, right):
             right = right / scale  # a scale of the loop's own, which it has divided out again
             self.parts = replace(self.parts, right=right)
             off = largest_over_ranks(apart(gradient, right))
         self.fits = [_right(off, off <= self.tolerance)]
-        at_step = self._at_step()
         kept = gradient is at_step or self._same(at_step, self._last_clips()[-1].after)
         if off <= self.tolerance and kept:
-            return self._made(self._beside(RIGHT), self.fits)
-        cause = self._lost_on_the_way(gradient) or self._scaled(gradient)
-        if cause is None:
-            inputs = [(call.args, call.kwargs) for m in self.micros for call in m.calls[:1]]
-            whole_inputs = inputs if len(inputs) == len(self.micros) else ()
+            return self._trial(self._beside(RIGHT), self.fits)
+        # Ranks may find different causes: what they do together, all or none of them must do.
+        cause = None
+        if self.micros:
+            cause = self._lost_on_the_way(gradient) or self._scaled(gradient)
+        if largest_over_ranks(cause is None):
             tolerance = max(self.tolerance, TIMES_THE_FLOOR * self.floor)
-            self.fits = nearest(hypotheses(self.parts, whole_inputs), [gradient], tolerance)
-            cause = self._named() or self._owned_twice(gradient) or self._added_in_16_bits(gradient)
-        if cause is None or cause.key == "coupled":
-            return self._made(self._beside(None if cause is None else "coupled"), self.fits)
+            candidates, units = hypotheses(self.parts, inputs), self.parts.units_everywhere
+            self.fits = nearest(candidates, gradient, tolerance, self.as_seen)
+            cause = (
+                cause
+                or next((fit for fit in self.fits if fit.fits and fit.key != RIGHT), None)
+                or self._other_constant(gradient, units)
+                or self._owned_twice(gradient)
+                or self._added_in_16_bits(gradient)
+                or self._cut_by_hand()
+            )
+        if largest_over_ranks(cause is None):
+            found = self._beside(None)
+            if cause is None:
+                return self._trial(found, self.fits)
+        assert cause is not None
         rest = [fit for fit in self.fits if fit.key != cause.key]
-        return self._made(cause.key, [cause, *rest])
+        return self._trial(cause.key, [cause, *rest])
 
     def _same(self, ours: Tensor, other: Tensor) -> bool:
         return largest_over_ranks(apart(ours, other)) <= self.tolerance
@@ -279,14 +328,15 @@ class LiveJudge:
         assert self.window.gradient is not None
         return self.window.gradient
 
-    def _last_clips(self) -> list[LiveClip]:
-        """Return the clips that cut after the last backward: before them, all gradients are in."""
-        count = len(self.micros)
-        return [clip for clip in self.window.clips if clip.micro_batches == count and clip.cuts]
+    def _last_clips(self) -> list[RecordedClip]:
+        """Return the clips after the last backward: before them, all gradients are in."""
+        clips = [clip for clip in self.window.clips if clip.micro_batches == len(self.micros)]
+        return [clip for clip in clips if clip.limit < _NO_LIMIT or clip.cuts]
 
     def _before_clip(self) -> Tensor:
         clips = self._last_clips()
-        if not clips or not _parallel(self._at_step(), clips[-1].after, 1e-4):
+        kept = bool(clips) and _parallel(self._at_step(), clips[-1].after, 1e-4)
+        if largest_over_ranks(not kept):
             return self._at_step()  # or the loop has put another gradient there since
         return clips[0].before
 
@@ -312,6 +362,10 @@ class LiveJudge:
                 key = "only-the-last" if len(cleared) == count - 1 else "cleared-in-the-window"
                 places = ", ".join(str(place) for place in cleared)
                 return MistakeFit(key, f"cleared after micro-batch {places}", 0.0, True)
+        owners = [call for micro in micros for call in micro.calls]
+        if len(owners) > len(set(owners)):
+            variant = "its loss is in the backwards of others too: a sum that is not begun anew"
+            return MistakeFit("counted-twice", variant, 0.0, True)
         again = [
             (one, two)
             for one in range(count)
@@ -350,31 +404,25 @@ class LiveJudge:
                 is_scale = scales[0] != 1 and math.isclose(factor, scales[0], rel_tol=_WEIGHTS)
                 key = "clipped-while-scaled" if is_scale else "clipped-too-early"
                 return MistakeFit(key, f"clipped while {factor:.4g} times as large", 0.0, True)
-        if scales[0] != 1 and self._same(gradient, right * scales[0]):
+        if scales[0] != 1 and apart(gradient, right * scales[0]) <= self.tolerance:
             return MistakeFit("loss-scale", f"{scales[0]:g} times too large", 0.0, True)
         return None
 
-    def _named(self) -> MistakeFit | None:
-        """Return the known mistake that fits best, as what it is in a loop that runs."""
-        found = next((f for f in self.fits if f.fits and f.key not in (RIGHT, "coupled")), None)
-        if any(f.key == "coupled" and f.fits for f in self.fits) and found is None:
-            return next(f for f in self.fits if f.key == "coupled")
-        if found is None:
-            return self._other_divisor()
-        return found
-
-    def _other_divisor(self) -> MistakeFit | None:
+    def _other_constant(self, gradient: Tensor, units: float) -> MistakeFit | None:
         """Return the mistake of a gradient that is right but for a constant: another divisor."""
-        gradient, right = self._before_clip(), self.parts.right
+        right = self.as_seen(self.parts.right)
         factor = float(gradient @ right / (right @ right)) if float(right.norm()) else 0.0
-        if factor <= 0 or not self._same(gradient, right * factor):
+        if factor <= 0 or apart(gradient, right * factor) > self.tolerance:
             return None
+        power = math.log2(factor)
+        if factor > _LOSS_SCALE - 1 and abs(power - round(power)) < _WEIGHTS:
+            return MistakeFit("loss-scale", f"{factor:g} times too large", 0.0, True)
         weights = [w for term in self.read[:1] for w in self._sums(term)[0]]
-        scales = [micro.loss_scale for micro in self.micros]
+        scales = [micro.loss_scale for micro in self.micros[: len(weights)]]
         of_losses = sum(w / s for w, s in zip(weights, scales, strict=True))
         if not math.isclose(of_losses, factor, rel_tol=_WEIGHTS):
             return None  # the weights of the losses are others: it comes after them
-        return self._of_constant(factor, self.parts.units_everywhere)
+        return self._of_constant(factor, units)
 
     def _of_constant(self, factor: float, units: float) -> MistakeFit:
         """Return the mistake of weights that are right but for this factor."""
@@ -413,17 +461,30 @@ class LiveJudge:
     def _added_in_16_bits(self, gradient: Tensor) -> MistakeFit | None:
         if not self.window.half:
             return None
-        off = largest_over_ranks(apart(gradient, self.parts.right))
+        off = apart(gradient, self.parts.right)
         if off > math.sqrt(self.window.unit) * TIMES_THE_FLOOR:
             return None
         variant = f"{percent(off)} of the sum is lost"
         return MistakeFit("16-bit-accumulation", variant, off, True)
 
+    def _cut_by_hand(self) -> MistakeFit | None:
+        """Return the mistake of a loop, or a hook, that clips after every backward by itself."""
+        cuts = 0
+        for micro, following in zip(self.micros, [*self.micros[1:], None], strict=True):
+            whole = micro.before + micro.brought
+            left = micro.after if following is None else following.before
+            limit = float(left.abs().max())
+            by_value = apart(whole.clamp(-limit, limit), left) <= _WEIGHTS
+            by_norm = left.norm() < whole.norm() and _parallel(left, whole, _WEIGHTS)
+            cuts += bool(limit) and (by_value or by_norm) and apart(whole, left) > _WEIGHTS
+        variant = f"by hand, after {cuts} of {len(self.micros)} backwards"
+        return MistakeFit("clipped-per-micro-batch", variant, 0.0, True) if cuts > 1 else None
+
     # --------------------------------------------------------------- beside the gradient
 
     def _beside(self, found: str | None) -> str | None:
         """Return the mistake that a right gradient does not show, or what was found before."""
-        if found not in (RIGHT, "coupled"):
+        if found not in (RIGHT, None):
             return found
         later = self.micros[1:]
         rates = {m.rates for m in self.micros}
@@ -431,14 +492,16 @@ class LiveJudge:
         key, variant = None, ""
         if largest_over_ranks(any(m.weights_moved for m in later)):
             key, variant = "moved-in-the-window", "between two backwards"
+        elif found is None:
+            return None
         elif largest_over_ranks(len(rates) > 1):
             first, last = max(self.micros[0].rates), max(self.micros[-1].rates)
             key, variant = "scheduled-per-micro-batch", f"from {first:.3g} to {last:.3g}"
         elif largest_over_ranks(averaged >= max(1, len(later) - 1)):
             key, variant = "averaged-per-micro-batch", f"{averaged + 1} times in a window"
-        elif largest_over_ranks(found == "coupled" or self._linked() or self._couples()):
+        elif largest_over_ranks(self._linked() or self._couples()):
             key, variant = "coupled", self._coupling()
-        elif found == RIGHT and largest_over_ranks(self._clipped_early() is not None):
+        elif largest_over_ranks(self._clipped_early() is not None):
             clipped = self._clipped_early() or MistakeFit("clipped-too-early", "", 0.0, True)
             key, variant = clipped.key, clipped.variant
         if key is None:
@@ -471,7 +534,7 @@ class LiveJudge:
         """Run the undivided batch of this rank; return its share of the right gradient."""
         if not self.runs_undivided:
             return None
-        calls = JoinedCalls(self.window, self.observer, self.read)
+        calls = JoinedCalls(self.window, self.recorder, self.read)
         made = calls.gradient(weights, [unit / everywhere for unit in units])
         self.notes += calls.notes
         self.coupled_outputs = calls.coupled
@@ -479,59 +542,62 @@ class LiveJudge:
 
     # --------------------------------------------------------------- the trial
 
-    def _told(self, key: str, variant: str) -> LoopTrial:
+    def told(self, key: str, variant: str) -> LoopTrial:
+        """Return the verdict of a mistake that was seen, and needs no gradient to be compared."""
         fit = MistakeFit(key, variant, 0.0, True)
-        return self._made(key, [fit, _right(math.inf)])
+        return self._trial(key, [fit, _right(1.0 if key == "no-update" else math.inf)])
 
-    def _not_judged(self, reason: str) -> LoopTrial:
+    def not_judged(self, reason: str) -> LoopTrial:
+        """Return the verdict that nothing can be known, with the reason."""
         self.notes.append(reason)
-        return self._made(NOT_JUDGED, [_right(math.inf)])
+        return self._trial(NOT_JUDGED, [_right(math.inf)])
 
-    def _made(
+    def _trial(
         self,
         found: str | None,
         fits: Sequence[MistakeFit],
         *,
-        by: str = "gradients",
         tolerance: float | None = None,
     ) -> LoopTrial:
-        units = self.read[0].units if hasattr(self, "read") else ()
-        count = len(self._owners)
-        kind = "" if not units else "equal " if _alike(units, [units[0]] * count) else "uneven "
-        if found == RIGHT and kind == "equal " and count > 1:
-            self.notes.append(
-                "all micro-batches have equally many units, so a mean of means cannot be told "
-                "from the mean here"
-            )
-        for scale in {t.scale for t in getattr(self, "read", [])} - {1.0}:
+        units, count, name = self.units, len(self.units) or len(self.micros), self.name
+        if self.case == "live":
+            kind = "" if not units else "equal " if _alike(units, [units[0]] * count) else "uneven "
+            name = f"{name}: {count} {kind}micro-batches"
+            if found == RIGHT and kind == "equal " and count > 1:
+                self.notes.append(
+                    "all micro-batches have equally many units, so a mean of means cannot be told "
+                    "from the mean here"
+                )
+        for scale in {term.scale for term in self.read} - {1.0}:
             self.notes.append(f"the loss has a weight of {scale:g} of its own")
         fits = self.fits if self.fits and found == self.fits[0].key else fits
         return LoopTrial(
-            case="live",
-            name=f"{self.name}: {count} {kind}micro-batches",
+            case=self.case,
+            name=name,
             micro_batches=count,
             units=tuple(units),
-            optimizer_steps=1,
+            optimizer_steps=self.optimizer_steps,
             found=found,
             fits=tuple(fits),
             tolerance=self.tolerance if tolerance is None else tolerance,
             floor=self.floor,
-            observed_by=by,
+            observed_by=self.by,
             notes=tuple(self.notes),
         )
 
 
-def _by_call(micro: LiveMicroBatch) -> list[list[LossTerm]]:
+def _by_call(micro: RecordedMicroBatch) -> list[list[LossTerm]]:
     """Return the losses of a backward: one of each call, where it adds those of several."""
     modules = {call.module for call in micro.calls}
-    kinds = {(term.node, term.kind) for term in micro.terms}
+    terms = [term for term in micro.terms if term.kind != "joined"]
+    kinds = {(term.node, term.kind) for term in terms}
     each = len(micro.calls) > 1 and len(modules) == 1 and len(kinds) == 1
-    if each and len(micro.calls) == len(micro.terms):
-        return [[term] for term in micro.terms]
+    if each and len(micro.calls) == len(terms):
+        return [[term] for term in terms]
     return [micro.terms]
 
 
-def _labels(micros: Sequence[LiveMicroBatch]) -> list[tuple[list[float], list[float]]]:
+def _labels(micros: Sequence[RecordedMicroBatch]) -> list[tuple[list[float], list[float]]]:
     """Return what the calls' labels count: of all, those that are not ignored (-100).
 
     A causal model may leave out the first label of every sample.
@@ -564,7 +630,7 @@ def _right_of(fits: Sequence[MistakeFit]) -> MistakeFit:
 
 
 def _best(fits: Sequence[MistakeFit]) -> str | None:
-    return next((fit.key for fit in fits if fit.fits and fit.key != "coupled"), None)
+    return next((fit.key for fit in fits if fit.fits), None)
 
 
 def _alike(ours: Sequence[float], others: Sequence[float]) -> bool:
@@ -576,8 +642,7 @@ def _alike_shares(ours: Sequence[float], others: Sequence[float]) -> bool:
 
 
 def _parallel(ours: Tensor, other: Tensor, tolerance: float) -> bool:
-    """Tell if one gradient is the other times a positive number, on every rank."""
+    """Tell if one gradient is the other times a positive number, on this rank."""
     size = float(other @ other)
     factor = float(ours @ other) / size if size else 0.0
-    far = math.inf if factor <= 0 else apart(ours, other * factor)
-    return largest_over_ranks(far) <= tolerance
+    return factor > 0 and apart(ours, other * factor) <= tolerance

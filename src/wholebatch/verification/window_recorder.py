@@ -1,4 +1,4 @@
-"""The windows of a loop that runs: their micro-batches, and the gradients on their way to the step.
+"""The one recorder of a loop that runs: its micro-batches, and their gradients up to the step.
 
 Nothing of the loop is changed. Every backward is seen before and after it ran, every parameter
 tells the gradient that a backward brings it, and clipping and the optimizer's step show what they
@@ -7,11 +7,14 @@ were given. Of a large model only every n-th number is kept, so that a copy is c
 
 from __future__ import annotations
 
+import copy
 import gc
+import importlib
 import logging
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial, wraps
 from typing import Any, TypeVar, cast
@@ -23,18 +26,22 @@ from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
 )
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from wholebatch.core import window
 from wholebatch.core.forward_state import capture_random, same_random
 from wholebatch.core.splitting.samples import flatten
 from wholebatch.coupled.loss_graph import LossTerm, linked_samples, loss_terms
-from wholebatch.verification.observed_window import WindowObserver, settings_of
+from wholebatch.verification.observed_window import places_of
 
 _log = logging.getLogger("wholebatch")
 
+# By its name: `torch.nn.utils` has a deprecated function that hides the module.
+_clip_grad: Any = importlib.import_module("torch.nn.utils.clip_grad")
+
 _NUMBERS = 1 << 18
-"""Numbers kept of every gradient; of a larger model, every n-th."""
+"""Numbers kept of every gradient, unless asked otherwise; of a larger model, every n-th."""
 _FEW_PARAMETERS, _FEW_NUMBERS = 8, 64
 """Parameters watched after the first window, and numbers kept of each."""
 _LOOKS = "wholebatch.coupled."
@@ -57,7 +64,7 @@ class Call:
 
 
 @dataclass(eq=False)
-class LiveMicroBatch:
+class RecordedMicroBatch:
     """One micro-batch: its calls of the model, its loss, and the gradient that it brought."""
 
     calls: list[Call]
@@ -74,7 +81,7 @@ class LiveMicroBatch:
 
 
 @dataclass(frozen=True)
-class LiveClip:
+class RecordedClip:
     """One call that clips: after how many micro-batches, and the gradient before and after it."""
 
     micro_batches: int
@@ -88,7 +95,7 @@ class LiveClip:
 
 
 @dataclass(eq=False)
-class LiveWindow:
+class RecordedWindow:
     """One window of a live loop: the gradients and calls recorded between two optimizer steps."""
 
     sizes: list[int]
@@ -98,8 +105,8 @@ class LiveWindow:
     half: bool
     """True if the gradients are kept in 16 bits."""
     began: float
-    micros: list[LiveMicroBatch] = field(default_factory=list)
-    clips: list[LiveClip] = field(default_factory=list)
+    micros: list[RecordedMicroBatch] = field(default_factory=list)
+    clips: list[RecordedClip] = field(default_factory=list)
     gradient: Tensor | None = None
     autocast: set[torch.dtype] = field(default_factory=set)
     seconds: float = 0.0
@@ -115,7 +122,7 @@ def _never_fails(method: _Method) -> _Method:
     """Return a method that keeps its error: a watch never ends somebody's training."""
 
     @wraps(method)
-    def kept(self: LiveObserver, *args: Any, **kwargs: Any) -> Any:
+    def kept(self: WindowRecorder, *args: Any, **kwargs: Any) -> Any:
         try:
             return method(self, *args, **kwargs)
         except Exception as error:
@@ -126,51 +133,109 @@ def _never_fails(method: _Method) -> _Method:
     return cast(_Method, kept)
 
 
+@dataclass(frozen=True)
+class RecordedStep:
+    """One optimizer step: the gradient it was given, what it stepped on, and its settings."""
+
+    gradient: Tensor
+    places: frozenset[int]
+    optimizer: Any
+    groups: tuple[dict[str, Any], ...]
+    has_closure: bool
+
+
 @dataclass(eq=False)
-class LiveObserver(WindowObserver):
-    """Watches a loop's windows; `ended(window)` is called inside the step, before it is made.
+class WindowRecorder:
+    """Records a loop's windows; `ended(window)` is called inside the step, before it is made.
 
-    `began(window)` is called after the first backward of each.
-
-    Without a model, the modules that are called for the first backward are taken.
+    `began(window)` is called after the first backward of each. Without a model, the modules that
+    are called for the first backward are taken. With `looks=False` nobody searches for averages of
+    the weights, or asks if the loss compares samples.
     """
 
-    model: nn.Module | None = None  # type: ignore[assignment]
-    parameters: Sequence[nn.Parameter] = ()
-    ended: Callable[[LiveWindow], None] = lambda _: None
-    began: Callable[[LiveWindow], None] = lambda _: None
+    model: nn.Module | None = None
+    optimizer: torch.optim.Optimizer | None = None
+    ended: Callable[[RecordedWindow], None] = lambda _: None
+    began: Callable[[RecordedWindow], None] = lambda _: None
+    looks: bool = True
+    numbers: int = _NUMBERS
     light: bool = False
 
-    def __enter__(self) -> LiveObserver:
-        self.window: LiveWindow | None = None
-        self._norms: dict[int, float] = {}
-        self.optimizer_steps = 0
+    def __enter__(self) -> WindowRecorder:
+        self.window: RecordedWindow | None = None
+        self.handed = self.optimizer
+        self.parameters: Sequence[nn.Parameter] = ()
+        self._sizes: list[int] = []
+        self._mine: set[int] = set()
+        self.steps: list[RecordedStep] = []
+        self.autocast: set[torch.dtype] = set()
         self.sharded = False
         self.failure = ""
         self.stepped_twice = False  # by two optimizers, on the same gradients
+        self.optimizer_steps = self.skipped_steps = 0
         self._stepped: frozenset[int] = frozenset()
         self._stepped_by: Any = None
+        self._norms: dict[int, float] = {}
         self._depth = 0
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
         self._random: Any = None
-        self._inside = False  # a backward, or a look of our own
+        self._inside = False  # a backward, a closure that is evaluated again, a look of our own
         self._loss_scale = 1.0
         self._calls: list[Call] = []
         self._parts: dict[int, Tensor] = {}
         self._nodes: dict[Any, Call] = {}
         self._outputs: list[Tensor] = []
         self._own = None if self.model is None else set(map(id, self.model.modules()))
-        super().__enter__()
-        self._patch_everywhere(torch.autograd, "backward", partial(self._backward, 0))
-        self._patch_everywhere(torch.autograd, "grad", partial(self._backward, 1))
+        # Compiled code hides how a loss is made; a window is the same without it.
+        self._eager = ExitStack()
+        if hasattr(torch.compiler, "set_stance"):
+            self._eager.enter_context(torch.compiler.set_stance("force_eager"))
+        self._undo: list[Callable[[], None]] = [
+            self._eager.close,
+            register_optimizer_step_pre_hook(self._before_step).remove,
+            *self._forward_hooks(),
+        ]
+        self._patch(_clip_grad, "_clip_grads_with_norm_", self._around_clip)
+        for owner, name, around in (
+            (torch.nn.utils, "clip_grads_with_norm_", self._around_clip),
+            (torch.nn.utils, "clip_grad_value_", self._around_clip),
+            (torch.autograd, "backward", partial(self._backward, 0)),
+            (torch.autograd, "grad", partial(self._backward, 1)),
+        ):
+            self._patch_everywhere(owner, name, around)
         self._patch(torch.amp.GradScaler, "scale", self._scaler_scale)
+        self._patch(torch.amp.GradScaler, "step", self._scaler_step)
         if "deepspeed" in sys.modules:
             self._patch(sys.modules["deepspeed"].DeepSpeedEngine, "step", self._engine_step)
+            utils = sys.modules["deepspeed.runtime.utils"]
+            self._patch_everywhere(utils, "clip_grad_norm_", self._around_clip)
         engine, window._run_backward = window._run_backward, None  # ours, by its usual door
         self._undo.append(lambda: setattr(window, "_run_backward", engine))
         if self.model is not None:
             self._adopt(list(self.model.parameters()))
         return self
+
+    def __exit__(self, *error: object) -> None:
+        while self._undo:
+            self._undo.pop()()
+
+    def _patch(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
+        original = getattr(owner, name, None)
+        if original is None:
+            return
+
+        def replaced(*args: Any, **kwargs: Any) -> Any:
+            return around(original, *args, **kwargs)
+
+        setattr(owner, name, replaced)
+        self._undo.append(lambda: setattr(owner, name, original))
+
+    def _patch_everywhere(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
+        """Patch a function of a module, also in modules that imported it by its name."""
+        original = getattr(owner, name, None)
+        for module in list(sys.modules.values()):
+            if original is not None and getattr(module, "__dict__", {}).get(name) is original:
+                self._patch(module, name, around)
 
     def _forward_hooks(self) -> list[Callable[[], None]]:
         leave: Any = self._leave_call
@@ -186,6 +251,8 @@ class LiveObserver(WindowObserver):
     def go_lightly(self) -> None:
         """Keep a few numbers of a few gradients of the windows to come, and no forwards."""
         self.light = True
+        self._eager.close()
+        self.steps.clear()
         for undo in (*self._of_forwards, *self._of_parameters):
             undo()
             self._undo.remove(undo)
@@ -210,12 +277,11 @@ class LiveObserver(WindowObserver):
         self.sharded = any(hasattr(p, "to_local") or not p.numel() for p in trained)
         self.sharded |= any(name.startswith("FSDP") for name in called)
         self._shards = {id(parameter) for parameter in trained}
-        self._keep_of([] if self.sharded else trained, _NUMBERS)
+        self._keep_of([] if self.sharded else trained, self.numbers)
 
     def _keep_of(self, parameters: list[nn.Parameter], numbers: int) -> None:
         """Keep so many numbers of the gradients of these parameters."""
         self.parameters = parameters
-        self._stepped = frozenset()
         self._mine = {id(parameter) for parameter in parameters}
         self.stride = max(1, -(-sum(p.numel() for p in parameters) // numbers))
         self._sizes = [-(-p.numel() // self.stride) for p in parameters]
@@ -224,6 +290,8 @@ class LiveObserver(WindowObserver):
             for place, parameter in enumerate(parameters)
         ]
         self._undo += self._of_parameters
+        if parameters:
+            self._device = parameters[0].device.type
 
     def _brings(self, place: int) -> Callable[[Tensor], None]:
         def brings(gradient: Tensor) -> None:
@@ -255,6 +323,13 @@ class LiveObserver(WindowObserver):
     def row_of(self, gradients: Sequence[Tensor | None]) -> Tensor:
         """Return whole gradients as they are kept."""
         return self._row([None if g is None else self._part(g) for g in gradients])
+
+    def spread(self, row: Tensor, parameters: Sequence[nn.Parameter]) -> None:
+        """Make a gradient, as it is kept, that of other parameters; what is not kept is zero."""
+        for parameter, part in zip(parameters, row.split(self._sizes), strict=True):
+            whole = torch.zeros(parameter.numel(), dtype=parameter.dtype)
+            whole[:: self.stride] = part
+            parameter.grad = whole.view(parameter.shape).to(parameter.device)
 
     def _grads(self) -> Tensor:
         return self.row_of([parameter.grad for parameter in self.parameters])
@@ -323,7 +398,7 @@ class LiveObserver(WindowObserver):
         return result
 
     @_never_fails
-    def _before_backward(self, roots: Any, seeds: Any) -> LiveMicroBatch:
+    def _before_backward(self, roots: Any, seeds: Any) -> RecordedMicroBatch:
         """Return the micro-batch as it is before its backward."""
         if not self.parameters and not self.sharded:
             self._adopt([p for call in self._calls for p in call.module.parameters()])
@@ -332,10 +407,12 @@ class LiveObserver(WindowObserver):
         seeds = [seeds] * len(listed) if isinstance(seeds, Tensor | None) else list(seeds)
         terms = [t for r, s in zip(listed, seeds, strict=False) for t in _terms_of(r, s)]
         before, linked = self._grads(), self._look_for_links(listed)
-        return LiveMicroBatch(self._calls_of(listed), before, before, before, terms, linked=linked)
+        return RecordedMicroBatch(
+            self._calls_of(listed), before, before, before, terms, linked=linked
+        )
 
     @_never_fails
-    def _after_backward(self, micro: LiveMicroBatch) -> None:
+    def _after_backward(self, micro: RecordedMicroBatch) -> None:
         """Add the micro-batch, if it brought the watched parameters a gradient."""
         micro.after = self._grads()
         micro.brought = self._row([self._parts.get(i) for i in range(len(self.parameters))])
@@ -358,11 +435,13 @@ class LiveObserver(WindowObserver):
             below = {child for child, _ in node.next_functions if child is not None} - seen
             seen |= below
             waiting += below
-        return list(found) or list(self._calls)
+        taken = {call for m in self.window.micros for call in m.calls} if self.window else set()
+        fresh = [call for call in self._calls if call not in taken]
+        return list(found) or fresh or list(self._calls)
 
     def _look_for_links(self, roots: Sequence[Tensor]) -> bool:
         """Tell if the first loss compares samples with each other."""
-        if self.window is not None or len(roots) != 1 or not self._outputs:
+        if not self.looks or self.window is not None or len(roots) != 1 or not self._outputs:
             return False
         units = [term.count for term in loss_terms(roots[0].grad_fn) if term.count > 1]
         if not units or roots[0].numel() != 1:
@@ -372,7 +451,7 @@ class LiveObserver(WindowObserver):
         except Exception:  # a graph that cannot be asked tells nothing
             return False
 
-    def _add(self, micro: LiveMicroBatch) -> None:
+    def _add(self, micro: RecordedMicroBatch) -> None:
         """Add a micro-batch, or a second backward of the same forward to its first."""
         if self.window is None:
             self._begin_window()
@@ -393,10 +472,11 @@ class LiveObserver(WindowObserver):
             first.after, first.brought = micro.after, first.brought + micro.brought
         first.terms += micro.terms
 
-    def _begin_window(self) -> None:
+    def new_window(self) -> RecordedWindow:
+        """Return a window in which nothing was seen yet."""
         dtypes = {parameter.dtype.to_real() for parameter in self.parameters}
         owner = {id(p): name for name, p in self.model.named_parameters()} if self.model else {}
-        self.window = LiveWindow(
+        return RecordedWindow(
             sizes=list(self._sizes),
             names=[owner.get(id(p), f"parameter {i}") for i, p in enumerate(self.parameters)],
             unit=max((torch.finfo(dtype).eps / 2 for dtype in dtypes), default=0.0),
@@ -404,12 +484,16 @@ class LiveObserver(WindowObserver):
             began=time.perf_counter(),
             resumed=self.optimizer_steps == 0 and bool(self.optimizer and self.optimizer.state),
         )
+
+    def _begin_window(self) -> None:
+        self.window = self.new_window()
         self._weights = self.row_of(list(self.parameters))
         largest = max(self.parameters, key=lambda p: p.numel(), default=None)
-        is_first = not self.light and not self.optimizer_steps and largest is not None
-        self._averages = _averages_of(largest) if is_first else []  # type: ignore[arg-type]
+        if self.light or self.optimizer_steps or not self.looks:
+            largest = None
+        self._averages = [] if largest is None else _averages_of(largest)
 
-    def _look_at_weights(self, micro: LiveMicroBatch) -> None:
+    def _look_at_weights(self, micro: RecordedMicroBatch) -> None:
         """Note if weights, or an average of them, have changed since the micro-batch before."""
         if not self.window or not self.window.is_whole:
             return
@@ -425,20 +509,15 @@ class LiveObserver(WindowObserver):
 
     # --------------------------------------------------------- clipping, scaling, the step
 
-    def _clip_norm(self, original: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
-        return self._around_clip(original, parameters, args, kwargs)
-
-    def _clip_value(self, original: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
-        return self._around_clip(original, parameters, args, kwargs)
-
-    def _around_clip(self, original: Any, parameters: Any, args: Any, kwargs: Any) -> Any:
-        parameters, ours = self._clipped(parameters, "norm")
+    def _around_clip(self, original: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        ours = any(id(parameter) in self._mine for parameter in parameters)
         if not ours or self.window is None or self.failure:
             return original(parameters, *args, **kwargs)
         limit = float((*args, *kwargs.values())[0])
         before = self._grads()
         result = original(parameters, *args, **kwargs)
-        clip = LiveClip(len(self.window.micros), limit, before, self._grads())
+        clip = RecordedClip(len(self.window.micros), limit, before, self._grads())
         self.window.clips.append(clip)
         return result
 
@@ -451,18 +530,44 @@ class LiveObserver(WindowObserver):
         made = self.optimizer_steps
         result = original(scaler, *args, **kwargs)
         if made == self.optimizer_steps:  # skipped: its gradients were not finite
+            self.skipped_steps += 1
             self._forget()
         return result
 
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if not self.sharded:
-            return super()._before_step(optimizer, args, kwargs)
-        stepped = [p for group in optimizer.param_groups for p in group["params"]]
-        if any(id(p) in self._shards or hasattr(p, "to_local") for p in stepped):
-            self._see(optimizer, frozenset())
-        return None
+        """See the gradients now, or after the step's closure has made them."""
+        places = places_of(optimizer, self.parameters)
+        if self.sharded:
+            stepped = [p for group in optimizer.param_groups for p in group["params"]]
+            if any(id(p) in self._shards or hasattr(p, "to_local") for p in stepped):
+                self._see(optimizer, places)
+            return None
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if not places:
+            return None
+        if not callable(closure):
+            self._see(optimizer, places)
+            return None
+        evaluations = 0
+
+        def observed() -> Any:
+            nonlocal evaluations
+            evaluations += 1
+            if evaluations == 1:
+                loss = closure()
+                self._see(optimizer, places, has_closure=True)
+                return loss
+            self._inside = True  # LBFGS evaluates again, at weights of its own
+            try:
+                return closure()
+            finally:
+                self._inside = False
+
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": observed}
+        return (args[0], observed, *args[2:]), kwargs
 
     def _engine_step(self, original: Any, engine: Any, *args: Any, **kwargs: Any) -> Any:
         """End the window at a step of DeepSpeed's whose gradients are not in `.grad`."""
@@ -474,26 +579,24 @@ class LiveObserver(WindowObserver):
         return result
 
     @_never_fails
-    def _see(
-        self,
-        optimizer: torch.optim.Optimizer | None,
-        stepped: frozenset[int],
-        *,
-        closure: bool = False,
-    ) -> None:
+    def _see(self, optimizer: Any, places: frozenset[int], *, has_closure: bool = False) -> None:
         seen = self.window
+        gradient = self._grads()
+        scale = getattr(optimizer, "grad_scale", None)
+        if scale is not None:  # a fused optimizer divides by it in its own kernel
+            gradient = gradient / float(scale)
+        if not self.light:
+            settings = () if optimizer is None else settings_of(optimizer)
+            self.steps.append(RecordedStep(gradient, places, optimizer, settings, has_closure))
+        self.optimizer_steps += 1
         if self.failure:
             return
         if seen is None:
-            again = self._stepped_by is not optimizer and bool(self._stepped & stepped)
+            again = self._stepped_by is not optimizer and bool(self._stepped & places)
             self.stepped_twice |= again
             return
-        self.optimizer, self._stepped_by, self._stepped = optimizer, optimizer, stepped
-        self.optimizer_steps += 1
-        seen.gradient = self._grads()
-        scale = getattr(optimizer, "grad_scale", None)
-        if scale is not None:  # a fused optimizer divides by it in its own kernel
-            seen.gradient = seen.gradient / float(scale)
+        self.optimizer, self._stepped_by, self._stepped = optimizer, optimizer, places
+        seen.gradient = gradient
         seen.autocast = set(self.autocast)
         rows = seen.gradient.split(self._sizes) if self._sizes else ()
         self._norms = {
@@ -507,6 +610,21 @@ class LiveObserver(WindowObserver):
         finally:
             self._inside = False
             self._parts.clear()
+
+    def updates(self) -> list[Tensor]:
+        """Return the gradients of the steps; steps on different parameters make one update."""
+        made: list[Tensor] = []
+        taken: frozenset[int] = frozenset()
+        for step in self.steps:
+            if made and not step.places & taken:
+                rows, more = list(made[-1].split(self._sizes)), step.gradient.split(self._sizes)
+                for place in step.places:
+                    rows[place] = more[place]
+                made[-1], taken = torch.cat(rows), taken | step.places
+            else:
+                made.append(step.gradient)
+                taken = step.places
+        return made
 
     def _forget(self) -> None:
         self.window = None
@@ -572,6 +690,14 @@ def _optimizer_of(parameters: Sequence[Tensor]) -> torch.optim.Optimizer | None:
 def _objects(kinds: set[Any]) -> list[Any]:
     """Return all objects of these types."""
     return [one for one in gc.get_objects() if type(one) in kinds]
+
+
+def settings_of(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], ...]:
+    """Return the settings of every parameter group."""
+    return tuple(
+        {name: copy.copy(value) for name, value in group.items() if name != "params"}
+        for group in optimizer.param_groups
+    )
 
 
 def _few(tensor: Tensor) -> Tensor:

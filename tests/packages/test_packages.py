@@ -1,0 +1,76 @@
+"""Both packages: built, installed from files into empty environments, and run (`make dist`)."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import venv
+from pathlib import Path
+from zipfile import ZipFile
+
+import pytest
+
+import wholebatch as wb
+
+ROOT = Path(__file__).parents[2]
+OUT = Path(os.environ.get("DIST", ROOT / "dist")).resolve()
+WHEEL = OUT / f"wholebatch-{wb.__version__}-py3-none-any.whl"
+LINT_WHEEL = OUT / f"wholebatch_lint-{wb.__version__}-py3-none-any.whl"
+
+pytestmark = pytest.mark.timeout(1200)
+
+
+def run(*command: object, cwd: Path, status: int = 0) -> str:
+    """Run a command without this checkout on its path, and return what it prints."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    ran = subprocess.run(
+        [str(part) for part in command],
+        cwd=cwd, env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert ran.returncode == status, ran.stdout + ran.stderr
+    return ran.stdout
+
+
+def environment_with(folder: Path, *packages: object) -> Path:
+    """Make an environment with these packages, and return the folder of its programs."""
+    venv.create(folder, with_pip=True)
+    pip = ("-m", "pip", "install", "-q", "--no-compile", "-c", ROOT / "constraints.txt")
+    run(folder / "bin" / "python", *pip, *packages, cwd=folder)
+    return folder / "bin"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def built(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Build the source distribution and the wheel from it, and the linter's wheel."""
+    folder = tmp_path_factory.mktemp("build")
+    python = environment_with(folder, "build") / "python"
+    run(python, "-m", "build", "--outdir", OUT, ROOT, cwd=folder)
+    run(python, "-m", "build", "--wheel", "--outdir", OUT, ROOT / "packaging/lint", cwd=folder)
+
+
+def test_the_wheels_hold_what_is_not_python() -> None:
+    names = set(ZipFile(WHEEL).namelist())
+    assert {"wholebatch/py.typed", "wholebatch/cli/report/assets/page.css"} <= names
+    assert not [name for name in names if name.startswith(("tests/", "docs/"))]
+    pages = [name for name in ZipFile(LINT_WHEEL).namelist() if name.endswith(".md")]
+    assert len(pages) == len([*(ROOT / "docs/lint").glob("WB*.md")])
+
+
+def test_the_package_trains_in_an_empty_environment(tmp_path: Path) -> None:
+    programs = environment_with(tmp_path / "environment", f"{WHEEL}[cli]")
+    assert (
+        run(programs / "wholebatch", "--version", cwd=tmp_path) == f"wholebatch {wb.__version__}\n"
+    )
+    small = ("--steps", 1, "--batch-size", 4, "--micro-batch", 2, "--noise", "off", "--out", "run")
+    said = run(programs / "wholebatch", "train", "bytes-gpt", *small, cwd=tmp_path)
+    assert "update 1/1" in said
+    example = (ROOT / "README.md").read_text(encoding="utf-8").split("```python\n")[1]
+    (tmp_path / "example.py").write_text(example.split("```")[0], encoding="utf-8")
+    assert len(run(programs / "python", "-W", "error", "example.py", cwd=tmp_path).split("\n")) == 4
+
+
+def test_the_linter_needs_no_torch(tmp_path: Path) -> None:
+    programs = environment_with(tmp_path / "environment", LINT_WHEEL)
+    loop = ROOT / "examples/usual_loop.py"
+    assert "WB109" in run(programs / "wholebatch-lint", loop, cwd=tmp_path, status=1)
+    assert "torch" not in run(programs / "python", "-m", "pip", "list", cwd=tmp_path).split()
