@@ -4,8 +4,8 @@
 
 A network of 35,000 parameters predicts the next byte of Python sources from the four before it. The
 fixed batch has 32 sequences of 64 bytes, and a cosine lowers its rate to a tenth. The other begins
-with 8, doubles after 32 and 64 updates, and then when the schedule has halved the rate, up to 128.
-Its rate follows by the square root. These are the rules of `--batch-size auto`, with fixed places in
+with 8, doubles after 32 and 64 updates, and then with peak / rate (2, 4, rounded; at most 128). Its
+rate follows by the square root. These are the rules of `--batch-size auto`, with fixed places in
 the place of the noise. One thread, half a minute a run.
 """
 
@@ -45,7 +45,7 @@ class Network(nn.Module):
 def batch_at(done: int, updates: int, decay: float) -> int:
     """Return the size of the growing batch; `decay` is rate / peak of the schedule."""
     size = min(FIXED, FIRST << (updates // AT_A_SIZE))
-    halvings = int(math.log2(1 / decay) + 1e-9) if done > WARM_UP else 0
+    halvings = int(math.log2(1 / decay) + 0.5 + 1e-9) if done > WARM_UP else 0
     return min(MOST, size << halvings)
 
 

@@ -32,8 +32,8 @@ class AutoBatch:
 
     After every update, `after(step.units, train.noise, rate)` returns the next size. It doubles if
     the critical batch is estimated as at least twice the batch, and its 95% interval is above the
-    batch. It also doubles whenever the schedule has halved its `rate` below the peak, unless the
-    batch was far above the critical one before.
+    batch. It also doubles when peak / `rate` of the schedule has reached √2, 2√2, 4√2 and so on
+    (2, 4, 8, rounded), unless the batch was far above the critical one before.
 
     `done` counts the data, in batches of the first size: a run of 1,000 updates of that size ends
     at `done >= 1000`. Let the schedule go by `done` too.
@@ -45,7 +45,7 @@ class AutoBatch:
     >>> sizes = [auto.after(64.0, noise) for _ in range(32)]
     >>> sizes[0], sizes[-1], auto.done
     (64, 128, 32)
-    >>> auto.after(128.0, noise, rate=1e-3), auto.after(128.0, noise, rate=5e-4)
+    >>> auto.after(128.0, noise, rate=1e-3), auto.after(128.0, noise, rate=7e-4)
     (128, 256)
     """
 
@@ -75,7 +75,7 @@ class AutoBatch:
         self._units += units
         self._updates += 1
         self._peak = max(self._peak, rate)
-        decayed = 0.0 < rate * 2 ** (self._halvings + 1) <= self._peak
+        decayed = 0.0 < rate * 2 ** (self._halvings + 0.5) <= self._peak
         if noise is None or 2 * self.batch > (self.largest or math.inf):
             return self.batch
         each = self.batch * self._units / (self.done * self.first)
