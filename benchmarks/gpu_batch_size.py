@@ -2,14 +2,14 @@
 
     PYTHONPATH=src python3 benchmarks/gpu_batch_size.py [--model 124m] [--sequences N] [--out FILE]
 
-Three runs over the same data. `auto` doubles its batch as the critical batch grows, and as the
-schedule lowers the rate. The fixed large batch is the one that `auto` had after a third of its
-data, before the rate was lowered by much: what the noise advises. The fixed small batch is a
-quarter of it, at least a micro-batch. The target is the large batch's loss on held-out bytes at its
-end; the table has the updates and the data after which each run has reached it. `--sequences` is
-the data of each run; without it, that of `--seconds` of training. `--model tiny --seconds 12` runs
-on a CPU in a minute. `--cost S` also times, for S seconds, what measuring the noise adds to a
-window; `--sequences 0` does nothing else.
+Three runs over the same data. `auto` begins with the small batch, doubles as the critical batch
+grows, and doubles when the schedule has halved the rate. The fixed large batch is the one that
+`auto` had in the middle of its data, before the rate was halved: what the noise advises. The third
+is the fixed small batch. The target is the large batch's loss on held-out bytes at its end; the
+table has the updates and the data after which each run has reached it. `--sequences` is the data of
+each run; without it, that of `--seconds` of training. `--model tiny --seconds 12` runs on a CPU in
+a minute. `--cost S` also times, for S seconds, what measuring the noise adds to a window;
+`--sequences 0` does nothing else.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Size:
     context: int
     corpus: int
     micro_batch: int
-    first: int
+    small: int
     base: int
     rate: float
     """The learning rate for a batch of `base`."""
@@ -209,7 +209,7 @@ def main() -> None:
     )
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--sequences", type=int)
-    parser.add_argument("--large", type=int, help="instead of what auto had after a third")
+    parser.add_argument("--large", type=int, help="instead of what auto had in the middle")
     parser.add_argument("--execute", default="auto")
     parser.add_argument("--cost", type=float, default=0.0, metavar="SECONDS")
     parser.add_argument("--out", type=Path, default=Path("batch_size.json"))
@@ -239,7 +239,7 @@ def main() -> None:
     for _ in compare(recipe, size, samples, given.large, result) if samples else ():
         given.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     if given.cost:
-        cost = result["cost"] = cost_of_noise(recipe, 4 * size.first, seconds=given.cost)
+        cost = result["cost"] = cost_of_noise(recipe, 4 * size.small, seconds=given.cost)
         print({name: round(value, 6) for name, value in cost.items()}, flush=True)
     given.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
@@ -258,11 +258,12 @@ def compare(
         print(f"  sizes: {Counter(curve.sizes)}, {curve.seconds:.0f} s", flush=True)
         return curve
 
-    auto = run("auto", size.first, largest=32 * size.first)
-    pairs = zip(auto.sizes, auto.updates, strict=True)
-    large = large or next(size for size, update in pairs if 3 * update.samples >= samples)
+    auto = run("auto", size.small, largest=32 * size.small)
+    middle = next(
+        s for s, u in zip(auto.sizes, auto.updates, strict=True) if u.samples >= samples / 2
+    )
     yield
-    fixed = run("large", large)
+    fixed = run("large", large or max(middle, 2 * size.small))
     result["rows"] = [row_of(curve, fixed.held_out[-1][2]) for curve in (fixed, auto)]
     print(*result["rows"], sep="\n", flush=True)
     made = result["rows"][1]["updates to target"]
@@ -270,7 +271,7 @@ def compare(
         ratio = made / len(fixed.updates)
         print(f"auto reaches the loss of large in {ratio:.2f} of the updates of large", flush=True)
     yield
-    small = run("small", max(size.micro_batch, large // 4))
+    small = run("small", size.small)
     result["rows"].append(row_of(small, fixed.held_out[-1][2]))
     print(result["rows"][-1], flush=True)
     yield

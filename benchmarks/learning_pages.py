@@ -28,9 +28,9 @@ better still. The run is short: measure your own recipe.
 BATCH_SIZE = """# A batch that follows the noise
 
 `python benchmarks/gpu_batch_size.py --model {model} --sequences {sequences}`, on {device}: bytes-gpt with {parameters:,}
-parameters, {sequences:,} sequences of {context} bytes in each run, torch {torch}, {date}. `auto` doubles as the
-critical batch grows, and as the schedule lowers the rate. The large batch is the one that `auto` had after a third of its
-data: what the noise advises. The small batch is a quarter of it, at least a micro-batch. The target is the large batch's loss at its end, on 256
+parameters, {sequences:,} sequences of {context} bytes in each run, torch {torch}, {date}. `auto` begins with the small
+batch, doubles as the critical batch grows, and doubles as the schedule lowers the rate. The large batch is the one that
+`auto` had in the middle of its data: what the noise advises. The target is the large batch's loss at its end, on 256
 sequences that no run learns from. The learning rate is {rate:g} at the batch that it is for, follows by the square root,
 and decays by a cosine to a tenth. One run of each: two runs that differ in nothing but their seed may end as far apart as
 these do, so a small difference says nothing.
