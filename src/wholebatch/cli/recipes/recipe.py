@@ -20,6 +20,7 @@ unit = "tokens"                           # the name of the units in reports
 from __future__ import annotations
 
 import hashlib
+import importlib.machinery
 import importlib.util
 import inspect
 import linecache
@@ -31,7 +32,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any, TypedDict, cast
 
 import torch
@@ -269,12 +270,18 @@ def _find(name: str) -> Path:
     )
 
 
+class _SourceLoader(importlib.machinery.SourceFileLoader):
+    """Compiles the source each time. Python's bytecode misses a change within the same second."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        code: CodeType = self.source_to_code(self.get_data(self.path), self.path)
+        return code
+
+
 def run_file(path: Path) -> ModuleType:
     """Run the file as a module. It can import its neighbours, as when Python runs it."""
     module_name = f"wholebatch_recipe_{path.stem}".replace("-", "_").replace(".", "_")
-    spec = importlib.util.spec_from_loader(
-        module_name, importlib.machinery.SourceFileLoader(module_name, str(path))
-    )
+    spec = importlib.util.spec_from_loader(module_name, _SourceLoader(module_name, str(path)))
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
