@@ -20,6 +20,8 @@ from wholebatch.verification.run_comparison import distance
 
 RIGHT = "right"
 NOT_JUDGED = "not judged"
+STEPPED_TWICE = ("two-owners", "two optimizers step on the same gradients")
+"""A mistake that needs no gradient to be told: its key, and what was seen."""
 
 
 @dataclass(frozen=True)

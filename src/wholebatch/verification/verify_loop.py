@@ -23,7 +23,13 @@ from wholebatch.distributed.process_group import largest_over_ranks, sum_over_ra
 from wholebatch.errors import OptionError
 from wholebatch.verification.example_models import ZOO, Case
 from wholebatch.verification.loop_judge import LoopJudge
-from wholebatch.verification.mistakes import RIGHT, MistakeFit, WindowParts, apart
+from wholebatch.verification.mistakes import (
+    RIGHT,
+    STEPPED_TWICE,
+    MistakeFit,
+    WindowParts,
+    apart,
+)
 from wholebatch.verification.model_runs import DividedBatch, ModelRuns, joined
 from wholebatch.verification.observed_window import StartingState
 from wholebatch.verification.random_numbers import SILENCES
@@ -312,7 +318,7 @@ def _without_one_update(seen: _Recorded, steps: int) -> tuple[str, str] | None:
     if largest_over_ranks(steps) != -largest_over_ranks(-steps):
         return "unsynchronised-ranks", "another number of steps on each rank"
     if seen.recorder.stepped_twice:
-        return "two-owners", "two optimizers step on the same gradients"
+        return STEPPED_TWICE
     if steps > 1:
         return "stepped-every-micro-batch", f"{steps} steps in the window"
     return None

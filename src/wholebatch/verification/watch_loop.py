@@ -18,7 +18,7 @@ from torch import nn
 from wholebatch.distributed.process_group import world_size
 from wholebatch.errors import OptionError
 from wholebatch.verification.loop_judge import LoopJudge
-from wholebatch.verification.mistakes import NOT_JUDGED, MistakeFit
+from wholebatch.verification.mistakes import NOT_JUDGED, STEPPED_TWICE, MistakeFit
 from wholebatch.verification.verdicts import LoopTrial, LoopVerdict
 from wholebatch.verification.window_recorder import RecordedWindow, WindowRecorder
 
@@ -73,8 +73,7 @@ class Watch:
             self._trials.append(judge.told("no-update", "no optimizer step after them"))
         nothing = LoopJudge(self._recorder.new_window(), self._recorder, "between two windows")
         if self._recorder.stepped_twice:
-            what = "two optimizers step on the same gradients"
-            self._trials.append(nothing.told("two-owners", what))
+            self._trials.append(nothing.told(*STEPPED_TWICE))
         if not self._trials:
             reason = "no optimizer step on gradients that a backward brought was seen"
             self._trials.append(nothing.not_judged(self._recorder.failure or reason))
