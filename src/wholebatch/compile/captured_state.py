@@ -533,6 +533,8 @@ class _Attributes:
         self._values = self._read(self._all)
         self._module, self._held = module, list(_parts(module))
         self._tensors = [name for name, value in self._all.items() if isinstance(value, Tensor)]
+        self._hooks = [self._all.get(kind, ()) for kind in _HOOKS]
+        self._hooked = list(map(len, self._hooks))
         self.accept_tensors()
 
     def accept_tensors(self) -> None:
@@ -548,6 +550,8 @@ class _Attributes:
         if len(self._all) != self._number or len(parts) != len(self._held):
             return False
         if not all(map(operator.is_, parts, self._held)):
+            return False
+        if list(map(len, self._hooks)) != self._hooked:
             return False
         if self._tensors and self._tensor_states() != self._states:
             return False

@@ -286,8 +286,8 @@ class WholeBatch:
     def _look(self, batch: Any, micros: Sequence[Any]) -> None:
         """Refuse what does not add up, before the first window that is split."""
         like = self._fitting.largest_of(batch) if isinstance(batch, Batches) else batch
-        if isinstance(self.micro_batch, Tokens) and self.micro_batch.pack:
-            self._runner.look_at_packing(like, self.micro_batch, self._layout)
+        if isinstance(self.micro_batch, Tokens):
+            self._runner.look_at_padding(like, self.micro_batch, self._layout)
         self._runner.look_at(like, micros, self._layout)
 
     def _attempts(self, micros: list[Any], first: int) -> Iterable[Attempt]:

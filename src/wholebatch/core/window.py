@@ -383,6 +383,8 @@ class Window:
         if self.open is not None:
             raise WindowError("begin() on an open window: close or discard it first")
         self.store.refuse_stray()
+        if not self.sync.owns_hooks:
+            self.target.refuse_hooks()
         window = OpenWindow(
             self.target.groups(), known, 1.0, self.sync.averaged_by, self.target.scale
         )
