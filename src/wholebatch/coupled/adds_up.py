@@ -363,7 +363,9 @@ class _Look:
             return LookResult(found)
         tolerance = samples.tolerance
         if tolerance.adds_up(whole, halves) and not tolerance.gradient_gap(whole, halves):
-            return LookResult(state.findings_in_state())
+            # A mean of one unit is its sum: of samples whose labels are ignored, nothing is seen.
+            conclusive = samples.reads_outputs or all(half.units for half in halves)
+            return LookResult(state.findings_in_state(), conclusive)
         if not samples.draws.held or not whole.drew_alike(halves):
             return self._without_draws(samples)
         return (whole, *halves)

@@ -32,6 +32,7 @@ from wholebatch.coupled.normalisation_layers import (
     batchnorms,
     evaluation_mode,
     is_spectral_norm,
+    refuse_new_norms,
     tracked_instance_norms,
     uses_batch_statistics,
 )
@@ -210,7 +211,7 @@ class LossLook:
         self._model, self._sync, self._off, self._loss = model, sync, off, loss
         self._tries = _TRIES if looks else 0
         self._seen: Fingerprint | None = None
-        self._windows = self._next = 0
+        self._begun = self._next = 0
 
     @property
     def pending(self) -> bool:
@@ -223,10 +224,9 @@ class LossLook:
         A value that is another one in every window (an annealed weight) is looked at after 1, 2, 4,
         8, ... windows.
         """
-        self._windows += 1
-        if self._seen is None or self._windows < self._next or self._seen.holds():
-            return
-        self._tries, self._seen, self._next = 1, None, 2 * self._windows
+        self._begun += 1
+        if self._seen is not None and self._begun >= self._next and not self._seen.holds():
+            self._tries, self._seen, self._next = 1, None, 2 * self._begun
 
     def look_at(
         self,
@@ -302,12 +302,9 @@ class SplitGuard(LossLook):
             return _samples(readable_layout(batch, batch_size, static), micros, static)
 
         self._micros = micros
-        known = [finding for finding in _by_type(self._model) if finding.kind == "ghost"]
-        for name, module in batchnorms(self._model):
-            if module not in self._norms and uses_batch_statistics(module):
-                text = "it is new in the model: make a new WholeBatch, which treats it as you say"
-                known.append(AuditFinding(name, type(module).__name__, "batchnorm", text))
-        self.look_at(run, samples, known=known, **options)
+        refuse_new_norms([self._model], self._norms)
+        ghosts = (finding for finding in _by_type(self._model) if finding.kind == "ghost")
+        self.look_at(run, samples, known=ghosts, **options)
         self._micros = ()
 
     @torch.no_grad()
