@@ -38,7 +38,7 @@ from wholebatch.coupled.normalisation_layers import (
 )
 from wholebatch.coupled.sample_runs import CalledModules, FirstSamples
 from wholebatch.distributed import Sync
-from wholebatch.errors import LossError, UnsupportedError
+from wholebatch.errors import LossError, UnsupportedError, WholebatchError
 
 _log = logging.getLogger("wholebatch")
 
@@ -309,6 +309,8 @@ class SplitGuard(LossLook):
 
     @torch.no_grad()
     def _failed(self, error: Exception, *how: Any) -> Iterable[AuditFinding]:
+        if isinstance(error, WholebatchError):
+            return ()
         try:
             with ForwardState(self._model), local_collectives():
                 how[0](self._micros[0])

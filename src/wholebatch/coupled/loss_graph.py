@@ -134,11 +134,12 @@ def check_mean(mean: Tensor, units: Units) -> None:
         )
 
 
-def check_parts(scalar: Tensor, units: Units, *, is_mean: bool) -> dict[int, float]:
-    """Refuse a loss that is of its micro-batch alone; return the weight of a sample, by term.
+def check_parts(scalar: Tensor, units: Units, *, is_mean: bool) -> dict[tuple[int, str], float]:
+    """Refuse a loss that is of its micro-batch alone; return the weight of each of its terms.
 
-    The weights must be the same in all micro-batches: a mean over other units than those that are
-    given (labels that count, weights of classes) has another one in each.
+    The weights must be the same in all micro-batches. A mean over other units than those that are
+    given (labels that count, weights of classes) has another one in each, and so has a penalty on
+    the weights that is added once per micro-batch to a sum.
     """
     number = _number(units)
     if number is None or scalar.grad_fn is None:
@@ -147,38 +148,43 @@ def check_parts(scalar: Tensor, units: Units, *, is_mean: bool) -> dict[int, flo
     weights = {}
     for place, term in enumerate(loss_terms(scalar.grad_fn) if number > 1 else ()):
         if term.kind == "picked":
-            _refuse_part(f"picks among the samples of its micro-batch ({term.node})")
-        if term.kind == "regulariser" and not (is_mean or _is_undone(term, (number,))):
-            _refuse_part(
-                f"holds a penalty on the weights ({term.node}), which is added once per "
-                "micro-batch: multiply it by the micro-batch's units"
+            raise LossError(
+                f"this loss picks among the samples of its micro-batch ({term.node}), so that it "
+                "is not a part of the whole batch's loss; WholeBatch with loss=wb.Coupled(encode, "
+                "loss) sees the whole batch (audit=False: leave this check out)"
             )
-        over = math.prod(term.over) * (term.count if term.kind == "mean" else 1.0)
-        is_count = term.kind == "mean" or (term.kind == "sum" and bool(term.over))
-        all_count = _close(over, math.prod(term.sizes)) or _close(
-            over, term.sizes[:1][0] if term.sizes else 0
-        )
-        if is_count and over > 0 and not (all_count and term.node.startswith("Mean")):
-            weights[place] = (number if is_mean else 1.0) * math.prod(term.times) / over
+        factor = math.prod(term.times) / math.prod(term.over)
+        if term.kind == "regulariser" and not is_mean:
+            weights[place, "regulariser"] = factor / number
+        elif _is_over_some(term):
+            factor /= term.count if term.kind == "mean" else 1.0
+            weights[place, "mean"] = factor * (number if is_mean else 1.0)
     return weights
 
 
-def refuse_other_units(first: float, now: float, units: Units) -> None:
-    """Refuse a mean whose units are not those that are given, by the weights of two samples."""
-    raise LossError(
-        f"this mean is over other units than units={_number(units):g}: a sample would count "
-        f"{now / first:.3g} times as much as one of an earlier micro-batch. Count what it is a "
-        'mean over (labels that are not ignored, their weights), or take the sum (reduction="sum") '
-        "and say what it is over (audit=False: leave this check out)"
-    )
+def _is_over_some(term: LossTerm) -> bool:
+    """True for a mean over less than all its elements, or over their weights."""
+    if term.kind == "mean":
+        return term.count > 0 and not (term.node in _MEAN and term.counted is None)
+    over = math.prod(term.over)
+    return term.kind == "sum" and bool(term.over) and not _close(over, math.prod(term.sizes))
 
 
-def _refuse_part(what: str) -> None:
-    raise LossError(
-        f"this loss {what}. Of a micro-batch it is not a part of the whole batch's loss; "
-        "WholeBatch with loss=wb.Coupled(encode, loss) sees the whole batch (audit=False: leave "
-        "this check out)"
-    )
+def refuse_weight(kind: str, first: float, now: float, units: Units) -> None:
+    """Refuse a term that has not the same weight in all micro-batches (see `check_parts`)."""
+    if kind == "regulariser":
+        what = (
+            "holds a penalty on the weights that is added once per micro-batch, so that its share "
+            "grows with their number: multiply it by the micro-batch's units"
+        )
+    else:
+        what = (
+            f"is a mean over other units than units={_number(units):g}: a sample would count "
+            f"{now / first:.3g} times as much as one of an earlier micro-batch. Count what it is "
+            "a mean over (labels that are not ignored, their weights), or take the sum (reduction="
+            '"sum") and say what it is over'
+        )
+    raise LossError(f"this loss {what} (audit=False: leave this check out)")
 
 
 def _refuse_scaled(node: Any) -> None:

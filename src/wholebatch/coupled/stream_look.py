@@ -36,7 +36,7 @@ from wholebatch.coupled.loss_graph import (
     check_sum,
     divisors,
     linked_samples,
-    refuse_other_units,
+    refuse_weight,
 )
 from wholebatch.coupled.normalisation_layers import batchnorms, refuse_new_norms
 from wholebatch.errors import LossError, SplitError
@@ -97,7 +97,7 @@ class StreamLook:
         self._begun = self._next = 0
         self._kinds: set[tuple[type, bool]] = set()  # of the nodes that losses ended with
         self._divisors: set[int] = set()  # what losses were divided by
-        self._weights: dict[tuple[type, int], float] = {}  # of a sample, by term
+        self._weights: dict[tuple[type, int, str], float] = {}  # of terms
         self._reads = 0
         self._handles: list[Any] = []
         self._depth = 0
@@ -164,10 +164,10 @@ class StreamLook:
                 self._kinds.add((kind, mean is None))
         if in_parts and self.active:
             found = check_parts(scalar, check_units(units), is_mean=mean is not None)
-            for place, weight in found.items():
-                first = self._weights.setdefault((kind, place), weight)
+            for (place, of), weight in found.items():
+                first = self._weights.setdefault((kind, place, of), weight)
                 if not math.isclose(weight, first, rel_tol=1e-4):
-                    refuse_other_units(first, weight, units)
+                    refuse_weight(of, first, weight, units)
         if self._reads < _READS:
             self._reads += 1
             self._divisors |= divisors(scalar, check_units(units))
