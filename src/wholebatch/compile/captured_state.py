@@ -71,7 +71,7 @@ class Reach:
 
     def __init__(self, model: nn.Module, loss: Any, *, every: bool = True) -> None:
         self._seen = {id(module) for module in model.modules()}
-        self._names: set[str] = set()
+        self._names = {"forward"}  # what the code reads by name
         self._owners: dict[int, bool] = {}  # by id: True if its methods name what they read
         self._things: list[_Thing] = []
         self._read_code(loss)
