@@ -20,7 +20,7 @@ import sys
 import types
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
@@ -193,7 +193,10 @@ class Reach:
         inner = [(k, v) for k, v in _fields(value).items() if wanted is None or k in wanted]
         kinds = value.__bases__ if isinstance(value, type) else (type(value),)
         inner += [(kind.__name__, kind) for kind in kinds if _is_namespace(kind)]
-        return functools.partial(_attributes, wanted), [(f"{name}.{k}", v) for k, v in inner]
+        look = functools.partial(_attributes, wanted)
+        if space:
+            look = functools.partial(_named, [key for key in _fields(value) if key in self._names])
+        return look, [(f"{name}.{k}", v) for k, v in inner]
 
     def _look_of_library(self, value: Any) -> Callable[[Any], Any] | None:
         """Return how to look at a library's object that holds values of the user's, or None."""
@@ -294,13 +297,17 @@ def _items(value: Any) -> Any:
 
 def _fields(value: Any) -> dict[str, Any]:
     """Return the attributes of an object, in `__slots__` too."""
-    found = dict(getattr(value, "__dict__", {}))
-    for kind in type(value).__mro__:
-        slots = vars(kind).get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            if hasattr(value, name):
-                found[name] = getattr(value, name)
-    return found
+    if hasattr(value, "__dict__"):
+        return value.__dict__  # type: ignore[no-any-return]
+    found = [vars(kind).get("__slots__", ()) for kind in type(value).__mro__]
+    names = [n for slots in found for n in ((slots,) if isinstance(slots, str) else slots)]
+    return {name: getattr(value, name) for name in names if hasattr(value, name)}
+
+
+def _named(names: Sequence[str], space: Any) -> Any:
+    """Return what a class or an imported module holds under these names."""
+    own = vars(space)
+    return [_plain(own.get(name)) for name in names]
 
 
 def _attributes(wanted: set[str] | None, value: Any) -> Any:
@@ -531,7 +538,9 @@ class _Attributes:
         names = tuple(plain)
         self._read = operator.itemgetter(*names) if names else _nothing
         self._values = self._read(self._all)
-        self._module, self._held = module, list(_parts(module))
+        self._parts = (module._parameters, module._buffers, module._modules)
+        self._held = list(_parts(module))  # so that no other object gets the identity of one
+        self._ids = list(map(id, self._held))
         self._tensors = [name for name, value in self._all.items() if isinstance(value, Tensor)]
         self._hooks = [self._all.get(kind, ()) for kind in _HOOKS]
         self._hooked = list(map(len, self._hooks))
@@ -546,12 +555,10 @@ class _Attributes:
         return [(id(one), _tensor(one) if isinstance(one, Tensor) else 0) for one in held]
 
     def hold(self) -> bool:
-        parts = list(_parts(self._module))
-        if len(self._all) != self._number or len(parts) != len(self._held):
+        ids = [id(value) for part in self._parts for value in part.values()]
+        if len(self._all) != self._number or ids != self._ids:
             return False
-        if not all(map(operator.is_, parts, self._held)):
-            return False
-        if list(map(len, self._hooks)) != self._hooked:
+        if [*map(len, self._hooks)] != self._hooked:
             return False
         if self._tensors and self._tensor_states() != self._states:
             return False
