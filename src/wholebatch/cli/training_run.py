@@ -439,7 +439,8 @@ class Pace:
         size = self._batches.batch_size
         if self._batches.kind == "loader":
             size = self._follow.base_batch
-        self._follow.set(size, warmth=self._warmth(samples))
+        gain = 1.0 if self.auto is None else self.auto.gain
+        self._follow.set(size, warmth=self._warmth(samples), gain=gain)
         return self._follow.rates()
 
     def end(self, step: Step, noise: NoiseScale | None) -> None:

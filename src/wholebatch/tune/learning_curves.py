@@ -86,6 +86,8 @@ class LearningCurve:
     """The most bytes alive at one moment."""
     held_out: tuple[tuple[int, int, float], ...] = ()
     """Updates and samples so far, and the loss on held-out data, if the recipe has any."""
+    critical: tuple[float, ...] = ()
+    """The critical batch in samples at these updates, as far as it was measured."""
 
     @property
     def loss(self) -> float:
@@ -147,6 +149,7 @@ def learn(contender: Contender, recipe: Recipe, *, samples: int) -> LearningCurv
         **recipe.options,
     )
     held_out: list[tuple[int, int, float]] = []
+    critical: list[float] = []
     if contender.largest is not None:
         train.measure_noise(4)
     take, memory = recipe.source(), _Peak(model, optimizer)
@@ -154,7 +157,7 @@ def learn(contender: Contender, recipe: Recipe, *, samples: int) -> LearningCurv
     sizes: list[int] = []
     while auto.done < steps:
         batch = take(auto.batch)
-        follow.set(auto.batch)
+        follow.set(auto.batch, gain=auto.gain)
         began = time.perf_counter()
         with memory.around(len(made)):
             step = train.step(batch)
@@ -162,17 +165,14 @@ def learn(contender: Contender, recipe: Recipe, *, samples: int) -> LearningCurv
         made.append(Update(auto.done * auto.first, step.loss, step.units, seconds))
         sizes.append(auto.batch)
         auto.advance(scheduler)
-        auto.after(step.units, train.noise, optimizer.param_groups[0]["lr"])
+        noise, each = train.noise, step.units / auto.batch
+        auto.after(step.units, noise, optimizer.param_groups[0]["lr"])
         is_due = auto.done * _LOOKS >= (len(held_out) + 1) * steps
         if recipe.held_out is not None and is_due:
             held_out.append((len(made), auto.done * auto.first, recipe.held_out(model)))
-    return LearningCurve(contender, tuple(sizes), tuple(made), memory.peak, tuple(held_out))
-
-
-def samples_in(seconds: float, recipe: Recipe, batch: int) -> int:
-    """Return the samples that updates of this batch would take so many seconds for."""
-    tried = learn(Contender("", batch), recipe, samples=batch * (_UNTIMED + 3))
-    return max(8, int(seconds / (tried.seconds / len(tried.updates)))) * batch
+            critical += [] if noise is None else [noise.critical / each]
+    looks = tuple(held_out), tuple(critical)
+    return LearningCurve(contender, tuple(sizes), tuple(made), memory.peak, *looks)
 
 
 def rival(
