@@ -90,11 +90,12 @@ class AutoBatch:
         if noise is None or 2 * self.batch > (self.largest or math.inf):
             return self.batch
         each = self.batch * self._units / (self.done * self.first)
+        is_known = noise.samples >= _WINDOWS_MEASURED and self._updates >= _UPDATES_AT_A_SIZE
         is_halved = 0.0 < rate * 2 ** (self._halvings + 1) <= self._peak
         if is_halved and each <= 2 ** (self._halvings + 1) * noise.high:
             self._halvings += 1
             self.gain *= math.sqrt(1.0 + each / (each + noise.critical))
-        elif self._updates < _UPDATES_AT_A_SIZE or not self._is_noisy(each, noise):
+        elif not (is_known and 2 * each <= noise.critical and each <= noise.low):
             return self.batch
         self.batch *= 2
         self._updates = 0
@@ -109,12 +110,6 @@ class AutoBatch:
             if scheduler is not None and type(scheduler).__name__ != "ReduceLROnPlateau":
                 for _ in range(self.batch // self.first - 1):
                     scheduler.step()
-
-    @staticmethod
-    def _is_noisy(units: float, noise: NoiseScale) -> bool:
-        """True if the critical batch is twice one of so many units, and surely above it."""
-        enough = noise.samples >= _WINDOWS_MEASURED
-        return enough and 2 * units <= noise.critical and units <= noise.low
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state to resume from."""
