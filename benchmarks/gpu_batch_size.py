@@ -2,12 +2,12 @@
 
     PYTHONPATH=src python3 benchmarks/gpu_batch_size.py [--model 124m] [--sequences N] [--out FILE]
 
-Runs of bytes-gpt over the same data: a fixed small batch, a fixed large one, and `auto`, which
-begins with the large batch (`--from small`: with the small one), doubles as the critical batch
-grows, and doubles where the schedule halves the rate. All are made at each of the `--rates` (times
-the model's own, for the large batch) and `--seeds`. The target of a seed is the lowest loss on
-held-out bytes with which a large batch ends, so its rate is tuned. The table has the updates and
-the data after which each run has reached it. On a GPU the runs go side by side, each in a process.
+Runs of bytes-gpt: a fixed small batch, a fixed large one, and `auto`, which begins with the large
+batch (`--from small`: with the small one), doubles as the critical batch grows, and doubles where
+the schedule halves the rate. `--runs` lists them as NAME:RATE:SEED or NAME:RATE:SEED:DATA: the rate
+times the model's own, and the data times `--sequences`. The target of a seed is the lowest loss on
+held-out bytes with which a large batch ends. The table has the updates and the data after which
+each run has reached it. On a GPU the runs go side by side, each in a process.
 
 `--model tiny --sequences 4096` runs on a CPU in minutes. `--cost S` times, for S seconds, what
 measuring the noise adds to a window, before the runs; `--sequences 0` does nothing else.
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -32,9 +33,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
 
 import wholebatch as wb
 from wholebatch.cli.recipes import bytes_gpt
+from wholebatch.core.noise_scale import Estimator
 from wholebatch.tune.learning_curves import Contender, Recipe, Take, learn
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -57,9 +60,8 @@ class Size:
 
 SIZES = {
     "tiny": Size(2, 64, 4, 64, 8_000_000, 8, 32, 8e-3),
-    "124m": Size(13, 896, 14, 512, 34_000_000, 8, 16, 3.5e-4),
+    "124m": Size(13, 896, 14, 512, 34_000_000, 4, 8, 2e-4),
 }
-NAMES = ("small", "large", "auto")
 HELD_OUT = 256  # sequences
 BEGAN = time.perf_counter()
 
@@ -74,6 +76,17 @@ def corpus(most: int) -> Tensor:
                 if name.endswith(".py") and len(text) < most:
                     text += Path(folder, name).read_bytes() + b"\n"
     return torch.frombuffer(text[:most], dtype=torch.uint8).clone().to(DEVICE)
+
+
+def schedule(optimizer: torch.optim.Optimizer, steps: int) -> LambdaLR:
+    """Warm up over a twentieth of the data, then decay by a cosine to a tenth."""
+
+    def factor(done: int) -> float:
+        through = max(0.0, (done / steps - 0.05) / 0.95)
+        decay = 0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, through)))
+        return min(1.0, (done + 1) / (0.05 * steps)) * decay
+
+    return LambdaLR(optimizer, factor)
 
 
 def recipe_of(size: Size, text: Tensor, seed: int, options: dict[str, Any]) -> Recipe:
@@ -122,7 +135,7 @@ def recipe_of(size: Size, text: Tensor, seed: int, options: dict[str, Any]) -> R
         source,
         micro_batch=size.large,
         base_batch=size.large,
-        schedule=bytes_gpt.scheduler,
+        schedule=schedule,
         options={"units": bytes_gpt.units, "clip_norm": 1.0, **options},
         held_out=held_out,
     )
@@ -145,32 +158,37 @@ def time_of(call: Callable[[], Any], *, times: int) -> float:
 
 
 def cost_of_noise(recipe: Recipe, batch: int, *, seconds: float) -> dict[str, float]:
-    """Return the time of a window, and of the part alone that a measured window has more.
+    """Return the time of a window, and of what a measured window has more.
 
-    That part is the norm after the first micro-batch, and the estimate, which is not made anew in
-    every measured window.
+    That is the norm after the first micro-batch, and the estimate. The norm is timed on the device
+    behind other work, as it runs in a window. The estimate is made anew ever more rarely: its time
+    is the mean over the measured windows of a run of 1,000.
     """
     model, optimizer = recipe.make()
     train = wb.WholeBatch(
         model, optimizer, loss=recipe.loss, micro_batch=batch // 8, **recipe.options
     )
-    train.measure_noise(2)
+    train.measure_noise(1)
     data = recipe.source()(batch)
-    parts: list[float] = []
-    asked: list[float] = []
+    norms: list[float] = []
 
     def measured(done: int, of: int) -> None:
         if done == of:  # The gradients are there; the norm of all is the norm of the first.
             assert train._probe is not None
-            parts.append(time_of(train._probe._norm_so_far, times=5))
+            norms.append(device_time(train._probe._norm_so_far))
 
     began = time.perf_counter()
-    while time.perf_counter() < began + seconds or len(parts) < 8:
+    while time.perf_counter() < began + seconds or len(norms) < 8:
         train.step(data, after_micro=measured)
-        asked.append(time_of(lambda: train.noise, times=1))
     window = time_of(lambda: train.step(data), times=9)
-    norm = statistics.median(parts[len(parts) // 2 :])
-    estimate = 2 * statistics.fmean(asked)  # One window in two was measured.
+    assert train._probe is not None
+    seen, estimator = train._probe._estimator._seen, Estimator()
+    began = time.perf_counter()
+    for place in range(250):
+        estimator.add(seen[place % len(seen)])
+        estimator.estimate()
+    estimate = 1000 * (time.perf_counter() - began) / 250
+    norm = statistics.median(norms[len(norms) // 2 :])
     return {
         "batch": batch,
         "window_ms": window,
@@ -180,9 +198,24 @@ def cost_of_noise(recipe: Recipe, batch: int, *, seconds: float) -> dict[str, fl
     }
 
 
+def device_time(call: Callable[[], Any]) -> float:
+    """Return the milliseconds of a call on the device, which is busy when the call is launched."""
+    if DEVICE.type != "cuda":
+        return time_of(call, times=5)
+    busy = torch.ones(8192, 8192, device=DEVICE, dtype=torch.bfloat16)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for _ in range(8):
+        busy @ busy
+    start.record()
+    call()
+    end.record()
+    torch.cuda.synchronize()
+    return float(start.elapsed_time(end))
+
+
 def run_one(run: str, recipe: Recipe, size: Size, given: argparse.Namespace) -> dict[str, Any]:
-    """Make one run, NAME:RATE:SEED, and return its curve and its cost."""
-    name, rate, _ = run.split(":")
+    """Make one run of `--runs`, and return its curve."""
+    name, rate, _, data = [*run.split(":"), "1"][:4]
     fixed = {"small": size.small, "large": size.large}
     batch = fixed.get(name, fixed[given.start])
     contender = Contender(name, batch, rate=float(rate))
@@ -197,7 +230,7 @@ def run_one(run: str, recipe: Recipe, size: Size, given: argparse.Namespace) -> 
         return loss
 
     watched = replace(recipe, held_out=held_out)
-    curve = learn(contender, watched, samples=given.sequences)
+    curve = learn(contender, watched, samples=int(float(data) * given.sequences))
     return {
         "run": run,
         "sizes": list(Counter(curve.sizes).items()),
@@ -231,11 +264,11 @@ def table(found: list[dict[str, Any]], rate: float) -> list[dict[str, Any]]:
     """Return a row for every run: when it has reached the target of its seed."""
     rows = []
     for one in found:
-        name, times, seed = one["run"].split(":")
+        name, times, seed, *_ = one["run"].split(":")
         ends = [
             (other["held_out"][-1][2], other["updates"])
             for other in found
-            if other["run"].startswith("large:") and other["run"].endswith(f":{seed}")
+            if other["run"].split(":")[::2] == ["large", seed]
         ]
         target, updates = min(ends, default=(0.0, 0))
         reached = next(((m, seen) for m, seen, loss in one["held_out"] if loss <= target), None)
@@ -246,6 +279,7 @@ def table(found: list[dict[str, Any]], rate: float) -> list[dict[str, Any]]:
                 "rate": float(f"{rate * float(times):.3g}"),
                 "batch": " → ".join(str(size) for size, _ in one["sizes"]),
                 "updates": one["updates"],
+                "sequences": sum(size * times for size, times in one["sizes"]),
                 "held-out loss": one["held_out"][-1][2],
                 "training loss": one["training_loss"],
                 "updates to target": reached and reached[0],
@@ -261,15 +295,13 @@ def options() -> argparse.ArgumentParser:
     on_cuda = DEVICE.type == "cuda"
     parser.add_argument("--model", choices=SIZES, default="124m" if on_cuda else "tiny")
     parser.add_argument("--sequences", type=int, default=16384, help="the data of each run")
-    parser.add_argument("--names", type=lambda text: text.split(","), default=list(NAMES))
-    parser.add_argument("--rates", type=lambda text: text.split(","), default=["1"])
-    parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--from", dest="start", choices=NAMES[:2], default="large")
+    parser.add_argument("--runs", default="small:1:0,large:1:0,auto:1:0")
+    parser.add_argument("--from", dest="start", choices=("small", "large"), default="large")
     parser.add_argument("--most", type=int, default=8, help="auto's limit, in large batches")
     parser.add_argument("--together", type=int, default=8 if on_cuda else 1)
     parser.add_argument("--execute", default="auto")
     parser.add_argument("--cost", type=float, default=0.0, metavar="SECONDS")
-    parser.add_argument("--only", metavar="NAME:RATE:SEED", help="make this one run")
+    parser.add_argument("--only", metavar="RUN", help="make this one alone")
     parser.add_argument("--out", type=Path, default=Path("batch_size.json"))
     return parser
 
@@ -279,13 +311,13 @@ def main() -> None:
     size, on_cuda = SIZES[given.model], DEVICE.type == "cuda"
     result: dict[str, Any] = {}
     if given.only or given.cost:
-        seed = int(given.only.rpartition(":")[2]) if given.only else 0
+        seed = int(given.only.split(":")[2]) if given.only else 0
         how = {"precision": "bf16" if on_cuda else "full", "execute": given.execute}
         recipe = recipe_of(size, corpus(size.corpus), seed, how)
         if given.only:
             result = run_one(given.only, recipe, size, given)
         else:
-            result["cost"] = cost_of_noise(recipe, 4 * size.large, seconds=given.cost)
+            result["cost"] = cost_of_noise(recipe, 8 * size.large, seconds=given.cost)
             print({name: round(value, 6) for name, value in result["cost"].items()}, flush=True)
     if given.only is None and given.sequences:
         result |= {
@@ -296,14 +328,7 @@ def main() -> None:
             "torch": torch.__version__,
             "date": time.strftime("%Y-%m-%d"),
         }
-        each = [
-            (seed, rate, name)
-            for seed in range(given.seeds)
-            for rate in given.rates
-            for name in given.names
-        ]
-        runs = [f"{name}:{rate}:{seed}" for seed, rate, name in each]
-        result["runs"] = side_by_side(runs, given.together)
+        result["runs"] = side_by_side(given.runs.split(","), given.together)
         result["rows"] = table(result["runs"], size.rate)
         print(*result["rows"], sep="\n", flush=True)
     given.out.write_text(json.dumps(result) + "\n", encoding="utf-8")
