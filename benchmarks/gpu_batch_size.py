@@ -7,7 +7,8 @@ batch (`--from small`: with the small one), doubles as the critical batch grows,
 the schedule halves the rate. `--runs` lists them as NAME:RATE:SEED or NAME:RATE:SEED:DATA: the rate
 times the model's own, and the data times `--sequences`. The target of a seed is the lowest loss on
 held-out bytes with which a large batch ends. The table has the updates and the data after which
-each run has reached it. On a GPU the runs go side by side, each in a process.
+each run has reached it. `seesaw` is `auto` with the square root alone for the rate, whatever the
+share of the noise. On a GPU the runs go side by side, each in a process.
 
 `--model tiny --sequences 4096` runs on a CPU in minutes. `--cost S` times, for S seconds, what
 measuring the noise adds to a window, before the runs; `--sequences 0` does nothing else.
@@ -38,6 +39,7 @@ from torch.optim.lr_scheduler import LambdaLR
 import wholebatch as wb
 from wholebatch.cli.recipes import bytes_gpt
 from wholebatch.core.noise_scale import Estimator
+from wholebatch.tune.batch_scaling import Follow
 from wholebatch.tune.learning_curves import Contender, Recipe, Take, learn
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -219,7 +221,10 @@ def run_one(run: str, recipe: Recipe, size: Size, given: argparse.Namespace) -> 
     fixed = {"small": size.small, "large": size.large}
     batch = fixed.get(name, fixed[given.start])
     contender = Contender(name, batch, rate=float(rate))
-    if name == "auto":  # The noise needs two micro-batches.
+    if name == "seesaw":
+        follow = Follow.set
+        Follow.set = lambda self, batch, **_: follow(self, batch)  # type: ignore[method-assign]
+    if name not in fixed:  # The noise needs two micro-batches.
         contender = replace(contender, largest=given.most * size.large)
         recipe = replace(recipe, micro_batch=batch // 2)
 

@@ -29,11 +29,12 @@ better still. The run is short: measure your own recipe.
 
 BATCH_SIZE = """# A batch that follows the noise and the decay
 
-`{command}`, on {device}, torch {torch}, {date}: bytes-gpt with 126 M parameters, the same {sequences:,}
-sequences of {context} bytes for each run of a seed. The schedule warms up over ten updates of the first batch and then
-decays the rate by a cosine to a tenth, over the data. `auto` begins with the {start} batch. The target of a seed is the
-loss with which the large batch ends, on 256 sequences that no run learns from. *rate* is that of the large batch; the
-small one has 1/√2 of it.
+`{command}`, on {device}, torch {torch}, {date}: bytes-gpt with 126 M parameters. Each run sees {sequences:,} sequences of
+{context} bytes, or 1.08 times as many; those of a seed see the same data from the same first weights. The rate warms up
+over a twentieth of the data, and then decays by a cosine to a tenth. The rates are those of the large batch; the small
+one has 1/√2 of it. `auto` begins with the large batch. `seesaw` is `auto` with the square root alone for the rate,
+whatever the share of the noise. The target is the lowest loss with which a large batch ends, on 256 sequences that no run
+learns from, looked at 16 times in a run.
 """
 
 
@@ -59,20 +60,29 @@ def measured(one: dict[str, Any]) -> list[Any]:
 
 
 def verdict(rows: list[dict[str, Any]]) -> list[str]:
-    """Return what `auto` made of the updates of the large batch, and how far seeds are apart."""
-    ends = {
-        name: [row["held-out loss"] for row in rows if row["run"] == name]
-        for name in ("large", "auto")
-    }
-    spread = max(max(end) - min(end) for end in ends.values())
-    by_seed = [
-        row["of the large batch's"] or "not in this data" for row in rows if row["run"] == "auto"
-    ]
-    return [
-        f"`auto` reached the loss of the large batch in {', '.join(by_seed)} of its updates (one figure for each "
-        f"seed). Runs of one kind that differ in their seed alone end up to {spread:.4f} apart; those of one seed share "
-        "the data and the first weights."
-    ]
+    """Return the updates, the data and the loss of every `auto` beside its seed's large batch."""
+    lines = []
+    for row in rows:
+        large = min(
+            (r for r in rows if (r["run"], r["seed"]) == ("large", row["seed"])),
+            key=lambda r: r["held-out loss"],
+        )
+        if row["run"] != "auto":
+            continue
+        updates, data = (row[n] / large[n] for n in ("updates", "sequences"))
+        line = (
+            f"- Seed {row['seed']}, {data:.0%} of the data: `auto` made {updates:.1%} of the updates of the large batch, "
+            f"and ended at {row['held-out loss']:.4f} beside {large['held-out loss']:.4f}. "
+        )
+        made = row["updates to target"]
+        reached = "It did not reach the target."
+        if made:
+            share, seen = made / large["updates"], row["sequences to target"] / large["sequences"]
+            reached = (
+                f"It reached the target in {share:.1%} of the updates, with {seen:.1%} of the data."
+            )
+        lines.append(line + reached)
+    return lines
 
 
 def plot(runs: list[dict[str, Any]], file: Path) -> None:
@@ -83,12 +93,16 @@ def plot(runs: list[dict[str, Any]], file: Path) -> None:
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7, 4))
-    colours = {"small": "#a8b3c2", "large": "#4c6ef5", "auto": "#1a8f74"}
+    colours = {"small": "#a8b3c2", "large": "#4c6ef5", "auto": "#1a8f74", "seesaw": "#e8590c"}
+    styles, seen = {"0": "-", "1": "--"}, set()
     for one in runs:
-        name, _, seed = one["run"].split(":")
-        label = name if seed == "0" else None
+        name, rate, seed, *_ = one["run"].split(":")
+        if rate != "1":
+            continue
+        label = None if name in seen else name
+        seen.add(name)
         updates, _, losses = zip(*one["held_out"], strict=True)
-        axes.plot(updates, losses, color=colours[name], label=label, marker=".", linewidth=1)
+        axes.plot(updates, losses, styles[seed], color=colours[name], label=label, marker=".", lw=1)
     axes.set_xlabel("updates")
     axes.set_ylabel("held-out loss")
     axes.set_ylim(top=2.0)
@@ -120,7 +134,7 @@ def main() -> None:
         "The critical batch that `auto` measured, in sequences, after updates:",
         "",
         *(
-            f"- seed {one['run'].rpartition(':')[2]}: "
+            f"- {one['run']}: "
             + ", ".join(f"{size:.0f} ({made})" for (made, *_), size in measured(one))
             for one in found["runs"]
             if one["critical"]
