@@ -102,6 +102,7 @@ def test_the_rewritten_graph_makes_the_same_gradients() -> None:
     products = [called.count(one) for one in (torch.ops.aten.mm.default, add_product())]
     # Of each layer 4 products, with 2 of their gradients each; the output layer, tied to tokens.
     assert products == [2 * (3 + 4) + 2, 2 * 4 + 1]
+    assert called.count(torch.ops.aten.clone.default) == 2  # Values, without queries and keys.
     exact = _model().double()
     _loss(exact, _micro()).total.mul(0.25).backward()
     wanted = [one.grad for one in exact.parameters()]
