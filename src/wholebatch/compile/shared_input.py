@@ -2,7 +2,7 @@
 
 Queries, keys and values are products of one input with three weights, and so are the two halves of
 a gated perceptron. As one product with the weights one above the other they fill the device better,
-in the forward, for the gradient of the input, and for those of the weights. No weight is copied: the
+in the forward, for the gradient of the input, and for those of the weights. No weight moves: the
 16-bit copies of the weights, and their gradient buffers, lie one behind the other in memory.
 """
 

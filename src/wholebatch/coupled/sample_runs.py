@@ -542,7 +542,7 @@ class Tolerance:
             return None
         gaps = (first - apart)[:, :_LINEAR].abs()
         norms = torch.maximum(first, apart)[:, _LINEAR:]
-        # A sum in which all numbers have one sign may be far above the norm, and so is its rounding.
+        # A sum of numbers of one sign may be far above the norm, and so is its rounding.
         sums = torch.maximum(first.abs(), apart.abs())[:, :_LINEAR]
         sizes: Tensor = torch.maximum(norms, sums).clamp_min(1e-300)
         over = gaps > torch.maximum(3 * self.relative * sizes, self.floor * norms.norm())
