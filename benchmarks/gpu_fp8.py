@@ -38,7 +38,11 @@ import wholebatch as wb
 from wholebatch.core import linear_layers
 from wholebatch.core import precision as precisions
 
+sys.path += [str(Path(__file__).resolve().parents[1])]
 sys.path += [os.environ[name] for name in ("DOORS",) if name in os.environ]
+
+from tests.gpu import test_fp8
+
 VOCABULARY, LENGTH = 32_000, 1024
 WARM, MEASURED = 4, 8
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -279,26 +283,6 @@ def other_bits(call: Callable[..., Tensor], *inputs: Tensor) -> str:
     return " ".join(f"{share:8.1e}" for share in shares)
 
 
-class Net(nn.Module):
-    """Three perceptrons with a residual, over tokens."""
-
-    def __init__(self, outputs: int, *, bias: bool) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.embed = nn.Embedding(outputs, 256)
-        self.norms = nn.ModuleList(nn.LayerNorm(256) for _ in range(3))
-        self.ups = nn.ModuleList(nn.Linear(256, 1024) for _ in range(3))
-        self.downs = nn.ModuleList(nn.Linear(1024, 256, bias=False) for _ in range(3))
-        self.read = nn.Linear(256, outputs, bias=bias)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        for norm, up, down in zip(self.norms, self.ups, self.downs, strict=True):
-            x = x + down(nn.functional.gelu(up(norm(x))))
-        logits: Tensor = self.read(x)
-        return logits
-
-
 def splits() -> None:
     """Print which products depend on the number of rows, and what that does to a gradient."""
     print("share of bf16 outputs that differ where 1/2, 5/12, 1/3 and 1/12 of the rows are alone")
@@ -320,21 +304,17 @@ def splits() -> None:
             print(f"  {name} {size:28s} {shares}", flush=True)
     print("relative L2 distance of a gradient over 12 texts of 128 tokens to the undivided batch's")
     for outputs, bias in ((96, False), (97, True)):
-        model = Net(outputs, bias=bias).to(DEVICE)
+        model = test_fp8.Net(outputs, bias=bias).to(DEVICE)
         draw = torch.Generator().manual_seed(2)
         batch = {n: torch.randint(outputs, (12, 128), generator=draw).to(DEVICE) for n in "xy"}
         for precision in ("bf16", "fp8"):
             by_size = [
-                window_gradient(model, batch, size, precision, of_logits)
+                window_gradient(model, batch, size, precision, test_fp8.loss)
                 for size in (12, 6, 5, 4, 1)
             ]
             far = " ".join(f"{apart(one, by_size[0]):.1e}" for one in by_size[1:])
             layer = f"output layer of {outputs}{' with a bias' if bias else ''}"
             print(f"  {precision}, {layer}, micro-batches of 6, 5, 4, 1: {far}", flush=True)
-
-
-def of_logits(model: nn.Module, micro: dict[str, Tensor]) -> wb.Loss:
-    return wb.cross_entropy(model(micro["x"]), micro["y"])
 
 
 def window_gradient(
