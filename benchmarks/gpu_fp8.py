@@ -5,7 +5,8 @@
     python benchmarks/gpu_fp8.py products                 # their matrix products by themselves
     python benchmarks/gpu_fp8.py splits                   # what depends on the number of rows
     python benchmarks/gpu_fp8.py distance                 # gradient and update against float64
-    python benchmarks/gpu_fp8.py curve --updates 2000     # bytes-gpt at 124 M, bf16 and fp8
+    python benchmarks/gpu_fp8.py curve --out FILE         # bytes-gpt at 126 M, bf16 and fp8
+    python benchmarks/gpu_fp8.py draw FILE IMAGE          # the picture of it
 
 The models of `speed` and `distance` are Llamas of Transformers with random weights and tokens, in
 texts of 1,024 tokens, with fused AdamW on float32 weights. torchao comes from its package, or from
@@ -21,6 +22,7 @@ import gc
 import json
 import os
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -413,47 +415,89 @@ def between_splits(llama: Llama, layers: int) -> None:
 # ----------------------------------------------------------------------------- curve
 
 
-def curve(updates: int, every: int, precisions: Sequence[str], size: Sequence[int]) -> None:
-    """Train bytes-gpt in each precision from the same weights, and print the losses."""
+def trained(precision: str, options: argparse.Namespace) -> list[float]:
+    """Return the losses of bytes-gpt in this precision; weights and batches are always the same."""
     from wholebatch.cli.recipes import bytes_gpt
 
-    bytes_gpt.WIDTH, bytes_gpt.LAYERS, bytes_gpt.HEADS, bytes_gpt.CONTEXT = size
+    bytes_gpt.WIDTH, bytes_gpt.LAYERS, bytes_gpt.HEADS, bytes_gpt.CONTEXT = options.size
     corpus = bytes_gpt.data()
-    losses: dict[str, list[float]] = {}
-    batch_size, micro = 64, 16
-    for precision in precisions:
-        torch.manual_seed(0)
-        model = bytes_gpt.model().to(DEVICE)
-        optimizer = torch.optim.AdamW(
-            model.parameters(), lr=3e-4, weight_decay=0.1, fused=DEVICE == "cuda"
-        )
-        schedule = bytes_gpt.scheduler(optimizer, updates)
-        options: dict[str, Any] = {"precision": precision, "clip_norm": 1.0, "scheduler": schedule}
-        window = wb.WholeBatch(
-            model,
-            optimizer,
-            loss=bytes_gpt.loss,
-            units=bytes_gpt.units,
-            micro_batch=micro,
-            **options,
-        )
-        count = sum(p.numel() for p in model.parameters())
-        print(f"{precision}: {count / 1e6:.0f} M parameters", flush=True)
-        generator = torch.Generator().manual_seed(2)
-        losses[precision] = []
-        began = time.perf_counter()
-        for _ in range(updates):
-            places = torch.randint(len(corpus), (batch_size,), generator=generator).tolist()
-            samples = [corpus[place] for place in places]
-            batch = {k: torch.stack([one[k] for one in samples]).to(DEVICE) for k in samples[0]}
-            losses[precision].append(float(window.step(batch).loss))
-        print(f"  {updates} updates in {time.perf_counter() - began:.0f} s", flush=True)
-        del window, model, optimizer
-        free()
-    print("update   " + "".join(f"{name:>10s}" for name in precisions) + "   (mean since the last)")
-    for last in range(every, updates + 1, every):
-        means = [statistics.fmean(losses[name][last - every : last]) for name in precisions]
-        print(f"{last:6d}   " + "".join(f"{mean:10.4f}" for mean in means))
+    torch.manual_seed(0)
+    model = bytes_gpt.model().to(DEVICE)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=3e-4, weight_decay=0.1, fused=DEVICE == "cuda"
+    )
+    window = wb.WholeBatch(
+        model,
+        optimizer,
+        loss=bytes_gpt.loss,
+        units=bytes_gpt.units,
+        micro_batch=options.batch // 2,
+        precision=precision,  # type: ignore[arg-type]
+        clip_norm=1.0,
+        scheduler=bytes_gpt.scheduler(optimizer, options.updates),
+        execute="graph" if DEVICE == "cuda" else "eager",
+    )
+    count = sum(p.numel() for p in model.parameters())
+    generator = torch.Generator().manual_seed(2)
+    losses, began = [], time.perf_counter()
+    for _ in range(options.updates):
+        places = torch.randint(len(corpus), (options.batch,), generator=generator).tolist()
+        samples = [corpus[place] for place in places]
+        batch = {k: torch.stack([one[k] for one in samples]).to(DEVICE) for k in samples[0]}
+        losses.append(float(window.step(batch).loss))
+    seconds = time.perf_counter() - began
+    mode = window._runner.executor.mode
+    print(f"{precision}: {count / 1e6:.0f} M parameters, {seconds:.0f} s, {mode}", flush=True)
+    return losses
+
+
+def curve(options: argparse.Namespace) -> None:
+    """Train in all precisions side by side, each in a process of its own, and print the losses."""
+    every, means = options.every, dict[str, list[float]]()
+    if len(options.precisions) == 1:
+        losses = trained(options.precisions[0], options)
+        starts = range(0, options.updates - every + 1, every)
+        found = [round(statistics.fmean(losses[start : start + every]), 4) for start in starts]
+        print(f"MEANS {json.dumps(found)}", flush=True)
+        return
+    command = [sys.executable, *sys.argv, "--precisions"]
+    runs = {
+        precision: subprocess.Popen([*command, precision], stdout=subprocess.PIPE, text=True)
+        for precision in options.precisions
+    }
+    for precision, run in runs.items():
+        for line in run.communicate()[0].splitlines():
+            if line.startswith("MEANS "):
+                means[precision] = json.loads(line.removeprefix("MEANS "))
+            else:
+                print(line, flush=True)
+    print("update   " + "".join(f"{name:>10s}" for name in means) + "   (mean since the last)")
+    for number, row in enumerate(zip(*means.values(), strict=True), 1):
+        print(f"{number * every:6d}   " + "".join(f"{mean:10.4f}" for mean in row))
+    if options.out is not None:
+        sizes = {"batch": options.batch, "size": options.size, "every": every}
+        options.out.write_text(json.dumps({**sizes, "means": means}) + "\n", encoding="utf-8")
+
+
+def draw(file: Path, image: Path) -> None:
+    """Draw the losses that `curve --out` has written."""
+    import matplotlib as mpl
+
+    mpl.use("svg")
+    mpl.rcParams["svg.hashsalt"] = "wholebatch"
+    from matplotlib import pyplot
+
+    found = json.loads(file.read_text(encoding="utf-8"))
+    figure, axes = pyplot.subplots(figsize=(7, 3.6))
+    for (name, means), width in zip(found["means"].items(), (2.6, 1.0), strict=True):
+        updates = [found["every"] * number for number in range(1, len(means) + 1)]
+        axes.plot(updates, means, label=f"{name} ({means[-1]:.3f} in the end)", lw=width)
+    axes.set_xlabel("update")
+    axes.set_ylabel("loss (nats per byte)")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    figure.tight_layout()
+    figure.savefig(image, metadata={"Date": None})
 
 
 def main() -> None:
@@ -477,11 +521,16 @@ def main() -> None:
     of_distance.add_argument("--layers", type=int, default=2)
     of_curve = commands.add_parser("curve")
     of_curve.add_argument("--updates", type=int, default=2000)
-    of_curve.add_argument("--every", type=int, default=100)
+    of_curve.add_argument("--every", type=int, default=50)
+    of_curve.add_argument("--batch", type=int, default=32)
     of_curve.add_argument("--precisions", nargs="+", default=["bf16", "fp8"])
     of_curve.add_argument(
-        "--size", type=int, nargs=4, default=[768, 12, 12, 512], help="width, layers, heads, length"
+        "--size", type=int, nargs=4, default=[896, 13, 14, 256], help="width, layers, heads, length"
     )
+    of_curve.add_argument("--out", type=Path, help="where to write the means, as JSON")
+    of_draw = commands.add_parser("draw")
+    of_draw.add_argument("file", type=Path)
+    of_draw.add_argument("image", type=Path)
     options = parser.parse_args()
     if options.command == "speed":
         speed(options.rows, options.budget, profiles=options.profile)
@@ -491,8 +540,10 @@ def main() -> None:
         splits()
     elif options.command == "distance":
         distance(options.model, options.layers)
+    elif options.command == "curve":
+        curve(options)
     else:
-        curve(options.updates, options.every, options.precisions, options.size)
+        draw(options.file, options.image)
 
 
 if __name__ == "__main__":
