@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -132,18 +133,20 @@ class SwapStore(DeviceStore):
         stay = used[-_AT_ONCE:] if self._records and len(self.target.optimizers) == 1 else []
         rows = one_ahead(used, lambda one: (one, self._ways[one.device].fetch(one.flat)))
         for bucket, row in rows:
+            way, stays = self._ways[bucket.device], any(bucket is one for one in stay)
             parameters = [p for p in bucket.parameters if p.grad is not None]
             for parameter in parameters:
                 if self.target.sixteen_bit.rounds(parameter):
                     round_gradient(parameter)
-            stays = any(bucket is one for one in stay)
+            way.wait(row.arrived)
             with (
-                self._moments_in(optimizer, bucket, row.arrived(), stays=stays),
+                self._moments_in(optimizer, bucket, row.flat, stays=stays),
                 stepping(optimizer, remaining),
                 only(optimizer, parameters),
             ):
                 optimizer.step()
-            row.leave(stays=stays)
+            row.stays = stays
+            way.leave(row)
             for parameter in parameters:
                 parameter.grad = None
 
@@ -174,78 +177,68 @@ class SwapStore(DeviceStore):
                 optimizer.state[parameter].update(self._waiting[id(parameter)])
 
 
+@dataclass(eq=False, slots=True)
+class _Row:
+    """A row of moments on a device, and the events after which it has arrived and left."""
+
+    host: Tensor
+    flat: Tensor
+    arrived: torch.cuda.Event | None
+    left: torch.cuda.Event | None = None
+    stays: bool = False
+
+
 class _Way:
     """The way of moments to a device for the step, and back; few rows are there at once."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None = None
-        if device.type == "cuda":
-            self._streams = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._in, self._out = (
+            torch.cuda.Stream(device) if device.type == "cuda" else None for _ in range(2)
+        )
         self.rows: deque[_Row] = deque()
 
-    @torch.no_grad()
     def fetch(self, host: Tensor) -> _Row:
         """Start the way of a row to the device, in memory that an earlier one has left."""
         for row in self.rows:
             if row.host is host:
                 return row  # it has stayed
         if len(self.rows) == _AT_ONCE:
-            left = self.rows.popleft().left
-            if left is not None:
-                torch.cuda.current_stream(self._device).wait_event(left)
-        row = _Row(host, torch.empty_like(host, device=self._device), self._streams)
-        self.rows.append(row)
-        return row
+            self.wait(self.rows.popleft().left)
+        flat = torch.empty_like(host, device=self._device)
+        self.rows.append(_Row(host, flat, self._copy(self._in, flat, host)))
+        return self.rows[-1]
+
+    def leave(self, row: _Row) -> None:
+        """Send a row back to the host, unless it stays."""
+        if not row.stays:
+            row.left = self._copy(self._out, row.host, row.flat)
+
+    @torch.no_grad()
+    def _copy(
+        self, stream: torch.cuda.Stream | None, to: Tensor, row: Tensor
+    ) -> torch.cuda.Event | None:
+        """Copy beside the device's work, after what it has been given so far."""
+        if stream is None:
+            to.copy_(row)
+            return None
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            to.copy_(row, non_blocking=True)
+        event: torch.cuda.Event = stream.record_event()
+        return event
+
+    def wait(self, event: torch.cuda.Event | None) -> None:
+        """Let the device wait for a copy."""
+        if event is not None:
+            torch.cuda.current_stream(self._device).wait_event(event)
 
     def end(self) -> None:
         """Wait until all rows but those that stay are on the host again."""
         self.rows = deque(row for row in self.rows if row.stays)
-        for stream in self._streams or ():
-            stream.synchronize()
-
-
-class _Row:
-    """A row of moments on its device."""
-
-    def __init__(
-        self,
-        host: Tensor,
-        flat: Tensor,
-        streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None,
-    ) -> None:
-        self.host, self._flat, self._streams = host, flat, streams
-        self._arrived: torch.cuda.Event | None = None
-        self.left: torch.cuda.Event | None = None
-        self.stays = False
-        if streams is None:
-            flat.copy_(host)
-            return
-        streams[0].wait_stream(torch.cuda.current_stream(flat.device))  # users of this memory
-        with torch.cuda.stream(streams[0]):
-            flat.copy_(host, non_blocking=True)
-            self._arrived = streams[0].record_event()
-
-    def arrived(self) -> Tensor:
-        """Return the row, which is there for all that is launched from now on."""
-        if self._arrived is not None:
-            torch.cuda.current_stream(self._flat.device).wait_event(self._arrived)
-        return self._flat
-
-    @torch.no_grad()
-    def leave(self, *, stays: bool) -> None:
-        """Send the row back to the host, unless it stays."""
-        self.stays = stays
-        if stays:
-            return
-        if self._streams is None:
-            self.host.copy_(self._flat)
-            return
-        away = self._streams[1]
-        away.wait_stream(torch.cuda.current_stream(self._flat.device))
-        with torch.cuda.stream(away):
-            self.host.copy_(self._flat, non_blocking=True)
-            self.left = away.record_event()
+        for stream in (self._in, self._out):
+            if stream is not None:
+                stream.synchronize()
 
 
 def _moments_of(parameter: nn.Parameter, flat: Tensor) -> dict[str, Tensor]:
