@@ -638,24 +638,24 @@ class _Cutter:
             open_ += sizes
         return again.difference(self._sizes)
 
+    def _is_pure(self, node: fx.Node) -> bool:
+        """True if it is cheap, and gives the same whenever it is computed."""
+        if node not in self._home or not is_cheap(node):
+            return False
+        return not any(base_of(one) in self._written for one in node.all_input_nodes)
+
     def _may_repeat(self, node: fx.Node) -> bool:
         """True if a compiler of the whole graph would not have stored this result either."""
-        if node not in self._home or not is_cheap(node) or self._is_stored(node):
-            return False
-        return not self._reads_written(node)
+        return self._is_pure(node) and not self._is_stored(node)
 
     def _is_for_backward(self, node: fx.Node, part: Part) -> bool:
-        """True if the forward stores this cheap result, and a product of this part reads it.
+        """True if the forward stores this cheap result, and a part of the backward reads it.
 
-        The part computes it again if its sources are stored in any case, for this part or later.
+        It computes the result again if its sources are stored in any case, for this part or later.
         """
-        if not self._place.get(node, self._backward) < self._backward <= part.start:
-            return False
-        repeats = is_cheap(node) and len(self._homes(node)) <= _HOMES and self._is_stored(node)
-        return repeats and not self._reads_written(node)
-
-    def _reads_written(self, node: fx.Node) -> bool:
-        return any(base_of(one) in self._written for one in node.all_input_nodes)
+        crosses = self._place.get(node, self._backward) < self._backward <= part.start
+        few = crosses and len(self._homes(node)) <= _HOMES
+        return few and self._is_pure(node) and self._is_stored(node)
 
     def _homes(self, node: fx.Node) -> set[int]:
         """Return where the parts begin that read it."""

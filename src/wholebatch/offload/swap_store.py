@@ -1,17 +1,13 @@
 """Adam's moments wait on the host, and come to the device for the step alone.
 
-A window needs the gradients from the first backward to the step, and the optimizer's state in the
-step alone. So the first moment of every parameter lives in pinned host memory, and the gradients
-take its place on the device. At the close the moments come bucket by bucket, the optimizer steps,
-and the new moments go back, while the next bucket comes: the link works in both directions at once.
-The gradients are in `.grad`, and the same step sees them as in the plain window, so every way of
-running a micro-step works, and the update has the bits of the plain window. Each moment travels
-once in and once out for each window, however many micro-batches it has.
+The first moment of every parameter lives in pinned host memory, and the gradients take its place on
+the device. The sums of 16-bit parameters are as large as both moments: there both wait. At the
+close the moments come bucket by bucket, the optimizer steps, and the new moments go back, while the
+next bucket comes. The same step sees the gradients in `.grad` as in the plain window, so the update
+has its bits.
 
 Recorded micro-steps keep their memory, so the memory of the buckets at the close is free in them.
 There the buckets that were stepped on last stay on the device, and are the first at the next close.
-
-The sums of 16-bit parameters are float32, as large as both moments together: there both wait.
 """
 
 from __future__ import annotations
