@@ -1,12 +1,10 @@
 """The Python state that a graph was traced with: read values stay, changes are refused.
 
 Tracing runs the Python of the model and of the loss function once and bakes every value it meets
-into the graph. Afterwards that Python does not run again. So the values it reads (an annealed
-weight, `training`, a global number) are compared again at every window, and if one has changed, the
-graph is made again. Its changes (a list that grows, a counter) would happen only once: they are
-undone, and refused. Both are detected by comparing all reachable state: the attributes of modules,
-closures, defaults, the globals that the code names, the object that a method is bound to, and the
-containers that modules hold.
+into the graph. So the values that it reads (an annealed weight, `training`, a global number) are
+compared again at every window, and if one has changed, the graph is made again. Its changes (a list
+that grows, a counter) would happen only once: they are undone, and refused. Both are detected by
+comparing all reachable state: attributes, closures, defaults, globals, and containers in modules.
 """
 
 from __future__ import annotations
