@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from .events import Def, Env
 from .expressions import (
     assigned_names,
+    children,
     dotted,
     is_accumulation_name,
     is_binary,
@@ -51,6 +52,8 @@ _UNRELATED = re.compile(r"world_?size|n_?gpu|num_gpus?|device_count|get_world_si
 _OWN_SIZE = re.compile(
     r"\.shape\[\d\]$|\.size\(\d?\)$|\.numel\(\)$|sum\(([^()]*, *)?((dim|axis)=)?-?1\)"
 )
+# Objects that remember the losses of other micro-batches.
+_KEEPS = re.compile(r"accum|smooth|ema|avg|average|meter|running|moving|window|update|track", re.I)
 _MAX_CHAINS = 8
 
 
@@ -96,21 +99,27 @@ class Chain:
         return made if isinstance(made, ast.Call) else None
 
 
-def trace(expr: ast.expr | None, env: Env, resolver: Resolver) -> list[Chain]:
-    """Return every possible derivation of a loss: at least one, at most eight."""
-    return [Chain()] if expr is None else _Tracer(resolver).follow(expr, env, Chain(), 0)
+def trace(
+    expr: ast.expr | None, env: Env, resolver: Resolver, known: frozenset[int] = frozenset()
+) -> list[Chain]:
+    """Return every possible derivation of a loss: at least one, at most eight.
+
+    A value that is computed from one of the `known` bases in any way is followed to it.
+    """
+    return [Chain()] if expr is None else _Tracer(resolver, known).follow(expr, env, Chain(), 0)
 
 
 class _Tracer:
     """Follows a loss back to where it was computed; a chain holds what is known so far."""
 
-    def __init__(self, resolver: Resolver) -> None:
+    def __init__(self, resolver: Resolver, known: frozenset[int]) -> None:
         self.resolver = resolver
+        self.known = known
 
     def follow(self, expr: ast.expr, env: Env, chain: Chain, depth: int) -> list[Chain]:
         """Return the derivations of an expression, each with the chain before it."""
         ended = [replace(chain, base=expr, base_env=env)]
-        if depth > 24:
+        if depth > 24 or id(expr) in self.known:
             return ended
         if isinstance(expr, ast.BinOp):
             return self._operation(expr, env, chain, depth)
@@ -130,7 +139,21 @@ class _Tracer:
             return self._each(parts, chain, depth) or ended
         if isinstance(expr, (ast.GeneratorExp, ast.ListComp, ast.DictComp)):
             return self._comprehension(expr, env, chain, depth)
-        return ended
+        return self._computed(expr, env, chain, depth)
+
+    def _computed(self, expr: ast.expr, env: Env, chain: Chain, depth: int) -> list[Chain]:
+        """Follow the parts of an expression that lead to a known base, or end here."""
+        called = last_part(expr.func) if isinstance(expr, ast.Call) else ""
+        parts = [c for c in children(expr) if isinstance(c, (ast.expr, ast.keyword))]
+        inner = [getattr(p, "value", p) if isinstance(p, ast.keyword) else p for p in parts]
+        if not self.known or depth > 12 or _KEEPS.search(called):
+            inner = []
+        chains = self._each(((part, env) for part in inner), chain, depth)
+        known = [c for c in chains if id(c.base) in self.known]
+        # What is added up over iterations is more than one loss.
+        slots = [c.base_env.get(place(c.base or expr) or "", ()) for c in chains if c not in known]
+        summed = any("loss" in text(d.expr) and "@" in text(d.expr) for s in slots for d in s)
+        return known if known and not summed else [replace(chain, base=expr, base_env=env)]
 
     def _comprehension(
         self,
@@ -226,7 +249,7 @@ class _Tracer:
             return self.follow(expr.args[0], env, chain, depth + 1)
         if last_part(expr.func) == "values" and isinstance(expr.func, ast.Attribute):
             return self.follow(expr.func.value, env, chain, depth + 1)
-        return [replace(chain, base=expr, base_env=env)]
+        return self._computed(expr, env, chain, depth)
 
     def _scaled(self, expr: ast.Call, env: Env, chain: Chain) -> tuple[ast.expr, Chain] | None:
         """Return the loss and chain of `loss.div(k)`, `torch.div(loss, k)` or `loss.mul(f)`."""

@@ -32,6 +32,8 @@ _MASKED_LABELS = re.compile(
     r"(?<![\w.])-100(?![\w.%])|masked_lm_labels|Loss\(\)\.ignore_index|(label|target)s?\w*\[[^\]\n]*\]\s*=\s*-1\b"
     r"|label\w*['\"\]]*(\.(extend|append)\(|\s*=)[ (\[]*-1\]?\s*[*)]"
 )
+# Models with a label or two for each sample: nothing is left out of their mean.
+_ONE_LABEL = re.compile(r"For(QuestionAnswering|SequenceClassif|MultipleChoice)|start_positions")
 _IGNORED = re.compile(r"-100(?<![\w.]-100)(?![\w.%])")
 _JAX_MASK_COUNT = re.compile(
     r"/\s*(jnp\.(maximum|clip)\()?\(?(jnp\.sum\(\w*(mask|valid|weights)|\w*(mask|valid|weights)\w*\.sum\(\))"
@@ -234,9 +236,12 @@ def _masks_mean(call: ast.Call) -> bool:
 def _is_language_model(call: ast.Call, file: File) -> bool:
     if not re.search(r"model|net", text(call.func), re.I):
         return False
+    if file.facts.mentions(_LANGUAGE_MODEL):
+        if file.facts.mentions(_MASKED_DATA):
+            return True
+    elif file.facts.mentions(_ONE_LABEL):
+        return False
     if file.facts.mentions(_MASKED_LABELS):
-        return True
-    if file.facts.mentions(_LANGUAGE_MODEL) and file.facts.mentions(_MASKED_DATA):
         return True
     collators = [c for c in file.facts.calls if _COLLATES.search(last_part(c.func))]
     parts = (part for c in collators for part in file.facts.imported_parts(c))

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from ..model import Event, File, LoopWindow
 from ..model.events import Context, holds_sync
-from ..model.expressions import dotted, is_accumulation_name, is_not, last_part, text, walk
+from ..model.expressions import is_accumulation_name, is_not, last_part, text, walk
 from .rule_base import Report, rule, steps_every_micro_batch
 
 _HELD = re.compile(
@@ -100,5 +100,4 @@ def _late_context(window: LoopWindow) -> Event | None:
 
 def _of_engine(context: Context) -> bool:
     """True for `booster.no_sync(model, optimizer)`, which an engine reads in the backward."""
-    made = [context.expr, *(d.expr for d in context.env.get(dotted(context.expr) or "", ()))]
-    return any(re.search(r"no_sync\(\w", text(m)) for m in made)
+    return bool(re.search(r"no_sync\(\w", context.made))
