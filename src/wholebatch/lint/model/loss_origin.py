@@ -45,6 +45,7 @@ _OVER_RANKS = re.compile(
 )
 _REDUCERS = {"item", "detach", "mean", "sum"}
 _LOSSY = re.compile(r"loss|nll|criterion|objective|ce$|mse", re.I)
+_WEIGHT = re.compile(r"\w*(scale|weight|coeff?|lambda|factor|ratio)\w*", re.I)
 # Divisors that are unrelated to the number of micro-batches of a window.
 _UNRELATED = re.compile(r"world_?size|n_?gpu|num_gpus?|device_count|get_world_size", re.I)
 # The size of the micro-batch itself: dividing by it turns a sum into a mean.
@@ -95,7 +96,7 @@ class Chain:
         if isinstance(made, ast.Name):
             defs = self.base_env.get(made.id, ())
             chosen = [d.expr.body if isinstance(d.expr, ast.IfExp) else d.expr for d in defs]
-            return next((made for made in chosen if isinstance(made, ast.Call)), None)
+            return next((c for c in map(root, chosen) if isinstance(c, ast.Call)), None)
         return made if isinstance(made, ast.Call) else None
 
 
@@ -303,8 +304,9 @@ def _loss_side(left: ast.expr, right: ast.expr) -> tuple[ast.expr, ast.expr]:
         return right, left
     if number(right) is not None or _reciprocal(right) is not None:
         return left, right
-    left_is_loss = bool(_LOSSY.search(text(left)))
-    right_is_loss = bool(_LOSSY.search(text(right)))
+    left_is_loss, right_is_loss = (
+        bool(_LOSSY.search(_WEIGHT.sub("", text(side)))) for side in (left, right)
+    )
     return (right, left) if right_is_loss and not left_is_loss else (left, right)
 
 

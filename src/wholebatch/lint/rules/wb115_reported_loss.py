@@ -88,8 +88,8 @@ def _loss_chains(
     )
     if not others or smoothed:
         return [c for c in chains if c not in others]
-    name = re.sub(r"\.\w+\(\)|^float\(|\)$", "", shown)
     # The very value of the backward, whatever it is made of.
+    name = re.sub(r"\.\w+\(\)|^float\(|\)$", "", shown)
     same = [
         e for e in window.backwards if _argument(e) == name and e.env.get(name) == env.get(name)
     ]
