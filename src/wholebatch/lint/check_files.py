@@ -23,7 +23,9 @@ _UNREAD = "WB002"
 _OTHER_FRAMEWORK = "WB003"
 
 # A file without a backward, a step function or a Trainer subclass cannot accumulate.
-_TRAINS = re.compile(r"backward\s*\(|loss_scaler\s*\(|def (training_step|compute_loss)\b")
+_TRAINS = re.compile(
+    r"backward\s*\(|loss_scaler\s*\(|def (training_step|compute_loss)\b|self\.training_step\("
+)
 _UPDATES = re.compile(
     r"\.\s*(step|optimize|zero_grad)\s*\(|optimizer_step|update_grad|loss_scaler"
     r"|(step|update)\w*\([^)\n]*optim"

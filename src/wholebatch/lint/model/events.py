@@ -306,6 +306,8 @@ def classify(call: ast.Call, env: Env) -> Act | None:
         return _backward(call, owner, env)
     if name == "manual_backward":
         return Act("backward", owner, positional(call, 0), "lightning")
+    if name == "training_step" and dotted(owner) == "self":
+        return Act("backward", owner, None, "trainer")  # transformers' own: it divides.
     if name in _SIMPLE:
         return Act(_SIMPLE[name], owner, positional(call, 0))
     if name in {"step", "step_and_update_lr"} or (name == "optimize" and call.args):

@@ -49,7 +49,7 @@ def imported(imports: Imports, path: str, name: str) -> Definition | None:
             elif (alias.asname or alias.name) != head:
                 continue
             elif isinstance(node, ast.Import):
-                found = _defined(path, alias.name, 0, rest)
+                found = _defined(path, alias.name, 0, rest.partition(".")[0])
             else:
                 found = _defined(path, package, level, alias.name)
                 if found is None and rest:  # `from package import module`

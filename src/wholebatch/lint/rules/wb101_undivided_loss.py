@@ -118,6 +118,9 @@ def _judged(window: LoopWindow, file: File) -> bool:
 def _divides_by_count(window: LoopWindow) -> bool:
     """True if something in the loop is divided by the count: it may scale the loss."""
     done = max(e.line for e in window.backwards)
+    helped = [e for e in window.of("assign") if e.argument and hasattr(e.node, "foreign")]
+    if any(isinstance(divisor_of(e.argument), ast.Name) for e in helped):  # type: ignore[arg-type]
+        return True  # A helper of another module divides by what it is handed.
     for node in walk(window.loop.node):
         by = divisor_of(node)
         if by is None or not is_accumulation_name(text(by)):
