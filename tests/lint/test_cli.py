@@ -271,7 +271,7 @@ def test_as_a_module(script: Path) -> None:
     )
     assert done.returncode == FOUND
     assert done.stdout.startswith("train.py:5:8 WB110 boundary is off by one")
-    assert done.stderr == "1 finding in 1 file, 1 more with --unsafe-fixes\n"
+    assert done.stderr == "1 finding in 1 file\n"
 
 
 def test_command_of_the_big_command_line(script: Path, capsys: pytest.CaptureFixture[str]) -> None:

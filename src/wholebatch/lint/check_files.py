@@ -168,10 +168,10 @@ def _parse_and_check(source: Source, settings: Settings) -> list[Finding]:
         if settings.wants_in(rule.code, source.path)
         for finding in _check_rule(rule, file, source, lines)
     ]
-    # Beside these no mended loop makes the update of the whole batch: such a fix is not safe.
+    # Beside these no mended loop makes the update of the whole batch.
     spoils = [rule for rule in RULES if rule.code in _SPOILS]
     if any(f.fix for f in found) and any(next(rule.check(file), None) for rule in spoils):
-        return [replace(f, unsafe=bool(f.fix)) for f in found]
+        return [replace(f, fix=(), unsafe=False) for f in found]
     return found
 
 

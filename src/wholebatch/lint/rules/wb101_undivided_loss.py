@@ -196,6 +196,8 @@ def _fix(window: LoopWindow, event: Event) -> tuple[tuple[Edit, ...], bool]:
     """Return the edits for one plain `loss.backward()`, and True if the loss may be a sum."""
     if len(window.backwards) != 1 or event.detail != "tensor" or len(window.chains) != 1:
         return (), False
+    if any(map(window.counts, window.chains[0][1].divisors)):
+        return (), False  # Divided by a part of the number.
     # Beside clipping on every micro-batch the division alone would not help.
     often = window.of("zero", "clip")
     if any(window.when(e) != "boundary" for e in often):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ..model import Event, File, LoopWindow
 from ..model.events import Context
-from .rule_base import Edit, Report, is_right_but_for, moved, rule, stepped
+from .rule_base import Edit, Report, is_right, moved, rule, stepped
 
 
 @rule("clipped every micro-batch", fixable=True)
@@ -26,8 +26,7 @@ def check(file: File) -> Iterator[Report]:
                 clip.node,
                 "gradients are clipped on every micro-batch: clip once, at the end of the window, "
                 "before the optimizer steps",
-                _fix(window, clip),
-                unsafe=not is_right_but_for(window, clip),
+                _fix(window, clip) if is_right(window, clip) else (),
             )
 
 
