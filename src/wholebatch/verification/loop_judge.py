@@ -64,6 +64,8 @@ class LoopJudge:
     scales: Sequence[float] = ()
     """The weights of its own that the loss had in the first window."""
     runs_undivided: bool = True
+    together: bool = False
+    """True if the losses of a backward are terms of one loss, and not of several micro-batches."""
     needs_calls: bool = False
     """True if the units are read from the inputs of the model."""
     notes: list[str] = field(default_factory=list)
@@ -92,9 +94,23 @@ class LoopJudge:
         return self._hold_against(inputs)
 
     def trial(self) -> LoopTrial:
-        """Return the verdict on a window of a live loop."""
-        self.notes, self.by = [], "gradients"
+        """Return the verdict on a window of a live loop.
+
+        The losses of several calls in one backward are terms of one loss (a GAN's two), or several
+        micro-batches: right is what is right in one way.
+        """
+        several = len(self.micros) > 1 and any(len(_by_call(m)) > 1 for m in self.micros)
+        first = self._trial_of_calls(together=several)
+        if first.found != RIGHT and largest_over_ranks(several):
+            apart = self._trial_of_calls(together=False)
+            return apart if apart.found == RIGHT else first
+        return first
+
+    def _trial_of_calls(self, *, together: bool) -> LoopTrial:
+        self.notes, self.by, self.together = [], "gradients", together
         self.__post_init__()
+        if (told := self._told_by_calls()) is not None:
+            return told
         read = self._read()
         if largest_over_ranks(isinstance(read, Unreadable)):
             return self._without_weights(read)
@@ -114,6 +130,23 @@ class LoopJudge:
         self._take_apart(*whole)
         inputs = [(call.args, call.kwargs) for m in self.micros for call in m.calls[:1]]
         return self._hold_against(inputs if len(inputs) == len(self.micros) else ())
+
+    def _told_by_calls(self) -> LoopTrial | None:
+        """Return the mistake that is seen in which calls reached a backward, and how often."""
+        roots = [root for micro in self.micros for root in micro.roots]
+        if len(set(roots)) < len(roots):
+            return self.told("counted-twice", "two backwards of the same loss")
+        passed_on = [micro.is_passed_on for micro in self.micros]
+        if any(passed_on) and not all(passed_on):
+            return self.told("other-loss", f"{sum(passed_on)} of {len(passed_on)} backwards")
+        count, unused = len(self.micros), max(self.window.unused, self.window.earlier_pass - 1)
+        if count == 1 and unused > 1:
+            return self.told("only-the-last", f"{unused} others reach no backward")
+        if self.window.earlier_pass > count:
+            return self.told("left-out", f"{count} of {self.window.earlier_pass} in the last pass")
+        if unused % count and not self.window.earlier_pass:
+            return self.told("left-out", f"{unused} that the model has seen: in no backward")
+        return None
 
     def _of_one_micro_batch(self) -> LoopTrial:
         left = float(self.micros[0].before.norm()) if self.micros[0].before.numel() else 0.0
@@ -148,22 +181,28 @@ class LoopJudge:
         self._owners: list[int] = []
         losses: list[list[LossTerm]] = []
         for place, micro in enumerate(self.micros):
-            rows = _by_call(micro)
+            rows = [micro.terms] if self.together else _by_call(micro)
             losses += rows
             self._owners += [place] * len(rows)
         scale, ranks = self.micros[0].loss_scale, world_size()
         labels = _labels(self.micros) if len(losses) == len(self.micros) else []
-        read = read_weights(losses, loss_scale=scale, ranks=ranks, labels=labels)
+        known: dict[str, Any] = {"loss_scale": scale, "ranks": ranks, "samples": self._samples()}
+        read = read_weights(losses, labels=labels, **known)
         if labels and not isinstance(read, Unreadable):
-            plain = read_weights(losses, loss_scale=scale, ranks=ranks)
+            plain = read_weights(losses, **known)
             self.needs_calls = plain != read
         if ranks == 1 or largest_over_ranks(isinstance(read, Unreadable)):
             return read
         assert not isinstance(read, Unreadable)
         own = sum(read[0].units)
         everywhere = float(sum_over_ranks(torch.tensor([own], dtype=torch.float64)))
-        totals = [everywhere]
-        return read_weights(losses, loss_scale=scale, ranks=ranks, totals=totals, labels=labels)
+        return read_weights(losses, totals=[everywhere], labels=labels, **known)
+
+    def _samples(self) -> int:
+        """Return the rows of the tokens that the model was given; 0 where they are not known."""
+        given = [tensors_of([(c.args, c.kwargs) for c in m.calls[:1]]) for m in self.micros]
+        rows = [[len(t) for t in one if t.dim() > 1 and not t.is_floating_point()] for one in given]
+        return sum(row[0] for row in rows) if all(rows) else 0
 
     def _micro_weights(self) -> tuple[list[float], list[float]] | None:
         """Return one weight and the units of each micro-batch; None if its terms differ in them."""
@@ -291,10 +330,14 @@ class LoopJudge:
         scale = self.read[0].scale if self.read else 1.0
         if off > self.tolerance and self._same(gradient * scale, right):
             right = right / scale  # a scale of the loop's own, which it has divided out again
-            self.parts = replace(self.parts, right=right)
+            self.parts, scale = replace(self.parts, right=right), 1.0
             off = largest_over_ranks(apart(gradient, right))
         self.fits = [_right(off, off <= self.tolerance)]
         kept = gradient is at_step or self._same(at_step, self._last_clips()[-1].after)
+        if off <= self.tolerance and kept and self._is_loss_scale(scale):
+            variant = f"the loss is multiplied by {scale:g}, and nothing divides by it again"
+            self.fits = [MistakeFit("loss-scale", variant, 0.0, True), _right(abs(scale - 1))]
+            return self._trial("loss-scale", self.fits)
         if off <= self.tolerance and kept:
             return self._trial(self._beside(RIGHT), self.fits)
         # Ranks may find different causes: what they do together, all or none of them must do.
@@ -315,11 +358,29 @@ class LoopJudge:
             )
         if largest_over_ranks(cause is None):
             found = self._beside(None)
+            if found is None and self.case == "live" and world_size() == 1:
+                return self._changed_after_the_last(off)
             if cause is None:
                 return self._trial(found, self.fits)
         assert cause is not None
         rest = [fit for fit in self.fits if fit.key != cause.key]
         return self._trial(cause.key, [cause, *rest])
+
+    def _changed_after_the_last(self, off: float) -> LoopTrial:
+        """Judge a gradient that the loop changes by itself when it is complete: noise, a clip.
+
+        It would change that of the undivided batch in the same way.
+        """
+        right, last = self.parts.right, self.micros[-1].after
+        added = apart(last / self.micros[-1].loss_scale, right)
+        change = f"the loop itself changes the gradient by {percent(off)} after the last backward"
+        if added <= self.tolerance:
+            self.notes.append(f"{change}, as it would that of the undivided batch")
+            self.fits = [_right(added, True)]
+            return self._trial(self._beside(RIGHT), self.fits)
+        if _parallel(last, right, self.tolerance):
+            return self.not_judged(f"{change}: its scale cannot be known")
+        return self._trial(None, self.fits)
 
     def _same(self, ours: Tensor, other: Tensor) -> bool:
         return largest_over_ranks(apart(ours, other)) <= self.tolerance
@@ -414,8 +475,7 @@ class LoopJudge:
         factor = float(gradient @ right / (right @ right)) if float(right.norm()) else 0.0
         if factor <= 0 or apart(gradient, right * factor) > self.tolerance:
             return None
-        power = math.log2(factor)
-        if factor > _LOSS_SCALE - 1 and abs(power - round(power)) < _WEIGHTS:
+        if self._is_loss_scale(factor):
             return MistakeFit("loss-scale", f"{factor:g} times too large", 0.0, True)
         weights = [w for term in self.read[:1] for w in self._sums(term)[0]]
         scales = [micro.loss_scale for micro in self.micros[: len(weights)]]
@@ -423,6 +483,11 @@ class LoopJudge:
         if not math.isclose(of_losses, factor, rel_tol=_WEIGHTS):
             return None  # the weights of the losses are others: it comes after them
         return self._of_constant(factor, units)
+
+    @staticmethod
+    def _is_loss_scale(factor: float) -> bool:
+        power = math.log2(factor)
+        return factor > _LOSS_SCALE - 1 and abs(power - round(power)) < _WEIGHTS
 
     def _of_constant(self, factor: float, units: float) -> MistakeFit:
         """Return the mistake of weights that are right but for this factor."""

@@ -56,7 +56,7 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "left-out": Mistake(
         "a micro-batch left out",
-        "the first or the last micro-batch of the window is not in the update",
+        "a micro-batch of the window is not in the update",
         "step after the last backward of the window, and leave no micro-batch behind",
     ),
     "counted-twice": Mistake(
@@ -169,6 +169,13 @@ MISTAKES: dict[str, Mistake] = {
         "the gradient, or that of some parameters, is added in two places and counted as many "
         "times",
         "let one owner add the gradients: the loop, a hook or the engine",
+    ),
+    "other-loss": Mistake(
+        "another model's loss in the gradient",
+        "a loss that trains another model through this one (a GAN's generator) adds its gradient "
+        "to this model's too",
+        "call zero_grad() before this model's own backwards, or requires_grad_(False) on it during "
+        "the other's",
     ),
     "16-bit-accumulation": Mistake(
         "added in 16 bits",

@@ -94,6 +94,10 @@ class Watch:
     def _began(self, window: RecordedWindow) -> None:
         """Go on lightly after the first window, unless the next begins with its gradients."""
         is_clean = not float(window.micros[0].before.abs().sum())
+        if window.moved_before and self._windows == 1:
+            judge = LoopJudge(self._recorder.new_window(), self._recorder, "between two windows")
+            variant = "after the first step, before the next forward"
+            self._trials.append(judge.told("moved-beside-the-step", variant))
         more = self._windows - self._stop_after
         if self._stop_after and (more > 0 or (more == 0 and is_clean and self._count > 1)):
             raise WatchIsOver
