@@ -86,6 +86,7 @@ class LossTerm:
     seed: float = 1.0  # of the backward that begins at it
     counted: float | None = None  # labels that are not ignored, where the mean is over all of them
     weighed: float | None = None  # the weights of the units, added, where they have some
+    target: float | None = None  # where all labels are one number: a GAN's 1 and 0
 
 
 def check_sum(total: Tensor, units: Units) -> None:
@@ -265,6 +266,10 @@ def _reduction(node: Any, name: str, below: list[Any], so_far: LossTerm) -> Iter
         kind = "mean" if reduction == 1 else "sum"
         sizes, count = _loss_size(node)
         made = replace(so_far, node=name, kind=kind, count=count, sizes=sizes, is_loss=True)
+        target = _saved(node, "target")
+        if isinstance(target, Tensor) and target.numel() > 1 and target.is_floating_point():
+            first = float(target.flatten()[0])
+            made = replace(made, target=first if bool((target == first).all()) else None)
         yield replace(made, weighed=_class_weights(node)) if reduction == 2 else made
     else:
         yield _not_understood(name, below, so_far)
@@ -490,6 +495,8 @@ def linked_samples(total: Tensor, outputs: Sequence[Tensor], units: float) -> li
     if not watched or not _can_run_again(total, nodes):
         return []
     hooks = [output.tensor._backward_hooks for output in watched]  # of Fabric's, for one
+    if _has_distances(total, nodes):
+        return list(range(watched[0].rows))
     for cut in (False, True):
         try:
             with emptied(hooks), ExitStack() as stack:
@@ -537,6 +544,18 @@ def _can_run_again(total: Tensor, until: set[Any]) -> bool:
         isinstance(node, BackwardCFunction) or number > _MOST_NODES_BELOW
         for number, node in enumerate(graph_nodes([total], until))
     )
+
+
+def _has_distances(total: Tensor, until: set[Any]) -> bool:
+    """True if a loss has the distances of all samples: torch cannot differentiate those twice."""
+    for node in graph_nodes([total], until):
+        if node.name() in ("CdistBackward0", "PdistBackward0"):
+            made = [tuple(one.shape) for one in getattr(node, "_input_metadata", ())]
+            samples = [child for child, _ in node.next_functions if child is not None]
+            ours = not any(_is_of_parameters(child) for child in samples)
+            if ours and made and len(made[0]) == (2 if node.name().startswith("C") else 1):
+                return len(samples) == (2 if node.name().startswith("C") else 1)
+    return False
 
 
 class _Links:

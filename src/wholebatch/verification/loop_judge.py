@@ -139,12 +139,13 @@ class LoopJudge:
         passed_on = [micro.is_passed_on for micro in self.micros]
         if any(passed_on) and not all(passed_on):
             return self.told("other-loss", f"{sum(passed_on)} of {len(passed_on)} backwards")
-        count, unused = len(self.micros), max(self.window.unused, self.window.earlier_pass - 1)
-        if count == 1 and unused > 1:
+        window, count = self.window, len(self.micros)
+        used, unused = window.used or count, max(window.unused, window.earlier_pass - 1)
+        if used == 1 and unused > 1:
             return self.told("only-the-last", f"{unused} others reach no backward")
-        if self.window.earlier_pass > count:
-            return self.told("left-out", f"{count} of {self.window.earlier_pass} in the last pass")
-        if unused % count and not self.window.earlier_pass:
+        if window.earlier_pass > count:
+            return self.told("left-out", f"{count} of {window.earlier_pass} in the last pass")
+        if unused % used and not window.earlier_pass:
             return self.told("left-out", f"{unused} that the model has seen: in no backward")
         return None
 
@@ -536,12 +537,9 @@ class LoopJudge:
         """Return the mistake of a loop, or a hook, that clips after every backward by itself."""
         cuts = 0
         for micro, following in zip(self.micros, [*self.micros[1:], None], strict=True):
-            whole = micro.before + micro.brought
             left = micro.after if following is None else following.before
-            limit = float(left.abs().max())
-            by_value = apart(whole.clamp(-limit, limit), left) <= _WEIGHTS
-            by_norm = left.norm() < whole.norm() and _parallel(left, whole, _WEIGHTS)
-            cuts += bool(limit) and (by_value or by_norm) and apart(whole, left) > _WEIGHTS
+            whole = micro.before + micro.brought
+            cuts += _is_cut(whole, left) or _is_cut(micro.brought, left - micro.before)
         variant = f"by hand, after {cuts} of {len(self.micros)} backwards"
         return MistakeFit("clipped-per-micro-batch", variant, 0.0, True) if cuts > 1 else None
 
@@ -704,6 +702,14 @@ def _alike(ours: Sequence[float], others: Sequence[float]) -> bool:
 
 def _alike_shares(ours: Sequence[float], others: Sequence[float]) -> bool:
     return _alike([u / sum(ours) for u in ours], [u / sum(others) for u in others])
+
+
+def _is_cut(whole: Tensor, left: Tensor) -> bool:
+    """Tell if one gradient is the other, clipped by value or by norm."""
+    limit = float(left.abs().max())
+    by_value = apart(whole.clamp(-limit, limit), left) <= _WEIGHTS
+    by_norm = bool(left.norm() < whole.norm()) and _parallel(left, whole, _WEIGHTS)
+    return bool(limit) and (by_value or by_norm) and apart(whole, left) > _WEIGHTS
 
 
 def _parallel(ours: Tensor, other: Tensor, tolerance: float) -> bool:

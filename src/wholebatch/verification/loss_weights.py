@@ -81,7 +81,21 @@ def read_weights(
     known = [[t.count for t in column] for column in columns if column[0].kind == "mean"]
     count = len(columns)
     more = (loss_scale, ranks, totals, count, labels, samples)
-    return [_Column(column, known, *more).read() for column in columns]
+    return _together([_Column(column, known, *more).read() for column in columns])
+
+
+def _together(read: list[TermWeights]) -> list[TermWeights]:
+    """Return one term of those whose weights change with the micro-batch, but not their sum: mixup.
+
+    `lam * loss(out, a) + (1 - lam) * loss(out, b)`
+    """
+    units = read[0].units
+    steady = [all(_close(w, term.weights[0]) for w in term.weights) for term in read]
+    if any(steady) or any(term.units != units or term.scale != 1.0 for term in read):
+        return read
+    weights = tuple(map(sum, zip(*(term.weights for term in read), strict=True)))
+    per_unit = [w / u for w, u in zip(weights, units, strict=True) if u]
+    return [replace(read[0], weights=weights)] if _same(per_unit) else read
 
 
 @dataclass

@@ -56,7 +56,7 @@ class Watch:
         self._trials: list[LoopTrial] = []
         self._windows = self._count = 0
         self._first: LoopJudge | None = None
-        self._has_short = False
+        self._has_short = self._has_others = False
         self.seconds = 0.0
         """Seconds that recording and judging have taken beside the first window's own."""
         self.window_seconds = 0.0
@@ -68,7 +68,7 @@ class Watch:
     def __exit__(self, kind: Any, *error: object) -> None:
         left = self._recorder.window
         self._recorder.__exit__()
-        if kind is None and left is not None and self._windows:
+        if kind is None and left is not None and self._windows and not self._has_others:
             judge = LoopJudge(left, self._recorder, "after the last step")
             self._trials.append(judge.told("no-update", "no optimizer step after them"))
         nothing = LoopJudge(self._recorder.new_window(), self._recorder, "between two windows")
@@ -101,6 +101,8 @@ class Watch:
         more = self._windows - self._stop_after
         if self._stop_after and (more > 0 or (more == 0 and is_clean and self._count > 1)):
             raise WatchIsOver
+        if self._first is not None and window.micros[0].is_passed_on:  # a generator's loss
+            self._has_others |= not self._first.micros[0].is_passed_on
         is_known = self._count > 1 and is_clean
         if not self._recorder.light and (is_known or self._windows > 1):
             self._recorder.go_lightly()
@@ -129,8 +131,8 @@ class Watch:
                 self._count = trial.micro_batches
             elif self._count < trial.micro_batches:
                 self._was_short(judge.own_weights(), trial.micro_batches)
-        elif self._first is None or self._first.needs_calls:  # forwards are not watched any more
-            return
+        elif self._first is None or self._first.needs_calls or self._has_others:
+            return  # forwards are not watched any more
         elif count > self._count == len(self._first.window.micros):
             self._was_short(judge.own_weights(), count)
         elif window.is_whole and count < self._count and not self._has_short:

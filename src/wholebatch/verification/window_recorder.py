@@ -127,12 +127,13 @@ class RecordedWindow:
     resumed: bool = False
     is_whole: bool = True
     """False if it was not watched from its beginning in one way."""
+    used: int = 0
     unused: int = 0
-    """Calls of the model whose outputs reached no backward."""
+    """Calls of the model whose outputs reached a backward, and those that reached none."""
     earlier_pass: int = 0
     """Micro-batches of a pass before, whose gradients only moved the weights for this one (SAM)."""
     moved_before: bool = False
-    """True if the weights changed after the last step, and before the first backward."""
+    """True if the weights went on, or back, along the last step before the first backward."""
 
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -196,6 +197,7 @@ class WindowRecorder:
         self._stepped: frozenset[int] = frozenset()
         self._stepped_by: Any = None
         self._after_step: Tensor | None = None
+        self._weights = torch.zeros(0)
         self._used: set[Call] | None = set()
         self._norms: dict[int, float] = {}
         self._depth = 0
@@ -529,9 +531,12 @@ class WindowRecorder:
 
     def _begin_window(self) -> None:
         self.window = self.new_window()
-        self._weights = self._first_weights = self.row_of(list(self.parameters))
-        if self._after_step is not None and not self.light:
-            self.window.moved_before = self._has_changed(self._after_step, self._weights)
+        self._weights, was = self.row_of(list(self.parameters)), self._weights
+        if self._after_step is not None and was.numel() and not self.light:
+            made, moved = self._after_step - was, self._weights - self._after_step
+            cosine = float(made @ moved) / max(float(made.norm() * moved.norm()), 1e-300)
+            self.window.moved_before = abs(cosine) > 0.999
+        self._first_weights = self._weights
         largest = max(self.parameters, key=lambda p: p.numel(), default=None)
         if self.light or self.optimizer_steps or not self.looks:
             largest = None
@@ -550,14 +555,6 @@ class WindowRecorder:
             for was, new in zip(self._averages, now, strict=True)
         )
         self._averages = now
-
-    def _has_changed(self, before: Tensor, after: Tensor) -> bool:
-        """True if the weights changed, and not by a decay, a clamp, a mask or a normalisation."""
-        for old, new in zip(before.split(self._sizes), after.split(self._sizes), strict=True):
-            cosine = float(old @ new) / max(float(old.norm() * new.norm()), 1e-300)
-            if bool((old != new).all()) and old.numel() > 1 and cosine < 1 - 1e-9:
-                return True
-        return False
 
     @_never_fails
     def _note_weights(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -579,19 +576,22 @@ class WindowRecorder:
             del micros[: passes[-1]]
             micros[0].weights_moved = False
 
-    def _unused_calls(self, window: RecordedWindow) -> int:
-        """Count the calls on other inputs, in the same mode, whose outputs reached no backward."""
-        used = [call for micro in window.micros for call in micro.calls]
+    def _count_calls(self, window: RecordedWindow) -> None:
+        """Count the calls in one mode, on inputs of their own, that a backward has reached or not."""
+        used = {call for micro in window.micros for call in micro.calls}
         if self._used is None or window.earlier_pass:
-            return 0
-        modules = {(call.module, call.training) for call in used}
+            return
+        modes = {(call.module, call.training) for call in used}
         given = {t.data_ptr() for call in used for t in tensors_of((call.args, call.kwargs))}
-        return sum(
-            call not in self._used
-            and (call.module, call.training) in modules
-            and call.has_graph
-            and not any(t.data_ptr() in given for t in tensors_of((call.args, call.kwargs)))
+        others = [
+            call
             for call in self._calls
+            if call not in self._used and call.has_graph and (call.module, call.training) in modes
+        ]
+        window.used = len({call for call in used if call.module in {c.module for c in others}})
+        window.unused = sum(
+            not any(t.data_ptr() in given for t in tensors_of((call.args, call.kwargs)))
+            for call in others
         )
 
     # --------------------------------------------------------- clipping, scaling, the step
@@ -692,7 +692,8 @@ class WindowRecorder:
         seen.seconds = time.perf_counter() - seen.began
         if seen.is_whole and not self.light and not self.sharded:
             self._begin_at_last_pass(seen)
-            seen.unused = self._unused_calls(seen)
+            self._count_calls(seen)
+        _join_pattern(seen)
         self._forget()
         self._inside = True  # what follows is ours
         try:
@@ -721,6 +722,28 @@ class WindowRecorder:
         self._calls.clear()
         self._nodes.clear()
         self._used = set()
+
+
+def _join_pattern(window: RecordedWindow) -> None:
+    """Join backwards that take turns, such as a GAN's real and fake batch, to one micro-batch."""
+    micros = window.micros
+    kinds: list[Any] = [tuple((term.node, term.kind) for term in m.terms) for m in micros]
+    if len(set(kinds)) == 1:  # alike, but for a target that all samples of a backward have
+        kinds = [tuple(term.target for term in micro.terms) for micro in micros]
+        if any(None in targets for targets in kinds):
+            return
+    count = len(micros)
+    turns = next(n for n in range(1, count + 1) if kinds == kinds[:n] * (count // n))
+    is_own = len({micro.is_passed_on for micro in micros}) == 1
+    if not 1 < turns < count or len(set(kinds)) < turns or not is_own:
+        return
+    window.clips = [replace(c, micro_batches=-(-c.micro_batches // turns)) for c in window.clips]
+    for first, *others in [micros[i : i + turns] for i in range(0, count, turns)]:
+        for other in others:
+            if window.is_whole:
+                first.after, first.brought = other.after, first.brought + other.brought
+            first.terms, first.calls = first.terms + other.terms, first.calls + other.calls
+            micros.remove(other)
 
 
 def first_numbers(tensor: Tensor) -> Tensor:
