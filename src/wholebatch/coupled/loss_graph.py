@@ -257,6 +257,9 @@ def _reduction(node: Any, name: str, below: list[Any], so_far: LossTerm) -> Iter
         )
     elif name in _SUM:
         yield _sum(node, name, below, so_far)
+    elif name == "NansumBackward0" and (given := _saved(node, "self")) is not None:
+        count = float((~given.isnan()).sum())
+        yield replace(so_far, node=name, kind="sum", count=count, sizes=tuple(given.shape))
     elif (weights := _product_with(node, name, below)) is not None:
         inner = next(child for child in below if child is not None)
         of_losses = _saved(_without_factors(inner, so_far)[0], "reduction") == 0

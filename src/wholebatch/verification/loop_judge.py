@@ -100,8 +100,9 @@ class LoopJudge:
         micro-batches: right is what is right in one way.
         """
         several = len(self.micros) > 1 and any(len(_by_call(m)) > 1 for m in self.micros)
+        several = bool(largest_over_ranks(several))
         first = self._trial_of_calls(together=several)
-        if first.found != RIGHT and largest_over_ranks(several):
+        if first.found != RIGHT and several:
             apart = self._trial_of_calls(together=False)
             return apart if apart.found == RIGHT else first
         return first
@@ -109,7 +110,9 @@ class LoopJudge:
     def _trial_of_calls(self, *, together: bool) -> LoopTrial:
         self.notes, self.by, self.together = [], "gradients", together
         self.__post_init__()
-        if (told := self._told_by_calls()) is not None:
+        told = self._told_by_calls()
+        if not largest_over_ranks(told is None):
+            assert told is not None
             return told
         read = self._read()
         if largest_over_ranks(isinstance(read, Unreadable)):
@@ -335,7 +338,8 @@ class LoopJudge:
             off = largest_over_ranks(apart(gradient, right))
         self.fits = [_right(off, off <= self.tolerance)]
         kept = gradient is at_step or self._same(at_step, self._last_clips()[-1].after)
-        if off <= self.tolerance and kept and self._is_loss_scale(scale):
+        is_scaled = self._is_loss_scale(scale)
+        if off <= self.tolerance and kept and not largest_over_ranks(not is_scaled):
             variant = f"the loss is multiplied by {scale:g}, and nothing divides by it again"
             self.fits = [MistakeFit("loss-scale", variant, 0.0, True), _right(abs(scale - 1))]
             return self._trial("loss-scale", self.fits)
@@ -624,9 +628,10 @@ class LoopJudge:
     ) -> LoopTrial:
         units, count, name = self.units, len(self.units) or len(self.micros), self.name
         if self.case == "live":
-            kind = "" if not units else "equal " if _alike(units, [units[0]] * count) else "uneven "
-            name = f"{name}: {count} {kind}micro-batches"
-            if found == RIGHT and kind == "equal " and count > 1:
+            kind = "equal " if units and _alike(units, [units[0]] * count) else "uneven "
+            kind = kind if units and count > 1 else ""
+            name += f": {count} {kind}micro-batch{'es' * (count > 1)}" if count else ""
+            if found == RIGHT and kind == "equal ":
                 self.notes.append(
                     "all micro-batches have equally many units, so a mean of means cannot be told "
                     "from the mean here"

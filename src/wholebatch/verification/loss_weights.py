@@ -163,6 +163,9 @@ class _Column:
         self.dropped: list[float] | None = None
         if terms[0].kind != "sum":
             return counts, [c / (t.count or 1.0) for c, t in zip(counts, terms, strict=True)]
+        self.units = counts
+        if self._counts_more(math.prod(over[0] for over in self.over if _same(over))):
+            return counts, counts
         for units in self._candidates(counts):
             for over in self.over:
                 if _match(over, units):  # divided by its own units: a mean
@@ -201,14 +204,15 @@ class _Column:
         )
 
     def _counts_more(self, divisor: float) -> bool:
-        """True if a sum is divided by labels before a shift, or by a length that none reaches."""
+        """True if a sum is divided by labels before a shift, or by the samples' longest length."""
         totals = [sum(valid) for _, valid in self.labels]
         if any(_close(divisor, total) for total in (*totals, sum(self.units) + self.samples)):
             return not self._is_total(divisor, sum(self.units))
-        masked = [t.sizes for t in self.terms if len(t.sizes) == 2 and t.count < math.prod(t.sizes)]
-        longest = max((sizes[1] for sizes in masked), default=0)
+        rows = [t.sizes for t in self.terms if len(t.sizes) == 2 and not t.is_loss]
+        masked = any(term.count < math.prod(term.sizes) for term in self.terms)
+        longest = max((sizes[1] for sizes in rows), default=0) if masked else 0
         length = divisor / self.samples if self.samples and longest else 0.0
-        return length > longest and _is_whole(length)
+        return length >= longest > 0 and _is_whole(length)
 
     def _is_of_the_window(self, value: float) -> bool:
         """True if a constant factor or divisor is the loop's: steps, ranks, units, loss scale."""

@@ -47,7 +47,7 @@ MISTAKES: dict[str, Mistake] = {
     "only-the-last": Mistake(
         "only the last micro-batch",
         "the gradients of all micro-batches but the last are thrown away",
-        "call zero_grad() after the step, not before every backward",
+        "one backward for every micro-batch, and zero_grad() after the step only",
     ),
     "only-the-first": Mistake(
         "only the first micro-batch",

@@ -59,7 +59,6 @@ class Watch:
         self._has_short = self._has_others = False
         self.seconds = 0.0
         """Seconds that recording and judging have taken beside the first window's own."""
-        self.window_seconds = 0.0
 
     def __enter__(self) -> Watch:
         self._recorder.__enter__()
@@ -118,7 +117,6 @@ class Watch:
             reason = f"the watch failed: {type(error).__name__}: {error}"
             self._trials.append(judge.not_judged(reason))
         if self._windows == 1:
-            self.window_seconds = window.seconds
             self.seconds = time.perf_counter() - began
 
     def _judge(self, judge: LoopJudge) -> None:

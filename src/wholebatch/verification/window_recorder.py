@@ -12,7 +12,6 @@ import gc
 import importlib
 import logging
 import sys
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -118,12 +117,10 @@ class RecordedWindow:
     unit: float
     half: bool
     """True if the gradients are kept in 16 bits."""
-    began: float
     micros: list[RecordedMicroBatch] = field(default_factory=list)
     clips: list[RecordedClip] = field(default_factory=list)
     gradient: Tensor | None = None
     autocast: set[torch.dtype] = field(default_factory=set)
-    seconds: float = 0.0
     resumed: bool = False
     is_whole: bool = True
     """False if it was not watched from its beginning in one way."""
@@ -525,7 +522,6 @@ class WindowRecorder:
             names=[owner.get(id(p), f"parameter {i}") for i, p in enumerate(self.parameters)],
             unit=max((torch.finfo(dtype).eps / 2 for dtype in dtypes), default=0.0),
             half=bool(dtypes & {torch.float16, torch.bfloat16}),
-            began=time.perf_counter(),
             resumed=self.optimizer_steps == 0 and bool(self.optimizer and self.optimizer.state),
         )
 
@@ -689,7 +685,6 @@ class WindowRecorder:
         self._norms = {
             id(p): float(row.norm()) for p, row in zip(self.parameters, rows, strict=False)
         }
-        seen.seconds = time.perf_counter() - seen.began
         if seen.is_whole and not self.light and not self.sharded:
             self._begin_at_last_pass(seen)
             self._count_calls(seen)
