@@ -87,6 +87,7 @@ class LossTerm:
     counted: float | None = None  # labels that are not ignored, where the mean is over all of them
     weighed: float | None = None  # the weights of the units, added, where they have some
     target: float | None = None  # where all labels are one number: a GAN's 1 and 0
+    below: Any = None  # the node whose numbers have weights
 
 
 def check_sum(total: Tensor, units: Units) -> None:
@@ -264,7 +265,7 @@ def _reduction(node: Any, name: str, below: list[Any], so_far: LossTerm) -> Iter
         inner = next(child for child in below if child is not None)
         of_losses = _saved(_without_factors(inner, so_far)[0], "reduction") == 0
         so_far = replace(so_far, node=name, kind="sum", sizes=(weights.numel(),), is_loss=of_losses)
-        yield _weighed(so_far, weights, weights.numel())
+        yield _weighed(replace(so_far, below=inner), weights, weights.numel())
     elif reduction in (1, 2):
         kind = "mean" if reduction == 1 else "sum"
         sizes, count = _loss_size(node)
@@ -306,7 +307,8 @@ def _sum(node: Any, name: str, below: list[Any], so_far: LossTerm) -> LossTerm:
         return replace(so_far, count=_loss_size(inner)[1], weighed=_class_weights(inner))
     below = [child for child, _ in inner.next_functions] if inner is not None else []
     if inner is not None and inner.name() == "MulBackward0" and None in below:
-        return _weighed(so_far, _saved(inner, "other" if below[1] is None else "self"), count)
+        weights = _saved(inner, "other" if below[1] is None else "self")
+        return _weighed(replace(so_far, below=below[0] or below[1]), weights, count)
     if inner is not None and inner.name() == "MaskedFillBackward0":
         if _saved(below[0], "reduction") == 0:
             return replace(so_far, count=_loss_size(below[0])[1])
@@ -351,7 +353,11 @@ def _weighed(term: LossTerm, weights: Tensor | None, count: int) -> LossTerm:
 def _class_weights(node: Any) -> float | None:
     """Return the class weights of the labels of a loss, added; None if it has none."""
     weight, target = _saved(node, "weight"), _saved(node, "target")
-    if not isinstance(weight, Tensor) or not isinstance(target, Tensor) or target.is_floating_point():
+    if (
+        not isinstance(weight, Tensor)
+        or not isinstance(target, Tensor)
+        or target.is_floating_point()
+    ):
         return None
     return float(weight[target[(target >= 0) & (target < len(weight))]].sum(dtype=torch.float64))
 

@@ -93,15 +93,17 @@ class JoinedCalls:
             seeds = self._seeds(outputs, calls, weights, shares)
             if not seeds:
                 return None
+            trained = [p for p in self.observer.parameters if p.requires_grad]
             made = torch.autograd.grad(
                 [outputs[place] for place in seeds],
-                list(self.observer.parameters),
+                trained,
                 list(seeds.values()),
                 allow_unused=True,
             )
         finally:
             state.restore()
-        return self.observer.row_of(made)
+        by_parameter = dict(zip(trained, made, strict=True))
+        return self.observer.row_of([by_parameter.get(p) for p in self.observer.parameters])
 
     def _compare(self, outputs: Sequence[Tensor], calls: Sequence[Call]) -> None:
         """Note if a sample's output depends on the batch that it is in."""

@@ -348,7 +348,7 @@ class LoopJudge:
         # Ranks may find different causes: what they do together, all or none of them must do.
         cause = None
         if self.micros:
-            cause = self._lost_on_the_way(gradient) or self._scaled(gradient)
+            cause = self._lost_on_the_way(gradient) or self._scaled(gradient) or self._compared()
         if largest_over_ranks(cause is None):
             tolerance = max(self.tolerance, TIMES_THE_FLOOR * self.floor)
             candidates, units = hypotheses(self.parts, inputs), self.parts.units_everywhere
@@ -383,7 +383,8 @@ class LoopJudge:
             self.notes.append(f"{change}, as it would that of the undivided batch")
             self.fits = [_right(added, True)]
             return self._trial(self._beside(RIGHT), self.fits)
-        if _parallel(last, right, self.tolerance):
+        is_scaled = _parallel(self._before_clip(), right, self.tolerance)
+        if _parallel(last, right, self.tolerance) and not is_scaled:
             return self.not_judged(f"{change}: its scale cannot be known")
         return self._trial(None, self.fits)
 
@@ -428,6 +429,15 @@ class LoopJudge:
                 key = "only-the-last" if len(cleared) == count - 1 else "cleared-in-the-window"
                 places = ", ".join(str(place) for place in cleared)
                 return MistakeFit(key, f"cleared after micro-batch {places}", 0.0, True)
+        for place, name in enumerate(self.window.names if not cleared else ()):
+            pairs = [
+                (m.before.split(self.window.sizes)[place], m.after.split(self.window.sizes)[place])
+                for m in micros
+            ]
+            part = [i for i in range(1, count) if pairs[i - 1][1].any() and not pairs[i][0].any()]
+            if part:
+                variant = f"{name}, after micro-batch {', '.join(map(str, part))}"
+                return MistakeFit("cleared-in-the-window", variant, 0.0, True)
         owners = [call for micro in micros for call in micro.calls]
         if len(owners) > len(set(owners)):
             variant = "its loss is in the backwards of others too: a sum that is not begun anew"
@@ -485,7 +495,8 @@ class LoopJudge:
         weights = [w for term in self.read[:1] for w in self._sums(term)[0]]
         scales = [micro.loss_scale for micro in self.micros[: len(weights)]]
         of_losses = sum(w / s for w, s in zip(weights, scales, strict=True))
-        if not math.isclose(of_losses, factor, rel_tol=_WEIGHTS):
+        known = [of_losses, *(units / unit for unit in self.parts.units if unit)]
+        if not any(math.isclose(one, factor, rel_tol=_WEIGHTS) for one in known):
             return None  # the weights of the losses are others: it comes after them
         return self._of_constant(factor, units)
 
@@ -578,6 +589,22 @@ class LoopJudge:
 
     def _modules(self) -> list[nn.Module]:
         return list(dict.fromkeys(call.module for m in self.micros for call in m.calls))
+
+    def _compared(self) -> MistakeFit | None:
+        """Return the mistake of a loss that compares samples, whatever it is divided by."""
+        if not self._linked():
+            return None
+        rows = [
+            r for m in self.micros for call in m.calls[:1] for r in list(call.rows.values())[:1]
+        ]
+        names = zip(self.window.names, self.window.sizes, strict=True)
+        single = [name for name, size in names if size == 1]
+        if single and all(unit == sum(map(len, rows)) for unit in self.units):
+            variant = (
+                f"{', '.join(single[:3])}: with each of {len(self.micros)} losses of the window"
+            )
+            return MistakeFit("two-owners", variant, 0.0, True)  # open_clip's logit_scale
+        return MistakeFit("coupled", self._coupling(), 0.0, True)
 
     def _couples(self) -> bool:
         return self.coupled_outputs or bool(self._norms())

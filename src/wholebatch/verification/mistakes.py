@@ -193,7 +193,8 @@ MISTAKES: dict[str, Mistake] = {
         "coupled samples",
         "the loop adds its micro-batches rightly, but a layer (BatchNorm) or the loss couples the "
         "samples of a batch, so no plain accumulation gives the undivided batch's gradient",
-        'wb.WholeBatch(batchnorm="exact"), or a layer that works on each sample alone',
+        'wb.WholeBatch(batchnorm="exact") or a layer that works on each sample alone; wb.Coupled '
+        "for a loss",
     ),
 }
 

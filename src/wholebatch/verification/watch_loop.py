@@ -67,7 +67,8 @@ class Watch:
     def __exit__(self, kind: Any, *error: object) -> None:
         left = self._recorder.window
         self._recorder.__exit__()
-        if kind is None and left is not None and self._windows and not self._has_others:
+        is_known = not self._has_others and not self._recorder.failure
+        if kind is None and left is not None and self._windows and is_known:
             judge = LoopJudge(left, self._recorder, "after the last step")
             self._trials.append(judge.told("no-update", "no optimizer step after them"))
         nothing = LoopJudge(self._recorder.new_window(), self._recorder, "between two windows")

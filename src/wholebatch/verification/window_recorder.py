@@ -282,7 +282,8 @@ class WindowRecorder:
         self._nodes.clear()
         if self.window is not None:
             self.window.is_whole = False
-        largest = sorted(self.parameters, key=lambda p: -self._norms.get(id(p), 0.0))
+        trained = [p for p in self.parameters if p.requires_grad]
+        largest = sorted(trained, key=lambda p: -self._norms.get(id(p), 0.0))
         self._keep_of(largest[:_FEW_PARAMETERS], _FEW_PARAMETERS * _FEW_NUMBERS)
 
     def _adopt(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -435,12 +436,23 @@ class WindowRecorder:
         listed = [root for root in listed if isinstance(root, Tensor) and root.grad_fn is not None]
         seeds = [seeds] * len(listed) if isinstance(seeds, Tensor | None) else list(seeds)
         terms = [t for r, s in zip(listed, seeds, strict=False) for t in _terms_of(r, s)]
+        terms = [
+            replace(t, node="a gradient that the loop gives its outputs", kind="unknown")
+            if t.weighed is not None and self._is_output(t.below)
+            else replace(t, below=None)
+            for t in terms
+        ]
         before, linked = self._grads(), self._look_for_links(listed)
         micro = RecordedMicroBatch(
             self._calls_of(listed), before, before, before, terms, linked=linked
         )
         micro.roots = [root.grad_fn for root in listed]
         return micro
+
+    def _is_output(self, node: Any) -> bool:
+        while node is not None and node not in self._nodes and "View" in node.name():
+            node = node.next_functions[0][0]
+        return node in self._nodes
 
     @_never_fails
     def _after_backward(self, micro: RecordedMicroBatch) -> None:
