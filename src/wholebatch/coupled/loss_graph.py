@@ -309,9 +309,9 @@ def _sum(node: Any, name: str, below: list[Any], so_far: LossTerm) -> LossTerm:
     if inner is not None and inner.name() == "MulBackward0" and None in below:
         weights = _saved(inner, "other" if below[1] is None else "self")
         return _weighed(replace(so_far, below=below[0] or below[1]), weights, count)
-    if inner is not None and inner.name() == "MaskedFillBackward0":
-        if _saved(below[0], "reduction") == 0:
-            return replace(so_far, count=_loss_size(below[0])[1])
+    masked = inner is not None and inner.name() == "MaskedFillBackward0"
+    if masked and _saved(below[0], "reduction") == 0:
+        return replace(so_far, count=_loss_size(below[0])[1])
     return so_far
 
 
@@ -362,11 +362,11 @@ def _class_weights(node: Any) -> float | None:
     return float(weight[target[(target >= 0) & (target < len(weight))]].sum(dtype=torch.float64))
 
 
-_OF_PARAMETERS = tuple(
-    "Pow Abs Exp Log Neg Mul Div Add Sub Rsub Sum Mean Select Slice Unsqueeze Squeeze View Sqrt "
-    "LinalgVectorNorm Norm Clamp Softplus Sigmoid Tanh Reciprocal T Permute Clone ToCopy Stack Cat "
-    "Unbind".split()
-)
+_OF_PARAMETERS = {
+    *("Pow", "Abs", "Exp", "Log", "Neg", "Mul", "Div", "Add", "Sub", "Rsub", "Sum", "Mean", "Sqrt"),
+    *("Select", "Slice", "Unsqueeze", "Squeeze", "View", "LinalgVectorNorm", "Norm", "Clamp", "T"),
+    *("Softplus", "Sigmoid", "Tanh", "Reciprocal", "Permute", "Clone", "ToCopy", "Stack", "Cat"),
+}
 
 
 def _is_of_parameters(node: Any) -> bool:

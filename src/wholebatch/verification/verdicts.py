@@ -200,8 +200,8 @@ class LoopVerdict(_Answer):
             worst = max(self.trials, key=lambda trial: trial.right.distance / trial.tolerance)
             return (
                 f"same update: {self.loop} is at most {percent(worst.right.distance)} from the "
-                f"undivided batch over {len(self.trials)} window{'s' * (len(self.trials) > 1)}{where}; "
-                f"rounding explains {percent(worst.tolerance)}"
+                f"undivided batch over {len(self.trials)} window{'s'[: len(self.trials) - 1]}"
+                f"{where}; rounding explains {percent(worst.tolerance)}"
             )
         if not self.judged:
             reasons = dict.fromkeys(n for t in self.trials if t.found != RIGHT for n in t.notes)

@@ -585,7 +585,7 @@ class WindowRecorder:
             micros[0].weights_moved = False
 
     def _count_calls(self, window: RecordedWindow) -> None:
-        """Count the calls in one mode, on inputs of their own, that a backward has reached or not."""
+        """Count the calls, on inputs of their own, that a backward has reached, or none."""
         used = {call for micro in window.micros for call in micro.calls}
         if self._used is None or window.earlier_pass:
             return
