@@ -355,8 +355,11 @@ class Executor:
         ready = pending is None or pending.done
         return ready and self._ranks.may_switch(self._window.updates)
 
-    def _compile(self, joint: JointStep, key: Key) -> None:
-        """Compile a joint step: load what the workers have compiled, and compile what is left."""
+    def _compile(self, joint: JointStep, key: Key) -> bool:
+        """Compile a joint step: load what the workers have compiled, and compile what is left.
+
+        False if a kernel in it computes wrongly: it is made again without that kernel.
+        """
         coming = self._coming.pop(key, None)
         pending = self._pending(joint) if coming is None else coming.pending
         if pending is not None:
@@ -365,7 +368,10 @@ class Executor:
                 self.notes.show(
                     f"the process that compiles failed ({pending.problem}): this one compiles"
                 )
+        if not joint.kernels_hold():
+            return False
         joint.compile()
+        return True
 
     @property
     def progress(self) -> str | None:
@@ -478,8 +484,8 @@ class Executor:
             else:
                 joint = coming.joint
                 joint.hold(state)
-            if compiled:
-                self._compile(joint, inputs.key)
+            if compiled and not self._compile(joint, inputs.key):
+                return make(traced, compiled=True)
             return joint
 
         if inputs.key not in self._traced:

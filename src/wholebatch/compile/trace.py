@@ -32,8 +32,10 @@ from wholebatch.compile.patched_calls import (
     symbolic_lengths,
     traceable_calls,
 )
+from wholebatch.compile.recorder import recorded
 from wholebatch.compile.repeated_draws import RepeatedDraws
 from wholebatch.compile.value_reads import ValueReads, draws
+from wholebatch.core.forward_state import ForwardState
 from wholebatch.core.loss import Loss, Term, Terms, Units, as_loss
 from wholebatch.core.precision import SIXTEEN_BIT, Precision
 
@@ -322,7 +324,7 @@ def trace(
     ]
     seeds = [torch.ones((), dtype=dtype, device=device) for dtype in form.dtypes]
     if sizes is None:
-        graph = _written_down(step, [*tensors, *inputs.tensors, *seeds])
+        step, graph = _recorded(step, [*tensors, *inputs.tensors, *seeds])
     else:
         sizes.flat = [*map(sizes.fake, tensors), *sizes.tensors, *map(sizes.fake, seeds)]
         with symbolic_lengths():
@@ -337,6 +339,21 @@ def trace(
     sources = () if device.type == "cpu" else lift_host_constants(graph, device)
     random = any(draws(node.target, node.args, node.kwargs) for node in graph.graph.nodes)
     return Traced(graph, form, step.used, random, sizes, step.units, sources)
+
+
+@collection_paused()
+def _recorded(step: _MicroStep, flat: list[Tensor]) -> tuple[_MicroStep, fx.GraphModule]:
+    """Run the step on these tensors, or on fake ones if a real run might hide something."""
+    try:
+        with ForwardState(step.model), only_reads(step.model, step.loss), torch.no_grad():
+            graph = recorded(step, flat)
+    except Exception:  # Whatever it is, the run on fake tensors says what it means.
+        step = replace(step, reads=ValueReads(), repeated=RepeatedDraws())
+        return step, _written_down(step, flat)
+    finally:
+        torch.clear_autocast_cache()
+    step.reads.drop_from(graph.graph)
+    return step, graph
 
 
 _NO_NAMES: dict[str, Any] = {"_disable_torch_fn_metadata_mode": True}
