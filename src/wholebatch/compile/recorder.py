@@ -79,6 +79,10 @@ class _Recorder(TorchDispatchMode):
         for number, tensor in enumerate(given):
             self._mark(tensor, self._graph.placeholder(f"input_{number}"), self._fake(tensor))
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # Nothing compiles within it, and to say so takes time at every operation.
+
     def graph_of(self, results: Sequence[Tensor]) -> fx.GraphModule:
         """Return the graph with these results."""
         if self.foreign is not None:

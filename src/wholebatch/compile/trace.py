@@ -271,6 +271,10 @@ class _EveryOperation(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._step = step
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # Nothing compiles within it, and to say so takes time at every operation.
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE and (device := getattr(args[0], "fake_device", None)) is not None:
             return device  # Two of three calls: autograd asks for the device of every tensor.

@@ -84,7 +84,8 @@ def _settled(node: fx.Node, root: Any) -> Any:
                 return below
             return above if bound >= 1 else None
     found = computed(node, root, {})
-    return found.item() if isinstance(found, Tensor) and found.numel() == 1 else None
+    with _disable_current_modes():
+        return found.item() if isinstance(found, Tensor) and found.numel() == 1 else None
 
 
 def computed(
