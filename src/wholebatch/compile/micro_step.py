@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from wholebatch.compile.captured_state import Fingerprint
 from wholebatch.compile.compile_workers import CompileWorkers, Pending, compile_workers
 from wholebatch.compile.cuda_graph import CapturedGraph, rehearse
+from wholebatch.compile.disk_cache import marks
 from wholebatch.compile.execute_mode import (
     CannotTrace,
     Execute,
@@ -325,8 +326,10 @@ class Executor:
         if self._workers is None and self._plan.compiles:
             if self._device.type in self.compiles_beside_on:
                 self._workers = compile_workers(self._device)
-            if self._device.type == "cuda" and self._workers is None:
-                start_compiler(with_processes=True)
+            # A second process loads what the first has compiled, and needs Inductor soon.
+            soon = self._workers is None or (not self._plan.auto and any(marks().glob("*")))
+            if self._device.type == "cuda" and soon:
+                start_compiler(with_processes=self._workers is None)
 
     def _send(self, joint: JointStep, inputs: Inputs) -> None:
         """Have the pieces of this joint step compiled beside the run."""
@@ -459,6 +462,7 @@ class Executor:
     def _trace(self, done: EagerResult, state: State, sizes: Sizes | None = None) -> Traced:
         parts = (self._model, self._loss, self._precision, state)
         made = trace(*parts, done.inputs, done.form, self._single, sizes)
+        empty_cache(self._device)
         if self._fingerprint is not None:
             self._fingerprint.watch(made.sources)
         return made

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from wholebatch.compile.fusion import written_by
@@ -61,6 +62,16 @@ def recorded(step: Callable[..., Sequence[Tensor]], flat: Sequence[Tensor]) -> f
     return recorder.graph_of(results)
 
 
+def without_memory(gradient: Tensor) -> Tensor | None:
+    """Return a recorded gradient as a tensor that takes no memory; the graph knows its node."""
+    if NODE not in vars(gradient):
+        return None
+    with _disable_current_modes():
+        made = torch.empty((), dtype=gradient.dtype, device=gradient.device).expand(gradient.shape)
+    setattr(made, NODE, getattr(gradient, NODE))
+    return made
+
+
 class _Recorder(TorchDispatchMode):
     """Writes down every operation; the node of a tensor is an attribute of the tensor."""
 
@@ -92,32 +103,38 @@ class _Recorder(TorchDispatchMode):
             name = getattr(node.target, "_opname", "")
             if name in _EMPTY and node.users and node not in written_by(next(iter(node.users))):
                 raise NotRecorded("memory is written by no operation")
-        return fx.GraphModule(self._root, self._graph)
+        return _LazyGraphModule(self._root, self._graph)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is aten.lift_fresh.default:
-            self._literal(args[0])
         if func.namespace not in _OURS or torch.Tag.inplace_view in func.tags:
             raise NotRecorded(str(func))
-        nodes = _mapped((args, kwargs), self._node)
-        key = func, _mapped((args, kwargs), self._kind, hashable=True)
+        watch = sys.getprofile()
+        sys.setprofile(None)
         self.inside = True
         try:
+            if func is aten.lift_fresh.default:
+                self._literal(args[0])
+            nodes = _mapped((args, kwargs), self._node)
+            key = func, _mapped((args, kwargs), self._kind, hashable=True)
             if key not in self._known:
                 self._known[key] = self._predicted(func, *nodes)
             results = func(*args, **kwargs)
+            made = self._graph.call_function(func, *nodes)
+            self._note(made, results, self._known[key])
+            return results
         finally:
             self.inside = False
-        made = self._graph.call_function(func, *nodes)
-        self._note(made, results, self._known[key])
-        return results
+            sys.setprofile(watch)
 
     def _predicted(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Return the fake result of an operation on the nodes' fake values."""
         args, kwargs = _mapped((args, kwargs), _value)
-        with self._fakes, torch.no_grad():
-            return _mapped(func(*args, **kwargs), self._fake)
+        try:
+            with self._fakes, torch.no_grad():
+                return _mapped(func(*args, **kwargs), self._fake)
+        except Exception as problem:  # It has no fake result, or one that depends on values.
+            raise NotRecorded(str(func)) from problem
 
     def _note(self, node: fx.Node, results: Any, values: Any) -> None:
         if isinstance(results, Tensor):
@@ -184,7 +201,9 @@ def _mapped(part: Any, function: Callable[[Any], Any], *, hashable: bool = False
         return tuple(made) if hashable or isinstance(part, tuple) else made
     if isinstance(part, dict):
         if hashable:
-            return tuple((name, _mapped(one, function, hashable=True)) for name, one in part.items())
+            return tuple(
+                (name, _mapped(one, function, hashable=True)) for name, one in part.items()
+            )
         return {name: _mapped(one, function) for name, one in part.items()}
     return function(part)
 
@@ -214,7 +233,7 @@ def _libraries_watched(recorder: _Recorder) -> Iterator[None]:
         raise NotRecorded("another profiler is active")
 
     def watch(_: Any, event: str, function: Any) -> None:
-        if event == "c_call" and not recorder.inside:
+        if event == "c_call":
             name = function.__module__
             if isinstance(name, str) and name.partition(".")[0] not in _LIBRARIES:
                 recorder.foreign = name

@@ -32,7 +32,7 @@ from wholebatch.compile.patched_calls import (
     symbolic_lengths,
     traceable_calls,
 )
-from wholebatch.compile.recorder import recorded
+from wholebatch.compile.recorder import recorded, without_memory
 from wholebatch.compile.repeated_draws import RepeatedDraws
 from wholebatch.compile.value_reads import ValueReads, draws
 from wholebatch.core.forward_state import ForwardState
@@ -251,6 +251,8 @@ class _MicroStep:
         self, terms: Sequence[Term], leaves: Sequence[Tensor], seeds: Sequence[Tensor]
     ) -> list[Tensor]:
         drawn = self.repeated.number
+        for leaf in leaves:
+            leaf.register_hook(without_memory)
         totals = [term.total for term in terms]
         gradients = torch.autograd.grad(totals, leaves, seeds, allow_unused=True)
         self.draws_again = self.repeated.number != drawn
