@@ -142,20 +142,22 @@ class _Recorder(TorchDispatchMode):
         elif isinstance(results, (tuple, list)) and len(results) == len(values):
             node.meta["val"] = values
             for place, (one, value) in enumerate(zip(results, values, strict=True)):
-                if one is not None:
+                if isinstance(one, (Tensor, tuple, list)):
                     part = self._graph.call_function(operator.getitem, (node, place))
                     self._note(part, one, value)
+                elif one != value:  # The others are sizes.
+                    raise NotRecorded(f"{node.target} returns a value")
         elif results is not None or not node.target._schema.is_mutable:  # type: ignore[union-attr]
-            raise NotRecorded(f"{node.target} reads a value")
+            raise NotRecorded(f"{node.target} returns a value")
 
     def _mark(self, tensor: Tensor, node: fx.Node, value: Any) -> None:
-        same = isinstance(value, Tensor) and (value.shape, value.dtype, value.device) == (
-            (tensor.shape, tensor.dtype, tensor.device)
-        )
-        if not same or type(tensor) is not Tensor:
-            raise NotRecorded(f"the result of {node.target} cannot be predicted")
+        """Give a tensor its node; one that is not as predicted gets none and must not be read."""
         node.meta["val"] = value
-        setattr(tensor, NODE, (node, self._root))
+        kind = tensor.shape, tensor.dtype, tensor.device
+        if type(tensor) is Tensor and kind == (value.shape, value.dtype, value.device):
+            setattr(tensor, NODE, (node, self._root))
+        elif NODE in vars(tensor):
+            delattr(tensor, NODE)
 
     def _node(self, part: Any) -> Any:
         if not isinstance(part, Tensor):
@@ -197,8 +199,8 @@ def _value(part: Any) -> Any:
 def _mapped(part: Any, function: Callable[[Any], Any], *, hashable: bool = False) -> Any:
     """Apply the function to every leaf of lists, tuples and dictionaries."""
     if isinstance(part, (list, tuple)):
-        made = [_mapped(one, function, hashable=hashable) for one in part]
-        return tuple(made) if hashable or isinstance(part, tuple) else made
+        parts = [_mapped(one, function, hashable=hashable) for one in part]
+        return tuple(parts) if hashable or isinstance(part, tuple) else parts
     if isinstance(part, dict):
         if hashable:
             return tuple(

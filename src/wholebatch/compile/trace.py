@@ -9,6 +9,7 @@ must not be (a side effect in Python).
 
 from __future__ import annotations
 
+import logging
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -49,6 +50,7 @@ _READS = (
     "DynamicOutputShapeException",
 )
 """Errors of torch for a decision by a value, or for a shape that depends on one."""
+_LOG = logging.getLogger("wholebatch.compile")
 _TORCH, _HERE = (str(Path(file).parent) for file in (torch.__file__, __file__))
 
 
@@ -353,7 +355,8 @@ def _recorded(step: _MicroStep, flat: list[Tensor]) -> tuple[_MicroStep, fx.Grap
     try:
         with ForwardState(step.model), only_reads(step.model, step.loss), torch.no_grad():
             graph = recorded(step, flat)
-    except Exception:  # Whatever it is, the run on fake tensors says what it means.
+    except Exception as problem:  # Whatever it is, the run on fake tensors says what it means.
+        _LOG.debug("traced with fake tensors: %s", reason_of(problem))
         step = replace(step, reads=ValueReads(), repeated=RepeatedDraws())
         return step, _written_down(step, flat)
     finally:
