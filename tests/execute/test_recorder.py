@@ -6,6 +6,7 @@ import ctypes
 import math
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -45,13 +46,25 @@ def fill(x: Tensor) -> Tensor:
         lambda x: x.unsqueeze_(0) * 2,
         lambda x: x * OUTSIDE,
         lambda x: torch.equal(x, x) * x,
+        lambda x: x.mul_(2),
+        lambda x: torch.stack([x, x], out=torch.empty(2, 3).double())[0].copy_(x) + x.neg_(),
         fill,
     ],
 )
 def test_what_a_real_run_hides_is_not_recorded(hides: Callable[[Tensor], Tensor]) -> None:
+    given = torch.arange(1.0, 4.0, dtype=torch.float64)
     with pytest.raises(NotRecorded):
-        recorded(lambda x: [hides(x)], [torch.arange(1.0, 4.0, dtype=torch.float64)])
-    assert torch.ones(1).tolist() == [1.0]  # Tensors are as before.
+        recorded(lambda x: [hides(x)], [given])
+    assert given.tolist() == [1.0, 2.0, 3.0]
+
+
+def test_other_threads_read_tensors_meanwhile() -> None:
+    def step(x: Tensor) -> list[Tensor]:
+        with ThreadPoolExecutor() as pool:
+            assert pool.submit(OUTSIDE.tolist).result() == [1.0] * 3
+        return [x + 1]
+
+    assert recorded(step, [torch.ones(1)])(torch.zeros(1))[0] == 1
 
 
 OUTSIDE = torch.ones(3, dtype=torch.float64)

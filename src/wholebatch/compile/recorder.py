@@ -11,6 +11,7 @@ whether the model can be traced:
 - an operation that returns no tensor, or a shape that fake tensors cannot predict;
 - a tensor that no recorded operation has made, except small literals (`torch.tensor(0.5)`);
 - memory that is allocated and then written by no operation;
+- a write into a parameter or an input, which would stay;
 - an address or the memory of a tensor outside of operations (`tolist`, `numpy`, Triton's launcher);
 - a function of a compiled library other than torch and Python's own.
 """
@@ -19,14 +20,16 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from threading import get_ident
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
 from wholebatch.compile.fusion import written_by
 from wholebatch.compile.patched_calls import replaced
@@ -44,13 +47,19 @@ class NotRecorded(Exception):
     """Raised where a real run might hide something from the recording."""
 
 
-def recorded(step: Callable[..., Sequence[Tensor]], flat: Sequence[Tensor]) -> fx.GraphModule:
-    """Run the step on these tensors; return its operations as a graph of its arguments."""
+def recorded(
+    step: Callable[..., Sequence[Tensor]], flat: Sequence[Tensor], buffers: Iterable[Tensor] = ()
+) -> fx.GraphModule:
+    """Run the step on these tensors; return its operations as a graph of its arguments.
+
+    Only `buffers` among the tensors may be written into: the caller puts them back.
+    """
     with torch.no_grad(), _disable_current_modes():
         given = [tensor.detach() for tensor in flat]  # Each is one of its own, and not the user's.
     from torch.fx.experimental.proxy_tensor import disable_autocast_cache
 
-    recorder = _Recorder(given)
+    kept = {id(buffer) for buffer in buffers}
+    recorder = _Recorder(given, [one for one in flat if id(one) not in kept])
     with (
         disable_autocast_cache(),  # A weight that is used twice is cast, and summed, twice.
         torch.autograd.set_multithreading_enabled(False),  # One thread sees the backward too.
@@ -75,13 +84,14 @@ def without_memory(gradient: Tensor) -> Tensor | None:
 class _Recorder(TorchDispatchMode):
     """Writes down every operation; the node of a tensor is an attribute of the tensor."""
 
-    def __init__(self, given: Sequence[Tensor]) -> None:
+    def __init__(self, given: Sequence[Tensor], read_only: Sequence[Tensor]) -> None:
         from torch._subclasses.fake_tensor import FakeTensorMode
 
         super().__init__()  # type: ignore[no-untyped-call]
         self.inside = False
         """True while an operation runs."""
         self.foreign: str | None = None
+        self._read_only = {one.untyped_storage().data_ptr() for one in read_only} - {0}
         self._root = nn.Module()
         self._graph = fx.Graph()
         self._fakes = FakeTensorMode()
@@ -117,6 +127,8 @@ class _Recorder(TorchDispatchMode):
                 self._literal(args[0])
             nodes = _mapped((args, kwargs), self._node)
             key = func, _mapped((args, kwargs), self._kind, hashable=True)
+            if func._schema.is_mutable:
+                self._refuse_write(func._schema.arguments, args, kwargs)
             if key not in self._known:
                 self._known[key] = self._predicted(func, *nodes)
             results = func(*args, **kwargs)
@@ -126,6 +138,14 @@ class _Recorder(TorchDispatchMode):
         finally:
             self.inside = False
             sys.setprofile(watch)
+
+    def _refuse_write(self, arguments: Any, args: Any, kwargs: Any) -> None:
+        given = dict(zip((one.name for one in arguments), args, strict=False)) | kwargs
+        for one in arguments:
+            if one.alias_info is not None and one.alias_info.is_write:
+                for part in tree_leaves(given.get(one.name)):
+                    if part is not None and part.untyped_storage().data_ptr() in self._read_only:
+                        raise NotRecorded("it writes into a parameter or an input")
 
     def _predicted(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Return the fake result of an operation on the nodes' fake values."""
@@ -212,13 +232,14 @@ def _mapped(part: Any, function: Callable[[Any], Any], *, hashable: bool = False
 
 @contextmanager
 def _memory_hidden(recorder: _Recorder) -> Iterator[None]:
-    """Let only operations reach the memory of tensors within this context."""
+    """Let only operations reach the memory of tensors within this context and thread."""
+    here = get_ident()
 
     def hidden(name: str) -> Callable[..., Any]:
         by_itself = getattr(Tensor, name)
 
         def reach(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-            if not recorder.inside:
+            if not recorder.inside and get_ident() == here:
                 raise NotRecorded(f"it calls {name}")
             return by_itself(tensor, *args, **kwargs)
 

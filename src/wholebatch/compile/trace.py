@@ -354,7 +354,7 @@ def _recorded(step: _MicroStep, flat: list[Tensor]) -> tuple[_MicroStep, fx.Grap
     """Run the step on these tensors, or on fake ones if a real run might hide something."""
     try:
         with ForwardState(step.model), only_reads(step.model, step.loss), torch.no_grad():
-            graph = recorded(step, flat)
+            graph = recorded(step, flat, step.model.buffers())
     except Exception as problem:  # Whatever it is, the run on fake tensors says what it means.
         _LOG.debug("traced with fake tensors: %s", reason_of(problem))
         step = replace(step, reads=ValueReads(), repeated=RepeatedDraws())
