@@ -1,14 +1,11 @@
 """Gradients leave the device as soon as they are made, and are summed on the host.
 
-Hooks hand each micro-batch's gradient of a parameter over (`transfer_to_host`) and free it, so that
-the device never holds more than a few of them. At the close the sums are reduced, normalised and
-clipped where they are; then they come back bucket by bucket, and the optimizer steps on each
-bucket's parameters. A sum that the last backward of a window completes need not leave, if its
-activations have left room on the device. With `optimizer_on="host"` the parameters of a bucket come
-to the host instead, and the optimizer's state stays there.
-
-Two buckets at most are under way: while the optimizer steps on one, the next one travels. Their
-memory is allocated at the close, when the activations are gone, and freed again.
+Hooks hand each micro-batch's gradient of a parameter over (`transfer_to_host`) and free it. At the
+close the sums are reduced, normalised and clipped where they are; then they come back bucket by
+bucket, two at most at once, and the optimizer steps on each bucket's parameters. A sum that the
+last backward of a window completes need not leave, if its activations have left room on the device.
+With `optimizer_on="host"` the parameters of a bucket come to the host instead, and the optimizer's
+state stays there.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 A gradient is final when the window's last backward has made it. If nothing is needed of the whole
 gradient first (no norm to clip by, no update to be called off), the optimizer can step on a few
-parameters while the backward goes on to the next, and all gradients never exist together. With one
-micro-batch in a window the device holds only those few.
+parameters while the backward goes on to the next, and all gradients never exist together.
 
 The losses and units of the window are read, and summed over the ranks, before the last backward. If
 a loss is not finite, that backward does not run at all.
