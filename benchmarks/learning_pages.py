@@ -29,12 +29,17 @@ better still. The run is short: measure your own recipe.
 
 BATCH_SIZE = """# A batch that follows the noise and the decay
 
-`{command}`, on {device}, torch {torch}, {date}: bytes-gpt with 126 M parameters. Each run sees {sequences:,} sequences of
-{context} bytes, or 1.08 times as many; those of a seed see the same data from the same first weights. The rate warms up
-over a twentieth of the data, and then decays by a cosine to a tenth. The rates are those of the large batch; the small
-one has 1/√2 of it. `auto` begins with the large batch. `seesaw` is `auto` with the square root alone for the rate,
-whatever the share of the noise. The target is the lowest loss with which a large batch ends, on 256 sequences that no run
-learns from, looked at 16 times in a run.
+```console
+{command}
+```
+
+On {device}, torch {torch}, {date}: bytes-gpt with 126 M parameters. Each run sees {sequences:,} sequences of {context}
+bytes, or 1.08 times as many; those of a seed see the same data from the same first weights. The rate warms up over a
+twentieth of the data, and then decays by a cosine to a tenth. The rates are those of the large batch; the small one has
+1/√2 of it. `auto` begins with the large batch. `seesaw` is `auto` with the square root alone for the rate, whatever the
+share of the noise. The target is the lowest loss with which a large batch ends, on 256 sequences that no run learns from,
+looked at 16 times in a run. A fixed batch with a schedule of another length may reach it somewhat earlier; that was not
+measured.
 """
 
 

@@ -12,8 +12,8 @@ the weights as far as at half the rate, in half the updates, if the schedule's r
 
     2 √((1 + s) / 2) = √2 √(1 + s)
 
-This is Seesaw's √2 where noise dominates, and leaves the rate as it was (2 times a half) where
-there is hardly any. The √2 is the rule for the batch; `AutoBatch.gain` is the product of the rest.
+This is Seesaw's √2 where noise dominates, and 2 (the rate stays as it was) where there is hardly
+any. The √2 is the rule for the batch; `AutoBatch.gain` is the product of the rest.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ if TYPE_CHECKING:
     from wholebatch.core.noise_scale import NoiseScale
 
 _TEXT = re.compile(r"auto(?::(\d{1,18})(?:-(\d{1,18}))?)?")
-_UPDATES_AT_A_SIZE = 32
-_WINDOWS_MEASURED = 8
+_UPDATES_AT_A_SIZE, _WINDOWS_MEASURED = 32, 8
 
 
 @dataclass
@@ -113,8 +112,7 @@ class AutoBatch:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state to resume from."""
-        given = ("first", "largest")
-        return {name: value for name, value in vars(self).items() if name not in given}
+        return {key: vars(self)[key] for key in vars(self) if key not in ("first", "largest")}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         vars(self).update(state)

@@ -209,12 +209,8 @@ class Follow:
         self._hooked = False
 
     def set(self, batch: int, *, warmth: float = 1.0, gain: float = 1.0) -> None:
-        """Set the size of the next batch; `warmth` is the progress of a warm-up, from 0 to 1.
-
-        `gain` multiplies a rate that follows by the square root: that of `AutoBatch`.
-        """
-        self.batch = batch
-        self.warmth = warmth
+        """Set the next batch, the progress of a warm-up from 0 to 1, and `AutoBatch.gain`."""
+        self.batch, self.warmth = batch, warmth
         self._gain = gain if self._rule == "sqrt" else 1.0
         follows = self._betas != "keep" or self._decays
         changes = self.factor != 1.0 or (follows and batch != self.base_batch)
