@@ -125,14 +125,8 @@ def main() -> None:
 
     found = json.loads((FOLDER / "batch_size.json").read_text(encoding="utf-8"))
     plot(found["runs"], FOLDER.parent / "images" / "batch-size.svg")
-    start = "small" if "--from small" in found["command"] else "large"
-    lines = [
-        BATCH_SIZE.format(**found, start=start),
-        *table(found["rows"]),
-        "",
-        *verdict(found["rows"]),
-        "",
-    ]
+    lines = [BATCH_SIZE.format(**found), *table(found["rows"]), "", *verdict(found["rows"]), ""]
+    lines += [found["note"], ""] if "note" in found else []
     lines += [
         "![Held-out loss over updates](../images/batch-size.svg)",
         "",
