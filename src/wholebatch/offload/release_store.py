@@ -11,7 +11,6 @@ a loss is not finite, that backward does not run at all.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -154,9 +153,6 @@ class ReleaseStore(DeviceStore):
         """Step on the buckets that are left."""
         if self._refused is None:
             self._look()
-            if self.sync.ranks == 1 and all(map(_is_fused, self.target.optimizers)):
-                # All gradients are there, and a fused step makes no copies: step on all at once.
-                self._buckets = _layout(self.target.optimizers, self.parameters, sys.maxsize)
         if not self._refused:
             self._finish()
 
