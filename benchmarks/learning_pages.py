@@ -3,6 +3,8 @@
 wholebatch rival bytes-gpt --seconds 100 --rates 0.5,1 --out docs/benchmarks/rival.json
 python benchmarks/gpu_batch_size.py --out docs/benchmarks/batch_size.json
 python benchmarks/learning_pages.py
+
+Also draws docs/images/batch-size.svg (with matplotlib).
 """
 
 from __future__ import annotations
@@ -25,15 +27,13 @@ model has learned from it. *rate* is the factor of the learning rate; where the 
 better still. The run is short: measure your own recipe.
 """
 
-BATCH_SIZE = """# A batch that follows the noise
+BATCH_SIZE = """# A batch that follows the noise and the decay
 
-`python benchmarks/gpu_batch_size.py --model {model} --sequences {sequences}`, on {device}: bytes-gpt with {parameters:,}
-parameters, {sequences:,} sequences of {context} bytes in each run, torch {torch}, {date}. `auto` begins with the small
-batch, doubles as the critical batch grows, and doubles as the schedule lowers the rate. The large batch is the one that
-`auto` had in the middle of its data: what the noise advises. The target is the large batch's loss at its end, on 256
-sequences that no run learns from. The learning rate is {rate:g} at the batch that it is for, follows by the square root,
-and decays by a cosine to a tenth. One run of each: two runs that differ in nothing but their seed may end as far apart as
-these do, so a small difference says nothing.
+`{command}`, on {device}, torch {torch}, {date}: bytes-gpt with 126 M parameters, the same {sequences:,}
+sequences of {context} bytes for each run of a seed. The schedule warms up over ten updates of the first batch and then
+decays the rate by a cosine to a tenth, over the data. `auto` begins with the {start} batch. The target of a seed is the
+loss with which the large batch ends, on 256 sequences that no run learns from. *rate* is that of the large batch; the
+small one has 1/√2 of it.
 """
 
 
@@ -53,6 +53,50 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
+def measured(one: dict[str, Any]) -> list[Any]:
+    """Return the last looks of a run, each with the critical batch; the first had none yet."""
+    return list(zip(one["held_out"][-len(one["critical"]) :], one["critical"], strict=True))
+
+
+def verdict(rows: list[dict[str, Any]]) -> list[str]:
+    """Return what `auto` made of the updates of the large batch, and how far seeds are apart."""
+    ends = {
+        name: [row["held-out loss"] for row in rows if row["run"] == name]
+        for name in ("large", "auto")
+    }
+    spread = max(max(end) - min(end) for end in ends.values())
+    by_seed = [
+        row["of the large batch's"] or "not in this data" for row in rows if row["run"] == "auto"
+    ]
+    return [
+        f"`auto` reached the loss of the large batch in {', '.join(by_seed)} of its updates (one figure for each "
+        f"seed). Runs of one kind that differ in their seed alone end up to {spread:.4f} apart; those of one seed share "
+        "the data and the first weights."
+    ]
+
+
+def plot(runs: list[dict[str, Any]], file: Path) -> None:
+    import matplotlib as mpl
+
+    mpl.use("svg")
+    mpl.rcParams["svg.hashsalt"] = "wholebatch"
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4))
+    colours = {"small": "#a8b3c2", "large": "#4c6ef5", "auto": "#1a8f74"}
+    for one in runs:
+        name, _, seed = one["run"].split(":")
+        label = name if seed == "0" else None
+        updates, _, losses = zip(*one["held_out"], strict=True)
+        axes.plot(updates, losses, color=colours[name], label=label, marker=".", linewidth=1)
+    axes.set_xlabel("updates")
+    axes.set_ylabel("held-out loss")
+    axes.set_ylim(top=2.0)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(file, metadata={"Date": None}, bbox_inches="tight")
+
+
 def main() -> None:
     rival = json.loads((FOLDER / "rival.json").read_text(encoding="utf-8"))
     about = rival["about"]
@@ -61,23 +105,25 @@ def main() -> None:
     (FOLDER / "rival.md").write_text("\n".join(lines), encoding="utf-8")
 
     found = json.loads((FOLDER / "batch_size.json").read_text(encoding="utf-8"))
-    lines = [BATCH_SIZE.format(**found), *table(found["rows"]), ""]
-    large, auto, *_ = found["rows"]
-    reached = auto["updates to target"]
-    lines += [
-        f"Over the same data, `auto` made {auto['updates'] / large['updates']:.0%} of the updates of the large "
-        f"batch, and ended at a held-out loss of {auto['held-out loss']:.4f} beside {large['held-out loss']:.4f}. "
-        + (
-            f"It reached the loss of the large batch in {reached / large['updates']:.0%} of its updates."
-            if reached
-            else "It did not reach the loss of the large batch."
-        ),
+    plot(found["runs"], FOLDER.parent / "images" / "batch-size.svg")
+    start = "small" if "--from small" in found["command"] else "large"
+    lines = [
+        BATCH_SIZE.format(**found, start=start),
+        *table(found["rows"]),
         "",
-        "Held-out loss after updates:",
+        *verdict(found["rows"]),
+        "",
+    ]
+    lines += [
+        "![Held-out loss over updates](../images/batch-size.svg)",
+        "",
+        "The critical batch that `auto` measured, in sequences, after updates:",
         "",
         *(
-            f"- {name}: " + ", ".join(f"{loss:.3f} ({made})" for made, _, loss in points)
-            for name, points in found["curves"].items()
+            f"- seed {one['run'].rpartition(':')[2]}: "
+            + ", ".join(f"{size:.0f} ({made})" for (made, *_), size in measured(one))
+            for one in found["runs"]
+            if one["critical"]
         ),
         "",
     ]

@@ -200,6 +200,30 @@ def test_a_hook_on_a_module_is_found_and_one_on_a_parameter_is_not() -> None:
     assert seen == [1]  # on the whole gradient, and never in the look
 
 
+def test_rounding_that_a_deep_network_amplifies_is_no_mistake() -> None:
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    for channels in (3, *[16] * 23):
+        layers += [nn.Conv2d(channels, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU()]
+    model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10))
+    before = [(n, value, value.dtype) for n, value in model.state_dict(keep_vars=True).items()]
+    batch = {"x": torch.randn(16, 3, 16, 16), "y": torch.randint(0, 10, (16,))}
+
+    def detached(model: Any, micro: Any) -> Tensor:
+        losses = entropy(model, micro, reduction="none")
+        return losses / losses.detach().mean()
+
+    def by_label(model: Any, micro: Any) -> Tensor:
+        return entropy(model, micro, reduction="none")
+
+    options: Any = {"micro_batch": 4, "batchnorm": "exact"}
+    with pytest.raises(wb.errors.UnsupportedError, match="its gradient is not"):
+        wb.WholeBatch(model, sgd(model), loss=detached, **options).step(batch)
+    after = model.state_dict(keep_vars=True)
+    assert all(after[name] is value and value.dtype is dtype for name, value, dtype in before)
+    wb.WholeBatch(model, sgd(model), loss=by_label, **options).step(batch)
+
+
 def test_a_norm_that_needs_two_samples_is_named_where_halves_have_one() -> None:
     class Own(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

@@ -391,11 +391,11 @@ def _sequences(config: Any, seq: int | None, purpose: str) -> tuple[str, Any, An
         raise OptionError("--seq: the configuration does not say how long sequences are")
 
     def masked_lm(model: Any, micro: Any) -> Any:
-        return cross_entropy(model(input_ids=micro["input_ids"]).logits, micro["input_ids"])
+        return cross_entropy(model(input_ids=micro["input_ids"]).logits, micro["input_ids"], dim=-1)
 
     def seq2seq(model: Any, micro: Any) -> Any:
         ids = micro["input_ids"]
-        return cross_entropy(model(input_ids=ids, decoder_input_ids=ids).logits, ids)
+        return cross_entropy(model(input_ids=ids, decoder_input_ids=ids).logits, ids, dim=-1)
 
     loss = {"MaskedLM": masked_lm, "Seq2SeqLM": seq2seq}.get(purpose, causal_lm)
     twice = ", and as many for the decoder" if purpose == "Seq2SeqLM" else ""

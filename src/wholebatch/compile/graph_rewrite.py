@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from wholebatch.compile import fused_weight_grad as fused
 from wholebatch.compile.biased_attention import fuse_attention
@@ -135,7 +136,9 @@ def rewrite(
     _views_of_any_strides(graph)
     graph.lint()
     tail = {node: place for place, node in enumerate((*casts.values(), *buffers))}
-    module = fx.GraphModule(traced.graph, graph)  # It keeps the constants that the graph refers to.
+    module = _LazyGraphModule(
+        traced.graph, graph
+    )  # It keeps the constants that the graph refers to.
     return Rewritten(
         module,
         tuple(casts),

@@ -111,7 +111,7 @@ class FirstSamples:
     ) -> None:
         self.model, self.run, self.layout = model, run, layout
         self.count, self.graph, self.name = count, graph, name
-        self._outputs = outputs
+        self.reads_outputs = outputs
         named = [(n, p) for n, p in model.named_parameters() if _is_plain(p)]
         self.parameters = [(n, p) for n, p in named if p.requires_grad]
         self._data = [(p, p.data) for _, p in named]
@@ -203,7 +203,7 @@ class FirstSamples:
         batch = self.layout.take(list(rows))
         with nullcontext() if self.graph else saved_tensors_hooks(_drop, _refuse_backward):
             result = self.run(batch)
-            made = _output_terms(result, start) if self._outputs else _loss_terms(result)
+            made = _output_terms(result, start) if self.reads_outputs else _loss_terms(result)
         del result
         terms = {name: term for name, (term, _) in made.items()}
         if not self._seeds:

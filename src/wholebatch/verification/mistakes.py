@@ -47,7 +47,7 @@ MISTAKES: dict[str, Mistake] = {
     "only-the-last": Mistake(
         "only the last micro-batch",
         "the gradients of all micro-batches but the last are thrown away",
-        "call zero_grad() after the step, not before every backward",
+        "one backward for every micro-batch, and zero_grad() after the step only",
     ),
     "only-the-first": Mistake(
         "only the first micro-batch",
@@ -56,7 +56,7 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "left-out": Mistake(
         "a micro-batch left out",
-        "the first or the last micro-batch of the window is not in the update",
+        "a micro-batch of the window is not in the update",
         "step after the last backward of the window, and leave no micro-batch behind",
     ),
     "counted-twice": Mistake(
@@ -170,6 +170,13 @@ MISTAKES: dict[str, Mistake] = {
         "times",
         "let one owner add the gradients: the loop, a hook or the engine",
     ),
+    "other-loss": Mistake(
+        "another model's loss in the gradient",
+        "a loss that trains another model through this one (a GAN's generator) adds its gradient "
+        "to this model's too",
+        "call zero_grad() before this model's own backwards, or requires_grad_(False) on it during "
+        "the other's",
+    ),
     "16-bit-accumulation": Mistake(
         "added in 16 bits",
         "the gradients of the micro-batches are added in 16 bits: what is small beside the sum so "
@@ -186,7 +193,8 @@ MISTAKES: dict[str, Mistake] = {
         "coupled samples",
         "the loop adds its micro-batches rightly, but a layer (BatchNorm) or the loss couples the "
         "samples of a batch, so no plain accumulation gives the undivided batch's gradient",
-        'wb.WholeBatch(batchnorm="exact"), or a layer that works on each sample alone',
+        'wb.WholeBatch(batchnorm="exact") or a layer that works on each sample alone; wb.Coupled '
+        "for a loss",
     ),
 }
 

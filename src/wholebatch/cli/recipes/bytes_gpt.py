@@ -137,7 +137,7 @@ def data() -> Corpus:
 
 
 def loss(model: nn.Module, micro: dict[str, Tensor]) -> wb.Loss:
-    return wb.cross_entropy(model(micro["tokens"]), micro["next"])
+    return wb.cross_entropy(model(micro["tokens"]), micro["next"], dim=-1)
 
 
 def units(micro: dict[str, Tensor]) -> int:

@@ -497,6 +497,20 @@ def token_micro_batches(layout: Layout, by: Tokens) -> list[tuple[Any, Sequence[
     ]
 
 
+def without_padding(layout: Layout, by: Tokens, count: int) -> tuple[Any, Any] | None:
+    """Return a few short samples as given, and trimmed; None if nothing is trimmed of them."""
+    lengths, width = lengths_of(layout, by)
+    if lengths is None or width is None:
+        return None
+    made = [_rounded(length, by, width) for length in lengths]
+    rows = sorted((row for row in range(layout.size) if made[row] < width), key=made.__getitem__)
+    if not rows[:count]:
+        return None
+    few = rows[:count]
+    cuts = _cuts(layout, by, width)
+    return layout.take(few), _micro_batch(layout, few, cuts, made[few[-1]])
+
+
 def _rounded(length: int, by: Tokens, width: int) -> int:
     """Round up to the next multiple, but not beyond the batch's width, nor beyond the budget."""
     rounded = min(-(-max(length, 1) // by.multiple) * by.multiple, width)

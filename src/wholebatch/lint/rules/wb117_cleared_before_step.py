@@ -13,7 +13,7 @@ from .rule_base import (
     Report,
     cleared_last,
     is_optimizer_of,
-    is_right_but_for,
+    is_right,
     rule,
     stepped,
 )
@@ -32,8 +32,7 @@ def check(file: File) -> Iterator[Report]:
                 yield Report(
                     zero.node,
                     f"gradients are cleared before `{text(step.node)}` uses them: clear after it",
-                    _swap(zero, step),
-                    unsafe=window.accumulates and not is_right_but_for(window),
+                    () if window.accumulates and not is_right(window) else _swap(zero, step),
                 )
             elif zero is cleared_last(window) and not window.boundary.after_first:  # type: ignore[union-attr]
                 yield Report(
