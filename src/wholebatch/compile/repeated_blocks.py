@@ -1,8 +1,7 @@
 """The joint graph in pieces, of which those that are alike are compiled once.
 
-The layers of a model repeat, and so do the operations of its forward and of its backward. The time
-that a compiler takes for the whole graph grows with the number of layers. Cut into pieces, only one
-piece of each kind is compiled, and called for every layer with that layer's tensors:
+Layers repeat, and so do the operations of their forward and backward. One piece of each kind is
+compiled, and called for every layer with that layer's tensors:
 
 1. `find_pieces` looks for the period of the operations and cuts where no fused kernel is lost.
 2. `_Cutter` writes each piece down as a program of its own: operations, inputs, outputs. Views, and
@@ -10,10 +9,7 @@ piece of each kind is compiled, and called for every layer with that layer's ten
    needed instead of being stored, as a compiler of the whole graph would do. So are cheap results
    that a product reads in the forward and in the backward, if that saves much memory.
 3. Two pieces are alike only if these programs are equal: every operation, constant, connection,
-   and the shape, strides, dtype and device of every input.
-
-The pieces run in the order of the graph, so that additions into gradient buffers and random numbers
-keep their order. Each tensor is freed after its last use.
+   and the shape, strides, dtype and device of every input. They run in the order of the graph.
 """
 
 from __future__ import annotations
