@@ -71,7 +71,8 @@ class Trial:
 
     def parts(self, value: object, shape: list[object]) -> Sequence[object]:
         """Return the values that are unpacked from a forward, a stand-in or a real sequence."""
-        values = value if isinstance(value, (list, tuple)) else [value] * len(shape)
+        part = value if isinstance(value, Output) else Stand("part", self)
+        values = value if isinstance(value, (list, tuple)) else [part] * len(shape)
         plain = [v.loss if isinstance(v, Output) else v for v in values]
         nested = zip(shape, values, plain, strict=False)
         return [self.parts(v, s) if isinstance(s, list) else loss for s, v, loss in nested]
