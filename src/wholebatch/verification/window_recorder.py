@@ -7,7 +7,6 @@ were given. Of a large model only every n-th number is kept, so that a copy is c
 
 from __future__ import annotations
 
-import copy
 import gc
 import importlib
 import logging
@@ -153,13 +152,10 @@ def _never_fails(method: _Method) -> _Method:
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """One optimizer step: the gradient it was given, what it stepped on, and its settings."""
+    """One optimizer step: the gradient it was given, and what it stepped on."""
 
     gradient: Tensor
     places: frozenset[int]
-    optimizer: Any
-    groups: tuple[dict[str, Any], ...]
-    has_closure: bool
 
 
 @dataclass(eq=False)
@@ -181,7 +177,6 @@ class WindowRecorder:
 
     def __enter__(self) -> WindowRecorder:
         self.window: RecordedWindow | None = None
-        self.handed = self.optimizer
         self.parameters: Sequence[nn.Parameter] = ()
         self._sizes: list[int] = []
         self._mine: set[int] = set()
@@ -193,7 +188,7 @@ class WindowRecorder:
         self.optimizer_steps = self.skipped_steps = 0
         self._stepped: frozenset[int] = frozenset()
         self._stepped_by: Any = None
-        self._after_step: Tensor | None = None
+        self.after_step: Tensor | None = None
         self._weights = torch.zeros(0)
         self._used: set[Call] | None = set()
         self._norms: dict[int, float] = {}
@@ -309,7 +304,7 @@ class WindowRecorder:
         self.stride = max(1, -(-sum(p.numel() for p in parameters) // numbers))
         self._sizes = [-(-p.numel() // self.stride) for p in parameters]
         all_hooked = all(parameter._backward_hooks for parameter in parameters)
-        self._of_parameters, self._after_step = [], None
+        self._of_parameters, self.after_step = [], None
         for place, parameter in enumerate(parameters):
             handle = parameter.register_hook(self._brings(place))
             if all_hooked:  # what they do to every gradient is the loop's: see it before
@@ -506,7 +501,7 @@ class WindowRecorder:
         assert self.window is not None
         micro.loss_scale, self._loss_scale = self._loss_scale, 1.0
         if self.optimizer is not None:
-            groups = settings_of(self.optimizer)
+            groups = self.optimizer.param_groups
             micro.rates = tuple(float(group.get("lr") or 0.0) for group in groups)
         self._look_at_weights(micro)
         again = [m for m in self.window.micros if set(m.calls) & set(micro.calls)]
@@ -540,8 +535,8 @@ class WindowRecorder:
     def _begin_window(self) -> None:
         self.window = self.new_window()
         self._weights, was = self.row_of(list(self.parameters)), self._weights
-        if self._after_step is not None and was.numel() and not self.light:
-            made, moved = self._after_step - was, self._weights - self._after_step
+        if self.after_step is not None and was.numel() and not self.light:
+            made, moved = self.after_step - was, self._weights - self.after_step
             cosine = float(made @ moved) / max(float(made.norm() * moved.norm()), 1e-300)
             self.window.moved_before = abs(cosine) > 0.999
         self._first_weights = self._weights
@@ -567,7 +562,7 @@ class WindowRecorder:
     @_never_fails
     def _note_weights(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if not self.light and not self.sharded and places_of(optimizer, self.parameters):
-            self._after_step = self.row_of(list(self.parameters))
+            self.after_step = self.row_of(list(self.parameters))
 
     def _begin_at_last_pass(self, window: RecordedWindow) -> None:
         """Leave out what was cleared on purpose: SAM's first pass, and a generator's losses."""
@@ -652,7 +647,7 @@ class WindowRecorder:
             evaluations += 1
             if evaluations == 1:
                 loss = closure()
-                self._see(optimizer, places, has_closure=True)
+                self._see(optimizer, places)
                 return loss
             self._inside = True  # LBFGS evaluates again, at weights of its own
             try:
@@ -674,15 +669,14 @@ class WindowRecorder:
         return result
 
     @_never_fails
-    def _see(self, optimizer: Any, places: frozenset[int], *, has_closure: bool = False) -> None:
+    def _see(self, optimizer: Any, places: frozenset[int]) -> None:
         seen = self.window
         gradient = self._grads()
         scale = getattr(optimizer, "grad_scale", None)
         if scale is not None:  # a fused optimizer divides by it in its own kernel
             gradient = gradient / float(scale)
         if not self.light:
-            settings = () if optimizer is None else settings_of(optimizer)
-            self.steps.append(RecordedStep(gradient, places, optimizer, settings, has_closure))
+            self.steps.append(RecordedStep(gradient, places))
         self.optimizer_steps += 1
         if self.failure:
             return
@@ -811,14 +805,6 @@ def _optimizer_of(parameters: Sequence[Tensor]) -> torch.optim.Optimizer | None:
 def _objects(kinds: set[Any]) -> list[Any]:
     """Return all objects of these types."""
     return [one for one in gc.get_objects() if type(one) in kinds]
-
-
-def settings_of(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], ...]:
-    """Return the settings of every parameter group."""
-    return tuple(
-        {name: copy.copy(value) for name, value in group.items() if name != "params"}
-        for group in optimizer.param_groups
-    )
 
 
 def _few(tensor: Tensor) -> Tensor:
