@@ -66,6 +66,11 @@ class Call:
     rows: dict[int, Tensor] = field(default_factory=dict)
     """The first numbers of every sample's output, by place."""
 
+    @property
+    def given(self) -> list[Tensor]:
+        """Return the tensors that the model was given."""
+        return tensors_of((self.args, self.kwargs))
+
 
 @dataclass(eq=False)
 class RecordedMicroBatch:
@@ -84,12 +89,18 @@ class RecordedMicroBatch:
     """True if its loss compares samples with each other."""
     roots: list[Any] = field(default_factory=list)
     """The nodes of the graph that its backwards began at."""
+    is_asked: bool = False
+    """True if `torch.autograd.grad` gave the gradient to the loop, and added it nowhere."""
 
     @property
     def is_passed_on(self) -> bool:
         """True if what the model was given is itself made by a model: a generator's loss."""
-        given = tensors_of([(call.args, call.kwargs) for call in self.calls[:1]])
-        return any(tensor.grad_fn is not None for tensor in given)
+        return any(tensor.grad_fn is not None for tensor in self.given)
+
+    @property
+    def given(self) -> list[Tensor]:
+        """Return the tensors that the first call was given."""
+        return self.calls[0].given if self.calls else []
 
 
 @dataclass(frozen=True)
@@ -413,6 +424,8 @@ class WindowRecorder:
         self._inside = True
         try:
             micro = self._before_backward(roots, seeds)
+            if micro is not None:
+                micro.is_asked = bool(place)
             result = original(roots, *args, **kwargs)
         finally:
             self._inside = False
@@ -470,7 +483,7 @@ class WindowRecorder:
             if node in self._nodes:  # on through what the call was given, not through the model
                 call = self._nodes[node]
                 found[call] = None
-                below = {t.grad_fn for t in tensors_of((call.args, call.kwargs)) if t.grad_fn}
+                below = {tensor.grad_fn for tensor in call.given if tensor.grad_fn}
             else:
                 below = {child for child, _ in node.next_functions if child is not None}
             below -= seen
@@ -514,6 +527,11 @@ class WindowRecorder:
                 self.began(self.window)
             return
         first = again[-1]
+        if micro.is_asked and not first.is_asked:
+            return  # to look at it: a norm, a balance of losses
+        if first.is_asked and not micro.is_asked:
+            self.window.micros[self.window.micros.index(first)] = micro
+            return
         if self.window.is_whole:
             first.after, first.brought = micro.after, first.brought + micro.brought
         first.terms += micro.terms
@@ -580,22 +598,23 @@ class WindowRecorder:
             micros[0].weights_moved = False
 
     def _count_calls(self, window: RecordedWindow) -> None:
-        """Count the calls, on inputs of their own, that a backward has reached, or none."""
+        """Count the calls that a backward has reached, and those like them that none has.
+
+        Alike are module, mode and size (one call: the shape), but the inputs are others.
+        """
         used = {call for micro in window.micros for call in micro.calls}
-        if self._used is None or window.earlier_pass:
+        shapes = [call.given[0].shape for call in used if call.given and call.given[0].dim()]
+        if self._used is None or window.earlier_pass or not shapes:
             return
+        window.used, rows = len(used), sorted(shape[0] for shape in shapes)
         modes = {(call.module, call.training) for call in used}
-        given = {t.data_ptr() for call in used for t in tensors_of((call.args, call.kwargs))}
-        others = [
-            call
-            for call in self._calls
-            if call not in self._used and call.has_graph and (call.module, call.training) in modes
-        ]
-        window.used = len({call for call in used if call.module in {c.module for c in others}})
-        window.unused = sum(
-            not any(t.data_ptr() in given for t in tensors_of((call.args, call.kwargs)))
-            for call in others
-        )
+        pointers = {tensor.data_ptr() for call in used for tensor in call.given}
+        for call in self._calls:
+            shape = call.given[0].shape if call.given and call.has_graph else ()
+            if not shape or call in self._used or (call.module, call.training) not in modes:
+                continue
+            near = rows[0] <= 2 * shape[0] <= 4 * rows[-1] if len(used) > 1 else shape == shapes[0]
+            window.unused += near and not any(t.data_ptr() in pointers for t in call.given)
 
     # --------------------------------------------------------- clipping, scaling, the step
 
