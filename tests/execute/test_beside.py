@@ -21,9 +21,11 @@ import wholebatch as wb
 from tests.execute.nets import Tagger, loss, mean_of_tokens, mode_of, tagged
 from tests.support import Seen, Whole, sgd
 from wholebatch.compile import compile_workers, execute_mode, joint_graph, micro_step
-from wholebatch.compile.compile_workers import CompileWorkers, Pending, job_of
+from wholebatch.compile.compile_workers import CompileWorkers, Pending, check_of, job_of
 from wholebatch.compile.disk_cache import claimed
 from wholebatch.compile.execute_mode import ExecutePlan
+from wholebatch.compile.joint_graph import JointStep
+from wholebatch.compile.layer_norm import can_fuse_norms
 from wholebatch.compile.repeated_blocks import PieceProgram, _Input, _Result
 
 # Inductor's own imports warn; a compiled piece is collected late.
@@ -260,6 +262,26 @@ def test_what_is_not_plain_data_is_compiled_here() -> None:
         piece = PieceProgram([(target, (_Input(0), argument), {})], [MATRIX], [0])
         with pytest.raises(pickle.PicklingError):
             job_of(piece, OPTIONS)
+
+
+def test_a_kernel_is_checked_by_a_job_and_left_out_if_it_is_wrong(
+    beside: None, as_traced: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compile_workers, "versions_of", lambda device: "of now")
+    job = check_of(can_fuse_norms, torch.device("cpu"))
+    assert not job.known
+    compile_workers._compile(job.message)
+    assert job.known
+    monkeypatch.setattr(micro_step, "compile_workers", lambda _: None)
+    asked: list[JointStep] = []
+
+    def holds(joint: JointStep) -> bool:
+        asked.append(joint)
+        return len(asked) > 1
+
+    monkeypatch.setattr(JointStep, "kernels_hold", holds)
+    trained(Tagger().double(), execute="compile", patience=30.0)
+    assert asked[0] is not asked[1]  # It was made again.
 
 
 def test_a_message_names_no_module_of_the_user() -> None:

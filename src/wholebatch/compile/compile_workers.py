@@ -1,9 +1,8 @@
 """Processes that compile pieces of a graph beside the training, and fill Inductor's disk cache.
 
-A piece is sent as plain data: its operations, and the kinds of its inputs. A worker compiles it on
-fake tensors with the options of the training process. Only the disk cache comes of it: the training
-process compiles the same piece afterwards, and finds everything in the cache. So a worker can never
-change a result. If it dies, hangs, or cannot read a piece, the training process compiles it itself.
+A piece is sent as plain data. A worker compiles it on fake tensors with the options of the training
+process, which compiles the same piece afterwards, and finds everything in the cache. So a worker
+can never change a result. If it dies, hangs, or cannot read a piece, the training process compiles.
 """
 
 from __future__ import annotations
@@ -17,14 +16,13 @@ import os
 import pickle
 import queue
 import select
-import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +30,7 @@ import torch
 from torch import fx
 
 from wholebatch.compile.disk_cache import cache_folders, claimed, marks, trim
+from wholebatch.compile.fusion import versions_of
 from wholebatch.compile.inductor import compiled_by_inductor, import_compiler, wait_for_import
 from wholebatch.compile.repeated_blocks import PieceProgram
 
@@ -171,6 +170,15 @@ def job_of(program: PieceProgram, options: Mapping[str, Any]) -> Job:
     return Job(stream.getvalue(), len(program.operations))
 
 
+def check_of(has_kernel: Callable[[torch.device], bool], device: torch.device) -> Job:
+    """Return the job that checks a kernel of this package; its answer stays in the disk cache."""
+    return Job(pickle.dumps((partial(has_kernel, device), versions_of(device))), _CHECK)
+
+
+_CHECK = 60
+"""Checking a kernel takes as long as compiling so many operations."""
+
+
 def _of_products(name: str) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
     of = torch.backends.cuda.matmul
     return lambda: getattr(of, name), lambda value: setattr(of, name, value)
@@ -236,8 +244,7 @@ class CompileWorkers:
         self._counting = threading.Lock()
         self.number = number
         self._threads = [
-            threading.Thread(target=self._serve_one, args=(index,), daemon=True)
-            for index in range(number)
+            threading.Thread(target=self._serve_one, daemon=True) for _ in range(number)
         ]
         for thread in self._threads:
             thread.start()
@@ -259,9 +266,9 @@ class CompileWorkers:
             self._jobs.put((job, pending))
         return pending
 
-    def _serve_one(self, index: int) -> None:
+    def _serve_one(self) -> None:
         """Keep one process, and give it one job after the other."""
-        worker = _Worker([str(self._device), str(index), str(self.number)])
+        worker = _Worker([str(self._device)])
         while (given := self._jobs.get()) is not None:
             job, pending = given
             if pending.problem is None:
@@ -401,23 +408,14 @@ def compile_workers(device: torch.device) -> CompileWorkers | None:
 # ------------------------------------------------------------------------------------ in the worker
 
 
-def serve(device: str, index: str, number: str) -> None:
-    """Compile the jobs that come on standard input, until it ends or nothing comes for a while.
-
-    A child of it checks this package's kernels: each of the `number` workers has its share of them.
-    """
+def serve(device: str) -> None:
+    """Compile the jobs that come on standard input, until it ends or nothing comes for a while."""
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # What a compiler prints must not be taken for an answer.
     jobs = os.fdopen(os.dup(0), "rb", buffering=0)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     with contextlib.suppress(OSError):
         os.nice(10)  # The training goes first.
-    if not os.fork():  # It has neither threads nor a CUDA context yet.
-        signal.alarm(60)
-        for has_kernel in _kernels()[int(index) :: int(number)]:
-            with contextlib.suppress(Exception):  # The training process finds out by itself.
-                has_kernel(torch.device(device))
-        os._exit(0)
     import_compiler(with_processes=torch.device(device).type == "cuda")
     define_operations()
     while select.select([jobs], [], [], _IDLE)[0]:
@@ -431,16 +429,6 @@ def serve(device: str, index: str, number: str) -> None:
             problem = f"{type(error).__name__}: {str(error)[:300]}"
         answers.write(json.dumps({"problem": problem}).encode() + b"\n")
     trim()
-
-
-def _kernels() -> list[Callable[[torch.device], bool]]:
-    """Return the checks of this package's kernels. Their answers stay in the disk cache."""
-    from wholebatch.compile.biased_attention import can_fuse_attention
-    from wholebatch.compile.cross_entropy import can_fuse_entropy
-    from wholebatch.compile.gelu import can_fuse_gelu
-    from wholebatch.compile.layer_norm import can_fuse_norms
-
-    return [can_fuse_norms, can_fuse_entropy, can_fuse_attention, can_fuse_gelu]
 
 
 class _KernelsOf(fx.Interpreter):
@@ -479,15 +467,25 @@ def _read(stream: Any, size: int) -> bytes:
 
 
 def _compile(message: bytes) -> None:
-    """Compile one piece; only the disk cache is left of it."""
-    from torch._dynamo.utils import counters
-    from torch._inductor import config
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    """Do one job; only the disk cache is left of it."""
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     global _open_sizes
     _open_sizes = ShapeEnv(), {}
     program, settings = pickle.loads(message)
+    if isinstance(program, PieceProgram):
+        _compile_piece(program, settings)
+    else:
+        program()
+    _mark(message).parent.mkdir(parents=True, exist_ok=True)
+    _mark(message).touch()
+
+
+def _compile_piece(program: PieceProgram, settings: Mapping[str, Any]) -> None:
+    from torch._dynamo.utils import counters
+    from torch._inductor import config
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
     counters.clear()
     for name, value in settings["torch"].items():
         get, set_ = _GLOBALS[name]
@@ -504,5 +502,3 @@ def _compile(message: bytes) -> None:
         beside.join()
     if counters["inductor"]["fxgraph_cache_bypass"]:
         raise RuntimeError("Inductor does not keep it in its cache")
-    _mark(message).parent.mkdir(parents=True, exist_ok=True)
-    _mark(message).touch()

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from wholebatch.compile.captured_state import Fingerprint
 from wholebatch.compile.compile_workers import CompileWorkers, Pending, compile_workers
 from wholebatch.compile.cuda_graph import CapturedGraph, rehearse
+from wholebatch.compile.disk_cache import marks
 from wholebatch.compile.execute_mode import (
     CannotTrace,
     Execute,
@@ -325,8 +326,10 @@ class Executor:
         if self._workers is None and self._plan.compiles:
             if self._device.type in self.compiles_beside_on:
                 self._workers = compile_workers(self._device)
-            if self._device.type == "cuda" and self._workers is None:
-                start_compiler(with_processes=True)
+            # A second process loads what the first has compiled, and needs Inductor soon.
+            soon = self._workers is None or (not self._plan.auto and any(marks().glob("*")))
+            if self._device.type == "cuda" and soon:
+                start_compiler(with_processes=self._workers is None)
 
     def _send(self, joint: JointStep, inputs: Inputs) -> None:
         """Have the pieces of this joint step compiled beside the run."""
@@ -355,8 +358,11 @@ class Executor:
         ready = pending is None or pending.done
         return ready and self._ranks.may_switch(self._window.updates)
 
-    def _compile(self, joint: JointStep, key: Key) -> None:
-        """Compile a joint step: load what the workers have compiled, and compile what is left."""
+    def _compile(self, joint: JointStep, key: Key) -> bool:
+        """Compile a joint step: load what the workers have compiled, and compile what is left.
+
+        False if a kernel in it computes wrongly: it is made again without that kernel.
+        """
         coming = self._coming.pop(key, None)
         pending = self._pending(joint) if coming is None else coming.pending
         if pending is not None:
@@ -365,7 +371,10 @@ class Executor:
                 self.notes.show(
                     f"the process that compiles failed ({pending.problem}): this one compiles"
                 )
+        if not joint.kernels_hold():
+            return False
         joint.compile()
+        return True
 
     @property
     def progress(self) -> str | None:
@@ -453,6 +462,7 @@ class Executor:
     def _trace(self, done: EagerResult, state: State, sizes: Sizes | None = None) -> Traced:
         parts = (self._model, self._loss, self._precision, state)
         made = trace(*parts, done.inputs, done.form, self._single, sizes)
+        empty_cache(self._device)
         if self._fingerprint is not None:
             self._fingerprint.watch(made.sources)
         return made
@@ -478,8 +488,8 @@ class Executor:
             else:
                 joint = coming.joint
                 joint.hold(state)
-            if compiled:
-                self._compile(joint, inputs.key)
+            if compiled and not self._compile(joint, inputs.key):
+                return make(traced, compiled=True)
             return joint
 
         if inputs.key not in self._traced:

@@ -540,12 +540,15 @@ class Tolerance:
         apart = torch.stack(made).sum(0)
         if not (first.isfinite().all() and apart.isfinite().all()):
             return None
-        gaps = (first - apart)[:, :_LINEAR].abs().amax(1)
-        sizes: Tensor = torch.maximum(first[:, _LINEAR], apart[:, _LINEAR])
-        over = gaps > torch.maximum(3 * self.relative * sizes, self.floor * sizes.norm())
+        gaps = (first - apart)[:, :_LINEAR].abs()
+        norms = torch.maximum(first, apart)[:, _LINEAR:]
+        # A sum of numbers of one sign may be far above the norm, and so is its rounding.
+        sums = torch.maximum(first.abs(), apart.abs())[:, :_LINEAR]
+        sizes: Tensor = torch.maximum(norms, sums).clamp_min(1e-300)
+        over = gaps > torch.maximum(3 * self.relative * sizes, self.floor * norms.norm())
         if not bool(over.any()):
             return None
-        ratios = torch.where(over, gaps / sizes.clamp_min(1e-300), 0.0)
+        ratios = torch.where(over, gaps / sizes, 0.0).amax(1)
         worst = int(ratios.argmax())
         return worst, float(ratios[worst])
 
