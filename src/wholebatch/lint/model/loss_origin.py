@@ -146,7 +146,7 @@ class _Tracer:
         """Follow the parts of an expression that lead to a known base, or end here."""
         called = last_part(expr.func) if isinstance(expr, ast.Call) else ""
         parts = [c for c in children(expr) if isinstance(c, (ast.expr, ast.keyword))]
-        inner = [getattr(p, "value", p) if isinstance(p, ast.keyword) else p for p in parts]
+        inner = [p.value if isinstance(p, ast.keyword) else p for p in parts]
         if not self.known or depth > 12 or _KEEPS.search(called):
             inner = []
         chains = self._each(((part, env) for part in inner), chain, depth)
