@@ -151,7 +151,7 @@ class Runner:
     def look_at(self, batch: Any, micros: Sequence[Any], layout: Mapping[str, Any]) -> None:
         """Refuse what does not add up, before the first window that is split."""
         guard = self._guard
-        guard.begin_window()
+        guard.begin_window(self.executor.changed())
         sync = self._window.sync
         # A batch that is whole now may be cut when memory runs out: `run` looks then.
         self._undivided = layout if len(micros) == 1 else None

@@ -212,21 +212,25 @@ class LossLook:
         self._tries = _TRIES if looks else 0
         self._seen: Fingerprint | None = None
         self._begun = self._next = 0
+        self._stale = False
 
     @property
     def pending(self) -> bool:
         """True if the look is still to come."""
         return self._tries > 0
 
-    def begin_window(self) -> None:
+    def begin_window(self, changed: bool | None = None) -> None:
         """Look again if anything that the code reads is not as it was at the last look.
 
         A value that is another one in every window (an annealed weight) is looked at after 1, 2, 4,
-        8, ... windows.
+        8, ... windows. `changed` is known where graphs compare the same.
         """
         self._begun += 1
-        if self._seen is not None and self._begun >= self._next and not self._seen.holds():
-            self._tries, self._seen, self._next = 1, None, 2 * self._begun
+        self._stale |= bool(changed)
+        if self._seen is None or self._begun < self._next:
+            return
+        if self._stale or (changed is None and not self._seen.holds()):
+            self._tries, self._seen, self._next, self._stale = 1, None, 2 * self._begun, False
 
     def look_at(
         self,
