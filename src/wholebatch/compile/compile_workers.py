@@ -1,9 +1,8 @@
 """Processes that compile pieces of a graph beside the training, and fill Inductor's disk cache.
 
-A piece is sent as plain data: its operations, and the kinds of its inputs. A worker compiles it on
-fake tensors with the options of the training process. Only the disk cache comes of it: the training
-process compiles the same piece afterwards, and finds everything in the cache. So a worker can never
-change a result. If it dies, hangs, or cannot read a piece, the training process compiles it itself.
+A piece is sent as plain data. A worker compiles it on fake tensors with the options of the training
+process, which compiles the same piece afterwards, and finds everything in the cache. So a worker
+can never change a result. If it dies, hangs, or cannot read a piece, the training process compiles.
 """
 
 from __future__ import annotations

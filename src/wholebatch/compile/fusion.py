@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cache, wraps
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,16 @@ def is_external(node: fx.Node) -> bool:
         or "attention" in target.name()
         or "convolution" in target.name()
     )
+
+
+def readers_of(node: fx.Node) -> Iterator[fx.Node]:
+    """Yield the operations that read its memory, through views."""
+    for user in node.users:
+        if user.op == "call_function":
+            if is_view(user) or user.target is getitem:
+                yield from readers_of(user)
+            else:
+                yield user
 
 
 def written_by(node: fx.Node) -> Iterator[fx.Node]:

@@ -113,6 +113,7 @@ class Executor:
     def _reset(self) -> None:
         """Drop every graph and buffer: the state they were made for has changed."""
         self._fingerprint: Fingerprint | None = None
+        self._found: tuple[str | None, ...] = ()  # by `changed`, for the next window
         self._parameters: list[nn.Parameter] = []
         self._gradients = Gradients([])
         self._casts = Casts([])
@@ -283,6 +284,16 @@ class Executor:
             self._send(self._made_of(traced, state, inputs, compiled=True), inputs)
         return False
 
+    def changed(self) -> bool | None:
+        """True if what the code reads has changed since the last window; None if nothing is known.
+
+        The window that begins next takes this answer, and does not compare once more.
+        """
+        if self._fingerprint is None:
+            return None
+        self._found = (self._fingerprint.changed(),)
+        return self._found != (None,)
+
     def _look_at_the_window(self) -> None:
         """At the start of a window, check that the graphs are still valid."""
         window = self._window
@@ -294,7 +305,9 @@ class Executor:
         same = len(self._parameters) == len(window.now.inputs) and all(
             a is b for a, b in zip(self._parameters, window.now.inputs, strict=True)
         )
-        changed = None if self._fingerprint is None else self._fingerprint.changed()
+        if not self._found:
+            self.changed()
+        changed, self._found = self._found[0] if self._found else None, ()
         self._plan.look_at(changed, made=len(self._steps) + len(self._coming))
         if not same or self._fingerprint is None or changed is not None:
             self._reset()
