@@ -209,6 +209,8 @@ def cleared_last(window: LoopWindow) -> Event | None:
 
 def framework_accumulates(file: File) -> bool:
     """True if a Lightning or transformers Trainer created here accumulates by itself."""
+    if "from_argparse_args" in file.facts.called and "accumulate_grad_b" in file.facts.source:
+        return True
     for call in file.facts.calls:
         given = keyword(call, "accumulate_grad_batches")
         if given is None and last_part(call.func) in _ARGUMENTS:
@@ -220,8 +222,17 @@ def framework_accumulates(file: File) -> bool:
 
 def replaces_one(window: LoopWindow) -> bool:
     """True for `torch.cat(cached[:j] + [new] + cached[j + 1:])` with the loop's own `j`."""
-    index = dotted(window.loop.target) if window.loop.target is not None else None
+    target = window.loop.target
+    index = dotted(target.elts[0] if isinstance(target, ast.Tuple) else target) if target else None
     for node in walk(window.loop.node):
+        # Or `copy[rank][j * size:(j + 1) * size] = new`.
+        held = node.targets[0] if isinstance(node, ast.Assign) else None
+        if (
+            isinstance(held, ast.Subscript)
+            and isinstance(held.slice, ast.Slice)
+            and index in {n.id for n in walk(held.slice) if isinstance(n, ast.Name)}
+        ):
+            return True
         if is_call(node, "cat", "concat", "concatenate") and node.args and index:
             joined = node.args[0]
             slices = [
