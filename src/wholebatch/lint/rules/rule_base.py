@@ -24,6 +24,7 @@ from ..model.expressions import (
 )
 from ..model.file_facts import methods_called
 from ..model.loop_windows import steps_after
+from ..model.window_boundary import says_accumulating
 
 # Code that multiplies or divides gradients themselves.
 RESCALED = re.compile(
@@ -141,10 +142,15 @@ def is_optimizer_of(zero: Event, steps: list[Event]) -> bool:
 
 
 def is_divided(window: LoopWindow) -> bool:
-    """True if every way of the loss to `backward` divides it by the number of micro-batches."""
-    return bool(window.chains) and all(
-        any(window.counts(d) for d in chain.divisors) for _, chain in window.chains
-    )
+    """True if every loss is divided by the number of micro-batches, or where that is above 1."""
+    for event in window.backwards:
+        ways = [{d.node for d in c.divisors if window.counts(d)} for c in window.ways(event)]
+        lines = {getattr(node, "lineno", 0) for way in ways for node in way}
+        divisions = [e for e in window.of("assign", "augment") if e.line in lines]
+        guards = [g.expr for e in divisions for g in e.guards(window.loop)]
+        if not all(ways) and not any(says_accumulating(g, window.every_key) for g in guards):
+            return False
+    return bool(window.backwards)
 
 
 def is_right(window: LoopWindow, event: Event | None = None) -> bool:
@@ -222,17 +228,8 @@ def framework_accumulates(file: File) -> bool:
 
 def replaces_one(window: LoopWindow) -> bool:
     """True for `torch.cat(cached[:j] + [new] + cached[j + 1:])` with the loop's own `j`."""
-    target = window.loop.target
-    index = dotted(target.elts[0] if isinstance(target, ast.Tuple) else target) if target else None
+    index = dotted(window.loop.target) if window.loop.target is not None else None
     for node in walk(window.loop.node):
-        # Or `copy[rank][j * size:(j + 1) * size] = new`.
-        held = node.targets[0] if isinstance(node, ast.Assign) else None
-        if (
-            isinstance(held, ast.Subscript)
-            and isinstance(held.slice, ast.Slice)
-            and index in {n.id for n in walk(held.slice) if isinstance(n, ast.Name)}
-        ):
-            return True
         if is_call(node, "cat", "concat", "concatenate") and node.args and index:
             joined = node.args[0]
             slices = [
