@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib
 import os
 import sys
 import time
@@ -27,6 +28,8 @@ from torch import nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 
 import wholebatch as wb  # noqa: E402
+from tests.proof.fixtures.outsider import RIGHT as RIGHT_OUTSIDE  # noqa: E402
+from tests.proof.fixtures.outsider import WRONG as WRONG_OUTSIDE  # noqa: E402
 from tests.proof.loops.live import (  # noqa: E402
     DOORS,
     KINDS,
@@ -42,6 +45,7 @@ from tests.proof.loops.right import RIGHT  # noqa: E402
 from tests.proof.loops.unusual import UNUSUAL  # noqa: E402
 from wholebatch.verification import ZOO  # noqa: E402
 
+OUTSIDE = "loops of an outsider, in plain torch and trainers"
 PAGE = ROOT / "docs" / "benchmarks" / "verify-mistakes.md"
 
 
@@ -69,6 +73,26 @@ def loops() -> dict[str, str]:
     return found
 
 
+def outsiders() -> str:
+    """Return how many loops of an outsider, in plain torch and in trainers, were judged rightly."""
+    for module in ("outsider_right", "outsider_wrong", "outsider_trainers"):
+        importlib.import_module(f"tests.proof.fixtures.{module}")
+    gc.freeze()
+    loops = {**{name: (loop, "right") for name, loop in RIGHT_OUTSIDE.items()}, **WRONG_OUTSIDE}
+    answers: dict[str, list[str]] = {"right": [], "wrong": []}
+    for name, (loop, key) in loops.items():
+        torch.manual_seed(0)
+        with quiet():
+            found = found_in(loop().verdict)
+        print(f"{'outsider':12} {name:42} {found:26} {'' if found == key else key}", flush=True)
+        answers["right" if key == "right" else "wrong"].append("hit" if found == key else found)
+    right, wrong = answers["right"], answers["wrong"]
+    return (
+        f"| {OUTSIDE} | {wrong.count('hit')} of {len(wrong)} | {right.count('hit')} of "
+        f"{len(right)}, {right.count('not judged')} not judged |"
+    )
+
+
 def summary(table: dict[str, list[str]], plants: dict[str, Plant]) -> str:
     answers = [(plants[name].key, one) for name, row in table.items() for one in row]
     named = sum(wanted == one for wanted, one in answers)
@@ -88,13 +112,14 @@ def rows(doors: list[str]) -> dict[str, str]:
         right = f"{answers.count('right')} of {len(answers)}"
         name = "plain torch, loops of unusual styles"
         found[name] = f"| {name} | | {right}, {answers.count('not judged')} not judged |"
+        found[OUTSIDE] = outsiders()
     return found
 
 
 def write(made: dict[str, str]) -> None:
     """Write these rows into the page, and keep its other rows."""
     old = PAGE.read_text(encoding="utf-8").splitlines() if PAGE.exists() else []
-    names = [*DOORS, "plain torch, loops of unusual styles"]
+    names = [*DOORS, "plain torch, loops of unusual styles", OUTSIDE]
     kept = {name: line for name in names for line in old if line.startswith(f"| {name} |")}
     table = [
         line for name, line in sorted({**kept, **made}.items(), key=lambda r: names.index(r[0]))

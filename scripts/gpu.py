@@ -1,7 +1,8 @@
 """Runs what needs CUDA, on a machine whose torch is already there and nothing can be installed.
 
     python scripts/gpu.py test              # tests/gpu, and a table of the results
-    python scripts/gpu.py test --jobs 8     # its files side by side, each in a process of its own
+    python scripts/gpu.py test --jobs 8     # five tests to a process, the processes side by side
+    python scripts/gpu.py test --jobs 8 test_fp8.py
     python scripts/gpu.py bench             # every benchmarks/gpu_*.py
     python scripts/gpu.py bench speed tune  # some of them
 
@@ -17,6 +18,7 @@ import importlib.util
 import inspect
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -73,7 +75,7 @@ def run_with_pytest(folder: Path) -> list[Result]:
     return collector.results
 
 
-def run_without_pytest(folder: Path) -> list[Result]:
+def run_without_pytest(folder: Path, only: list[str] | None = None) -> list[Result]:
     """The results of every `test_*` function in `folder`, each called by this script."""
     results = []
     for path in sorted(folder.rglob("test_*.py")) if folder.is_dir() else [folder]:
@@ -85,32 +87,42 @@ def run_without_pytest(folder: Path) -> list[Result]:
             results.append(Result(name, "failed", 0.0, f"cannot be imported: {problem!r}"))
             continue
         for test, function in list(vars(module).items()):
-            if test.startswith("test_") and inspect.isfunction(function):
+            if (
+                test in (only or [test])
+                and test.startswith("test_")
+                and inspect.isfunction(function)
+            ):
                 results.append(_call(f"{name}::{test}", function))
                 print(f"{results[-1].outcome:8} {results[-1].name}", flush=True)
     return results
 
 
-def run_side_by_side(folder: Path, jobs: int) -> list[Result]:
-    """The results of every file in `folder`, each in a process of its own, `jobs` at a time.
+def run_side_by_side(folder: Path, jobs: int, names: list[str]) -> list[Result]:
+    """The results of every file in `folder`, five tests to a process, `jobs` processes at a time.
 
     What a test does to its process (a limit of memory, a graph, a process group) stays there; how
     long tests take then says nothing.
     """
     from concurrent.futures import ThreadPoolExecutor
 
-    files = sorted(folder.rglob("test_*.py"))
+    pieces = []
+    for path in sorted(folder.rglob("test_*.py")):
+        tests = re.findall(r"^def (test_\w+)", path.read_text(encoding="utf-8"), re.MULTILINE)
+        if path.name in (names or [path.name]):
+            pieces += [[str(path), *tests[i : i + 5]] for i in range(0, len(tests), 5)]
     with tempfile.TemporaryDirectory() as kept, ThreadPoolExecutor(jobs) as pool:
-        places = [Path(kept) / f"{number}.json" for number in range(len(files))]
-        return [one for found in pool.map(_in_a_process, files, places) for one in found]
+        places = [Path(kept) / f"{number}.json" for number in range(len(pieces))]
+        return [one for found in pool.map(_in_a_process, pieces, places) for one in found]
 
 
-def _in_a_process(path: Path, place: Path) -> list[Result]:
-    command = [sys.executable, str(Path(__file__)), "one", str(path), "--out", str(place)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    print(f"== {path.name}", done.stdout, done.stderr, sep="\n", flush=True)
+def _in_a_process(piece: list[str], place: Path) -> list[Result]:
+    command = [sys.executable, str(Path(__file__)), "one", *piece, "--out", str(place)]
+    done = subprocess.run(command, cwd=ROOT, stderr=subprocess.STDOUT, check=False)
     if not place.exists():
-        return [Result(path.name, "failed", 0.0, f"the process ended with {done.returncode}")]
+        reason = f"the process ended with {done.returncode}"
+        return [
+            Result(f"{Path(piece[0]).name}::{name}", "failed", 0.0, reason) for name in piece[1:]
+        ]
     return [Result(**result) for result in json.loads(place.read_text(encoding="utf-8"))]
 
 
@@ -175,7 +187,7 @@ def table(results: list[Result], *, machine: str, runner: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def test(out: Path, jobs: int) -> int:
+def test(out: Path, jobs: int, names: list[str]) -> int:
     """Run tests/gpu, write the table, and say whether all is well."""
     import torch
 
@@ -186,8 +198,8 @@ def test(out: Path, jobs: int) -> int:
     with_pytest = importlib.util.find_spec("pytest") is not None
     runner = "pytest" if with_pytest else "scripts/gpu.py"
     if jobs > 1:
-        results = run_side_by_side(folder, jobs)
-        runner = f"scripts/gpu.py, {jobs} files side by side"
+        results = run_side_by_side(folder, jobs, names)
+        runner = f"scripts/gpu.py, {jobs} processes side by side"
     else:
         results = (run_with_pytest if with_pytest else run_without_pytest)(folder)
     if not results:
@@ -229,16 +241,16 @@ def bench(names: list[str]) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("what", choices=["test", "bench", "one"])
-    parser.add_argument("names", nargs="*", help="bench: only these; one: the file of tests")
-    parser.add_argument("--jobs", type=int, default=1, help="test: files side by side")
+    parser.add_argument("names", nargs="*", help="only these; one: a file and its tests")
+    parser.add_argument("--jobs", type=int, default=1, help="test: processes side by side")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "benchmarks")
     options = parser.parse_args()
     sys.path.insert(0, str(ROOT / "src"))
     if options.what == "test":
-        return test(options.out, options.jobs)
+        return test(options.out, options.jobs, options.names)
     if options.what == "bench":
         return bench(options.names)
-    results = run_without_pytest(Path(options.names[0]))
+    results = run_without_pytest(Path(options.names[0]), options.names[1:])
     options.out.write_text(json.dumps([asdict(result) for result in results]), encoding="utf-8")
     return 0
 

@@ -5,10 +5,12 @@ The whole grid (every mistake, kind of model and door) is benchmarks/verify_mist
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import json
 import os
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,9 @@ from torch.nn import functional as F
 
 import wholebatch as wb
 from tests import processes
+from tests.proof.fixtures import outsider_right, outsider_wrong
+from tests.proof.fixtures.outsider import RIGHT as OUTSIDERS_RIGHT
+from tests.proof.fixtures.outsider import WRONG as OUTSIDERS_WRONG
 from tests.proof.loops.live import KINDS, MISTAKES, STYLES, found_in, quiet, verdict_of
 from tests.proof.loops.mistakes import UNUSUAL_MISTAKES
 from tests.proof.loops.right import RIGHT, sums_over_counted_units
@@ -30,6 +35,14 @@ ROOT = Path(__file__).parents[2]
 KIND = list(KINDS)
 NOT_SEEN = {"functional_gradients", "a_copy_per_micro_batch"}
 """Loops whose gradients no backward of the watched parameters brings."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_objects() -> Iterator[None]:
+    """A watch searches all objects for averages of the weights: not what was imported."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 def watched(loop: Any, model: nn.Module, *, case: str = "mlp", even: bool = False) -> LoopVerdict:
@@ -68,6 +81,35 @@ def test_right_loops_are_left_in_peace() -> None:
         verdict = watched(loop, ZOO[case].model(), case=case)
         wanted = "not judged" if loop.__name__ in NOT_SEEN else "right"
         assert found_in(verdict) == wanted, f"{loop.__name__}: {verdict}"
+
+
+OUTSIDERS = (outsider_right, outsider_wrong)
+"""Loops of all styles; benchmarks/verify_mistakes.py runs them all, a test those that were hard."""
+HARD_TO_LEAVE_IN_PEACE = """
+    deep_supervision_list_of_losses gan_watch_discriminator sam_two_passes_over_window
+    class_weights_exact_total per_sample_weights two_backwards_per_micro_batch mixup_two_ce_terms
+    uncertainty_weighting fp64_logsumexp_hand_ce einsum_weighted_tokens lisa_toggled_layers
+    grad_accum_in_backward_hook_divide grad_noise_added_before_step dcgan_order_d_window
+    gan_d_two_backwards_real_then_fake ngpt_normalise_rows byol_target_detached_same_model
+    train_mode_accuracy_logged adversarial_fgsm_autograd_grad dr_grpo_max_length
+"""
+HARD_TO_NAME = """
+    loss_times_1024 loss_overwritten_only_last_backward skip_a_micro_divide_by_the_rest
+    tokens_detached_loss sam_second_pass_last_only gan_generator_leaks_into_d barlow
+    openclip_logit_scale step_every_micro_divided boundary_off_by_one division_by_loss_and_hook
+    first_counted_twice ema_written_back batch_all_triplet hook_clamps_all part_cleared_each
+    divided_by_last_ntokens
+"""
+
+
+def test_loops_of_an_outsider() -> None:
+    names = (*HARD_TO_LEAVE_IN_PEACE.split(), *HARD_TO_NAME.split())
+    for name in names:
+        torch.manual_seed(0)
+        loop, key = OUTSIDERS_WRONG.get(name) or (OUTSIDERS_RIGHT[name], "right")
+        with quiet():
+            verdict = loop().verdict
+        assert found_in(verdict) == key, f"{name}: {verdict}"
 
 
 def test_a_batch_that_is_more_than_its_samples() -> None:

@@ -66,6 +66,8 @@ _ADD = ("AddBackward0", "SubBackward0")
 _SUM = ("SumBackward0", "SumBackward1")
 _MEAN = ("MeanBackward0", "MeanBackward1")
 _JOINED = ("StackBackward0", "CatBackward0")
+_PICK = ("Max", "Min", "Amax", "Amin", "Median", "Nanmedian", "Kthvalue", "Topk", "Sort")
+_VIEWS = _SAME | {"SliceBackward0", "SelectBackward0"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +77,7 @@ class LossTerm:
     node: str
     # "mean", "sum", "first" (`x.mean(0).sum()`), "joined" (`stack(losses).mean()`), "unknown" (not
     # understood), "nonlinear" (a curve of a whole reduction, such as its root), "regulariser" (of
-    # parameters alone)
+    # parameters alone), "picked" (the largest of a batch)
     kind: str
     count: float  # elements that the mean (or the sum) is over
     times: tuple[float, ...] = ()
@@ -85,6 +87,9 @@ class LossTerm:
     is_loss: bool = False  # the sum is one of torch's loss functions, or over such losses
     seed: float = 1.0  # of the backward that begins at it
     counted: float | None = None  # labels that are not ignored, where the mean is over all of them
+    weighed: float | None = None  # the weights of the units, added, where they have some
+    target: float | None = None  # where all labels are one number: a GAN's 1 and 0
+    below: Any = None  # the node whose numbers have weights
 
 
 def check_sum(total: Tensor, units: Units) -> None:
@@ -130,6 +135,72 @@ def check_mean(mean: Tensor, units: Units) -> None:
             f"sum it is, backward(total, units={number:g}), or take the mean (audit=False: leave "
             "this check out)"
         )
+
+
+def check_parts(scalar: Tensor, units: Units, *, is_mean: bool) -> dict[tuple[int, str], float]:
+    """Refuse a loss that is of its micro-batch alone; return the weight of each of its terms.
+
+    The weights must be the same in all micro-batches. A mean over other units than those that are
+    given (labels that count, weights of classes) has another one in each, and so has a penalty on
+    the weights that is added once per micro-batch to a sum.
+    """
+    number = _number(units)
+    if number is None or scalar.grad_fn is None:
+        return {}
+    _refuse_scaled(scalar.grad_fn)
+    weights = {}
+    for place, term in enumerate(loss_terms(scalar.grad_fn) if number > 1 else ()):
+        if term.kind == "picked":
+            raise LossError(
+                f"this loss picks among the samples of its micro-batch ({term.node}), so that it "
+                "is not a part of the whole batch's loss; WholeBatch with loss=wb.Coupled(encode, "
+                "loss) sees the whole batch (audit=False: leave this check out)"
+            )
+        factor = math.prod(term.times) / math.prod(term.over)
+        if term.kind == "regulariser" and not is_mean:
+            weights[place, "regulariser"] = factor / number
+        elif _is_over_some(term):
+            factor /= term.count if term.kind == "mean" else 1.0
+            weights[place, "mean"] = factor * (number if is_mean else 1.0)
+    return weights
+
+
+def _is_over_some(term: LossTerm) -> bool:
+    """True for a mean over less than all its elements, or over their weights."""
+    if term.kind == "mean":
+        return term.count > 0 and not (term.node in _MEAN and term.counted is None)
+    over = math.prod(term.over)
+    return term.kind == "sum" and bool(term.over) and not _close(over, math.prod(term.sizes))
+
+
+def refuse_weight(kind: str, first: float, now: float, units: Units) -> None:
+    """Refuse a term that has not the same weight in all micro-batches (see `check_parts`)."""
+    if kind == "regulariser":
+        what = (
+            "holds a penalty on the weights that is added once per micro-batch, so that its share "
+            "grows with their number: multiply it by the micro-batch's units"
+        )
+    else:
+        what = (
+            f"is a mean over other units than units={_number(units):g}: a sample would count "
+            f"{now / first:.3g} times as much as one of an earlier micro-batch. Count what it is "
+            "a mean over (labels that are not ignored, their weights), or take the sum (reduction="
+            '"sum") and say what it is over'
+        )
+    raise LossError(f"this loss {what} (audit=False: leave this check out)")
+
+
+def _refuse_scaled(node: Any) -> None:
+    """Refuse a loss that a GradScaler has scaled: its factor is a float32 tensor."""
+    scale = _saved(node, "other") if node.name().startswith("MulBackward") else None
+    if isinstance(scale, Tensor) and scale.dtype is torch.float32 and not scale.dim():
+        factor = float(scale)
+        if factor >= 256 and math.frexp(factor)[0] == 0.5:
+            raise LossError(
+                f"the loss is multiplied by {factor:g}, as GradScaler.scale(loss) does: give the "
+                "loss itself, and the scaler by close=wb.Close(scaler=scaler), which scales, "
+                "unscales and updates it (audit=False: leave this check out)"
+            )
 
 
 def divisors(scalar: Tensor, units: Units) -> set[int]:
@@ -234,38 +305,69 @@ def loss_terms(root: Any) -> Iterator[LossTerm]:
                 yield _not_understood(name, below, so_far)
         elif name in _MEAN + _SUM and not _saved(node, "self_sym_sizes"):
             waiting.append((below[0], so_far))  # of one number
-        elif name in _MEAN + _SUM and _joins_scalars(node, below):
-            inside = [child for child, _ in below[0].next_functions]
+        elif inside := _joined_scalars(node, name, below):
             if name in _MEAN:
                 yield replace(so_far, node=name, kind="joined", count=len(inside))
                 so_far = replace(so_far, over=(*so_far.over, float(len(inside))))
-            waiting += [(child, so_far) for child in inside]
+            waiting += [(child, _times(so_far, factor)) for child, factor in inside if factor]
         else:
             yield from _reduction(node, name, below, so_far)
 
 
 def _reduction(node: Any, name: str, below: list[Any], so_far: LossTerm) -> Iterator[LossTerm]:
-    if name in _MEAN:
+    reduction = _saved(node, "reduction")
+    inner = below[0] if name in _MEAN + _SUM else node
+    while inner is not None and inner.name() in _VIEWS:
+        inner = inner.next_functions[0][0]
+    if inner is not None and _picks_samples(inner):
+        yield replace(so_far, node=inner.name(), kind="picked")
+    elif name in _MEAN:
         sizes = tuple(_saved(node, "self_sym_sizes") or ())
-        of_losses = below[0] is not None and _saved(below[0], "reduction") == 0
-        counted = _loss_size(below[0])[1] if of_losses else None
+        inner, so_far = _without_factors(below[0], so_far)
+        of_losses = inner is not None and _saved(inner, "reduction") == 0
+        counted = _loss_size(inner)[1] if of_losses else None
         yield replace(
             so_far, node=name, kind="mean", count=math.prod(sizes), sizes=sizes, counted=counted
         )
     elif name in _SUM:
         yield _sum(node, name, below, so_far)
+    elif name == "NansumBackward0" and (given := _saved(node, "self")) is not None:
+        count = float((~given.isnan()).sum())
+        yield replace(so_far, node=name, kind="sum", count=count, sizes=tuple(given.shape))
+    elif (weights := _product_with(node, name, below)) is not None:
+        inner = next(child for child in below if child is not None)
+        of_losses = _saved(_without_factors(inner, so_far)[0], "reduction") == 0
+        so_far = replace(so_far, node=name, kind="sum", sizes=(weights.numel(),), is_loss=of_losses)
+        yield _weighed(replace(so_far, below=inner), weights, weights.numel())
+    elif reduction in (1, 2):
+        kind = "mean" if reduction == 1 else "sum"
+        sizes, count = _loss_size(node)
+        made = replace(so_far, node=name, kind=kind, count=count, sizes=sizes, is_loss=True)
+        target = _saved(node, "target")
+        if isinstance(target, Tensor) and target.numel() > 1 and target.is_floating_point():
+            first = float(target.flatten()[0])
+            made = replace(made, target=first if bool((target == first).all()) else None)
+        yield replace(made, weighed=_class_weights(node)) if reduction == 2 else made
     else:
-        reduction = _saved(node, "reduction")
-        if reduction in (1, 2):
-            kind = "mean" if reduction == 1 else "sum"
-            sizes, count = _loss_size(node)
-            yield replace(so_far, node=name, kind=kind, count=count, sizes=sizes, is_loss=True)
-        else:
-            yield _not_understood(name, below, so_far)
+        yield _not_understood(name, below, so_far)
+
+
+def _picks_samples(node: Any) -> bool:
+    """True for the largest, smallest or middle values over the first dimension."""
+    if not node.name().startswith(tuple(f"{name}Backward" for name in _PICK)):
+        return False
+    given = _saved(node, "self")
+    sizes = tuple(
+        given.shape if isinstance(given, Tensor) else _saved(node, "self_sym_sizes") or ()
+    )
+    dims = _saved(node, "dim")
+    dims = (range(len(sizes)) if dims is None else [dims]) if not isinstance(dims, tuple) else dims
+    wrapped = {(d if d < 1 << 63 else d - (1 << 64)) % len(sizes) for d in dims} if sizes else set()
+    return bool(sizes) and sizes[0] > 1 and (0 in wrapped or dims == ())
 
 
 def _not_understood(name: str, below: list[Any], so_far: LossTerm) -> LossTerm:
-    if len(below) == 1 and _is_of_parameters(below[0]):
+    if all(_is_of_parameters(child) for child in below):
         return replace(so_far, node=name, kind="regulariser")
     shapes = [
         tuple(one._input_metadata[0].shape) for one in below if hasattr(one, "_input_metadata")
@@ -277,43 +379,100 @@ def _not_understood(name: str, below: list[Any], so_far: LossTerm) -> LossTerm:
 def _sum(node: Any, name: str, below: list[Any], so_far: LossTerm) -> LossTerm:
     """Return a sum of per-unit losses, or of means over the first dimension (`x.mean(0).sum()`)."""
     sizes = tuple(_saved(node, "self_sym_sizes") or ())
-    inner = below[0]
-    while inner is not None and inner.name() in _SAME:
-        inner = inner.next_functions[0][0]
-    if inner is not None and inner.next_functions and _is_of_parameters(inner):
+    if _is_of_parameters(below[0]):
         return replace(so_far, node=name, kind="regulariser")
+    inner, so_far = _without_factors(below[0], so_far)
     if inner is not None and inner.name() == "MeanBackward1":
         given = tuple(_saved(inner, "self_sym_sizes") or ())
         dims = [dim if dim < 1 << 63 else dim - (1 << 64) for dim in _saved(inner, "dim") or ()]
         is_first = bool(given) and {dim % len(given) for dim in dims} == {0}
         if is_first and math.prod(sizes) != given[0]:
             return replace(so_far, node=inner.name(), kind="first", count=given[0])
-    of_losses = inner is not None and _saved(inner, "reduction") == 0
-    count = math.prod(sizes)
-    if inner is not None:
-        count = _counted(inner, count, of_losses=of_losses)
-    return replace(so_far, node=name, kind="sum", count=count, sizes=sizes, is_loss=of_losses)
+    of_losses, count = _saved(inner, "reduction") == 0, math.prod(sizes)
+    so_far = replace(so_far, node=name, kind="sum", count=count, sizes=sizes, is_loss=of_losses)
+    if of_losses:
+        return replace(so_far, count=_loss_size(inner)[1], weighed=_class_weights(inner))
+    below = [child for child, _ in inner.next_functions] if inner is not None else []
+    if inner is not None and inner.name() == "MulBackward0" and None in below:
+        weights = _saved(inner, "other" if below[1] is None else "self")
+        return _weighed(replace(so_far, below=below[0] or below[1]), weights, count)
+    if inner is not None and inner.name() == "MaskedFillBackward0" and sizes:
+        made = _weighed(so_far, (~_saved(inner, "mask")).float(), count)
+        whole = math.prod(_saved(below[0], "self_sym_sizes") or sizes)  # of a sum over classes
+        return replace(made, weighed=made.count * whole / count) if whole > count else made
+    return so_far
+
+
+def _without_factors(node: Any, so_far: LossTerm) -> tuple[Any, LossTerm]:
+    """Return what a reduction is over, with the numbers that multiply and divide all of it."""
+    while node is not None:
+        name, below = node.name(), [child for child, _ in node.next_functions]
+        is_product = name.startswith(("MulBackward", "DivBackward"))
+        scaled = _scaled(node, name, below, so_far) if is_product else None
+        if scaled is None and name not in _SAME:
+            break
+        node, so_far = scaled or (below[0], so_far)
+    return node, so_far
+
+
+def _product_with(node: Any, name: str, below: list[Any]) -> Tensor | None:
+    """Return the weights of `torch.dot(losses, weights)`, or of an einsum to one number."""
+    if name not in ("DotBackward0", "BmmBackward0", "MmBackward0") or below.count(None) != 1:
+        return None
+    other = "tensor" if name.startswith("Dot") else "mat2"
+    weights = _saved(node, other if below[1] is None else "self")
+    inner = next(child for child in below if child is not None)
+    shapes = [tuple(one.shape) for one in getattr(inner, "_input_metadata", ())]
+    return weights if shapes and math.prod(shapes[0]) == weights.numel() else None
+
+
+def _weighed(term: LossTerm, weights: Tensor | None, count: int) -> LossTerm:
+    """Return a sum whose units have weights: of a mask, those that are not masked count."""
+    if weights is None:  # it has changed since
+        return replace(term, kind="unknown")
+    weights = weights.detach()
+    times, rows = weights[weights != 0], count / max(weights.numel(), 1)
+    if not times.numel() or bool((times == times[0]).all()):
+        term = _times(term, float(times[0])) if times.numel() else term
+        return replace(term, count=float(times.numel()) * rows)
+    return replace(term, count=count, weighed=float(weights.sum(dtype=torch.float64)) * rows)
+
+
+def _class_weights(node: Any) -> float | None:
+    """Return the class weights of the labels of a loss, added; None if it has none."""
+    weight, target = _saved(node, "weight"), _saved(node, "target")
+    if (
+        not isinstance(weight, Tensor)
+        or not isinstance(target, Tensor)
+        or target.is_floating_point()
+    ):
+        return None
+    return float(weight[target[(target >= 0) & (target < len(weight))]].sum(dtype=torch.float64))
+
+
+_OF_PARAMETERS = {
+    *("Pow", "Abs", "Exp", "Log", "Neg", "Mul", "Div", "Add", "Sub", "Rsub", "Sum", "Mean", "Sqrt"),
+    *("Select", "Slice", "Unsqueeze", "Squeeze", "View", "LinalgVectorNorm", "Norm", "Clamp", "T"),
+    *("Softplus", "Sigmoid", "Tanh", "Reciprocal", "Permute", "Clone", "ToCopy", "Stack", "Cat"),
+}
 
 
 def _is_of_parameters(node: Any) -> bool:
-    """True for a parameter, its powers and its absolute values."""
-    while node is not None and node.name() in ("PowBackward0", "AbsBackward0"):
-        node = node.next_functions[0][0]
-    return node is not None and node.name() == "torch::autograd::AccumulateGrad"
-
-
-def _counted(inner: Any, count: int, *, of_losses: bool) -> float:
-    """Return how many of the elements that are summed count: the others are masked."""
-    if of_losses:
-        return _loss_size(inner)[1]
-    mask = _saved(inner, "other") if inner.name().startswith("MulBackward") else None
-    if not isinstance(mask, Tensor):
-        below = [child for child, _ in inner.next_functions if child is not None]
-        is_masked = inner.name() == "MaskedFillBackward0" and _saved(below[0], "reduction") == 0
-        return _loss_size(below[0])[1] if is_masked else count
-    mask = mask.detach()
-    is_mask = mask.numel() > 0 and bool(((mask == 0) | (mask == 1)).all())
-    return float(mask.sum()) * count / mask.numel() if is_mask else count
+    """True for what is made of parameters alone: no sample takes part."""
+    waiting = [node]
+    for _ in range(_MOST_NODES):
+        if not waiting:
+            return True
+        node = waiting.pop()
+        if isinstance(getattr(node, "variable", None), torch.nn.Parameter):
+            continue
+        name = "" if node is None else node.name().partition("Backward")[0]
+        below = [child for child, _ in node.next_functions] if name in _OF_PARAMETERS else []
+        other = _saved(node, "other" if below[:1] != [None] else "self") if None in below else 1
+        if not below or _number(other) is None:
+            return False
+        waiting += [child for child in below if child is not None]
+    return False
 
 
 def _times(term: LossTerm, factor: Any, *, whole: bool = True) -> LossTerm:
@@ -327,10 +486,11 @@ def _scaled(
     node: Any, name: str, below: list[Any], so_far: LossTerm
 ) -> tuple[Any, LossTerm] | None:
     """Return the operand of a product with, or quotient by, a number that can be read."""
-    operands = [child for child in below if child is not None]
-    if len(operands) != 1 or (name.startswith("Div") and below[0] is None):
+    operands = [child for child in below if child is not None and not _is_of_parameters(child)]
+    is_first = operands == below[:1]
+    if len(operands) != 1 or (name.startswith("Div") and not is_first):
         return None
-    other = _saved(node, "other" if below[0] is not None else "self")
+    other = _saved(node, "other" if is_first else "self")
     whole = isinstance(other, int) or (isinstance(other, Tensor) and not other.is_floating_point())
     factor = _number(other)
     if factor is None or factor == 0:
@@ -340,12 +500,21 @@ def _scaled(
     return operands[0], replace(so_far, over=(*so_far.over, abs(factor)))
 
 
-def _joins_scalars(node: Any, below: list[Any]) -> bool:
-    """True if what is reduced is a stack of scalars: `torch.stack(losses).sum()`."""
-    inner = below[0]
-    if inner is None or inner.name() not in _JOINED:
-        return False
-    return tuple(_saved(node, "self_sym_sizes") or ()) == (len(inner.next_functions),)
+def _joined_scalars(node: Any, name: str, below: list[Any]) -> list[tuple[Any, float]]:
+    """Return the losses and weights of `torch.stack(losses).mul(weights).sum()`; [] of no stack."""
+    sizes = tuple(_saved(node, "self_sym_sizes") or ())
+    if name not in _MEAN + _SUM or len(sizes) != 1 or below[0] is None:
+        return []
+    inner, factors = below[0], torch.ones(sizes, dtype=torch.float64)
+    while inner.name() == "MulBackward0" and inner.next_functions[1][0] is None:
+        weights = _saved(inner, "other")
+        if not isinstance(weights, Tensor) or weights.numel() not in (1, *sizes):
+            return []
+        factors, inner = factors * weights.detach().cpu(), inner.next_functions[0][0]
+    inside = [child for child, _ in inner.next_functions]
+    if inner.name() not in _JOINED or sizes != (len(inside),):
+        return []
+    return list(zip(inside, factors.tolist(), strict=True))
 
 
 def _loss_size(node: Any) -> tuple[tuple[int, ...], float]:
@@ -423,6 +592,8 @@ def linked_samples(total: Tensor, outputs: Sequence[Tensor], units: float) -> li
     if not watched or not _can_run_again(total, nodes):
         return []
     hooks = [output.tensor._backward_hooks for output in watched]  # of Fabric's, for one
+    if _has_distances(total, nodes):
+        return list(range(watched[0].rows))
     for cut in (False, True):
         try:
             with emptied(hooks), ExitStack() as stack:
@@ -470,6 +641,18 @@ def _can_run_again(total: Tensor, until: set[Any]) -> bool:
         isinstance(node, BackwardCFunction) or number > _MOST_NODES_BELOW
         for number, node in enumerate(graph_nodes([total], until))
     )
+
+
+def _has_distances(total: Tensor, until: set[Any]) -> bool:
+    """True if a loss has the distances of all samples: torch cannot differentiate those twice."""
+    for node in graph_nodes([total], until):
+        if node.name() in ("CdistBackward0", "PdistBackward0"):
+            made = [tuple(one.shape) for one in getattr(node, "_input_metadata", ())]
+            samples = [child for child, _ in node.next_functions if child is not None]
+            ours = not any(_is_of_parameters(child) for child in samples)
+            if ours and made and len(made[0]) == (2 if node.name().startswith("C") else 1):
+                return len(samples) == (2 if node.name().startswith("C") else 1)
+    return False
 
 
 class _Links:

@@ -30,6 +30,13 @@ from wholebatch.verification.window_recorder import (
 )
 
 
+def _rows(call: Call) -> int:
+    """Return how many samples a call was given: the length of its first list or tensor."""
+    given = [*call.args, *call.kwargs.values()]
+    lists = [len(value) for value in given if isinstance(value, list)]
+    return next(iter([*lists, *(len(t) for t in tensors_of(given) if t.dim())]), 0)
+
+
 @dataclass
 class JoinedCalls:
     """Runs the calls of a window as one; `coupled` if an output depends on its batch."""
@@ -68,8 +75,8 @@ class JoinedCalls:
         self, calls: list[Call], weights: Sequence[float], shares: Sequence[float]
     ) -> Tensor | None:
         inputs = [(tuple(call.args), call.kwargs) for call in calls]
-        rows = [[t.shape[0] for t in tensors_of(one) if t.dim()] for one in inputs]
-        given = joined(inputs, [one[0] for one in rows]) if all(rows) else None
+        rows = [_rows(call) for call in calls]
+        given = joined(inputs, rows) if all(rows) else None
         if given is None or any(tensor.requires_grad for tensor in tensors_of(given)):
             return None
         module: Any = calls[0].module
@@ -86,15 +93,17 @@ class JoinedCalls:
             seeds = self._seeds(outputs, calls, weights, shares)
             if not seeds:
                 return None
+            trained = [p for p in self.observer.parameters if p.requires_grad]
             made = torch.autograd.grad(
                 [outputs[place] for place in seeds],
-                list(self.observer.parameters),
+                trained,
                 list(seeds.values()),
                 allow_unused=True,
             )
         finally:
             state.restore()
-        return self.observer.row_of(made)
+        by_parameter = dict(zip(trained, made, strict=True))
+        return self.observer.row_of([by_parameter.get(p) for p in self.observer.parameters])
 
     def _compare(self, outputs: Sequence[Tensor], calls: Sequence[Call]) -> None:
         """Note if a sample's output depends on the batch that it is in."""

@@ -40,7 +40,6 @@ from wholebatch.verification.window_recorder import (
     RecordedMicroBatch,
     RecordedWindow,
     WindowRecorder,
-    tensors_of,
 )
 
 _IGNORED = -100
@@ -64,6 +63,8 @@ class LoopJudge:
     scales: Sequence[float] = ()
     """The weights of its own that the loss had in the first window."""
     runs_undivided: bool = True
+    together: bool = False
+    """True if the losses of a backward are terms of one loss, and not of several micro-batches."""
     needs_calls: bool = False
     """True if the units are read from the inputs of the model."""
     notes: list[str] = field(default_factory=list)
@@ -92,9 +93,26 @@ class LoopJudge:
         return self._hold_against(inputs)
 
     def trial(self) -> LoopTrial:
-        """Return the verdict on a window of a live loop."""
-        self.notes, self.by = [], "gradients"
+        """Return the verdict on a window of a live loop.
+
+        The losses of several calls in one backward are terms of one loss (a GAN's two), or several
+        micro-batches: right is what is right in one way.
+        """
+        several = len(self.micros) > 1 and any(len(_by_call(m)) > 1 for m in self.micros)
+        several = bool(largest_over_ranks(several))
+        first = self._trial_of_calls(together=several)
+        if first.found != RIGHT and several:
+            apart = self._trial_of_calls(together=False)
+            return apart if apart.found == RIGHT else first
+        return first
+
+    def _trial_of_calls(self, *, together: bool) -> LoopTrial:
+        self.notes, self.by, self.together = [], "gradients", together
         self.__post_init__()
+        told = self._told_by_calls()
+        if not largest_over_ranks(told is None):
+            assert told is not None
+            return told
         read = self._read()
         if largest_over_ranks(isinstance(read, Unreadable)):
             return self._without_weights(read)
@@ -114,6 +132,24 @@ class LoopJudge:
         self._take_apart(*whole)
         inputs = [(call.args, call.kwargs) for m in self.micros for call in m.calls[:1]]
         return self._hold_against(inputs if len(inputs) == len(self.micros) else ())
+
+    def _told_by_calls(self) -> LoopTrial | None:
+        """Return the mistake that is seen in which calls reached a backward, and how often."""
+        roots = [root for micro in self.micros for root in micro.roots]
+        if len(set(roots)) < len(roots):
+            return self.told("counted-twice", "two backwards of the same loss")
+        passed_on = [micro.is_passed_on for micro in self.micros]
+        if any(passed_on) and not all(passed_on):
+            return self.told("other-loss", f"{sum(passed_on)} of {len(passed_on)} backwards")
+        window, count = self.window, len(self.micros)
+        used, unused = window.used or count, max(window.unused, window.earlier_pass - 1)
+        if used == 1 and unused > 1:
+            return self.told("only-the-last", f"{unused} others reach no backward")
+        if window.earlier_pass > count:
+            return self.told("left-out", f"{count} of {window.earlier_pass} in the last pass")
+        if unused % used and not window.earlier_pass:
+            return self.told("left-out", f"{unused} that the model has seen: in no backward")
+        return None
 
     def _of_one_micro_batch(self) -> LoopTrial:
         left = float(self.micros[0].before.norm()) if self.micros[0].before.numel() else 0.0
@@ -148,22 +184,30 @@ class LoopJudge:
         self._owners: list[int] = []
         losses: list[list[LossTerm]] = []
         for place, micro in enumerate(self.micros):
-            rows = _by_call(micro)
+            rows = [micro.terms] if self.together else _by_call(micro)
             losses += rows
             self._owners += [place] * len(rows)
         scale, ranks = self.micros[0].loss_scale, world_size()
         labels = _labels(self.micros) if len(losses) == len(self.micros) else []
-        read = read_weights(losses, loss_scale=scale, ranks=ranks, labels=labels)
+        known: dict[str, Any] = {"loss_scale": scale, "ranks": ranks, "samples": self._samples()}
+        read = read_weights(losses, labels=labels, **known)
         if labels and not isinstance(read, Unreadable):
-            plain = read_weights(losses, loss_scale=scale, ranks=ranks)
+            plain = read_weights(losses, **known)
             self.needs_calls = plain != read
         if ranks == 1 or largest_over_ranks(isinstance(read, Unreadable)):
             return read
         assert not isinstance(read, Unreadable)
         own = sum(read[0].units)
         everywhere = float(sum_over_ranks(torch.tensor([own], dtype=torch.float64)))
-        totals = [everywhere]
-        return read_weights(losses, loss_scale=scale, ranks=ranks, totals=totals, labels=labels)
+        return read_weights(losses, totals=[everywhere], labels=labels, **known)
+
+    def _samples(self) -> int:
+        """Return the rows of the tokens that the model was given; 0 where they are not known."""
+        ids = [
+            [t for t in m.given if t.dim() > 1 and not t.is_floating_point()] for m in self.micros
+        ]
+        rows = [[len(tensor) for tensor in one] for one in ids]
+        return sum(row[0] for row in rows) if all(rows) else 0
 
     def _micro_weights(self) -> tuple[list[float], list[float]] | None:
         """Return one weight and the units of each micro-batch; None if its terms differ in them."""
@@ -291,16 +335,21 @@ class LoopJudge:
         scale = self.read[0].scale if self.read else 1.0
         if off > self.tolerance and self._same(gradient * scale, right):
             right = right / scale  # a scale of the loop's own, which it has divided out again
-            self.parts = replace(self.parts, right=right)
+            self.parts, scale = replace(self.parts, right=right), 1.0
             off = largest_over_ranks(apart(gradient, right))
         self.fits = [_right(off, off <= self.tolerance)]
         kept = gradient is at_step or self._same(at_step, self._last_clips()[-1].after)
+        is_scaled = self._is_loss_scale(scale)
+        if off <= self.tolerance and kept and not largest_over_ranks(not is_scaled):
+            variant = f"the loss is multiplied by {scale:g}, and nothing divides by it again"
+            self.fits = [MistakeFit("loss-scale", variant, 0.0, True), _right(abs(scale - 1))]
+            return self._trial("loss-scale", self.fits)
         if off <= self.tolerance and kept:
             return self._trial(self._beside(RIGHT), self.fits)
         # Ranks may find different causes: what they do together, all or none of them must do.
         cause = None
         if self.micros:
-            cause = self._lost_on_the_way(gradient) or self._scaled(gradient)
+            cause = self._lost_on_the_way(gradient) or self._scaled(gradient) or self._compared()
         if largest_over_ranks(cause is None):
             tolerance = max(self.tolerance, TIMES_THE_FLOOR * self.floor)
             candidates, units = hypotheses(self.parts, inputs), self.parts.units_everywhere
@@ -315,11 +364,30 @@ class LoopJudge:
             )
         if largest_over_ranks(cause is None):
             found = self._beside(None)
+            if found is None and self.case == "live" and world_size() == 1:
+                return self._changed_after_the_last(off)
             if cause is None:
                 return self._trial(found, self.fits)
         assert cause is not None
         rest = [fit for fit in self.fits if fit.key != cause.key]
         return self._trial(cause.key, [cause, *rest])
+
+    def _changed_after_the_last(self, off: float) -> LoopTrial:
+        """Judge a gradient that the loop changes by itself when it is complete: noise, a clip.
+
+        It would change that of the undivided batch in the same way.
+        """
+        right, last = self.parts.right, self.micros[-1].after
+        added = apart(last / self.micros[-1].loss_scale, right)
+        change = f"the loop itself changes the gradient by {percent(off)} after the last backward"
+        if added <= self.tolerance:
+            self.notes.append(f"{change}, as it would that of the undivided batch")
+            self.fits = [_right(added, True)]
+            return self._trial(self._beside(RIGHT), self.fits)
+        is_scaled = _parallel(self._before_clip(), right, self.tolerance)
+        if _parallel(last, right, self.tolerance) and not is_scaled:
+            return self.not_judged(f"{change}: its scale cannot be known")
+        return self._trial(None, self.fits)
 
     def _same(self, ours: Tensor, other: Tensor) -> bool:
         return largest_over_ranks(apart(ours, other)) <= self.tolerance
@@ -362,6 +430,15 @@ class LoopJudge:
                 key = "only-the-last" if len(cleared) == count - 1 else "cleared-in-the-window"
                 places = ", ".join(str(place) for place in cleared)
                 return MistakeFit(key, f"cleared after micro-batch {places}", 0.0, True)
+        for place, name in enumerate(self.window.names if not cleared else ()):
+            pairs = [
+                (m.before.split(self.window.sizes)[place], m.after.split(self.window.sizes)[place])
+                for m in micros
+            ]
+            part = [i for i in range(1, count) if pairs[i - 1][1].any() and not pairs[i][0].any()]
+            if part:
+                variant = f"{name}, after micro-batch {', '.join(map(str, part))}"
+                return MistakeFit("cleared-in-the-window", variant, 0.0, True)
         owners = [call for micro in micros for call in micro.calls]
         if len(owners) > len(set(owners)):
             variant = "its loss is in the backwards of others too: a sum that is not begun anew"
@@ -414,15 +491,20 @@ class LoopJudge:
         factor = float(gradient @ right / (right @ right)) if float(right.norm()) else 0.0
         if factor <= 0 or apart(gradient, right * factor) > self.tolerance:
             return None
-        power = math.log2(factor)
-        if factor > _LOSS_SCALE - 1 and abs(power - round(power)) < _WEIGHTS:
+        if self._is_loss_scale(factor):
             return MistakeFit("loss-scale", f"{factor:g} times too large", 0.0, True)
         weights = [w for term in self.read[:1] for w in self._sums(term)[0]]
         scales = [micro.loss_scale for micro in self.micros[: len(weights)]]
         of_losses = sum(w / s for w, s in zip(weights, scales, strict=True))
-        if not math.isclose(of_losses, factor, rel_tol=_WEIGHTS):
+        known = [of_losses, *(units / unit for unit in self.parts.units if unit)]
+        if not any(math.isclose(one, factor, rel_tol=_WEIGHTS) for one in known):
             return None  # the weights of the losses are others: it comes after them
         return self._of_constant(factor, units)
+
+    @staticmethod
+    def _is_loss_scale(factor: float) -> bool:
+        power = math.log2(factor)
+        return factor > _LOSS_SCALE - 1 and abs(power - round(power)) < _WEIGHTS
 
     def _of_constant(self, factor: float, units: float) -> MistakeFit:
         """Return the mistake of weights that are right but for this factor."""
@@ -471,12 +553,9 @@ class LoopJudge:
         """Return the mistake of a loop, or a hook, that clips after every backward by itself."""
         cuts = 0
         for micro, following in zip(self.micros, [*self.micros[1:], None], strict=True):
-            whole = micro.before + micro.brought
             left = micro.after if following is None else following.before
-            limit = float(left.abs().max())
-            by_value = apart(whole.clamp(-limit, limit), left) <= _WEIGHTS
-            by_norm = left.norm() < whole.norm() and _parallel(left, whole, _WEIGHTS)
-            cuts += bool(limit) and (by_value or by_norm) and apart(whole, left) > _WEIGHTS
+            whole = micro.before + micro.brought
+            cuts += _is_cut(whole, left) or _is_cut(micro.brought, left - micro.before)
         variant = f"by hand, after {cuts} of {len(self.micros)} backwards"
         return MistakeFit("clipped-per-micro-batch", variant, 0.0, True) if cuts > 1 else None
 
@@ -511,6 +590,22 @@ class LoopJudge:
 
     def _modules(self) -> list[nn.Module]:
         return list(dict.fromkeys(call.module for m in self.micros for call in m.calls))
+
+    def _compared(self) -> MistakeFit | None:
+        """Return the mistake of a loss that compares samples, whatever it is divided by."""
+        if not self._linked():
+            return None
+        rows = [
+            r for m in self.micros for call in m.calls[:1] for r in list(call.rows.values())[:1]
+        ]
+        names = zip(self.window.names, self.window.sizes, strict=True)
+        single = [name for name, size in names if size == 1]
+        if single and all(unit == sum(map(len, rows)) for unit in self.units):
+            variant = (
+                f"{', '.join(single[:3])}: with each of {len(self.micros)} losses of the window"
+            )
+            return MistakeFit("two-owners", variant, 0.0, True)  # open_clip's logit_scale
+        return MistakeFit("coupled", self._coupling(), 0.0, True)
 
     def _couples(self) -> bool:
         return self.coupled_outputs or bool(self._norms())
@@ -561,9 +656,10 @@ class LoopJudge:
     ) -> LoopTrial:
         units, count, name = self.units, len(self.units) or len(self.micros), self.name
         if self.case == "live":
-            kind = "" if not units else "equal " if _alike(units, [units[0]] * count) else "uneven "
-            name = f"{name}: {count} {kind}micro-batches"
-            if found == RIGHT and kind == "equal " and count > 1:
+            kind = "equal " if units and _alike(units, [units[0]] * count) else "uneven "
+            kind = kind if units and count > 1 else ""
+            name += f": {count} {kind}micro-batch{'es' * (count > 1)}" if count else ""
+            if found == RIGHT and kind == "equal ":
                 self.notes.append(
                     "all micro-batches have equally many units, so a mean of means cannot be told "
                     "from the mean here"
@@ -604,7 +700,7 @@ def _labels(micros: Sequence[RecordedMicroBatch]) -> list[tuple[list[float], lis
     """
     found: dict[int, list[Tensor]] = {}
     for micro in micros:
-        for place, tensor in enumerate(tensors_of([(c.args, c.kwargs) for c in micro.calls[:1]])):
+        for place, tensor in enumerate(micro.given):
             found.setdefault(place, []).append(tensor)
     counts = []
     for tensors in found.values():
@@ -639,6 +735,14 @@ def _alike(ours: Sequence[float], others: Sequence[float]) -> bool:
 
 def _alike_shares(ours: Sequence[float], others: Sequence[float]) -> bool:
     return _alike([u / sum(ours) for u in ours], [u / sum(others) for u in others])
+
+
+def _is_cut(whole: Tensor, left: Tensor) -> bool:
+    """Tell if one gradient is the other, clipped by value or by norm."""
+    limit = float(left.abs().max())
+    by_value = apart(whole.clamp(-limit, limit), left) <= _WEIGHTS
+    by_norm = bool(left.norm() < whole.norm()) and _parallel(left, whole, _WEIGHTS)
+    return bool(limit) and (by_value or by_norm) and apart(whole, left) > _WEIGHTS
 
 
 def _parallel(ours: Tensor, other: Tensor, tolerance: float) -> bool:

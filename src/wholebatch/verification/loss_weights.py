@@ -56,11 +56,13 @@ def read_weights(
     ranks: int = 1,
     totals: Sequence[float] = (),
     labels: Sequence[tuple[list[float], list[float]]] = (),
+    samples: int = 0,
 ) -> list[TermWeights] | Unreadable:
     """Return the weights of every term; `losses` are the terms of each micro-batch's loss.
 
     `totals` are numbers that the loop may divide by besides those of this rank's window. `labels`
-    are numbers of all labels of each micro-batch, and of those that count.
+    are numbers of all labels of each micro-batch, and of those that count; `samples` are all
+    samples of the window.
     """
     rows = [
         [term for term in terms if term.kind not in ("joined", "regulariser")] for terms in losses
@@ -78,8 +80,22 @@ def read_weights(
     columns = [list(column) for column in zip(*rows, strict=True)]
     known = [[t.count for t in column] for column in columns if column[0].kind == "mean"]
     count = len(columns)
-    more = (loss_scale, ranks, totals, count, labels)
-    return [_Column(column, known, *more).read() for column in columns]
+    more = (loss_scale, ranks, totals, count, labels, samples)
+    return _together([_Column(column, known, *more).read() for column in columns])
+
+
+def _together(read: list[TermWeights]) -> list[TermWeights]:
+    """Return one term of those whose weights change with the micro-batch, but not their sum: mixup.
+
+    `lam * loss(out, a) + (1 - lam) * loss(out, b)`
+    """
+    units = read[0].units
+    steady = [all(_close(w, term.weights[0]) for w in term.weights) for term in read]
+    if any(steady) or any(term.units != units or term.scale != 1.0 for term in read):
+        return read
+    weights = tuple(map(sum, zip(*(term.weights for term in read), strict=True)))
+    per_unit = [w / u for w, u in zip(weights, units, strict=True) if u]
+    return [replace(read[0], weights=weights)] if _same(per_unit) else read
 
 
 @dataclass
@@ -93,6 +109,7 @@ class _Column:
     totals: Sequence[float]
     columns: int
     labels: Sequence[tuple[list[float], list[float]]]
+    samples: int
 
     def read(self) -> TermWeights:
         self.times = _by_place([term.times for term in self.terms])
@@ -114,18 +131,24 @@ class _Column:
 
     def _of_the_loss(self) -> tuple[float, int]:
         """Return the weight that is the loss's own, and the steps that the loop divides by."""
-        own, nominal = 1.0, len(self.terms)
+        count = len(self.terms)
+        own, nominal = 1.0, count
         for times in self.times:
-            if _same(times) and not self._is_of_the_window(times[0]):
+            is_units = _same(self.units) and _close(times[0], self.units[0])
+            if _same(times) and not is_units and not self._is_of_the_window(times[0]):
                 own *= times[0]
         constant = [over[0] for over in self.over if _same(over)]
-        if self.columns > 1 and (len(constant) > 1 or self.columns != len(self.terms)):
+        if self.columns > 1 and (len(constant) > 1 or self.columns != count):
             terms = next((one for one in constant if _close(one, self.columns)), None)
             if terms is not None:  # the mean of several losses
                 constant.remove(terms)
                 own /= terms
+        if self.terms[0].kind == "sum":
+            divisor = math.prod(constant)
+            return (own * sum(self.units) / divisor if self._counts_more(divisor) else own), nominal
         for over in constant:
-            if self._is_of_the_window(over) or self.terms[0].kind == "sum":
+            is_units = _same(self.units) and _close(over, self.units[0])
+            if count > 1 and (is_units or self._is_of_the_window(over)):
                 continue
             if over >= 3 and _is_whole(over):
                 nominal = round(over)
@@ -140,6 +163,9 @@ class _Column:
         self.dropped: list[float] | None = None
         if terms[0].kind != "sum":
             return counts, [c / (t.count or 1.0) for c, t in zip(counts, terms, strict=True)]
+        self.units = counts
+        if self._counts_more(math.prod(over[0] for over in self.over if _same(over))):
+            return counts, counts
         for units in self._candidates(counts):
             for over in self.over:
                 if _match(over, units):  # divided by its own units: a mean
@@ -157,6 +183,8 @@ class _Column:
             yield from counted
             return
         yield counts
+        if all(term.weighed for term in self.terms):
+            yield [float(term.weighed or 0.0) for term in self.terms]
         if self.terms[0].is_loss and self.terms[0].node.startswith(("NllLoss", "SumBackward")):
             return  # labels: those that are not ignored
         yield from ([float(c) for c in other] for other in self.known)
@@ -175,11 +203,20 @@ class _Column:
             _close(value, t) for one in (total, *self.totals) for t in (one, one / self.ranks)
         )
 
+    def _counts_more(self, divisor: float) -> bool:
+        """True if a sum is divided by labels before a shift, or by the samples' longest length."""
+        totals = [sum(valid) for _, valid in self.labels]
+        if any(_close(divisor, total) for total in (*totals, sum(self.units) + self.samples)):
+            return not self._is_total(divisor, sum(self.units))
+        rows = [t.sizes for t in self.terms if len(t.sizes) == 2 and not t.is_loss]
+        masked = any(term.count < math.prod(term.sizes) for term in self.terms)
+        longest = max((sizes[1] for sizes in rows), default=0) if masked else 0
+        length = divisor / self.samples if self.samples and longest else 0.0
+        return length >= longest > 0 and _is_whole(length)
+
     def _is_of_the_window(self, value: float) -> bool:
         """True if a constant factor or divisor is the loop's: steps, ranks, units, loss scale."""
         count = len(self.terms)
-        if _same(self.units) and _close(value, self.units[0]):
-            return True
         numbers = {count, self.ranks, count * self.ranks, count * count, self.loss_scale} - {0, 1}
         if self._is_total(value, sum(self.units)) or self._is_total(1 / value, sum(self.units)):
             return True

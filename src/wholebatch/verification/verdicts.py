@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -199,11 +200,11 @@ class LoopVerdict(_Answer):
             worst = max(self.trials, key=lambda trial: trial.right.distance / trial.tolerance)
             return (
                 f"same update: {self.loop} is at most {percent(worst.right.distance)} from the "
-                f"undivided batch over {len(self.trials)} windows{where}; rounding explains "
-                f"{percent(worst.tolerance)}"
+                f"undivided batch over {len(self.trials)} window{'s'[: len(self.trials) - 1]}"
+                f"{where}; rounding explains {percent(worst.tolerance)}"
             )
         if not self.judged:
-            reasons = [note for trial in self.trials for note in trial.notes]
+            reasons = dict.fromkeys(n for t in self.trials if t.found != RIGHT for n in t.notes)
             return f"NOT JUDGED: {self.loop}{where}: {'; '.join(reasons) or 'no window was seen'}"
         first = next(trial for trial in self.trials if trial.differs)
         off, fit = percent(first.right.distance), first.found_fit
@@ -216,6 +217,8 @@ class LoopVerdict(_Answer):
         also = [MISTAKES[key].name for key in self.mistakes if key != fit.key]
         more = f"; also: {', '.join(also)}" if also else ""
         what = "update" if first.observed_by == "updates" else "gradient"
+        if not math.isfinite(first.right.distance):  # seen without a gradient to compare
+            return f"DIFFERENT update: {fit.name}: {self.loop}: {fit.variant}{where}{more}"
         return (
             f"DIFFERENT update: {fit.name}: {self.loop} is {off} from the right {what} and "
             f"{percent(fit.distance)} from that of this mistake ({fit.variant}){where}{more}"
@@ -224,7 +227,8 @@ class LoopVerdict(_Answer):
     def __str__(self) -> str:
         parts, rows = [self.line], []
         for trial in self.trials:
-            off, fit = percent(trial.right.distance), trial.found_fit
+            far, fit = trial.right.distance, trial.found_fit
+            off = percent(far) if math.isfinite(far) else ""
             found, there = (fit.name, percent(fit.distance)) if fit else (trial.found, "")
             name, steps = f"{trial.case}: {trial.name}", str(trial.optimizer_steps)
             rows.append((name, steps, off, found or "no known mistake", there))

@@ -56,10 +56,9 @@ class Watch:
         self._trials: list[LoopTrial] = []
         self._windows = self._count = 0
         self._first: LoopJudge | None = None
-        self._has_short = False
+        self._has_short = self._has_others = False
         self.seconds = 0.0
         """Seconds that recording and judging have taken beside the first window's own."""
-        self.window_seconds = 0.0
 
     def __enter__(self) -> Watch:
         self._recorder.__enter__()
@@ -68,7 +67,8 @@ class Watch:
     def __exit__(self, kind: Any, *error: object) -> None:
         left = self._recorder.window
         self._recorder.__exit__()
-        if kind is None and left is not None and self._windows:
+        is_known = not self._has_others and not self._recorder.failure
+        if kind is None and left is not None and self._windows and is_known:
             judge = LoopJudge(left, self._recorder, "after the last step")
             self._trials.append(judge.told("no-update", "no optimizer step after them"))
         nothing = LoopJudge(self._recorder.new_window(), self._recorder, "between two windows")
@@ -94,9 +94,15 @@ class Watch:
     def _began(self, window: RecordedWindow) -> None:
         """Go on lightly after the first window, unless the next begins with its gradients."""
         is_clean = not float(window.micros[0].before.abs().sum())
+        if window.moved_before and self._windows == 1:
+            judge = LoopJudge(self._recorder.new_window(), self._recorder, "between two windows")
+            variant = "after the first step, before the next forward"
+            self._trials.append(judge.told("moved-beside-the-step", variant))
         more = self._windows - self._stop_after
         if self._stop_after and (more > 0 or (more == 0 and is_clean and self._count > 1)):
             raise WatchIsOver
+        if self._first is not None and window.micros[0].is_passed_on:  # a generator's loss
+            self._has_others |= not self._first.micros[0].is_passed_on
         is_known = self._count > 1 and is_clean
         if not self._recorder.light and (is_known or self._windows > 1):
             self._recorder.go_lightly()
@@ -112,7 +118,6 @@ class Watch:
             reason = f"the watch failed: {type(error).__name__}: {error}"
             self._trials.append(judge.not_judged(reason))
         if self._windows == 1:
-            self.window_seconds = window.seconds
             self.seconds = time.perf_counter() - began
 
     def _judge(self, judge: LoopJudge) -> None:
@@ -125,8 +130,8 @@ class Watch:
                 self._count = trial.micro_batches
             elif self._count < trial.micro_batches:
                 self._was_short(judge.own_weights(), trial.micro_batches)
-        elif self._first is None or self._first.needs_calls:  # forwards are not watched any more
-            return
+        elif self._first is None or self._first.needs_calls or self._has_others:
+            return  # forwards are not watched any more
         elif count > self._count == len(self._first.window.micros):
             self._was_short(judge.own_weights(), count)
         elif window.is_whole and count < self._count and not self._has_short:

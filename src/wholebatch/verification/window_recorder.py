@@ -7,12 +7,10 @@ were given. Of a large model only every n-th number is kept, so that a copy is c
 
 from __future__ import annotations
 
-import copy
 import gc
 import importlib
 import logging
 import sys
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -26,7 +24,10 @@ from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
 )
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from wholebatch.core import window
@@ -58,9 +59,17 @@ class Call:
     args: Any
     kwargs: dict[str, Any]
     draws: bool
+    training: bool = True
+    has_graph: bool = False
+    """True if an output depends on what is trained."""
     slopes: dict[int, Tensor] = field(default_factory=dict)
     rows: dict[int, Tensor] = field(default_factory=dict)
     """The first numbers of every sample's output, by place."""
+
+    @property
+    def given(self) -> list[Tensor]:
+        """Return the tensors that the model was given."""
+        return tensors_of((self.args, self.kwargs))
 
 
 @dataclass(eq=False)
@@ -78,6 +87,20 @@ class RecordedMicroBatch:
     average_moved: bool = False
     linked: bool = False
     """True if its loss compares samples with each other."""
+    roots: list[Any] = field(default_factory=list)
+    """The nodes of the graph that its backwards began at."""
+    is_asked: bool = False
+    """True if `torch.autograd.grad` gave the gradient to the loop, and added it nowhere."""
+
+    @property
+    def is_passed_on(self) -> bool:
+        """True if what the model was given is itself made by a model: a generator's loss."""
+        return any(tensor.grad_fn is not None for tensor in self.given)
+
+    @property
+    def given(self) -> list[Tensor]:
+        """Return the tensors that the first call was given."""
+        return self.calls[0].given if self.calls else []
 
 
 @dataclass(frozen=True)
@@ -104,15 +127,20 @@ class RecordedWindow:
     unit: float
     half: bool
     """True if the gradients are kept in 16 bits."""
-    began: float
     micros: list[RecordedMicroBatch] = field(default_factory=list)
     clips: list[RecordedClip] = field(default_factory=list)
     gradient: Tensor | None = None
     autocast: set[torch.dtype] = field(default_factory=set)
-    seconds: float = 0.0
     resumed: bool = False
     is_whole: bool = True
     """False if it was not watched from its beginning in one way."""
+    used: int = 0
+    unused: int = 0
+    """Calls of the model whose outputs reached a backward, and those that reached none."""
+    earlier_pass: int = 0
+    """Micro-batches of a pass before, whose gradients only moved the weights for this one (SAM)."""
+    moved_before: bool = False
+    """True if the weights went on, or back, along the last step before the first backward."""
 
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -135,13 +163,10 @@ def _never_fails(method: _Method) -> _Method:
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """One optimizer step: the gradient it was given, what it stepped on, and its settings."""
+    """One optimizer step: the gradient it was given, and what it stepped on."""
 
     gradient: Tensor
     places: frozenset[int]
-    optimizer: Any
-    groups: tuple[dict[str, Any], ...]
-    has_closure: bool
 
 
 @dataclass(eq=False)
@@ -163,7 +188,6 @@ class WindowRecorder:
 
     def __enter__(self) -> WindowRecorder:
         self.window: RecordedWindow | None = None
-        self.handed = self.optimizer
         self.parameters: Sequence[nn.Parameter] = ()
         self._sizes: list[int] = []
         self._mine: set[int] = set()
@@ -175,6 +199,9 @@ class WindowRecorder:
         self.optimizer_steps = self.skipped_steps = 0
         self._stepped: frozenset[int] = frozenset()
         self._stepped_by: Any = None
+        self.after_step: Tensor | None = None
+        self._weights = torch.zeros(0)
+        self._used: set[Call] | None = set()
         self._norms: dict[int, float] = {}
         self._depth = 0
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -193,6 +220,7 @@ class WindowRecorder:
         self._undo: list[Callable[[], None]] = [
             self._eager.close,
             register_optimizer_step_pre_hook(self._before_step).remove,
+            register_optimizer_step_post_hook(self._note_weights).remove,
             *self._forward_hooks(),
         ]
         self._patch(_clip_grad, "_clip_grads_with_norm_", self._around_clip)
@@ -260,7 +288,8 @@ class WindowRecorder:
         self._nodes.clear()
         if self.window is not None:
             self.window.is_whole = False
-        largest = sorted(self.parameters, key=lambda p: -self._norms.get(id(p), 0.0))
+        trained = [p for p in self.parameters if p.requires_grad]
+        largest = sorted(trained, key=lambda p: -self._norms.get(id(p), 0.0))
         self._keep_of(largest[:_FEW_PARAMETERS], _FEW_PARAMETERS * _FEW_NUMBERS)
 
     def _adopt(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -285,10 +314,15 @@ class WindowRecorder:
         self._mine = {id(parameter) for parameter in parameters}
         self.stride = max(1, -(-sum(p.numel() for p in parameters) // numbers))
         self._sizes = [-(-p.numel() // self.stride) for p in parameters]
-        self._of_parameters = [
-            parameter.register_hook(self._brings(place)).remove
-            for place, parameter in enumerate(parameters)
-        ]
+        all_hooked = all(parameter._backward_hooks for parameter in parameters)
+        self._of_parameters, self.after_step = [], None
+        for place, parameter in enumerate(parameters):
+            handle = parameter.register_hook(self._brings(place))
+            if all_hooked:  # what they do to every gradient is the loop's: see it before
+                hooks: Any = parameter._backward_hooks
+                others = [(key, hooks.pop(key)) for key in list(hooks) if key != handle.id]
+                hooks.update(others)
+            self._of_parameters.append(handle.remove)
         self._undo += self._of_parameters
         if parameters:
             self._device = parameters[0].device.type
@@ -363,13 +397,13 @@ class WindowRecorder:
         draws = self._random is None or not same_random(
             self._random, capture_random(every=False, to_save=False)
         )
-        call = Call(module, args, kwargs, draws)
+        call = Call(module, args, kwargs, draws, module.training)
         self._calls.append(call)
         rows = {t.shape[0] for t in tensors_of((args, kwargs)) if t.dim()}
         for place, tensor in enumerate(tensors_of(result)):
             if tensor.grad_fn is None:
                 continue
-            self._nodes[tensor.grad_fn] = call
+            self._nodes[tensor.grad_fn], call.has_graph = call, True
             if tensor.numel() <= _MOST_OUTPUTS:
                 tensor.register_hook(_keeps(call.slopes, place))
             if tensor.dim() and tensor.shape[0] in rows:
@@ -382,12 +416,16 @@ class WindowRecorder:
         """See one backward, whose seeds are at this place of its other arguments."""
         # Of a checkpoint, inside the model, while a graph is compiled, or a look of our own.
         busy = self._inside or self._depth or self.failure or _get_current_dispatch_mode_stack()
-        if busy or (place and _is_a_look()):
+        is_look = bool(place) and not busy and _is_a_look()
+        if busy or is_look:
+            self._used = None if is_look else self._used
             return original(roots, *args, **kwargs)
         seeds = kwargs.get(("grad_tensors", "grad_outputs")[place], (*args, None, None)[place])
         self._inside = True
         try:
             micro = self._before_backward(roots, seeds)
+            if micro is not None:
+                micro.is_asked = bool(place)
             result = original(roots, *args, **kwargs)
         finally:
             self._inside = False
@@ -406,10 +444,23 @@ class WindowRecorder:
         listed = [root for root in listed if isinstance(root, Tensor) and root.grad_fn is not None]
         seeds = [seeds] * len(listed) if isinstance(seeds, Tensor | None) else list(seeds)
         terms = [t for r, s in zip(listed, seeds, strict=False) for t in _terms_of(r, s)]
+        terms = [
+            replace(t, node="a gradient that the loop gives its outputs", kind="unknown")
+            if t.weighed is not None and self._is_output(t.below)
+            else replace(t, below=None)
+            for t in terms
+        ]
         before, linked = self._grads(), self._look_for_links(listed)
-        return RecordedMicroBatch(
+        micro = RecordedMicroBatch(
             self._calls_of(listed), before, before, before, terms, linked=linked
         )
+        micro.roots = [root.grad_fn for root in listed]
+        return micro
+
+    def _is_output(self, node: Any) -> bool:
+        while node is not None and node not in self._nodes and "View" in node.name():
+            node = node.next_functions[0][0]
+        return node in self._nodes
 
     @_never_fails
     def _after_backward(self, micro: RecordedMicroBatch) -> None:
@@ -429,12 +480,17 @@ class WindowRecorder:
         seen = set(waiting)
         while waiting and len(seen) < _MOST_NODES:
             node = waiting.pop()
-            if node in self._nodes:
-                found[self._nodes[node]] = None
-                continue
-            below = {child for child, _ in node.next_functions if child is not None} - seen
+            if node in self._nodes:  # on through what the call was given, not through the model
+                call = self._nodes[node]
+                found[call] = None
+                below = {tensor.grad_fn for tensor in call.given if tensor.grad_fn}
+            else:
+                below = {child for child, _ in node.next_functions if child is not None}
+            below -= seen
             seen |= below
             waiting += below
+        if self._used is not None:  # None: it cannot be told
+            self._used = self._used | set(found) if found else None
         taken = {call for m in self.window.micros for call in m.calls} if self.window else set()
         fresh = [call for call in self._calls if call not in taken]
         return list(found) or fresh or list(self._calls)
@@ -458,19 +514,29 @@ class WindowRecorder:
         assert self.window is not None
         micro.loss_scale, self._loss_scale = self._loss_scale, 1.0
         if self.optimizer is not None:
-            groups = settings_of(self.optimizer)
+            groups = self.optimizer.param_groups
             micro.rates = tuple(float(group.get("lr") or 0.0) for group in groups)
         self._look_at_weights(micro)
         again = [m for m in self.window.micros if set(m.calls) & set(micro.calls)]
-        if not again or set(micro.calls) - {call for m in self.window.micros for call in m.calls}:
+        # A sum of losses so far has a further call of the same module, and is a micro-batch.
+        taken = {call for m in again for call in m.calls}
+        further = {call.module for call in micro.calls if call not in taken}
+        if not again or further & {call.module for call in taken}:
             self.window.micros.append(micro)
             if len(self.window.micros) == 1:
                 self.began(self.window)
             return
         first = again[-1]
+        if micro.is_asked and not first.is_asked:
+            return  # to look at it: a norm, a balance of losses
+        if first.is_asked and not micro.is_asked:
+            self.window.micros[self.window.micros.index(first)] = micro
+            return
         if self.window.is_whole:
             first.after, first.brought = micro.after, first.brought + micro.brought
         first.terms += micro.terms
+        first.roots += micro.roots
+        first.calls += [call for call in micro.calls if call not in first.calls]
 
     def new_window(self) -> RecordedWindow:
         """Return a window in which nothing was seen yet."""
@@ -481,13 +547,17 @@ class WindowRecorder:
             names=[owner.get(id(p), f"parameter {i}") for i, p in enumerate(self.parameters)],
             unit=max((torch.finfo(dtype).eps / 2 for dtype in dtypes), default=0.0),
             half=bool(dtypes & {torch.float16, torch.bfloat16}),
-            began=time.perf_counter(),
             resumed=self.optimizer_steps == 0 and bool(self.optimizer and self.optimizer.state),
         )
 
     def _begin_window(self) -> None:
         self.window = self.new_window()
-        self._weights = self.row_of(list(self.parameters))
+        self._weights, was = self.row_of(list(self.parameters)), self._weights
+        if self.after_step is not None and was.numel() and not self.light:
+            made, moved = self.after_step - was, self._weights - self.after_step
+            cosine = float(made @ moved) / max(float(made.norm() * moved.norm()), 1e-300)
+            self.window.moved_before = abs(cosine) > 0.999
+        self._first_weights = self._weights
         largest = max(self.parameters, key=lambda p: p.numel(), default=None)
         if self.light or self.optimizer_steps or not self.looks:
             largest = None
@@ -506,6 +576,45 @@ class WindowRecorder:
             for was, new in zip(self._averages, now, strict=True)
         )
         self._averages = now
+
+    @_never_fails
+    def _note_weights(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if not self.light and not self.sharded and places_of(optimizer, self.parameters):
+            self.after_step = self.row_of(list(self.parameters))
+
+    def _begin_at_last_pass(self, window: RecordedWindow) -> None:
+        """Leave out what was cleared on purpose: SAM's first pass, and a generator's losses."""
+        micros = window.micros
+        cleared = [i for i in range(1, len(micros)) if not bool(micros[i].before.any())]
+        own = [i for i in cleared if not any(m.is_passed_on for m in micros[i:])]
+        if own and all(m.is_passed_on for m in micros[: own[0]]):
+            del micros[: own[0]]
+            return
+        passes = [i for i in cleared if micros[i].weights_moved]
+        now, was = self.row_of(list(self.parameters)), self._first_weights
+        if passes and float((now - was).norm()) <= 1e-5 * float(was.norm()):
+            window.earlier_pass = passes[-1] - (passes[-2] if passes[1:] else 0)
+            del micros[: passes[-1]]
+            micros[0].weights_moved = False
+
+    def _count_calls(self, window: RecordedWindow) -> None:
+        """Count the calls that a backward has reached, and those like them that none has.
+
+        Alike are module, mode and size (one call: the shape), but the inputs are others.
+        """
+        used = {call for micro in window.micros for call in micro.calls}
+        shapes = [call.given[0].shape for call in used if call.given and call.given[0].dim()]
+        if self._used is None or window.earlier_pass or not shapes:
+            return
+        window.used, rows = len(used), sorted(shape[0] for shape in shapes)
+        modes = {(call.module, call.training) for call in used}
+        pointers = {tensor.data_ptr() for call in used for tensor in call.given}
+        for call in self._calls:
+            shape = call.given[0].shape if call.given and call.has_graph else ()
+            if not shape or call in self._used or (call.module, call.training) not in modes:
+                continue
+            near = rows[0] <= 2 * shape[0] <= 4 * rows[-1] if len(used) > 1 else shape == shapes[0]
+            window.unused += near and not any(t.data_ptr() in pointers for t in call.given)
 
     # --------------------------------------------------------- clipping, scaling, the step
 
@@ -557,7 +666,7 @@ class WindowRecorder:
             evaluations += 1
             if evaluations == 1:
                 loss = closure()
-                self._see(optimizer, places, has_closure=True)
+                self._see(optimizer, places)
                 return loss
             self._inside = True  # LBFGS evaluates again, at weights of its own
             try:
@@ -579,15 +688,14 @@ class WindowRecorder:
         return result
 
     @_never_fails
-    def _see(self, optimizer: Any, places: frozenset[int], *, has_closure: bool = False) -> None:
+    def _see(self, optimizer: Any, places: frozenset[int]) -> None:
         seen = self.window
         gradient = self._grads()
         scale = getattr(optimizer, "grad_scale", None)
         if scale is not None:  # a fused optimizer divides by it in its own kernel
             gradient = gradient / float(scale)
         if not self.light:
-            settings = () if optimizer is None else settings_of(optimizer)
-            self.steps.append(RecordedStep(gradient, places, optimizer, settings, has_closure))
+            self.steps.append(RecordedStep(gradient, places))
         self.optimizer_steps += 1
         if self.failure:
             return
@@ -602,7 +710,10 @@ class WindowRecorder:
         self._norms = {
             id(p): float(row.norm()) for p, row in zip(self.parameters, rows, strict=False)
         }
-        seen.seconds = time.perf_counter() - seen.began
+        if seen.is_whole and not self.light and not self.sharded:
+            self._begin_at_last_pass(seen)
+            self._count_calls(seen)
+        _join_pattern(seen)
         self._forget()
         self._inside = True  # what follows is ours
         try:
@@ -630,6 +741,29 @@ class WindowRecorder:
         self.window = None
         self._calls.clear()
         self._nodes.clear()
+        self._used = set()
+
+
+def _join_pattern(window: RecordedWindow) -> None:
+    """Join backwards that take turns, such as a GAN's real and fake batch, to one micro-batch."""
+    micros = window.micros
+    kinds: list[Any] = [tuple((term.node, term.kind) for term in m.terms) for m in micros]
+    if len(set(kinds)) == 1:  # alike, but for a target that all samples of a backward have
+        kinds = [tuple(term.target for term in micro.terms) for micro in micros]
+        if any(None in targets for targets in kinds):
+            return
+    count = len(micros)
+    turns = next(n for n in range(1, count + 1) if kinds == kinds[:n] * (count // n))
+    is_own = len({micro.is_passed_on for micro in micros}) == 1
+    if not 1 < turns < count or len(set(kinds)) < turns or not is_own:
+        return
+    window.clips = [replace(c, micro_batches=-(-c.micro_batches // turns)) for c in window.clips]
+    for first, *others in [micros[i : i + turns] for i in range(0, count, turns)]:
+        for other in others:
+            if window.is_whole:
+                first.after, first.brought = other.after, first.brought + other.brought
+            first.terms, first.calls = first.terms + other.terms, first.calls + other.calls
+            micros.remove(other)
 
 
 def first_numbers(tensor: Tensor) -> Tensor:
@@ -690,14 +824,6 @@ def _optimizer_of(parameters: Sequence[Tensor]) -> torch.optim.Optimizer | None:
 def _objects(kinds: set[Any]) -> list[Any]:
     """Return all objects of these types."""
     return [one for one in gc.get_objects() if type(one) in kinds]
-
-
-def settings_of(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], ...]:
-    """Return the settings of every parameter group."""
-    return tuple(
-        {name: copy.copy(value) for name, value in group.items() if name != "params"}
-        for group in optimizer.param_groups
-    )
 
 
 def _few(tensor: Tensor) -> Tensor:
