@@ -1,7 +1,7 @@
 """`wholebatch verify`: the proof on a recipe, on someone's own training loop, or on their script.
 
-A loop comes out of a file, with the file's own `model()`, `loss(model, micro)` and `data()` where it
-has them (docs/verify.md, "Its model and data").
+A loop comes out of a file, with the file's own `model()`, `loss(model, micro)` and `data()` where
+it has them (docs/verify.md, "Its model and data").
 """
 
 from __future__ import annotations
