@@ -1,12 +1,12 @@
 """Does a batch that grows with the decay reach the loss of a fixed one? A small network on bytes.
 
-    PYTHONPATH=src python benchmarks/decay_for_batch.py [--seeds 3] [--rate 0.02]
+    PYTHONPATH=src python benchmarks/decay_for_batch.py [--seeds 2] [--rate 0.04]
 
 A network of 35,000 parameters predicts the next byte of Python sources from the four before it. The
 fixed batch has 32 sequences of 64 bytes, and a cosine lowers its rate to a tenth. The other begins
-with 8, doubles after 32 and 64 updates, and then with peak / rate (2, 4, rounded; at most 128). Its
-rate follows by the square root. These are the rules of `--batch-size auto`, with fixed places in
-the place of the noise. One thread, half a minute a run.
+with 32 too, and doubles where the cosine has halved its rate, three times. Its rate follows with a
+power of the batch: 0.5 is the square root (Seesaw), 1 leaves the rate as it was. One thread, half a
+minute a run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from wholebatch.cli.recipes import bytes_gpt
 
 CONTEXT, SEQUENCES, HELD_OUT, WARM_UP = 64, 32768, 512, 320
-FIRST, FIXED, MOST, AT_A_SIZE = 8, 32, 128, 32
+FIXED, MOST = 32, 256
 
 
 class Network(nn.Module):
@@ -42,15 +42,8 @@ class Network(nn.Module):
         return logits
 
 
-def batch_at(done: int, updates: int, decay: float) -> int:
-    """Return the size of the growing batch; `decay` is rate / peak of the schedule."""
-    size = min(FIXED, FIRST << (updates // AT_A_SIZE))
-    halvings = int(math.log2(1 / decay) + 0.5 + 1e-9) if done > WARM_UP else 0
-    return min(MOST, size << halvings)
-
-
-def run(text: Tensor, order: Tensor, *, rate: float, grows: bool, seed: int) -> tuple[int, float]:
-    """Return the updates of one run, and its loss on held-out sequences."""
+def run(text: Tensor, order: Tensor, *, rate: float, power: float, seed: int) -> tuple[int, float]:
+    """Return the updates of one run, and its loss on held-out sequences; power 0: a fixed batch."""
 
     def pieces(chosen: Tensor) -> tuple[Tensor, Tensor]:
         found = text[chosen[:, None] * CONTEXT + torch.arange(CONTEXT + 1)].long()
@@ -69,9 +62,9 @@ def run(text: Tensor, order: Tensor, *, rate: float, grows: bool, seed: int) -> 
     while done < SEQUENCES:
         through = min(1.0, max(0.0, (done - WARM_UP) / (SEQUENCES - WARM_UP)))
         decay = 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * through))
-        size = batch_at(done, updates, decay) if grows else FIXED
+        size = min(MOST, FIXED << int(math.log2(1 / decay) + 1e-9)) if power else FIXED
         for group in optimizer.param_groups:
-            factor = min(1, (done + 1) / WARM_UP) * decay * math.sqrt(size / FIXED)
+            factor = min(1, (done + 1) / WARM_UP) * decay * (size / FIXED) ** power
             group["lr"] = rate * factor
         optimizer.zero_grad()
         loss(order[HELD_OUT:][torch.arange(done, done + size)]).backward()
@@ -84,21 +77,24 @@ def run(text: Tensor, order: Tensor, *, rate: float, grows: bool, seed: int) -> 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--rate", type=float, default=0.02)
+    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--rate", type=float, default=0.04)
     given = parser.parse_args()
     torch.set_num_threads(1)
     text = bytes_gpt.data()._text
     count = (len(text) - 1) // CONTEXT
     order = torch.randperm(count, generator=torch.Generator().manual_seed(0))
-    print("| batch | updates | held-out loss by seed | mean |\n|---|---:|---|---:|")
-    for name, grows in ((f"{FIXED}", False), (f"{FIRST} to {MOST}", True)):
+    print("| rate | batch | power | updates | held-out loss by seed | mean |")
+    print("|---:|---|---:|---:|---|---:|")
+    for power in (0.0, 0.5, 1.0):
         runs = [
-            run(text, order, rate=given.rate, grows=grows, seed=seed) for seed in range(given.seeds)
+            run(text, order, rate=given.rate, power=power, seed=seed) for seed in range(given.seeds)
         ]
         losses = [loss for _, loss in runs]
+        batch = f"{FIXED} to {MOST} | {power}" if power else f"{FIXED} | "
         shown = ", ".join(f"{loss:.4f}" for loss in losses)
-        print(f"| {name} | {runs[0][0]} | {shown} | {statistics.fmean(losses):.4f} |", flush=True)
+        mean = f"{statistics.fmean(losses):.4f}"
+        print(f"| {given.rate} | {batch} | {runs[0][0]} | {shown} | {mean} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,45 +1,46 @@
-"""Does a batch that follows the gradient noise learn as much in fewer updates? On bytes-gpt.
+"""Does a batch that follows the gradient noise and the decay learn as much in fewer updates?
 
     PYTHONPATH=src python3 benchmarks/gpu_batch_size.py [--model 124m] [--sequences N] [--out FILE]
 
-Three runs over the same data. `auto` begins with the small batch, doubles as the critical batch
-grows, and doubles when the schedule has halved the rate. The fixed large batch is the one that
-`auto` had in the middle of its data, before the rate was halved: what the noise advises. The third
-is the fixed small batch. The target is the large batch's loss on held-out bytes at its end; the
-table has the updates and the data after which each run has reached it. `--sequences` is the data of
-each run; without it, that of `--seconds` of training. `--model tiny --seconds 12` runs on a CPU in
-a minute. `--cost S` also times, for S seconds, what measuring the noise adds to a window;
-`--sequences 0` does nothing else.
+Runs of bytes-gpt: a fixed small batch, a fixed large one, and `auto`, which begins with the large
+batch (`--from small`: with the small one), doubles as the critical batch grows, and doubles where
+the schedule halves the rate. `--runs` lists them as NAME:RATE:SEED or NAME:RATE:SEED:DATA: the rate
+times the model's own, and the data times `--sequences`. The target of a seed is the lowest loss on
+held-out bytes with which a large batch ends. The table has the updates and the data after which
+each run has reached it. `seesaw` is `auto` with the square root alone for the rate, whatever the
+share of the noise. On a GPU the runs go side by side, each in a process.
+
+`--model tiny --sequences 4096` runs on a CPU in minutes. `--cost S` times, for S seconds, what
+measuring the noise adds to a window, before the runs; `--sequences 0` does nothing else.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
+import subprocess
+import sys
 import sysconfig
+import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
 
 import wholebatch as wb
 from wholebatch.cli.recipes import bytes_gpt
-from wholebatch.core.readable_sizes import bytes_said
-from wholebatch.tune.learning_curves import (
-    Contender,
-    LearningCurve,
-    Recipe,
-    Take,
-    learn,
-    samples_in,
-)
+from wholebatch.core.noise_scale import Estimator
+from wholebatch.tune.batch_scaling import Follow
+from wholebatch.tune.learning_curves import Contender, Recipe, Take, learn
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -53,16 +54,15 @@ class Size:
     heads: int
     context: int
     corpus: int
-    micro_batch: int
     small: int
-    base: int
+    large: int
     rate: float
-    """The learning rate for a batch of `base`."""
+    """The learning rate for the large batch."""
 
 
 SIZES = {
-    "tiny": Size(2, 64, 4, 64, 8_000_000, 4, 8, 32, 4e-3),
-    "124m": Size(13, 896, 14, 512, 16_000_000, 8, 16, 128, 1e-3),
+    "tiny": Size(2, 64, 4, 64, 8_000_000, 8, 32, 8e-3),
+    "124m": Size(13, 896, 14, 512, 34_000_000, 4, 8, 2e-4),
 }
 HELD_OUT = 256  # sequences
 BEGAN = time.perf_counter()
@@ -80,21 +80,32 @@ def corpus(most: int) -> Tensor:
     return torch.frombuffer(text[:most], dtype=torch.uint8).clone().to(DEVICE)
 
 
-def recipe_of(size: Size, text: Tensor, options: dict[str, Any]) -> Recipe:
+def schedule(optimizer: torch.optim.Optimizer, steps: int) -> LambdaLR:
+    """Warm up over a twentieth of the data, then decay by a cosine to a tenth."""
+
+    def factor(done: int) -> float:
+        through = max(0.0, (done / steps - 0.05) / 0.95)
+        decay = 0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, through)))
+        return min(1.0, (done + 1) / (0.05 * steps)) * decay
+
+    return LambdaLR(optimizer, factor)
+
+
+def recipe_of(size: Size, text: Tensor, seed: int, options: dict[str, Any]) -> Recipe:
     bytes_gpt.LAYERS, bytes_gpt.WIDTH, bytes_gpt.HEADS = size.layers, size.width, size.heads
     bytes_gpt.CONTEXT = size.context
     places = torch.arange(size.context + 1, device=DEVICE)
     count = (len(text) - 1) // size.context
 
     def make() -> tuple[nn.Module, torch.optim.Optimizer]:
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         model = bytes_gpt.model().to(DEVICE)
         optimizer = bytes_gpt.optimizer(model)
         for group in optimizer.param_groups:
             group["lr"] = size.rate
         return model, optimizer
 
-    order = torch.randperm(count, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
 
     def pieces(chosen: Tensor) -> dict[str, Tensor]:
         found = text[chosen[:, None] * size.context + places].long()
@@ -118,17 +129,15 @@ def recipe_of(size: Size, text: Tensor, options: dict[str, Any]) -> Recipe:
             micro = pieces(order[at : at + 32])
             with torch.autocast(DEVICE.type, torch.bfloat16, enabled=DEVICE.type == "cuda"):
                 total += float(bytes_gpt.loss(model, micro).total)
-        found = total / (HELD_OUT * size.context)
-        print(f"  {time.perf_counter() - BEGAN:.0f} s: held-out loss {found:.4f}", flush=True)
-        return found
+        return total / (HELD_OUT * size.context)
 
     return Recipe(
         make,
         bytes_gpt.loss,
         source,
-        micro_batch=size.micro_batch,
-        base_batch=size.base,
-        schedule=bytes_gpt.scheduler,
+        micro_batch=size.large,
+        base_batch=size.large,
+        schedule=schedule,
         options={"units": bytes_gpt.units, "clip_norm": 1.0, **options},
         held_out=held_out,
     )
@@ -151,32 +160,37 @@ def time_of(call: Callable[[], Any], *, times: int) -> float:
 
 
 def cost_of_noise(recipe: Recipe, batch: int, *, seconds: float) -> dict[str, float]:
-    """Return the time of a window, and of the part alone that a measured window has more.
+    """Return the time of a window, and of what a measured window has more.
 
-    That part is the norm after the first micro-batch, and the estimate, which is not made anew in
-    every measured window.
+    That is the norm after the first micro-batch, and the estimate. The norm is timed on the device
+    behind other work, as it runs in a window. The estimate is made anew ever more rarely: its time
+    is the mean over the measured windows of a run of 1,000.
     """
     model, optimizer = recipe.make()
     train = wb.WholeBatch(
-        model, optimizer, loss=recipe.loss, micro_batch=recipe.micro_batch, **recipe.options
+        model, optimizer, loss=recipe.loss, micro_batch=batch // 8, **recipe.options
     )
-    train.measure_noise(2)
+    train.measure_noise(1)
     data = recipe.source()(batch)
-    parts: list[float] = []
-    asked: list[float] = []
+    norms: list[float] = []
 
     def measured(done: int, of: int) -> None:
         if done == of:  # The gradients are there; the norm of all is the norm of the first.
             assert train._probe is not None
-            parts.append(time_of(train._probe._norm_so_far, times=5))
+            norms.append(device_time(train._probe._norm_so_far))
 
     began = time.perf_counter()
-    while time.perf_counter() < began + seconds or len(parts) < 8:
+    while time.perf_counter() < began + seconds or len(norms) < 8:
         train.step(data, after_micro=measured)
-        asked.append(time_of(lambda: train.noise, times=1))
     window = time_of(lambda: train.step(data), times=9)
-    norm = statistics.median(parts[len(parts) // 2 :])
-    estimate = 2 * statistics.fmean(asked)  # One window in two was measured.
+    assert train._probe is not None
+    seen, estimator = train._probe._estimator._seen, Estimator()
+    began = time.perf_counter()
+    for place in range(250):
+        estimator.add(seen[place % len(seen)])
+        estimator.estimate()
+    estimate = 1000 * (time.perf_counter() - began) / 250
+    norm = statistics.median(norms[len(norms) // 2 :])
     return {
         "batch": batch,
         "window_ms": window,
@@ -186,95 +200,143 @@ def cost_of_noise(recipe: Recipe, batch: int, *, seconds: float) -> dict[str, fl
     }
 
 
-def row_of(curve: LearningCurve, target: float) -> dict[str, Any]:
-    reached = next(((made, seen) for made, seen, loss in curve.held_out if loss <= target), None)
-    grown = dict.fromkeys(curve.sizes)
+def device_time(call: Callable[[], Any]) -> float:
+    """Return the milliseconds of a call on the device, which is busy when the call is launched."""
+    if DEVICE.type != "cuda":
+        return time_of(call, times=5)
+    busy = torch.ones(8192, 8192, device=DEVICE, dtype=torch.bfloat16)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for _ in range(8):
+        busy @ busy
+    start.record()
+    call()
+    end.record()
+    torch.cuda.synchronize()
+    return float(start.elapsed_time(end))
+
+
+def run_one(run: str, recipe: Recipe, size: Size, given: argparse.Namespace) -> dict[str, Any]:
+    """Make one run of `--runs`, and return its curve."""
+    name, rate, _, data = [*run.split(":"), "1"][:4]
+    fixed = {"small": size.small, "large": size.large}
+    batch = fixed.get(name, fixed[given.start])
+    contender = Contender(name, batch, rate=float(rate))
+    if name == "seesaw":
+        follow = Follow.set
+        Follow.set = lambda self, batch, **_: follow(self, batch)  # type: ignore[method-assign]
+    if name not in fixed:  # The noise needs two micro-batches.
+        contender = replace(contender, largest=given.most * size.large)
+        recipe = replace(recipe, micro_batch=batch // 2)
+
+    def held_out(model: nn.Module) -> float:
+        assert recipe.held_out is not None
+        loss = recipe.held_out(model)
+        print(f"{time.perf_counter() - BEGAN:.0f} s: {run}: {loss:.4f}", flush=True)
+        return loss
+
+    watched = replace(recipe, held_out=held_out)
+    curve = learn(contender, watched, samples=int(float(data) * given.sequences))
     return {
-        "run": curve.contender.name,
-        "batch": " → ".join(map(str, grown)),
+        "run": run,
+        "sizes": list(Counter(curve.sizes).items()),
         "updates": len(curve.updates),
-        "held-out loss": round(curve.held_out[-1][2], 4),
-        "training loss": round(curve.loss, 4),
-        "updates to target": reached and reached[0],
-        "sequences to target": reached and reached[1],
-        "seconds": round(curve.seconds, 1),
-        "peak": bytes_said(curve.peak),
+        "held_out": [(made, seen, round(loss, 4)) for made, seen, loss in curve.held_out],
+        "critical": [round(critical, 1) for critical in curve.critical],
+        "training_loss": round(curve.loss, 4),
     }
+
+
+def side_by_side(runs: list[str], together: int) -> list[dict[str, Any]]:
+    """Make every run in a process of its own with this command's options, `together` at a time."""
+    waiting, alive, found = list(runs), {}, {}
+    with tempfile.TemporaryDirectory() as folder:
+        while waiting or alive:
+            while waiting and len(alive) < together:
+                run, path = waiting.pop(0), Path(folder, f"{len(waiting)}.json")
+                command = [sys.executable, *sys.argv, "--only", run, "--out", str(path)]
+                alive[run] = subprocess.Popen(command), path
+            for run, (process, path) in list(alive.items()):
+                if process.poll() is not None:
+                    del alive[run]
+                    if process.returncode == 0:
+                        found[run] = json.loads(path.read_text(encoding="utf-8"))
+                        print(f"{time.perf_counter() - BEGAN:.0f} s: {found[run]}", flush=True)
+            time.sleep(0.2)
+    return [found[run] for run in runs if run in found]
+
+
+def table(found: list[dict[str, Any]], rate: float) -> list[dict[str, Any]]:
+    """Return a row for every run: when it has reached the target of its seed."""
+    rows = []
+    for one in found:
+        name, times, seed, *_ = one["run"].split(":")
+        ends = [
+            (other["held_out"][-1][2], other["updates"])
+            for other in found
+            if other["run"].split(":")[::2] == ["large", seed]
+        ]
+        target, updates = min(ends, default=(0.0, 0))
+        reached = next(((m, seen) for m, seen, loss in one["held_out"] if loss <= target), None)
+        rows.append(
+            {
+                "run": name,
+                "seed": int(seed),
+                "rate": float(f"{rate * float(times):.3g}"),
+                "batch": " → ".join(str(size) for size, _ in one["sizes"]),
+                "updates": one["updates"],
+                "sequences": sum(size * times for size, times in one["sizes"]),
+                "held-out loss": one["held_out"][-1][2],
+                "training loss": one["training_loss"],
+                "updates to target": reached and reached[0],
+                "of the large batch's": reached and f"{reached[0] / updates:.0%}",
+                "sequences to target": reached and reached[1],
+            }
+        )
+    return rows
+
+
+def options() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    on_cuda = DEVICE.type == "cuda"
+    parser.add_argument("--model", choices=SIZES, default="124m" if on_cuda else "tiny")
+    parser.add_argument("--sequences", type=int, default=16384, help="the data of each run")
+    parser.add_argument("--runs", default="small:1:0,large:1:0,auto:1:0")
+    parser.add_argument("--from", dest="start", choices=("small", "large"), default="large")
+    parser.add_argument("--most", type=int, default=8, help="auto's limit, in large batches")
+    parser.add_argument("--together", type=int, default=8 if on_cuda else 1)
+    parser.add_argument("--execute", default="auto")
+    parser.add_argument("--cost", type=float, default=0.0, metavar="SECONDS")
+    parser.add_argument("--only", metavar="RUN", help="make this one alone")
+    parser.add_argument("--out", type=Path, default=Path("batch_size.json"))
+    return parser
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument(
-        "--model", choices=SIZES, default="124m" if DEVICE.type == "cuda" else "tiny"
-    )
-    parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--sequences", type=int)
-    parser.add_argument("--large", type=int, help="instead of what auto had in the middle")
-    parser.add_argument("--execute", default="auto")
-    parser.add_argument("--cost", type=float, default=0.0, metavar="SECONDS")
-    parser.add_argument("--out", type=Path, default=Path("batch_size.json"))
-    given = parser.parse_args()
-    size = SIZES[given.model]
-    precision = "bf16" if DEVICE.type == "cuda" else "full"
-    recipe = recipe_of(
-        size, corpus(size.corpus), {"precision": precision, "execute": given.execute}
-    )
-    count = sum(p.numel() for p in recipe.make()[0].parameters())
-    where = torch.cuda.get_device_name() if DEVICE.type == "cuda" else "CPU"
-    result: dict[str, Any] = {
-        "model": given.model,
-        "parameters": count,
-        "context": size.context,
-        "rate": size.rate,
-        "device": where,
-        "torch": torch.__version__,
-        "date": time.strftime("%Y-%m-%d"),
-    }
-    print(f"bytes-gpt, {count:,} parameters, {precision}, {where}", flush=True)
-    samples = given.sequences
-    if samples is None:
-        samples = samples_in(given.seconds, recipe, size.base)
-    result["sequences"] = samples
-    print(f"{samples:,} sequences of {size.context} bytes in each run", flush=True)
-    for _ in compare(recipe, size, samples, given.large, result) if samples else ():
-        given.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    if given.cost:
-        cost = result["cost"] = cost_of_noise(recipe, 4 * size.small, seconds=given.cost)
-        print({name: round(value, 6) for name, value in cost.items()}, flush=True)
-    given.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-
-
-def compare(
-    recipe: Recipe, size: Size, samples: int, large: int | None, result: dict[str, Any]
-) -> Iterator[None]:
-    """Make the three runs, and put their rows and curves into the result after each."""
-
-    def run(name: str, batch: int, largest: int | None = None) -> LearningCurve:
-        print(f"{name}, {time.perf_counter() - BEGAN:.0f} s", flush=True)
-        curve = learn(Contender(name, batch, largest=largest), recipe, samples=samples)
-        curves = result.setdefault("curves", {})
-        curves[name] = [(made, seen, round(loss, 4)) for made, seen, loss in curve.held_out]
-        print(f"  updates, sequences, held-out loss: {curves[name]}", flush=True)
-        print(f"  sizes: {Counter(curve.sizes)}, {curve.seconds:.0f} s", flush=True)
-        return curve
-
-    auto = run("auto", size.small, largest=32 * size.small)
-    middle = next(
-        s for s, u in zip(auto.sizes, auto.updates, strict=True) if u.samples >= samples / 2
-    )
-    yield
-    fixed = run("large", large or max(middle, 2 * size.small))
-    result["rows"] = [row_of(curve, fixed.held_out[-1][2]) for curve in (fixed, auto)]
-    print(*result["rows"], sep="\n", flush=True)
-    made = result["rows"][1]["updates to target"]
-    if made:
-        ratio = made / len(fixed.updates)
-        print(f"auto reaches the loss of large in {ratio:.2f} of the updates of large", flush=True)
-    yield
-    small = run("small", size.small)
-    result["rows"].append(row_of(small, fixed.held_out[-1][2]))
-    print(result["rows"][-1], flush=True)
-    yield
+    given = options().parse_args()
+    size, on_cuda = SIZES[given.model], DEVICE.type == "cuda"
+    result: dict[str, Any] = {}
+    if given.only or given.cost:
+        seed = int(given.only.split(":")[2]) if given.only else 0
+        how = {"precision": "bf16" if on_cuda else "full", "execute": given.execute}
+        recipe = recipe_of(size, corpus(size.corpus), seed, how)
+        if given.only:
+            result = run_one(given.only, recipe, size, given)
+        else:
+            result["cost"] = cost_of_noise(recipe, 8 * size.large, seconds=given.cost)
+            print({name: round(value, 6) for name, value in result["cost"].items()}, flush=True)
+    if given.only is None and given.sequences:
+        result |= {
+            "command": " ".join(["python", "benchmarks/gpu_batch_size.py", *sys.argv[1:]]),
+            "context": size.context,
+            "sequences": given.sequences,
+            "device": torch.cuda.get_device_name() if on_cuda else "CPU",
+            "torch": torch.__version__,
+            "date": time.strftime("%Y-%m-%d"),
+        }
+        result["runs"] = side_by_side(given.runs.split(","), given.together)
+        result["rows"] = table(result["runs"], size.rate)
+        print(*result["rows"], sep="\n", flush=True)
+    given.out.write_text(json.dumps(result) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

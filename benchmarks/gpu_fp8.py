@@ -5,7 +5,8 @@
     python benchmarks/gpu_fp8.py products                 # their matrix products by themselves
     python benchmarks/gpu_fp8.py splits                   # what depends on the number of rows
     python benchmarks/gpu_fp8.py distance                 # gradient and update against float64
-    python benchmarks/gpu_fp8.py curve --updates 2000     # bytes-gpt at 124 M, bf16 and fp8
+    python benchmarks/gpu_fp8.py curve --out FILE         # bytes-gpt at 126 M, bf16 and fp8
+    python benchmarks/gpu_fp8.py draw FILE IMAGE          # the picture of it
 
 The models of `speed` and `distance` are Llamas of Transformers with random weights and tokens, in
 texts of 1,024 tokens, with fused AdamW on float32 weights. torchao comes from its package, or from
@@ -21,6 +22,7 @@ import gc
 import json
 import os
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -38,7 +40,11 @@ import wholebatch as wb
 from wholebatch.core import linear_layers
 from wholebatch.core import precision as precisions
 
+sys.path += [str(Path(__file__).resolve().parents[1])]
 sys.path += [os.environ[name] for name in ("DOORS",) if name in os.environ]
+
+from tests.gpu import test_fp8
+
 VOCABULARY, LENGTH = 32_000, 1024
 WARM, MEASURED = 4, 8
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -279,28 +285,9 @@ def other_bits(call: Callable[..., Tensor], *inputs: Tensor) -> str:
     return " ".join(f"{share:8.1e}" for share in shares)
 
 
-class Net(nn.Module):
-    """Three perceptrons with a residual, over tokens."""
-
-    def __init__(self, outputs: int, *, bias: bool) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.embed = nn.Embedding(outputs, 256)
-        self.norms = nn.ModuleList(nn.LayerNorm(256) for _ in range(3))
-        self.ups = nn.ModuleList(nn.Linear(256, 1024) for _ in range(3))
-        self.downs = nn.ModuleList(nn.Linear(1024, 256, bias=False) for _ in range(3))
-        self.read = nn.Linear(256, outputs, bias=bias)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        for norm, up, down in zip(self.norms, self.ups, self.downs, strict=True):
-            x = x + down(nn.functional.gelu(up(norm(x))))
-        logits: Tensor = self.read(x)
-        return logits
-
-
 def splits() -> None:
     """Print which products depend on the number of rows, and what that does to a gradient."""
+    sums()
     print("share of bf16 outputs that differ where 1/2, 5/12, 1/3 and 1/12 of the rows are alone")
     for rows, inner, outer, bias in (
         *((1536, 256, n, bias) for n in (96, 97, 1024) for bias in (False, True)),
@@ -320,12 +307,12 @@ def splits() -> None:
             print(f"  {name} {size:28s} {shares}", flush=True)
     print("relative L2 distance of a gradient over 12 texts of 128 tokens to the undivided batch's")
     for outputs, bias in ((96, False), (97, True)):
-        model = Net(outputs, bias=bias).to(DEVICE)
+        model = test_fp8.Net(outputs, bias=bias).to(DEVICE)
         draw = torch.Generator().manual_seed(2)
         batch = {n: torch.randint(outputs, (12, 128), generator=draw).to(DEVICE) for n in "xy"}
         for precision in ("bf16", "fp8"):
             by_size = [
-                window_gradient(model, batch, size, precision, of_logits)
+                window_gradient(model, batch, size, precision, test_fp8.loss)
                 for size in (12, 6, 5, 4, 1)
             ]
             far = " ".join(f"{apart(one, by_size[0]):.1e}" for one in by_size[1:])
@@ -333,8 +320,22 @@ def splits() -> None:
             print(f"  {precision}, {layer}, micro-batches of 6, 5, 4, 1: {far}", flush=True)
 
 
-def of_logits(model: nn.Module, micro: dict[str, Tensor]) -> wb.Loss:
-    return wb.cross_entropy(model(micro["x"]), micro["y"])
+def sums() -> None:
+    """Print how far the gradient of a weight, added in parts of the rows, is from float64."""
+    print("distance to float64 of a weight's gradient that is added in 1, 2, 4 and 12 parts")
+    for rows, inner, outer in ((1536, 256, 1024), (8192, 4096, 4096)):
+        g, x = (torch.randn(rows, n, device=DEVICE).bfloat16() for n in (outer, inner))
+        exact = g.double().t() @ x.double()
+        for dtype in (torch.bfloat16, torch.float32):
+            far = []
+            for number in (1, 2, 4, 12):
+                made = torch.zeros(outer, inner, device=DEVICE)
+                pairs = (one.to(dtype).tensor_split(number) for one in (g, x))
+                for left, right in zip(*pairs, strict=True):
+                    out = {"out_dtype": torch.float32} if dtype is torch.bfloat16 else {}
+                    torch.addmm(made, left.t(), right, **out, out=made)  # type: ignore[call-overload]
+                far.append(f"{float((made.double() - exact).norm() / exact.norm()):.1e}")
+            print(f"  {rows} x {inner} x {outer}, {dtype}: {' '.join(far)}", flush=True)
 
 
 def window_gradient(
@@ -433,47 +434,89 @@ def between_splits(llama: Llama, layers: int) -> None:
 # ----------------------------------------------------------------------------- curve
 
 
-def curve(updates: int, every: int, precisions: Sequence[str], size: Sequence[int]) -> None:
-    """Train bytes-gpt in each precision from the same weights, and print the losses."""
+def trained(precision: str, options: argparse.Namespace) -> list[float]:
+    """Return the losses of bytes-gpt in this precision; weights and batches are always the same."""
     from wholebatch.cli.recipes import bytes_gpt
 
-    bytes_gpt.WIDTH, bytes_gpt.LAYERS, bytes_gpt.HEADS, bytes_gpt.CONTEXT = size
+    bytes_gpt.WIDTH, bytes_gpt.LAYERS, bytes_gpt.HEADS, bytes_gpt.CONTEXT = options.size
     corpus = bytes_gpt.data()
-    losses: dict[str, list[float]] = {}
-    batch_size, micro = 64, 16
-    for precision in precisions:
-        torch.manual_seed(0)
-        model = bytes_gpt.model().to(DEVICE)
-        optimizer = torch.optim.AdamW(
-            model.parameters(), lr=3e-4, weight_decay=0.1, fused=DEVICE == "cuda"
-        )
-        schedule = bytes_gpt.scheduler(optimizer, updates)
-        options: dict[str, Any] = {"precision": precision, "clip_norm": 1.0, "scheduler": schedule}
-        window = wb.WholeBatch(
-            model,
-            optimizer,
-            loss=bytes_gpt.loss,
-            units=bytes_gpt.units,
-            micro_batch=micro,
-            **options,
-        )
-        count = sum(p.numel() for p in model.parameters())
-        print(f"{precision}: {count / 1e6:.0f} M parameters", flush=True)
-        generator = torch.Generator().manual_seed(2)
-        losses[precision] = []
-        began = time.perf_counter()
-        for _ in range(updates):
-            places = torch.randint(len(corpus), (batch_size,), generator=generator).tolist()
-            samples = [corpus[place] for place in places]
-            batch = {k: torch.stack([one[k] for one in samples]).to(DEVICE) for k in samples[0]}
-            losses[precision].append(float(window.step(batch).loss))
-        print(f"  {updates} updates in {time.perf_counter() - began:.0f} s", flush=True)
-        del window, model, optimizer
-        free()
-    print("update   " + "".join(f"{name:>10s}" for name in precisions) + "   (mean since the last)")
-    for last in range(every, updates + 1, every):
-        means = [statistics.fmean(losses[name][last - every : last]) for name in precisions]
-        print(f"{last:6d}   " + "".join(f"{mean:10.4f}" for mean in means))
+    torch.manual_seed(0)
+    model = bytes_gpt.model().to(DEVICE)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=3e-4, weight_decay=0.1, fused=DEVICE == "cuda"
+    )
+    window = wb.WholeBatch(
+        model,
+        optimizer,
+        loss=bytes_gpt.loss,
+        units=bytes_gpt.units,
+        micro_batch=options.batch // 2,
+        precision=precision,  # type: ignore[arg-type]
+        clip_norm=1.0,
+        scheduler=bytes_gpt.scheduler(optimizer, options.updates),
+        execute="graph" if DEVICE == "cuda" else "eager",
+    )
+    count = sum(p.numel() for p in model.parameters())
+    generator = torch.Generator().manual_seed(2)
+    losses, began = [], time.perf_counter()
+    for _ in range(options.updates):
+        places = torch.randint(len(corpus), (options.batch,), generator=generator).tolist()
+        samples = [corpus[place] for place in places]
+        batch = {k: torch.stack([one[k] for one in samples]).to(DEVICE) for k in samples[0]}
+        losses.append(float(window.step(batch).loss))
+    seconds = time.perf_counter() - began
+    mode = window._runner.executor.mode
+    print(f"{precision}: {count / 1e6:.0f} M parameters, {seconds:.0f} s, {mode}", flush=True)
+    return losses
+
+
+def curve(options: argparse.Namespace) -> None:
+    """Train in all precisions side by side, each in a process of its own, and print the losses."""
+    every, means = options.every, dict[str, list[float]]()
+    if len(options.precisions) == 1:
+        losses = trained(options.precisions[0], options)
+        starts = range(0, options.updates - every + 1, every)
+        found = [round(statistics.fmean(losses[start : start + every]), 4) for start in starts]
+        print(f"MEANS {json.dumps(found)}", flush=True)
+        return
+    command = [sys.executable, *sys.argv, "--precisions"]
+    runs = {
+        precision: subprocess.Popen([*command, precision], stdout=subprocess.PIPE, text=True)
+        for precision in options.precisions
+    }
+    for precision, run in runs.items():
+        for line in run.communicate()[0].splitlines():
+            if line.startswith("MEANS "):
+                means[precision] = json.loads(line.removeprefix("MEANS "))
+            else:
+                print(line, flush=True)
+    print("update   " + "".join(f"{name:>10s}" for name in means) + "   (mean since the last)")
+    for number, row in enumerate(zip(*means.values(), strict=True), 1):
+        print(f"{number * every:6d}   " + "".join(f"{mean:10.4f}" for mean in row))
+    if options.out is not None:
+        sizes = {"batch": options.batch, "size": options.size, "every": every}
+        options.out.write_text(json.dumps({**sizes, "means": means}) + "\n", encoding="utf-8")
+
+
+def draw(file: Path, image: Path) -> None:
+    """Draw the losses that `curve --out` has written."""
+    import matplotlib as mpl
+
+    mpl.use("svg")
+    mpl.rcParams["svg.hashsalt"] = "wholebatch"
+    from matplotlib import pyplot
+
+    found = json.loads(file.read_text(encoding="utf-8"))
+    figure, axes = pyplot.subplots(figsize=(7, 3.6))
+    for (name, means), width in zip(found["means"].items(), (2.6, 1.0), strict=True):
+        updates = [found["every"] * number for number in range(1, len(means) + 1)]
+        axes.plot(updates, means, label=f"{name} ({means[-1]:.3f} in the end)", lw=width)
+    axes.set_xlabel("update")
+    axes.set_ylabel("loss (nats per byte)")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    figure.tight_layout()
+    figure.savefig(image, metadata={"Date": None})
 
 
 def main() -> None:
@@ -497,11 +540,16 @@ def main() -> None:
     of_distance.add_argument("--layers", type=int, default=2)
     of_curve = commands.add_parser("curve")
     of_curve.add_argument("--updates", type=int, default=2000)
-    of_curve.add_argument("--every", type=int, default=100)
+    of_curve.add_argument("--every", type=int, default=50)
+    of_curve.add_argument("--batch", type=int, default=32)
     of_curve.add_argument("--precisions", nargs="+", default=["bf16", "fp8"])
     of_curve.add_argument(
-        "--size", type=int, nargs=4, default=[768, 12, 12, 512], help="width, layers, heads, length"
+        "--size", type=int, nargs=4, default=[896, 13, 14, 256], help="width, layers, heads, length"
     )
+    of_curve.add_argument("--out", type=Path, help="where to write the means, as JSON")
+    of_draw = commands.add_parser("draw")
+    of_draw.add_argument("file", type=Path)
+    of_draw.add_argument("image", type=Path)
     options = parser.parse_args()
     if options.command == "speed":
         speed(options.rows, options.budget, profiles=options.profile)
@@ -511,8 +559,10 @@ def main() -> None:
         splits()
     elif options.command == "distance":
         distance(options.model, options.layers)
+    elif options.command == "curve":
+        curve(options)
     else:
-        curve(options.updates, options.every, options.precisions, options.size)
+        draw(options.file, options.image)
 
 
 if __name__ == "__main__":

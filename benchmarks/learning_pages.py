@@ -3,6 +3,8 @@
 wholebatch rival bytes-gpt --seconds 100 --rates 0.5,1 --out docs/benchmarks/rival.json
 python benchmarks/gpu_batch_size.py --out docs/benchmarks/batch_size.json
 python benchmarks/learning_pages.py
+
+Also draws docs/images/batch-size.svg (with matplotlib).
 """
 
 from __future__ import annotations
@@ -25,15 +27,19 @@ model has learned from it. *rate* is the factor of the learning rate; where the 
 better still. The run is short: measure your own recipe.
 """
 
-BATCH_SIZE = """# A batch that follows the noise
+BATCH_SIZE = """# A batch that follows the noise and the decay
 
-`python benchmarks/gpu_batch_size.py --model {model} --sequences {sequences}`, on {device}: bytes-gpt with {parameters:,}
-parameters, {sequences:,} sequences of {context} bytes in each run, torch {torch}, {date}. `auto` begins with the small
-batch, doubles as the critical batch grows, and doubles as the schedule lowers the rate. The large batch is the one that
-`auto` had in the middle of its data: what the noise advises. The target is the large batch's loss at its end, on 256
-sequences that no run learns from. The learning rate is {rate:g} at the batch that it is for, follows by the square root,
-and decays by a cosine to a tenth. One run of each: two runs that differ in nothing but their seed may end as far apart as
-these do, so a small difference says nothing.
+```console
+{command}
+```
+
+On {device}, torch {torch}, {date}: bytes-gpt with 126 M parameters. Each run sees {sequences:,} sequences of {context}
+bytes, or 1.08 times as many; those of a seed see the same data from the same first weights. The rate warms up over a
+twentieth of the data, and then decays by a cosine to a tenth. The rates are those of the large batch; the small one has
+1/√2 of it. `auto` begins with the large batch. `seesaw` is `auto` with the square root alone for the rate, whatever the
+share of the noise. The target is the lowest loss with which a large batch ends, on 256 sequences that no run learns from,
+looked at 16 times in a run. A fixed batch with a schedule of another length may reach it somewhat earlier; that was not
+measured.
 """
 
 
@@ -53,6 +59,63 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
+def measured(one: dict[str, Any]) -> list[Any]:
+    """Return the last looks of a run, each with the critical batch; the first had none yet."""
+    return list(zip(one["held_out"][-len(one["critical"]) :], one["critical"], strict=True))
+
+
+def verdict(rows: list[dict[str, Any]]) -> list[str]:
+    """Return the updates, the data and the loss of every `auto` beside its seed's large batch."""
+    lines = []
+    for row in rows:
+        large = min(
+            (r for r in rows if (r["run"], r["seed"]) == ("large", row["seed"])),
+            key=lambda r: r["held-out loss"],
+        )
+        if row["run"] != "auto":
+            continue
+        updates, data = (row[n] / large[n] for n in ("updates", "sequences"))
+        line = (
+            f"- Seed {row['seed']}, {data:.0%} of the data: `auto` made {updates:.1%} of the updates of the large batch, "
+            f"and ended at {row['held-out loss']:.4f} beside {large['held-out loss']:.4f}. "
+        )
+        made = row["updates to target"]
+        reached = "It did not reach the target."
+        if made:
+            share, seen = made / large["updates"], row["sequences to target"] / large["sequences"]
+            reached = (
+                f"It reached the target in {share:.1%} of the updates, with {seen:.1%} of the data."
+            )
+        lines.append(line + reached)
+    return lines
+
+
+def plot(runs: list[dict[str, Any]], file: Path) -> None:
+    import matplotlib as mpl
+
+    mpl.use("svg")
+    mpl.rcParams["svg.hashsalt"] = "wholebatch"
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4))
+    colours = {"small": "#a8b3c2", "large": "#4c6ef5", "auto": "#1a8f74", "seesaw": "#e8590c"}
+    styles, seen = {"0": "-", "1": "--"}, set()
+    for one in runs:
+        name, rate, seed, *_ = one["run"].split(":")
+        if rate != "1":
+            continue
+        label = None if name in seen else name
+        seen.add(name)
+        updates, _, losses = zip(*one["held_out"], strict=True)
+        axes.plot(updates, losses, styles[seed], color=colours[name], label=label, marker=".", lw=1)
+    axes.set_xlabel("updates")
+    axes.set_ylabel("held-out loss")
+    axes.set_ylim(top=2.0)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(file, metadata={"Date": None}, bbox_inches="tight")
+
+
 def main() -> None:
     rival = json.loads((FOLDER / "rival.json").read_text(encoding="utf-8"))
     about = rival["about"]
@@ -61,23 +124,19 @@ def main() -> None:
     (FOLDER / "rival.md").write_text("\n".join(lines), encoding="utf-8")
 
     found = json.loads((FOLDER / "batch_size.json").read_text(encoding="utf-8"))
-    lines = [BATCH_SIZE.format(**found), *table(found["rows"]), ""]
-    large, auto, *_ = found["rows"]
-    reached = auto["updates to target"]
+    plot(found["runs"], FOLDER.parent / "images" / "batch-size.svg")
+    lines = [BATCH_SIZE.format(**found), *table(found["rows"]), "", *verdict(found["rows"]), ""]
+    lines += [found["note"], ""] if "note" in found else []
     lines += [
-        f"Over the same data, `auto` made {auto['updates'] / large['updates']:.0%} of the updates of the large "
-        f"batch, and ended at a held-out loss of {auto['held-out loss']:.4f} beside {large['held-out loss']:.4f}. "
-        + (
-            f"It reached the loss of the large batch in {reached / large['updates']:.0%} of its updates."
-            if reached
-            else "It did not reach the loss of the large batch."
-        ),
+        "![Held-out loss over updates](../images/batch-size.svg)",
         "",
-        "Held-out loss after updates:",
+        "The critical batch that `auto` measured, in sequences, after updates:",
         "",
         *(
-            f"- {name}: " + ", ".join(f"{loss:.3f} ({made})" for made, _, loss in points)
-            for name, points in found["curves"].items()
+            f"- {one['run']}: "
+            + ", ".join(f"{size:.0f} ({made})" for (made, *_), size in measured(one))
+            for one in found["runs"]
+            if one["critical"]
         ),
         "",
     ]

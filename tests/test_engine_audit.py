@@ -81,11 +81,8 @@ def test_the_look_costs_one_micro_batch_once() -> None:
     model = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3)).double()
     calls = []
 
-    def counted(model: nn.Module, micro: Any) -> wb.Loss:
-        calls.append(len(micro["y"]))
-        return loss(model, micro)
-
-    train = wb.WholeBatch(model, sgd(model), loss=counted, micro_batch=10)
+    model.register_forward_pre_hook(lambda _, args: calls.append(len(args[0])))
+    train = wb.WholeBatch(model, sgd(model), loss=loss, micro_batch=10)
     train.step(samples(20))
     # Four samples beside their halves, with backwards but for the last.
     assert calls == [4, 2, 2, 2, 10, 10]

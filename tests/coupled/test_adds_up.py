@@ -13,9 +13,11 @@ from torch.nn import functional as F
 
 import wholebatch as wb
 from tests.support import mlp, samples, sgd
+from wholebatch.core.forward_state import ForwardState
 from wholebatch.core.options import grouped
 from wholebatch.core.splitting.samples import layout_of
 from wholebatch.coupled.adds_up import check_adds_up
+from wholebatch.coupled.sample_runs import SampleRun, Tolerance
 
 SIZES = [(8, 20), (4, 10), (2, 7)]  # of the micro-batch, of the batch
 Case = tuple[Callable[[Any, Any], Any], type[Exception], str]
@@ -130,6 +132,19 @@ def test_each_cause_is_named_before_anything_moves(name: str, dtype: torch.dtype
     assert (
         wb.WholeBatch(model, sgd(model), **grouped(options)).step(samples(40, dtype=dtype)).update
     )
+
+
+def test_rounding_of_a_large_sum_is_no_gap() -> None:
+    """Liger's fused loss adds a weight's gradient in 16 bit: 0.4% of a sum of 116 norms is lost."""
+
+    def run(*sums: float) -> SampleRun:
+        made = torch.tensor([[*sums, 1.0]], dtype=torch.float64)
+        return SampleRun({}, made, ForwardState(nn.Linear(1, 1)))
+
+    sixteen_bit = Tolerance(5e-2, 1e-2, 1e-2, 5e-2)
+    assert sixteen_bit.gradient_gap(run(0.0, 0.0, 116.0), [run(0.0, 0.0, 115.5)]) is None
+    assert sixteen_bit.gradient_gap(run(0.0, 0.0, 116.0), [run(0.0, 0.0, 58.0)]) == (0, 0.5)
+    assert sixteen_bit.gradient_gap(run(0.5, 0.0, 116.0), [run(0.0, 0.0, 116.0)]) == (0, 0.5)
 
 
 def test_what_is_added_once_per_micro_batch_is_named_with_its_amount() -> None:

@@ -207,3 +207,11 @@ def run_rewritten(
     with torch.no_grad():
         outputs = rewritten.graph(*trained, *others, *inputs.tensors, seed, *casts, *buffers)
     return rewritten, list(outputs), [buffer - held for buffer in buffers]
+
+
+BETA = 1.0
+
+
+def beta() -> float:
+    """Read a global of this module, for a loss function of another one."""
+    return BETA

@@ -21,9 +21,11 @@ import wholebatch as wb
 from tests.execute.nets import Tagger, loss, mean_of_tokens, mode_of, tagged
 from tests.support import Seen, Whole, sgd
 from wholebatch.compile import compile_workers, execute_mode, joint_graph, micro_step
-from wholebatch.compile.compile_workers import CompileWorkers, Pending, job_of
+from wholebatch.compile.compile_workers import CompileWorkers, Pending, check_of, job_of
 from wholebatch.compile.disk_cache import claimed
 from wholebatch.compile.execute_mode import ExecutePlan
+from wholebatch.compile.joint_graph import JointStep
+from wholebatch.compile.layer_norm import can_fuse_norms
 from wholebatch.compile.repeated_blocks import PieceProgram, _Input, _Result
 
 # Inductor's own imports warn; a compiled piece is collected late.
@@ -108,13 +110,16 @@ def test_a_worker_fills_the_cache_and_the_run_loads_it(beside: None) -> None:
     assert train._runner.executor.progress is None
 
 
+CONNECTED = (
+    "import socket, sys; c = socket.socket(fileno=int(sys.argv[2])); "
+    "s = socket.socket(fileno=socket.recv_fds(c, 1, 1)[1][0]); s.recv(9); "
+)
 WORKERS = {
     "ends at once": "",
-    "ends in the middle": "import sys; sys.stdin.buffer.read(9)",
-    "says nonsense": "import sys; sys.stdin.buffer.read(9); print('half', flush=True)",
+    "ends in the middle": CONNECTED,
+    "says nonsense": CONNECTED + "s.send(b'half\\n')",
     "hangs": "import time; time.sleep(600)",
-    "fails": 'import sys; sys.stdin.buffer.read(9); print(\'{"problem": "no"}\', flush=True); '
-    "sys.stdin.buffer.read()",
+    "fails": CONNECTED + 's.send(b\'{"problem": "no"}\\n\'); s.recv(1 << 30); s.recv(1)',
 }
 
 
@@ -260,6 +265,26 @@ def test_what_is_not_plain_data_is_compiled_here() -> None:
         piece = PieceProgram([(target, (_Input(0), argument), {})], [MATRIX], [0])
         with pytest.raises(pickle.PicklingError):
             job_of(piece, OPTIONS)
+
+
+def test_a_kernel_is_checked_by_a_job_and_left_out_if_it_is_wrong(
+    beside: None, as_traced: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compile_workers, "versions_of", lambda device: "of now")
+    job = check_of(can_fuse_norms, torch.device("cpu"))
+    assert not job.known
+    compile_workers._compile(job.message)
+    assert job.known
+    monkeypatch.setattr(micro_step, "compile_workers", lambda _: None)
+    asked: list[JointStep] = []
+
+    def holds(joint: JointStep) -> bool:
+        asked.append(joint)
+        return len(asked) > 1
+
+    monkeypatch.setattr(JointStep, "kernels_hold", holds)
+    trained(Tagger().double(), execute="compile", patience=30.0)
+    assert asked[0] is not asked[1]  # It was made again.
 
 
 def test_a_message_names_no_module_of_the_user() -> None:

@@ -122,8 +122,7 @@ def test_norms_that_are_one_operation_make_the_update_of_the_undivided_batch(
     """With the stand-in that a CPU has for the kernel, for one shape and for open sizes."""
     from wholebatch.compile import joint_graph as joint
 
-    monkeypatch.setattr(joint, "can_fuse_norms", lambda _: True)
-    monkeypatch.setattr(joint, "can_fuse_gelu", lambda _: True)
+    monkeypatch.setattr(joint, "is_checked", lambda *_: True)
     model = Blocks().double()
     whole = Whole(model, loss=mean_of_tokens)
     train = wb.WholeBatch(model, sgd(model), loss=loss, micro_batch=3, execute="compile")

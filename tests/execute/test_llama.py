@@ -172,7 +172,10 @@ def test_only_a_mask_that_always_is_causal_is_left_out(kind: str) -> None:
 
 
 class Reads(nn.Module):
-    """Pairs of layers on one input: applied twice, by themselves elsewhere, and with biases."""
+    """Pairs of layers on one input: applied twice, by themselves elsewhere, and with biases.
+
+    The backward reads the result of one layer of `read_again`, and not that of the other.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -180,6 +183,7 @@ class Reads(nn.Module):
         self.embed = nn.Embedding(64, 8)
         self.twice = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(2))
         self.apart = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(2))
+        self.read_again = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(2))
         self.odd = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
         self.read = nn.Linear(8, 64)
 
@@ -189,6 +193,7 @@ class Reads(nn.Module):
             x = x + self.twice[0](x).sin() * self.twice[1](x)
         x = x + self.apart[0](x).sin() * self.apart[1](x)
         x = x + self.apart[1](x)
+        x = x + self.read_again[0](x) + self.read_again[1](x).sin()
         x = x + self.odd[0](x).sin() * self.odd[1](x) * self.odd[2](x).cos()
         logits = self.read(x).flatten(0, 1)
         return nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum")
@@ -198,8 +203,10 @@ def test_layers_used_twice_and_biases_of_odd_sizes() -> None:
     model, micro = Reads(), _micro()
     given = _traced(model, micro, _sum)
     rewritten, found = _gradients(*given, Fusions(products=True, shared_inputs=True))
-    assert rewritten.shared_products == 2 + 1 + 2
-    assert len(rewritten.joined) == 2 + 1 + 2  # Weights and buffers; `apart` only its weights.
+    assert rewritten.shared_products == 2 + 1 + 1 + 2
+    assert len(rewritten.joined) == 2 + 1 + 2 + 2  # Weights and buffers; `apart` only its weights.
+    called = [node.target for node in rewritten.graph.graph.nodes]
+    assert called.count(torch.ops.aten.clone.default) == 1
     exact = model.double()
     _sum(exact, micro).total.mul(0.25).backward()
     assert distance(found, [one.grad for one in exact.parameters()]) <= 1e-12  # type: ignore[misc]

@@ -228,7 +228,7 @@ def test_a_good_verdict_is_kept_for_the_next_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(fusion, "_versions", lambda device: f"of {device}")
+    monkeypatch.setattr(fusion, "versions_of", lambda device: f"of {device}")
     asked: list[str] = []
 
     def check(device: torch.device) -> bool:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import array
+import contextvars
 import functools
+import os
 import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -14,10 +17,11 @@ import torch
 from torch import Tensor, nn
 
 import wholebatch as wb
+from tests.execute import nets
 from tests.execute.nets import Micro, loss, mode_of, tagged, traced
 from tests.support import Whole, mlp, samples, sgd
 from wholebatch.compile import ExecuteWarning
-from wholebatch.compile.captured_state import Reach
+from wholebatch.compile.captured_state import Fingerprint, Reach
 
 COUNTED = {"calls": 0}
 
@@ -326,3 +330,114 @@ def test_a_method_reads_the_attributes_that_its_code_names_and_no_others() -> No
     Base.depth = 4.0
     assert reach.changed() is not None
     Base.depth = 2.0
+
+
+class Slotted:
+    __slots__ = ("beta",)
+    beta: float
+
+
+class Fixed:
+    """Values on the class: read by name, by a static method, or in a dict of the class."""
+
+    beta = 1.0
+    table = {"beta": 1.0}  # noqa: RUF012
+
+    @staticmethod
+    def value() -> float:
+        return Fixed.beta
+
+
+def own_attribute() -> float:
+    return own_attribute.beta  # type: ignore[attr-defined, no-any-return]
+
+
+def nested(levels: int) -> tuple[SimpleNamespace, SimpleNamespace]:
+    """Return a chain of namespaces, linked by `a`: the first and the last one."""
+    first = last = SimpleNamespace()
+    for _ in range(levels):
+        last.a = SimpleNamespace()
+        last = last.a
+    last.beta = 1.0
+    return first, last
+
+
+SLOTTED, NUMBERS, BYTES = Slotted(), numpy.ones(3), array.array("d", [1.0])
+CONTEXT = contextvars.ContextVar("beta", default=1.0)
+FIRST, LAST = nested(6)
+MANY = dict.fromkeys(range(2000), 1.0)
+RATED = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+RATES = torch.optim.lr_scheduler.LambdaLR(RATED, lambda _: 1.0)
+READ_ANYWHERE: dict[str, tuple[Callable[[], Any], Callable[[float], Any]]] = {
+    "an imported module": (lambda: nets.BETA, lambda b: setattr(nets, "BETA", b)),
+    "its function": (lambda: nets.beta(), lambda b: setattr(nets, "BETA", b)),
+    "a class": (lambda: Fixed.beta, lambda b: setattr(Fixed, "beta", b)),
+    "its method": (lambda: Fixed.value(), lambda b: setattr(Fixed, "beta", b)),
+    "its dict": (lambda: Fixed.table["beta"], lambda b: Fixed.table.update(beta=b)),
+    "slots": (lambda: SLOTTED.beta, lambda b: setattr(SLOTTED, "beta", b)),
+    "a function's attribute": (own_attribute, lambda b: setattr(own_attribute, "beta", b)),
+    "six levels": (lambda: FIRST.a.a.a.a.a.a.beta, lambda b: setattr(LAST, "beta", b)),
+    "a large dict": (lambda: MANY[7], lambda b: MANY.update({7: b})),
+    "a context": (lambda: CONTEXT.get(), lambda b: CONTEXT.set(b)),
+    "an array": (lambda: BYTES[0], lambda b: BYTES.__setitem__(0, b)),
+    "numpy": (lambda: NUMBERS.sum(), lambda b: NUMBERS.__setitem__(1, b)),
+    "environ": (lambda: os.environ["BETA"], lambda b: os.environ.update(BETA=str(b))),
+    "getenv": (lambda: os.getenv("BETA"), lambda b: os.environ.update(BETA=str(b))),
+    "a rate": (
+        lambda: RATED.param_groups[0]["lr"],
+        lambda b: RATED.param_groups[0].update(lr=b),
+    ),
+    "a schedule": (lambda: RATES.get_last_lr()[0], lambda b: setattr(RATES, "_last_lr", [b])),
+}
+
+
+@pytest.mark.parametrize("name", READ_ANYWHERE)
+def test_a_value_that_the_loss_reads_from_anywhere(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None of these was noticed: a compiled loss went on with the value of its first window."""
+    read, write = READ_ANYWHERE[name]
+    monkeypatch.setenv("BETA", "1.0")
+    write(1.0)
+
+    def loss(model: nn.Module, micro: Micro) -> Tensor:
+        return float(read()) * model(micro["x"]).sum(1)
+
+    fingerprint = Fingerprint(mlp(), loss)
+    assert fingerprint.holds()
+    write(3.0)
+    assert fingerprint.changed() is not None
+
+
+def test_a_module_whose_function_or_part_is_another_one() -> None:
+    """Also of a module that is not trained, and that only the loss function holds."""
+    model, teacher = Net(capped), nn.Sequential(nn.Linear(3, 3))
+
+    def loss(model: nn.Module, micro: Micro) -> Tensor:
+        out: Tensor = teacher(model(micro["x"])).sum(1)
+        return out
+
+    for change in (
+        lambda: setattr(model, "more", looks_up),
+        lambda: setattr(model.last, "forward", model.first.forward),
+        lambda: setattr(model, "last", nn.Linear(8, 3)),
+        lambda: setattr(teacher[0], "weight", nn.Parameter(torch.eye(3))),
+        lambda: teacher.__setitem__(0, nn.Tanh()),
+    ):
+        fingerprint = Fingerprint(model, loss)
+        assert fingerprint.holds()
+        change()
+        assert not fingerprint.holds()
+
+
+def test_what_a_trace_changes_on_a_class_or_in_slots_is_put_back() -> None:
+    def loss(model: nn.Module, micro: Micro) -> float:
+        return Fixed.beta * SLOTTED.beta
+
+    SLOTTED.beta = 1.0
+    reach = Reach(mlp(), loss)
+    before = Fixed.beta
+    Fixed.beta, SLOTTED.beta = before + 1, 2.0
+    assert reach.written() is not None
+    reach.restore()
+    assert (Fixed.beta, SLOTTED.beta) == (before, 1.0)

@@ -71,18 +71,18 @@ def test_products_do_not_depend_on_the_number_of_rows() -> None:
 class Net(nn.Module):
     """Three perceptrons with a residual, over tokens.
 
-    The output layer has no bias: with one, cuBLAS adds its bf16 products up in parts for some
-    numbers of rows, so that the logits of a sample depend on the number of samples beside it.
+    With a bias in the output layer, cuBLAS adds its bf16 products up in parts for some numbers of
+    rows, so that the logits of a sample depend on the number of samples beside it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, outputs: int = 96, *, bias: bool = False) -> None:
         super().__init__()
         torch.manual_seed(1)
-        self.embed = nn.Embedding(96, 256)
+        self.embed = nn.Embedding(outputs, 256)
         self.norms = nn.ModuleList(nn.LayerNorm(256) for _ in range(3))
         self.ups = nn.ModuleList(nn.Linear(256, 1024) for _ in range(3))
         self.downs = nn.ModuleList(nn.Linear(1024, 256, bias=False) for _ in range(3))
-        self.read = nn.Linear(256, 96, bias=False)
+        self.read = nn.Linear(256, outputs, bias=bias)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)

@@ -87,6 +87,42 @@ def test_same_bits_as_the_plain_window(
     assert all(p.grad_dtype is p.dtype for p in swapped.parameters())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_moments_that_stay_beside_recorded_steps(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("wholebatch.offload.parameter_buckets._SMALLEST_BUCKET", 16)
+    models = [mlp(dtype=dtype) for _ in range(2)]
+    plain, swapped = made(models[0], gradients="device"), made(models[1])
+    store: Any = swapped._window.store
+    store.for_graphs([])  # as if micro-steps were recorded
+    optimizer = optimizer_of(swapped)
+    orders = []
+    for number in range(7):
+        for train in (plain, swapped):
+            train.step(samples(10 + number, dtype=dtype))
+        assert all(map(torch.equal, *(model.parameters() for model in models)))
+        for one, other in zip(*(model.parameters() for model in models), strict=True):
+            right = optimizer_of(plain).state[one]
+            assert all(torch.equal(right[name], optimizer.state[other][name]) for name in right)
+        [way] = store._ways.values()
+        assert len(way.rows) == 3 < len(store._sums.buckets)
+        orders.append([store._place(bucket) for bucket in store._sums.buckets])
+        if number == 3:  # a step that fails before it changes anything
+            step = type(optimizer).step
+            with pytest.MonkeyPatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+                patch.setattr(type(optimizer), "step", _fails)
+                swapped.step(samples(10, dtype=dtype))
+            assert type(optimizer).step is step
+        if number == 4:
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert orders[0] != orders[1]  # those that have stayed are the first to leave
+
+
+def _fails(*_: Any, **__: Any) -> None:
+    raise torch.OutOfMemoryError("out of memory")
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 def test_tied_weights_unused_parameters_and_other_memory_orders(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(1)

@@ -372,12 +372,6 @@ def paced(config: Config, recipe: Recipe, batches: Batches) -> Config:
     return replace(config, base_batch=base)
 
 
-def _growing(config: Config, text: str, batches: Batches) -> AutoBatch:
-    """Return the growing batch size; it is limited by `auto:FIRST-LARGEST` and by the data."""
-    limits = [size for size in (parse_auto(text)[1], batches.length) if size is not None]
-    return AutoBatch(config.batch_size, min(limits, default=None))
-
-
 class Pace:
     """Sets the size of every batch before it is read, and the rate before the update is made."""
 
@@ -400,7 +394,8 @@ class Pace:
         self.auto: AutoBatch | None = None
         first, rule = None, config.lr_rule or "none"
         if text is not None and config.grows:
-            self.auto = _growing(config, text, batches)
+            limits = [size for size in (parse_auto(text)[1], batches.length) if size is not None]
+            self.auto = AutoBatch(config.batch_size, min(limits, default=None))
             adaptive = all("betas" in group for group in optimizer.param_groups)
             first, rule = self.auto.first, config.lr_rule or ("sqrt" if adaptive else "linear")
         elif text is not None:
@@ -439,7 +434,8 @@ class Pace:
         size = self._batches.batch_size
         if self._batches.kind == "loader":
             size = self._follow.base_batch
-        self._follow.set(size, warmth=self._warmth(samples))
+        gain = 1.0 if self.auto is None else self.auto.gain
+        self._follow.set(size, warmth=self._warmth(samples), gain=gain)
         return self._follow.rates()
 
     def end(self, step: Step, noise: NoiseScale | None) -> None:

@@ -5,19 +5,22 @@ into the graph. Afterwards that Python does not run again. So the values it read
 weight, `training`, a global number) are compared again at every window, and if one has changed, the
 graph is made again. Its changes (a list that grows, a counter) would happen only once: they are
 undone, and refused. Both are detected by comparing all reachable state: the attributes of modules,
-closures, defaults, the globals that the code names, the object that a method is bound to, and the
-containers that modules hold.
+closures, defaults, the globals that the code names, what it names of classes and of imported Python
+modules, the object that a method is bound to, and the containers that modules hold.
 """
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import operator
+import os
 import random
 import sys
 import types
+from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
@@ -29,13 +32,17 @@ from wholebatch.compile.value_reads import SMALL
 
 PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
 _CONTAINERS = (dict, list, set, deque)
-_DEPTH = 4
+_DEPTH = 12
+"""The limit on levels; a function counts for three."""
 _THINGS = 1000
 """The limit on visited objects; any more are ignored."""
 _ITEMS = 1000
+"""So many items of a container are looked into."""
+_COMPARED = 10_000
 """Longer containers are compared by length only."""
 _KEPT = 2**16
 FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
+_CODE = (*FUNCTIONS, types.BuiltinFunctionType)
 _FOREIGN = {
     *("torch", "numpy", "accelerate", "lightning", "pytorch_lightning", "lightning_fabric"),
     *("logging", "threading", "wholebatch", "builtins", "typing"),
@@ -47,12 +54,7 @@ _BY_NAME = {"getattr", "vars", "__dict__", "__getattribute__", "named_modules", 
 _OF_RNNS = ("_flat_weights", "_flat_weight_refs")
 """Lists of weights that torch's recurrent layers keep, and rebuild when the weights change."""
 _COMPILED = ("OptimizedModule", "RecursiveScriptModule", "TopLevelTracedModule")
-_HOOKS = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class Reach:
@@ -64,7 +66,7 @@ class Reach:
 
     def __init__(self, model: nn.Module, loss: Any, *, every: bool = True) -> None:
         self._seen = {id(module) for module in model.modules()}
-        self._names: set[str] = set()
+        self._names = {"forward"}  # what the code reads by name
         self._owners: dict[int, bool] = {}  # by id: True if its methods name what they read
         self._things: list[_Thing] = []
         self._read_code(loss)
@@ -78,8 +80,10 @@ class Reach:
             for name, value in vars(module).items():
                 if not name.startswith("_") and (every or name in in_forward):
                     self._visit(value, f"{prefix}.{name}".lstrip("."), 1, mentioned=False)
+            if type(module) in methods:
+                self._visit(type(module), type(module).__name__, _DEPTH - 1, mentioned=True)
             for function in methods.pop(type(module), ()):
-                self._visit(function, function.__qualname__, _DEPTH - 1, mentioned=True)
+                self._visit(function, function.__qualname__, _DEPTH - 3, mentioned=True)
 
     def changed(self) -> str | None:
         """Return the name of the first value that has changed, or None."""
@@ -126,19 +130,15 @@ class Reach:
             inner = [item for item in code.co_consts if isinstance(item, types.CodeType)]
             stack += [(item, owner) for item in inner]
             named = [getattr(one, "__globals__", {}).get(name) for name in code.co_names]
-            libraries = [one for one in named if isinstance(one, types.ModuleType)]
+            named += [value for _, _, value in _cells(one)]
+            spaces = [one for one in named if _is_namespace(one)]
+            kinds = [kind for one in (*spaces, type(owner)) for kind in getattr(one, "__mro__", ())]
             named += [
-                _code_of(vars(kind).get(name))
-                for kind in type(owner).__mro__
+                _code_of(vars(space).get(name))
+                for space in dict.fromkeys([*spaces, *kinds])
                 for name in code.co_names
             ]
-            named += [
-                getattr(library, name, None)
-                for library in libraries
-                if library.__name__.partition(".")[0] not in _FOREIGN
-                for name in code.co_names
-            ]
-            for called in [*named, *(value for _, _, value in _cells(one))]:
+            for called in named:
                 if isinstance(called, FUNCTIONS) and not _is_foreign(_bare(called)):
                     stack.append((called, getattr(called, "__self__", owner)))
 
@@ -158,6 +158,8 @@ class Reach:
             self._things.append(_Thing(name, value, look))
         if isinstance(value, (nn.Module, functools.partial)):
             depth -= 1  # Modules are nested deeply, and a partial is no level of its own.
+        elif isinstance(value, FUNCTIONS):
+            depth += 2
         for key, item in inner[:_ITEMS]:
             self._visit(item, key, depth + 1, mentioned=mentioned)
 
@@ -175,14 +177,35 @@ class Reach:
             if _is_foreign(_bare(value)):
                 return None, list(_given(value))
             return _bindings, list(reached(value))
-        if not _is_own_object(value):
+        if value is os:
+            return None, [("os.environ", os.environ)] if {"environ", "getenv"} & self._names else []
+        if (held := self._look_of_library(value)) is not None:
+            return held, []
+        space = _is_namespace(value)
+        if not space and not _is_own_object(value):
             return None, []
-        wanted = self._names if mentioned and self._is_named(value) else None
-        return functools.partial(_attributes, wanted), [
-            (f"{name}.{key}", item)
-            for key, item in vars(value).items()
-            if wanted is None or key in wanted
-        ]
+        wanted = self._names if space or (mentioned and self._is_named(value)) else None
+        inner = [(k, v) for k, v in _fields(value).items() if wanted is None or k in wanted]
+        kinds = value.__bases__ if isinstance(value, type) else (type(value),)
+        inner += [(kind.__name__, kind) for kind in kinds if _is_namespace(kind)]
+        look = functools.partial(_attributes, wanted)
+        if space:
+            look = functools.partial(_named, [key for key in _fields(value) if key in self._names])
+        return look, [(f"{name}.{k}", v) for k, v in inner]
+
+    def _look_of_library(self, value: Any) -> Callable[[Any], Any] | None:
+        """Return how to look at a library's object that holds values of the user's, or None."""
+        if isinstance(value, contextvars.ContextVar):
+            return lambda variable: _plain(variable.get(None))
+        numpys = getattr(sys.modules.get("numpy"), "ndarray", array)
+        size = getattr(value, "nbytes", 0) if isinstance(value, numpys) else 0
+        if isinstance(value, (array, numpys)) and size <= _KEPT:
+            return lambda values: values.tobytes()
+        if isinstance(value, torch.optim.Optimizer) and "param_groups" in self._names:
+            return _rates
+        if "get_last_lr" in self._names and hasattr(value, "_last_lr"):
+            return lambda scheduler: list(map(float, scheduler._last_lr))
+        return None
 
     def _is_named(self, value: Any) -> bool:
         """True if the code names all attributes that it reads of this object.
@@ -192,7 +215,7 @@ class Reach:
         """
         if id(value) in self._owners and not hasattr(type(value), "__getattr__"):
             return self._owners[id(value)]
-        return bool(self._names & vars(value).keys())
+        return bool(self._names & _fields(value).keys())
 
 
 class _Thing:
@@ -230,8 +253,15 @@ class _Thing:
                     place.cell_contents = was
                 else:
                     place[name] = was
+        elif not isinstance(value, _CONTAINERS):
+            now = _fields(value)
+            for name in now.keys() - copy.keys():
+                delattr(value, name)
+            for name, was in copy.items():
+                if now.get(name, copy) is not was:
+                    setattr(value, name, was)
         else:
-            held = value if isinstance(value, _CONTAINERS) else vars(value)
+            held = value
             held.clear()
             if isinstance(held, (list, deque)):
                 held.extend(copy)
@@ -248,21 +278,36 @@ def _copied(value: Any) -> Any:
         return value.copy()
     if isinstance(value, FUNCTIONS):
         return list(_places(value))
-    if isinstance(value, nn.Module):  # The trace itself checks modules.
-        return None
-    return dict(vars(value))
+    if isinstance(value, nn.Module) or not (_is_namespace(value) or _is_own_object(value)):
+        return None  # The trace itself checks modules.
+    return dict(_fields(value))
 
 
 def _items(value: Any) -> Any:
-    if len(value) > _ITEMS:
+    if len(value) > _COMPARED:
         return len(value)
     if isinstance(value, set):
         return frozenset(_plain(item) for item in value)
     return [(key, _plain(item)) for key, item in _children(value)]
 
 
+def _fields(value: Any) -> dict[str, Any]:
+    """Return the attributes of an object, in `__slots__` too."""
+    if hasattr(value, "__dict__"):
+        return value.__dict__  # type: ignore[no-any-return]
+    found = [vars(kind).get("__slots__", ()) for kind in type(value).__mro__]
+    names = [n for slots in found for n in ((slots,) if isinstance(slots, str) else slots)]
+    return {name: getattr(value, name) for name in names if hasattr(value, name)}
+
+
+def _named(names: Sequence[str], space: Any) -> Any:
+    """Return what a class or an imported module holds under these names."""
+    own = vars(space)
+    return [_plain(own.get(name)) for name in names]
+
+
 def _attributes(wanted: set[str] | None, value: Any) -> Any:
-    own, kind = vars(value), type(value)
+    own, kind = _fields(value), type(value)
     if wanted is None:
         return [(key, _plain(item)) for key, item in own.items()]
     found = [(key, _plain(item)) for key, item in own.items() if key in wanted]
@@ -271,8 +316,29 @@ def _attributes(wanted: set[str] | None, value: Any) -> Any:
 
 
 def _numbers(module: nn.Module) -> Any:
-    """Return the plain attributes of a module that is not trained (a teacher)."""
-    return [(name, value) for name, value in vars(module).items() if isinstance(value, PLAIN)]
+    """Return the plain attributes and the parts of a module that is not trained (a teacher)."""
+    plain = [(name, value) for name, value in vars(module).items() if _is_plain(value)]
+    return plain, list(map(_Identity, _parts(module)))
+
+
+def _parts(module: nn.Module) -> Iterator[Any]:
+    for part in (module._parameters, module._buffers, module._modules):
+        yield from part.values()
+
+
+class _Identity:
+    """An object that equals only itself; held, so that no other is made in its place."""
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Identity) and self.held is other.held
+
+
+def _rates(optimizer: torch.optim.Optimizer) -> Any:
+    groups = optimizer.param_groups
+    return [[(k, v) for k, v in group.items() if isinstance(v, PLAIN)] for group in groups]
 
 
 def _tensor(tensor: Tensor) -> int:
@@ -338,7 +404,10 @@ def _cells(bare: Any) -> Iterator[tuple[Any, str, Any]]:
 
 
 def _bindings(function: Any) -> Any:
-    return [(name, _plain(value)) for _, name, value in _places(function)]
+    own = vars(_bare(function)).items() if isinstance(function, FUNCTIONS) else ()
+    return [(name, _plain(value)) for _, name, value in _places(function)], [
+        (name, _plain(value)) for name, value in own
+    ]
 
 
 def _given(function: Any) -> Iterator[tuple[str, Any]]:
@@ -383,7 +452,17 @@ def _is_own_object(value: Any) -> bool:
     """True if it is an object of the user's, with attributes."""
     if isinstance(value, (type, types.ModuleType)):
         return False
-    return hasattr(value, "__dict__") and not _is_foreign(type(value))
+    has_attributes = hasattr(value, "__dict__") or hasattr(type(value), "__slots__")
+    return has_attributes and not _is_foreign(type(value))
+
+
+def _is_namespace(value: Any) -> bool:
+    """True if it is a class or an imported Python module of the user's."""
+    name = value.__name__ if isinstance(value, types.ModuleType) else "builtins"
+    if isinstance(value, type):
+        name = value.__module__
+    top = name.partition(".")[0]
+    return top not in _FOREIGN and top not in sys.stdlib_module_names
 
 
 def _is_foreign(thing: Any) -> bool:
@@ -444,23 +523,26 @@ class _Attributes:
         self._read = operator.itemgetter(*names) if names else _nothing
         self._values = self._read(self._all)
         self._parts = (module._parameters, module._buffers, module._modules)
-        self._ids = self._identities()
+        self._held = list(_parts(module))  # so that no other object gets the identity of one
+        self._ids = list(map(id, self._held))
         self._tensors = [name for name, value in self._all.items() if isinstance(value, Tensor)]
+        self._hooks = [self._all.get(kind, ()) for kind in _HOOKS]
+        self._hooked = list(map(len, self._hooks))
         self.accept_tensors()
 
     def accept_tensors(self) -> None:
         """Compare tensor attributes with what they are now from here on."""
         self._states = self._tensor_states()
 
-    def _identities(self) -> list[int]:
-        return [id(value) for part in self._parts for value in part.values()]
-
     def _tensor_states(self) -> list[tuple[int, int]]:
         held = (self._all.get(name) for name in self._tensors)
         return [(id(one), _tensor(one) if isinstance(one, Tensor) else 0) for one in held]
 
     def hold(self) -> bool:
-        if len(self._all) != self._number or self._identities() != self._ids:
+        ids = [id(value) for part in self._parts for value in part.values()]
+        if len(self._all) != self._number or ids != self._ids:
+            return False
+        if [*map(len, self._hooks)] != self._hooked:
             return False
         if self._tensors and self._tensor_states() != self._states:
             return False
@@ -477,7 +559,7 @@ def _nothing(_: object) -> None:
 def _is_plain(value: object) -> bool:
     if isinstance(value, tuple):
         return all(isinstance(item, PLAIN) for item in value)
-    return isinstance(value, PLAIN)
+    return isinstance(value, (*PLAIN, *_CODE))
 
 
 def _is_traceable_hook(hook: Any) -> bool:

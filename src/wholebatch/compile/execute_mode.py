@@ -1,12 +1,9 @@
 """The mode in which micro-steps execute: the option, when to compile, and the messages.
 
 Nobody knows how many steps are to come. So "auto" spends on preparation as much time as the run has
-already taken. It traces after a few seconds. Where processes of their own can compile, the graph is
-compiled beside the run; elsewhere it is captured as traced, which makes launches free, and compiled
-once the run is as old as compilation would take. Further kinds are traced once training has taken
-as long as preparation. So it is never much slower than twice the best choice, however short or long
-the run turns out to be. A kind served by an existing graph of many sizes costs little more than one
-micro-batch, and does not wait.
+already taken, and is never much slower than twice the best choice. It traces after a few seconds.
+Where processes of their own can compile, the graph is compiled beside the run; elsewhere it is
+captured as traced, and compiled once the run is as old as compilation would take.
 """
 
 from __future__ import annotations

@@ -6,17 +6,9 @@ product, casts it, and adds it to `.grad`: three passes over the weight for ever
 CPU has no kernel for this.
 
 Compiled graphs use it as an operation (`add_product`). In eager code (`Adding`) the matrix product
-adds into `.grad`, and an embedding scatters its rows into it, only where the sum is the only
-visible difference. Everywhere else the layer runs as written:
-
-- The layer's forward is replaced only while the loss function runs, and only if it is torch's own.
-  A subclass with its own forward, a parametrised weight, and a weight used by other code are left
-  alone.
-- Only the window's own backward adds this way. A backward inside the loss function (a gradient
-  penalty) gets ordinary gradients and can be differentiated again.
-- Autograd adds as usual in checkpointed blocks and under other saved-tensor hooks, under
-  torch.func, modes and torch.compile, on a stream of the user's own, and where something waits for
-  the gradient of a parameter (several ranks that reduce during the last backward).
+adds into `.grad`, and an embedding scatters its rows into it, only where the sum is all that can be
+observed; docs/speed.md lists where. The forward of torch's own layers is replaced while the loss
+function runs, and only the window's own backward adds this way.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cache, wraps
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,16 @@ def is_external(node: fx.Node) -> bool:
     )
 
 
+def readers_of(node: fx.Node) -> Iterator[fx.Node]:
+    """Yield the operations that read its memory, through views."""
+    for user in node.users:
+        if user.op == "call_function":
+            if is_view(user) or user.target is getitem:
+                yield from readers_of(user)
+            else:
+                yield user
+
+
 def written_by(node: fx.Node) -> Iterator[fx.Node]:
     """Yield the nodes whose memory this operation writes."""
     target = node.target
@@ -181,9 +192,9 @@ def once_per_machine(check: Callable[[torch.device], bool]) -> Callable[[torch.d
     def verdict(device: torch.device) -> bool:
         if device.type != "cuda":
             return check(device)
-        mark = marks() / f"{check.__module__}.{check.__name__}-{_versions(device)}"
-        if mark.exists():
+        if is_checked(check, device):
             return True
+        mark = _mark(check, device)
         with claimed(mark, patience=20.0) as ours:
             right = not ours or check(device)
             if right:
@@ -194,8 +205,17 @@ def once_per_machine(check: Callable[[torch.device], bool]) -> Callable[[torch.d
     return cache(verdict)
 
 
+def is_checked(check: Callable[[torch.device], bool], device: torch.device) -> bool:
+    """True if the disk cache holds a good answer of this check."""
+    return device.type == "cuda" and _mark(check, device).exists()
+
+
+def _mark(check: Callable[[torch.device], bool], device: torch.device) -> Path:
+    return marks() / f"{check.__module__}.{check.__name__}-{versions_of(device)}"
+
+
 @cache
-def _versions(device: torch.device) -> str:
+def versions_of(device: torch.device) -> str:
     """Return a hash of the device's name and driver, of torch and Triton, and of this package."""
     parts = [torch.__version__, torch.version.cuda, torch.cuda.get_device_name(device)]
     with suppress(PackageNotFoundError):

@@ -1,13 +1,9 @@
 """16-bit GELUs with a single exponential, and the bias gradient summed in the same kernel.
 
-Compiled as written, a tanh GELU spends more time on its tanh than on memory: the compiler calls the
-library's tanh, which is exact for every float32, takes some thirty instructions, and branches. But
-½ (1 + tanh u) is the logistic function of 2u: one exponential and one division. The two agree up to
-the last bits of float32, which a 16-bit result does not keep.
-
-The gradient of a GELU's input is the gradient of a linear layer's output, and the sum of its rows
-is the gradient of that layer's bias. On devices with the kernel, the sum is computed along with the
-gradient.
+Compiled as written, a tanh GELU spends more time on its tanh than on memory. But ½ (1 + tanh u) is
+the logistic function of 2u: one exponential and one division, equal up to the last bits of float32.
+The gradient of a GELU's input is that of a linear layer's output, and the sum of its rows is the
+gradient of that layer's bias: on devices with the kernel, both are computed together.
 """
 
 from __future__ import annotations

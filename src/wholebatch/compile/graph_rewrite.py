@@ -1,15 +1,9 @@
 """The rewrite of a traced graph for execution: weights cast outside, gradients added in place.
 
-None of these rewrites changes a number beyond the order of additions:
-
-- A weight that autocast casts to 16 bit becomes an input that is cast once per window. So do the
-  parts of a weight that is quantised to 8 bit.
-- Each gradient is added into its buffer as soon as it is computed, so that it is freed early.
-- A weight gradient that is a matrix product, or rows of an embedding, is added by the operation
-  that computes it, and never exists on its own.
-- A cross-entropy and its gradient become one operation (`entropy`). So does the backward of a
-  layer norm or RMS norm with the operations around it (`norms`).
-- Layers that read the same input are one product with all their weights (`shared_inputs`).
+None of these rewrites changes a number beyond the order of additions. Weights that are cast to 16
+or 8 bit become inputs, which are cast once per window. Each gradient is added into its buffer as
+soon as it is computed; products and rows of embeddings are added by the operation that computes
+them. `Fusions` names the others.
 """
 
 from __future__ import annotations
@@ -20,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from wholebatch.compile import fused_weight_grad as fused
 from wholebatch.compile.biased_attention import fuse_attention
@@ -141,7 +136,9 @@ def rewrite(
     _views_of_any_strides(graph)
     graph.lint()
     tail = {node: place for place, node in enumerate((*casts.values(), *buffers))}
-    module = fx.GraphModule(traced.graph, graph)  # It keeps the constants that the graph refers to.
+    module = _LazyGraphModule(
+        traced.graph, graph
+    )  # It keeps the constants that the graph refers to.
     return Rewritten(
         module,
         tuple(casts),

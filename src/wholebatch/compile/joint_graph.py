@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.util import find_spec
 from pickle import PicklingError
 from typing import Any, ClassVar, TypeAlias
 
@@ -17,10 +18,10 @@ import torch
 from torch import Tensor
 
 from wholebatch.compile.biased_attention import can_fuse_attention
-from wholebatch.compile.compile_workers import Job, job_of
+from wholebatch.compile.compile_workers import Job, check_of, job_of
 from wholebatch.compile.cross_entropy import can_fuse_entropy
 from wholebatch.compile.fused_weight_grad import can_add_products
-from wholebatch.compile.fusion import collection_paused
+from wholebatch.compile.fusion import collection_paused, is_checked
 from wholebatch.compile.gelu import can_fuse_gelu
 from wholebatch.compile.gradient_buffers import Casts, Gradients, as_one
 from wholebatch.compile.graph_rewrite import Fusions, Rewritten, rewrite
@@ -40,6 +41,8 @@ _KERNELS: dict[str, tuple[set[Any], Callable[[torch.device], bool]]] = {
     ),
 }
 """The operations that each kernel of ours replaces, and its check on the device."""
+_wrong: set[str] = set()
+"""The kernels that have failed their check."""
 
 Results: TypeAlias = tuple[list[Tensor], list[Tensor]]
 Runnable: TypeAlias = Callable[[Sequence[Tensor], Sequence[Tensor]], Results]
@@ -129,7 +132,16 @@ class JointStep:
         """Return its pieces for compile workers; raise PicklingError if they are not plain data."""
         if self._blocks is None:
             raise PicklingError("it calls other graphs")
-        return [job_of(piece, self._options) for piece in self._blocks.programs().values()]
+        device = self._trained[0].device
+        checks = [check_of(_KERNELS[name][1], device) for name in self._kernels]
+        return [*checks, *(job_of(one, self._options) for one in self._blocks.programs().values())]
+
+    def kernels_hold(self) -> bool:
+        """Check the kernels that it uses. If one fails, another step of this kind does without."""
+        device = self._trained[0].device
+        failed = {name for name in self._kernels if not _KERNELS[name][1](device)}
+        _wrong.update(failed)
+        return not failed
 
     @collection_paused()
     def compile(self) -> None:
@@ -144,13 +156,18 @@ class JointStep:
     def _possible_fusions(self, device: torch.device, targets: set[Any]) -> Fusions:
         """Return the fusions that this device has and that pay for this way of running.
 
-        A kernel is compiled and checked only if the graph has operations (`targets`) for it.
+        A kernel is compiled and checked only if the graph has operations (`targets`) for it: while
+        the graph is compiled (`kernels_hold`). A graph that runs as traced does not wait for that.
         """
         wanted = self.fusions
+        later = self.compiled and device.type == "cuda" and find_spec("triton") is not None
         by_kernel = {
-            name: getattr(wanted, name) and not fused.isdisjoint(targets) and has_kernel(device)
+            name: getattr(wanted, name)
+            and not fused.isdisjoint(targets)
+            and (name not in _wrong if later else is_checked(has_kernel, device))
             for name, (fused, has_kernel) in _KERNELS.items()
         }
+        self._kernels = [name for name, used in by_kernel.items() if used and later]
         products = wanted.products and can_add_products(device)
         return replace(
             wanted,

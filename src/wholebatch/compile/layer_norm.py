@@ -1,13 +1,10 @@
 """The backward of a layer norm and the operations around it, as one operation.
 
-Under autocast, the backward of a residual network reads the gradient of a layer norm's output in 16
-bit, the norm's input and the residual's gradient. From these it computes the gradient of the norm's
-input, its sum with the residual's gradient, a 16-bit copy of that for the next products, and three
-sums over all rows: the gradients of the norm's weight and bias, and of the bias of the layer
-before. Compiled, these are seven kernels, and each reads most of the data again. As one operation,
-everything is read once.
-
-An RMS norm is a layer norm without mean and bias: the same operation, in which both are missing.
+Under autocast, the backward of a residual network computes from the 16-bit gradient of a norm's
+output, the norm's input and the residual's gradient: the gradient of the norm's input, its sum with
+the residual's gradient, a 16-bit copy of that, and three sums over all rows (the gradients of the
+norm's weight and bias, and of the bias of the layer before). Compiled, these are seven kernels. As
+one operation, everything is read once. An RMS norm is a layer norm without mean and bias.
 """
 
 from __future__ import annotations
@@ -292,11 +289,7 @@ _MATCHES: dict[Any, Callable[[fx.Node], _Norm | None]] = {
     _RMS_BACKWARD: _of_torch,
     aten.pow.Tensor_Scalar: _of_operations,
 }
-NORMS = {
-    aten.native_layer_norm_backward.default,
-    _RMS_BACKWARD,
-    aten.rsqrt.default,
-}
+NORMS = {aten.native_layer_norm_backward.default, _RMS_BACKWARD, aten.rsqrt.default}
 """A graph without any of these operations has no norm to fuse."""
 
 

@@ -113,6 +113,7 @@ class Executor:
     def _reset(self) -> None:
         """Drop every graph and buffer: the state they were made for has changed."""
         self._fingerprint: Fingerprint | None = None
+        self._found: tuple[str | None, ...] = ()  # by `changed`, for the next window
         self._parameters: list[nn.Parameter] = []
         self._gradients = Gradients([])
         self._casts = Casts([])
@@ -283,6 +284,16 @@ class Executor:
             self._send(self._made_of(traced, state, inputs, compiled=True), inputs)
         return False
 
+    def changed(self) -> bool | None:
+        """True if what the code reads has changed since the last window; None if nothing is known.
+
+        The window that begins next takes this answer, and does not compare once more.
+        """
+        if self._fingerprint is None:
+            return None
+        self._found = (self._fingerprint.changed(),)
+        return self._found != (None,)
+
     def _look_at_the_window(self) -> None:
         """At the start of a window, check that the graphs are still valid."""
         window = self._window
@@ -294,7 +305,9 @@ class Executor:
         same = len(self._parameters) == len(window.now.inputs) and all(
             a is b for a, b in zip(self._parameters, window.now.inputs, strict=True)
         )
-        changed = None if self._fingerprint is None else self._fingerprint.changed()
+        if not self._found:
+            self.changed()
+        changed, self._found = self._found[0] if self._found else None, ()
         self._plan.look_at(changed, made=len(self._steps) + len(self._coming))
         if not same or self._fingerprint is None or changed is not None:
             self._reset()
@@ -355,8 +368,11 @@ class Executor:
         ready = pending is None or pending.done
         return ready and self._ranks.may_switch(self._window.updates)
 
-    def _compile(self, joint: JointStep, key: Key) -> None:
-        """Compile a joint step: load what the workers have compiled, and compile what is left."""
+    def _compile(self, joint: JointStep, key: Key) -> bool:
+        """Compile a joint step: load what the workers have compiled, and compile what is left.
+
+        False if a kernel in it computes wrongly: it is made again without that kernel.
+        """
         coming = self._coming.pop(key, None)
         pending = self._pending(joint) if coming is None else coming.pending
         if pending is not None:
@@ -365,7 +381,10 @@ class Executor:
                 self.notes.show(
                     f"the process that compiles failed ({pending.problem}): this one compiles"
                 )
+        if not joint.kernels_hold():
+            return False
         joint.compile()
+        return True
 
     @property
     def progress(self) -> str | None:
@@ -453,6 +472,7 @@ class Executor:
     def _trace(self, done: EagerResult, state: State, sizes: Sizes | None = None) -> Traced:
         parts = (self._model, self._loss, self._precision, state)
         made = trace(*parts, done.inputs, done.form, self._single, sizes)
+        empty_cache(self._device)
         if self._fingerprint is not None:
             self._fingerprint.watch(made.sources)
         return made
@@ -478,8 +498,8 @@ class Executor:
             else:
                 joint = coming.joint
                 joint.hold(state)
-            if compiled:
-                self._compile(joint, inputs.key)
+            if compiled and not self._compile(joint, inputs.key):
+                return make(traced, compiled=True)
             return joint
 
         if inputs.key not in self._traced:

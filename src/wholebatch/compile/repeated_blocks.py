@@ -1,18 +1,15 @@
 """The joint graph in pieces, of which those that are alike are compiled once.
 
-The layers of a model repeat, and so do the operations of its forward and of its backward. The time
-that a compiler takes for the whole graph grows with the number of layers. Cut into pieces, only one
-piece of each kind is compiled, and called for every layer with that layer's tensors:
+Layers repeat, and so do the operations of their forward and backward. One piece of each kind is
+compiled, and called for every layer with that layer's tensors:
 
 1. `find_pieces` looks for the period of the operations and cuts where no fused kernel is lost.
 2. `_Cutter` writes each piece down as a program of its own: operations, inputs, outputs. Views, and
    cheap operations whose inputs are smaller than their results, are computed again where they are
-   needed instead of being stored, as a compiler of the whole graph would do.
+   needed instead of being stored, as a compiler of the whole graph would do. So are cheap results
+   that a product reads in the forward and in the backward, if that saves much memory.
 3. Two pieces are alike only if these programs are equal: every operation, constant, connection,
-   and the shape, strides, dtype and device of every input.
-
-The pieces run in the order of the graph, so that additions into gradient buffers and random numbers
-keep their order. Each tensor is freed after its last use.
+   and the shape, strides, dtype and device of every input. They run in the order of the graph.
 """
 
 from __future__ import annotations
@@ -34,6 +31,7 @@ from wholebatch.compile.fusion import (
     is_cheap,
     is_external,
     is_view,
+    readers_of,
     written_by,
 )
 
@@ -49,6 +47,11 @@ _WINDOW = 8
 """The number of operations in a row by which a repetition is recognised."""
 _CANDIDATES = 8
 """The number of likely periods that are examined."""
+_MUCH = 1 / 16
+"""The share of the graph's inputs that must be saved if the backward is to compute results again.
+
+That takes 2% of the time of a Llama. With small micro-batches it would save little.
+"""
 _HOMES = 3
 """A result that more parts need is stored: for example what depends on the positions only."""
 
@@ -90,7 +93,7 @@ class PieceProgram:
             return results[part.number] if isinstance(part, _Result) else part
 
         for target, args, kwargs in self.operations:
-            args, kwargs = _mapped(args, node_of), _mapped(kwargs, node_of)
+            args, kwargs = mapped(args, node_of), mapped(kwargs, node_of)
             results.append(graph.call_function(target, args, kwargs))
         graph.output(tuple(results[number] for number in self.outputs))
         return fx.GraphModule({}, graph)
@@ -206,7 +209,10 @@ class Blocks:
     def _cut(
         self, nodes: Sequence[fx.Node], parts: Sequence[Part], sizes: Sequence[fx.Node]
     ) -> None:
-        self._pieces = _Cutter(nodes, parts, sizes).pieces()
+        cutter = _Cutter(nodes, parts, sizes)
+        self._pieces = cutter.pieces()
+        if cutter.saved < _MUCH * sum(_size(node.meta["val"]) for node in self._inputs):
+            self._pieces = _Cutter(nodes, parts, sizes, saves=False).pieces()
         self._keys = [piece.key() for piece in self._pieces]
         self._kinds: dict[Any, _Piece] = {}
         """One piece of each kind."""
@@ -314,7 +320,7 @@ def fill_values(graph: fx.Graph, arguments: dict[fx.Node, Tensor]) -> Any:
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     def fake(part: Any) -> Any:
-        return _mapped(part.meta["val"], _alike) if isinstance(part, fx.Node) else part
+        return mapped(part.meta["val"], _alike) if isinstance(part, fx.Node) else part
 
     fakes = (one for one in arguments.values() if isinstance(one, FakeTensor))
     given = next(fakes, None)
@@ -324,7 +330,7 @@ def fill_values(graph: fx.Graph, arguments: dict[fx.Node, Tensor]) -> Any:
             if node in arguments:
                 node.meta["val"] = _alike(arguments[node])
             elif node.op == "call_function" and "val" not in node.meta:
-                args, kwargs = _mapped((node.args, dict(node.kwargs)), fake)
+                args, kwargs = mapped((node.args, dict(node.kwargs)), fake)
                 node.meta["val"] = node.target(*args, **kwargs)
     return mode
 
@@ -336,14 +342,14 @@ def _alike(value: Any) -> Any:
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
 
-def _mapped(part: Any, function: Callable[[Any], Any]) -> Any:
+def mapped(part: Any, function: Callable[[Any], Any]) -> Any:
     """Apply the function to every leaf of lists, tuples, dictionaries and slices."""
     if isinstance(part, (list, tuple)):
-        return type(part)([_mapped(one, function) for one in part])
+        return type(part)([mapped(one, function) for one in part])
     if isinstance(part, dict):
-        return {name: _mapped(one, function) for name, one in part.items()}
+        return {name: mapped(one, function) for name, one in part.items()}
     if isinstance(part, slice):
-        return slice(*(_mapped(one, function) for one in (part.start, part.stop, part.step)))
+        return slice(*(mapped(one, function) for one in (part.start, part.stop, part.step)))
     return function(part)
 
 
@@ -414,7 +420,7 @@ def _labels(nodes: Sequence[fx.Node]) -> list[int]:
     known: dict[Any, int] = {}
     labels = []
     for node in nodes:
-        arguments = _mapped((node.args, node.kwargs), _operand)
+        arguments = mapped((node.args, node.kwargs), _operand)
         label = (node.target, fixed(arguments), _kind(node.meta["val"]))
         labels.append(known.setdefault(label, len(known)))
     return labels
@@ -511,7 +517,7 @@ def _best_cut(
     blocks = (run.end - run.start) // period
     middle = run.start + max(1, blocks // 2) * period
     uses = {
-        at: [place[user] for user in _readers(nodes[at])]
+        at: [place[user] for user in readers_of(nodes[at])]
         for at in range(middle - period, min(middle + period, len(nodes)))
         if not is_view(nodes[at])
     }
@@ -532,16 +538,6 @@ def _best_cut(
     return None if best is None else best[2]
 
 
-def _readers(node: fx.Node) -> Iterator[fx.Node]:
-    """Yield the operations that read its memory, through views."""
-    for user in node.users:
-        if user.op == "call_function":
-            if is_view(user) or user.target is operator.getitem:
-                yield from _readers(user)
-            else:
-                yield user
-
-
 # --------------------------------------------------------------------------------- write them down
 
 
@@ -549,15 +545,26 @@ class _Cutter:
     """Writes the parts of a graph down as programs of their own."""
 
     def __init__(
-        self, nodes: Sequence[fx.Node], parts: Sequence[Part], sizes: Sequence[fx.Node]
+        self,
+        nodes: Sequence[fx.Node],
+        parts: Sequence[Part],
+        sizes: Sequence[fx.Node],
+        *,
+        saves: bool = True,
     ) -> None:
         self._parts = parts
         self._sizes = sizes
         self._nodes = nodes
         self._home = {node: part for part in parts for node in nodes[part.start : part.end]}
         self._place = {node: place for place, node in enumerate(nodes)}
-        self._written = {base_of(one) for node in nodes for one in written_by(node)}
+        written = [(base_of(one), at) for at, node in enumerate(nodes) for one in written_by(node)]
+        self._written = {node for node, _ in written}
+        self._backward = len(nodes)  # where it begins: with the first addition into a buffer
+        if saves:
+            self._backward = min((at for one, at in written if one not in self._home), default=0)
         self._stored: dict[fx.Node, bool] = {}
+        self.saved = 0
+        """The bytes that are not stored because the backward computes them again."""
 
     def pieces(self) -> list[_Piece]:
         """Return all of them, in order."""
@@ -570,7 +577,7 @@ class _Cutter:
         places: dict[fx.Node, _Input | _Result] = {}
 
         def write(node: fx.Node) -> _Result:
-            args, kwargs = _mapped((node.args, dict(node.kwargs)), place_of)
+            args, kwargs = mapped((node.args, dict(node.kwargs)), place_of)
             piece.operations.append((node.target, args, kwargs))
             piece.nodes.append(node)
             return _Result(len(piece.nodes) - 1)
@@ -604,14 +611,19 @@ class _Cutter:
             for one in node.all_input_nodes
             if self._home.get(one, part) is not part and not _is_size(one)
         )
-        read = {node for node in foreign if not self._may_repeat(node)}
+        later = {node for node in foreign if self._is_for_backward(node, part)}
+        read = {node for node in foreign if node not in later and not self._may_repeat(node)}
         for node in sorted(foreign.keys() - read, key=self._place.__getitem__):
             chain: set[fx.Node] = set()
             sources = self._sources(node, read, chain)
             new = [one for one in sources if one in self._home and one not in read]
-            if sum(_size(one.meta["val"]) for one in new) <= _size(node.meta["val"]):
+            size, saves = _size(node.meta["val"]), node in later
+            if saves:
+                new = [one for one in new if max(self._homes(one)) < part.start]
+            if sum(_size(one.meta["val"]) for one in new) <= (0 if saves else size):
                 again |= chain
                 read.update(new)
+                self.saved += size * saves
             else:
                 read.add(node)
         again -= read
@@ -622,18 +634,34 @@ class _Cutter:
             open_ += sizes
         return again.difference(self._sizes)
 
-    def _may_repeat(self, node: fx.Node) -> bool:
-        """True if a compiler of the whole graph would not have stored this result either."""
-        if node not in self._home or not is_cheap(node) or self._is_stored(node):
+    def _is_pure(self, node: fx.Node) -> bool:
+        """True if it is cheap, and gives the same whenever it is computed."""
+        if node not in self._home or not is_cheap(node):
             return False
         return not any(base_of(one) in self._written for one in node.all_input_nodes)
+
+    def _may_repeat(self, node: fx.Node) -> bool:
+        """True if a compiler of the whole graph would not have stored this result either."""
+        return self._is_pure(node) and not self._is_stored(node)
+
+    def _is_for_backward(self, node: fx.Node, part: Part) -> bool:
+        """True if the forward stores this cheap result, and a part of the backward reads it.
+
+        It computes the result again if its sources are stored in any case, for this part or later.
+        """
+        crosses = self._place.get(node, self._backward) < self._backward <= part.start
+        few = crosses and len(self._homes(node)) <= _HOMES
+        return few and self._is_pure(node) and self._is_stored(node)
+
+    def _homes(self, node: fx.Node) -> set[int]:
+        """Return where the parts begin that read it."""
+        return {self._home[reader].start for reader in readers_of(node)}
 
     def _is_stored(self, node: fx.Node) -> bool:
         """True if a kernel of a library reads it, or all layers do."""
         if node not in self._stored:
-            readers = list(_readers(node))
-            homes = {self._home[reader].start for reader in readers}
-            self._stored[node] = len(homes) > _HOMES or any(map(is_external, readers))
+            outside = any(map(is_external, readers_of(node)))
+            self._stored[node] = outside or len(self._homes(node)) > _HOMES
         return self._stored[node]
 
     def _sources(

@@ -2,7 +2,7 @@
 
 Queries, keys and values are products of one input with three weights, and so are the two halves of
 a gated perceptron. As one product with the weights one above the other they fill the device better,
-in the forward, for the gradient of the input, and for those of the weights. Nothing is copied: the
+in the forward, for the gradient of the input, and for those of the weights. No weight moves: the
 16-bit copies of the weights, and their gradient buffers, lie one behind the other in memory.
 """
 
@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from wholebatch.compile.fused_weight_grad import add_product
-from wholebatch.compile.fusion import VIEWS, cast_to, is_view, same_shape
+from wholebatch.compile.fusion import VIEWS, cast_to, is_view, readers_of, same_shape
 from wholebatch.compile.gradient_buffers import ALIGNED
 
 aten = torch.ops.aten
@@ -108,6 +108,7 @@ class SharedInputs:
 
     def _join_forward(self, run: Sequence[_Layer]) -> None:
         first = run[0].product
+        kept = [self._is_kept(one.product) for one in run]
         biases = [one.product.args[0] for one in run] if len(first.args) == 3 else []
         earliest = min(one.product for one in run)
         with self._graph.inserting_before(earliest):
@@ -115,13 +116,20 @@ class SharedInputs:
             bias = [self._bias(biases)] if biases else []
             made = self._call(first.target, *bias, first.args[-2], weight)
             end = 0
-            for one in run:
+            for one, is_kept in zip(run, kept, strict=True):
                 start, end = end, end + one.weight.cast.meta["val"].shape[0]
                 part = self._call(aten.slice.Tensor, made, 1, start, end)
+                if is_kept and not all(kept):  # As a view, it would hold the others' memory too.
+                    part = self._call(aten.clone.default, part)
                 one.product.replace_all_uses_with(part)
                 _refresh_views(part)
         for one in run:
             self._graph.erase_node(one.product)
+
+    def _is_kept(self, product: fx.Node) -> bool:
+        """True if the backward reads this result of the forward."""
+        additions = self._graph.find_nodes(op="call_function", target=add_product())
+        return bool(additions) and any(one > additions[0] for one in readers_of(product))
 
     def _bias(self, biases: list[Any]) -> fx.Node:
         if all(one in self._casts and _can_adjoin(one) for one in biases):

@@ -1,12 +1,9 @@
 """The window at which all ranks switch to compiled code.
 
-A rank that loads its graph makes the others wait for it at the end of the window. If every rank
-did so at a window of its own, the run would wait as many times as there are ranks. So rank 0 waits
-until all are ready, and names a window that nobody has reached yet: while it is in window k, no
-rank can be further than k, because a window ends with the sum over the ranks. Whoever begins window
-k + 2 has seen the answer.
-
-The ranks talk through the store of the process group. It needs no collective operation.
+A rank that loads its graph makes the others wait at the end of the window. So that they wait once,
+rank 0 waits until all are ready, and names a window that nobody has reached yet: while it is in
+window k, no rank can be further than k, because a window ends with the sum over the ranks. Whoever
+begins window k + 2 has seen the answer, in the store of the process group.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ must not be (a side effect in Python).
 
 from __future__ import annotations
 
+import logging
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -32,8 +33,10 @@ from wholebatch.compile.patched_calls import (
     symbolic_lengths,
     traceable_calls,
 )
+from wholebatch.compile.recorder import recorded, without_memory
 from wholebatch.compile.repeated_draws import RepeatedDraws
 from wholebatch.compile.value_reads import ValueReads, draws
+from wholebatch.core.forward_state import ForwardState
 from wholebatch.core.loss import Loss, Term, Terms, Units, as_loss
 from wholebatch.core.precision import SIXTEEN_BIT, Precision
 
@@ -47,6 +50,7 @@ _READS = (
     "DynamicOutputShapeException",
 )
 """Errors of torch for a decision by a value, or for a shape that depends on one."""
+_LOG = logging.getLogger("wholebatch.compile")
 _TORCH, _HERE = (str(Path(file).parent) for file in (torch.__file__, __file__))
 
 
@@ -249,6 +253,8 @@ class _MicroStep:
         self, terms: Sequence[Term], leaves: Sequence[Tensor], seeds: Sequence[Tensor]
     ) -> list[Tensor]:
         drawn = self.repeated.number
+        for leaf in leaves:
+            leaf.register_hook(without_memory)
         totals = [term.total for term in terms]
         gradients = torch.autograd.grad(totals, leaves, seeds, allow_unused=True)
         self.draws_again = self.repeated.number != drawn
@@ -268,6 +274,10 @@ class _EveryOperation(TorchDispatchMode):
     def __init__(self, step: _MicroStep) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._step = step
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # Nothing compiles within it, and to say so takes time at every operation.
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE and (device := getattr(args[0], "fake_device", None)) is not None:
@@ -322,7 +332,7 @@ def trace(
     ]
     seeds = [torch.ones((), dtype=dtype, device=device) for dtype in form.dtypes]
     if sizes is None:
-        graph = _written_down(step, [*tensors, *inputs.tensors, *seeds])
+        step, graph = _recorded(step, [*tensors, *inputs.tensors, *seeds])
     else:
         sizes.flat = [*map(sizes.fake, tensors), *sizes.tensors, *map(sizes.fake, seeds)]
         with symbolic_lengths():
@@ -337,6 +347,22 @@ def trace(
     sources = () if device.type == "cpu" else lift_host_constants(graph, device)
     random = any(draws(node.target, node.args, node.kwargs) for node in graph.graph.nodes)
     return Traced(graph, form, step.used, random, sizes, step.units, sources)
+
+
+@collection_paused()
+def _recorded(step: _MicroStep, flat: list[Tensor]) -> tuple[_MicroStep, fx.GraphModule]:
+    """Run the step on these tensors, or on fake ones if a real run might hide something."""
+    try:
+        with ForwardState(step.model), only_reads(step.model, step.loss), torch.no_grad():
+            graph = recorded(step, flat, step.model.buffers())
+    except Exception as problem:  # Whatever it is, the run on fake tensors says what it means.
+        _LOG.debug("traced with fake tensors: %s", reason_of(problem))
+        step = replace(step, reads=ValueReads(), repeated=RepeatedDraws())
+        return step, _written_down(step, flat)
+    finally:
+        torch.clear_autocast_cache()
+    step.reads.drop_from(graph.graph)
+    return step, graph
 
 
 _NO_NAMES: dict[str, Any] = {"_disable_torch_fn_metadata_mode": True}

@@ -226,6 +226,9 @@ class Accumulator(Stream):
         more: bool,
     ) -> Step | None:
         self._begin_backward()
+        if self._places == 0:
+            self._look.begin_window()
+            self._watch(self._size)
         is_last = self._is_last if self._driver is not None else self._places + 1 >= self._size
         if isinstance(total, AddedLoss):
             self.pending.take(total, self)

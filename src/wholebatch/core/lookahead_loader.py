@@ -7,6 +7,7 @@ says that the window is full, no item is taken early, so that leaving the loop t
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +17,10 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from wholebatch.core.forward_state import capture_random, restore_random
 from wholebatch.core.splitting.micro_batches import drop_samples
-from wholebatch.core.splitting.samples import Static
+from wholebatch.core.splitting.samples import Static, digests, is_other
 from wholebatch.errors import StateError, UnsupportedError
+
+_log = logging.getLogger("wholebatch")
 
 
 @dataclass(frozen=True)
@@ -141,12 +144,21 @@ class Feed:
             for generator, saved in zip(generators, self._start_generators, strict=True):
                 generator.set_state(saved)
             self._iterator = iter(unpadded(self.loader))
+            item = None
             for position in range(state["fetched"]):
-                if next(self._iterator, NOTHING) is NOTHING:
+                item = next(self._iterator, NOTHING)
+                if item is NOTHING:
                     raise StateError(
                         f"the loader ended after {position} micro-batches, and the saved run had "
                         f"taken {state['fetched']}: pass the same data, from its start"
                     )
+            if state["held"] and is_other(item, digests(state["held"][-1])):
+                _log.warning(
+                    "item %d of the loader is not the one that the saved run has found there: some "
+                    "samples may be trained on twice in this epoch, and others not at all. Give "
+                    "the loader its data in the same order (a seed, a generator)",
+                    state["fetched"] - 1,
+                )
         self.fetched = state["fetched"]
         self._held = list(state["held"])
         restore_random(now)

@@ -245,11 +245,12 @@ def cross_entropy(
     *,
     weight: Tensor | None = None,
     label_smoothing: float = 0.0,
+    dim: int | None = None,
 ) -> Loss:
     """Return the cross-entropy summed over the labels that count, with their number as units.
 
     Classes are the last dimension (`logits[..., class]`, `labels[...]`) or, as in torch, the
-    second (`logits[n, class, ...]`, `labels[n, ...]`); where both fit, the last is taken.
+    second (`logits[n, class, ...]`, `labels[n, ...]`); where both fit, say which by `dim`.
     Labels of the logits' own shape are probabilities of the classes (mixed or distilled labels);
     as in torch, their mean is over the rows whatever the weights. The sum is made in float32 or
     better.
@@ -260,17 +261,25 @@ def cross_entropy(
         ignore_index: Labels with this value do not count.
         weight: A weight per class. The units are then the sum of the weights of the labels.
         label_smoothing: As in torch.
+        dim: The dimension of the classes: -1, or 1.
     """
-    of_rows = labels.is_floating_point() and logits.shape == labels.shape and logits.dim() > 1
-    if of_rows:
-        logits, labels = logits.flatten(0, -2), labels.flatten(0, -2)
-    elif logits.shape[:-1] == labels.shape:
-        logits, labels = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
-    elif logits.dim() < 2 or logits.shape[:1] + logits.shape[2:] != labels.shape:
+    shape, has_more = logits.shape, logits.dim() > 2
+    of_rows = labels.is_floating_point() and shape == labels.shape and logits.dim() > 1
+    is_last = of_rows or shape[:-1] == labels.shape
+    is_second = has_more and (of_rows or shape[:1] + shape[2:] == labels.shape)
+    shapes = f"logits of shape {tuple(shape)} and labels of shape {tuple(labels.shape)}"
+    if is_last and is_second and dim is None:
         raise LossError(
-            f"logits of shape {tuple(logits.shape)} and labels of shape {tuple(labels.shape)}: "
-            "must be [..., classes] and [...], or [n, classes, ...] and [n, ...]; or both "
-            "[..., classes], with probabilities as labels"
+            f"{shapes}: the classes may be the last dimension or the second; say dim=-1, or dim=1 "
+            "as torch has it"
+        )
+    if is_last and dim in (None, -1, logits.dim() - 1):
+        logits = logits.reshape(-1, shape[-1])
+        labels = labels.reshape(logits.shape if of_rows else -1)
+    elif not (is_second and dim in (None, 1)):
+        raise LossError(
+            f"{shapes}{'' if dim is None else f', dim={dim}'}: must be [..., classes] and [...], "
+            "or [n, classes, ...] and [n, ...]; or both of one shape, with probabilities as labels"
         )
     total = functional.cross_entropy(
         wide(logits),
@@ -281,7 +290,7 @@ def cross_entropy(
         label_smoothing=label_smoothing,
     )
     if of_rows:
-        return Loss(total, len(labels))
+        return Loss(total, labels.numel() // logits.shape[1])
     counted = labels != ignore_index
     if weight is None:
         return Loss(total, counted.sum())
@@ -350,7 +359,7 @@ def _next_token(
             (targets != -100).sum(),
         )
     logits = _logits(call(model))
-    return cross_entropy(logits[:, : logits.shape[1] - shift], labels[:, shift:])
+    return cross_entropy(logits[:, : logits.shape[1] - shift], labels[:, shift:], dim=-1)
 
 
 def _logits(output: Any) -> Tensor:

@@ -79,6 +79,16 @@ class Target:
         """Return the parameter's name in its model, for messages."""
         return name_of(parameter, self.models)
 
+    def refuse_hooks(self) -> None:
+        """Refuse hooks that would run after every micro-batch, on a part of the gradient."""
+        for parameter in self.trained():
+            if parameter._post_accumulate_grad_hooks:
+                raise UnsupportedError(
+                    f"{self.name_of(parameter)} has a post-accumulate-grad hook: it fires at every "
+                    "micro-batch, before the window's gradient is complete (optimizer-in-backward "
+                    "would step on each slice); remove it. on_gradient= sees the whole gradient"
+                )
+
 
 def build_target(
     model: nn.Module | Sequence[nn.Module],
@@ -106,7 +116,7 @@ def build_target(
     optimizers = tuple(
         _as_list(given, torch.optim.Optimizer, "optimizer", "a torch.optim.Optimizer")
     )
-    parameters = _check_parameters(optimizers, models, hooks_allowed=sync.owns_hooks)
+    parameters = _check_parameters(optimizers, models)
     _check_belongs(parameters, models)
     for one in optimizers:
         _check_optimizer(one)
@@ -132,7 +142,7 @@ def build_target(
     device = parameters[0].device
     for parameter in parameters:
         check_device(parameter.device)
-    return Target(
+    target = Target(
         models=models,
         optimizers=optimizers,
         schedulers=schedulers,
@@ -141,6 +151,9 @@ def build_target(
         sixteen_bit=SixteenBit(() if sync.owns_step else optimizers),
         steps=optimizer is not None,
     )
+    if not sync.owns_hooks:
+        target.refuse_hooks()
+    return target
 
 
 def stand_in(models: Sequence[nn.Module]) -> torch.optim.Optimizer:
@@ -185,10 +198,7 @@ def _as_list(value: Any, kind: type, name: str, wanted: str) -> list[Any]:
 
 
 def _check_parameters(
-    optimizers: Iterable[torch.optim.Optimizer],
-    models: Sequence[nn.Module],
-    *,
-    hooks_allowed: bool,
+    optimizers: Iterable[torch.optim.Optimizer], models: Sequence[nn.Module]
 ) -> list[nn.Parameter]:
     seen: dict[int, nn.Parameter] = {}
     for optimizer in optimizers:
@@ -200,12 +210,6 @@ def _check_parameters(
                         "it; leave it in one"
                     )
                 seen[id(parameter)] = parameter
-                if parameter._post_accumulate_grad_hooks and not hooks_allowed:
-                    raise UnsupportedError(
-                        f"{name_of(parameter, models)} has a post-accumulate-grad hook: it fires "
-                        "at every micro-batch, before the window's gradient is complete "
-                        "(optimizer-in-backward would step on each slice); remove it"
-                    )
     parameters = list(seen.values())
     if not any(parameter.requires_grad for parameter in parameters):
         raise UnsupportedError("every parameter of the optimizer is frozen: nothing to train")

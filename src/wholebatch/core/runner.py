@@ -31,7 +31,7 @@ from wholebatch.core.splitting import Tokens, batch_size_of, to_device
 from wholebatch.core.splitting.samples import layout_of
 from wholebatch.core.window import Window
 from wholebatch.coupled import choose as choose_batchnorm
-from wholebatch.coupled.audit import SplitGuard, check_packing
+from wholebatch.coupled.audit import SplitGuard, check_padding
 from wholebatch.coupled.batchnorm.lock_step import Hold, LockStep
 from wholebatch.coupled.batchnorm.lock_step_graph import Recorder
 from wholebatch.coupled.batchnorm.policies import Policy, Statistics
@@ -102,7 +102,7 @@ class Runner:
         self._numbers: Callable[[], Sequence[Sequence[int]]] = tuple
         self._first_number = 0
         self._audits, self._in_parts = audit, False
-        self._looked_at_packing = False
+        self._looked_at_padding = False
         self._undivided: Mapping[str, Any] | None = None
         # Of the micro-step that runs now, for its eager code:
         self._is_last = False  # its backward reduces
@@ -112,11 +112,12 @@ class Runner:
         self._device = window.target.device
         self._untouched = Untouched(window, by="the loss function")
         looks = audit and not window.sync.counts_must_agree
-        self._guard: SplitGuard | None = SplitGuard(root, window.sync, looks=looks)
+        read = loss.stand_in if isinstance(loss, Coupled) else loss
+        self._guard = SplitGuard(root, window.sync, looks=looks, loss=read)
         self.executor = Executor(
             self._executed(execute_here(check_execute(execute, self._device))),
             model=root,
-            loss=loss.stand_in if isinstance(loss, Coupled) else loss,
+            loss=read,
             window=window,
             precision=precision,
             device=self._device,
@@ -145,13 +146,12 @@ class Runner:
     @property
     def is_checked(self) -> bool:
         """True if no look is to come."""
-        return self._guard is None or not self._guard.pending
+        return not self._guard.pending
 
     def look_at(self, batch: Any, micros: Sequence[Any], layout: Mapping[str, Any]) -> None:
         """Refuse what does not add up, before the first window that is split."""
         guard = self._guard
-        if guard is None:
-            return
+        guard.begin_window(self.executor.changed())
         sync = self._window.sync
         # A batch that is whole now may be cut when memory runs out: `run` looks then.
         self._undivided = layout if len(micros) == 1 else None
@@ -169,25 +169,23 @@ class Runner:
         name = getattr(function, "__name__", "a function")
         guard.look(run, batch, micros, **layout, outputs=encodes, name=name)
         self._share_that_draws_are_used()
-        if not guard.pending:
-            self._guard = None
 
-    def look_at_packing(self, batch: Any, by: Tokens, layout: Mapping[str, Any]) -> None:
-        """Refuse a model to which a sequence in a row of several is not the one by itself."""
+    def look_at_padding(self, batch: Any, by: Tokens, layout: Mapping[str, Any]) -> None:
+        """Refuse a loss that is another one without padding, or in a row of several sequences."""
         function = self._loss.addends if isinstance(self._loss, Coupled) else self._loss
         sharded = self._window.sync.counts_must_agree  # a forward would need the other ranks
-        if self._looked_at_packing or not self._audits or sharded or function is None:
+        if self._looked_at_padding or not self._audits or sharded or function is None:
             return
-        self._looked_at_packing = True
 
         def run(micro: Any) -> Loss | Terms:  # in full precision, where it is the loop's to choose
             return as_loss(function(self.model, to_device(micro, self._device)))
 
-        check_packing(run, layout_of(batch, **layout), by, self._window.target.models)
+        models = self._window.target.models
+        self._looked_at_padding = check_padding(run, layout_of(batch, **layout), by, models)
 
     def join_look(self) -> None:
         """Take part in the other ranks' look, without a sample."""
-        if self._guard is not None and self._guard.pending:
+        if self._guard.pending:
             self._guard.join()
             self._share_that_draws_are_used()
 
@@ -265,7 +263,7 @@ class Runner:
         sync = self._window.sync
         self._in_parts = len(micros) > 1 or sync.ranks > 1
         is_cut = self._undivided is not None and len(micros) > 1 and sync.ranks == 1
-        if is_cut and self._guard is not None:
+        if is_cut:
             self.look_at(micros[0], micros, {**(self._undivided or {}), "batch_size": None})
         self._places = {id(micro): place for place, micro in enumerate(micros)}
         self._numbers = cache(how.numbers)

@@ -26,6 +26,7 @@ from wholebatch.core.runner import (
     modules_of,
 )
 from wholebatch.core.splitting import Batches, Tokens
+from wholebatch.core.splitting.samples import digests, is_other
 from wholebatch.core.window import Step, Turn, UnitsCount, UnitsFunction, make_window
 from wholebatch.coupled.contrastive.losses import Coupled
 from wholebatch.errors import NonFiniteError, RankError, StateError, WindowError
@@ -160,6 +161,8 @@ class WholeBatch:
         self._has_more = False  # whether this rank has data for another window
         self._while_waiting: Callable[[], object] | None = None
         self._done = self._of = 0  # micro-batches of the open window that are in it, and of all
+        self._micros: Sequence[Any] = ()
+        self._rest: list[float] = []  # of a saved window, the digests of those not in it yet
 
     def __repr__(self) -> str:
         optimizers = "+".join(type(one).__name__ for one in self._window.target.optimizers)
@@ -278,7 +281,7 @@ class WholeBatch:
             if self._probe is not None:
                 self._probe.end()
             window.sync.restore()
-            self._done = 0
+            self._done, self._micros = 0, ()
             if window.open is not None:
                 window.discard()
             self._runner.discard_window()
@@ -286,8 +289,8 @@ class WholeBatch:
     def _look(self, batch: Any, micros: Sequence[Any]) -> None:
         """Refuse what does not add up, before the first window that is split."""
         like = self._fitting.largest_of(batch) if isinstance(batch, Batches) else batch
-        if isinstance(self.micro_batch, Tokens) and self.micro_batch.pack:
-            self._runner.look_at_packing(like, self.micro_batch, self._layout)
+        if isinstance(self.micro_batch, Tokens):
+            self._runner.look_at_padding(like, self.micro_batch, self._layout)
         self._runner.look_at(like, micros, self._layout)
 
     def _attempts(self, micros: list[Any], first: int) -> Iterable[Attempt]:
@@ -318,7 +321,7 @@ class WholeBatch:
     def _run(self, attempt: Attempt, first: int, after_micro: AfterMicro | None) -> None:
         """Run the forwards and backwards of a window."""
         probe, micros = self._probe, attempt.micros
-        self._done, self._of = first, len(micros)
+        self._done, self._of, self._micros = first, len(micros), micros
 
         def before(index: int) -> None:
             attempt.place = index
@@ -458,6 +461,7 @@ class WholeBatch:
         saved.update(
             done=self._done,
             of=self._of,
+            rest=digests(self._micros[self._done :]),
             noise=None if self._probe is None else self._probe.state_dict(),
             **self._fitting.state_dict(),
             **self._runner.state_dict(),
@@ -471,7 +475,7 @@ class WholeBatch:
         state.load_progress("WholeBatch", self._window, saved)
         self._fitting.load_state_dict(saved)
         self._done = 0 if self._window.open is None else saved["done"]
-        self._of = saved["of"]
+        self._of, self._rest = saved["of"], saved["rest"]
         if self._probe is not None:
             self._probe.load_state_dict(saved.get("noise"))
         self._runner.load_state_dict(saved)
@@ -481,5 +485,11 @@ class WholeBatch:
             raise StateError(
                 f"the saved window had {self._of} micro-batches, this batch makes {len(micros)}: "
                 "resume with the same batch and the same micro_batch="
+            )
+        if is_other(micros[self._done :], self._rest):
+            raise StateError(
+                f"the first {self._done} of the saved window's {self._of} micro-batches are in it, "
+                "and the others are not those of this batch: resume with the same batch, its "
+                "samples in the same order"
             )
         return self._done

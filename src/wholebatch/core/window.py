@@ -258,6 +258,7 @@ class OpenWindow:
     owners: list[int] = field(default_factory=list)
     """The micro-batch of each total (one may have several)."""
     micro_batches: int = 0
+    saved: bool = False  # for a run that goes on from here
     broken: bool = False
     """True if a backward failed half way, so that a part of a micro-batch is in."""
     reduced: bool = False
@@ -292,7 +293,14 @@ class OpenWindow:
         for name, total in totals.items():
             self.totals.setdefault(name, []).append(total if counts else 0.0)
             self.units.setdefault(name, []).append(units[name] if counts else 0)
-        self.weights.update(weights)
+        for name, weight in weights.items():
+            first = self.weights.setdefault(name, weight)
+            if weight != first:
+                raise LossError(
+                    f"the weight of term {name!r} is {first:g} in one micro-batch of this window "
+                    f"and {weight:g} in another: it belongs to the whole window; multiply the "
+                    "totals by what differs between samples"
+                )
         self.owners.append(self.micro_batches)
 
     def seed_of(self, name: str, total: Tensor, weight: float, *, counts: bool = True) -> Tensor:
@@ -383,6 +391,8 @@ class Window:
         if self.open is not None:
             raise WindowError("begin() on an open window: close or discard it first")
         self.store.refuse_stray()
+        if not self.sync.owns_hooks:
+            self.target.refuse_hooks()
         window = OpenWindow(
             self.target.groups(), known, 1.0, self.sync.averaged_by, self.target.scale
         )

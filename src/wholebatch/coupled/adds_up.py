@@ -366,7 +366,9 @@ class _Look:
         if tolerance.adds_up(whole, halves):
             found = state.findings_in_state()
             if found or not tolerance.gradient_gap(whole, halves):
-                return LookResult(found)
+                # A mean of one unit is its sum: nothing is seen of ignored labels.
+                conclusive = samples.reads_outputs or all(half.units for half in halves)
+                return LookResult(found, conclusive)
         if not samples.draws.held or not whole.drew_alike(halves):
             return self._without_draws(samples)
         return (whole, *halves)

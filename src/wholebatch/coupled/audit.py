@@ -9,6 +9,7 @@ before the first window that is split, so that no such model is trained unnotice
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,10 +18,11 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from wholebatch.compile.captured_state import Fingerprint
 from wholebatch.core.forward_state import ForwardState
 from wholebatch.core.loss import Loss, Terms, terms_of
 from wholebatch.core.splitting import Tokens, to_device
-from wholebatch.core.splitting.micro_batches import lengths_of
+from wholebatch.core.splitting.micro_batches import lengths_of, without_padding
 from wholebatch.core.splitting.packing import alone
 from wholebatch.core.splitting.samples import BatchSize, Layout, Static, readable_layout
 from wholebatch.coupled.adds_up import SAMPLES, LookResult, check_adds_up
@@ -30,12 +32,13 @@ from wholebatch.coupled.normalisation_layers import (
     batchnorms,
     evaluation_mode,
     is_spectral_norm,
+    refuse_new_norms,
     tracked_instance_norms,
     uses_batch_statistics,
 )
 from wholebatch.coupled.sample_runs import CalledModules, FirstSamples
 from wholebatch.distributed import Sync
-from wholebatch.errors import LossError, UnsupportedError
+from wholebatch.errors import LossError, UnsupportedError, WholebatchError
 
 _log = logging.getLogger("wholebatch")
 
@@ -189,22 +192,45 @@ def warn_of_spectral_norms(model: nn.Module) -> None:
 
 
 class LossLook:
-    """Looks once whether a loss adds up (`check_adds_up`), all ranks together.
+    """Looks whether a loss adds up (`check_adds_up`), all ranks together.
 
     A batch whose first samples have no units tells nothing; in one process the next one is looked
-    at then. `off` is how a user of this door trains all the same.
+    at then. There it also looks again after the model, or what `loss` reads, has changed.
+    `off` is how a user of this door trains all the same.
     """
 
     def __init__(
-        self, model: nn.Module, sync: Sync, *, looks: bool, off: str = "audit=False"
+        self,
+        model: nn.Module,
+        sync: Sync,
+        *,
+        looks: bool,
+        off: str = "audit=False",
+        loss: Callable[..., Any] = _call,
     ) -> None:
-        self._model, self._sync, self._off = model, sync, off
+        self._model, self._sync, self._off, self._loss = model, sync, off, loss
         self._tries = _TRIES if looks else 0
+        self._seen: Fingerprint | None = None
+        self._begun = self._next = 0
+        self._stale = False
 
     @property
     def pending(self) -> bool:
         """True if the look is still to come."""
         return self._tries > 0
+
+    def begin_window(self, changed: bool | None = None) -> None:
+        """Look again if anything that the code reads is not as it was at the last look.
+
+        A value that is another one in every window (an annealed weight) is looked at after 1, 2, 4,
+        8, ... windows. `changed` is known where graphs compare the same.
+        """
+        self._begun += 1
+        self._stale |= bool(changed)
+        if self._seen is None or self._begun < self._next:
+            return
+        if self._stale or (changed is None and not self._seen.holds()):
+            self._tries, self._seen, self._next, self._stale = 1, None, 2 * self._begun, False
 
     def look_at(
         self,
@@ -228,9 +254,16 @@ class LossLook:
             _log.warning("no memory to look whether micro-batches add up to the whole batch")
         except Exception as error:  # most often the loss's own, and the step will raise it
             _log.warning("no look whether micro-batches add up to the whole batch: %r", error)
+            known = (*known, *self._failed(error, run, samples))
         again = self._sync.ranks == 1 and not result.conclusive
         self._tries = self._tries - 1 if again else 0
         self._refuse((*known, *result.findings))
+        if not self._tries and self._sync.ranks == 1:
+            self._seen = Fingerprint(self._model, self._loss)
+
+    def _failed(self, error: Exception, *how: Any) -> Iterable[AuditFinding]:
+        """Return what to say of a look that has failed; nothing if the step will fail too."""
+        return ()
 
     def _refuse(self, found: tuple[AuditFinding, ...]) -> None:
         on_another = bool(self._sync.sum([float(len(found))])[0])
@@ -243,8 +276,12 @@ class SplitGuard(LossLook):
     The look is left out where forwards run collectives of their own.
     """
 
-    def __init__(self, model: nn.Module, sync: Sync, *, looks: bool) -> None:
-        super().__init__(model, sync, looks=looks)
+    def __init__(
+        self, model: nn.Module, sync: Sync, *, looks: bool, loss: Callable[..., Any]
+    ) -> None:
+        super().__init__(model, sync, looks=looks, loss=loss)
+        self._micros: Sequence[Any] = ()
+        self._norms = {module for _, module in batchnorms(model)}
         for name, parameter in model.named_parameters():
             if nn.parameter.is_lazy(parameter):
                 raise UnsupportedError(
@@ -268,8 +305,36 @@ class SplitGuard(LossLook):
         def samples() -> tuple[Layout | None, int]:
             return _samples(readable_layout(batch, batch_size, static), micros, static)
 
+        self._micros = micros
+        refuse_new_norms([self._model], self._norms)
         ghosts = (finding for finding in _by_type(self._model) if finding.kind == "ghost")
         self.look_at(run, samples, known=ghosts, **options)
+        self._micros = ()
+
+    @torch.no_grad()
+    def _failed(self, error: Exception, *how: Any) -> Iterable[AuditFinding]:
+        run, layout = how[0], how[1]()[0]
+        if isinstance(error, WholebatchError) or layout is None:
+            return ()
+        if not self._runs(run, self._micros[0]):
+            return ()  # The step will say why.
+        counts = [count for count in (1, 2, 4, 8) if count <= layout.size]
+        if all(self._runs(run, layout.take(list(range(count)))) for count in counts):
+            return ()  # The number of samples is not the reason.
+        text = (
+            f"it runs on a micro-batch, but not on another number of samples ({error!r}), so that "
+            "nothing tells whether micro-batches add up. If the batch has a leaf that is not a "
+            "value per sample, name it: micro_batch=wb.samples(8, static=...)"
+        )
+        return (AuditFinding("(the loss function)", type(error).__name__, "loss", text),)
+
+    def _runs(self, run: Callable[[Any], Any], batch: Any) -> bool:
+        try:
+            with ForwardState(self._model), local_collectives():
+                run(batch)
+        except Exception:
+            return False
+        return True
 
     def join(self) -> None:
         """Take part in the other ranks' look, without a sample of one's own."""
@@ -297,21 +362,41 @@ def _samples(
 
 
 _SEQUENCES = 4
+_PACKED = (
+    "in one row (pack=): the model does not keep the sequences of a row apart. Transformers' "
+    "models do so with use_cache=False in their configuration and without an attention_mask; a "
+    "model of your own must attend within the sequences that position_ids tell, and give no units "
+    "to labels of -100. Labels that are shifted already must be called shift_labels"
+)
+_TRIMMED = (
+    "without it: what was trimmed counts. Mark targets that do not count with -100, sum the loss "
+    "over the others and give their number as units; let the model leave out what the mask hides. "
+    "trim={'name': ()} keeps a leaf whole, and micro_batch= a number of samples trims nothing"
+)
 
 
 @torch.no_grad()
-def check_packing(
+def check_padding(
     run: Callable[[Any], Loss | Terms], layout: Layout, by: Tokens, models: Sequence[nn.Module]
-) -> None:
-    """Refuse if some sequences in one row have another loss than each by itself.
+) -> bool:
+    """Refuse if sequences have another loss in one row, or without their padding; True if tried.
 
     A model that reads its positions attends within a sequence alone. One that does not lets
-    sequences of a row see each other, and trains on all the same.
+    sequences of a row see each other, and trains on all the same. A mean over the width of the
+    batch, a pool over it and targets beyond the mask do not bear that padding is trimmed.
 
     `run(micro)` returns the loss of a micro-batch. It runs without dropout; `models` are left as
     they were.
     """
-    ones, together = alone(layout, by, lengths_of(layout, by)[0], _SEQUENCES)
+    if by.pack:
+        ones, together = alone(layout, by, lengths_of(layout, by)[0], _SEQUENCES)
+        given, why = "each by itself", _PACKED
+    else:
+        pair = without_padding(layout, by, _SEQUENCES)
+        if pair is None:
+            return False
+        ones, together = [pair[0]], pair[1]
+        given, why = "with their padding", _TRIMMED
     called = CalledModules(nn.ModuleList(models))
     with ForwardState(*models), evaluation_mode(*models), called, local_collectives():
         apart, packed = _sums(map(run, ones)), _sums([run(together)])
@@ -321,14 +406,13 @@ def check_packing(
         in_row, units_in_row = packed[name]
         if units == units_in_row and abs(in_row - total) <= allowed * abs(total) + 1e-12:
             continue
+        if not math.isfinite(total):
+            return False
         raise UnsupportedError(
-            f"tokens(pack=...): {len(ones)} sequences, each by itself, have a loss of {total:g} "
-            f"over {units:g} units, and in one row {in_row:g} over {units_in_row:g}: the model "
-            "does not keep the sequences of a row apart. Transformers' models do so with "
-            "use_cache=False in their configuration and without an attention_mask; a model of your "
-            "own must attend within the sequences that position_ids tell, and give no units to "
-            "labels of -100. Labels that are shifted already must be called shift_labels"
+            f"tokens(...): sequences {given} have a loss of {total:g} over {units:g} units, and "
+            f"{in_row:g} over {units_in_row:g} {why}"
         )
+    return True
 
 
 def _sums(losses: Iterable[Loss | Terms]) -> dict[str, tuple[float, float]]:

@@ -66,6 +66,8 @@ _ADD = ("AddBackward0", "SubBackward0")
 _SUM = ("SumBackward0", "SumBackward1")
 _MEAN = ("MeanBackward0", "MeanBackward1")
 _JOINED = ("StackBackward0", "CatBackward0")
+_PICK = ("Max", "Min", "Amax", "Amin", "Median", "Nanmedian", "Kthvalue", "Topk", "Sort")
+_VIEWS = _SAME | {"SliceBackward0", "SelectBackward0"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +77,7 @@ class LossTerm:
     node: str
     # "mean", "sum", "first" (`x.mean(0).sum()`), "joined" (`stack(losses).mean()`), "unknown" (not
     # understood), "nonlinear" (a curve of a whole reduction, such as its root), "regulariser" (of
-    # parameters alone)
+    # parameters alone), "picked" (the largest of a batch)
     kind: str
     count: float  # elements that the mean (or the sum) is over
     times: tuple[float, ...] = ()
@@ -133,6 +135,72 @@ def check_mean(mean: Tensor, units: Units) -> None:
             f"sum it is, backward(total, units={number:g}), or take the mean (audit=False: leave "
             "this check out)"
         )
+
+
+def check_parts(scalar: Tensor, units: Units, *, is_mean: bool) -> dict[tuple[int, str], float]:
+    """Refuse a loss that is of its micro-batch alone; return the weight of each of its terms.
+
+    The weights must be the same in all micro-batches. A mean over other units than those that are
+    given (labels that count, weights of classes) has another one in each, and so has a penalty on
+    the weights that is added once per micro-batch to a sum.
+    """
+    number = _number(units)
+    if number is None or scalar.grad_fn is None:
+        return {}
+    _refuse_scaled(scalar.grad_fn)
+    weights = {}
+    for place, term in enumerate(loss_terms(scalar.grad_fn) if number > 1 else ()):
+        if term.kind == "picked":
+            raise LossError(
+                f"this loss picks among the samples of its micro-batch ({term.node}), so that it "
+                "is not a part of the whole batch's loss; WholeBatch with loss=wb.Coupled(encode, "
+                "loss) sees the whole batch (audit=False: leave this check out)"
+            )
+        factor = math.prod(term.times) / math.prod(term.over)
+        if term.kind == "regulariser" and not is_mean:
+            weights[place, "regulariser"] = factor / number
+        elif _is_over_some(term):
+            factor /= term.count if term.kind == "mean" else 1.0
+            weights[place, "mean"] = factor * (number if is_mean else 1.0)
+    return weights
+
+
+def _is_over_some(term: LossTerm) -> bool:
+    """True for a mean over less than all its elements, or over their weights."""
+    if term.kind == "mean":
+        return term.count > 0 and not (term.node in _MEAN and term.counted is None)
+    over = math.prod(term.over)
+    return term.kind == "sum" and bool(term.over) and not _close(over, math.prod(term.sizes))
+
+
+def refuse_weight(kind: str, first: float, now: float, units: Units) -> None:
+    """Refuse a term that has not the same weight in all micro-batches (see `check_parts`)."""
+    if kind == "regulariser":
+        what = (
+            "holds a penalty on the weights that is added once per micro-batch, so that its share "
+            "grows with their number: multiply it by the micro-batch's units"
+        )
+    else:
+        what = (
+            f"is a mean over other units than units={_number(units):g}: a sample would count "
+            f"{now / first:.3g} times as much as one of an earlier micro-batch. Count what it is "
+            "a mean over (labels that are not ignored, their weights), or take the sum (reduction="
+            '"sum") and say what it is over'
+        )
+    raise LossError(f"this loss {what} (audit=False: leave this check out)")
+
+
+def _refuse_scaled(node: Any) -> None:
+    """Refuse a loss that a GradScaler has scaled: its factor is a float32 tensor."""
+    scale = _saved(node, "other") if node.name().startswith("MulBackward") else None
+    if isinstance(scale, Tensor) and scale.dtype is torch.float32 and not scale.dim():
+        factor = float(scale)
+        if factor >= 256 and math.frexp(factor)[0] == 0.5:
+            raise LossError(
+                f"the loss is multiplied by {factor:g}, as GradScaler.scale(loss) does: give the "
+                "loss itself, and the scaler by close=wb.Close(scaler=scaler), which scales, "
+                "unscales and updates it (audit=False: leave this check out)"
+            )
 
 
 def divisors(scalar: Tensor, units: Units) -> set[int]:
@@ -248,7 +316,12 @@ def loss_terms(root: Any) -> Iterator[LossTerm]:
 
 def _reduction(node: Any, name: str, below: list[Any], so_far: LossTerm) -> Iterator[LossTerm]:
     reduction = _saved(node, "reduction")
-    if name in _MEAN:
+    inner = below[0] if name in _MEAN + _SUM else node
+    while inner is not None and inner.name() in _VIEWS:
+        inner = inner.next_functions[0][0]
+    if inner is not None and _picks_samples(inner):
+        yield replace(so_far, node=inner.name(), kind="picked")
+    elif name in _MEAN:
         sizes = tuple(_saved(node, "self_sym_sizes") or ())
         inner, so_far = _without_factors(below[0], so_far)
         of_losses = inner is not None and _saved(inner, "reduction") == 0
@@ -277,6 +350,20 @@ def _reduction(node: Any, name: str, below: list[Any], so_far: LossTerm) -> Iter
         yield replace(made, weighed=_class_weights(node)) if reduction == 2 else made
     else:
         yield _not_understood(name, below, so_far)
+
+
+def _picks_samples(node: Any) -> bool:
+    """True for the largest, smallest or middle values over the first dimension."""
+    if not node.name().startswith(tuple(f"{name}Backward" for name in _PICK)):
+        return False
+    given = _saved(node, "self")
+    sizes = tuple(
+        given.shape if isinstance(given, Tensor) else _saved(node, "self_sym_sizes") or ()
+    )
+    dims = _saved(node, "dim")
+    dims = (range(len(sizes)) if dims is None else [dims]) if not isinstance(dims, tuple) else dims
+    wrapped = {(d if d < 1 << 63 else d - (1 << 64)) % len(sizes) for d in dims} if sizes else set()
+    return bool(sizes) and sizes[0] > 1 and (0 in wrapped or dims == ())
 
 
 def _not_understood(name: str, below: list[Any], so_far: LossTerm) -> LossTerm:

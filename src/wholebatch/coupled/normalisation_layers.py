@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
+
+from wholebatch.errors import UnsupportedError
 
 
 def batchnorms(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -84,3 +86,13 @@ class ReplacedForwards:
                 del module.forward
             else:
                 module.forward = forward
+
+
+def refuse_new_norms(models: Iterable[nn.Module], known: Collection[nn.Module]) -> None:
+    """Refuse a BatchNorm that came into a model after the policy was chosen."""
+    for name, module in (found for model in models for found in batchnorms(model)):
+        if module not in known and uses_batch_statistics(module):
+            raise UnsupportedError(
+                f"BatchNorm in {name!r}: it is new in the model, and no batchnorm= policy is "
+                "applied to it; make this object anew after the model has changed"
+            )

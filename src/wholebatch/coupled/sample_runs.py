@@ -111,7 +111,7 @@ class FirstSamples:
     ) -> None:
         self.model, self.run, self.layout = model, run, layout
         self.count, self.graph, self.name = count, graph, name
-        self._outputs = outputs
+        self.reads_outputs = outputs
         named = [(n, p) for n, p in model.named_parameters() if _is_plain(p)]
         self.parameters = [(n, p) for n, p in named if p.requires_grad]
         self._data = [(p, p.data) for _, p in named]
@@ -203,7 +203,7 @@ class FirstSamples:
         batch = self.layout.take(list(rows))
         with nullcontext() if self.graph else saved_tensors_hooks(_drop, _refuse_backward):
             result = self.run(batch)
-            made = _output_terms(result, start) if self._outputs else _loss_terms(result)
+            made = _output_terms(result, start) if self.reads_outputs else _loss_terms(result)
         del result
         terms = {name: term for name, (term, _) in made.items()}
         if not self._seeds:
@@ -540,12 +540,15 @@ class Tolerance:
         apart = torch.stack(made).sum(0)
         if not (first.isfinite().all() and apart.isfinite().all()):
             return None
-        gaps = (first - apart)[:, :_LINEAR].abs().amax(1)
-        sizes: Tensor = torch.maximum(first[:, _LINEAR], apart[:, _LINEAR])
-        over = gaps > torch.maximum(3 * self.relative * sizes, self.floor * sizes.norm())
+        gaps = (first - apart)[:, :_LINEAR].abs()
+        norms = torch.maximum(first, apart)[:, _LINEAR:]
+        # A sum of numbers of one sign may be far above the norm, and so is its rounding.
+        sums = torch.maximum(first.abs(), apart.abs())[:, :_LINEAR]
+        sizes: Tensor = torch.maximum(norms, sums).clamp_min(1e-300)
+        over = gaps > torch.maximum(3 * self.relative * sizes, self.floor * norms.norm())
         if not bool(over.any()):
             return None
-        ratios = torch.where(over, gaps / sizes.clamp_min(1e-300), 0.0)
+        ratios = torch.where(over, gaps / sizes, 0.0).amax(1)
         worst = int(ratios.argmax())
         return worst, float(ratios[worst])
 

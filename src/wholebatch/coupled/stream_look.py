@@ -8,6 +8,7 @@ the graph of a loss tells how it was made.
 from __future__ import annotations
 
 import logging
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from wholebatch.compile.captured_state import Fingerprint
 from wholebatch.core.forward_state import ForwardState
 from wholebatch.core.loss import Loss, Terms, Units, check_units
 from wholebatch.core.splitting.samples import flatten, layout_of, readable_layout
@@ -28,7 +30,15 @@ from wholebatch.coupled.batchnorm.policies import Policy, Statistics
 from wholebatch.coupled.causes import AuditFinding
 from wholebatch.coupled.contrastive.losses import refuse_in_parts
 from wholebatch.coupled.local_collectives import local_collectives
-from wholebatch.coupled.loss_graph import check_mean, check_sum, divisors, linked_samples
+from wholebatch.coupled.loss_graph import (
+    check_mean,
+    check_parts,
+    check_sum,
+    divisors,
+    linked_samples,
+    refuse_weight,
+)
+from wholebatch.coupled.normalisation_layers import batchnorms, refuse_new_norms
 from wholebatch.errors import LossError, SplitError
 
 _log = logging.getLogger("wholebatch")
@@ -82,8 +92,12 @@ class StreamLook:
         self._found: list[AuditFinding] = []
         self._looking = False
         self._audits = audit
+        self._norms = {norm for model in self._models for _, norm in batchnorms(model)}
+        self._seen: list[Fingerprint] = []
+        self._begun = self._next = 0
         self._kinds: set[tuple[type, bool]] = set()  # of the nodes that losses ended with
         self._divisors: set[int] = set()  # what losses were divided by
+        self._weights: dict[tuple[type, int, str], float] = {}  # of terms
         self._reads = 0
         self._handles: list[Any] = []
         self._depth = 0
@@ -91,6 +105,16 @@ class StreamLook:
         self._looked = False
         self.over = not audit  # True once there was a look: nothing follows
         self.active = audit  # False after the first window: nothing more is to be seen
+
+    def begin_window(self) -> None:
+        """Look again if a model is not as it was (see `LossLook.begin_window`)."""
+        self._begun += 1
+        if not self._seen or self._begun < self._next or all(one.holds() for one in self._seen):
+            return
+        refuse_new_norms(self._models, self._norms)
+        self._seen, self._next = [], 2 * self._begun
+        self.over = self._looked = False
+        self._judged.clear()
 
     def watch(self) -> None:
         """Keep the outputs of the models until they were looked at."""
@@ -136,7 +160,14 @@ class StreamLook:
         assert scalar is not None
         if (kind, mean is None) not in self._kinds:
             (check_sum if mean is None else check_mean)(scalar, check_units(units))
-            self._kinds.add((kind, mean is None))
+            if float(check_units(units)) > 1:  # of one unit, the mean is the sum
+                self._kinds.add((kind, mean is None))
+        if in_parts and self.active:
+            found = check_parts(scalar, check_units(units), is_mean=mean is not None)
+            for (place, of), weight in found.items():
+                first = self._weights.setdefault((kind, place, of), weight)
+                if not math.isclose(weight, first, rel_tol=1e-4):
+                    refuse_weight(of, first, weight, units)
         if self._reads < _READS:
             self._reads += 1
             self._divisors |= divisors(scalar, check_units(units))
@@ -163,6 +194,8 @@ class StreamLook:
             self._divisors.clear()
         if self._handles:
             self._remove_hooks()
+        if self.over and self._audits and not self._seen:
+            self._seen = [Fingerprint(model, _do_nothing) for model in self._models]
 
     def _remove_hooks(self) -> None:
         for handle in self._handles:

@@ -209,6 +209,11 @@ def _check(model: DistributedDataParallel) -> None:
             "DistributedDataParallel with a communication hook: the window makes its one "
             "reduction itself, exactly, and would not run the hook; do not register it"
         )
+    if model.static_graph:
+        raise UnsupportedError(
+            "DistributedDataParallel(static_graph=True): it relies on reductions of its own in "
+            "every backward, and the window makes one; leave static_graph out"
+        )
     for name, parameter in model.named_parameters():
         if hasattr(parameter, "device_mesh"):
             raise UnsupportedError(

@@ -678,7 +678,10 @@ class FirstLook(LossLook):
 
     @property
     def pending(self) -> bool:
-        return super().pending and self._windows.open is None
+        if self._windows.open is not None:
+            return False
+        self.begin_window()
+        return super().pending
 
     def at(self, run: Callable[[Any], Loss], batch: Any, *, micro_batch: int | None = None) -> None:
         """Refuse a loss that does not add up, on the first samples of `batch`, on all ranks."""

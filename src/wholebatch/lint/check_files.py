@@ -23,7 +23,9 @@ _UNREAD = "WB002"
 _OTHER_FRAMEWORK = "WB003"
 
 # A file without a backward, a step function or a Trainer subclass cannot accumulate.
-_TRAINS = re.compile(r"backward\s*\(|loss_scaler\s*\(|def (training_step|compute_loss)\b")
+_TRAINS = re.compile(
+    r"backward\s*\(|loss_scaler\s*\(|def (training_step|compute_loss)\b|self\.training_step\("
+)
 _UPDATES = re.compile(
     r"\.\s*(step|optimize|zero_grad)\s*\(|optimizer_step|update_grad|loss_scaler"
     r"|(step|update)\w*\([^)\n]*optim"
@@ -166,10 +168,10 @@ def _parse_and_check(source: Source, settings: Settings) -> list[Finding]:
         if settings.wants_in(rule.code, source.path)
         for finding in _check_rule(rule, file, source, lines)
     ]
-    # Beside these no mended loop makes the update of the whole batch: such a fix is not safe.
+    # Beside these no mended loop makes the update of the whole batch.
     spoils = [rule for rule in RULES if rule.code in _SPOILS]
     if any(f.fix for f in found) and any(next(rule.check(file), None) for rule in spoils):
-        return [replace(f, unsafe=bool(f.fix)) for f in found]
+        return [replace(f, fix=(), unsafe=False) for f in found]
     return found
 
 

@@ -16,6 +16,8 @@ BUCKET = 500_000_000
 """The elements of DeepSpeed's buffer for gradients to reduce (`reduce_bucket_size`)."""
 LIVE = 1_000_000_000
 """The elements of gathered parameters that ZeRO 3 keeps for later use (`max_reuse_distance`)."""
+AHEAD = 50_000_000
+"""The elements that ZeRO 3 gathers in one go (`prefetch_bucket_size`), and copies out of there."""
 
 FLATTEN = "flatten"
 """The part of a window in which whole gradients become slices, after the last backward."""
@@ -59,15 +61,15 @@ def on_one_rank(
     found = {}
     for name, before in parts.items():
         part, is_step = dict(before), name == "step"
-        gathered = size * min(elements, LIVE)
-        if sharding.zero == 3 and not is_step:
+        if sharding.zero == 3 and name not in ("step", FLATTEN):
+            gathered, ahead = (size * min(elements, most) for most in (LIVE, AHEAD))
             part["parameters"] = max(part["parameters"], shard + slices + gathered)
-        if (
-            sharding.zero and name == FLATTEN
-        ):  # ZeRO 3 holds as much of the gradients as it gathers.
-            part["gradients"] += gathered if sharding.zero == 3 else slices
-        if sharding.zero and not is_step and (name != FLATTEN or sharding.zero == 3):
+            # The end of the forward has no temporaries of the backward yet, but this buffer.
+            part["communication"] += max(0, ahead - part["temporaries"])
+        if sharding.zero and not is_step and name != FLATTEN:
             part["communication"] += size * BUCKET
+        elif sharding.zero in (1, 2) and name == FLATTEN:
+            part["gradients"] += slices
         if sharding.zero == 2 and not is_step:
             part["gradients"] += slices
         if sharding.offload:

@@ -1,32 +1,13 @@
 """Adam accumulation: the gradients of a window add up in Adam's first moment itself.
 
-This is the one store whose update is only approximately that of the undivided batch.
-
-With gₖ the gradient of micro-batch k, already divided by the units of the whole window, an update
-of Adam from the undivided batch is
-
-    m ← β₁ m + (1 − β₁) Σ gₖ        v ← β₂ v + (1 − β₂) (Σ gₖ)²
-
-The first sum can be made in the memory of m, one term after the other, and is exact. When the first
-gradient of a window comes, m is divided by the factor that gradients get at the end,
+This is the one store whose update is only approximately that of the undivided batch. For gradients
+gₖ, divided by the units of the whole window (docs/gradients.md derives the formulas):
 
     s = β₁ / (1 − β₁) m + g₁        s ← s + gₖ        m ← (1 − β₁) s
+    G = s − β₁ / (1 − β₁) m_old     v ← β₂ v_old + (1 − β₂) G²
 
-and s is the parameter's `.grad` from then on. Later gradients add themselves, as in the plain
-window: by autograd, or within the matrix product that makes them. A parameter without a gradient is
-never touched.
-
-The square of a sum cannot be made term by term, and Adam accumulation as it was proposed (arXiv
-2305.19982) replaces it by Σ gₖ². Here the old moments are kept too, in half the bits, in the memory
-of v (`packed_moments`), so that the close recovers the whole gradient, and v from it:
-
-    G = s − β₁ / (1 − β₁) m_old        v ← β₂ v_old + (1 − β₂) G²
-
-So v differs from that of the undivided batch by the rounding of m_old and v_old alone.
-
-Decay, bias correction and weight decay are applied once per update. Over R ranks s is summed once
-per window: each rank begins with 1/R of the old m, so that the sum has all of it. v is computed
-from the same numbers on every rank, and does not travel.
+The old moments are kept in half the bits, in the memory of v (`packed_moments`). Over R ranks s is
+summed once per window: each rank begins with 1/R of the old m.
 """
 
 from __future__ import annotations

@@ -1,17 +1,10 @@
 """Adam's two old moments in the memory of the second one, while a window is open.
 
-At the close of a window Adam needs three numbers for each element: the old m, the old v, and the
-gradient G. The memory of the moments has room for two. The gradients are added into m itself, and
-the old m is needed only to recover G, for v; the old v is an average with noise of its own. 16 bits
-are enough for both, and they share the 32 of `exp_avg_sq`:
+16 bits are enough for each (docs/gradients.md says why), and they share the 32 of `exp_avg_sq`:
 
     m    as float16, relative to the largest of its tensor
     v    the bits of its float32, which are a logarithm in steps: 64 powers of two below the
-         largest, 1024 steps in each
-
-v is rounded in every window, so rounding must not be biased: where v changes by less than a step,
-rounding to the nearest would freeze it. A dither that depends on the number of the update is added
-before and subtracted after, so that the errors of many updates cancel.
+         largest, 1024 steps in each; a dither keeps the rounding of many updates unbiased
 
 In float64 there are 64 bits, and both are kept as float32, without scale and dither.
 """

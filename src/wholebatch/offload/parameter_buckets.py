@@ -26,12 +26,7 @@ from wholebatch.distributed import Sync
 from wholebatch.distributed.ddp import in_buckets
 from wholebatch.errors import UnsupportedError
 
-BUCKET_BYTES = {
-    "host": 64 * 2**20,
-    "swap": 64 * 2**20,
-    "moments": 64 * 2**20,
-    "release": 32 * 2**20,
-}
+BUCKET_BYTES = {**dict.fromkeys(("host", "swap", "moments"), 64 * 2**20), "release": 32 * 2**20}
 """The largest bucket, by the place of the gradients."""
 _SMALLEST_BUCKET = 2**18
 

@@ -1,21 +1,21 @@
 """Adam's moments wait on the host, and come to the device for the step alone.
 
-A window needs the gradients from the first backward to the step, and the optimizer's state in the
-step alone. So the first moment of every parameter lives in pinned host memory, and the gradients
-take its place on the device. At the close the moments come bucket by bucket, the optimizer steps,
-and the new moments go back, while the next bucket comes: the link works in both directions at once.
-The gradients are in `.grad`, and the same step sees them as in the plain window, so every way of
-running a micro-step works, and the update has the bits of the plain window. Each moment travels
-once in and once out for each window, however many micro-batches it has.
+The first moment of every parameter lives in pinned host memory, and the gradients take its place on
+the device. The sums of 16-bit parameters are as large as both moments: there both wait. At the
+close the moments come bucket by bucket, the optimizer steps, and the new moments go back, while the
+next bucket comes. The same step sees the gradients in `.grad` as in the plain window, so the update
+has its bits.
 
-The sums of 16-bit parameters are float32, as large as both moments together: there both wait.
+Recorded micro-steps keep their memory, so the memory of the buckets at the close is free in them.
+There the buckets that were stepped on last stay on the device, and are the first at the next close.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -50,11 +50,14 @@ class SwapStore(DeviceStore):
     option = 'gradients="swap"'
     steps_on_all = False
     in_grad = False  # the window's last backward would make a copy of all to reduce them
+    closes_ahead = False
 
     def __init__(self, target: Target, options: CloseOptions, sync: Sync) -> None:
         super().__init__(target, options, sync)
         self._sums = HostSums([])  # memory of the host for the moments, in buckets
-        self._waiting: dict[int, dict[str, Tensor]] = {}  # moments on the host, by parameter
+        self._waiting: dict[int, dict[str, Tensor]] = {}  # moments between steps, by parameter
+        self._ways: dict[torch.device, _Way] = {}
+        self._records = False
 
     @property
     def host_bytes(self) -> int:
@@ -66,13 +69,13 @@ class SwapStore(DeviceStore):
     def begin(self, window: OpenWindow) -> None:
         if not self._sums.is_for(window.inputs):
             self._sums = HostSums.of(window.inputs, self.target.optimizers)
-            self._waiting = {}
+            self._waiting, self._ways = {}, {}
         self._send_away(self._sums)
         super().begin(window)
 
     @torch.no_grad()
     def _send_away(self, sums: HostSums) -> None:
-        """Move moments that are not on the host there: new ones, or those of a checkpoint."""
+        """Move moments to their place, which is not `state`: new ones, or those of a checkpoint."""
         groups = {
             id(p): (optimizer, group)
             for optimizer in self.target.optimizers
@@ -89,6 +92,9 @@ class SwapStore(DeviceStore):
                 if state[name] is not place:
                     state[name] = place.copy_(state[name])
 
+    def for_graphs(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._records = True
+
     # Close
 
     def absent(self) -> set[int]:
@@ -101,55 +107,85 @@ class SwapStore(DeviceStore):
         return super().close(window, normalise, hooks)
 
     def step(self, remaining: float) -> None:
-        ways = {device: _Way(device) for device in {one.device for one in self._sums.buckets}}
+        for device in {one.device for one in self._sums.buckets} - self._ways.keys():
+            self._ways[device] = _Way(device)
         try:
             for index, optimizer in enumerate(self.target.optimizers):
                 with in_parts(optimizer):
-                    self._step(index, optimizer, remaining, ways)
+                    self._step(index, optimizer, remaining)
         finally:
-            for way in ways.values():
+            for way in self._ways.values():
                 way.end()  # the optimizer's state may be read from here on
 
-    def _step(
-        self,
-        index: int,
-        optimizer: torch.optim.Optimizer,
-        remaining: float,
-        ways: Mapping[torch.device, _Way],
-    ) -> None:
+    def _step(self, index: int, optimizer: torch.optim.Optimizer, remaining: float) -> None:
         """Step on one bucket after the other, while the next one comes and the last one leaves."""
         used = [
             bucket
             for bucket in self._sums.buckets
-            if bucket.optimizer == index and any(p.grad is not None for p in bucket.parameters)
+            if bucket.optimizer == index
+            and (self._place(bucket) >= 0 or any(p.grad is not None for p in bucket.parameters))
         ]
-        for bucket, moments in one_ahead(used, lambda one: (one, ways[one.device].fetch(one.flat))):
+        # Those that have stayed come first, and the largest of the others comes last, to stay.
+        places = {id(one): self._place(one) for one in used}
+        new = [one for one in used if places[id(one)] < 0]
+        largest = max(new, key=lambda one: one.flat.nbytes, default=None)
+        used.sort(key=lambda one: (places[id(one)] < 0, places[id(one)], one is largest))
+        stay = used[-_AT_ONCE:] if self._records and len(self.target.optimizers) == 1 else []
+        rows = one_ahead(used, lambda one: (one, self._ways[one.device].fetch(one.flat)))
+        for bucket, row in rows:
+            way, stays = self._ways[bucket.device], any(bucket is one for one in stay)
             parameters = [p for p in bucket.parameters if p.grad is not None]
             for parameter in parameters:
                 if self.target.sixteen_bit.rounds(parameter):
                     round_gradient(parameter)
+            way.wait(row.arrived)
             with (
-                moments as flat,
-                self._moments_in(optimizer, bucket, flat),
+                self._moments_in(optimizer, bucket, row.flat, stays=stays),
                 stepping(optimizer, remaining),
                 only(optimizer, parameters),
             ):
                 optimizer.step()
+            row.stays = stays
+            way.leave(row)
             for parameter in parameters:
                 parameter.grad = None
 
+    def _place(self, bucket: Bucket) -> int:
+        """Return the place of a bucket among those that have stayed on its device, or -1."""
+        rows = self._ways[bucket.device].rows
+        return next((i for i, row in enumerate(rows) if row.host is bucket.flat), -1)
+
     @contextmanager
     def _moments_in(
-        self, optimizer: torch.optim.Optimizer, bucket: Bucket, flat: Tensor
+        self, optimizer: torch.optim.Optimizer, bucket: Bucket, flat: Tensor, *, stays: bool
     ) -> Iterator[None]:
-        """Let the optimizer find the moments of a bucket in this row."""
-        for parameter, piece in zip(bucket.parameters, flat.split(bucket.sizes), strict=True):
-            optimizer.state[parameter].update(_moments_of(parameter, piece))
+        """Let the optimizer find the moments of a bucket in this row, afterwards too if it stays.
+
+        If the step fails, they are where they were before.
+        """
+        pieces = zip(bucket.parameters, flat.split(bucket.sizes), strict=True)
+        here = {parameter: _moments_of(parameter, piece) for parameter, piece in pieces}
+        for parameter, moments in here.items():
+            optimizer.state[parameter].update(moments)
         try:
             yield
+            for parameter, moments in here.items():
+                on_host = _moments_of(parameter, self._sums.flat(parameter))
+                self._waiting[id(parameter)] = moments if stays else on_host
         finally:
-            for parameter in bucket.parameters:
+            for parameter in here:
                 optimizer.state[parameter].update(self._waiting[id(parameter)])
+
+
+@dataclass(eq=False, slots=True)
+class _Row:
+    """A row of moments on a device, and the events after which it has arrived and left."""
+
+    host: Tensor
+    flat: Tensor
+    arrived: torch.cuda.Event | None
+    left: torch.cuda.Event | None = None
+    stays: bool = False
 
 
 class _Way:
@@ -157,65 +193,52 @@ class _Way:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None = None
-        if device.type == "cuda":
-            self._streams = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        self._here: deque[_Row] = deque()
+        self._in, self._out = (
+            torch.cuda.Stream(device) if device.type == "cuda" else None for _ in range(2)
+        )
+        self.rows: deque[_Row] = deque()
 
-    @torch.no_grad()
     def fetch(self, host: Tensor) -> _Row:
         """Start the way of a row to the device, in memory that an earlier one has left."""
-        if len(self._here) == _AT_ONCE:
-            left = self._here.popleft().left
-            if left is not None:
-                torch.cuda.current_stream(self._device).wait_event(left)
-        row = _Row(host, torch.empty_like(host, device=self._device), self._streams)
-        self._here.append(row)
-        return row
+        for row in self.rows:
+            if row.host is host:
+                return row  # it has stayed
+        if len(self.rows) == _AT_ONCE:
+            self.wait(self.rows.popleft().left)
+        flat = torch.empty_like(host, device=self._device)
+        self.rows.append(_Row(host, flat, self._copy(self._in, flat, host)))
+        return self.rows[-1]
 
-    def end(self) -> None:
-        """Wait until all rows are on the host again."""
-        for stream in self._streams or ():
-            stream.synchronize()
-
-
-class _Row:
-    """A row of moments on its device: as a context, it is there, and then goes back."""
-
-    def __init__(
-        self,
-        host: Tensor,
-        flat: Tensor,
-        streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None,
-    ) -> None:
-        self._host, self._flat, self._streams = host, flat, streams
-        self._arrived: torch.cuda.Event | None = None
-        self.left: torch.cuda.Event | None = None
-        if streams is None:
-            flat.copy_(host)
-            return
-        streams[0].wait_stream(torch.cuda.current_stream(flat.device))  # users of this memory
-        with torch.cuda.stream(streams[0]):
-            flat.copy_(host, non_blocking=True)
-            self._arrived = streams[0].record_event()
-
-    def __enter__(self) -> Tensor:
-        if self._arrived is not None:
-            torch.cuda.current_stream(self._flat.device).wait_event(self._arrived)
-        return self._flat
+    def leave(self, row: _Row) -> None:
+        """Send a row back to the host, unless it stays."""
+        if not row.stays:
+            row.left = self._copy(self._out, row.host, row.flat)
 
     @torch.no_grad()
-    def __exit__(self, kind: object, *_: object) -> None:
-        if kind is not None:
-            return  # a step that failed: the host has the moments from before
-        if self._streams is None:
-            self._host.copy_(self._flat)
-            return
-        away = self._streams[1]
-        away.wait_stream(torch.cuda.current_stream(self._flat.device))
-        with torch.cuda.stream(away):
-            self._host.copy_(self._flat, non_blocking=True)
-            self.left = away.record_event()
+    def _copy(
+        self, stream: torch.cuda.Stream | None, to: Tensor, row: Tensor
+    ) -> torch.cuda.Event | None:
+        """Copy beside the device's work, after what it has been given so far."""
+        if stream is None:
+            to.copy_(row)
+            return None
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            to.copy_(row, non_blocking=True)
+        event: torch.cuda.Event = stream.record_event()
+        return event
+
+    def wait(self, event: torch.cuda.Event | None) -> None:
+        """Let the device wait for a copy."""
+        if event is not None:
+            torch.cuda.current_stream(self._device).wait_event(event)
+
+    def end(self) -> None:
+        """Wait until all rows but those that stay are on the host again."""
+        self.rows = deque(row for row in self.rows if row.stays)
+        for stream in (self._in, self._out):
+            if stream is not None:
+                stream.synchronize()
 
 
 def _moments_of(parameter: nn.Parameter, flat: Tensor) -> dict[str, Tensor]:

@@ -1,17 +1,11 @@
 """Gradients on their way to sums on the host, beside the backward that makes them.
 
-`CudaTransfer` serves a CUDA device. Each gradient is copied at once into a slot of a small ring on
-the device (widened to the dtype of its sum), so that its own memory is free again in the order in
-which autograd took it. Meanwhile that part of the sum comes from the host into the same slot; the
-device adds, and the new sum goes back. The link works in both directions at once, and the host adds
-nothing: that would read and write more host memory than the link carries. The first gradient of a
-window becomes the sum without fetching one. A sum that is complete may stay on the device. Three
-streams do this beside the computation. The ring is allocated once and bounds what is under way:
-without a free slot the device waits for the link.
-
-`HostTransfer` serves gradients that are on the host already.
-
-Both add in the order in which gradients were made, so a sum has the same bits as one in `.grad`.
+`CudaTransfer` copies each gradient at once into a slot of a small ring on the device (widened to
+the dtype of its sum), so that its own memory is free again in the order in which autograd took it.
+Meanwhile that part of the sum comes from the host into the same slot; the device adds, and the new
+sum goes back. A sum that is complete may stay on the device. Three streams do this beside the
+computation. Without a free slot the device waits for the link. `HostTransfer` serves gradients that
+are on the host already. Both add in the order in which gradients were made, as `.grad` would.
 """
 
 from __future__ import annotations
@@ -238,13 +232,6 @@ class CudaTransfer:
         self.backward_made()
         self._out.synchronize()  # it runs after the work of the other two
 
-    def forget(self) -> None:
-        """Wait like `drain`, for sums that are no longer wanted."""
-        self._load = None
-        self._sent.clear()
-        for stream in (self._in, self._add, self._out):
-            stream.synchronize()
-
 
 # CPU
 
@@ -299,6 +286,6 @@ class HostTransfer:
         self.bytes_out += gradient.nbytes
 
     def backward_made(self) -> None:
-        """Do nothing, as in `drain` and `forget`: nothing is under way."""
+        """Do nothing, as in `drain`: nothing is under way."""
 
-    drain = forget = backward_made
+    drain = backward_made

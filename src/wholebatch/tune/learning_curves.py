@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -19,14 +18,13 @@ import torch
 from wholebatch.core.plain_files import finite, write_json
 from wholebatch.core.whole_batch import WholeBatch
 from wholebatch.errors import NonFiniteError, OptionError
-from wholebatch.memory.meter import MemoryMeter
 from wholebatch.tune.batch_scaling import AutoBatch, Follow
-from wholebatch.tune.window_timing import Make
+from wholebatch.tune.window_timing import Make, PeakMeter
 
 Take: TypeAlias = Callable[[int], Any]
 """Returns the next so many samples, as one batch."""
 
-_UNTIMED = 3  # Windows in which graphs are made, memory is taken and metered.
+_UNTIMED = 3  # Windows in which graphs are made and memory is taken.
 _POINTS = 60
 _LOOKS = 16  # At held-out data, in a run.
 
@@ -86,6 +84,8 @@ class LearningCurve:
     """The most bytes alive at one moment."""
     held_out: tuple[tuple[int, int, float], ...] = ()
     """Updates and samples so far, and the loss on held-out data, if the recipe has any."""
+    critical: tuple[float, ...] = ()
+    """The critical batch in samples at these updates, as far as it was measured."""
 
     @property
     def loss(self) -> float:
@@ -139,34 +139,34 @@ def learn(contender: Contender, recipe: Recipe, *, samples: int) -> LearningCurv
     )
     size = min(recipe.micro_batch, contender.batch)
     train = WholeBatch(
-        model,
-        optimizer,
-        loss=recipe.loss,
-        micro_batch=size,
-        scheduler=scheduler,
-        **recipe.options,
+        model, optimizer, loss=recipe.loss, micro_batch=size, scheduler=scheduler, **recipe.options
     )
     held_out: list[tuple[int, int, float]] = []
+    critical: list[float] = []
     if contender.largest is not None:
         train.measure_noise(4)
-    take, memory = recipe.source(), _Peak(model, optimizer)
+    take, memory = recipe.source(), PeakMeter(next(model.parameters()).device)
+    memory.reset()
     made: list[Update] = []
     sizes: list[int] = []
     while auto.done < steps:
         batch = take(auto.batch)
-        follow.set(auto.batch)
+        follow.set(auto.batch, gain=auto.gain)
         began = time.perf_counter()
-        with memory.around(len(made)):
-            step = train.step(batch)
+        step = train.step(batch)
         seconds = time.perf_counter() - began
         made.append(Update(auto.done * auto.first, step.loss, step.units, seconds))
         sizes.append(auto.batch)
         auto.advance(scheduler)
-        auto.after(step.units, train.noise, optimizer.param_groups[0]["lr"])
+        noise, each = train.noise, step.units / auto.batch
+        auto.after(step.units, noise, optimizer.param_groups[0]["lr"])
         is_due = auto.done * _LOOKS >= (len(held_out) + 1) * steps
         if recipe.held_out is not None and is_due:
             held_out.append((len(made), auto.done * auto.first, recipe.held_out(model)))
-    return LearningCurve(contender, tuple(sizes), tuple(made), memory.peak, tuple(held_out))
+            critical += [] if noise is None else [noise.critical / each]
+    peak = memory.peak(lambda: train.step(batch), model, optimizer)
+    looks = tuple(held_out), tuple(critical)
+    return LearningCurve(contender, tuple(sizes), tuple(made), peak, *looks)
 
 
 def samples_in(seconds: float, recipe: Recipe, batch: int) -> int:
@@ -279,20 +279,3 @@ class Curves:
 def _mean(updates: Sequence[Update]) -> float:
     units = math.fsum(update.units for update in updates)
     return math.fsum(update.loss * update.units for update in updates) / units
-
-
-class _Peak:
-    """Measures the peak: CUDA's own count, on the CPU that of one metered update."""
-
-    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self._meter = MemoryMeter(model=model, optimizer=optimizer)
-        self._on_cuda = next(model.parameters()).is_cuda
-        if self._on_cuda:
-            torch.cuda.reset_peak_memory_stats()
-
-    def around(self, update: int) -> AbstractContextManager[Any]:
-        return self._meter if update == _UNTIMED - 1 and not self._on_cuda else nullcontext()
-
-    @property
-    def peak(self) -> int:
-        return torch.cuda.max_memory_allocated() if self._on_cuda else self._meter.peak

@@ -137,7 +137,7 @@ def data() -> Corpus:
 
 
 def loss(model: nn.Module, micro: dict[str, Tensor]) -> wb.Loss:
-    return wb.cross_entropy(model(micro["tokens"]), micro["next"])
+    return wb.cross_entropy(model(micro["tokens"]), micro["next"], dim=-1)
 
 
 def units(micro: dict[str, Tensor]) -> int:
@@ -147,10 +147,7 @@ def units(micro: dict[str, Tensor]) -> int:
 def optimizer(model: nn.Module) -> torch.optim.Optimizer:
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() <= 1]
-    groups = [
-        {"params": matrices, "weight_decay": 0.1},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=4e-3, betas=(0.9, 0.95), fused=True)
 
 

@@ -37,11 +37,7 @@ class Batches(tuple[Any, ...]):
 
 
 def split(
-    batch: Any,
-    micro_batch: int | Tokens,
-    *,
-    batch_size: BatchSize = None,
-    static: Static = (),
+    batch: Any, micro_batch: int | Tokens, *, batch_size: BatchSize = None, static: Static = ()
 ) -> list[Any]:
     """Split `batch` into micro-batches of the same structure: nothing lost, nothing repeated.
 
@@ -495,6 +491,20 @@ def token_micro_batches(layout: Layout, by: Tokens) -> list[tuple[Any, Sequence[
         (_micro_batch(layout, rows, cuts, max(1, *(lengths[row] for row in rows))), rows)
         for rows in _pack(lengths, by)
     ]
+
+
+def without_padding(layout: Layout, by: Tokens, count: int) -> tuple[Any, Any] | None:
+    """Return a few short samples as given, and trimmed; None if nothing is trimmed of them."""
+    lengths, width = lengths_of(layout, by)
+    if lengths is None or width is None:
+        return None
+    made = [_rounded(length, by, width) for length in lengths]
+    rows = sorted((row for row in range(layout.size) if made[row] < width), key=made.__getitem__)
+    if not rows[:count]:
+        return None
+    few = rows[:count]
+    cuts = _cuts(layout, by, width)
+    return layout.take(few), _micro_batch(layout, few, cuts, made[few[-1]])
 
 
 def _rounded(length: int, by: Tokens, width: int) -> int:

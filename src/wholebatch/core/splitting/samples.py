@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 import sys
 from collections import Counter, UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
@@ -318,6 +319,27 @@ def check_layout(batch_size: object, static: object) -> None:
     if batch_size is not None and not callable(batch_size) and not is_positive(batch_size):
         raise OptionError(f"batch_size={batch_size!r}: {_BATCH_SIZE}")
     _names(static)
+
+
+def digests(tree: Any) -> list[float]:
+    """Return a few numbers that are others if a tensor has other values, or in another order."""
+    found = []
+    for leaf in flatten(tree)[0]:
+        if isinstance(leaf.value, Tensor) and leaf.value.numel():
+            flat = leaf.value.detach().to_dense() if leaf.value.is_sparse else leaf.value.detach()
+            flat = (torch.view_as_real(flat) if flat.is_complex() else flat).double().flatten()
+            places = torch.arange(1, len(flat) + 1, device=flat.device)
+            found += [float(len(flat)), float(flat.sum()), float(flat.dot(places.double().sqrt()))]
+    return [number for number in found if math.isfinite(number)]
+
+
+def is_other(tree: Any, digested: Sequence[float]) -> bool:
+    """True if these are not the tensors with these digests; a device may sum in another order."""
+    found = digests(tree)
+    return len(found) != len(digested) or not all(
+        math.isclose(*pair, rel_tol=1e-9, abs_tol=1e-9)
+        for pair in zip(found, digested, strict=True)
+    )
 
 
 def take(value: Any, rows: Rows) -> Any:

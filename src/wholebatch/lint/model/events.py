@@ -119,6 +119,12 @@ class Context:
     env: Env
     node: ast.With | ast.AsyncWith
 
+    @cached_property
+    def made(self) -> str:
+        """Return the text of the item, and of what its name stands for."""
+        name = dotted(getattr(self.expr, "func", self.expr)) or ""
+        return "\n".join(text(e) for e in (self.expr, *(d.expr for d in self.env.get(name, ()))))
+
 
 PathItem = Loop | Guard | Context
 
@@ -208,24 +214,14 @@ MODEL_NAME = re.compile(
     re.I,
 )
 _CLIPS = re.compile(r"(dispatch_)?clip_grad\w*")
-_SIMPLE = {
-    "zero_grad": "zero",
-    "unscale_": "unscale",
-    "set_requires_gradient_sync": "fsdp_sync",
-}
+_SIMPLE = {"zero_grad": "zero", "unscale_": "unscale", "set_requires_gradient_sync": "fsdp_sync"}
 _OURS = {"ExactWindows", "Accumulator", "WholeBatch", "accumulator"}
 _NATIVE_SCALERS = re.compile(r"loss_scaler|NativeScaler", re.I)
 
 
 def holds_sync(context: Context) -> bool:
     """True if a `with` item is (or was assigned from) a `no_sync()`."""
-    spelled = text(context.expr)
-    if re.search(r"\bno_(backward_)?sync\b", spelled):
-        return True
-    name = dotted(context.expr)
-    if name is None and hasattr(context.expr, "func"):
-        name = dotted(context.expr.func)
-    return any("no_sync" in text(d.expr) for d in context.env.get(name or "", ()))
+    return bool(re.search(r"\bno_(backward_)?sync\b", context.made))
 
 
 def constructor(definition: Def) -> tuple[str, int | None]:
@@ -306,6 +302,8 @@ def classify(call: ast.Call, env: Env) -> Act | None:
         return _backward(call, owner, env)
     if name == "manual_backward":
         return Act("backward", owner, positional(call, 0), "lightning")
+    if name == "training_step" and dotted(owner) == "self":
+        return Act("backward", owner, None, "trainer")  # transformers' own: it divides.
     if name in _SIMPLE:
         return Act(_SIMPLE[name], owner, positional(call, 0))
     if name in {"step", "step_and_update_lr"} or (name == "optimize" and call.args):

@@ -24,8 +24,8 @@ from .expressions import (
 from .imported_code import Definition, Imports, imported, is_local, visible
 
 _ACTS = {
-    "backward", "manual_backward", "loss_scaler", "zero_grad", "unscale_", "clip_grad_norm_",
-    "clip_grad_value_", "optimizer_step",
+    "backward", "training_step", "manual_backward", "loss_scaler", "zero_grad", "unscale_",
+    "clip_grad_norm_", "clip_grad_value_", "optimizer_step",
 }  # fmt: skip
 _FSDP = {"FullyShardedDataParallel", "FSDP", "fully_shard", "FSDPStrategy"}
 # A function of another module that acts on the window; one with a loop of its own is read there.
@@ -41,6 +41,7 @@ _TOLD = {
     ast.FunctionDef, ast.AsyncFunctionDef, ast.arg, ast.Assign, ast.ImportFrom, ast.Import,
     ast.ClassDef,
 }  # fmt: skip
+_USED = re.compile(r"(?<![\w.])(?:[a-z_]\w*\.)?(?:[a-z_]\w*(?=\()|[A-Z]\w+)\b")
 _MAX_PARTS = 20
 _LEVELS = 4
 
@@ -120,11 +121,11 @@ class Facts:
 
     def imported_parts(self, call: ast.Call, levels: int = 1) -> list[str]:
         """Return the source of an imported definition and of those it uses, some levels deep."""
-        found = self.imported((dotted(call.func) or "").partition(".")[0])
+        found = self.imported(dotted(call.func) or "")
         parts: dict[str, Definition] = {} if found is None else {"": found}
         for _ in range(levels):
             for part in list(parts.values()):
-                names = re.findall(r"\b([a-z_]\w*(?=\()|[A-Z]\w+)\b", part.text)
+                names = _USED.findall(part.text)
                 for name in [n for n in dict.fromkeys(names) if n not in parts][:_MAX_PARTS]:
                     used = visible(part.path, name)
                     if used is not None:

@@ -37,7 +37,7 @@ _MAX_TEXT = 6000
 _EMPTY = Env()
 # Names of functions in other modules that make the loss, or log it.
 _PART = re.compile(r"loss|forward|criterion|normali[sz]e|(train|log)\w*_step|step$", re.I)
-_BACKWARD = {"backward", "manual_backward"}
+_BACKWARD = {"backward", "manual_backward", "training_step"}
 # Helpers that log: what they are handed counts, whatever they do with it.
 _SHOWS = re.compile(r"log|print|report")
 _COUNTED_BY_FRAMEWORK = {"batch_idx", "batch_index", "batch_nb"}
@@ -501,7 +501,7 @@ def walk_file(tree: ast.Module, facts: Facts) -> Walker:
     walker = Walker(Resolver(), facts)
     env = Env()
     relevant = frozenset(facts.relevant)
-    if not relevant and not facts.called & {"backward", "loss_scaler", "manual_backward"}:
+    if not relevant and not facts.called & {"backward", "loss_scaler", *_BACKWARD}:
         return walker
     walker.block(tree.body, env, (), Scope(dict(facts.functions), relevant=relevant))
     # Functions can rely on the module's names that are set once, outside loops.

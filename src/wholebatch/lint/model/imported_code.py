@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from .expressions import FunctionNode
+from .expressions import FunctionNode, walk
 
 _LEVELS_UP = 5
 _MAX_BYTES = 500_000
@@ -49,7 +49,7 @@ def imported(imports: Imports, path: str, name: str) -> Definition | None:
             elif (alias.asname or alias.name) != head:
                 continue
             elif isinstance(node, ast.Import):
-                found = _defined(path, alias.name, 0, rest)
+                found = _defined(path, alias.name, 0, rest.partition(".")[0])
             else:
                 found = _defined(path, package, level, alias.name)
                 if found is None and rest:  # `from package import module`
@@ -73,15 +73,11 @@ def _is_near(folder: str, top: str) -> bool:
     return any({top, f"{top}.py"} & _names(start) for start in starts)
 
 
-@lru_cache(maxsize=512)
+@lru_cache(maxsize=4096)
 def visible(path: str, name: str) -> Definition | None:
     """Return the definition of a name as code of a module sees it: its own, or imported."""
     text = _definition(_read(path), name)
-    if text:
-        return Definition(text, path)
-    tree = _parsed(path)
-    nodes = ast.walk(tree) if tree is not None else ()
-    return imported([n for n in nodes if isinstance(n, (ast.Import, ast.ImportFrom))], path, name)
+    return Definition(text, path) if text else imported(_imports(path), path, name)
 
 
 def _definition(source: str, name: str) -> str:
@@ -99,8 +95,7 @@ def _defined(path: str, module: str, level: int, name: str, depth: int = 0) -> D
     text = _definition(_read(file), name)
     if text:
         return Definition(text, file)
-    tree = _parsed(file) if depth < 2 and file.endswith("__init__.py") else None
-    for node in tree.body if tree is not None else ():
+    for node in _imports(file) if depth < 2 and file.endswith("__init__.py") else ():
         if isinstance(node, ast.ImportFrom) and any(a.name in {name, "*"} for a in node.names):
             found = _defined(file, node.module or "", node.level, name, depth + 1)
             if found is not None:
@@ -130,12 +125,13 @@ def _names(folder: str) -> frozenset[str]:
         return frozenset()
 
 
-@lru_cache(maxsize=128)
-def _parsed(path: str) -> ast.Module | None:
+@lru_cache(maxsize=512)
+def _imports(path: str) -> Imports:
     try:
-        return ast.parse(_read(path))
+        nodes = walk(ast.parse(_read(path)))
     except (SyntaxError, ValueError):
-        return None
+        return []
+    return [node for node in nodes if isinstance(node, (ast.Import, ast.ImportFrom))]
 
 
 @lru_cache(maxsize=128)

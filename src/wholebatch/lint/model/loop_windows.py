@@ -30,6 +30,7 @@ _MICRO_NAME = re.compile(r"micro|chunk|split|mini_?batch|sub_?batch|accum", re.I
 # A loop is read with the events around it; the limit keeps long files linear.
 _NEAR = 400
 _DEEPSPEED_ACCUMULATES = re.compile(r"gradient_accumulat|\bgas\b", re.I)
+_ACCUMULATES = re.compile(r"\baccumulate\(")
 _MOVES = ("to", "cuda", "float", "long", "contiguous", "view", "reshape", "flatten")
 _FETCH = {"next", "get_batch", "next_batch", "sample_batch", "get_next_batch"}
 
@@ -349,7 +350,7 @@ def _decide(window: LoopWindow, inner: list[Event]) -> bool:
 
 def _accelerate(window: LoopWindow, inner: list[Event]) -> bool:
     contexts = [context for e in inner for context in e.contexts(window.loop)]
-    if not any(is_call(context.expr, "accumulate") for context in contexts):
+    if not any(_ACCUMULATES.search(context.made) for context in contexts):
         return False
     if window.facts.accelerator_divides is False:
         # `accumulate()` of an Accelerator without a number of steps does nothing.

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from .events import Def, Env
 from .expressions import (
     assigned_names,
+    children,
     dotted,
     is_accumulation_name,
     is_binary,
@@ -44,6 +45,7 @@ _OVER_RANKS = re.compile(
 )
 _REDUCERS = {"item", "detach", "mean", "sum"}
 _LOSSY = re.compile(r"loss|nll|criterion|objective|ce$|mse", re.I)
+_WEIGHT = re.compile(r"\w*(scale|weight|coeff?|lambda|factor|ratio)\w*", re.I)
 # Divisors that are unrelated to the number of micro-batches of a window.
 _UNRELATED = re.compile(r"world_?size|n_?gpu|num_gpus?|device_count|get_world_size", re.I)
 # The size of the micro-batch itself: dividing by it turns a sum into a mean.
@@ -51,6 +53,8 @@ _UNRELATED = re.compile(r"world_?size|n_?gpu|num_gpus?|device_count|get_world_si
 _OWN_SIZE = re.compile(
     r"\.shape\[\d\]$|\.size\(\d?\)$|\.numel\(\)$|sum\(([^()]*, *)?((dim|axis)=)?-?1\)"
 )
+# Objects that remember the losses of other micro-batches.
+_KEEPS = re.compile(r"accum|smooth|ema|avg|average|meter|running|moving|window|update|track", re.I)
 _MAX_CHAINS = 8
 
 
@@ -92,25 +96,31 @@ class Chain:
         if isinstance(made, ast.Name):
             defs = self.base_env.get(made.id, ())
             chosen = [d.expr.body if isinstance(d.expr, ast.IfExp) else d.expr for d in defs]
-            return next((made for made in chosen if isinstance(made, ast.Call)), None)
+            return next((c for c in map(root, chosen) if isinstance(c, ast.Call)), None)
         return made if isinstance(made, ast.Call) else None
 
 
-def trace(expr: ast.expr | None, env: Env, resolver: Resolver) -> list[Chain]:
-    """Return every possible derivation of a loss: at least one, at most eight."""
-    return [Chain()] if expr is None else _Tracer(resolver).follow(expr, env, Chain(), 0)
+def trace(
+    expr: ast.expr | None, env: Env, resolver: Resolver, known: frozenset[int] = frozenset()
+) -> list[Chain]:
+    """Return every possible derivation of a loss: at least one, at most eight.
+
+    A value that is computed from one of the `known` bases in any way is followed to it.
+    """
+    return [Chain()] if expr is None else _Tracer(resolver, known).follow(expr, env, Chain(), 0)
 
 
 class _Tracer:
     """Follows a loss back to where it was computed; a chain holds what is known so far."""
 
-    def __init__(self, resolver: Resolver) -> None:
+    def __init__(self, resolver: Resolver, known: frozenset[int]) -> None:
         self.resolver = resolver
+        self.known = known
 
     def follow(self, expr: ast.expr, env: Env, chain: Chain, depth: int) -> list[Chain]:
         """Return the derivations of an expression, each with the chain before it."""
         ended = [replace(chain, base=expr, base_env=env)]
-        if depth > 24:
+        if depth > 24 or id(expr) in self.known:
             return ended
         if isinstance(expr, ast.BinOp):
             return self._operation(expr, env, chain, depth)
@@ -130,7 +140,21 @@ class _Tracer:
             return self._each(parts, chain, depth) or ended
         if isinstance(expr, (ast.GeneratorExp, ast.ListComp, ast.DictComp)):
             return self._comprehension(expr, env, chain, depth)
-        return ended
+        return self._computed(expr, env, chain, depth)
+
+    def _computed(self, expr: ast.expr, env: Env, chain: Chain, depth: int) -> list[Chain]:
+        """Follow the parts of an expression that lead to a known base, or end here."""
+        called = last_part(expr.func) if isinstance(expr, ast.Call) else ""
+        parts = [c for c in children(expr) if isinstance(c, (ast.expr, ast.keyword))]
+        inner = [p.value if isinstance(p, ast.keyword) else p for p in parts]
+        if not self.known or depth > 12 or _KEEPS.search(called):
+            inner = []
+        chains = self._each(((part, env) for part in inner), chain, depth)
+        known = [c for c in chains if id(c.base) in self.known]
+        # What is added up over iterations is more than one loss.
+        slots = [c.base_env.get(place(c.base or expr) or "", ()) for c in chains if c not in known]
+        summed = any("loss" in text(d.expr) and "@" in text(d.expr) for s in slots for d in s)
+        return known if known and not summed else [replace(chain, base=expr, base_env=env)]
 
     def _comprehension(
         self,
@@ -226,7 +250,7 @@ class _Tracer:
             return self.follow(expr.args[0], env, chain, depth + 1)
         if last_part(expr.func) == "values" and isinstance(expr.func, ast.Attribute):
             return self.follow(expr.func.value, env, chain, depth + 1)
-        return [replace(chain, base=expr, base_env=env)]
+        return self._computed(expr, env, chain, depth)
 
     def _scaled(self, expr: ast.Call, env: Env, chain: Chain) -> tuple[ast.expr, Chain] | None:
         """Return the loss and chain of `loss.div(k)`, `torch.div(loss, k)` or `loss.mul(f)`."""
@@ -280,8 +304,9 @@ def _loss_side(left: ast.expr, right: ast.expr) -> tuple[ast.expr, ast.expr]:
         return right, left
     if number(right) is not None or _reciprocal(right) is not None:
         return left, right
-    left_is_loss = bool(_LOSSY.search(text(left)))
-    right_is_loss = bool(_LOSSY.search(text(right)))
+    left_is_loss, right_is_loss = (
+        bool(_LOSSY.search(_WEIGHT.sub("", text(side)))) for side in (left, right)
+    )
     return (right, left) if right_is_loss and not left_is_loss else (left, right)
 
 

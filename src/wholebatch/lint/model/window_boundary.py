@@ -376,12 +376,18 @@ class _LoopConditions:
             for definition in self.loop.exit.get(symbol.name, ())
             if not isinstance(definition.expr, ast.Constant)
         ]
-        return bool(values) and all(
-            is_binary(value, ast.Add)
-            and number(value.right) == 1
-            and isinstance(value.left, ast.Name)
-            and self.resolver.symbols.get(value.left.id) is symbol
-            for value in values
+        added = [
+            value.left for value in values if is_binary(value, ast.Add) and number(value.right) == 1
+        ]
+        # On some path it may stay as it is: `if not last: n += 1`.
+        kept = [value for value in values if isinstance(value, ast.Name)]
+        return (
+            bool(added)
+            and all(
+                isinstance(name, ast.Name) and self.resolver.symbols.get(name.id) is symbol
+                for name in (*added, *kept)
+            )
+            and len(added) + len(kept) == len(values)
         )
 
     def _is_reset(self, symbol: Symbol) -> bool:

@@ -11,7 +11,18 @@ from functools import cached_property
 from importlib.resources import files
 
 from ..model import Event, File, LoopWindow
-from ..model.expressions import dotted, is_binary, is_call, keyword, last_part, number, text, walk
+from ..model.expressions import (
+    FunctionNode,
+    dotted,
+    is_binary,
+    is_call,
+    keyword,
+    last_part,
+    number,
+    text,
+    walk,
+)
+from ..model.file_facts import methods_called
 from ..model.loop_windows import steps_after
 
 # Code that multiplies or divides gradients themselves.
@@ -22,6 +33,8 @@ RESCALED = re.compile(
 
 
 _MANUAL = re.compile(r"automatic_optimization = False")
+_CALLS_ITSELF = re.compile(r"\bself\(")
+_STEPS_DEEP = 3
 
 
 @dataclass(frozen=True)
@@ -134,8 +147,8 @@ def is_divided(window: LoopWindow) -> bool:
     )
 
 
-def is_right_but_for(window: LoopWindow, event: Event | None = None) -> bool:
-    """True if nothing else in the window is wrong: mending one mistake mends the update."""
+def is_right(window: LoopWindow, event: Event | None = None) -> bool:
+    """True if nothing but the event is wrong in the window: mending it mends the update."""
     events = window.of("zero", "clip", "scaler_update", "sched")
     return is_divided(window) and not any(
         window.when(e) == "always" for e in events if e is not event
@@ -155,16 +168,28 @@ def moved(
     return (Edit.at("delete", event.stmt), Edit.at(where, target.stmt, text(event.stmt)))
 
 
-def framework_steps(file: File) -> Iterator[tuple[ast.AST, ast.AST, str]]:
-    """Yield the class, the method and the framework where that one's loop takes the loss."""
+def framework_steps(file: File) -> Iterator[tuple[list[FunctionNode], str]]:
+    """Yield the method that returns the loss to a framework, those that it calls, and the name."""
     for owner in file.facts.classes:
         if any(base.endswith("Trainer") for base in owner.bases):
-            if "compute_loss" in owner.methods and "training_step" not in owner.methods:
-                yield owner.node, owner.methods["compute_loss"], "the Trainer"
-        elif "training_step" not in owner.methods or not any("Module" in b for b in owner.bases):
+            first, framework = "compute_loss", "the Trainer"
+            if "training_step" in owner.methods:
+                continue
+        elif any("Module" in b for b in owner.bases) and not _MANUAL.search(text(owner.node)):
+            first, framework = "training_step", "Lightning"
+        else:
             continue
-        elif not _MANUAL.search(text(owner.node)):
-            yield owner.node, owner.methods["training_step"], "Lightning"
+        names = {first: None} if first in owner.methods else {}
+        for _ in range(_STEPS_DEEP):
+            called = [n for name in names for n in methods_called(owner.methods[name].body)]
+            forward = (
+                ["forward"]
+                if any(_CALLS_ITSELF.search(text(owner.methods[n])) for n in names)
+                else []
+            )
+            names |= dict.fromkeys(n for n in (*called, *forward) if n in owner.methods)
+        if names:
+            yield [owner.methods[name] for name in names], framework
 
 
 def cleared_last(window: LoopWindow) -> Event | None:

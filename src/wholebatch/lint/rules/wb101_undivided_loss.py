@@ -40,6 +40,12 @@ _ELSEWHERE = re.compile(r"accum_\w*features|grad_?cache|num_items_in_batch", re.
 _WHOLE = re.compile(
     r"(total|global|num|n|all)_\w*(tokens|items|count|batch|samples)|normali[sz]er|denom"
 )
+_CLOCK = re.compile(r"step|iter|len\(|idx|epoch|batch_?size|\bi\b", re.I)
+_LOGGED = re.compile(rf"loss|{_CLOCK.pattern}", re.I)
+_MEANS = re.compile(
+    r"(cross_entropy|nll_loss|mse_loss|l1_loss|binary_cross_entropy\w*|huber_loss|kl_div)\("
+    r"|(CrossEntropy|MSE|NLL|BCE|L1|BCEWithLogits|CTC|KLDiv|Huber)Loss\(|\bmean\(|\.loss\b|\['loss'\]"
+)
 _MODELISH = re.compile(
     r"model|net\b|network|crit|loss|cross_entropy|nll|mse|l1|bce|ce\b|engine", re.I
 )
@@ -112,13 +118,18 @@ def _judged(window: LoopWindow, file: File) -> bool:
 def _divides_by_count(window: LoopWindow) -> bool:
     """True if something in the loop is divided by the count: it may scale the loss."""
     done = max(e.line for e in window.backwards)
+    helped = [e for e in window.of("assign") if e.argument and hasattr(e.node, "foreign")]
+    if any(isinstance(divisor_of(e.argument), ast.Name) for e in helped):  # type: ignore[arg-type]
+        return True  # A helper of another module divides by what it is handed.
     for node in walk(window.loop.node):
         by = divisor_of(node)
         if by is None or not is_accumulation_name(text(by)):
             continue
-        if isinstance(node, ast.BinOp) and node.lineno > done and "loss" in text(node.left).lower():
-            continue  # A loss that is divided after the last backward is only logged.
-        return True
+        divided = text(node.left if isinstance(node, ast.BinOp) else node.target)  # type: ignore[attr-defined]
+        # A clock, or a loss that is divided after the last backward, is only logged.
+        logged = _LOGGED if node.lineno > done else _CLOCK  # type: ignore[attr-defined]
+        if not logged.search(divided):
+            return True
     return False
 
 
@@ -145,7 +156,7 @@ def _undivided(chain: Chain, window: LoopWindow) -> bool | None:
         return True
     if call is None:
         return None
-    if _SUMS.search(spelled) or _is_sum(call, chain, window):
+    if _SUMS.search(spelled) or not _is_mean(call, chain, window):
         return False
     if any(_WHOLE.search(f"{k.arg}={text(k.value)}") for k in call.keywords):
         return False
@@ -167,21 +178,26 @@ def _may_receive_count(call: ast.Call, window: LoopWindow) -> bool:
     return bool(settings) and any(text(a) == settings for a in call.args)
 
 
-def _is_sum(base: ast.Call, chain: Chain, window: LoopWindow) -> bool:
-    """True if the criterion sums, or the class of the criterion or model sums its losses."""
-    name = text(base.func)
+def _is_mean(base: ast.Call, chain: Chain, window: LoopWindow) -> bool:
+    """False if the criterion or model sums, or is of another module that shows no mean."""
+    name, facts = text(base.func), window.facts
     made = [text(d.expr) for d in chain.base_env.get(name, ())]
-    if any(map(_SUMS.search, made)) or _SUMMED.search(window.facts.behind(name)):
-        return True
-    makers = [v for v in window.facts.assigned.get(name, ()) if isinstance(v, ast.Call)]
-    parts = (p for m in makers for p in window.facts.imported_parts(m))
-    return any(map(_SUMMED.search, parts))
+    makers = [v for v in facts.assigned.get(name, ()) if isinstance(v, ast.Call)]
+    behind = [facts.imported_parts(m) for m in makers]
+    parts = [part for parts in behind for part in parts]
+    if any(map(_SUMS.search, made)) or any(map(_SUMMED.search, (facts.behind(name), *parts))):
+        return False
+    wraps = [any(text(a) == name for a in m.args) for m in makers]
+    others = [parts for parts, wrapped in zip(behind, wraps, strict=True) if not wrapped]
+    return not (others and all(others)) or any(map(_MEANS.search, parts))
 
 
 def _fix(window: LoopWindow, event: Event) -> tuple[tuple[Edit, ...], bool]:
     """Return the edits for one plain `loss.backward()`, and True if the loss may be a sum."""
     if len(window.backwards) != 1 or event.detail != "tensor" or len(window.chains) != 1:
         return (), False
+    if any(map(window.counts, window.chains[0][1].divisors)):
+        return (), False  # Divided by a part of the number.
     # Beside clipping on every micro-batch the division alone would not help.
     often = window.of("zero", "clip")
     if any(window.when(e) != "boundary" for e in often):

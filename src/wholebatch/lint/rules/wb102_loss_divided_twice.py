@@ -81,8 +81,8 @@ def _gradients_too(window: LoopWindow, divisor: Divisor, seen: set[ast.AST]) -> 
 
 
 def _in_classes(file: File) -> Iterator[Report]:
-    for _, method, framework in framework_steps(file):
-        for node in walk(method):
+    for methods, framework in framework_steps(file):
+        for node in walk(methods[0]):
             by = divisor_of(node)
             if by is not None and (is_accumulation_name(text(by)) or "accumulate" in text(by)):
                 yield Report(

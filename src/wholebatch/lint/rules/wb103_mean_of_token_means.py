@@ -11,13 +11,7 @@ from ..model.expressions import dotted, is_call, keyword, last_part, number, tex
 from ..model.loop_windows import unmoved
 from ..model.loss_origin import Chain
 from ..model.window_boundary import iterated
-from .rule_base import (
-    RESCALED,
-    Report,
-    framework_accumulates,
-    framework_steps,
-    rule,
-)
+from .rule_base import RESCALED, Report, framework_accumulates, framework_steps, rule
 
 _LANGUAGE_MODEL = re.compile(
     r"\w*(CausalLM|LMHeadModel|ForConditionalGeneration|ForMaskedLM|ForTokenClassification"
@@ -32,9 +26,11 @@ _MASKED_LABELS = re.compile(
     r"(?<![\w.])-100(?![\w.%])|masked_lm_labels|Loss\(\)\.ignore_index|(label|target)s?\w*\[[^\]\n]*\]\s*=\s*-1\b"
     r"|label\w*['\"\]]*(\.(extend|append)\(|\s*=)[ (\[]*-1\]?\s*[*)]"
 )
+# Models with a label or two for each sample: nothing is left out of their mean.
+_ONE_LABEL = re.compile(r"For(QuestionAnswering|SequenceClassif|MultipleChoice)|start_positions")
 _IGNORED = re.compile(r"-100(?<![\w.]-100)(?![\w.%])")
 _JAX_MASK_COUNT = re.compile(
-    r"/\s*(jnp\.(maximum|clip)\()?\(?(jnp\.sum\(\w*(mask|valid|weights)|\w*(mask|valid|weights)\w*\.sum\(\))"
+    r"loss\w*\([^()\n]*\bmask=|/\s*(jnp\.(maximum|clip)\()?\(?(jnp\.sum\(\w*(mask|valid|weights)|\w*(mask|valid|weights)\w*\.sum\(\))"
 )
 # A class that leaves labels out of its mean.
 _LEFT_OUT = r"(-?\d|[\w.]*(?i:pad)|IGNORE)"
@@ -95,33 +91,39 @@ def check(file: File) -> Iterator[Report]:
 
 def _in_frameworks(file: File) -> Iterator[Report]:
     """Check losses whose means a framework averages with equal weight."""
-    if file.facts.mentions(_JAX_MASK_COUNT):
-        for call in file.facts.made("MultiSteps")[:1]:
+    for call in file.facts.made("MultiSteps")[:1]:
+        behind = (p for c in file.facts.calls for p in file.facts.imported_parts(c))
+        if file.facts.mentions(_JAX_MASK_COUNT) or any(map(_JAX_MASK_COUNT.search, behind)):
             yield Report(call, _MESSAGE)
-    for _, method, framework in framework_steps(file):
+    for methods, framework in framework_steps(file):
         if framework == "Lightning":
             counted = not framework_accumulates(file)
         else:  # transformers passes the window's tokens to `compute_loss`.
             counted = "gradient_accumulation_steps" not in file.facts.source
-            counted = counted or "num_items_in_batch" in text(method)
+            counted = counted or "num_items_in_batch" in text(methods[0])
         found = [
             node
-            for node in (() if counted else walk(method))
-            if (isinstance(node, ast.Call) and _masks_mean(node))
-            or (isinstance(node, ast.Return) and _returns_masked_loss(node, method, file))
+            for method in (() if counted else methods)
+            for node in walk(method)
+            if (
+                isinstance(node, ast.Call)
+                and (_masks_mean(node) or _ignores_by_default(node, file))
+            )
+            or (isinstance(node, ast.expr) and _is_masked_loss(node, method, file))
         ]
         yield from (Report(node, _MESSAGE) for node in found[:1])
 
 
-def _returns_masked_loss(node: ast.Return, method: ast.AST, file: File) -> bool:
-    """True for `return self.model(**batch).loss`, also through a name, with masked labels."""
-    value = node.value
-    if not (isinstance(value, ast.Attribute) and value.attr == "loss"):
+def _is_masked_loss(node: ast.expr, method: ast.AST, file: File) -> bool:
+    """True for the loss in `self.model(**batch)`'s output, also through a name, if labels mask."""
+    first = isinstance(node, ast.Subscript) and text(node.slice) in {"0", "'loss'"}
+    if not first and not (isinstance(node, ast.Attribute) and node.attr == "loss"):
         return False
-    made = [value.value] + [
+    held = node.value  # type: ignore[attr-defined]
+    made = [held] + [
         n.value
         for n in walk(method)
-        if isinstance(n, ast.Assign) and text(n.targets[0]) == text(value.value)
+        if isinstance(n, ast.Assign) and text(n.targets[0]) == text(held)
     ]
     return any(isinstance(m, ast.Call) and _is_language_model(m, file) for m in made)
 
@@ -232,11 +234,14 @@ def _masks_mean(call: ast.Call) -> bool:
 
 
 def _is_language_model(call: ast.Call, file: File) -> bool:
-    if not re.search(r"model|net", text(call.func), re.I):
+    if not (re.search(r"model|net|lm\b", text(call.func), re.I) or keyword(call, "labels")):
+        return False
+    if file.facts.mentions(_LANGUAGE_MODEL):
+        if file.facts.mentions(_MASKED_DATA):
+            return True
+    elif file.facts.mentions(_ONE_LABEL):
         return False
     if file.facts.mentions(_MASKED_LABELS):
-        return True
-    if file.facts.mentions(_LANGUAGE_MODEL) and file.facts.mentions(_MASKED_DATA):
         return True
     collators = [c for c in file.facts.calls if _COLLATES.search(last_part(c.func))]
     parts = (part for c in collators for part in file.facts.imported_parts(c))

@@ -8,9 +8,8 @@ from ..model import Event, File, LoopWindow
 from .rule_base import (
     Edit,
     Report,
-    is_divided,
     is_optimizer_of,
-    is_right_but_for,
+    is_right,
     moved,
     rule,
     stepped,
@@ -29,8 +28,7 @@ def check(file: File) -> Iterator[Report]:
                     f"gradients are cleared on every micro-batch but used every "
                     f"`{window.count_name}`: only the last micro-batch counts; clear once, "
                     "after the step",
-                    _fix(window, zero, steps),
-                    unsafe=not is_right_but_for(window, zero),
+                    _fix(window, zero, steps) if is_right(window, zero) else (),
                 )
 
 
@@ -48,8 +46,7 @@ def _every_micro_batch(zero: Event, window: LoopWindow, steps: list[Event]) -> b
 
 def _fix(window: LoopWindow, zero: Event, steps: list[Event]) -> tuple[Edit, ...]:
     zeros = window.of("zero")
-    # Without the division, the gradient of one micro-batch would become the sum of all.
-    if not steps or not is_divided(window) or len(zeros) > 2:
+    if not steps or len(zeros) > 2:
         return ()
     updates = [u for u in window.of("scaler_update") if window.when(u) == "boundary"]
     edits = moved(zero, window, "after", max([steps[0], *updates], key=lambda e: e.order))

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 from ..model import Event, File, LoopWindow
 from ..model.events import Context
-from ..model.expressions import text
-from .rule_base import Edit, Report, is_right_but_for, moved, rule, stepped
+from .rule_base import Edit, Report, is_right, moved, rule, stepped
 
 
 @rule("clipped every micro-batch", fixable=True)
@@ -20,15 +19,14 @@ def check(file: File) -> Iterator[Report]:
             either = [c for c in clips if window.when(c) == "sometimes" and c.excludes(clip)]
             if window.when(clip) != "always" and not (window.when(clip) == "sometimes" and either):
                 continue
-            contexts = [text(c.expr) for c in clip.path if isinstance(c, Context)]
-            if window.shape == "accelerate" and not any(".accumulate(" in c for c in contexts):
+            contexts = [c.made for c in clip.path if isinstance(c, Context)]
+            if window.shape == "accelerate" and not any("accumulate(" in c for c in contexts):
                 continue
             yield Report(
                 clip.node,
                 "gradients are clipped on every micro-batch: clip once, at the end of the window, "
                 "before the optimizer steps",
-                _fix(window, clip),
-                unsafe=not is_right_but_for(window, clip),
+                _fix(window, clip) if is_right(window, clip) else (),
             )
 
 

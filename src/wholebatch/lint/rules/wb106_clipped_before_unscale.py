@@ -38,8 +38,10 @@ def check(file: File) -> Iterator[Report]:
 def _unscales(clip: Event) -> bool:
     """True if what clips, or its parameters, is unscaled: `amp.master_params(optimizer)`."""
     call = clip.node
-    parts = [call.func, *call.args[:1]] if isinstance(call, ast.Call) else []
-    return bool(_UNSCALES_ITSELF.search(" ".join(map(text, parts))))
+    if not isinstance(call, ast.Call):
+        return False
+    scaled = any("scale" in text(part) for part in (*call.args[1:], *call.keywords))
+    return scaled or bool(_UNSCALES_ITSELF.search(" ".join(map(text, [call.func, *call.args[:1]]))))
 
 
 def _scaler(event: Event) -> str | None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ..model import Event, File, LoopWindow
 from ..model.expressions import text
-from .rule_base import Edit, Report, is_right_but_for, moved, rule
+from .rule_base import Edit, Report, is_right, moved, rule
 
 
 @rule("scaler off the boundary", fixable=True)
@@ -19,8 +19,7 @@ def check(file: File) -> Iterator[Report]:
                     update.node,
                     "loss scale is updated on every micro-batch: gradients of one window get "
                     "different scales; update it after the step",
-                    _fix(window, update),
-                    unsafe=not is_right_but_for(window, update),
+                    _fix(window, update) if is_right(window, update) else (),
                 )
         cleared = {window.when(zero) for zero in window.of("zero")}
         for step in window.of("step"):

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from ..model import File, LoopWindow
 from ..model.expressions import is_binary, number, text
 from ..model.window_boundary import Boundary
-from .rule_base import Edit, Report, is_right_but_for, rule, stepped
+from .rule_base import Edit, Report, is_right, rule, stepped
 
 
 @rule("boundary off by one", fixable=True)
@@ -26,8 +26,7 @@ def check(file: File) -> Iterator[Report]:
                 boundary.expr,
                 f"boundary is off by one: the first window has {words} instead of `{name}`; "
                 "count micro-batches from 1",
-                _fix(window, boundary) if size == "one" else (),
-                unsafe=not is_right_but_for(window),
+                _fix(window, boundary) if size == "one" and is_right(window) else (),
             )
 
 

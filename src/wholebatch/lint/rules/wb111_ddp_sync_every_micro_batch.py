@@ -16,6 +16,9 @@ _HELD = re.compile(
 )
 
 _WRAPS = re.compile(r"DistributedDataParallel|(Native|Apex|Torch)?DDP|(smart|wrap\w*)_(DDP|ddp)")
+# A function of another module that wraps what it is handed.
+_HELPER = re.compile(r"distribut|parallel|ddp|wrap|setup_model|prepare_model", re.I)
+_WRAPPED = re.compile(r"(?:=|return) *(?:[\w.]+\.)?(?:DistributedDataParallel|DDP)\(")
 _LOCAL = {"tensor", "native", "wrapper", "lightning"}
 
 
@@ -35,7 +38,9 @@ def check(file: File) -> Iterator[Report]:
                     "with `no_sync()` for all but the last of a window",
                 )
             continue
-        late = _late_flag(window) or _late_context(window)
+        # FSDP decides in the backward.
+        sharded = file.facts.wraps_fsdp and not wraps
+        late = None if sharded else _late_flag(window) or _late_context(window)
         if late is not None:
             yield Report(
                 late.node,
@@ -58,6 +63,9 @@ def _belongs(call: ast.Call, window: LoopWindow) -> bool:
 def _wraps(file: File) -> list[ast.Call]:
     """Return the calls that wrap a model, except where nothing is accumulated (as with apex)."""
     wraps = [c for c in file.facts.calls if _WRAPS.fullmatch(last_part(c.func))]
+    helpers = [c for c in file.facts.calls if _HELPER.search(last_part(c.func)) and not wraps]
+    known = [(c, file.facts.imported(dotted(c.func) or "")) for c in helpers]
+    wraps += [c for c, d in known if d is not None and _WRAPPED.search(d.text)]
     # A teacher is wrapped but not trained.
     trained = [c for c in wraps if not (c.args and "teacher" in text(c.args[0]).lower())]
     otherwise = {
@@ -100,5 +108,4 @@ def _late_context(window: LoopWindow) -> Event | None:
 
 def _of_engine(context: Context) -> bool:
     """True for `booster.no_sync(model, optimizer)`, which an engine reads in the backward."""
-    made = [context.expr, *(d.expr for d in context.env.get(dotted(context.expr) or "", ()))]
-    return any(re.search(r"no_sync\(\w", text(m)) for m in made)
+    return bool(re.search(r"no_sync\(\w", context.made))

@@ -19,6 +19,7 @@ _KNOWN_MODEL = re.compile(rf"^({_FAMILIES})$")
 _LAYERS = {"BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "LazyBatchNorm2d"}
 _SEGMENTERS = {"Unet", "UnetPlusPlus", "FPN", "DeepLabV3", "DeepLabV3Plus", "Linknet"}
 _KERAS_ACCUMULATES = re.compile(r"optimizers\.\w+\([^)]*gradient_accumulation_steps\s*=")
+_CHOICE = re.compile(r"\n\s+if [^\n]*(type|name|arch|model)\b[^\n]*==")
 _FROZEN = re.compile(
     r"FrozenBatchNorm|freeze_?bn|freeze_batch_?norm|bn_?eval|BatchNorm\w*\)?:?\s*\n?\s*\w+\.eval\(\)"
     r"|set_bn_eval|fix_bn|frozen_bn",
@@ -63,8 +64,10 @@ def _batchnorm(call: ast.expr, file: File) -> str:
     model = _known_model(call, name, dotted(call.func) or "", file)
     is_model = not model and call in file.models
     parts = file.facts.imported_parts(call, 2) if is_model else []
-    # CLIP is built with a ResNet or with a vision transformer.
-    chosen = any(re.search(r"Vis\w+Transformer\(", part) for part in parts)
+    # One of several models, or CLIP, which is built with a ResNet or a vision transformer.
+    chosen = any(re.search(r"Vis\w+Transformer\(", part) for part in parts) or (
+        bool(parts) and parts[0].startswith("def ") and bool(_CHOICE.search(parts[0]))
+    )
     if not chosen and any(map(_always_built, parts)):
         model = name
     return f"`{model}` has BatchNorm, which" if model else ""

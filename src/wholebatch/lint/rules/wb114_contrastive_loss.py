@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from ..model import Event, File, LoopWindow
-from ..model.expressions import keyword, last_part, text, walk
+from ..model.expressions import dotted, keyword, last_part, text, walk
 from .rule_base import Report, framework_accumulates, framework_steps, rule
 
 _COUPLED_NAME = re.compile(
@@ -39,13 +39,17 @@ def check(file: File) -> Iterator[Report]:
             if isinstance(call, ast.Call) and (id(call) in losses or _couples(call, event, window)):
                 yield from _reports(call, file)
                 break
-    # Lightning's own accumulation: the loss is in `training_step`, the loop is elsewhere.
-    for _, method, _ in framework_steps(file) if framework_accumulates(file) else ():
-        for node in walk(method):
-            names = _made(node, file) if isinstance(node, ast.Call) else []
-            if any(map(_COUPLED_NAME.search, names)):
-                yield from _reports(node, file)
-                break
+    # A framework's own accumulation: the loss is in its step, the loop is elsewhere.
+    for methods, _ in framework_steps(file) if framework_accumulates(file) else ():
+        calls = [n for m in methods for n in walk(m) if isinstance(n, ast.Call)]
+        coupled_calls = [c for c in calls if any(map(_COUPLED_NAME.search, _made(c, file)))]
+        coupled_calls += [c for c in calls if _is_coupled_function(c, file)]
+        yield from (r for c in coupled_calls[:1] for r in _reports(c, file))
+
+
+def _is_coupled_function(call: ast.Call, file: File) -> bool:
+    found = file.facts.imported(dotted(call.func) or "")
+    return found is not None and "loss" in last_part(call.func) and _compares(found.text)
 
 
 def _reports(node: ast.AST, file: File) -> list[Report]:
@@ -65,7 +69,7 @@ def _compares(source: str) -> bool:
         r"((label|target)\w*\s*=|entropy\()[^\n]*arange\(|torch\.diag\(|CrossEn\(", source
     )
     loss = re.search(r"cross_entropy\(|CrossEn(tropyLoss)?\(", source)
-    pairs = re.search(r"sim_matrix|similarity|scores\b|logits_per|logits\b", source)
+    pairs = re.search(r"sim_matrix|similarit|scores\b|logits_per|logits\b", source)
     return bool(labels and loss and pairs and re.search(r"\bmm\(|matmul\(|@|einsum", source))
 
 
@@ -79,6 +83,9 @@ def _couples(call: ast.Call, event: Event, window: LoopWindow) -> bool:
     if event.kind == "forward" and asked and window.facts.mentions(_CLIP):
         return True
     if any("Loss" in m for m in made) and _compares(window.facts.behind(name)):
+        return True
+    made_by = [m for m, _ in window.makers(name, event.env) if "loss" in text(m.func)]
+    if any(_compares(p) for m in made_by for p in window.facts.imported_parts(m, 2)):
         return True
     return bool(re.search(r"entropy|criterion|loss|ce$", name, re.I)) and _by_arange(
         call, event, window

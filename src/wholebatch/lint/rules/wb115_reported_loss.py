@@ -32,6 +32,7 @@ _WRITER = re.compile(
 )
 _MATH = re.compile(r"log_(softmax|prob|sigmoid|every|likelihood|sum)\w*|\w*softmax\w*")
 _BAR = re.compile(r"p_?bar|prog(ress)?_?bar|progress", re.I)
+_LOSS = re.compile(r"loss|nll|ppl|perplex|err|(?<![a-z])(ce|mse|kl)(?![a-z])", re.I)
 _LENGTH = re.compile(r"len\([\w.]*(loader|dataloader|iterator|batches|dl)\)")
 _LAST = (
     "reported loss is that of the last micro-batch, not of the window: log the mean over its "
@@ -72,17 +73,33 @@ def _loss_chains(
 
     After an inner loop, the value before may be mixed in: a moving average.
     """
-    chains = trace(expr, env, window.resolver)
     shown = "" if expr is None else text(expr)
+    named = {*re.findall(r"\w+", " ".join(map(_argument, window.backwards)))}
+    if "(" in shown and not _LOSS.search(shown) and named.isdisjoint(re.findall(r"\w+", shown)):
+        return []  # Another quantity of the same forward.
+    known = frozenset(bases if _LOSS.search(shown) else ())
+    chains = trace(expr, env, window.resolver, known)
     made = {id(chain.base_call) for _, chain in window.chains} if "loss" in shown else set()
     # A part of the loss, out of the same call.
     parts = {id(c.base) for c in chains if c.base_call is not None and id(c.base_call) in made}
-    bases = bases | parts
-    others = [c for c in chains if id(c.base) not in bases]
+    others = [c for c in chains if id(c.base) not in bases | parts]
     smoothed = window.shape == "nested" and all(
         c.weighted and not isinstance(c.base, ast.Call) for c in others
     )
-    return [c for c in chains if id(c.base) in bases] if not others or smoothed else []
+    if not others or smoothed:
+        return [c for c in chains if c not in others]
+    # The very value of the backward, whatever it is made of.
+    name = re.sub(r"\.\w+\(\)|^float\(|\)$", "", shown)
+    same = [
+        e for e in window.backwards if _argument(e) == name and e.env.get(name) == env.get(name)
+    ]
+    return window.ways(same[0]) if same else []
+
+
+def _argument(event: Event) -> str:
+    """Return the `loss` of `scaler.scale(loss).backward()`, or ""."""
+    scaled = is_call(event.argument, "scale") and event.argument.args
+    return text(scaled[0] if scaled else event.argument) if event.argument is not None else ""
 
 
 def _logged(window: LoopWindow, bases: set[int], file: File) -> Iterator[Report]:

@@ -8,15 +8,7 @@ from collections.abc import Iterator
 
 from ..model import Event, File, Guard, LoopWindow
 from ..model.expressions import text
-from .rule_base import (
-    Edit,
-    Report,
-    cleared_last,
-    is_optimizer_of,
-    is_right_but_for,
-    rule,
-    stepped,
-)
+from .rule_base import Edit, Report, cleared_last, is_optimizer_of, is_right, rule, stepped
 
 
 @rule("cleared before the step", fixable=True)
@@ -32,8 +24,7 @@ def check(file: File) -> Iterator[Report]:
                 yield Report(
                     zero.node,
                     f"gradients are cleared before `{text(step.node)}` uses them: clear after it",
-                    _swap(zero, step),
-                    unsafe=window.accumulates and not is_right_but_for(window),
+                    () if window.accumulates and not is_right(window) else _swap(zero, step),
                 )
             elif zero is cleared_last(window) and not window.boundary.after_first:  # type: ignore[union-attr]
                 yield Report(

@@ -35,6 +35,8 @@ def _may_wait(step: Event, window: LoopWindow) -> bool:
 def _by_hand(window: LoopWindow) -> Iterator[Report]:
     for _, chain in window.chains:
         counts = [d for d in chain.divisors if window.counts(d)]
+        off = window.facts.accelerator_divides is False  # By its own number, which is 1.
+        counts = [d for d in counts if not (off and "accelerator." in d.key)]
         if counts and not chain.factors:
             name = counts[0].written
             yield Report(

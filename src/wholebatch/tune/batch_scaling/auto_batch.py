@@ -1,11 +1,19 @@
-"""A batch size that grows with the critical batch: `--batch-size auto`.
+"""A batch size that grows with the critical batch, and in the place of decay: `--batch-size auto`.
 
 The critical batch grows while a model learns (McCandlish et al. 2018, arXiv:1812.06162). A run that
 doubles its batch as soon as the critical one is twice as large makes fewer updates from the same
-data (batch-size warm-up, Merrill et al. 2025, arXiv:2505.23971). The learning rate follows by the
-rule for the optimizer, √2 for Adam. The batch also grows as the schedule's rate falls: half the
-rate at one batch is about 1/√2 of it at twice the batch, in half the updates (Seesaw, Meterez et
-al. 2025, arXiv:2510.14717).
+data (batch-size warm-up, Merrill et al. 2025, arXiv:2505.23971).
+
+Where the schedule halves the learning rate, the batch is doubled instead (Smith et al. 2017,
+arXiv:1711.00489, for SGD; Seesaw, Meterez et al. 2025, arXiv:2510.14717, for Adam). An update of
+Adam is lr × g / |g|, and |g|² has the parts |G|² of the signal and tr Σ / B of the noise. With the
+share s = |G|² / |g|² of the signal, twice the batch divides |g|² by 2 / (1 + s). So the data move
+the weights as far as at half the rate, in half the updates, if the schedule's rate is multiplied by
+
+    2 √((1 + s) / 2) = √2 √(1 + s)
+
+This is Seesaw's √2 where noise dominates, and 2 (the rate stays as it was) where there is hardly
+any. The √2 is the rule for the batch; `AutoBatch.gain` is the product of the rest.
 """
 
 from __future__ import annotations
@@ -22,37 +30,40 @@ if TYPE_CHECKING:
     from wholebatch.core.noise_scale import NoiseScale
 
 _TEXT = re.compile(r"auto(?::(\d{1,18})(?:-(\d{1,18}))?)?")
-_UPDATES_AT_A_SIZE = 32
-_WINDOWS_MEASURED = 8
+_UPDATES_AT_A_SIZE, _WINDOWS_MEASURED = 32, 8
 
 
 @dataclass
 class AutoBatch:
-    """The samples of the next update: `batch`. It doubles when the critical batch allows it.
+    """The samples of the next update: `batch`. It doubles with the noise and with the decay.
 
     After every update, `after(step.units, train.noise, rate)` returns the next size. It doubles if
     the critical batch is estimated as at least twice the batch, and its 95% interval is above the
-    batch. It also doubles when peak / `rate` of the schedule has reached √2, 2√2, 4√2 and so on
-    (2, 4, 8, rounded), unless the batch was far above the critical one before.
+    batch. It also doubles whenever the schedule has halved its `rate` once more, unless the batch
+    before the decay was far above the critical one.
 
     `done` counts the data, in batches of the first size: a run of 1,000 updates of that size ends
     at `done >= 1000`. Let the schedule go by `done` too.
 
     >>> from wholebatch.core.noise_scale import NoiseScale
-    >>> noise = NoiseScale(900.0, 600.0, 1500.0, spread=9.0, signal=0.01, samples=40,
+    >>> noise = NoiseScale(384.0, 300.0, 500.0, spread=9.0, signal=0.01, samples=40,
     ...                    batch=64.0, micro_batches=8)
     >>> auto = AutoBatch(64, largest=512)
     >>> sizes = [auto.after(64.0, noise) for _ in range(32)]
     >>> sizes[0], sizes[-1], auto.done
     (64, 128, 32)
-    >>> auto.after(128.0, noise, rate=1e-3), auto.after(128.0, noise, rate=7e-4)
+    >>> auto.after(128.0, noise, rate=1e-3), auto.after(128.0, noise, rate=5e-4)
     (128, 256)
+    >>> auto.gain  # a quarter of |g|² is signal at 128
+    1.118033988749895
     """
 
     first: int
     largest: int | None = None
     batch: int = field(init=False)
     done: int = field(init=False, default=0)
+    gain: float = field(init=False, default=1.0)
+    """Multiply Adam's rate by this, beside the square root of the batch."""
     _units: float = field(init=False, default=0.0)
     _updates: int = field(init=False, default=0)
     _peak: float = field(init=False, default=0.0)
@@ -75,13 +86,15 @@ class AutoBatch:
         self._units += units
         self._updates += 1
         self._peak = max(self._peak, rate)
-        decayed = 0.0 < rate * 2 ** (self._halvings + 0.5) <= self._peak
         if noise is None or 2 * self.batch > (self.largest or math.inf):
             return self.batch
         each = self.batch * self._units / (self.done * self.first)
-        if decayed and each <= 2 ** (self._halvings + 1) * noise.high:
+        is_known = noise.samples >= _WINDOWS_MEASURED and self._updates >= _UPDATES_AT_A_SIZE
+        is_halved = 0.0 < rate * 2 ** (self._halvings + 1) <= self._peak
+        if is_halved and each <= 2 ** (self._halvings + 1) * noise.high:
             self._halvings += 1
-        elif self._updates < _UPDATES_AT_A_SIZE or not self._is_noisy(each, noise):
+            self.gain *= math.sqrt(1.0 + each / (each + noise.critical))
+        elif not (is_known and 2 * each <= noise.critical and each <= noise.low):
             return self.batch
         self.batch *= 2
         self._updates = 0
@@ -97,16 +110,9 @@ class AutoBatch:
                 for _ in range(self.batch // self.first - 1):
                     scheduler.step()
 
-    @staticmethod
-    def _is_noisy(units: float, noise: NoiseScale) -> bool:
-        """True if the critical batch is twice one of so many units, and surely above it."""
-        enough = noise.samples >= _WINDOWS_MEASURED
-        return enough and 2 * units <= noise.critical and units <= noise.low
-
     def state_dict(self) -> dict[str, Any]:
         """Return the state to resume from."""
-        given = ("first", "largest")
-        return {name: value for name, value in vars(self).items() if name not in given}
+        return {key: vars(self)[key] for key in vars(self) if key not in ("first", "largest")}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         vars(self).update(state)

@@ -204,13 +204,14 @@ class Follow:
         self.first_batch = first_batch
         self.batch = base_batch
         self.warmth = 1.0
+        self._gain = 1.0
         self._found: list[dict[str, Any]] | None = None
         self._hooked = False
 
-    def set(self, batch: int, *, warmth: float = 1.0) -> None:
-        """Set the size of the next batch; `warmth` is the progress of a warm-up, from 0 to 1."""
-        self.batch = batch
-        self.warmth = warmth
+    def set(self, batch: int, *, warmth: float = 1.0, gain: float = 1.0) -> None:
+        """Set the next batch, the progress of a warm-up from 0 to 1, and `AutoBatch.gain`."""
+        self.batch, self.warmth = batch, warmth
+        self._gain = gain if self._rule == "sqrt" else 1.0
         follows = self._betas != "keep" or self._decays
         changes = self.factor != 1.0 or (follows and batch != self.base_batch)
         if changes and not self._hooked:
@@ -228,7 +229,7 @@ class Follow:
         """
         full = self._full(self.batch)
         start = 1.0 if self._full(self.first_batch or self.batch) > 1.0 else 0.0
-        return start + (full - start) * self.warmth
+        return (start + (full - start) * self.warmth) * self._gain
 
     def _full(self, batch: int) -> float:
         return lr_factor(base_batch=self.base_batch, batch=batch, rule=self._rule)
