@@ -461,7 +461,6 @@ ROWS = {
     "llama-1b/4": ("llama-1b", 32, 4, 1024),
     "llama-1b/32": ("llama-1b", 32, 32, 1024),
     "qwen2/2": ("qwen2", 32, 2, 1024),
-    "qwen2/32": ("qwen2", 32, 32, 1024),
     "lora/4": ("lora", 32, 4, 1024),
     "t5/4": ("t5", 64, 4, 512),
     "tiny/2": ("tiny", 8, 2, 16),
@@ -474,9 +473,8 @@ LLAMA = {
     ("qwen2/2", "whole"): 20,
     ("llama-1b/32", "loop+"): 90,
     ("llama-1b/1", "whole"): 30,
-    ("qwen2/32", "loop+"): 120,
 }
-"""The Llama family, each beside the undivided batch: one micro-batch of the whole window; GiB."""
+"""The Llama family, beside the undivided batch: one micro-batch of the whole window; GiB."""
 _SECONDS_OF_A_ROW = 35.0
 
 

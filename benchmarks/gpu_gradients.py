@@ -83,6 +83,7 @@ def rows(large: int) -> dict[str, Row]:
                 samples=samples,
                 beside="" if gradients == "plain" else f"graph-plain{'-long' if samples else ''}",
                 execute="graph",
+                windows=3 if samples else 8,
             )
             for samples in (0, 256)
             for gradients in ("plain", "swap", "release", "host")

@@ -34,16 +34,16 @@ from wholebatch.lint.source_files import Source
 
 K, WINDOWS, MICRO = 3, 2, 4
 TOLERANCE = 1e-12
-LIMIT = 0.1  # Of the gradient's norm, where a loop clips.
+LIMITS = (0.1, 6.0)  # Of the gradient's norm: one that clips always, and one above it.
 
 
 class Trial:
     """One parameter, its batches, and the updates that a loop makes of them."""
 
-    def __init__(self, count: int, *, inner: bool) -> None:
+    def __init__(self, count: int, limit: float, *, inner: bool) -> None:
         generator = torch.Generator().manual_seed(0)
         samples = torch.randn((WINDOWS * K * MICRO, 5), dtype=torch.float64, generator=generator)
-        self.count = count
+        self.count, self.limit = count, limit
         self.batches = samples.chunk(WINDOWS * count)
         self.weight = torch.ones(5, dtype=torch.float64, requires_grad=True)
         self.optimizer = torch.optim.SGD([self.weight], lr=0.1)
@@ -71,10 +71,11 @@ class Trial:
 
     def parts(self, value: object, shape: list[object]) -> Sequence[object]:
         """Return the values that are unpacked from a forward, a stand-in or a real sequence."""
-        if isinstance(value, (list, tuple)):
-            return value
-        loss = value.loss if isinstance(value, Output) else Stand("part", self)
-        return [self.parts(value, s) if isinstance(s, list) else loss for s in shape]
+        part = value if isinstance(value, Output) else Stand("part", self)
+        values = value if isinstance(value, (list, tuple)) else [part] * len(shape)
+        plain = [v.loss if isinstance(v, Output) else v for v in values]
+        nested = zip(shape, values, plain, strict=False)
+        return [self.parts(v, s) if isinstance(s, list) else loss for s, v, loss in nested]
 
     def step(self) -> None:
         """Make an update, and keep its result."""
@@ -83,7 +84,7 @@ class Trial:
 
     def clip(self) -> torch.Tensor:
         """Clip the gradient."""
-        return torch.nn.utils.clip_grad_norm_([self.weight], LIMIT)
+        return torch.nn.utils.clip_grad_norm_([self.weight], self.limit)
 
     def error(self, whole: Trial) -> float:
         """Return the largest relative distance of an update from that of its undivided batch."""
@@ -127,7 +128,8 @@ class Stand:
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         owner, _, name = self._name.rpartition(".")
-        handed = [a for a in (*args, *options.values()) if isinstance(a, torch.Tensor)]
+        given = [a.loss if isinstance(a, Output) else a for a in (*args, *options.values())]
+        handed = [a for a in given if isinstance(a, torch.Tensor)]
         if name == "step" and "sched" not in owner and not owner.endswith(("bar", "pbar")):
             return self._trial.step()
         if name == "zero_grad":
@@ -200,6 +202,14 @@ class Cut(ast.NodeTransformer):
             node.value = ast.Call(ast.Name("__parts__", ast.Load()), given, [])
         return node
 
+    def visit_For(self, node: ast.For) -> ast.AST:
+        """Unpack the items of a loop in its body, where a stand-in can be unpacked."""
+        if isinstance(node.target, ast.Tuple):
+            item = ast.Name("__item__", ast.Load())
+            node.body.insert(0, ast.Assign([node.target], item))
+            node.target = ast.Name("__item__", ast.Store())
+        return self.generic_visit(node)
+
     def visit_Yield(self, node: ast.Yield) -> ast.AST:
         """Return nothing for what a generator yields to its caller."""
         return ast.Constant(None)
@@ -244,19 +254,27 @@ def run(window: LoopWindow) -> str:
     if not calls:
         return "not run: its forward is not found"
     code = _cut_out(window, calls)
-    trials = []
-    for count in (K, 1):  # The same loop over micro-batches, and over undivided batches.
-        trial = Trial(count, inner=window.shape == "nested")
-        try:
-            exec(code, names := _names(window, trial), names)
-        except Exception as error:  # A loop that needs more of its surroundings.
-            return f"not run: {type(error).__name__}: {error}"
-        trials.append(trial)
-    error = trials[0].error(trials[1])
-    moved = [float((u - 1).norm()) for u in trials[1].updates]
-    if not moved or not min(moved):
-        return "not run: no update is made of its forward"
+    error = 0.0
+    for limit in LIMITS:
+        # The same loop over micro-batches, and over undivided batches.
+        trials = [Trial(count, limit, inner=window.shape == "nested") for count in (K, 1)]
+        for trial in trials:
+            try:
+                exec(code, names := _names(window, trial), names)
+            except Exception as problem:  # A loop that needs more of its surroundings.
+                return f"not run: {type(problem).__name__}: {problem}"
+        if not any(bool((update != 1).all()) for update in trials[1].updates):
+            return "not run: no update is made of its forward"
+        error = max(error, trials[0].error(trials[1]))
     return "exact" if error <= TOLERANCE else f"{error:.1e} off"
+
+
+def run_at(line: int, source: str, path: str = "") -> str:
+    """Run the innermost loop around a line of a file."""
+    loops = {w: w.loop.node for w in read(source, path).windows}
+    around = [w for w, n in loops.items() if n.lineno <= line <= (n.end_lineno or 0)]
+    inner = max(around, key=lambda w: loops[w].lineno, default=None)
+    return "not run: no loop there" if inner is None else run(inner)
 
 
 def _names(window: LoopWindow, trial: Trial) -> Names:
@@ -296,25 +314,15 @@ def mend(path: Path, offered: list[Finding]) -> tuple[Counter[str], Counter[str]
     before = Counter(f.code for f in check_source(Source(str(path), source), Settings()))
     fixed, count = fix_text(source, Settings(), path=str(path), unsafe=True)
     after = Counter(f.code for f in check_source(Source(str(path), fixed), Settings()))
-    windows = read(fixed, str(path)).windows
     verdicts: Counter[str] = Counter()
     for finding in offered:
-        around = [w for w in windows if _covers(w, finding.line)]
-        verdict = run(min(around, key=_length)) if around else "not run: no loop there"
+        was, verdict = (run_at(finding.line, code, str(path)) for code in (source, fixed))
         verdicts[verdict.partition(":")[0]] += 1
         kind = "unsafe" if finding.unsafe else "safe"
-        print(f"{path}:{finding.line} {finding.code} {kind}: {verdict}")
+        print(f"{path}:{finding.line} {finding.code} {kind}: {verdict} (before: {was})")
     if count != len(offered) or after - before:
         print(f"{path}: {count} of {len(offered)} fixes made, new: {dict(after - before)}")
     return verdicts, after - before
-
-
-def _covers(window: LoopWindow, line: int) -> bool:
-    return window.loop.node.lineno <= line <= (window.loop.node.end_lineno or 0)
-
-
-def _length(window: LoopWindow) -> int:
-    return (window.loop.node.end_lineno or 0) - window.loop.node.lineno
 
 
 def main(argv: Sequence[str] | None = None) -> int:

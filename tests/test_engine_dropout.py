@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import random
+from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -202,15 +205,20 @@ def test_what_is_refused() -> None:
             train.step(tokens(8))
 
     class Noisy(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self, draw: Callable[[Tensor], Any]) -> None:
             super().__init__()
-            self.read = nn.Linear(3, 2)
+            self.read, self.draw = nn.Linear(3, 2), draw
 
         def forward(self, x: Tensor) -> Tensor:
-            made: Tensor = self.read(x + torch.randn_like(x))
+            made: Tensor = self.read(x + self.draw(x))
             return made
 
-    noisy = Noisy()
-    train = wb.WholeBatch(noisy, sgd(noisy), loss=loss, micro_batch=2, dropout="per-sample")
-    with pytest.raises(wb.errors.UnsupportedError, match="knows dropout only"):
-        train.step({"x": torch.randn(4, 3), "y": torch.tensor([0, 1, 1, 0])})
+    for draw, said in (
+        (torch.randn_like, "knows dropout only"),
+        (lambda x: random.random(), "draws random numbers by python"),
+        (lambda x: numpy.random.rand(), "draws random numbers by numpy"),
+    ):
+        noisy = Noisy(draw)
+        train = wb.WholeBatch(noisy, sgd(noisy), loss=loss, micro_batch=2, dropout="per-sample")
+        with pytest.raises(wb.errors.UnsupportedError, match=said):
+            train.step({"x": torch.randn(4, 3), "y": torch.tensor([0, 1, 1, 0])})

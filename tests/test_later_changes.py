@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -91,6 +92,33 @@ def test_a_value_that_changes_in_every_window_is_looked_at_less_and_less_often()
         looks.append(len(calls) > 2)
     whole.assert_same(model)
     assert [window for window, looked in enumerate(looks) if looked] == [0, 1, 3, 7]
+
+
+def test_a_window_that_is_left_open_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    ends: dict[Callable[[Any], Any], bool] = {
+        lambda acc: None: True,
+        lambda acc: acc.flush(): False,
+        lambda acc: acc.state_dict(): False,
+    }
+    for end, told in ends.items():
+        model = mlp()
+        acc = wb.Accumulator(model, sgd(model), steps=3)
+        acc.backward(mean=mean(model, samples(4)), units=4)
+        end(acc)
+        caplog.clear()
+        del acc
+        gc.collect()
+        assert ("1 micro-batches have made no update" in caplog.text) is told
+
+
+def test_a_write_into_any_parameter_in_the_middle_of_a_window_is_refused() -> None:
+    model = mlp()
+    acc = wb.Accumulator(model, sgd(model), steps=2)
+    acc.backward(mean=mean(model, samples(4)), units=4)
+    with torch.no_grad():
+        model[2].bias.clamp_(-0.01, 0.01)  # type: ignore[index]
+    with pytest.raises(wb.errors.WindowError, match=r"2\.bias has changed in the middle"):
+        acc.backward(mean=mean(model, samples(4)), units=4)
 
 
 # ------------------------------------------------------------------ losses of a loop

@@ -21,6 +21,7 @@ PACKAGE = "wholebatch"
 # Top to bottom. A unit is a module, a package, or a module of a package that lies elsewhere than
 # the rest of it (the longest name wins).
 LAYERS: tuple[frozenset[str], ...] = (
+    frozenset({"__main__"}),
     frozenset({"cli"}),
     frozenset(
         {"cli.recipes", "cli.report", "integrations", "lint", "testing", "tune", "verification"}

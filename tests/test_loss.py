@@ -102,7 +102,7 @@ def test_probabilities_as_labels() -> None:
     logits = torch.randn(4, 6, 5, dtype=torch.float64, requires_grad=True)
     labels = torch.rand(4, 6, 5, dtype=torch.float64).softmax(-1)
     weight = torch.rand(5, dtype=torch.float64)
-    loss = wb.cross_entropy(logits, labels, weight=weight, label_smoothing=0.1)
+    loss = wb.cross_entropy(logits, labels, weight=weight, label_smoothing=0.1, dim=-1)
     mean = functional.cross_entropy(
         logits.flatten(0, 1), labels.flatten(0, 1), weight=weight, label_smoothing=0.1
     )

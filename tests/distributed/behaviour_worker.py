@@ -153,6 +153,7 @@ def refused() -> list[str]:
     sharded = wrapped("fsdp2")
     for model, options in (
         (hooked, {}),
+        (DistributedDataParallel(nn.Linear(4, 1), static_graph=True), {}),
         (sparse, {}),
         (plain, {"sync": "every"}),
         (plain, {"sync": "sometimes"}),

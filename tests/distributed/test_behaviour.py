@@ -98,13 +98,14 @@ def test_sharded_windows_make_the_update_of_a_whole_model(name: str, ranks: Any)
 
 def test_refusals_name_what_was_given(ranks: Any) -> None:
     *first, state, flush = ranks[0]["refused"]
-    hook, sparse, every, unknown, inside, narrow, alone, with_it, reduces, by_itself = first
+    hook, static, sparse, every, unknown, inside, narrow, alone, with_it, reduces, by_itself = first
     assert "a plain model in a job of 2 ranks: nothing reduces its gradients" in alone
     assert 'by itself, say so: sync="none"' in alone
     assert 'sync="none" on a model of ddp, which reduces gradients' in reduces
     assert (with_it, by_itself) == ("accepted", "accepted")
     assert narrow.startswith("weight is torch.bfloat16, and FSDP2 would round the sum")
     assert "communication hook" in hook
+    assert "leave static_graph out" in static
     assert "module: sparse gradients" in sparse
     assert 'sync="every" with DistributedDataParallel' in every
     assert "sync='sometimes': must be" in unknown

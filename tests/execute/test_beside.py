@@ -110,13 +110,16 @@ def test_a_worker_fills_the_cache_and_the_run_loads_it(beside: None) -> None:
     assert train._runner.executor.progress is None
 
 
+CONNECTED = (
+    "import socket, sys; c = socket.socket(fileno=int(sys.argv[2])); "
+    "s = socket.socket(fileno=socket.recv_fds(c, 1, 1)[1][0]); s.recv(9); "
+)
 WORKERS = {
     "ends at once": "",
-    "ends in the middle": "import sys; sys.stdin.buffer.read(9)",
-    "says nonsense": "import sys; sys.stdin.buffer.read(9); print('half', flush=True)",
+    "ends in the middle": CONNECTED,
+    "says nonsense": CONNECTED + "s.send(b'half\\n')",
     "hangs": "import time; time.sleep(600)",
-    "fails": 'import sys; sys.stdin.buffer.read(9); print(\'{"problem": "no"}\', flush=True); '
-    "sys.stdin.buffer.read()",
+    "fails": CONNECTED + 's.send(b\'{"problem": "no"}\\n\'); s.recv(1 << 30); s.recv(1)',
 }
 
 

@@ -11,6 +11,7 @@ from torch import nn
 import wholebatch as wb
 from tests.execute.nets import mode_of, traced
 from tests.support import EXACT, Whole, adamw, mlp, pieces, samples
+from wholebatch.core import gradient_store
 from wholebatch.core.options import grouped
 
 STORES: dict[str, dict[str, Any]] = {  # with a fused optimizer where that makes a difference
@@ -64,14 +65,35 @@ def test_released_gradients_of_an_only_micro_batch_have_no_buffers() -> None:
     whole.assert_same(model, at_most=10 * EXACT)
 
 
-def test_a_loss_that_is_not_finite_releases_nothing() -> None:
-    model = mlp()
+@pytest.mark.parametrize("on_device", [False, True])
+def test_a_loss_that_is_not_finite_releases_nothing(
+    on_device: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device closes the window by itself, on CUDA and here for once, or the host does."""
+    closed: list[bool] = []
+    real = gradient_store.close_ahead
+
+    def noted(*given: Any, **options: Any) -> Any:
+        made = real(*given, **options)
+        closed.append(made is not None)
+        return made
+
+    monkeypatch.setattr(gradient_store, "can_close_ahead", lambda *_: on_device)
+    model = mlp(dtype=torch.float32)
+    plain, reference = mlp(dtype=torch.float32), samples(10, dtype=torch.float32)
+    beside = made(plain, "release", [10], gradients="device")
     train = made(model, "release", [5, 5])
-    train.step(samples(10))
+    for _ in range(3):
+        norms = [one.step(reference).grad_norm for one in (beside, train)]
+        assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+    monkeypatch.setattr(gradient_store, "close_ahead", noted)
+    parts = zip(plain.parameters(), model.parameters(), strict=True)
+    assert all(torch.allclose(one, other, rtol=1e-5, atol=1e-6) for one, other in parts)
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    bad = samples(10)
+    bad = samples(10, dtype=torch.float32)
     bad["x"][7] = float("nan")
     assert train.step(bad).skipped is not None
     assert mode_of(train) == "operations"
     assert all(map(torch.equal, before, model.parameters()))
-    assert train.step(samples(10)).skipped is None
+    assert train.step(reference).skipped is None
+    assert closed == ([False, True] if on_device else [])

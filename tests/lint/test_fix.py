@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import textwrap
 from pathlib import Path
 from types import SimpleNamespace
@@ -621,3 +622,14 @@ def test_encoding_is_kept(tmp_path: Path) -> None:
     fixed = script.read_bytes().decode("latin-1")
     assert fixed.startswith(head)
     assert "(i + 1) %" in fixed
+
+
+def test_a_loop_in_miniature_tells_right_from_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    run_at = importlib.import_module("lint_fixes").run_at
+    loop = textwrap.dedent(LOOPS["WB110"][0])
+    fixed, _ = fix_text(loop, Settings(), unsafe=True)
+    line = 2 + loop[: loop.index("backward")].count("\n") - 1
+    assert run_at(line, fixed) == "exact"
+    assert run_at(line, loop).endswith("off")
+    assert run_at(line, loop.replace("backward()", "item()")).startswith("not run")

@@ -25,13 +25,7 @@ from textwrap import dedent
 from types import NoneType
 from typing import Any, NoReturn, TypeAlias, get_args, get_type_hints
 
-from wholebatch.cli.report.text_lines import (
-    bold,
-    columns,
-    command_lines,
-    described_rows,
-    wrapped,
-)
+from wholebatch.cli.report.text_lines import bold, columns, command_lines, described_rows, wrapped
 from wholebatch.errors import OptionError
 
 Check: TypeAlias = Callable[[Any, str], Any]

@@ -25,13 +25,7 @@ from wholebatch.cli.command_options import (
     switch,
     whole_number,
 )
-from wholebatch.cli.report.terminal_output import (
-    Spinner,
-    console_of,
-    fitting,
-    plain_table,
-    say,
-)
+from wholebatch.cli.report.terminal_output import Spinner, console_of, fitting, plain_table, say
 from wholebatch.cli.run_settings import check
 from wholebatch.core.plain_files import load_json
 from wholebatch.core.readable_sizes import bytes_said
@@ -314,9 +308,7 @@ def _from_configuration(path: Path, seq: int | None, *, wide: bool) -> _Planned:
     stored = _stored(path)
     try:
         from transformers import AutoConfig  # type: ignore[import-not-found, unused-ignore]
-        from transformers.models.auto import (  # type: ignore[import-not-found, unused-ignore]
-            modeling_auto,
-        )
+        from transformers.models.auto import modeling_auto  # type: ignore[import-not-found, unused-ignore]
     except ImportError as error:
         raise MissingExtraError("transformers", "transformers", "planning hf: models") from error
     options = {name: value for name, value in stored.items() if name != "model_type"}

@@ -15,13 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from rich.console import Console
 
-from wholebatch.cli.command_options import (
-    choice,
-    option,
-    recipe_argument,
-    switch,
-    whole_number,
-)
+from wholebatch.cli.command_options import choice, option, recipe_argument, switch, whole_number
 from wholebatch.cli.report.terminal_output import Spinner, console_of, path_from_here, say
 from wholebatch.errors import MissingExtraError, OptionError
 

@@ -179,16 +179,9 @@ class Zero:
 @contextmanager
 def _loads_without_code(engine: Any) -> Iterator[None]:
     """Let DeepSpeed read its files as we read ours: it would run whatever their pickles ask for."""
-    from deepspeed.runtime.fp16.loss_scaler import (  # type: ignore[import-untyped, unused-ignore]
-        DynamicLossScaler,
-        LossScaler,
-    )
-    from deepspeed.runtime.zero.config import (  # type: ignore[import-untyped, unused-ignore]
-        ZeroStageEnum,
-    )
-    from deepspeed.utils.tensor_fragment import (  # type: ignore[import-untyped, unused-ignore]
-        fragment_address,
-    )
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler  # type: ignore[import-untyped, unused-ignore]
+    from deepspeed.runtime.zero.config import ZeroStageEnum  # type: ignore[import-untyped, unused-ignore]
+    from deepspeed.utils.tensor_fragment import fragment_address  # type: ignore[import-untyped, unused-ignore]
 
     known = (DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address)
     reader = engine.checkpoint_engine

@@ -19,6 +19,7 @@ micro_batch = 4                                      # samples in each, with dat
 from __future__ import annotations
 
 import inspect
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -487,7 +488,10 @@ def _show_loop(console: Console, verdict: LoopVerdict) -> None:
         does, instead = Text(mistake.does), Text(f"Instead: {mistake.instead}", "green")
         body = [_answer(False, f": {mistake.name}"), does, instead]
     ranks = f" · {verdict.ranks} ranks" if verdict.ranks > 1 else ""
-    about = f"{len(verdict.trials)} windows · {verdict.precision}{ranks} · {verdict.seconds:.1f} s"
+    count = len(verdict.trials)
+    about = (
+        f"{count} window{'s'[: count - 1]} · {verdict.precision}{ranks} · {verdict.seconds:.1f} s"
+    )
     body.append(Text(about, "dim"))
     colour = "green" if verdict.same else "red" if verdict.judged else "yellow"
     console.print(panel(verdict.loop, body, colour))
@@ -520,7 +524,8 @@ def _windows(verdict: LoopVerdict) -> Table:
             found = f"[red]✗ {MISTAKES[trial.found].name}[/]"
         case = "" if trial.case == before else trial.case
         before = trial.case
-        off = distance(trial.right.distance) if trial.optimizer_steps <= 1 else "-"
+        is_known = trial.optimizer_steps <= 1 and math.isfinite(trial.right.distance)
+        off = distance(trial.right.distance) if is_known else "-"
         table.add_row(escape(case), trial.name, str(trial.optimizer_steps), off, found)
     return table
 
@@ -537,7 +542,8 @@ def _evidence(trial: LoopTrial) -> Table:
     for fit in trial.fits[:9]:
         mark = "[green]fits[/]" if fit.fits else ""
         style = "bold" if fit.key == trial.found else "" if fit.key == RIGHT else "dim"
-        table.add_row(fit.name, distance(fit.distance), mark, escape(fit.variant), style=style)
+        off = distance(fit.distance) if math.isfinite(fit.distance) else "-"
+        table.add_row(fit.name, off, mark, escape(fit.variant), style=style)
     table.add_row("(fits within)", distance(trial.tolerance), "", "", style="dim")
     return table
 

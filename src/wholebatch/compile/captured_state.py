@@ -54,12 +54,7 @@ _BY_NAME = {"getattr", "vars", "__dict__", "__getattribute__", "named_modules", 
 _OF_RNNS = ("_flat_weights", "_flat_weight_refs")
 """Lists of weights that torch's recurrent layers keep, and rebuild when the weights change."""
 _COMPILED = ("OptimizedModule", "RecursiveScriptModule", "TopLevelTracedModule")
-_HOOKS = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class Reach:
@@ -201,14 +196,15 @@ class Reach:
     def _look_of_library(self, value: Any) -> Callable[[Any], Any] | None:
         """Return how to look at a library's object that holds values of the user's, or None."""
         if isinstance(value, contextvars.ContextVar):
-            return _in_context
+            return lambda variable: _plain(variable.get(None))
         numpys = getattr(sys.modules.get("numpy"), "ndarray", array)
-        if isinstance(value, (array, bytearray, numpys)):
-            return _bytes
+        size = getattr(value, "nbytes", 0) if isinstance(value, numpys) else 0
+        if isinstance(value, (array, numpys)) and size <= _KEPT:
+            return lambda values: values.tobytes()
         if isinstance(value, torch.optim.Optimizer) and "param_groups" in self._names:
             return _rates
         if "get_last_lr" in self._names and hasattr(value, "_last_lr"):
-            return _last_rates
+            return lambda scheduler: list(map(float, scheduler._last_lr))
         return None
 
     def _is_named(self, value: Any) -> bool:
@@ -340,21 +336,9 @@ class _Identity:
         return isinstance(other, _Identity) and self.held is other.held
 
 
-def _in_context(variable: contextvars.ContextVar[Any]) -> Any:
-    return _plain(variable.get(None))
-
-
-def _bytes(values: Any) -> bytes:
-    return bytes(values.tobytes() if hasattr(values, "tobytes") else values)
-
-
 def _rates(optimizer: torch.optim.Optimizer) -> Any:
     groups = optimizer.param_groups
     return [[(k, v) for k, v in group.items() if isinstance(v, PLAIN)] for group in groups]
-
-
-def _last_rates(scheduler: Any) -> Any:
-    return [float(rate) for rate in scheduler._last_lr]
 
 
 def _tensor(tensor: Tensor) -> int:

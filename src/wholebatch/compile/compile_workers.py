@@ -1,9 +1,8 @@
 """Processes that compile pieces of a graph beside the training, and fill Inductor's disk cache.
 
-A piece is sent as plain data: its operations, and the kinds of its inputs. A worker compiles it on
-fake tensors with the options of the training process. Only the disk cache comes of it: the training
-process compiles the same piece afterwards, and finds everything in the cache. So a worker can never
-change a result. If it dies, hangs, or cannot read a piece, the training process compiles it itself.
+A piece is sent as plain data. A worker compiles it on fake tensors with the options of the training
+process, which compiles the same piece afterwards, and finds everything in the cache. So a worker
+can never change a result. If it dies, hangs, or cannot read a piece, the training process compiles.
 """
 
 from __future__ import annotations
@@ -17,6 +16,8 @@ import os
 import pickle
 import queue
 import select
+import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -241,7 +242,7 @@ class CompileWorkers:
 
     def __init__(self, number: int, device: torch.device) -> None:
         self._jobs: queue.SimpleQueue[tuple[Job, Pending] | None] = queue.SimpleQueue()
-        self._device = device
+        self._server = _Server(str(device))
         self._counting = threading.Lock()
         self.number = number
         self._threads = [
@@ -256,6 +257,7 @@ class CompileWorkers:
             self._jobs.put(None)
         for thread in self._threads:
             thread.join()
+        self._server.end()
 
     def compile(self, jobs: Sequence[Job]) -> Pending:
         """Give the jobs that are not in the cache to the workers, largest first."""
@@ -269,7 +271,7 @@ class CompileWorkers:
 
     def _serve_one(self) -> None:
         """Keep one process, and give it one job after the other."""
-        worker = _Worker([str(self._device)])
+        worker = _Worker(self._server)
         while (given := self._jobs.get()) is not None:
             job, pending = given
             if pending.problem is None:
@@ -288,82 +290,91 @@ SECONDS_TO_START = 5.0
 """Seconds that a worker takes to import torch and Inductor."""
 
 
-class _Worker:
-    """One process; it is started again if it has ended."""
+class _Server:
+    """A process that has imported the compiler, and forks a worker for each connection.
 
-    def __init__(self, arguments: Sequence[str]) -> None:
-        self._command = [sys.executable, "-c", _CHILD, *arguments]
-        self._process = self._started()
+    Imports take seconds, and longer if several processes import at the same time.
+    """
 
-    def _started(self) -> subprocess.Popen[bytes] | None:
-        try:
-            process = subprocess.Popen(
-                self._command,
+    def __init__(self, device: str) -> None:
+        self._control, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _CHILD, device, str(theirs.fileno())],
                 env=_environment(),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,
+                pass_fds=[theirs.fileno()],
             )
-        except OSError:
-            return None
-        _running.add(process)
-        return process
+        _running.add(self)
+
+    def connected(self) -> socket.socket:
+        """Have a worker started; return the connection to it."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                socket.send_fds(self._control, [b"w"], [theirs.fileno()])
+            except OSError:
+                ours.close()
+                raise
+        return ours
+
+    def end(self) -> None:
+        """End the process and all workers."""
+        _running.discard(self)
+        with contextlib.suppress(OSError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._control.close()
+        self._process.wait()
+
+
+_CHILD = "import sys; from wholebatch.compile.compile_workers import serve; serve(*sys.argv[1:])"
+_running: set[_Server] = set()
+
+
+@atexit.register
+def _end_all() -> None:
+    for server in list(_running):
+        server.end()
+
+
+class _Worker:
+    """One worker; it is started again if it has ended."""
+
+    def __init__(self, server: _Server) -> None:
+        self._server = server
+        self._connection: socket.socket | None = None
 
     def compile(self, job: Job) -> str | None:
         """Compile it; return the reason if that failed."""
-        for _ in range(2):
-            if self._process is None or self._process.poll() is not None:
-                self.end()  # It has ended by itself because it had nothing to do.
-                self._process = self._started()
-            if self._process is None:
-                return "no process can be started"
-            process = self._process
-            assert process.stdin is not None
-            assert process.stdout is not None
-            killer = threading.Timer(_PATIENCE, process.kill)
-            killer.daemon = True
-            killer.start()
+        for _ in range(2):  # It may have ended by itself because it had nothing to do.
+            killer: threading.Timer | None = None
             try:
-                process.stdin.write(len(job.message).to_bytes(8, "little") + job.message)
-                process.stdin.flush()
-                line = process.stdout.readline()
+                self._connection = self._connection or self._server.connected()
+                killer = threading.Timer(_PATIENCE, self._connection.shutdown, [socket.SHUT_RDWR])
+                killer.daemon = True
+                killer.start()
+                self._connection.sendall(len(job.message).to_bytes(8, "little") + job.message)
+                with self._connection.makefile("rb") as answers:
+                    line = answers.readline()
                 if line:
                     problem: str | None = json.loads(line)["problem"]
                     return problem
             except (OSError, ValueError):
                 pass
             finally:
-                killer.cancel()
+                if killer is not None:
+                    killer.cancel()
             self.end()
         return "its process ended"
 
     def end(self) -> None:
-        """End its process."""
-        if self._process is not None:
-            _end(self._process)
-            _running.discard(self._process)
-            self._process = None
-
-
-_CHILD = "import sys; from wholebatch.compile.compile_workers import serve; serve(*sys.argv[1:])"
-_running: set[subprocess.Popen[bytes]] = set()
-
-
-@atexit.register
-def _end_all() -> None:
-    for process in list(_running):
-        _end(process)
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    with contextlib.suppress(OSError):
-        process.kill()
-    for stream in (process.stdin, process.stdout):
-        with contextlib.suppress(OSError):
-            if stream is not None:
-                stream.close()
-    process.wait()
+        """Let it end when it has done its job."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
 
 
 def _environment() -> dict[str, str]:
@@ -372,8 +383,10 @@ def _environment() -> dict[str, str]:
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
         "TORCHINDUCTOR_CACHE_DIR": str(cache_folders()[0].path),
-        # Children of a worker are forked: it has no threads, and they start at once.
+        # Workers and their children are forked: these processes have no threads then.
         "TORCHINDUCTOR_WORKER_START": "fork",
+        # torch.cuda.is_available() would else begin to use CUDA, which no child could do then.
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
         "TORCHINDUCTOR_COMPILE_THREADS": str(max(1, _cores() // max(1, _number()))),
     }
 
@@ -403,32 +416,43 @@ def compile_workers(device: torch.device) -> CompileWorkers | None:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         number = min(number, int(free // 2 // _CONTEXT))
-    return CompileWorkers(number, device) if number else None
+    with contextlib.suppress(OSError, ValueError):  # No process can be started, or not Unix.
+        return CompileWorkers(number, device) if number else None
+    return None
 
 
 # ------------------------------------------------------------------------------------ in the worker
 
 
-def serve(device: str) -> None:
-    """Compile the jobs that come on standard input, until it ends or nothing comes for a while."""
-    answers = os.fdopen(os.dup(1), "wb", buffering=0)
-    os.dup2(2, 1)  # What a compiler prints must not be taken for an answer.
-    jobs = os.fdopen(os.dup(0), "rb", buffering=0)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+def serve(device: str, control: str) -> None:
+    """Fork a worker for every connection that comes over this socket, until it ends."""
     with contextlib.suppress(OSError):
         os.nice(10)  # The training goes first.
-    import_compiler(with_processes=torch.device(device).type == "cuda")
+    import_compiler(with_processes=False)
     define_operations()
-    while select.select([jobs], [], [], _IDLE)[0]:
-        size = int.from_bytes(_read(jobs, 8), "little")
+    with socket.socket(fileno=int(control)) as connections:
+        while given := socket.recv_fds(connections, 1, 1)[1]:
+            if not os.fork():  # This process has neither threads nor a CUDA context.
+                connections.close()
+                if torch.device(device).type == "cuda":
+                    import_compiler(with_processes=True)
+                _work(os.fdopen(given[0], "r+b", buffering=0))
+                os._exit(0)
+            os.close(given[0])
+
+
+def _work(connection: Any) -> None:
+    """Do the jobs that come over the connection, until it ends or nothing comes for a while."""
+    while select.select([connection], [], [], _IDLE)[0]:
+        size = int.from_bytes(_read(connection, 8), "little")
         if not size:
             return
         problem = None
         try:
-            _compile(_read(jobs, size))
+            _compile(_read(connection, size))
         except BaseException as error:  # Whatever it is, the training process compiles it itself.
             problem = f"{type(error).__name__}: {str(error)[:300]}"
-        answers.write(json.dumps({"problem": problem}).encode() + b"\n")
+        connection.write(json.dumps({"problem": problem}).encode() + b"\n")
     trim()
 
 

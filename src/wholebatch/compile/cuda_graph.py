@@ -28,10 +28,7 @@ def capturing(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
     With "thread_local", CUDA refuses calls that are unsafe during capture on this thread only. The
     garbage collector is paused: if it destroyed an older graph now, the new one would be broken.
     """
-    with (
-        collection_paused(),
-        torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"),
-    ):
+    with collection_paused(), torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         yield
 
 
@@ -39,12 +36,7 @@ class CapturedGraph:
     """`run` captured as a CUDA graph and replayed, on tensors like those given."""
 
     def __init__(
-        self,
-        run: Runnable,
-        tensors: Sequence[Tensor],
-        seeds: Sequence[Tensor],
-        *,
-        pool: Any,
+        self, run: Runnable, tensors: Sequence[Tensor], seeds: Sequence[Tensor], *, pool: Any
     ) -> None:
         """Capture it. `run` must have run before, so that nothing is initialised during capture."""
         self._tensors = [_like(tensor) for tensor in tensors]

@@ -289,11 +289,7 @@ _MATCHES: dict[Any, Callable[[fx.Node], _Norm | None]] = {
     _RMS_BACKWARD: _of_torch,
     aten.pow.Tensor_Scalar: _of_operations,
 }
-NORMS = {
-    aten.native_layer_norm_backward.default,
-    _RMS_BACKWARD,
-    aten.rsqrt.default,
-}
+NORMS = {aten.native_layer_norm_backward.default, _RMS_BACKWARD, aten.rsqrt.default}
 """A graph without any of these operations has no norm to fuse."""
 
 

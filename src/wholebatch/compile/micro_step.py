@@ -21,7 +21,6 @@ from torch.nn.parallel import DistributedDataParallel
 from wholebatch.compile.captured_state import Fingerprint
 from wholebatch.compile.compile_workers import CompileWorkers, Pending, compile_workers
 from wholebatch.compile.cuda_graph import CapturedGraph, rehearse
-from wholebatch.compile.disk_cache import marks
 from wholebatch.compile.execute_mode import (
     CannotTrace,
     Execute,
@@ -326,10 +325,8 @@ class Executor:
         if self._workers is None and self._plan.compiles:
             if self._device.type in self.compiles_beside_on:
                 self._workers = compile_workers(self._device)
-            # A second process loads what the first has compiled, and needs Inductor soon.
-            soon = self._workers is None or (not self._plan.auto and any(marks().glob("*")))
-            if self._device.type == "cuda" and soon:
-                start_compiler(with_processes=self._workers is None)
+            if self._device.type == "cuda" and self._workers is None:
+                start_compiler(with_processes=True)
 
     def _send(self, joint: JointStep, inputs: Inputs) -> None:
         """Have the pieces of this joint step compiled beside the run."""

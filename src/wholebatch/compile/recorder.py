@@ -31,8 +31,9 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from wholebatch.compile.fusion import written_by
+from wholebatch.compile.fusion import fixed, written_by
 from wholebatch.compile.patched_calls import replaced
+from wholebatch.compile.repeated_blocks import mapped
 from wholebatch.compile.value_reads import NODE, SMALL, node_of
 
 aten = torch.ops.aten
@@ -125,8 +126,8 @@ class _Recorder(TorchDispatchMode):
         try:
             if func is aten.lift_fresh.default:
                 self._literal(args[0])
-            nodes = _mapped((args, kwargs), self._node)
-            key = func, _mapped((args, kwargs), self._kind, hashable=True)
+            nodes = mapped((args, kwargs), self._node)
+            key = func, fixed(mapped((args, kwargs), self._kind))
             if func._schema.is_mutable:
                 self._refuse_write(func._schema.arguments, args, kwargs)
             if key not in self._known:
@@ -149,10 +150,10 @@ class _Recorder(TorchDispatchMode):
 
     def _predicted(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Return the fake result of an operation on the nodes' fake values."""
-        args, kwargs = _mapped((args, kwargs), _value)
+        args, kwargs = mapped((args, kwargs), _value)
         try:
             with self._fakes, torch.no_grad():
-                return _mapped(func(*args, **kwargs), self._fake)
+                return mapped(func(*args, **kwargs), self._fake)
         except Exception as problem:  # It has no fake result, or one that depends on values.
             raise NotRecorded(str(func)) from problem
 
@@ -189,8 +190,8 @@ class _Recorder(TorchDispatchMode):
 
     def _kind(self, part: Any) -> Any:
         if isinstance(part, Tensor):
-            return id(self._node(part).meta["val"])  # There is one fake of each kind.
-        return type(part), part
+            return "kind", id(self._node(part).meta["val"])  # There is one fake of each kind.
+        return part
 
     def _fake(self, tensor: Any) -> Any:
         """Return the one fake tensor of this kind."""
@@ -214,20 +215,6 @@ class _Recorder(TorchDispatchMode):
 
 def _value(part: Any) -> Any:
     return part.meta["val"] if isinstance(part, fx.Node) else part
-
-
-def _mapped(part: Any, function: Callable[[Any], Any], *, hashable: bool = False) -> Any:
-    """Apply the function to every leaf of lists, tuples and dictionaries."""
-    if isinstance(part, (list, tuple)):
-        parts = [_mapped(one, function, hashable=hashable) for one in part]
-        return tuple(parts) if hashable or isinstance(part, tuple) else parts
-    if isinstance(part, dict):
-        if hashable:
-            return tuple(
-                (name, _mapped(one, function, hashable=True)) for name, one in part.items()
-            )
-        return {name: _mapped(one, function) for name, one in part.items()}
-    return function(part)
 
 
 @contextmanager

@@ -1,8 +1,7 @@
 """The joint graph in pieces, of which those that are alike are compiled once.
 
-The layers of a model repeat, and so do the operations of its forward and of its backward. The time
-that a compiler takes for the whole graph grows with the number of layers. Cut into pieces, only one
-piece of each kind is compiled, and called for every layer with that layer's tensors:
+Layers repeat, and so do the operations of their forward and backward. One piece of each kind is
+compiled, and called for every layer with that layer's tensors:
 
 1. `find_pieces` looks for the period of the operations and cuts where no fused kernel is lost.
 2. `_Cutter` writes each piece down as a program of its own: operations, inputs, outputs. Views, and
@@ -10,10 +9,7 @@ piece of each kind is compiled, and called for every layer with that layer's ten
    needed instead of being stored, as a compiler of the whole graph would do. So are cheap results
    that a product reads in the forward and in the backward, if that saves much memory.
 3. Two pieces are alike only if these programs are equal: every operation, constant, connection,
-   and the shape, strides, dtype and device of every input.
-
-The pieces run in the order of the graph, so that additions into gradient buffers and random numbers
-keep their order. Each tensor is freed after its last use.
+   and the shape, strides, dtype and device of every input. They run in the order of the graph.
 """
 
 from __future__ import annotations
@@ -97,7 +93,7 @@ class PieceProgram:
             return results[part.number] if isinstance(part, _Result) else part
 
         for target, args, kwargs in self.operations:
-            args, kwargs = _mapped(args, node_of), _mapped(kwargs, node_of)
+            args, kwargs = mapped(args, node_of), mapped(kwargs, node_of)
             results.append(graph.call_function(target, args, kwargs))
         graph.output(tuple(results[number] for number in self.outputs))
         return fx.GraphModule({}, graph)
@@ -324,7 +320,7 @@ def fill_values(graph: fx.Graph, arguments: dict[fx.Node, Tensor]) -> Any:
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     def fake(part: Any) -> Any:
-        return _mapped(part.meta["val"], _alike) if isinstance(part, fx.Node) else part
+        return mapped(part.meta["val"], _alike) if isinstance(part, fx.Node) else part
 
     fakes = (one for one in arguments.values() if isinstance(one, FakeTensor))
     given = next(fakes, None)
@@ -334,7 +330,7 @@ def fill_values(graph: fx.Graph, arguments: dict[fx.Node, Tensor]) -> Any:
             if node in arguments:
                 node.meta["val"] = _alike(arguments[node])
             elif node.op == "call_function" and "val" not in node.meta:
-                args, kwargs = _mapped((node.args, dict(node.kwargs)), fake)
+                args, kwargs = mapped((node.args, dict(node.kwargs)), fake)
                 node.meta["val"] = node.target(*args, **kwargs)
     return mode
 
@@ -346,14 +342,14 @@ def _alike(value: Any) -> Any:
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
 
-def _mapped(part: Any, function: Callable[[Any], Any]) -> Any:
+def mapped(part: Any, function: Callable[[Any], Any]) -> Any:
     """Apply the function to every leaf of lists, tuples, dictionaries and slices."""
     if isinstance(part, (list, tuple)):
-        return type(part)([_mapped(one, function) for one in part])
+        return type(part)([mapped(one, function) for one in part])
     if isinstance(part, dict):
-        return {name: _mapped(one, function) for name, one in part.items()}
+        return {name: mapped(one, function) for name, one in part.items()}
     if isinstance(part, slice):
-        return slice(*(_mapped(one, function) for one in (part.start, part.stop, part.step)))
+        return slice(*(mapped(one, function) for one in (part.start, part.stop, part.step)))
     return function(part)
 
 
@@ -424,7 +420,7 @@ def _labels(nodes: Sequence[fx.Node]) -> list[int]:
     known: dict[Any, int] = {}
     labels = []
     for node in nodes:
-        arguments = _mapped((node.args, node.kwargs), _operand)
+        arguments = mapped((node.args, node.kwargs), _operand)
         label = (node.target, fixed(arguments), _kind(node.meta["val"]))
         labels.append(known.setdefault(label, len(known)))
     return labels
@@ -581,7 +577,7 @@ class _Cutter:
         places: dict[fx.Node, _Input | _Result] = {}
 
         def write(node: fx.Node) -> _Result:
-            args, kwargs = _mapped((node.args, dict(node.kwargs)), place_of)
+            args, kwargs = mapped((node.args, dict(node.kwargs)), place_of)
             piece.operations.append((node.target, args, kwargs))
             piece.nodes.append(node)
             return _Result(len(piece.nodes) - 1)

@@ -19,13 +19,7 @@ from torch import Tensor, fx
 
 from wholebatch.compile.execute_mode import CannotTrace, Notes, reason_of
 from wholebatch.compile.fusion import expression_of
-from wholebatch.compile.graph_inputs import (
-    Inputs,
-    Key,
-    dense_strides,
-    is_dense,
-    memory_order,
-)
+from wholebatch.compile.graph_inputs import Inputs, Key, dense_strides, is_dense, memory_order
 from wholebatch.compile.joint_graph import JointStep
 from wholebatch.compile.trace import Form, State, Traced
 

@@ -186,8 +186,7 @@ def gelu_backward(
         return out
     wide = triton.cdiv(columns, _GELU_COLUMNS)
     high = min(
-        triton.cdiv(_processors(x.device) * _GELU_PROGRAMS, wide),
-        triton.cdiv(rows, _GELU_ROWS),
+        triton.cdiv(_processors(x.device) * _GELU_PROGRAMS, wide), triton.cdiv(rows, _GELU_ROWS)
     )
     partials = torch.empty(high, columns, dtype=torch.float32, device=x.device)
     kernel: Any = gelu_backward_columns[(wide, high)]

@@ -3,8 +3,9 @@
 A loop that is changed by one line keeps its other lines: an `optimizer.zero_grad()` at its top
 drops what the window has summed so far, an `optimizer.step()` updates from a part of it, and a
 plain `loss.backward()` adds what the window does not count. None of them fails by itself, so they
-are looked for, between two backwards, on one small parameter: every write to a tensor in place
-moves its version, and reading that costs nothing. A `scheduler.step()` that the loop has kept
+are looked for between two backwards: every write to a tensor in place moves its version, and
+reading that costs nothing. The gradient, and values put back after a write, are compared of one
+small parameter. A `scheduler.step()` that the loop has kept
 changes the learning rate with every micro-batch; that is warned of.
 """
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("wholebatch")
 
 _requires_grad = attrgetter("requires_grad")
+_version = attrgetter("_version")
 
 
 class Watch:
@@ -45,6 +47,7 @@ class Watch:
         self._gradient: Tensor | None = None
         self._norm: Tensor | None = None
         self._versions = (0, 0)
+        self._written: list[int] = []  # the versions of all parameters
         self._rates: list[tuple[dict[str, Any], float]] = []  # groups, and what theirs were
 
     def remember(self, inputs: Sequence[nn.Parameter]) -> None:
@@ -60,6 +63,7 @@ class Watch:
         self._gradient = self._parameter.grad
         version = 0 if self._gradient is None else self._gradient._version
         self._versions = (self._parameter._version, version)
+        self._written = list(map(_version, inputs))
 
     def note_rates(self) -> None:
         """Note the learning rates, unless they were noted in this window."""
@@ -95,6 +99,7 @@ class Watch:
         if (
             gradient is self._gradient
             and (parameter._version, version) == versions
+            and list(map(_version, inputs)) == self._written
             and all(map(_requires_grad, inputs))
         ):
             return None  # as in nearly every micro-step, which may be a short one
@@ -103,6 +108,11 @@ class Watch:
         moved = parameter._version != versions[0]  # also weights swapped out and back again
         if moved and self._norm is not None and not torch.equal(_norm_of(parameter), self._norm):
             return parameter, "value"
+        if not moved and len(inputs) == len(self._written):
+            pairs = zip(inputs, self._written, strict=True)
+            written = next((one for one, before in pairs if one._version != before), None)
+            if written is not None:
+                return written, "value"
         frozen = next((one for one in inputs if not one.requires_grad), None)
         return None if frozen is None else (frozen, "frozen")
 
@@ -124,7 +134,7 @@ _WHY = {
     ),
     "value": (
         "{} has changed in the middle of the window. The window's last backward makes the "
-        "update: remove optimizer.step() from {by}"
+        "update: remove optimizer.step(), and what else writes into it, from {by}"
     ),
     "frozen": (
         "{} was frozen in the middle of the window. Freeze and unfreeze between windows, where "

@@ -380,6 +380,8 @@ class DeviceStore(Store):
 
     steps_on_all = True
     takes_buffers = True
+    closes_ahead: bool = True
+    """True if gradients and optimizer state are all there at the close, and nobody reads them."""
     lends = False
     """Gradients that are left to the user may be written again by the next window."""
     opened: Callable[[], None] | None = None
@@ -397,7 +399,7 @@ class DeviceStore(Store):
     ) -> Closed | None:
         target = self.target
         if (
-            not self.in_grad  # gradients and optimizer state are not all there at once
+            not self.closes_ahead
             or self.sync.ranks > 1
             or self.sync.grows_own_graph
             or hooks

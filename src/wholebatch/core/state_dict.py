@@ -77,6 +77,7 @@ def load_progress(kind: str, window: Window, state: dict[str, Any]) -> None:
 
 def window_state(window: Window) -> dict[str, Any]:
     """Return the open window, with its gradients."""
+    window.current.saved = True
     now = window.current
     if now.broken:
         raise StateError(

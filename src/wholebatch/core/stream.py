@@ -7,6 +7,8 @@ the whole batch is looked for in the first window, and nobody else may write the
 from __future__ import annotations
 
 import functools
+import logging
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,6 +28,8 @@ from wholebatch.coupled.audit import warn_of_spectral_norms
 from wholebatch.coupled.batchnorm.policies import Refuse, Statistics
 from wholebatch.coupled.stream_look import StreamLook
 from wholebatch.errors import LossError
+
+_log = logging.getLogger("wholebatch")
 
 
 @dataclass(frozen=True)
@@ -138,6 +142,18 @@ class Stream:
         self._look = StreamLook(target.models, audit=audit, policies=self._batchnorms)
         self.pending = Pending()
         self._counts = True  # False while a micro-batch only takes part in others' collectives
+
+    def __del__(self) -> None:
+        window = getattr(getattr(self, "_window", None), "open", None)
+        failed = hasattr(sys, "last_type")  # the program ends by an error, which says enough
+        if window is not None and window.micro_batches and not (window.saved or failed):
+            _log.warning(
+                "%s is gone with an open window: its %d micro-batches have made no update. Close "
+                "the short last window: flush(), or over(loader), which knows the end (with "
+                "Accelerate: prepare the loader)",
+                type(self).__name__,
+                window.micro_batches,
+            )
 
     @property
     def updates(self) -> int:

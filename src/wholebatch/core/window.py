@@ -258,6 +258,7 @@ class OpenWindow:
     owners: list[int] = field(default_factory=list)
     """The micro-batch of each total (one may have several)."""
     micro_batches: int = 0
+    saved: bool = False  # for a run that goes on from here
     broken: bool = False
     """True if a backward failed half way, so that a part of a micro-batch is in."""
     reduced: bool = False

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -23,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.utils.stateless import _reparametrize_module
 
 from wholebatch.core.forward_state import Key
 from wholebatch.core.splitting.samples import Layout
@@ -439,10 +439,12 @@ class _Look:
 
         A deep network amplifies rounding: with 24 convolutions and BatchNorms, to 5% of a gradient.
         """
-        layout, half = samples.layout, samples.count // 2
+        model, layout, half = samples.model, samples.layout, samples.count // 2
+        held: dict[str, Tensor] = dict(model.named_parameters()) | dict(model.named_buffers())
+        copies = {n: _doubled(t.detach()).requires_grad_(t.requires_grad) for n, t in held.items()}
         leaves = tuple(replace(leaf, value=_doubled(leaf.value)) for leaf in layout.leaves)
         try:
-            with _float64_copies(samples.model):
+            with _reparametrize_module(model, copies, tie_weights=True):
                 wide = self._samples(samples.count, graph=True)
                 wide.layout = replace(layout, leaves=leaves)
                 with wide.looking():
@@ -476,25 +478,6 @@ class _Look:
 
 def _doubled(value: Any) -> Any:
     return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
-
-
-@contextmanager
-def _float64_copies(model: nn.Module) -> Iterator[None]:
-    """Give the model float64 copies of its parameters and buffers."""
-    held = [part for m in model.modules() for part in (m._parameters, m._buffers)]
-    kept: list[dict[str, Any]] = [dict(part) for part in held]
-    copies: dict[int, Any] = {}
-    for value in (value for part in kept for value in part.values() if value is not None):
-        wide = _doubled(value.detach())
-        is_parameter = isinstance(value, nn.Parameter)
-        copies[id(value)] = nn.Parameter(wide, value.requires_grad) if is_parameter else wide
-    try:
-        for part, found in zip(held, kept, strict=True):
-            part.update({name: copies.get(id(value)) for name, value in found.items()})
-        yield
-    finally:
-        for part, found in zip(held, kept, strict=True):
-            part.update(found)
 
 
 def _power_of_two(number: int) -> int:

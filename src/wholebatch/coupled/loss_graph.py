@@ -396,9 +396,10 @@ def _sum(node: Any, name: str, below: list[Any], so_far: LossTerm) -> LossTerm:
     if inner is not None and inner.name() == "MulBackward0" and None in below:
         weights = _saved(inner, "other" if below[1] is None else "self")
         return _weighed(replace(so_far, below=below[0] or below[1]), weights, count)
-    masked = inner is not None and inner.name() == "MaskedFillBackward0"
-    if masked and _saved(below[0], "reduction") == 0:
-        return replace(so_far, count=_loss_size(below[0])[1])
+    if inner is not None and inner.name() == "MaskedFillBackward0" and sizes:
+        made = _weighed(so_far, (~_saved(inner, "mask")).float(), count)
+        whole = math.prod(_saved(below[0], "self_sym_sizes") or sizes)  # of a sum over classes
+        return replace(made, weighed=made.count * whole / count) if whole > count else made
     return so_far
 
 

@@ -314,13 +314,7 @@ class Pipeline:
             )
         options = close.with_clip_norm(clip_norm)
         sync = Pipelined(modules, stages[0].group, data_parallel, torch.device(stages[0].device))
-        target = build_target(
-            modules,
-            optimizer,
-            options=options,
-            scheduler=scheduler,
-            sync=sync,
-        )
+        target = build_target(modules, optimizer, options=options, scheduler=scheduler, sync=sync)
         self._window = Window(target, options, sync)
         self._norms = [
             pair for m in modules for pair in (*batchnorms(m), *tracked_instance_norms(m))

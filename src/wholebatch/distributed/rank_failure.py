@@ -463,10 +463,7 @@ class Alarm:
                 self._wait_for_readers(_LEFT, range(self._ranks))
 
     def _excepthook(
-        self,
-        kind: type[BaseException],
-        error: BaseException,
-        trace: TracebackType | None,
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
         self._previous_hook(kind, error, trace)
         if is_of_a_collective(error) and self._cause() is not None:
@@ -517,10 +514,7 @@ def alarm() -> Alarm:
     store = dist.distributed_c10d._get_default_store()
     if id(store) not in _alarms:
         _alarms[id(store)] = Alarm(
-            store,
-            dist.get_rank(),
-            dist.get_world_size(),
-            patience=_OWN_PATIENCE * _timeout(),
+            store, dist.get_rank(), dist.get_world_size(), patience=_OWN_PATIENCE * _timeout()
         )
     return _alarms[id(store)]
 

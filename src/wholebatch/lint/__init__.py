@@ -21,15 +21,7 @@ from .lint_settings import Settings, SettingsError, load_settings
 from .rules import RULES, Rule
 from .source_files import Source, collect
 
-__all__ = [
-    "RULES",
-    "Finding",
-    "Rule",
-    "Settings",
-    "SettingsError",
-    "lint_paths",
-    "lint_source",
-]
+__all__ = ["RULES", "Finding", "Rule", "Settings", "SettingsError", "lint_paths", "lint_source"]
 
 
 def lint_paths(

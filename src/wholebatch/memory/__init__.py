@@ -1,9 +1,6 @@
 """Memory: measure it, predict it, choose what fits, and recover when it runs out."""
 
-from wholebatch.memory.activation_checkpointing import (
-    repeated_blocks,
-    with_checkpoints,
-)
+from wholebatch.memory.activation_checkpointing import repeated_blocks, with_checkpoints
 from wholebatch.memory.choose_micro_batch import choose_micro_batch, resize_batch
 from wholebatch.memory.meter import MemoryMeter
 from wholebatch.memory.plan import make_plan

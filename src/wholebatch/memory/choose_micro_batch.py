@@ -157,11 +157,7 @@ def needed(prediction: Prediction, device: torch.device) -> int:
 
 
 def largest_fitting(
-    peak_of: Callable[[int], int],
-    *,
-    budget: int,
-    most: int,
-    tried: dict[int, int] | None = None,
+    peak_of: Callable[[int], int], *, budget: int, most: int, tried: dict[int, int] | None = None
 ) -> int:
     """Return the largest size up to `most` with `peak_of(size) <= budget`, or else 1.
 

@@ -167,10 +167,7 @@ class Recovery:
 
 
 def within(
-    budget: int | None,
-    *,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
+    budget: int | None, *, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
 ) -> AbstractContextManager[object]:
     """A budget in force: on the CPU by counting, on CUDA by the allocator's own limit.
 

@@ -1,9 +1,8 @@
 """The host's sums as the graph of a micro-step sees them: buffers that its gradients are added to.
 
-A graph hands each gradient over by an operation of its own (`leave`) as soon as it is made, so the
-device never holds all of them. In a CUDA graph the transfers are recorded with it. What a graph
-holds for a sum is a token, a small tensor of the device. A recorded graph cannot know whether it is
-the first of a window, so a flag on the device tells it to drop the sums that it finds.
+A graph hands each gradient over by an operation (`leave`) as soon as it is made; in a CUDA graph
+the transfers are recorded with it. What a graph holds for a sum is a token, a small tensor of the
+device. A flag on the device tells the first graph of a window to drop the sums that it finds.
 """
 
 from __future__ import annotations
@@ -144,7 +143,7 @@ class GraphSums:
         transfer.fork()
         if transfer.bytes_out == before:  # a replay
             transfer.bytes_out += self._bytes_of[id(graph)]
-        self._store.take_norms(self._norms_of[id(graph)])
+        self._store.norms = self._norms_of[id(graph)]
 
     @contextmanager
     def within(self, graph: object) -> Iterator[None]:

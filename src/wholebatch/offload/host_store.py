@@ -73,12 +73,14 @@ class HostStore(Store):
         super().__init__(target, options, sync)
         self._steps_on_host = steps_on_host
         self.counts_changes = not steps_on_host  # there the parameters' memory is replaced
-        self._sums = HostSums([])
+        self.sums = HostSums([])
+        """The sums, which gradients may still be on their way to."""
         self._transfers: dict[torch.device, HostTransfer | CudaTransfer] = {}
         self._is_last = False
         self._may_stay = self._has_stepped = False
         self._on_device = SumsOnDevice()
-        self._norms: dict[int, list[Tensor]] = {}  # of complete sums, by their address
+        self.norms: dict[int, list[Tensor]] = {}
+        """The norms of complete sums, by their address."""
 
     @property
     def bytes_out(self) -> int:
@@ -88,7 +90,7 @@ class HostStore(Store):
     @property
     def host_bytes(self) -> int:
         """Host memory of the sums."""
-        return self._sums.bytes
+        return self.sums.bytes
 
     # Open window
 
@@ -96,14 +98,14 @@ class HostStore(Store):
         super().begin(window)
         parameters = window.inputs
         self.target.sixteen_bit.begin()  # hooks see what the plain window would add
-        if not self._sums.is_for(parameters):
-            self._sums = HostSums([])  # first, so that two sets never exist at once
-            self._sums = HostSums.of(parameters, self.target.optimizers)
-        self._sums.filled = set()
+        if not self.sums.is_for(parameters):
+            self.sums = HostSums([])  # first, so that two sets never exist at once
+            self.sums = HostSums.of(parameters, self.target.optimizers)
+        self.sums.filled = set()
         self._on_device.begin(parameters)
         for parameter in parameters:
             if parameter.device not in self._transfers:
-                self._transfers[parameter.device] = _transfer(parameter.device, self._sums.bytes)
+                self._transfers[parameter.device] = _transfer(parameter.device, self.sums.bytes)
         self.hook(self._leave)
 
     def _leave(self, parameter: Tensor) -> None:
@@ -118,9 +120,9 @@ class HostStore(Store):
                 "sparse=False, or keep the gradients on the device"
             )
         parameter.grad = None
-        first = id(parameter) not in self._sums.filled
-        self._sums.filled.add(id(parameter))
-        total = self._sums.flat(parameter)
+        first = id(parameter) not in self.sums.filled
+        self.sums.filled.add(id(parameter))
+        total = self.sums.flat(parameter)
         transfer = self._transfers[parameter.device]
         stays = self._on_device.sums.get(id(parameter))
         if stays is not None:  # a second gradient of it in this backward
@@ -129,7 +131,7 @@ class HostStore(Store):
             stays = self._on_device.room_for(parameter, total)
         norms: list[Tensor] | None = None
         if self._is_last:  # take the norm on the way, while the sum is in the cache
-            norms = self._norms[(total if stays is None else stays).data_ptr()] = []
+            norms = self.norms[(total if stays is None else stays).data_ptr()] = []
         flat = flat_of(gradient.detach(), parameter)
         transfer.put(flat, total, first=first, norms=norms, stays=stays)
 
@@ -139,7 +141,7 @@ class HostStore(Store):
         self._may_stay = (
             last and self._has_stepped and self.sync.ranks == 1 and not self._steps_on_host
         )
-        self._norms = {}
+        self.norms = {}
         return True
 
     def backward_made(self) -> None:
@@ -151,15 +153,6 @@ class HostStore(Store):
     def for_graphs(self, parameters: Sequence[nn.Parameter]) -> GraphSums:
         return GraphSums(self, parameters, self._transfers[parameters[0].device])
 
-    @property
-    def sums(self) -> HostSums:
-        """The sums, which gradients may still be on their way to."""
-        return self._sums
-
-    def take_norms(self, norms: dict[int, list[Tensor]]) -> None:
-        """Take the norms of all sums after a graph has added to them."""
-        self._norms = norms
-
     def drained(self) -> HostSums:
         """Return the sums, once every gradient that was handed over is in them."""
         for transfer in self._transfers.values():
@@ -169,19 +162,19 @@ class HostStore(Store):
     def _sum(self, parameter: nn.Parameter) -> Tensor | None:
         """Return the sum in the parameter's shape, wherever it is; None if there is none."""
         here = self._on_device.sums.get(id(parameter))
-        return self._sums.shaped(parameter) if here is None else in_shape_of(parameter, here)
+        return self.sums.shaped(parameter) if here is None else in_shape_of(parameter, here)
 
     # Close
 
     def absent(self) -> set[int]:
-        return {id(p) for p in self.parameters} - self._sums.filled
+        return {id(p) for p in self.parameters} - self.sums.filled
 
     def close(self, window: OpenWindow, normalise: float, hooks: DeferredHooks) -> Closed:
         sums = self.drained()
         if self.sync.ranks > 1:
             self._reduce(sums)
         if self.sync.ranks > 1 or hooks.taken:
-            self._norms = {}  # the sums were not final when these were taken
+            self.norms = {}  # the sums were not final when these were taken
         # A fused step multiplies in float32, and a rounded gradient is multiplied before.
         rounds = self.target.sixteen_bit.rounds
         in_place = any(p.dtype is not torch.float32 and not rounds(p) for p in self.parameters)
@@ -198,7 +191,7 @@ class HostStore(Store):
 
     def _total_norm(self, gradients: Sequence[Tensor]) -> Tensor:
         """Return the norm over these sums, from the norms that were taken on the way."""
-        found = [self._norms.get(gradient.data_ptr()) for gradient in gradients]
+        found = [self.norms.get(gradient.data_ptr()) for gradient in gradients]
         known = [norm for norms in found if norms for norm in norms]
         others = [g for g, norms in zip(gradients, found, strict=True) if not norms]
         total = math.hypot(*read_scalars([*known, total_norm(others)]))
@@ -271,13 +264,12 @@ class HostStore(Store):
                 sums.filled.add(id(parameter))
 
     def discard(self) -> None:
-        for transfer in self._transfers.values():
-            transfer.forget()
+        self.drained()
         super().discard()
         self.target.sixteen_bit.end()
-        self._norms = {}
+        self.norms = {}
         self._on_device.sums.clear()
-        self._sums.filled = set()
+        self.sums.filled = set()
 
 
 class SumsOnDevice:

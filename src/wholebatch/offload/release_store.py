@@ -11,7 +11,6 @@ a loss is not finite, that backward does not run at all.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -135,13 +134,25 @@ class ReleaseStore(DeviceStore):
         if self._releasing:
             self._finish()
 
+    @property
+    def closes_ahead(self) -> bool:  # type: ignore[override]
+        return self._refused is None and not any(self._user_hooks.values())
+
+    def close_ahead(self, *given: Any) -> Closed | None:
+        """Close as the plain window does if no backward was the last: all gradients are there."""
+        closed = super().close_ahead(*given)
+        if closed is None:
+            self._step_on_all()
+        return closed
+
     def reduce_now(self) -> None:
-        """Step on all buckets, if no backward was the last, or a graph has run in its place."""
+        if self.sync.ranks > 1:
+            self._step_on_all()
+
+    def _step_on_all(self) -> None:
+        """Step on the buckets that are left."""
         if self._refused is None:
             self._look()
-            if self.sync.ranks == 1 and all(map(_is_fused, self.target.optimizers)):
-                # All gradients are there, and a fused step makes no copies: step on all at once.
-                self._buckets = _layout(self.target.optimizers, self.parameters, sys.maxsize)
         if not self._refused:
             self._finish()
 

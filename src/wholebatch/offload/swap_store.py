@@ -50,6 +50,7 @@ class SwapStore(DeviceStore):
     option = 'gradients="swap"'
     steps_on_all = False
     in_grad = False  # the window's last backward would make a copy of all to reduce them
+    closes_ahead = False
 
     def __init__(self, target: Target, options: CloseOptions, sync: Sync) -> None:
         super().__init__(target, options, sync)
@@ -124,8 +125,11 @@ class SwapStore(DeviceStore):
             if bucket.optimizer == index
             and (self._place(bucket) >= 0 or any(p.grad is not None for p in bucket.parameters))
         ]
-        # The largest are the last, and stay.
-        used.sort(key=lambda one: (self._place(one) < 0, self._place(one), one.flat.nbytes))
+        # Those that have stayed come first, and the largest of the others comes last, to stay.
+        places = {id(one): self._place(one) for one in used}
+        new = [one for one in used if places[id(one)] < 0]
+        largest = max(new, key=lambda one: one.flat.nbytes, default=None)
+        used.sort(key=lambda one: (places[id(one)] < 0, places[id(one)], one is largest))
         stay = used[-_AT_ONCE:] if self._records and len(self.target.optimizers) == 1 else []
         rows = one_ahead(used, lambda one: (one, self._ways[one.device].fetch(one.flat)))
         for bucket, row in rows:

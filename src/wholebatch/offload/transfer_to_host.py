@@ -232,13 +232,6 @@ class CudaTransfer:
         self.backward_made()
         self._out.synchronize()  # it runs after the work of the other two
 
-    def forget(self) -> None:
-        """Wait like `drain`, for sums that are no longer wanted."""
-        self._load = None
-        self._sent.clear()
-        for stream in (self._in, self._add, self._out):
-            stream.synchronize()
-
 
 # CPU
 
@@ -293,6 +286,6 @@ class HostTransfer:
         self.bytes_out += gradient.nbytes
 
     def backward_made(self) -> None:
-        """Do nothing, as in `drain` and `forget`: nothing is under way."""
+        """Do nothing, as in `drain`: nothing is under way."""
 
-    drain = forget = backward_made
+    drain = backward_made

@@ -139,12 +139,7 @@ def learn(contender: Contender, recipe: Recipe, *, samples: int) -> LearningCurv
     )
     size = min(recipe.micro_batch, contender.batch)
     train = WholeBatch(
-        model,
-        optimizer,
-        loss=recipe.loss,
-        micro_batch=size,
-        scheduler=scheduler,
-        **recipe.options,
+        model, optimizer, loss=recipe.loss, micro_batch=size, scheduler=scheduler, **recipe.options
     )
     held_out: list[tuple[int, int, float]] = []
     critical: list[float] = []

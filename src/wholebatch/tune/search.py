@@ -177,8 +177,7 @@ class Search:
             need = self.predicted.need(setting)
             if need is not None and need > self.budget and setting not in self.trials:
                 self._leave(
-                    setting,
-                    f"predicted to need {bytes_said(need)} of {bytes_said(self.budget)}",
+                    setting, f"predicted to need {bytes_said(need)} of {bytes_said(self.budget)}"
                 )
 
     def _leave(self, setting: Setting, why: str) -> None:

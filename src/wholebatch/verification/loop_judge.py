@@ -40,7 +40,6 @@ from wholebatch.verification.window_recorder import (
     RecordedMicroBatch,
     RecordedWindow,
     WindowRecorder,
-    tensors_of,
 )
 
 _IGNORED = -100
@@ -204,8 +203,10 @@ class LoopJudge:
 
     def _samples(self) -> int:
         """Return the rows of the tokens that the model was given; 0 where they are not known."""
-        given = [tensors_of([(c.args, c.kwargs) for c in m.calls[:1]]) for m in self.micros]
-        rows = [[len(t) for t in one if t.dim() > 1 and not t.is_floating_point()] for one in given]
+        ids = [
+            [t for t in m.given if t.dim() > 1 and not t.is_floating_point()] for m in self.micros
+        ]
+        rows = [[len(tensor) for tensor in one] for one in ids]
         return sum(row[0] for row in rows) if all(rows) else 0
 
     def _micro_weights(self) -> tuple[list[float], list[float]] | None:
@@ -699,7 +700,7 @@ def _labels(micros: Sequence[RecordedMicroBatch]) -> list[tuple[list[float], lis
     """
     found: dict[int, list[Tensor]] = {}
     for micro in micros:
-        for place, tensor in enumerate(tensors_of([(c.args, c.kwargs) for c in micro.calls[:1]])):
+        for place, tensor in enumerate(micro.given):
             found.setdefault(place, []).append(tensor)
     counts = []
     for tensors in found.values():

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,170 +34,14 @@ class Mistake:
     instead: str
 
 
-MISTAKES: dict[str, Mistake] = {
-    "not-divided": Mistake(
-        "not divided",
-        "the micro-batches' gradients are added and never divided",
-        "divide the sum by all units of the window, once",
-    ),
-    "divided-twice": Mistake(
-        "divided twice",
-        "the gradient is divided by the number of micro-batches once more than it should be",
-        "one of two places divides already (Accelerate, DeepSpeed, Lightning do): leave out yours",
-    ),
-    "only-the-last": Mistake(
-        "only the last micro-batch",
-        "the gradients of all micro-batches but the last are thrown away",
-        "one backward for every micro-batch, and zero_grad() after the step only",
-    ),
-    "only-the-first": Mistake(
-        "only the first micro-batch",
-        "the step is made after the first micro-batch and the others are not in it",
-        "step when (i + 1) % steps == 0, not when i % steps == 0",
-    ),
-    "left-out": Mistake(
-        "a micro-batch left out",
-        "a micro-batch of the window is not in the update",
-        "step after the last backward of the window, and leave no micro-batch behind",
-    ),
-    "counted-twice": Mistake(
-        "a micro-batch counted twice",
-        "the first or the last micro-batch of the window is in the update twice",
-        "one backward for every micro-batch",
-    ),
-    "never-cleared": Mistake(
-        "gradients never cleared",
-        "the gradients of a window are still there in the next one, and are added to its own",
-        "call zero_grad() once per window: after the step, or before the first backward",
-    ),
-    "mean-of-means": Mistake(
-        "mean of means",
-        "every micro-batch counts the same, however many samples or tokens it has",
-        "add sums, and divide once by all units of the window",
-    ),
-    "clipped-per-micro-batch": Mistake(
-        "clipped per micro-batch",
-        "the gradient is clipped after every backward, so each micro-batch is cut down on its own",
-        "clip once, right before the step",
-    ),
-    "clipped-too-early": Mistake(
-        "clipped too early",
-        "the gradient is clipped before it is complete: before the last backward, or before it is "
-        "divided",
-        "clip right before the step, after the last backward and the division",
-    ),
-    "other-units": Mistake(
-        "weighed by other units",
-        "the micro-batches are weighed or divided by their samples or padded tokens, but the loss "
-        "is a mean over the labels that count",
-        "count the labels that the loss counts (labels != -100), and divide by those of the window",
-    ),
-    "scheduled-per-micro-batch": Mistake(
-        "schedule stepped per micro-batch",
-        "the learning rate changes between the micro-batches of a window: the schedule runs as "
-        "many times too fast",
-        "call scheduler.step() once per window, after optimizer.step()",
-    ),
-    "moved-beside-the-step": Mistake(
-        "weights changed beside the step",
-        "the gradient is right, but the parameters did not move as the optimizer moves them with "
-        "it: the loop changes them in another place too",
-        "let the optimizer alone change the trained weights, and keep an average (EMA) in a copy",
-    ),
-    "nominal-count": Mistake(
-        "nominal count on a short window",
-        "a window with fewer micro-batches is divided by the full number all the same",
-        "divide by what the window really holds: its units",
-    ),
-    "no-update": Mistake(
-        "no update",
-        "the optimizer does not step on this window: its micro-batches are lost, or leak into the "
-        "next one",
-        "step at the end of the data too, whatever the count has come to",
-    ),
-    "stepped-every-micro-batch": Mistake(
-        "stepped every micro-batch",
-        "the optimizer steps after every micro-batch: small batches, not a large one",
-        "step once per window",
-    ),
-    "unsynchronised-ranks": Mistake(
-        "unsynchronised ranks",
-        "each rank steps with the gradient of its own batch, and their weights drift apart",
-        "let the last backward of a window reduce (leave no_sync), or all-reduce before the step",
-    ),
-    "ranks-added": Mistake(
-        "ranks added, not averaged",
-        "the gradients of the ranks are summed, so they are as many times too large",
-        "divide by the units of all ranks",
-    ),
-    "world-size-forgotten": Mistake(
-        "world size forgotten",
-        "the loss is divided by the units of all ranks, and DistributedDataParallel averages the "
-        "ranks after that: the gradient is as many times too small as there are ranks",
-        "multiply the loss by the number of ranks",
-    ),
-    "cleared-in-the-window": Mistake(
-        "cleared in the window",
-        "the gradients are cleared between two micro-batches of a window: those before are lost",
-        "call zero_grad() in one place, right after the step; a trainer calls it already",
-    ),
-    "moved-in-the-window": Mistake(
-        "weights changed in the window",
-        "the weights change between the micro-batches of a window (weight decay, an average or a "
-        "clamp after every backward), so their gradients are not of the same weights",
-        "change the weights once per window, after the step; let the optimizer decay them",
-    ),
-    "averaged-per-micro-batch": Mistake(
-        "average updated per micro-batch",
-        "an average of the weights (EMA) is updated after every micro-batch: it forgets as many "
-        "times too fast",
-        "update the average once per window, after the step",
-    ),
-    "clipped-while-scaled": Mistake(
-        "clipped while scaled",
-        "the gradient is clipped while it is multiplied by the loss scale, so the limit is as many "
-        "times too low",
-        "call scaler.unscale_(optimizer) before clipping",
-    ),
-    "loss-scale": Mistake(
-        "loss scale left in the gradient",
-        "the loss scale is not divided out of the gradient before the step, or it changes between "
-        "the micro-batches of a window",
-        "step by scaler.step(optimizer), and call scaler.update() once per window",
-    ),
-    "two-owners": Mistake(
-        "counted by two owners",
-        "the gradient, or that of some parameters, is added in two places and counted as many "
-        "times",
-        "let one owner add the gradients: the loop, a hook or the engine",
-    ),
-    "other-loss": Mistake(
-        "another model's loss in the gradient",
-        "a loss that trains another model through this one (a GAN's generator) adds its gradient "
-        "to this model's too",
-        "call zero_grad() before this model's own backwards, or requires_grad_(False) on it during "
-        "the other's",
-    ),
-    "16-bit-accumulation": Mistake(
-        "added in 16 bits",
-        "the gradients of the micro-batches are added in 16 bits: what is small beside the sum so "
-        "far is rounded away",
-        "keep the sum in float32: float32 parameters under autocast, or wb.Accumulator",
-    ),
-    "lost-after-resume": Mistake(
-        "micro-batches lost after a resume",
-        "the first window after a resume has fewer micro-batches than it is divided by: those "
-        "before the checkpoint are not in it",
-        "save at the end of a window, or save the gradients and the place in the window as well",
-    ),
-    "coupled": Mistake(
-        "coupled samples",
-        "the loop adds its micro-batches rightly, but a layer (BatchNorm) or the loss couples the "
-        "samples of a batch, so no plain accumulation gives the undivided batch's gradient",
-        'wb.WholeBatch(batchnorm="exact") or a layer that works on each sample alone; wb.Coupled '
-        "for a loss",
-    ),
-}
+def _table() -> dict[str, Mistake]:
+    """Return the mistakes of the table in Markdown beside this file, by their keys."""
+    lines = Path(__file__).with_suffix(".md").read_text(encoding="utf-8").splitlines()[4:]
+    rows = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in lines]
+    return {key: Mistake(*texts) for key, *texts in rows}
+
+
+MISTAKES = _table()
 
 
 @dataclass(frozen=True)

@@ -23,13 +23,7 @@ from wholebatch.coupled.sample_draws import undivided
 from wholebatch.distributed.process_group import sum_over_ranks, world_size
 from wholebatch.errors import NonFiniteError, WholebatchError
 from wholebatch.verification.observed_window import StartingState, StepObserver, WindowRun
-from wholebatch.verification.undivided_batch import (
-    Numbers,
-    Objective,
-    clip,
-    objective,
-    sharded,
-)
+from wholebatch.verification.undivided_batch import Numbers, Objective, clip, objective, sharded
 
 # These policies change what the model is; its undivided batch is that of the changed model.
 _CHANGES_THE_MODEL = ("freeze", "group", "layer")

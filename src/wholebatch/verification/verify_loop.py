@@ -123,6 +123,15 @@ class _Recorded:
     keeps_gradients: bool
     """True if gradients are left behind."""
 
+    @property
+    def beside(self) -> float:
+        """Return how far the weights have moved after the step, relative to the step's update."""
+        recorder = self.recorder
+        if recorder.after_step is None or not recorder.after_step.numel():
+            return 0.0
+        moved = recorder.row_of(list(recorder.parameters)) - recorder.after_step
+        return float(moved.norm() / (self.update - moved).norm().clamp_min(1e-30))
+
 
 @dataclass
 class _CaseTrials:
@@ -221,13 +230,13 @@ class _CaseTrials:
         judge.window.gradient = made[0] if made else seen.update
         if not made:  # an engine of its own stepped: what is left to see is the update
             judge.by = "updates"
-            judge.as_seen = lambda gradient: _stepped(runs, recorder, gradient, ())
+            judge.as_seen = lambda gradient: _stepped(runs, recorder, gradient)
             floor += _rounded_away(runs, recorder, seen.update) / TIMES_THE_FLOOR
         elif self.clip_norm is not None:
             judge.as_seen = self._clipped  # with torch's 1e-6 beside the norm, or without it
             floor += 1e-6 / (TIMES_THE_FLOOR * float(parts.right.norm()))
         trial = judge.trial_of(parts, floor, micros, coupled=coupled)
-        if trial.found == RIGHT and made and (off := self._moved_beside(runs, seen)):
+        if trial.found == RIGHT and made and (off := largest_over_ranks(seen.beside)):
             moved = MistakeFit("moved-beside-the-step", "the step and something else", 0.0, True)
             right = MistakeFit(RIGHT, "the optimizer's step", off, False)
             trial = replace(trial, found=moved.key, fits=(moved, right), observed_by="updates")
@@ -274,19 +283,6 @@ class _CaseTrials:
             floor = max(floor, off)
         return replace(parts, right=right), min(floor, limit), coupled
 
-    def _moved_beside(self, runs: ModelRuns, seen: _Recorded) -> float:
-        """Return how far the update is from that of the step; 0.0 if it is the step's own."""
-        steps, recorder = seen.recorder.steps, seen.recorder
-        step = steps[0]
-        groups = len(runs.optimizer.param_groups)
-        repeatable = step.optimizer is recorder.handed and not step.has_closure
-        if len(steps) != 1 or not repeatable or len(step.groups) != groups:
-            return 0.0
-        made = _stepped(runs, recorder, step.gradient, step.groups)
-        far = largest_over_ranks(apart(seen.update, made))
-        limit = 1e-4 + _rounded_away(runs, recorder, made)
-        return far if largest_over_ranks(far > limit) else 0.0
-
     def _recorded(self, micros: Sequence[Any], times: int = 1) -> _Recorded:
         """Let the loop train windows on copies of the model and the optimizer."""
         model = copy.deepcopy(self.model)
@@ -324,17 +320,11 @@ def _without_one_update(seen: _Recorded, steps: int) -> tuple[str, str] | None:
     return None
 
 
-def _stepped(
-    runs: ModelRuns, recorder: WindowRecorder, row: Tensor, groups: Sequence[dict[str, Any]]
-) -> Tensor:
-    """Return the update that the optimizer makes of a gradient, with the loop's settings."""
+def _stepped(runs: ModelRuns, recorder: WindowRecorder, row: Tensor) -> Tensor:
+    """Return the update that the optimizer makes of a gradient."""
     runs.begin()
     recorder.spread(row, runs.parameters)
-    optimizer = runs.optimizer
-    if len(groups) == len(optimizer.param_groups):
-        for group, seen in zip(optimizer.param_groups, groups, strict=True):
-            group.update({name: value for name, value in seen.items() if name in group})
-    optimizer.step()
+    runs.optimizer.step()
     return recorder.row_of(runs.start.update(runs.parameters))
 
 

@@ -7,7 +7,6 @@ were given. Of a large model only every n-th number is kept, so that a copy is c
 
 from __future__ import annotations
 
-import copy
 import gc
 import importlib
 import logging
@@ -67,6 +66,11 @@ class Call:
     rows: dict[int, Tensor] = field(default_factory=dict)
     """The first numbers of every sample's output, by place."""
 
+    @property
+    def given(self) -> list[Tensor]:
+        """Return the tensors that the model was given."""
+        return tensors_of((self.args, self.kwargs))
+
 
 @dataclass(eq=False)
 class RecordedMicroBatch:
@@ -85,12 +89,18 @@ class RecordedMicroBatch:
     """True if its loss compares samples with each other."""
     roots: list[Any] = field(default_factory=list)
     """The nodes of the graph that its backwards began at."""
+    is_asked: bool = False
+    """True if `torch.autograd.grad` gave the gradient to the loop, and added it nowhere."""
 
     @property
     def is_passed_on(self) -> bool:
         """True if what the model was given is itself made by a model: a generator's loss."""
-        given = tensors_of([(call.args, call.kwargs) for call in self.calls[:1]])
-        return any(tensor.grad_fn is not None for tensor in given)
+        return any(tensor.grad_fn is not None for tensor in self.given)
+
+    @property
+    def given(self) -> list[Tensor]:
+        """Return the tensors that the first call was given."""
+        return self.calls[0].given if self.calls else []
 
 
 @dataclass(frozen=True)
@@ -153,13 +163,10 @@ def _never_fails(method: _Method) -> _Method:
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """One optimizer step: the gradient it was given, what it stepped on, and its settings."""
+    """One optimizer step: the gradient it was given, and what it stepped on."""
 
     gradient: Tensor
     places: frozenset[int]
-    optimizer: Any
-    groups: tuple[dict[str, Any], ...]
-    has_closure: bool
 
 
 @dataclass(eq=False)
@@ -181,7 +188,6 @@ class WindowRecorder:
 
     def __enter__(self) -> WindowRecorder:
         self.window: RecordedWindow | None = None
-        self.handed = self.optimizer
         self.parameters: Sequence[nn.Parameter] = ()
         self._sizes: list[int] = []
         self._mine: set[int] = set()
@@ -193,7 +199,7 @@ class WindowRecorder:
         self.optimizer_steps = self.skipped_steps = 0
         self._stepped: frozenset[int] = frozenset()
         self._stepped_by: Any = None
-        self._after_step: Tensor | None = None
+        self.after_step: Tensor | None = None
         self._weights = torch.zeros(0)
         self._used: set[Call] | None = set()
         self._norms: dict[int, float] = {}
@@ -309,7 +315,7 @@ class WindowRecorder:
         self.stride = max(1, -(-sum(p.numel() for p in parameters) // numbers))
         self._sizes = [-(-p.numel() // self.stride) for p in parameters]
         all_hooked = all(parameter._backward_hooks for parameter in parameters)
-        self._of_parameters, self._after_step = [], None
+        self._of_parameters, self.after_step = [], None
         for place, parameter in enumerate(parameters):
             handle = parameter.register_hook(self._brings(place))
             if all_hooked:  # what they do to every gradient is the loop's: see it before
@@ -418,6 +424,8 @@ class WindowRecorder:
         self._inside = True
         try:
             micro = self._before_backward(roots, seeds)
+            if micro is not None:
+                micro.is_asked = bool(place)
             result = original(roots, *args, **kwargs)
         finally:
             self._inside = False
@@ -475,7 +483,7 @@ class WindowRecorder:
             if node in self._nodes:  # on through what the call was given, not through the model
                 call = self._nodes[node]
                 found[call] = None
-                below = {t.grad_fn for t in tensors_of((call.args, call.kwargs)) if t.grad_fn}
+                below = {tensor.grad_fn for tensor in call.given if tensor.grad_fn}
             else:
                 below = {child for child, _ in node.next_functions if child is not None}
             below -= seen
@@ -506,7 +514,7 @@ class WindowRecorder:
         assert self.window is not None
         micro.loss_scale, self._loss_scale = self._loss_scale, 1.0
         if self.optimizer is not None:
-            groups = settings_of(self.optimizer)
+            groups = self.optimizer.param_groups
             micro.rates = tuple(float(group.get("lr") or 0.0) for group in groups)
         self._look_at_weights(micro)
         again = [m for m in self.window.micros if set(m.calls) & set(micro.calls)]
@@ -519,6 +527,11 @@ class WindowRecorder:
                 self.began(self.window)
             return
         first = again[-1]
+        if micro.is_asked and not first.is_asked:
+            return  # to look at it: a norm, a balance of losses
+        if first.is_asked and not micro.is_asked:
+            self.window.micros[self.window.micros.index(first)] = micro
+            return
         if self.window.is_whole:
             first.after, first.brought = micro.after, first.brought + micro.brought
         first.terms += micro.terms
@@ -540,8 +553,8 @@ class WindowRecorder:
     def _begin_window(self) -> None:
         self.window = self.new_window()
         self._weights, was = self.row_of(list(self.parameters)), self._weights
-        if self._after_step is not None and was.numel() and not self.light:
-            made, moved = self._after_step - was, self._weights - self._after_step
+        if self.after_step is not None and was.numel() and not self.light:
+            made, moved = self.after_step - was, self._weights - self.after_step
             cosine = float(made @ moved) / max(float(made.norm() * moved.norm()), 1e-300)
             self.window.moved_before = abs(cosine) > 0.999
         self._first_weights = self._weights
@@ -567,7 +580,7 @@ class WindowRecorder:
     @_never_fails
     def _note_weights(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if not self.light and not self.sharded and places_of(optimizer, self.parameters):
-            self._after_step = self.row_of(list(self.parameters))
+            self.after_step = self.row_of(list(self.parameters))
 
     def _begin_at_last_pass(self, window: RecordedWindow) -> None:
         """Leave out what was cleared on purpose: SAM's first pass, and a generator's losses."""
@@ -585,22 +598,23 @@ class WindowRecorder:
             micros[0].weights_moved = False
 
     def _count_calls(self, window: RecordedWindow) -> None:
-        """Count the calls, on inputs of their own, that a backward has reached, or none."""
+        """Count the calls that a backward has reached, and those like them that none has.
+
+        Alike are module, mode and size (one call: the shape), but the inputs are others.
+        """
         used = {call for micro in window.micros for call in micro.calls}
-        if self._used is None or window.earlier_pass:
+        shapes = [call.given[0].shape for call in used if call.given and call.given[0].dim()]
+        if self._used is None or window.earlier_pass or not shapes:
             return
+        window.used, rows = len(used), sorted(shape[0] for shape in shapes)
         modes = {(call.module, call.training) for call in used}
-        given = {t.data_ptr() for call in used for t in tensors_of((call.args, call.kwargs))}
-        others = [
-            call
-            for call in self._calls
-            if call not in self._used and call.has_graph and (call.module, call.training) in modes
-        ]
-        window.used = len({call for call in used if call.module in {c.module for c in others}})
-        window.unused = sum(
-            not any(t.data_ptr() in given for t in tensors_of((call.args, call.kwargs)))
-            for call in others
-        )
+        pointers = {tensor.data_ptr() for call in used for tensor in call.given}
+        for call in self._calls:
+            shape = call.given[0].shape if call.given and call.has_graph else ()
+            if not shape or call in self._used or (call.module, call.training) not in modes:
+                continue
+            near = rows[0] <= 2 * shape[0] <= 4 * rows[-1] if len(used) > 1 else shape == shapes[0]
+            window.unused += near and not any(t.data_ptr() in pointers for t in call.given)
 
     # --------------------------------------------------------- clipping, scaling, the step
 
@@ -652,7 +666,7 @@ class WindowRecorder:
             evaluations += 1
             if evaluations == 1:
                 loss = closure()
-                self._see(optimizer, places, has_closure=True)
+                self._see(optimizer, places)
                 return loss
             self._inside = True  # LBFGS evaluates again, at weights of its own
             try:
@@ -674,15 +688,14 @@ class WindowRecorder:
         return result
 
     @_never_fails
-    def _see(self, optimizer: Any, places: frozenset[int], *, has_closure: bool = False) -> None:
+    def _see(self, optimizer: Any, places: frozenset[int]) -> None:
         seen = self.window
         gradient = self._grads()
         scale = getattr(optimizer, "grad_scale", None)
         if scale is not None:  # a fused optimizer divides by it in its own kernel
             gradient = gradient / float(scale)
         if not self.light:
-            settings = () if optimizer is None else settings_of(optimizer)
-            self.steps.append(RecordedStep(gradient, places, optimizer, settings, has_closure))
+            self.steps.append(RecordedStep(gradient, places))
         self.optimizer_steps += 1
         if self.failure:
             return
@@ -811,14 +824,6 @@ def _optimizer_of(parameters: Sequence[Tensor]) -> torch.optim.Optimizer | None:
 def _objects(kinds: set[Any]) -> list[Any]:
     """Return all objects of these types."""
     return [one for one in gc.get_objects() if type(one) in kinds]
-
-
-def settings_of(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], ...]:
-    """Return the settings of every parameter group."""
-    return tuple(
-        {name: copy.copy(value) for name, value in group.items() if name != "params"}
-        for group in optimizer.param_groups
-    )
 
 
 def _few(tensor: Tensor) -> Tensor:

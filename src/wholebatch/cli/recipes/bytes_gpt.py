@@ -147,10 +147,7 @@ def units(micro: dict[str, Tensor]) -> int:
 def optimizer(model: nn.Module) -> torch.optim.Optimizer:
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() <= 1]
-    groups = [
-        {"params": matrices, "weight_decay": 0.1},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=4e-3, betas=(0.9, 0.95), fused=True)
 
 

@@ -206,10 +206,7 @@ def _ranks(at: int, ranks: Data) -> Chart:
         trace("all that can overlap does", "units_per_second_overlapped", series_color(0)),
         trace("nothing overlaps", "units_per_second", series_color(1)),
     ]
-    layout = {
-        "xaxis": _log_axis("ranks", x),
-        "yaxis": axis("% of linear scaling", range=[0, 105]),
-    }
+    layout = {"xaxis": _log_axis("ranks", x), "yaxis": axis("% of linear scaling", range=[0, 105])}
     return Chart(
         f"ranks-{at}",
         "A model, not a measurement: the tuned window on more ranks",

@@ -37,11 +37,7 @@ class Batches(tuple[Any, ...]):
 
 
 def split(
-    batch: Any,
-    micro_batch: int | Tokens,
-    *,
-    batch_size: BatchSize = None,
-    static: Static = (),
+    batch: Any, micro_batch: int | Tokens, *, batch_size: BatchSize = None, static: Static = ()
 ) -> list[Any]:
     """Split `batch` into micro-batches of the same structure: nothing lost, nothing repeated.
 

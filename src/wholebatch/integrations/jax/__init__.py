@@ -16,11 +16,6 @@ from wholebatch.core.optional_packages import require
 require("jax", at_least="0.6", extra="jax", purpose="wholebatch in JAX")
 
 from wholebatch.integrations.jax.accumulate import accumulate  # noqa: E402
-from wholebatch.integrations.jax.multi_steps import (  # noqa: E402
-    WindowState,
-    flush,
-    has_updated,
-    multi_steps,
-)
+from wholebatch.integrations.jax.multi_steps import WindowState, flush, has_updated, multi_steps  # noqa: E402
 
 __all__ = ["WindowState", "accumulate", "flush", "has_updated", "multi_steps"]

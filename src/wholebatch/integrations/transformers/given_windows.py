@@ -47,11 +47,7 @@ class GivenWindows(WholeBatch):
     """
 
     def __init__(
-        self,
-        *given: Any,
-        host: object = None,
-        mean: LossFunction | None = None,
-        **options: Any,
+        self, *given: Any, host: object = None, mean: LossFunction | None = None, **options: Any
     ) -> None:
         super().__init__(*given, **options)
         self._host, self._mean = host, mean

@@ -20,12 +20,7 @@ from wholebatch.core.loss import Loss, Units, mean_loss
 from wholebatch.core.splitting import batch_size_of, split
 from wholebatch.core.stream import GivenLoss
 from wholebatch.errors import OptionError, UnsupportedError
-from wholebatch.integrations.host_window import (
-    AdapterOptions,
-    FirstLook,
-    GradientsIn,
-    HostWindows,
-)
+from wholebatch.integrations.host_window import AdapterOptions, FirstLook, GradientsIn, HostWindows
 
 
 @dataclass

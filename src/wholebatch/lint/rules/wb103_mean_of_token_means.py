@@ -11,13 +11,7 @@ from ..model.expressions import dotted, is_call, keyword, last_part, number, tex
 from ..model.loop_windows import unmoved
 from ..model.loss_origin import Chain
 from ..model.window_boundary import iterated
-from .rule_base import (
-    RESCALED,
-    Report,
-    framework_accumulates,
-    framework_steps,
-    rule,
-)
+from .rule_base import RESCALED, Report, framework_accumulates, framework_steps, rule
 
 _LANGUAGE_MODEL = re.compile(
     r"\w*(CausalLM|LMHeadModel|ForConditionalGeneration|ForMaskedLM|ForTokenClassification"

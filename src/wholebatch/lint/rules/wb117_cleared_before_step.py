@@ -8,15 +8,7 @@ from collections.abc import Iterator
 
 from ..model import Event, File, Guard, LoopWindow
 from ..model.expressions import text
-from .rule_base import (
-    Edit,
-    Report,
-    cleared_last,
-    is_optimizer_of,
-    is_right,
-    rule,
-    stepped,
-)
+from .rule_base import Edit, Report, cleared_last, is_optimizer_of, is_right, rule, stepped
 
 
 @rule("cleared before the step", fixable=True)
