@@ -130,11 +130,8 @@ def truth(model: Model, tokens: Tensor) -> list[Tensor]:
 
 def error(model: Model, right: list[Tensor]) -> list[float]:
     made = [model.base_model.states.grad, model.head.weight.grad]
-    return [
-        float((a[: len(b)].double() - b.to(a.device)).norm() / b.norm())
-        for a, b in zip(made, right, strict=True)
-        if a is not None
-    ]
+    pairs = [(a, b.to(a.device)) for a, b in zip(made, right, strict=True) if a is not None]
+    return [float((a[: len(b)].double() - b).norm() / b.norm()) for a, b in pairs]
 
 
 def measured(way: str, tokens: int, width: int, vocabulary: int, right: Any) -> dict[str, Any]:
