@@ -7,6 +7,7 @@ import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import cast
 
 from .events import Def, Env
@@ -136,7 +137,7 @@ class Facts:
         """Return the calls whose last name is one of these: `DDP(...)`, `nn.BatchNorm2d(...)`."""
         return [c for c in self.calls if last_part(c.func) in names]
 
-    @property
+    @cached_property
     def wraps_fsdp(self) -> bool:
         """True if this file shards a model."""
         asked = [c.args[1] for c in self.made("isinstance") if len(c.args) > 1]
@@ -146,7 +147,7 @@ class Facts:
             or any(_FSDP_HELPER.search(name) for name in self.called)
         )
 
-    @property
+    @cached_property
     def accelerator(self) -> ast.Call | None:
         """Return the call that creates the Accelerator, if it is in this file."""
         found = self.made("Accelerator")
