@@ -486,7 +486,8 @@ def _scaled(
     node: Any, name: str, below: list[Any], so_far: LossTerm
 ) -> tuple[Any, LossTerm] | None:
     """Return the operand of a product with, or quotient by, a number that can be read."""
-    operands = [child for child in below if child is not None and not _is_of_parameters(child)]
+    given = [child for child in below if child is not None]
+    operands = [child for child in given if not _is_of_parameters(child)] or given
     is_first = operands == below[:1]
     if len(operands) != 1 or (name.startswith("Div") and not is_first):
         return None
