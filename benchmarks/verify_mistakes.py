@@ -129,7 +129,9 @@ def write(made: dict[str, str]) -> None:
         "# Mistakes named by `wb.watch`\n\n"
         f"{len(MISTAKES)} mistakes and {len(STYLES)} right styles, each on {len(KINDS)} kinds of "
         f"models ({kinds}), in every door\nthat has a place for them. Written by "
-        "`python benchmarks/verify_mistakes.py --door DOOR --page`.\n\n"
+        "`python benchmarks/verify_mistakes.py --door DOOR --page`.\nThe judge was mended with the "
+        "loops of an outsider (`tests/proof/fixtures`): their row tells what it knows, not\nhow it "
+        "would do on others.\n\n"
         "| door | mistakes named | right loops called right |\n|---|---|---|\n"
         + "\n".join(table)
         + "\n",

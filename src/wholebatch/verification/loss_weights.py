@@ -70,6 +70,8 @@ def read_weights(
     for term in (term for row in rows for term in row):
         if term.kind == "nonlinear":
             return Unreadable(f"it is a curve of a mean over its samples ({term.node})", True)
+        if term.kind == "picked":
+            return Unreadable(f"it picks among its samples ({term.node})", True)
         if term.kind == "unknown":
             return Unreadable(f"its graph ends in {term.node}, which is not understood")
     if not rows or not rows[0]:
