@@ -305,7 +305,8 @@ class SplitGuard(LossLook):
         def samples() -> tuple[Layout | None, int]:
             return _samples(readable_layout(batch, batch_size, static), micros, static)
 
-        self._micros = micros
+        # A list of samples has no leaf that could be read wrongly: its loss may take one at a time.
+        self._micros = () if isinstance(batch, list) else micros
         refuse_new_norms([self._model], self._norms)
         ghosts = (finding for finding in _by_type(self._model) if finding.kind == "ghost")
         self.look_at(run, samples, known=ghosts, **options)
