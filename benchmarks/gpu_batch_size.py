@@ -248,7 +248,9 @@ def run_one(run: str, recipe: Recipe, size: Size, given: argparse.Namespace) -> 
 
 def side_by_side(runs: list[str], together: int) -> list[dict[str, Any]]:
     """Make every run in a process of its own with this command's options, `together` at a time."""
-    waiting, alive, found = list(runs), {}, {}
+    waiting = list(runs)
+    alive: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         while waiting or alive:
             while waiting and len(alive) < together:

@@ -464,6 +464,9 @@ def trained(precision: str, options: argparse.Namespace) -> list[float]:
         samples = [corpus[place] for place in places]
         batch = {k: torch.stack([one[k] for one in samples]).to(DEVICE) for k in samples[0]}
         losses.append(float(window.step(batch).loss))
+        if len(losses) % options.every == 0:
+            mean = statistics.fmean(losses[-options.every :])
+            sys.stderr.write(f"{precision} {len(losses)} {mean:.4f}\n")
     seconds = time.perf_counter() - began
     mode = window._runner.executor.mode
     print(f"{precision}: {count / 1e6:.0f} M parameters, {seconds:.0f} s, {mode}", flush=True)

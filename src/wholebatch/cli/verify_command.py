@@ -1,19 +1,7 @@
 """`wholebatch verify`: the proof on a recipe, on someone's own training loop, or on their script.
 
-A loop comes out of a file, with the file's own model and data where it has them:
-
-```python
-def train(model, optimizer, micro_batches): ...      # one window, in your own way
-
-# Optional; without them the built-in models are used:
-def model(): ...
-def loss(model, micro): ...                          # wb.Loss(total, units): what is right
-def data(): ...                                      # samples, as in a recipe
-def micro_batches(): ...                             # or: a list of micro-batches, a window's worth
-def optimizer(model): ...                            # default: SGD
-steps = 8                                            # what the loop calls a full window
-micro_batch = 4                                      # samples in each, with data()
-```
+A loop comes out of a file, with the file's own `model()`, `loss(model, micro)` and `data()` where
+it has them (docs/verify.md, "Its model and data").
 """
 
 from __future__ import annotations

@@ -314,19 +314,28 @@ class SplitGuard(LossLook):
 
     @torch.no_grad()
     def _failed(self, error: Exception, *how: Any) -> Iterable[AuditFinding]:
-        if isinstance(error, WholebatchError):
+        run, layout = how[0], how[1]()[0]
+        if isinstance(error, WholebatchError) or layout is None:
             return ()
-        try:
-            with ForwardState(self._model), local_collectives():
-                how[0](self._micros[0])
-        except Exception:
-            return ()
+        if not self._runs(run, self._micros[0]):
+            return ()  # The step will say why.
+        counts = [count for count in (1, 2, 4, 8) if count <= layout.size]
+        if all(self._runs(run, layout.take(list(range(count)))) for count in counts):
+            return ()  # The number of samples is not the reason.
         text = (
             f"it runs on a micro-batch, but not on another number of samples ({error!r}), so that "
             "nothing tells whether micro-batches add up. If the batch has a leaf that is not a "
             "value per sample, name it: micro_batch=wb.samples(8, static=...)"
         )
         return (AuditFinding("(the loss function)", type(error).__name__, "loss", text),)
+
+    def _runs(self, run: Callable[[Any], Any], batch: Any) -> bool:
+        try:
+            with ForwardState(self._model), local_collectives():
+                run(batch)
+        except Exception:
+            return False
+        return True
 
     def join(self) -> None:
         """Take part in the other ranks' look, without a sample of one's own."""

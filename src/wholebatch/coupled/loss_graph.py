@@ -666,7 +666,10 @@ class _Links:
         found = [(o, g) for o, g in zip(outputs, made, strict=True) if g is not None]
         self._total = total
         self._slopes = [(o, g) for o, g in found if bool(g.isfinite().all())]
-        self._sizes = sorted({output.rows for output, _ in self._slopes})
+        sizes = [output.rows for output, _ in self._slopes]
+        self._sizes = sorted(set(sizes))
+        # Two outputs of one size may be of different samples, which a third one joins.
+        self._most = min((size for size in sizes if sizes.count(size) > 1), default=_MOST_ROWS)
         self._parents: dict[_Row, _Row] = {}
         self._asked: set[_Row] = set()
 
@@ -677,7 +680,7 @@ class _Links:
                 self._join(row, other)
             for size in self._sizes:
                 roots = {self._root((size, index)) for index in range(size)}
-                if len(roots) < min(int(units), size):
+                if len(roots) < min(int(units), size, self._most):
                     own = self._root(row)
                     return [i for i in range(row[0]) if self._root((row[0], i)) == own]
             if len(self._asked) >= _MOST_PASSES:

@@ -43,7 +43,7 @@ _ACCUMULATES = re.compile(
 _APPLIES = re.compile(
     r"apply_gradients\s*\(|optimizer\.apply\s*\(|apply_updates\s*\(|MultiSteps\s*\(|optimizers\.\w+\("
 )
-_SPOILS = {"WB103", "WB113", "WB114", "WB120", "WB121", "WB122"}
+_SPOILS = {"WB103", "WB113", "WB114", "WB120", "WB121"}
 # By their form, whatever the names are: sums, and an update that is made now and then.
 _SUMS = re.compile(
     r"\[\s*(\w+)\s*\+\s*(\w+)\s+for\s+\(?\1\s*,\s*\2\b|\.assign_add\(|\w\]\s*\+="

@@ -54,7 +54,8 @@ class JoinedCalls:
         """
         micros = self.window.micros
         calls = [micro.calls[0] for micro in micros if len(micro.calls) == 1]
-        if len(calls) < len(micros) or any(call.module is not calls[0].module for call in calls):
+        alike = all(call.module is calls[0].module and not call.is_borrowed for call in calls)
+        if len(calls) < len(micros) or not alike:
             return None
         if any(call.draws for call in calls):
             self.notes.append(

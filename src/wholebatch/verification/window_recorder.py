@@ -60,6 +60,8 @@ class Call:
     kwargs: dict[str, Any]
     draws: bool
     training: bool = True
+    is_borrowed: bool = False
+    """True if it ran with other parameters than the module's own (`functional_call`)."""
     has_graph: bool = False
     """True if an output depends on what is trained."""
     slopes: dict[int, Tensor] = field(default_factory=dict)
@@ -397,7 +399,8 @@ class WindowRecorder:
         draws = self._random is None or not same_random(
             self._random, capture_random(every=False, to_save=False)
         )
-        call = Call(module, args, kwargs, draws, module.training)
+        is_borrowed = not all(parameter.is_leaf for parameter in module.parameters())
+        call = Call(module, args, kwargs, draws, module.training, is_borrowed)
         self._calls.append(call)
         rows = {t.shape[0] for t in tensors_of((args, kwargs)) if t.dim()}
         for place, tensor in enumerate(tensors_of(result)):
@@ -710,6 +713,8 @@ class WindowRecorder:
         self._norms = {
             id(p): float(row.norm()) for p, row in zip(self.parameters, rows, strict=False)
         }
+        made = [micro for micro in seen.micros if not micro.is_asked]
+        seen.micros[:] = made or seen.micros  # what the loop only asked for is no part of it
         if seen.is_whole and not self.light and not self.sharded:
             self._begin_at_last_pass(seen)
             self._count_calls(seen)

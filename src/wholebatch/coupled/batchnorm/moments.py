@@ -120,7 +120,7 @@ def normalise(
 ) -> Tensor:
     """Normalise `x` with the whole batch's moments, in the dtype and memory format of `x`."""
     wide = _like(weight, whole), _like(bias, whole)
-    if x.device.type == "cuda":
+    if x.device.type == "cuda" and not torch.is_grad_enabled():  # it has no derivative
         return torch.batch_norm_elemt(x, *wide, whole.mean, whole.invstd(eps), eps)
     # In evaluation mode the native kernel normalises with the given moments.
     return torch.batch_norm(

@@ -221,7 +221,7 @@ _NATIVE_SCALERS = re.compile(r"loss_scaler|NativeScaler", re.I)
 
 def holds_sync(context: Context) -> bool:
     """True if a `with` item is (or was assigned from) a `no_sync()`."""
-    return bool(re.search(r"\bno_(backward_)?sync\b", context.made))
+    return bool(re.search(r"no_(backward_)?sync\b", context.made))
 
 
 def constructor(definition: Def) -> tuple[str, int | None]:

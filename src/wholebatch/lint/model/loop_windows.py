@@ -136,6 +136,8 @@ class LoopWindow:
             found = of_guard(guard, self.loop, self.resolver)
             if found is None and self._without_accumulation(guard):
                 return "never"
+            if found is not None and found.kind == "accelerate" and self._always_syncs:
+                continue
             if found is not None and self.is_ours(found):
                 ours.add("inside" if found.inverse else "boundary")
             elif (guard.origin == "if" and self._varies(guard)) or guard.origin == "except":
@@ -143,6 +145,11 @@ class LoopWindow:
         if ours:
             return ours.pop() if len(ours) == 1 else "never"
         return "sometimes" if sometimes else "always"
+
+    @property
+    def _always_syncs(self) -> bool:
+        """True if nothing asks Accelerate to accumulate: `sync_gradients` is always true."""
+        return self.shape == "boundary" and "accumulate" not in self.facts.called
 
     def _other_mode(self, event: Event, end: Event) -> bool:
         """True if a setting (not the boundary) puts an event on another branch than a step."""

@@ -30,15 +30,9 @@ _THROUGH = {
     "type", "bfloat16",
 }  # fmt: skip
 _OF_TORCH = {
-    "torch.mean",
-    "torch.sum",
-    "torch.clamp",
-    "torch.clip",
-    "torch.nan_to_num",
-    "torch.sqrt",
-    "torch.tensor",
-    "torch.as_tensor",
-}
+    "torch.mean", "torch.sum", "torch.clamp", "torch.clip", "torch.nan_to_num", "torch.sqrt",
+    "torch.tensor", "torch.as_tensor",
+}  # fmt: skip
 # Helpers that average a value over ranks: what goes in is what comes out, for one rank.
 _OVER_RANKS = re.compile(
     r"reduce|gather|average|dist_mean|mean_scalar|pmean|^float$|^to_python", re.I
@@ -145,8 +139,8 @@ class _Tracer:
     def _computed(self, expr: ast.expr, env: Env, chain: Chain, depth: int) -> list[Chain]:
         """Follow the parts of an expression that lead to a known base, or end here."""
         called = last_part(expr.func) if isinstance(expr, ast.Call) else ""
-        parts = [c for c in children(expr) if isinstance(c, (ast.expr, ast.keyword))]
-        inner = [p.value if isinstance(p, ast.keyword) else p for p in parts]
+        parts = [c.value if isinstance(c, ast.keyword) else c for c in children(expr)]
+        inner = [part for part in parts if isinstance(part, ast.expr)]
         if not self.known or depth > 12 or _KEEPS.search(called):
             inner = []
         chains = self._each(((part, env) for part in inner), chain, depth)

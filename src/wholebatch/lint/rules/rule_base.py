@@ -24,6 +24,7 @@ from ..model.expressions import (
 )
 from ..model.file_facts import methods_called
 from ..model.loop_windows import steps_after
+from ..model.window_boundary import says_accumulating
 
 # Code that multiplies or divides gradients themselves.
 RESCALED = re.compile(
@@ -141,10 +142,15 @@ def is_optimizer_of(zero: Event, steps: list[Event]) -> bool:
 
 
 def is_divided(window: LoopWindow) -> bool:
-    """True if every way of the loss to `backward` divides it by the number of micro-batches."""
-    return bool(window.chains) and all(
-        any(window.counts(d) for d in chain.divisors) for _, chain in window.chains
-    )
+    """True if every loss is divided by the number of micro-batches, or where that is above 1."""
+    for event in window.backwards:
+        ways = [{d.node for d in c.divisors if window.counts(d)} for c in window.ways(event)]
+        lines = {getattr(node, "lineno", 0) for way in ways for node in way}
+        divisions = [e for e in window.of("assign", "augment") if e.line in lines]
+        guards = [g.expr for e in divisions for g in e.guards(window.loop)]
+        if not all(ways) and not any(says_accumulating(g, window.every_key) for g in guards):
+            return False
+    return bool(window.backwards)
 
 
 def is_right(window: LoopWindow, event: Event | None = None) -> bool:
@@ -209,6 +215,8 @@ def cleared_last(window: LoopWindow) -> Event | None:
 
 def framework_accumulates(file: File) -> bool:
     """True if a Lightning or transformers Trainer created here accumulates by itself."""
+    if "from_argparse_args" in file.facts.called and "accumulate_grad_b" in file.facts.source:
+        return True
     for call in file.facts.calls:
         given = keyword(call, "accumulate_grad_batches")
         if given is None and last_part(call.func) in _ARGUMENTS:

@@ -40,6 +40,7 @@ _ELSEWHERE = re.compile(r"accum_\w*features|grad_?cache|num_items_in_batch", re.
 _WHOLE = re.compile(
     r"(total|global|num|n|all)_\w*(tokens|items|count|batch|samples)|normali[sz]er|denom"
 )
+_TEMPERATURE = re.compile(r"(^|\.)(T|tau|temp\w*)$")
 _CLOCK = re.compile(r"step|iter|len\(|idx|epoch|batch_?size|\bi\b", re.I)
 _LOGGED = re.compile(rf"loss|{_CLOCK.pattern}", re.I)
 _MEANS = re.compile(
@@ -118,9 +119,12 @@ def _judged(window: LoopWindow, file: File) -> bool:
 def _divides_by_count(window: LoopWindow) -> bool:
     """True if something in the loop is divided by the count: it may scale the loss."""
     done = max(e.line for e in window.backwards)
-    helped = [e for e in window.of("assign") if e.argument and hasattr(e.node, "foreign")]
-    if any(isinstance(divisor_of(e.argument), ast.Name) for e in helped):  # type: ignore[arg-type]
-        return True  # A helper of another module divides by what it is handed.
+    for event in window.of("assign"):
+        by = divisor_of(event.argument) if event.argument is not None else None
+        if not isinstance(by, ast.Name) or not hasattr(event.node, "foreign"):
+            continue
+        if window.resolver.varies(window.resolver.resolve(by, event.env), window.loop):
+            return True  # A helper of another module divides by a count that it is handed.
     for node in walk(window.loop.node):
         by = divisor_of(node)
         if by is None or not is_accumulation_name(text(by)):
@@ -167,7 +171,8 @@ def _undivided(chain: Chain, window: LoopWindow) -> bool | None:
 
 def _divides_inside(chain: Chain) -> bool:
     """True if a part of the loss that is not followed is divided: `(a * b / n).mean()`."""
-    return any(divisor_of(node) is not None for node in walk(chain.base or ast.Pass()))
+    divisors = [divisor_of(node) for node in walk(chain.base or ast.Pass())]
+    return any(by is not None and not _TEMPERATURE.search(text(by)) for by in divisors)
 
 
 def _may_receive_count(call: ast.Call, window: LoopWindow) -> bool:

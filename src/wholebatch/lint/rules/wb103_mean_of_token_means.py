@@ -109,6 +109,7 @@ def _in_frameworks(file: File) -> Iterator[Report]:
                 isinstance(node, ast.Call)
                 and (_masks_mean(node) or _ignores_by_default(node, file))
             )
+            or (isinstance(node, ast.Attribute) and node.attr == "ignore_index")
             or (isinstance(node, ast.expr) and _is_masked_loss(node, method, file))
         ]
         yield from (Report(node, _MESSAGE) for node in found[:1])
@@ -142,7 +143,7 @@ def _masked_mean(chain: Chain, window: LoopWindow, file: File) -> ast.AST | None
     call = chain.base_call
     if call is None:
         return None
-    if _MASKED_MEAN.fullmatch(last_part(call.func)):
+    if _MASKED_MEAN.fullmatch(last_part(call.func)) or keyword(call, "loss_mask") is not None:
         return chain.base
     if _is_packed(call, chain, window):
         return None

@@ -49,7 +49,9 @@ def _fix(window: LoopWindow, boundary: Boundary) -> tuple[Edit, ...]:
         for e in events
         if window.when(e) in {"boundary", "inside"}
     )
-    if boundary.tail or boundary.after_first or boundary.spanning or not alone:
+    # A helper may be called from elsewhere too.
+    helped = boundary.expr.lineno > (window.loop.node.end_lineno or 0)
+    if boundary.tail or boundary.after_first or boundary.spanning or helped or not alone:
         return ()
     # `i % k == 0` with an enumerate from 0: write `(i + 1)` instead of `i`.
     expr = boundary.expr

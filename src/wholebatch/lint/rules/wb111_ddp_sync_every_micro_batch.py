@@ -108,4 +108,4 @@ def _late_context(window: LoopWindow) -> Event | None:
 
 def _of_engine(context: Context) -> bool:
     """True for `booster.no_sync(model, optimizer)`, which an engine reads in the backward."""
-    return bool(re.search(r"no_sync\(\w", context.made))
+    return bool(re.search(r"\.no_sync\(\w", context.made))

@@ -23,7 +23,7 @@ from .rule_base import Report, rule
 
 _SINK = re.compile(
     r"(\w+_)?print\w*|log|log(_|kv)\w*|info|debug|warning|add_scalars?|set_postfix\w*|report\w*"
-    r"|set_description\w*|Logger|write|scalar_summary|(update_|write_)?progress_?bar|track|\w+_log"
+    r"|set_description\w*|Logger|write|scalar_summary|(update_|write_)?progress_?bar|track|\w+_log|linePlot"
 )
 _KEEPERS = re.compile(r"loss|meter|metric|avg|average|tracker|history|record|stat|^logs?$", re.I)
 _WRITER = re.compile(

@@ -20,6 +20,13 @@ def check(file: File) -> Iterator[Report]:
         steps = stepped(window)
         for zero in _zeros(window):
             step = _cleared_before(zero, steps, window)
+            if _clears_the_others(zero, window):
+                yield Report(
+                    zero.node,
+                    "on the last micro-batch of a window Accelerate lets this through, and the "
+                    "gradients of the others are lost; clear after the step",
+                )
+                break
             if step is not None:
                 yield Report(
                     zero.node,
@@ -32,6 +39,16 @@ def check(file: File) -> Iterator[Report]:
                     "gradients are cleared just before the last backward of the window: only that "
                     "micro-batch counts; clear after the step",
                 )
+
+
+def _clears_the_others(zero: Event, window: LoopWindow) -> bool:
+    """True for a clearing inside `accumulate()` before the backward: only the last one counts."""
+    inside = any("accumulate(" in c.made for c in zero.contexts(window.loop))
+    first = all(zero.order < backward.order for backward in window.of("backward"))
+    ours = is_optimizer_of(zero, window.of("step"))
+    return (
+        window.shape == "accelerate" and inside and first and ours and window.when(zero) == "always"
+    )
 
 
 def _zeros(window: LoopWindow) -> list[Event]:
