@@ -317,7 +317,7 @@ class SplitGuard(LossLook):
         run, layout = how[0], how[1]()[0]
         if isinstance(error, WholebatchError) or layout is None:
             return ()
-        if not self._runs(run, self._micros[0]):
+        if not self._micros or not self._runs(run, self._micros[0]):
             return ()  # The step will say why.
         counts = [count for count in (1, 2, 4, 8) if count <= layout.size]
         if all(self._runs(run, layout.take(list(range(count)))) for count in counts):
