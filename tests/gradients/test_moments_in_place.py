@@ -209,7 +209,7 @@ def test_what_is_found_at_a_windows_beginning_is_refused() -> None:
     model = mlp()
     train = made(model)
     handle = model[2].weight.register_post_accumulate_grad_hook(lambda _: None)
-    with pytest.raises(UnsupportedError, match=r"2\.weight has a gradient hook"):
+    with pytest.raises(UnsupportedError, match=r"2\.weight has a post-accumulate-grad hook"):
         train.step(samples(10))
     handle.remove()
     train.step(samples(10))

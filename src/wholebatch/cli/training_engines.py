@@ -289,7 +289,7 @@ class Staged:
         """Return the progress as `WholeBatch` has it: another engine may go on from there."""
         own = self._pipeline.state_dict()
         absent = dict.fromkeys(("window", "scaler", "ema", "sizing", "most", "batchnorm"))
-        zeros = {"done": 0, "of": 0, "draws": (False, None), "first_number": 0}
+        zeros = {"done": 0, "of": 0, "rest": [], "draws": (False, None), "first_number": 0}
         return {**own, "format": _FORMAT, "kind": "WholeBatch", **absent, **zeros}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:

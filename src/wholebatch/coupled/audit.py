@@ -305,7 +305,8 @@ class SplitGuard(LossLook):
         def samples() -> tuple[Layout | None, int]:
             return _samples(readable_layout(batch, batch_size, static), micros, static)
 
-        self._micros = micros
+        # A list of samples has no leaf that could be read wrongly: its loss may take one at a time.
+        self._micros = () if isinstance(batch, list) else micros
         refuse_new_norms([self._model], self._norms)
         ghosts = (finding for finding in _by_type(self._model) if finding.kind == "ghost")
         self.look_at(run, samples, known=ghosts, **options)
@@ -316,7 +317,7 @@ class SplitGuard(LossLook):
         run, layout = how[0], how[1]()[0]
         if isinstance(error, WholebatchError) or layout is None:
             return ()
-        if not self._runs(run, self._micros[0]):
+        if not self._micros or not self._runs(run, self._micros[0]):
             return ()  # The step will say why.
         counts = [count for count in (1, 2, 4, 8) if count <= layout.size]
         if all(self._runs(run, layout.take(list(range(count)))) for count in counts):

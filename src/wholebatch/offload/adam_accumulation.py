@@ -83,7 +83,7 @@ class MomentsStore(Store):
         self._may_wait = bucket_bytes(parameters, _WAITING_BYTES)
         self._groups = _groups_of(self.target.optimizers)
         for parameter in parameters:
-            if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            if parameter._backward_hooks:
                 raise UnsupportedError(
                     f"{self.target.name_of(parameter)} has a gradient hook: with "
                     'gradients="moments" there is never a whole gradient for it to see; remove it'
