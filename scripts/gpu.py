@@ -26,6 +26,7 @@ import time
 import traceback
 import unittest
 import warnings
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
@@ -97,7 +98,7 @@ def run_without_pytest(folder: Path, only: list[str] | None = None) -> list[Resu
     return results
 
 
-def run_side_by_side(folder: Path, jobs: int, names: list[str]) -> list[Result]:
+def run_side_by_side(folder: Path, jobs: int, names: Sequence[str] = ()) -> list[Result]:
     """The results of every file in `folder`, five tests to a process, `jobs` processes at a time.
 
     What a test does to its process (a limit of memory, a graph, a process group) stays there; how
@@ -109,7 +110,7 @@ def run_side_by_side(folder: Path, jobs: int, names: list[str]) -> list[Result]:
     for path in sorted(folder.rglob("test_*.py")):
         tests = re.findall(r"^def (test_\w+)", path.read_text(encoding="utf-8"), re.MULTILINE)
         if path.name in (names or [path.name]):
-            pieces += [[str(path), *tests[i : i + 5]] for i in range(0, len(tests), 5)]
+            pieces += [[str(path), *tests[i : i + 5]] for i in range(0, len(tests) or 1, 5)]
     with tempfile.TemporaryDirectory() as kept, ThreadPoolExecutor(jobs) as pool:
         places = [Path(kept) / f"{number}.json" for number in range(len(pieces))]
         return [one for found in pool.map(_in_a_process, pieces, places) for one in found]
@@ -120,9 +121,7 @@ def _in_a_process(piece: list[str], place: Path) -> list[Result]:
     done = subprocess.run(command, cwd=ROOT, stderr=subprocess.STDOUT, check=False)
     if not place.exists():
         reason = f"the process ended with {done.returncode}"
-        return [
-            Result(f"{Path(piece[0]).name}::{name}", "failed", 0.0, reason) for name in piece[1:]
-        ]
+        return [Result(Path(piece[0]).name, "failed", 0.0, reason)]
     return [Result(**result) for result in json.loads(place.read_text(encoding="utf-8"))]
 
 

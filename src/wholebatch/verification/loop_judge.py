@@ -513,7 +513,10 @@ class LoopJudge:
         if factor < 1:
             key = "left-out"
         else:
-            more = [math.isclose(units - divisor, u, rel_tol=_WEIGHTS) for u in self.read[0].units]
+            more = [
+                math.isclose(units - divisor, u, rel_tol=_WEIGHTS)
+                for u in (self.read[0].units if self.read else ())
+            ]
             key = "counted-twice" if any(more) else "not-divided"
         return MistakeFit(key, variant, 0.0, True)
 
