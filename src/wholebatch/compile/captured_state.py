@@ -517,11 +517,10 @@ class _Attributes:
     def __init__(self, name: str, module: nn.Module) -> None:
         self.name = f"an attribute of {name or 'the model'}"
         self._all = vars(module)
-        self._number = len(self._all) - _replaces_forward(self._all)
-        plain = {name: value for name, value in self._all.items() if _is_plain(value)}
-        if _replaces_forward(self._all):
-            plain.pop("forward", None)
-        names = tuple(plain)
+        replaced = _replaces_forward(self._all)
+        self._number = len(self._all) - replaced
+        plain = (name for name, value in self._all.items() if _is_plain(value))
+        names = tuple(name for name in plain if not (replaced and name == "forward"))
         self._read = operator.itemgetter(*names) if names else _nothing
         self._values = self._read(self._all)
         self._parts = (module._parameters, module._buffers, module._modules)

@@ -245,7 +245,7 @@ class LossLook:
         `samples()` returns the batch and how many of it a micro-batch has. The other options are
         those of `check_adds_up`.
         """
-        result = LookResult()
+        result, layout = LookResult(), None
         try:
             layout, size = samples()
             with local_collectives():
@@ -254,14 +254,16 @@ class LossLook:
             _log.warning("no memory to look whether micro-batches add up to the whole batch")
         except Exception as error:  # most often the loss's own, and the step will raise it
             _log.warning("no look whether micro-batches add up to the whole batch: %r", error)
-            known = (*known, *self._failed(error, run, samples))
+            known = (*known, *self._failed(error, run, layout))
         again = self._sync.ranks == 1 and not result.conclusive
         self._tries = self._tries - 1 if again else 0
         self._refuse((*known, *result.findings))
         if not self._tries and self._sync.ranks == 1:
             self._seen = Fingerprint(self._model, self._loss)
 
-    def _failed(self, error: Exception, *how: Any) -> Iterable[AuditFinding]:
+    def _failed(
+        self, error: Exception, run: Callable[[Any], Any], layout: Layout | None
+    ) -> Iterable[AuditFinding]:
         """Return what to say of a look that has failed; nothing if the step will fail too."""
         return ()
 
@@ -313,8 +315,9 @@ class SplitGuard(LossLook):
         self._micros = ()
 
     @torch.no_grad()
-    def _failed(self, error: Exception, *how: Any) -> Iterable[AuditFinding]:
-        run, layout = how[0], how[1]()[0]
+    def _failed(
+        self, error: Exception, run: Callable[[Any], Any], layout: Layout | None
+    ) -> Iterable[AuditFinding]:
         if isinstance(error, WholebatchError) or layout is None:
             return ()
         if not self._micros or not self._runs(run, self._micros[0]):
