@@ -196,7 +196,7 @@ def test(out: Path, jobs: int, names: list[str]) -> int:
     folder = ROOT / "tests" / "gpu"
     with_pytest = importlib.util.find_spec("pytest") is not None
     runner = "pytest" if with_pytest else "scripts/gpu.py"
-    if jobs > 1:
+    if jobs > 1 or names:
         results = run_side_by_side(folder, jobs, names)
         runner = f"scripts/gpu.py, {jobs} processes side by side"
     else:
