@@ -396,7 +396,7 @@ class Accumulator(Stream):
         return over(loader, self, continue_window=continue_window)
 
     def _may_start(self, continue_window: bool) -> None:
-        if self._window.open is not None and not continue_window and self._resume is None:
+        if self._window.now.owners and not continue_window and self._resume is None:
             raise WindowError(
                 f"a window is still open with {self._places} of {self._size} micro-batches from "
                 "an earlier loop: flush() to close it, discard() to drop it, or "

@@ -4,17 +4,17 @@ A loop that is changed by one line keeps its other lines: an `optimizer.zero_gra
 drops what the window has summed so far, an `optimizer.step()` updates from a part of it, and a
 plain `loss.backward()` adds what the window does not count. None of them fails by itself, so they
 are looked for between two backwards: every write to a tensor in place moves its version, and
-reading that costs nothing. The gradient, and values put back after a write, are compared of one
-small parameter. A `scheduler.step()` that the loop has kept
-changes the learning rate with every micro-batch; that is warned of.
+reading that costs nothing. Values put back after a write are compared of one small parameter. A
+`scheduler.step()` that the loop has kept changes the learning rate with every micro-batch; that is
+warned of.
 """
 
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,8 +29,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("wholebatch")
 
-_requires_grad = attrgetter("requires_grad")
-_version = attrgetter("_version")
+_requires_grad = operator.attrgetter("requires_grad")
+_version = operator.attrgetter("_version")
+_gradient = operator.attrgetter("grad")
 
 
 class Watch:
@@ -44,14 +45,14 @@ class Watch:
     def forget(self) -> None:
         """Forget the window: it is over, or another one has been loaded."""
         self._parameter: nn.Parameter | None = None
-        self._gradient: Tensor | None = None
         self._norm: Tensor | None = None
-        self._versions = (0, 0)
-        self._written: list[int] = []  # the versions of all parameters
+        self._gradients: list[Tensor | None] = []
+        self._made: list[int] = []  # the versions of the gradients
+        self._written: list[int] = []  # the versions of the parameters
         self._rates: list[tuple[dict[str, Any], float]] = []  # groups, and what theirs were
 
     def remember(self, inputs: Sequence[nn.Parameter]) -> None:
-        """Remember the parameter and its gradient after a backward of the window."""
+        """Remember the parameters and their gradients after a backward of the window."""
         if self._parameter is None:
             if not inputs:
                 return
@@ -60,9 +61,8 @@ class Watch:
             self._parameter = min(made or inputs, key=lambda p: (p.dim() < 2, p.numel()))
             self._norm = _norm_of(self._parameter)
             self.note_rates()
-        self._gradient = self._parameter.grad
-        version = 0 if self._gradient is None else self._gradient._version
-        self._versions = (self._parameter._version, version)
+        self._gradients = list(map(_gradient, inputs))
+        self._made = _versions_of(self._gradients)
         self._written = list(map(_version, inputs))
 
     def note_rates(self) -> None:
@@ -91,30 +91,34 @@ class Watch:
 
     def changed(self, inputs: Sequence[nn.Parameter]) -> tuple[nn.Parameter, str] | None:
         """Return what was touched since: a parameter and "gradient", "value" or "frozen"."""
-        parameter = self._parameter
+        parameter, gradients = self._parameter, list(map(_gradient, inputs))
         if parameter is None:
             return None
-        gradient, versions = parameter.grad, self._versions
-        version = 0 if gradient is None else gradient._version
+        same = len(inputs) == len(self._written)  # else some were frozen since
+        made, written = _versions_of(gradients), list(map(_version, inputs))
         if (
-            gradient is self._gradient
-            and (parameter._version, version) == versions
-            and list(map(_version, inputs)) == self._written
+            same
+            and all(map(operator.is_, gradients, self._gradients))
+            and (made, written) == (self._made, self._written)
             and all(map(_requires_grad, inputs))
         ):
             return None  # as in nearly every micro-step, which may be a short one
-        if gradient is not self._gradient or version != versions[1]:
-            return parameter, "gradient"
-        moved = parameter._version != versions[0]  # also weights swapped out and back again
-        if moved and self._norm is not None and not torch.equal(_norm_of(parameter), self._norm):
-            return parameter, "value"
-        if not moved and len(inputs) == len(self._written):
-            pairs = zip(inputs, self._written, strict=True)
-            written = next((one for one, before in pairs if one._version != before), None)
-            if written is not None:
-                return written, "value"
+        if same:
+            now = zip(inputs, gradients, made, self._gradients, self._made, strict=True)
+            for one, gradient, version, before, version_before in now:
+                if gradient is not before or version != version_before:
+                    return one, "gradient"
+            moved = [one for one, v, w in zip(inputs, written, self._written, strict=True) if v != w]
+            # Weights may have been swapped out and back again.
+            held = any(one is parameter for one in moved) and self._norm is not None
+            if moved and not (held and torch.equal(_norm_of(parameter), self._norm)):
+                return parameter if held else moved[0], "value"
         frozen = next((one for one in inputs if not one.requires_grad), None)
         return None if frozen is None else (frozen, "frozen")
+
+
+def _versions_of(gradients: Sequence[Tensor | None]) -> list[int]:
+    return [-1 if gradient is None else gradient._version for gradient in gradients]
 
 
 def _norm_of(parameter: nn.Parameter) -> Tensor:
@@ -182,6 +186,12 @@ class Untouched:
     def check(self) -> None:
         """Refuse to go on with a window that is no longer what its backwards made."""
         window = self._window
+        scale, optimizers = window.target.scale, window.target.optimizers
+        if window.open is not None and scale is not None and scale.is_unscaled(optimizers):
+            raise WindowError(
+                "scaler.unscale_() in the middle of a window, whose close unscales the gradients: "
+                "remove it (clip_norm= clips); discard() drops what this window holds"
+            )
         found = self._watch.changed(window.now.inputs)
         if found is None or window.open is None or window.now.broken:
             self._watch.warn_of_rates()

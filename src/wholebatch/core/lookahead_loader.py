@@ -18,7 +18,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 from wholebatch.core.forward_state import capture_random, restore_random
 from wholebatch.core.splitting.micro_batches import drop_samples
 from wholebatch.core.splitting.samples import Static, digests, is_other
-from wholebatch.errors import StateError, UnsupportedError
+from wholebatch.errors import OptionError, StateError, UnsupportedError
 
 _log = logging.getLogger("wholebatch")
 
@@ -107,6 +107,8 @@ class Feed:
     """
 
     def __init__(self, loader: Iterable[Any], resume: dict[str, Any] | None = None) -> None:
+        if not (hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")):
+            raise OptionError(f"over({loader!r}): must be a loader, or a list of (micro-)batches")
         self.loader = loader
         self.fetched = 0
         self.current: Any = NOTHING

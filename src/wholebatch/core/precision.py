@@ -338,7 +338,7 @@ class LossScale:
 
     The scaler's own `unscale_` and `step` would make an extra pass over the gradients. To decide
     its next scale, it only needs to know if any gradient was not finite. It learns that from the
-    gradient of one probe parameter. So no private attribute is touched, and the user's own scaler
+    gradient of one probe parameter. So no private attribute is written, and the user's own scaler
     can be used with its state.
     """
 
@@ -358,6 +358,11 @@ class LossScale:
 
     def value(self) -> float:
         return float(self.scaler.get_scale())
+
+    def is_unscaled(self, optimizers: Sequence[torch.optim.Optimizer]) -> bool:
+        """True if somebody has called the scaler's `unscale_` for one of these optimizers."""
+        states = getattr(self.scaler, "_per_optimizer_states", {})  # else no version tells it
+        return any(states[id(one)]["stage"].value for one in optimizers if id(one) in states)
 
     def update(self, *, finite: bool) -> None:
         """Tell the scaler if the window was finite; it grows or backs off by its own rules."""

@@ -680,8 +680,11 @@ def check_functions(loss: object, units: object) -> None:
                 "units= with wb.Coupled: the loss of the whole batch returns its units before any "
                 "backward; leave units= out"
             )
-    elif not callable(loss):
-        raise OptionError(f"loss={loss!r}: must be a function, or wb.Coupled")
+    elif not callable(loss) or isinstance(loss, nn.modules.loss._Loss):
+        raise OptionError(
+            f"loss={loss!r}: must be a function of the model and a micro-batch, such as lambda "
+            "model, micro: wb.cross_entropy(model(micro[0]), micro[1]), or wb.Coupled"
+        )
     if units is not None and not callable(units):
         raise OptionError(f"units={units!r}: must be a function")
 

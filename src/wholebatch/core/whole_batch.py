@@ -264,6 +264,11 @@ class WholeBatch:
         return self._fitting.said
 
     def _update(self, batch: Any, after_micro: AfterMicro | None, *, steps: bool = True) -> Step:
+        if not torch.is_grad_enabled():
+            raise WindowError(
+                "a step under torch.no_grad() or torch.inference_mode(), which make no gradients: "
+                "call it outside of them, or under torch.enable_grad()"
+            )
         micros = self._fitting.split(batch)
         self._look(batch, micros)
         window = self._window

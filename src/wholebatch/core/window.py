@@ -55,6 +55,11 @@ _engine = getattr(torch.autograd.Variable, "_execution_engine", None)
 _run_backward: Any = getattr(_engine, "run_backward", None)
 """The engine's own function. `torch.autograd.backward` checks its arguments first, which takes a
 tenth of a short backward; the arguments here are always of one kind."""
+_SECOND_BACKWARD = (
+    "a backward of this window has freed a part of this loss's graph. Losses of one forward: add "
+    "them up, and make one backward of the sum. A state that is carried from one micro-batch into "
+    "the next: detach() it. What all micro-batches use (an encoder's output): compute it in each"
+)
 _transforms: Any = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
 
 
@@ -504,8 +509,10 @@ class Window:
                 with sync.backward(window.inputs, reduces=reduces, overlap=into.overlaps):
                     into.run(totals, seeds)
             self.store.backward_made()
-        except BaseException:
+        except BaseException as error:
             window.broken = True  # some gradients of this micro-batch are in, others are not
+            if "through the graph a second time" in str(error):
+                raise LossError(_SECOND_BACKWARD) from error
             raise
         window.reduced = reduces
         self._backward_into = None if also else self._backward_into  # other graphs follow

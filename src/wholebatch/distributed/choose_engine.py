@@ -31,8 +31,10 @@ def choose(models: nn.Module | Sequence[nn.Module], *, sync: str = "auto") -> Sy
     if sync not in ("auto", "hold", "every", "gathered", "none"):
         allowed = '"hold", "every", "gathered", "none" or "auto"'
         raise OptionError(f"sync={sync!r}: must be {allowed}")
-    models = [models] if isinstance(models, nn.Module) else list(models)
-    kinds = {_kind(model) for model in models} or {"plain"}
+    models = [models] if isinstance(models, nn.Module) else models
+    if not isinstance(models, Sequence):  # one that holds something else is refused with its target
+        raise OptionError(f"model={type(models).__name__}: must be an nn.Module or a list of them")
+    kinds = {_kind(model) for model in models if isinstance(model, nn.Module)} or {"plain"}
     if len(kinds) > 1:
         raise UnsupportedError(
             f"models wrapped in different engines ({', '.join(sorted(kinds))}) in one "
@@ -94,7 +96,7 @@ def _kind(model: nn.Module) -> str:
         names = {base.__name__ for base in kind.__mro__}
         if "FSDPModule" in names:
             return "fsdp2"
-        if "FullyShardedDataParallel" in names or kind.__module__.startswith("deepspeed"):
+        if names & {"FullyShardedDataParallel", "DDP"} or kind.__module__.startswith("deepspeed"):
             return kind.__name__
         if isinstance(module, DistributedDataParallel):
             return f"{type(model).__name__} around DistributedDataParallel"

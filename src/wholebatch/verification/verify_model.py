@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from wholebatch.core.close import ClipNorm
 from wholebatch.core.options import BatchNorm, BatchNormPolicy, flattened
 from wholebatch.core.precision import PrecisionName
+from wholebatch.core.runner import check_functions, modules_of
 from wholebatch.core.whole_batch import MicroBatch
 from wholebatch.distributed.process_group import world_size
 from wholebatch.errors import LossError, OptionError, UnsupportedError, WholebatchError
@@ -133,6 +134,8 @@ def verify(
         A Verdict, which is true if the update is the same.
     """
     began = time.perf_counter()
+    check_functions(loss, options.get("units"))
+    modules_of(model)
     options = flattened({**options, "micro_batch": micro_batch, "batchnorm": batchnorm})
     for left_out in ("scheduler", "ema"):
         options.pop(left_out, None)
