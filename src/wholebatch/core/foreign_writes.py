@@ -44,8 +44,7 @@ class Watch:
 
     def forget(self) -> None:
         """Forget the window: it is over, or another one has been loaded."""
-        self._parameter: nn.Parameter | None = None
-        self._norm: Tensor | None = None
+        self._small: tuple[nn.Parameter, Tensor] | None = None  # a parameter and its norm
         self._gradients: list[Tensor | None] = []
         self._made: list[int] = []  # the versions of the gradients
         self._written: list[int] = []  # the versions of the parameters
@@ -53,13 +52,13 @@ class Watch:
 
     def remember(self, inputs: Sequence[nn.Parameter]) -> None:
         """Remember the parameters and their gradients after a backward of the window."""
-        if self._parameter is None:
+        if self._small is None:
             if not inputs:
                 return
             made = [parameter for parameter in inputs if parameter.grad is not None]
             # The smallest matrix: a bias may be zero, which decays to zero.
-            self._parameter = min(made or inputs, key=lambda p: (p.dim() < 2, p.numel()))
-            self._norm = _norm_of(self._parameter)
+            small = min(made or inputs, key=lambda p: (p.dim() < 2, p.numel()))
+            self._small = small, _norm_of(small)
             self.note_rates()
         self._gradients = list(map(_gradient, inputs))
         self._made = _versions_of(self._gradients)
@@ -91,28 +90,25 @@ class Watch:
 
     def changed(self, inputs: Sequence[nn.Parameter]) -> tuple[nn.Parameter, str] | None:
         """Return what was touched since: a parameter and "gradient", "value" or "frozen"."""
-        parameter, gradients = self._parameter, list(map(_gradient, inputs))
-        if parameter is None:
+        if self._small is None:
             return None
-        same = len(inputs) == len(self._written)  # else some were frozen since
-        made, written = _versions_of(gradients), list(map(_version, inputs))
+        gradients, written = list(map(_gradient, inputs)), list(map(_version, inputs))
+        made = _versions_of(gradients)
         if (
-            same
+            (made, written) == (self._made, self._written)
             and all(map(operator.is_, gradients, self._gradients))
-            and (made, written) == (self._made, self._written)
             and all(map(_requires_grad, inputs))
         ):
             return None  # as in nearly every micro-step, which may be a short one
-        if same:
-            now = zip(inputs, gradients, made, self._gradients, self._made, strict=True)
-            for one, gradient, version, before, version_before in now:
-                if gradient is not before or version != version_before:
+        if len(written) == len(self._written):  # else some were frozen since
+            for i, one in enumerate(inputs):
+                if gradients[i] is not self._gradients[i] or made[i] != self._made[i]:
                     return one, "gradient"
-            moved = [one for one, v, w in zip(inputs, written, self._written, strict=True) if v != w]
-            # Weights may have been swapped out and back again.
-            held = any(one is parameter for one in moved) and self._norm is not None
-            if moved and not (held and torch.equal(_norm_of(parameter), self._norm)):
-                return parameter if held else moved[0], "value"
+            moved = [one for i, one in enumerate(inputs) if written[i] != self._written[i]]
+            small, norm = self._small
+            back = any(one is small for one in moved) and torch.equal(_norm_of(small), norm)
+            if moved and not back:  # not weights that were swapped out and back again
+                return moved[0], "value"
         frozen = next((one for one in inputs if not one.requires_grad), None)
         return None if frozen is None else (frozen, "frozen")
 

@@ -66,6 +66,10 @@ _ADVICE = {
         "whole batch are not what it wants. Use a plain BatchNorm, or plain accumulation in "
         'micro-batches of its parts: batchnorm="statistics", audit=False'
     ),
+    "frequency": (
+        "scale_grad_by_freq=True divides the gradient of a row by how often it occurs in the "
+        "micro-batch, not in the batch: leave it out"
+    ),
     "spectral": (
         "one power iteration for every forward in training: it moves once per micro-batch, not "
         "once per update; in evaluation mode it stays as it is"
@@ -166,10 +170,17 @@ def _by_type(model: nn.Module) -> Iterator[AuditFinding]:
     for name, module in model.named_modules():
         if module.training and _is_ghost(module):
             found.append((name, module, "ghost"))
+        if getattr(module, "scale_grad_by_freq", False) and module.weight.requires_grad:
+            found.append((name, module, "frequency"))
         if module.training and is_spectral_norm(module):
             found.append((name, module, "spectral"))
     for name, module, kind in found:
         yield AuditFinding(name, type(module).__name__, kind, _ADVICE[kind])
+
+
+def refused_by_type(model: nn.Module) -> list[AuditFinding]:
+    """Return the layers that no policy makes right in micro-batches."""
+    return [finding for finding in _by_type(model) if finding.kind in ("ghost", "frequency")]
 
 
 def _is_ghost(module: nn.Module) -> bool:
@@ -236,16 +247,14 @@ class LossLook:
         self,
         run: Callable[[Any], Any],
         samples: Callable[[], tuple[Layout | None, int | None]],
-        *,
-        known: Iterable[AuditFinding] = (),
         **options: Any,
     ) -> None:
-        """Refuse what does not add up, and what is `known` to be refused.
+        """Refuse what does not add up, and layers that cannot by their type.
 
         `samples()` returns the batch and how many of it a micro-batch has. The other options are
         those of `check_adds_up`.
         """
-        result, layout = LookResult(), None
+        result, layout, known = LookResult(), None, refused_by_type(self._model)
         try:
             layout, size = samples()
             with local_collectives():
@@ -254,7 +263,7 @@ class LossLook:
             _log.warning("no memory to look whether micro-batches add up to the whole batch")
         except Exception as error:  # most often the loss's own, and the step will raise it
             _log.warning("no look whether micro-batches add up to the whole batch: %r", error)
-            known = (*known, *self._failed(error, run, layout))
+            known += self._failed(error, run, layout)
         again = self._sync.ranks == 1 and not result.conclusive
         self._tries = self._tries - 1 if again else 0
         self._refuse((*known, *result.findings))
@@ -310,8 +319,7 @@ class SplitGuard(LossLook):
         # A list of samples has no leaf that could be read wrongly: its loss may take one at a time.
         self._micros = () if isinstance(batch, list) else micros
         refuse_new_norms([self._model], self._norms)
-        ghosts = (finding for finding in _by_type(self._model) if finding.kind == "ghost")
-        self.look_at(run, samples, known=ghosts, **options)
+        self.look_at(run, samples, **options)
         self._micros = ()
 
     @torch.no_grad()

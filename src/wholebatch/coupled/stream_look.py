@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
-from weakref import WeakMethod
+from typing import Any, ClassVar
+from weakref import WeakMethod, WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from wholebatch.compile.captured_state import Fingerprint
@@ -25,6 +28,7 @@ from wholebatch.core.forward_state import ForwardState
 from wholebatch.core.loss import Loss, Terms, Units, check_units
 from wholebatch.core.splitting.samples import flatten, layout_of, readable_layout
 from wholebatch.coupled.adds_up import LookResult, check_adds_up
+from wholebatch.coupled.audit import refused_by_type
 from wholebatch.coupled.batchnorm.moments import recomputing
 from wholebatch.coupled.batchnorm.policies import Policy, Statistics
 from wholebatch.coupled.causes import AuditFinding
@@ -82,6 +86,9 @@ class StreamLook:
     all of the batch (one micro-batch, one rank) need not be.
     """
 
+    _known: ClassVar[WeakSet[nn.Module]] = WeakSet()
+    """The BatchNorms of all loops: each has a policy of its own."""
+
     def __init__(
         self, models: Iterable[nn.Module], *, audit: bool = True, policies: Iterable[Policy] = ()
     ) -> None:
@@ -93,6 +100,8 @@ class StreamLook:
         self._looking = False
         self._audits = audit
         self._norms = {norm for model in self._models for _, norm in batchnorms(model)}
+        self._known.update(self._norms)
+        self._thread = threading.get_ident()
         self._seen: list[Fingerprint] = []
         self._begun = self._next = 0
         self._kinds: set[tuple[type, bool]] = set()  # of the nodes that losses ended with
@@ -121,6 +130,8 @@ class StreamLook:
         if self.over or self._handles:
             return
         self.active = True
+        self._found += [found for model in self._models for found in refused_by_type(model)]
+        self._handles.append(register_module_forward_pre_hook(_Hook(self._look_outside)))
         for module in {m for model in self._models for m in model.modules()}:
             if isinstance(module, torch.jit.ScriptModule):
                 continue
@@ -174,7 +185,8 @@ class StreamLook:
         if self._handles and in_parts:
             number = float(check_units(units))
             # One unit owns all rows of its micro-batch: only state can be wrong there.
-            of_state = [finding for finding in self._found if finding.kind in ("state", "outside")]
+            kinds = ("state", "outside", "frequency")
+            of_state = [finding for finding in self._found if finding.kind in kinds]
             LookResult(tuple(of_state if number == 1 else self._found)).refuse(off="audit=False")
             self._refuse_comparisons(scalar, number)
 
@@ -223,6 +235,18 @@ class StreamLook:
         )
 
     # -------------------------------------------------------------- hooks
+
+    def _look_outside(self, module: nn.Module, args: Any) -> None:
+        """Note a BatchNorm that nobody trains or looks at, such as a teacher's."""
+        if not isinstance(module, _BatchNorm) or not module.training or torch.is_grad_enabled():
+            return
+        if module not in self._known and threading.get_ident() == self._thread:
+            advice = (
+                "runs in training mode under torch.no_grad() in a model that was not given here, "
+                "so its output depends on the other samples of the micro-batch: put that model "
+                "into evaluation mode"
+            )
+            self._found.append(AuditFinding("(the loop)", type(module).__name__, "outside", advice))
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self._looking:

@@ -292,7 +292,9 @@ def exact(
             f"exact({trainer!r}): must be transformers.Trainer, or a class that descends from it"
         )
     if issubclass(trainer, ExactWindows):
-        raise OptionError(f"exact({trainer.__name__}): it is exact already; give all options at once")
+        raise OptionError(
+            f"exact({trainer.__name__}): it is exact already; give all options at once"
+        )
     of_trl = (kind.__name__ for kind in trainer.__mro__ if kind.__module__.startswith("trl."))
     windows = _OF_TRL.get(next(of_trl, ""), ExactWindows)
     if windows is ExactWindows:
