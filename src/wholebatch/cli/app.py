@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
 from importlib import import_module
+from pathlib import Path
 
 from wholebatch import __version__
 from wholebatch.cli.command_options import Command
@@ -76,6 +78,22 @@ def run(arguments: Sequence[str]) -> int:
         if not isinstance(ended.code, int):
             raise
         return ended.code
+    except Exception as error:
+        place = _place_in_given_file(error, arguments)
+        if place is None:
+            raise
+        status = 3 if arguments[0] == "verify" else 1  # there, 1 is another update
+        return fail(f"{type(error).__name__}: {error}, at {place}", status)
+
+
+def _place_in_given_file(error: Exception, arguments: Sequence[str]) -> str | None:
+    """Return the line of a recipe or loop on the command line that the error comes from."""
+    from wholebatch.cli.recipes import place_of
+
+    files = [
+        Path(found[0]).resolve() for found in map(re.compile(r".+\.py").match, arguments) if found
+    ]
+    return next(filter(None, (place_of(error, path) for path in files)), None)
 
 
 def _help(width: int) -> str:

@@ -46,6 +46,7 @@ from wholebatch.errors import (
     EmptyWindowError,
     LossError,
     NonFiniteError,
+    RankError,
     UnsupportedError,
     WindowError,
 )
@@ -598,8 +599,9 @@ class Window:
     ) -> tuple[dict[str, float], dict[str, float]]:
         """Return totals and units of each term over the window and all ranks (one collective).
 
-        With them go whether this rank has more data, and which parameters have a gradient here:
-        one that has none on any rank keeps none, as for the undivided batch.
+        With them go whether this rank has more data, a digest of its settings, and which
+        parameters have a gradient here: one that has none on any rank keeps none, as for the
+        undivided batch.
         """
         names = list(totals)
         values = [math.fsum(totals[name]) for name in names]
@@ -610,9 +612,16 @@ class Window:
             absent = self.store.absent()
             shared = window.inputs if self.sync.same_parameters else []
             present = [float(id(parameter) not in absent) for parameter in shared]
-            values = self.sync.sum([*values, float(has_more), *present])
-            more, *counts = values[2 * len(names) :]
+            ours = self.target.digest(self.options) if shared else 0.0
+            values = self.sync.sum([*values, float(has_more), ours, ours * ours, *present])
+            more, digests, squares, *counts = values[2 * len(names) :]
             self.ranks_with_more = int(more)
+            if squares * self.sync.ranks != digests * digests:  # equal only of equal numbers
+                raise RankError(
+                    "the learning rate, weight decay or clipping is another on another rank "
+                    f"({self.target.rates()} here), so their models would drift apart: set them "
+                    "alike, and step schedulers by what is the same on all ranks, such as step.loss"
+                )
             for parameter, count in zip(shared, counts, strict=True):
                 if count == 0:
                     self.store.drop(parameter)

@@ -127,6 +127,7 @@ class Recipe:
             rank=rank,
             ranks=ranks,
             workers=workers,
+            name="validation" if held_out else "data",
         )
 
     def build_optimizer(self, model: nn.Module, *, lr: float | None) -> torch.optim.Optimizer:

@@ -67,8 +67,10 @@ class Batches:
         rank: int = 0,
         ranks: int = 1,
         workers: int = 0,
+        name: str = "data",
     ) -> None:
         self.position = Position()
+        self._name = name
         self.batch_size = batch_size
         self._size_at: Callable[[int], int] | None = None
         self._past = _Past()
@@ -81,7 +83,7 @@ class Batches:
         self.kind = _kind_of(self._data)
         self.length = len(self._data) if self.kind == "dataset" else None
         if self.length == 0:
-            raise RecipeError("the recipe's data() is empty")
+            raise RecipeError(f"the recipe's {self._name}() is empty")
         self._order: Tensor | None = None
         self._iterator: Iterator[Any] | None = None
         self._in_epoch = 0  # Batches taken from the iterator.
@@ -275,7 +277,7 @@ class Batches:
         batch = self._next(self.batch_size)
         if batch is None:
             if self._in_epoch == 0:
-                raise RecipeError("the recipe's data() is empty")
+                raise RecipeError(f"the recipe's {self._name}() is empty")
             self._next_epoch()
             self._resize()
             self._restart()

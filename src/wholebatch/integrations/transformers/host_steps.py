@@ -7,6 +7,7 @@ are counted before the first forward, and holds what was announced against what 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from wholebatch.core.forward_state import replaced_attributes
 from wholebatch.core.loss import Loss, Units, mean_loss
 from wholebatch.core.splitting import batch_size_of, split
 from wholebatch.core.stream import GivenLoss
-from wholebatch.errors import OptionError, UnsupportedError
+from wholebatch.errors import LossError, OptionError, UnsupportedError
 from wholebatch.integrations.host_window import AdapterOptions, FirstLook, GradientsIn, HostWindows
 
 
@@ -70,6 +71,8 @@ class HostSteps:
         )
         off = "exact(..., audit=False)"
         self._look = FirstLook(self._model, self.windows, host=trainer, off=off)
+        # DeepSpeed's engine divides by itself.
+        self._knows_start = self.kept == "elsewhere" or not trainer.audit
 
     def step(self, model: nn.Module, inputs: Any, window: TrainerWindow, run: Any) -> Tensor:
         """Make the forward and backward of one batch by `run(model, inputs)`."""
@@ -126,6 +129,8 @@ class HostSteps:
             given = GivenLoss.of(mean=mean, units=units)
             loss = self._share_of(mean, units, window)
             self.windows.weigh(given, loss, announced=window.counted, is_last=is_last)
+            if not self._knows_start and window.size > 1 and loss.requires_grad:
+                loss.register_hook(functools.partial(self._refuse_divided, window.size))
             if is_last and self.kept == "elsewhere":
                 self.windows.settle()  # its engine steps in the backward
             return (loss, *result[1:]) if return_outputs else loss
@@ -134,6 +139,18 @@ class HostSteps:
         if trainer._prepares:
             replaced["_prepare_inputs"] = lambda inputs: inputs
         return replaced_attributes(trainer, compute_loss=weighed, **replaced)
+
+    def _refuse_divided(self, size: int, gradient: Tensor) -> None:
+        """Refuse a `training_step` that divides its loss by the number of batches itself."""
+        self._knows_start = True
+        scaler = getattr(self._trainer.accelerator, "scaler", None)
+        start = float(gradient) / (scaler.get_scale() if scaler is not None else 1.0)
+        if math.isclose(start * size, 1.0, rel_tol=1e-3):
+            raise LossError(
+                f"training_step divides the loss by {size}, the number of batches of this window, "
+                "and exact(...) divides by its units already: divide by "
+                "self.current_gradient_accumulation_steps, which is 1 here, or not at all"
+            )
 
     def _share_of(self, mean: Tensor, units: Units, window: TrainerWindow) -> Tensor:
         """Return what a loss adds to the window's mean; the engine will average over the ranks."""
