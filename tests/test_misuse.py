@@ -20,7 +20,14 @@ from tests.support import EXACT, Whole, mlp, samples, sgd, summed
 from wholebatch import errors
 from wholebatch.core.loss import check_units
 from wholebatch.core.options import grouped
-from wholebatch.errors import LossError, SplitError, UnsupportedError, WholebatchError, WindowError
+from wholebatch.errors import (
+    LossError,
+    OptionError,
+    SplitError,
+    UnsupportedError,
+    WholebatchError,
+    WindowError,
+)
 
 BATCH = samples(12)
 
@@ -301,3 +308,49 @@ def test_what_holds_a_window_says_what_to_save_instead(way: Any) -> None:
     ):
         with pytest.raises(UnsupportedError, match=r"cannot be pickled or copied.*state_dict\(\)"):
             way(one)
+
+
+@pytest.mark.parametrize("model", [None, print, [None], sgd(mlp())])
+def test_a_model_that_is_none(model: Any) -> None:
+    with pytest.raises(OptionError, match=r"model.*must be an nn\.Module"):
+        wb.Accumulator(model, sgd(mlp()), steps=2)
+    with pytest.raises(OptionError, match=r"model.*must be an nn\.Module"):
+        wb.verify(model, loss, BATCH)
+
+
+def test_losses_and_loaders_that_are_none() -> None:
+    model = mlp()
+    for wrong in (None, nn.CrossEntropyLoss()):
+        with pytest.raises(OptionError, match="must be a function of the model and a micro-batch"):
+            wb.WholeBatch(model, sgd(model), loss=wrong, micro_batch=4)  # type: ignore[arg-type]
+        with pytest.raises(OptionError, match="must be a function of the model and a micro-batch"):
+            wb.verify(model, wrong, BATCH)  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match="must be a loader"):
+        next(iter(wb.Accumulator(model, sgd(model), steps=2).over(5)))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_step_where_no_gradient_can_be_made(mode: Any) -> None:
+    with mode():
+        refused(WindowError, "a step under torch.no_grad")
+
+
+def test_a_graph_that_is_used_twice_says_what_to_do() -> None:
+    model = mlp()
+    acc = wb.Accumulator(model, sgd(model), steps=2)
+    logits = model(BATCH["x"])
+    acc.backward(nn.functional.cross_entropy(logits, BATCH["y"], reduction="sum"), 12, more=True)
+    with pytest.raises(LossError, match="add them up, and make one backward of the sum"):
+        acc.backward(logits.square().sum(), units=0)
+    acc.discard()
+
+
+def test_a_window_is_announced_before_its_loop() -> None:
+    model = mlp()
+    whole = Whole(model)
+    whole.step(BATCH)
+    acc = wb.Accumulator(model, sgd(model), steps=3)
+    acc.announce({"ce": 12})
+    for micro in acc.over(wb.split(BATCH, 5)):
+        acc.backward(wb.Loss.terms({"ce": (summed(model, micro), len(micro["y"]))}))
+    whole.assert_same(model)

@@ -19,6 +19,10 @@ def _freeze(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     next(model.parameters()).requires_grad_(False)
 
 
+def _clear_one(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    next(model.parameters()).grad = None
+
+
 @pytest.mark.parametrize(
     ("meddle", "message"),
     [
@@ -28,8 +32,10 @@ def _freeze(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         (lambda m, o: mean(m, samples(4)).backward(), r"loss.backward\(\)"),
         (lambda m, o: o.step(), r"0.weight has changed .* remove optimizer.step\(\)"),
         (_freeze, "0.weight was frozen"),
+        (_clear_one, "gradient of 0.weight has changed"),
+        (lambda m, o: m[2].bias.grad.zero_(), "gradient of 2.bias has changed"),
     ],
-    ids=["zero_grad", "zeroed", "clip", "backward", "step", "freeze"],
+    ids=["zero_grad", "zeroed", "clip", "backward", "step", "freeze", "one", "one zeroed"],
 )
 @pytest.mark.parametrize("at_flush", [False, True])
 def test_a_line_of_the_old_loop_is_found(
@@ -202,3 +208,15 @@ def test_a_schedule_in_the_loss_function_is_warned_of(
 
     wb.WholeBatch(model, optimizer, loss=loss, micro_batch=4).step(samples(10))
     assert caplog.text.count("the learning rate changed in the middle of a window") == 1
+
+
+def test_a_scaler_that_unscales_in_mid_window_is_found() -> None:
+    """It writes gradients without a trace in their versions."""
+    model = mlp()
+    optimizer, scaler = sgd(model), torch.amp.GradScaler("cpu")
+    acc = wb.Accumulator(model, optimizer, steps=2, close=wb.Close(scaler=scaler))
+    acc.backward(summed(model, MICROS[0]), units=5)
+    scaler.unscale_(optimizer)
+    with pytest.raises(WindowError, match=r"scaler.unscale_\(\) in the middle of a window"):
+        acc.backward(summed(model, MICROS[1]), units=3)
+    acc.discard()

@@ -149,3 +149,10 @@ def test_samples_that_cannot_be_put_together_are_told_in_one_line(
     ran = command("train", recipe(NOISY, broken), "--micro-batch", "auto", "--memory", "1GiB")
     assert ran.status == 1
     assert ran.err.startswith("error: OSError: gone\n  at ")
+    wrong = ("def loss(model, micro):", "def loss(model, micro):\n    raise KeyError('x')")
+    for name, status in (("plan", 1), ("verify", 3)):
+        ran = command(name, recipe(NOISY, wrong))
+        assert (ran.status, ran.err.count("\n")) == (status, 1)
+        assert ran.err.startswith("error: KeyError: 'x', at ")
+    ran = command("train", recipe(NOISY, ("def data", "def validation(): return []\n\n\ndef data")))
+    assert "error: the recipe's validation() is empty" in ran.err

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import wholebatch as wb
 from tests.support import Seen, mlp, pieces, samples, sgd, summed
 from wholebatch.core.options import grouped
-from wholebatch.errors import LossError
+from wholebatch.errors import LossError, UnsupportedError
 
 COMPARES = "this loss compares samples with each other"
 
@@ -422,3 +422,47 @@ def test_an_output_below_what_cannot_be_differentiated_twice(of: str) -> None:
     total = F.cross_entropy(z @ z.T, torch.arange(8), reduction="sum")
     with pytest.raises(LossError, match=COMPARES):
         acc.backward(total + out["logits"].square().sum(), units=8)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_teacher_whose_batchnorm_trains(training: bool) -> None:
+    """Under no_grad no graph tells that its targets depend on the micro-batch."""
+    teacher = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3)).double().train(training)
+    model = mlp()
+    acc = wb.Accumulator(model, sgd(model), steps=2)
+    x = samples(6)["x"]
+    with torch.no_grad():
+        target = teacher(x)
+    total = (model(x) - target).square().sum()
+    if not training:
+        acc.backward(total, units=6)
+        acc.discard()
+        return
+    with pytest.raises(
+        UnsupportedError, match=r"the loop\) \(BatchNorm1d\): runs in training mode"
+    ):
+        acc.backward(total, units=6)
+
+
+class _Rows(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(4, 3, scale_grad_by_freq=True, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.rows(x)  # type: ignore[no-any-return]
+
+
+def test_gradients_that_are_divided_by_the_rows_of_a_micro_batch() -> None:
+    model, x = _Rows(), torch.tensor([0, 1, 2, 3, 3, 3])
+    acc = wb.Accumulator(model, sgd(model), steps=2)
+    with pytest.raises(UnsupportedError, match="scale_grad_by_freq"):
+        acc.backward(model(x).square().sum(), units=6)
+    train = wb.WholeBatch(
+        model,
+        sgd(model),
+        loss=lambda model, x: wb.Loss(model(x).square().sum(), len(x)),
+        micro_batch=2,
+    )
+    with pytest.raises(UnsupportedError, match="scale_grad_by_freq"):
+        train.step(x)

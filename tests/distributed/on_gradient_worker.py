@@ -106,6 +106,18 @@ def noise_of_ones_own() -> str:
     return "not refused"
 
 
+def other_rate() -> str:
+    """Each rank has its own learning rate, as a scheduler that watches its own loss would make."""
+    model = wrapped("ddp")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1 + dist.get_rank())
+    train = wb.WholeBatch(model, optimizer, loss=loss, micro_batch=2)
+    try:
+        train.step(joined(micros_of("tokens", dist.get_rank())[0]))
+    except RankError as error:
+        return str(error)
+    return "not refused"
+
+
 def runs_out() -> str:
     """After `gradient()` a rank cannot join: its loop would make no step."""
     model = wrapped("ddp")
@@ -133,6 +145,7 @@ def main() -> None:
         }.items()
     }
     found["noise"], found["runs out"] = noise_of_ones_own(), runs_out()
+    found["rate"] = other_rate()
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, found)
     if dist.get_rank() == 0:

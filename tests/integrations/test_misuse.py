@@ -27,6 +27,7 @@ from transformers import Trainer, TrainerCallback
 from wholebatch.core.stream import GivenLoss
 from wholebatch.integrations.accelerate import ExactWindows, accumulator
 from wholebatch.integrations.lightning import FabricWindows
+from wholebatch.integrations.transformers import exact
 from wholebatch.integrations.transformers.host_steps import stepped_here
 
 pytestmark = [
@@ -319,6 +320,23 @@ class Halves(Trainer):
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
         half = {name: value[: len(value) // 2] for name, value in inputs.items()}
         return super().training_step(model, half, num_items_in_batch)
+
+
+class Divides(Trainer):
+    """Divides by the number of batches, as copies of older training steps do."""
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        loss: Any = self.compute_loss(model, self._prepare_inputs(inputs))
+        (loss / self.args.gradient_accumulation_steps).backward()
+        return loss.detach()
+
+
+def test_a_training_step_that_divides_again() -> None:
+    model = mlp()
+    with pytest.raises(LossError, match="training_step divides the loss by 3"):
+        in_transformers(model, sgd(model), pieces(samples(12), [4] * 3), 3, kind=Divides)
+    with pytest.raises(OptionError, match="it is exact already"):
+        exact(exact(Divides))
 
 
 def test_units_are_conserved() -> None:
