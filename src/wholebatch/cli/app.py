@@ -79,21 +79,14 @@ def run(arguments: Sequence[str]) -> int:
             raise
         return ended.code
     except Exception as error:
-        place = _place_in_given_file(error, arguments)
+        from wholebatch.cli.recipes import place_of
+
+        files = filter(None, map(re.compile(r".+\.py").match, arguments))  # a recipe or a loop
+        place = next(filter(None, (place_of(error, Path(one[0]).resolve()) for one in files)), None)
         if place is None:
             raise
         status = 3 if arguments[0] == "verify" else 1  # there, 1 is another update
         return fail(f"{type(error).__name__}: {error}, at {place}", status)
-
-
-def _place_in_given_file(error: Exception, arguments: Sequence[str]) -> str | None:
-    """Return the line of a recipe or loop on the command line that the error comes from."""
-    from wholebatch.cli.recipes import place_of
-
-    files = [
-        Path(found[0]).resolve() for found in map(re.compile(r".+\.py").match, arguments) if found
-    ]
-    return next(filter(None, (place_of(error, path) for path in files)), None)
 
 
 def _help(width: int) -> str:

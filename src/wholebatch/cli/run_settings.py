@@ -388,7 +388,10 @@ def resolve(
 ) -> Config:
     """Return the settings, each from the first place that has it; a stored run is not changed."""
     if stored is not None and (given.get("batch_size") or given.get("batch_schedule")):
-        _same_schedule(given, stored.get("batch_schedule"))
+        schedule = check("batch_schedule", given.get("batch_schedule"), "--batch-size")
+        if schedule != (kept := stored.get("batch_schedule")):
+            size = schedule or given.get("batch_size")
+            _refuse_change(f"--batch-size {size}", kept or "one batch size throughout")
     values: dict[str, Any] = {}
     for name, one in _FIELDS.items():
         asked = check(name, given.get(name), flag_of(one))
@@ -418,14 +421,6 @@ def _default(name: str, given: Mapping[str, Any], defaults: Mapping[str, Any]) -
     if name in defaults and name != "lr":  # the rate is the recipe's own affair: its optimizer's
         return check(name, defaults[name], f"the recipe's defaults[{name!r}]")
     return _FIELDS[name].default
-
-
-def _same_schedule(given: Mapping[str, Any], kept: str | None) -> None:
-    asked = check("batch_schedule", given.get("batch_schedule"), "--batch-size")
-    if asked != kept:
-        _refuse_change(
-            f"--batch-size {asked or given.get('batch_size')}", kept or "one batch size throughout"
-        )
 
 
 def _refuse_change(asked: str, kept: Any) -> None:

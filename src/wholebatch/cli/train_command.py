@@ -23,6 +23,7 @@ from wholebatch.cli.report.terminal_output import (
 )
 from wholebatch.cli.run_settings import Config, Given, SettingsFile, given_of, read_settings_file
 from wholebatch.cli.stop_signal import STOPPED
+from wholebatch.core.readable_sizes import bytes_said
 from wholebatch.errors import OptionError
 from wholebatch.tune.batch_scaling import Arithmetic, lr_factor
 from wholebatch.tune.batch_scaling.batch_arithmetic import runs_said
@@ -229,7 +230,10 @@ def _run(
     if not world.is_first:
         return 0
     if world.ranks > 1:
-        memory = session.memory.share_text()
+        peak = session.memory.measured  # of its share of the batch
+        memory = (
+            "not measured" if peak is None else f"{bytes_said(peak)} measured on the first rank"
+        )
     else:
         doing("predicting the memory of the whole batch at once")
         memory = session.memory.text(

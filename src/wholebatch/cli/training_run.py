@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -16,6 +14,7 @@ from wholebatch import WholeBatch
 from wholebatch.cli.loss_spikes import LossSpikes
 from wholebatch.cli.parallel_ranks import World
 from wholebatch.cli.recipes import Batches, Nothing, Position, Recipe
+from wholebatch.cli.recipes.recipe_batches import reseed
 from wholebatch.cli.run_settings import Config
 from wholebatch.cli.training_engines import Staged, Zero, micro_batch_of, move, train_with
 from wholebatch.core.noise_scale import NoiseScale
@@ -87,12 +86,6 @@ class PeakMemory:
         self._is_first = not has_state
         is_usual = has_state and whole_window and full_batch and self._metered > 1
         self.settled = is_usual or self._metered >= _ENOUGH
-
-    def share_text(self) -> str:
-        """Return the measurement of a rank that has only its share of the batch."""
-        if self.measured is None:
-            return "not measured"
-        return f"{bytes_said(self.measured)} measured on the first rank"
 
     def text(self, loss: Callable[[Any, Any], Any], batch: Any, *, precision: str) -> str:
         """Return both numbers in one line; `batch` is a whole one."""
@@ -262,12 +255,9 @@ def _check_last_batch(model: nn.Module, config: Config, batches: Batches, world:
 
 
 def seed_generators(seed: int) -> None:
-    """Seed the generators of torch, Python and, if imported, NumPy."""
+    """Seed the generators of torch (on all devices), Python and, if imported, NumPy."""
     torch.manual_seed(seed)
-    random.seed(seed)
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed(seed % 2**32)
+    reseed(seed)
 
 
 _REFUSED = -1

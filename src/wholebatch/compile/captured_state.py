@@ -521,7 +521,7 @@ class _Attributes:
         self._number = len(self._all) - replaced
         plain = (name for name, value in self._all.items() if _is_plain(value))
         names = tuple(name for name in plain if not (replaced and name == "forward"))
-        self._read = operator.itemgetter(*names) if names else _nothing
+        self._read = operator.itemgetter(*names) if names else lambda _: None
         self._values = self._read(self._all)
         self._parts = (module._parameters, module._buffers, module._modules)
         self._held = list(_parts(module))  # so that no other object gets the identity of one
@@ -558,10 +558,6 @@ def _replaces_forward(attributes: dict[str, Any]) -> bool:
     if "forward" not in attributes:
         return False
     return str(getattr(_bare(attributes["forward"]), "__module__", "")).startswith("wholebatch.")
-
-
-def _nothing(_: object) -> None:
-    return None
 
 
 def _is_plain(value: object) -> bool:
@@ -620,7 +616,7 @@ def only_reads(model: nn.Module, loss: Callable[..., Any]) -> Iterator[None]:
     reach = Reach(model, loss)
     python = random.getstate()
     numpy = sys.modules.get("numpy")
-    drawn = None if numpy is None else numpy.random.get_state()
+    drawn: Any = None if numpy is None else numpy.random.get_state()
     try:
         yield
     finally:
@@ -629,9 +625,11 @@ def only_reads(model: nn.Module, loss: Callable[..., Any]) -> Iterator[None]:
         reach.restore()
         by_python = random.getstate() != python
         random.setstate(python)
-        by_numpy = numpy is not None and not _same_state(numpy.random.get_state(), drawn)
-        if by_numpy:
-            numpy.random.set_state(drawn)  # type: ignore[union-attr]
+        by_numpy = False
+        if numpy is not None:
+            _, now, *rest = numpy.random.get_state()  # its numbers, and its position in them
+            by_numpy = now.tobytes() != drawn[1].tobytes() or tuple(rest) != drawn[2:]
+            numpy.random.set_state(drawn)
     if changed:
         raise CannotTrace(f"its forward changes {', '.join(changed)}")
     if written is not None:
@@ -655,11 +653,6 @@ def _put_back(before: list[tuple[nn.Module, dict[str, Any]]]) -> Iterator[str]:
                 now[name] = found[name]
             else:
                 del now[name]
-
-
-def _same_state(one: Any, other: Any) -> bool:
-    """Compare two states of NumPy's generator: its numbers, and its position in them."""
-    return bool(one[1].tobytes() == other[1].tobytes() and one[2:] == other[2:])
 
 
 def _same(now: object, found: object) -> bool:

@@ -24,11 +24,6 @@ ALIGNED = 64
 """The alignment of each tensor in a shared allocation, in elements, for vectorised loads."""
 
 
-def buffer_dtype(parameter: Tensor) -> torch.dtype:
-    """Return float32 for 16-bit parameters, and the parameter's own dtype for all others."""
-    return torch.float32 if parameter.dtype in SIXTEEN_BIT else parameter.dtype
-
-
 def in_one_piece(
     like: Sequence[Tensor], dtypes: Sequence[torch.dtype], device: torch.device | None = None
 ) -> list[Tensor]:
@@ -51,9 +46,11 @@ def in_one_piece(
         dtype: torch.zeros(length, dtype=dtype, device=device) for dtype, length in places.items()
     }
     # `.data` gives each tensor a version counter of its own, apart from the whole allocation's.
+    # Strides that leave gaps become those that `empty_like` chooses.
+    strides = [torch.empty_like(tensor, device="meta").stride() for tensor in like]
     return [
-        pieces[dtype].as_strided(tensor.shape, _dense_strides(tensor), start).data
-        for tensor, dtype, start in zip(like, dtypes, starts, strict=True)
+        pieces[dtype].as_strided(tensor.shape, stride, start).data
+        for tensor, dtype, start, stride in zip(like, dtypes, starts, strides, strict=True)
     ]
 
 
@@ -68,11 +65,6 @@ def as_one(parts: Sequence[Tensor]) -> Tensor | None:
         end += part.numel()
     rows = sum(part.shape[0] for part in parts)
     return first.as_strided((rows, *first.shape[1:]), first.stride()).data
-
-
-def _dense_strides(tensor: Tensor) -> tuple[int, ...]:
-    """Return the tensor's strides if they leave no gaps, else those `empty_like` would choose."""
-    return torch.empty_like(tensor, device="meta").stride()
 
 
 def empty_cache(device: torch.device) -> None:
@@ -143,7 +135,9 @@ class Gradients:
         """Return the buffers of these parameters, and allocate those that are missing."""
         wanted = [index for index in used if index not in self._buffers]
         like = [self.parameters[index] for index in wanted]
-        made = in_one_piece(like, [buffer_dtype(parameter) for parameter in like])
+        made = in_one_piece(
+            like, [torch.float32 if p.dtype in SIXTEEN_BIT else p.dtype for p in like]
+        )
         self._buffers.update(zip(wanted, made, strict=True))
         return [self._buffers[index] for index in used]
 

@@ -199,13 +199,9 @@ def _views_of_any_strides(graph: fx.Graph) -> None:
     is written into stays a view.
     """
     for node in graph.find_nodes(op="call_function", target=aten.view.default):
-        if not any(_writes(user) for user in node.users):
+        schemas = (getattr(user.target, "_schema", None) for user in node.users)
+        if not any(schema is not None and schema.is_mutable for schema in schemas):
             node.target = aten.reshape.default
-
-
-def _writes(node: fx.Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and bool(schema.is_mutable)
 
 
 def _merge_equal(graph: fx.Graph, trained: Sequence[fx.Node]) -> None:

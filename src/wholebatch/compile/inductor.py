@@ -128,17 +128,13 @@ def _keys_of_all_programs() -> Iterator[None]:
     """
     kind = torch.memory_format
     before = copyreg.dispatch_table.get(kind)
-    copyreg.pickle(kind, _by_name)
+    copyreg.pickle(kind, lambda one: (memory_format, (str(one).removeprefix("torch."),)))
     try:
         yield
     finally:
         del copyreg.dispatch_table[kind]
         if before is not None:
             copyreg.dispatch_table[kind] = before
-
-
-def _by_name(one: torch.memory_format) -> tuple[Callable[[str], Any], tuple[str]]:
-    return memory_format, (str(one).removeprefix("torch."),)
 
 
 def memory_format(name: str) -> Any:
@@ -202,7 +198,8 @@ def _parts_written_in_place() -> Iterator[None]:
 
     def decide(inputs: Any, dim: int = 0) -> Any:
         copies = all(map(ir.is_storage_and_layout, inputs))
-        if copies or all(is_pointwise_use(use, _may_be_inlined) for use in V.current_node.users):
+        inlined = (torch.ops.aten.cat.default, torch.ops.aten.constant_pad_nd.default).__contains__
+        if copies or all(is_pointwise_use(use, inlined) for use in V.current_node.users):
             return by_itself(inputs, dim)
         return ir.TensorBox(ir.ConcatKernel.create(inputs, dim))
 
@@ -211,10 +208,6 @@ def _parts_written_in_place() -> Iterator[None]:
         yield
     finally:
         lowering.pointwise_cat = by_itself
-
-
-def _may_be_inlined(operation: Any) -> bool:
-    return operation in (torch.ops.aten.cat.default, torch.ops.aten.constant_pad_nd.default)
 
 
 def _has(config: Any, name: str) -> bool:

@@ -512,7 +512,8 @@ class Executor:
                 except torch.OutOfMemoryError:
                     raise
                 except Exception as problem:  # A compiler, or the check, may raise anything.
-                    self._shapes.give_up(shared, problem)
+                    shared.usable = False
+                    self._shapes.tell(problem)
                 else:
                     shared.proven.add(compiled)
                     return step

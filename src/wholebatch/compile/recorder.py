@@ -150,7 +150,9 @@ class _Recorder(TorchDispatchMode):
 
     def _predicted(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Return the fake result of an operation on the nodes' fake values."""
-        args, kwargs = mapped((args, kwargs), _value)
+        args, kwargs = mapped(
+            (args, kwargs), lambda part: part.meta["val"] if isinstance(part, fx.Node) else part
+        )
         try:
             with self._fakes, torch.no_grad():
                 return mapped(func(*args, **kwargs), self._fake)
@@ -211,10 +213,6 @@ class _Recorder(TorchDispatchMode):
             name = f"_tensor_constant{len(self._root._buffers)}"
             self._root.register_buffer(name, tensor)
             self._mark(tensor, self._graph.get_attr(name), self._fake(tensor))
-
-
-def _value(part: Any) -> Any:
-    return part.meta["val"] if isinstance(part, fx.Node) else part
 
 
 @contextmanager

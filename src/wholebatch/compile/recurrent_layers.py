@@ -73,7 +73,8 @@ def _operations() -> tuple[Any, Any]:
     library.impl("recurrent", _run, "CompositeExplicitAutograd")
     library.impl("recurrent_backward", _run_backward, "CompositeExplicitAutograd")
     torch.library.register_fake("wholebatch::recurrent", _shapes, lib=library)
-    torch.library.register_fake("wholebatch::recurrent_backward", _same_shapes, lib=library)
+    shapes = lambda gradients, tensors, *_: [one.new_empty(one.shape) for one in tensors]  # noqa: E731
+    torch.library.register_fake("wholebatch::recurrent_backward", shapes, lib=library)
     _kept.append(library)
     ops = torch.ops.wholebatch
     return ops.recurrent.default, ops.recurrent_backward.default
@@ -126,7 +127,3 @@ def _shapes(tensors: list[Tensor], *options: Any) -> list[Tensor]:
     features = states[0].shape[-1] * (2 if options[4] else 1)
     output = first.new_empty(*first.shape[:-1], features)
     return [output, *(state.new_empty(state.shape) for state in states)]
-
-
-def _same_shapes(gradients: list[Tensor], tensors: list[Tensor], *_: Any) -> list[Tensor]:
-    return [tensor.new_empty(tensor.shape) for tensor in tensors]

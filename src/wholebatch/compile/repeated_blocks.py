@@ -420,14 +420,13 @@ def _labels(nodes: Sequence[fx.Node]) -> list[int]:
     known: dict[Any, int] = {}
     labels = []
     for node in nodes:
-        arguments = mapped((node.args, node.kwargs), _operand)
+        arguments = mapped(
+            (node.args, node.kwargs),
+            lambda part: f"<{part.op}>" if isinstance(part, fx.Node) else part,
+        )
         label = (node.target, fixed(arguments), _kind(node.meta["val"]))
         labels.append(known.setdefault(label, len(known)))
     return labels
-
-
-def _operand(part: Any) -> Any:
-    return f"<{part.op}>" if isinstance(part, fx.Node) else part
 
 
 def _gaps(taken: Sequence[Part], length: int) -> list[Part]:

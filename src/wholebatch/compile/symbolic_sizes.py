@@ -148,11 +148,6 @@ class Sizes:
         still = {symbol.node._expr for symbol in self.symbols if _is_open(symbol)}
         return bool(still) and not any(_pins(g.expr, still) for g in self._environment.guards)
 
-    @property
-    def all_open(self) -> bool:
-        """True if no symbol was specialised to a number."""
-        return all(map(_is_open, self.symbols))
-
     def value(self, size: Any, tensors: Sequence[Tensor] | None = None) -> Any:
         """Return the number, or the value of a symbolic expression for this micro-batch."""
         if not isinstance(size, (torch.SymInt, torch.SymFloat)):
@@ -248,7 +243,7 @@ class SharedGraph:
     @property
     def as_hoped(self) -> bool:
         """True if all its sizes stayed open and its results match eager code."""
-        return self.usable and self._sizes.all_open
+        return self.usable and all(map(_is_open, self._sizes.symbols))
 
     def admits(self, inputs: Inputs) -> bool:
         """True if it is valid for micro-batches like this one."""
@@ -346,17 +341,13 @@ class SharedGraphs:
             raise
         # This uses private parts of torch and runs the model's code: anything may be raised.
         except Exception as problem:
-            self._told(problem)
+            self.tell(problem)
             return None
         tried[-1] = (set(places), shared)
         self._made.setdefault(of, []).append(shared)
         return shared
 
-    def give_up(self, shared: SharedGraph, problem: Exception) -> None:
-        """Stop using a shared graph that failed to compile or differs from eager code."""
-        shared.usable = False
-        self._told(problem)
-
-    def _told(self, problem: Exception) -> None:
+    def tell(self, problem: Exception) -> None:
+        """Note why sizes do not share a graph."""
         reason = reason_of(problem)
         self._notes.tell(f"each size of a micro-batch has a graph of its own: {reason}")

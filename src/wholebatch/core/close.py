@@ -311,14 +311,12 @@ def _norms(
     sets = gradients if isinstance(clip_norm, Sequence) else [_flat(gradients)]
     raw = [norm_of(group) for group in sets]
     return [
-        norm if math.isfinite(norm) or was.dtype is torch.float64 else _wide_norm(group, norm_of)
+        norm
+        if math.isfinite(norm) or was.dtype is torch.float64
+        # Finite fp32 gradients above 1e19 overflow when squared.
+        else math.hypot(*read_scalars([norm_of([gradient.double()]) for gradient in group]))
         for norm, was, group in zip(read_scalars(raw), raw, sets, strict=True)
     ]
-
-
-def _wide_norm(gradients: Sequence[Tensor], norm_of: Callable[[Sequence[Tensor]], Tensor]) -> float:
-    """Return the norm in float64: finite fp32 gradients above 1e19 overflow when squared."""
-    return math.hypot(*read_scalars([norm_of([gradient.double()]) for gradient in gradients]))
 
 
 OnGradient: TypeAlias = Callable[[list[tuple[str, nn.Parameter]]], None]

@@ -126,10 +126,6 @@ class Store(ABC):
         for parameter in self.parameters:
             self._hooked[id(parameter)] = parameter.register_post_accumulate_grad_hook(made)
 
-    def unhook(self, parameter: Tensor) -> None:
-        """Remove this parameter's hook: later backwards add to its `.grad` by themselves."""
-        self._hooked.pop(id(parameter)).remove()
-
     def _unhook(self) -> None:
         for handle in self._hooked.values():
             handle.remove()

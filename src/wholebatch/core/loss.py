@@ -229,13 +229,13 @@ def _nothing(mean: Tensor) -> Tensor:
     nodes = [mean.grad_fn]
     for node in nodes:  # grows on the way
         if node is not None:
-            node.register_hook(_zeros)
+            node.register_hook(
+                lambda given, _: tuple(
+                    one if one is None else torch.zeros_like(one) for one in given
+                )
+            )
             nodes += [n for n, _ in node.next_functions if len(nodes) < 64 and n not in nodes]
     return mean.nan_to_num() * 0.0
-
-
-def _zeros(inputs: tuple[Tensor | None, ...], _: Any) -> tuple[Tensor | None, ...]:
-    return tuple(None if gradient is None else torch.zeros_like(gradient) for gradient in inputs)
 
 
 def cross_entropy(

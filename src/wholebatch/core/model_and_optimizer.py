@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -67,17 +66,12 @@ class Target:
         """Return the trainable parameters, as they are now."""
         return [parameter for group in self.groups() for parameter in group]
 
-    def rates(self) -> str:
-        """Return learning rates and weight decays, to six digits: machines may round otherwise."""
-        names = ("lr", "weight_decay")
+    def settings(self, options: CloseOptions) -> str:
+        """Return what all ranks must share, to six digits: machines may round otherwise."""
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
-        found = [(name, group.get(name)) for group in groups for name in names]
+        found = [(name, group.get(name)) for group in groups for name in ("lr", "weight_decay")]
+        found += [("clip_norm", options.clip_norm), ("clip_value", options.clip_value)]
         return ", ".join(f"{name} {value:.6g}" for name, value in found if type(value) is float)
-
-    def digest(self, options: CloseOptions) -> float:
-        """Return a small whole number that tells settings apart which ranks must share."""
-        settings = f"{self.rates()} {options.clip_norm} {options.clip_value}"
-        return float(zlib.crc32(settings.encode()) & 0xFFF)
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Return the trainable parameters by name; of several models, by place: "0.weight"."""

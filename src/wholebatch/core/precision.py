@@ -229,7 +229,8 @@ class Fp8(Autocast):
         # Layers often share an input: queries, keys and values. It is quantised once.
         if not self._input or self._input[0] is not x or self._input[1:3] != (x._version, dtype):
             self._input = x, x._version, dtype, quantise(rows_of(x.detach().to(dtype)))
-        return self._kept(layer.weight, Quantised, _quantised), self._input[3]
+        quantised = lambda weight, _: Quantised(*quantise_weight()(weight.detach()))  # noqa: E731
+        return self._kept(layer.weight, Quantised, quantised), self._input[3]
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -257,10 +258,6 @@ class Fp8(Autocast):
         # Checkpointing runs a forward within the backward: replace them for both.
         with self._replaced(), super().window():
             yield
-
-
-def _quantised(weight: Tensor, _: object) -> Quantised:
-    return Quantised(*quantise_weight()(weight.detach()))
 
 
 def eight_bit_layers(model: nn.Module, least: int) -> list[nn.Linear]:

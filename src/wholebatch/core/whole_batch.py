@@ -274,9 +274,12 @@ class WholeBatch:
         window = self._window
         first = 0 if window.open is None else self._resume_at(micros)
         known = None if self._count is None or window.open is not None else self._count(micros)
+        attempts: Iterable[Attempt] = [Attempt(micros)]
+        if self._fitting.recovers and not first:  # a resumed window cannot begin again
+            attempts = self._fitting.attempts(micros, self._begin_again)
         try:
             with self._precision.window():
-                for attempt in self._attempts(micros, first):
+                for attempt in attempts:
                     with attempt:
                         self._begin(known, attempt.micros, first)
                         self._run(attempt, first, after_micro)
@@ -297,12 +300,6 @@ class WholeBatch:
         if isinstance(self.micro_batch, Tokens):
             self._runner.look_at_padding(like, self.micro_batch, self._layout)
         self._runner.look_at(like, micros, self._layout)
-
-    def _attempts(self, micros: list[Any], first: int) -> Iterable[Attempt]:
-        """Return attempts at the window; a resumed one cannot begin again."""
-        if first or not self._fitting.recovers:
-            return [Attempt(micros)]
-        return self._fitting.attempts(micros, self._begin_again)
 
     def _begin(self, known: dict[str, float] | None, micros: Sequence[Any], first: int) -> None:
         """Open the window, unless it is one that is resumed, or the first loss must open it."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn, TypeAlias
@@ -612,15 +613,16 @@ class Window:
             absent = self.store.absent()
             shared = window.inputs if self.sync.same_parameters else []
             present = [float(id(parameter) not in absent) for parameter in shared]
-            ours = self.target.digest(self.options) if shared else 0.0
+            settings = self.target.settings(self.options) if shared else ""
+            ours = float(zlib.crc32(settings.encode()) & 0xFFF)
             values = self.sync.sum([*values, float(has_more), ours, ours * ours, *present])
             more, digests, squares, *counts = values[2 * len(names) :]
             self.ranks_with_more = int(more)
             if squares * self.sync.ranks != digests * digests:  # equal only of equal numbers
                 raise RankError(
                     "the learning rate, weight decay or clipping is another on another rank "
-                    f"({self.target.rates()} here), so their models would drift apart: set them "
-                    "alike, and step schedulers by what is the same on all ranks, such as step.loss"
+                    f"({settings} here), so their models would drift apart: set them alike, and "
+                    "step schedulers by what is the same on all ranks, such as step.loss"
                 )
             for parameter, count in zip(shared, counts, strict=True):
                 if count == 0:

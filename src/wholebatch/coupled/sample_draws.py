@@ -293,7 +293,9 @@ def _uniform(x: Tensor) -> Tensor | None:
             f"a draw in the shape {tuple(x.shape)} in a micro-batch of {len(numbers)} samples: "
             "random numbers that follow their samples need the samples as the first dimension"
         )
-    bits = sample_bits(torch.tensor(numbers), micro.next_call(), x.shape, x.device)
+    micro.calls += 1
+    call = mixed(micro.window.seed + micro.calls)
+    bits = sample_bits(torch.tensor(numbers), call, x.shape, x.device)
     return ((bits >> 12).bitwise_and_(2**_BITS - 1).double() + 0.5) * 2.0**-_BITS
 
 
@@ -313,10 +315,6 @@ class _Micro:
     window: WindowDraws
     numbers: Callable[[], Sequence[int] | None]
     calls: int = 0
-
-    def next_call(self) -> int:
-        self.calls += 1
-        return mixed(self.window.seed + self.calls)
 
 
 class WindowDraws:

@@ -201,7 +201,7 @@ class FirstSamples:
     ) -> SampleRun:
         # Copies, so that a function that changes its batch in place does not change the user's.
         batch = self.layout.take(list(rows))
-        with nullcontext() if self.graph else saved_tensors_hooks(_drop, _refuse_backward):
+        with nullcontext() if self.graph else saved_tensors_hooks(lambda _: None, _refuse_backward):
             result = self.run(batch)
             made = _output_terms(result, start) if self.reads_outputs else _loss_terms(result)
         del result
@@ -281,10 +281,6 @@ def weight_norms(model: nn.Module) -> dict[nn.Parameter, float]:
     found = [p for p in model.parameters() if _is_plain(p)]
     norms = torch._foreach_norm([p.detach() for p in found]) if found else []
     return {parameter: float(norm) for parameter, norm in zip(found, norms, strict=True)}
-
-
-def _drop(tensor: Tensor) -> None:
-    return None
 
 
 def _refuse_backward(nothing: None) -> Tensor:

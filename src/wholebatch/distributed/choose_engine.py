@@ -43,7 +43,7 @@ def choose(models: nn.Module | Sequence[nn.Module], *, sync: str = "auto") -> Sy
     [kind] = kinds
     if kind == "plain":
         if sync != "none" and dist.is_available() and dist.is_initialized():
-            _warn_alone(dist.get_world_size())
+            warn_alone(dist.get_world_size())
         return Single()
     if kind == "tensor parallel":
         from wholebatch.distributed.tensor_parallel import TensorParallel
@@ -73,15 +73,21 @@ def choose(models: nn.Module | Sequence[nn.Module], *, sync: str = "auto") -> Sy
     return DeepSpeed(wrapped[0], sync=sync)
 
 
-def _warn_alone(ranks: int) -> None:
+_WRAPPED = (
+    "what wraps it: the DistributedDataParallel (not its .module), the model after fully_shard, or "
+    "the engine of deepspeed.initialize (not its .module). If each rank is to train by itself, say "
+    'so: sync="none"'
+)
+
+
+def warn_alone(ranks: int, instead: str = _WRAPPED) -> None:
     """Warn of a plain model on several ranks: nobody reduces its gradients."""
     if ranks > 1:
         _log.warning(
             "a plain model in a job of %d ranks: nothing reduces its gradients, and each rank "
-            "trains a model of its own. Pass what wraps it: the DistributedDataParallel (not its "
-            ".module), the model after fully_shard, or the engine of deepspeed.initialize "
-            '(not its .module). If each rank is to train by itself, say so: sync="none"',
+            "trains a model of its own. Pass %s",
             ranks,
+            instead,
         )
 
 

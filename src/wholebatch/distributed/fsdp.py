@@ -50,7 +50,8 @@ class Sharded(Sync):
                 "fully_shard(model) on the root module too"
             )
         check_dtypes(model)
-        mesh = _mesh(self._modules, parameters[0])
+        sharded = next(filter(None, map(_param_group, self._modules)), None)
+        mesh = parameters[0].device_mesh if sharded is None else sharded.mesh_info.mesh
         groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
         self.use_group(Group(groups, torch.device(mesh.device_type), rank=dist.get_rank()))
         self.averaged_by = _divisor(self._modules, self.ranks)
@@ -204,13 +205,6 @@ def _whole_gradient(shard: Any) -> Tensor | None:
         return held
     whole = getattr(shard, "_unsharded_param", None)
     return None if whole is None else whole.grad
-
-
-def _mesh(modules: Sequence[FSDPModule], parameter: DTensor) -> Any:
-    for group in map(_param_group, modules):
-        if group is not None:
-            return group.mesh_info.mesh
-    return parameter.device_mesh
 
 
 def _divisor(modules: Sequence[FSDPModule], ranks: int) -> float:

@@ -14,7 +14,6 @@ and its laws are those of `core/window.py`.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -47,6 +46,7 @@ from wholebatch.core.stream import GivenLoss, Stream
 from wholebatch.core.window import OpenWindow, Window
 from wholebatch.coupled.audit import LossLook
 from wholebatch.distributed import Sync
+from wholebatch.distributed.choose_engine import warn_alone
 from wholebatch.distributed.ddp import Buckets
 from wholebatch.distributed.fsdp import check_dtypes
 from wholebatch.distributed.process_group import Group, world_size
@@ -307,9 +307,6 @@ def _dense(gradient: Tensor | None, like: nn.Parameter) -> Tensor:
     return gradient.to_dense() if gradient.is_sparse else gradient
 
 
-_log = logging.getLogger("wholebatch")
-
-
 @dataclass(frozen=True)
 class AdapterOptions:
     """The options that every adapter over torch takes; impossible values are refused here."""
@@ -405,17 +402,10 @@ class HostWindows(Stream):
         # An engine that shards has collectives in its forwards and backwards.
         self.may_look = gradients == "whole" and self.options.audit
         if gradients == "whole" and not owns_forward:
-            self._warn_of_plain_model()
+            if not self._engine.replicas:
+                ours = "the model that accelerator.prepare() or fabric.setup() returned"
+                warn_alone(self.sync.ranks, ours)
             self._look.watch()
-
-    def _warn_of_plain_model(self) -> None:
-        if self.sync.ranks > 1 and not self._engine.replicas:
-            _log.warning(
-                "a plain model in a job of %d ranks: nothing reduces its gradients, and each rank "
-                "trains a model of its own. Pass the model that accelerator.prepare() or "
-                "fabric.setup() returned",
-                self.sync.ranks,
-            )
 
     @property
     def sync(self) -> Sync:

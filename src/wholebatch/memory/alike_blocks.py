@@ -118,9 +118,9 @@ def _plain_values(module: nn.Module) -> Any:
     return {
         name: bool(value) if isinstance(value, float) else value
         for name, value in vars(module).items()
-        if isinstance(value, int | float | str | tuple) and not _is_number_of_block(name)
+        if isinstance(value, int | float | str | tuple)
+        and not any(word in name for word in _NUMBERS_OF_BLOCKS)
     }
 
 
-def _is_number_of_block(name: str) -> bool:
-    return any(word in name for word in ("idx", "index", "layer_id", "layer_number", "depth"))
+_NUMBERS_OF_BLOCKS = ("idx", "index", "layer_id", "layer_number", "depth")

@@ -316,7 +316,11 @@ class StorageLedger:
         self.largest = max(self.largest, record.nbytes)
         if record.is_given:
             self.given += record.nbytes
-        self._grow(record.nbytes)
+        self.current += record.nbytes
+        if self.current > self.peak:
+            self.peak = self.current
+            self._peak_at = self.clock
+            self._dead_since_peak.clear()
         return record
 
     def resized(self, storage: torch.UntypedStorage) -> None:
@@ -355,13 +359,6 @@ class StorageLedger:
         """Return the records that were alive at the peak."""
         live = [record for record in list(self.live.values()) if record.born <= self._peak_at]
         return live + self._dead_since_peak
-
-    def _grow(self, nbytes: int) -> None:
-        self.current += nbytes
-        if self.current > self.peak:
-            self.peak = self.current
-            self._peak_at = self.clock
-            self._dead_since_peak.clear()
 
     def _died(self, reference: weakref.ref[torch.UntypedStorage]) -> None:
         assert isinstance(reference, _StorageRef)

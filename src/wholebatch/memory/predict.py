@@ -280,7 +280,9 @@ class Predictor:
         kinds: tuple[Any, ...] = tuple(
             (type(module), module.training) for module in self._model.modules()
         )
-        alike: tuple[Any, ...] = (replace(window, sharding=_as_simulated(window.sharding)),)
+        # The place of offloaded state is not simulated.
+        sharding = window.sharding and replace(window.sharding, offload=False)
+        alike: tuple[Any, ...] = (replace(window, sharding=sharding),)
         if self._place(window) in _LEAVING:
             # Gradients that leave with buckets of the same size leave at the same moments.
             bucket = BUCKET_BYTES.get(window.gradients, 0)
@@ -512,11 +514,6 @@ def predict_peak(
         gradients=gradients,
         sharding=sharding,
     )
-
-
-def _as_simulated(sharding: Sharding | None) -> Sharding | None:
-    """Return the sharding whose simulation this one shares: the place of offloaded state is not."""
-    return sharding and replace(sharding, offload=False)
 
 
 def _target_device(model: torch.nn.Module, device: torch.device | str | None) -> torch.device:

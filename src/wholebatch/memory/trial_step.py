@@ -193,7 +193,9 @@ def try_out(
             size, used = _larger_if_it_fits(trial, chosen, size, used, failed)
     if not failed:
         most = batch_size_of(batch, static=static) if most is None else most
-        larger = _filling(size, trial.reserved, choice.budget, most=most)
+        # As if all memory grew with the size: too small rather than too large.
+        full = int(size * _FULL * choice.budget / trial.reserved) if trial.reserved else size
+        larger = min(most, full)
         if larger > size * _WORTH_IT:
             size, used = _larger_if_it_fits(trial, larger, size, used, failed)
     trial.end()
@@ -258,14 +260,6 @@ def _by_the_slope(size: int, reserved: int, choice: Choice) -> int:
     grown = choice.tried[choice.micro_batch] - choice.tried[below]
     slope = grown / (choice.micro_batch - below)
     return min(choice.micro_batch, size + int(room / slope)) if slope > 0 else choice.micro_batch
-
-
-def _filling(size: int, reserved: int, budget: int, *, most: int) -> int:
-    """Return the size that would fill the budget, if all memory grew with the size.
-
-    Some of it does not grow, so the estimate is too small rather than too large.
-    """
-    return min(most, int(size * _FULL * budget / reserved)) if reserved else size
 
 
 @dataclass

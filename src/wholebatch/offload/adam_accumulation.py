@@ -128,7 +128,7 @@ class MomentsStore(Store):
         for parameter in parameters:
             parameter.grad = self._group_of(parameter).state(parameter)["exp_avg"]
             self._in_place.append(parameter)
-            self.unhook(parameter)
+            self._hooked.pop(id(parameter)).remove()  # later backwards add by themselves
 
     def _open(self, parameters: Sequence[nn.Parameter]) -> None:
         """Pack and decay the moments of parameters that this window has not touched yet."""

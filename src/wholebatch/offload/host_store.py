@@ -425,15 +425,12 @@ class _ParametersToHost:
             try:
                 yield parameters
             finally:
-                self._give_back(parameters)
-
-    def _give_back(self, parameters: list[nn.Parameter]) -> None:
-        for parameter in parameters:
-            parameter.grad = None
-            on_device = self._on_device.pop(id(parameter), None)
-            if on_device is not None:
-                stepped, parameter.data = parameter.data, on_device
-                parameter.data.copy_(stepped, non_blocking=True)
+                for parameter in parameters:
+                    parameter.grad = None
+                    on_device = self._on_device.pop(id(parameter), None)
+                    if on_device is not None:
+                        stepped, parameter.data = parameter.data, on_device
+                        parameter.data.copy_(stepped, non_blocking=True)
 
 
 def _set_gradient(parameter: nn.Parameter, gradient: Tensor) -> None:

@@ -173,7 +173,9 @@ class ReleaseStore(DeviceStore):
             self._reduce(bucket)
         ready = [parameter for parameter in bucket.parameters if parameter.grad is not None]
         for parameter in ready:
-            self._run_hooks(parameter)
+            for hook in list(self._user_hooks.get(id(parameter), {}).values()):
+                replaced = hook(parameter.grad)
+                parameter.grad = parameter.grad if replaced is None else replaced
         norms = torch._foreach_norm([as_real(p.grad) for p in ready if p.grad is not None])
         if norms:
             norm = torch.linalg.vector_norm(torch.stack([one.double() for one in norms]))
@@ -198,12 +200,6 @@ class ReleaseStore(DeviceStore):
         found = {"found_inf": bad.to(torch.float32)} if fused else {}
         with only(optimizer, ready), replaced_attributes(optimizer, **found):
             optimizer.step()
-
-    def _run_hooks(self, parameter: nn.Parameter) -> None:
-        for hook in list(self._user_hooks.get(id(parameter), {}).values()):
-            replaced = hook(parameter.grad)
-            if replaced is not None:
-                parameter.grad = replaced
 
     def _reduce(self, bucket: _SteppedTogether) -> None:
         """Sum over the ranks, with the numbers of ranks that have a gradient for each parameter."""

@@ -216,7 +216,9 @@ class LoopJudge:
         if len(rows) > 1:
             constants = [self._constant(term) for term in self.read]
             if constants[0] is None or any(c is None for c in constants):
-                alike = all(_alike(w, weights) and _alike_shares(u, units) for w, u in rows)
+                shares = [[u / sum(of) for u in of] for _, of in rows]
+                alike = all(_alike(row[0], weights) for row in rows)
+                alike &= all(_alike(share, shares[0]) for share in shares)
                 return rows[0] if alike else None
             if not _alike([c or 0.0 for c in constants], [constants[0]] * len(rows)):
                 return None
@@ -261,7 +263,8 @@ class LoopJudge:
             self.fits = nearest(self._weightings(term), observed, _WEIGHTS)
             if not _right_of(self.fits).fits:
                 break
-        found = RIGHT if _right_of(self.fits).fits else _best(self.fits)
+        best = next((fit.key for fit in self.fits if fit.fits), None)
+        found = RIGHT if _right_of(self.fits).fits else best
         constants = [self._constant(term) for term in self.read]
         known = world_size() == 1 and None not in constants
         if found is None and constants[0] is not None and known:
@@ -728,16 +731,8 @@ def _right_of(fits: Sequence[MistakeFit]) -> MistakeFit:
     return next(fit for fit in fits if fit.key == RIGHT)
 
 
-def _best(fits: Sequence[MistakeFit]) -> str | None:
-    return next((fit.key for fit in fits if fit.fits), None)
-
-
 def _alike(ours: Sequence[float], others: Sequence[float]) -> bool:
     return all(math.isclose(a, b, rel_tol=_WEIGHTS) for a, b in zip(ours, others, strict=True))
-
-
-def _alike_shares(ours: Sequence[float], others: Sequence[float]) -> bool:
-    return _alike([u / sum(ours) for u in ours], [u / sum(others) for u in others])
 
 
 def _is_cut(whole: Tensor, left: Tensor) -> bool:

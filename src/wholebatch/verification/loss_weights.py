@@ -10,6 +10,7 @@ loss tells both numbers. Right is `weight = units / units of the window`, for ev
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -123,7 +124,8 @@ class _Column:
             first * term.seed * math.prod(term.times) / math.prod(term.over)
             for first, term in zip(base, self.terms, strict=True)
         ]
-        weights = self._without(weights)
+        if self.dropped is not None:  # the division that made a mean of the sum
+            weights = list(map(operator.mul, weights, self.dropped))
         for times in self.times:  # 0.5 * loss, where 1 / steps is 0.5 too
             total = sum(weights) / own / self.loss_scale
             if _same(times) and times[0] < 1 and _close(total, times[0]) and len(units) > 1:
@@ -170,7 +172,7 @@ class _Column:
             return counts, counts
         for units in self._candidates(counts):
             for over in self.over:
-                if _match(over, units):  # divided by its own units: a mean
+                if all(map(_close, over, units)):  # divided by its own units: a mean
                     self.dropped = list(over)
                     return units, [1.0] * len(units)
         for units in self._candidates(counts):
@@ -193,12 +195,6 @@ class _Column:
         if all(term.sizes for term in self.terms):
             yield [float(term.sizes[0]) for term in self.terms]
         yield from (list(over) for over in self.over if not _same(over))
-
-    def _without(self, weights: list[float]) -> list[float]:
-        """Return the weights without the division that made a mean of the sum."""
-        if self.dropped is None:
-            return weights
-        return [weight * over for weight, over in zip(weights, self.dropped, strict=True)]
 
     def _is_total(self, value: float, total: float) -> bool:
         return any(
@@ -242,10 +238,6 @@ def _by_place(factors: Sequence[tuple[float, ...]]) -> list[tuple[float, ...]]:
 
 def _same(values: Sequence[float]) -> bool:
     return all(_close(value, values[0]) for value in values)
-
-
-def _match(values: Sequence[float], others: Sequence[float]) -> bool:
-    return all(_close(a, b) for a, b in zip(values, others, strict=True))
 
 
 def _is_whole(value: float) -> bool:

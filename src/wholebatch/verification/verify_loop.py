@@ -206,7 +206,8 @@ class _CaseTrials:
             names = {dtype: name for name, dtype in AUTOCAST.items()}
             name = names.get(next(iter(recorder.autocast)), "full")
             self.numbers = Numbers(name, 1024.0 if name == "fp16" else 1.0)
-        runs = self._model_runs()
+        model = copy.deepcopy(self.model)
+        runs = ModelRuns(model, self.make_optimizer(model), self.case.loss, numbers=self.numbers)
         parts, floor, coupled = self._parts(runs, recorder, micros)
         kind = "equal" if len(set(parts.units)) == 1 else "uneven"
         short = f" (short: {count} of {self.steps})" if count < self.steps else ""
@@ -241,10 +242,6 @@ class _CaseTrials:
             right = MistakeFit(RIGHT, "the optimizer's step", off, False)
             trial = replace(trial, found=moved.key, fits=(moved, right), observed_by="updates")
         return trial
-
-    def _model_runs(self) -> ModelRuns:
-        model = copy.deepcopy(self.model)
-        return ModelRuns(model, self.make_optimizer(model), self.case.loss, numbers=self.numbers)
 
     def _clipped(self, gradient: Tensor) -> Tensor:
         """Return a gradient as the loop clips it by hand."""

@@ -225,9 +225,9 @@ class Batches:
                 # Seed each sample: a rank that reads only its share then draws the same.
                 samples = []
                 for offset, index in enumerate(chosen):
-                    _reseed(_mixed(self._seed, self.position.epoch, "sample", place + offset))
+                    reseed(_mixed(self._seed, self.position.epoch, "sample", place + offset))
                     samples.append(self._data[index])
-            _reseed(_mixed(self._seed, self.position.epoch, "collate", self.position.batch))
+            reseed(_mixed(self._seed, self.position.epoch, "collate", self.position.batch))
             return self._put_together(samples)
 
     def _put_together(self, samples: list[Any]) -> Any:
@@ -314,7 +314,7 @@ class Batches:
         at = self.position.batch if batch is None else batch
         seed = _mixed(self._seed, self.position.epoch, at if what == "batch" else what)
         before, python, numpy_before = _generators()
-        _reseed(seed)
+        reseed(seed)
         try:
             yield
         finally:
@@ -376,7 +376,7 @@ class _Past:
         return runs
 
 
-def _reseed(seed: int) -> None:
+def reseed(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
     numpy = sys.modules.get("numpy")

@@ -102,7 +102,9 @@ class CallerThreadLayers:
                 if module.padding_mode == "zeros" and not isinstance(module.padding, str):
                     self._replaced.replace(module, self._convolution(module))
             elif kind is nn.Linear.forward and isinstance(module, nn.Linear):
-                self._replaced.replace(module, self._linear(module))
+                self._replaced.replace(
+                    module, lambda x, own=module: _apply_linear(*self._cast(x, own), self._call)
+                )
 
     def __exit__(self, kind: object, *error: object) -> None:
         self._replaced.restore()
@@ -128,12 +130,6 @@ class CallerThreadLayers:
             x, weight, bias = self._cast(x, module)
             options = (stride, padding, module.dilation, transposed, extra, module.groups)
             return _convolve(x, weight, bias, options, self._call)
-
-        return forward
-
-    def _linear(self, module: nn.Linear) -> Callable[..., Tensor]:
-        def forward(x: Tensor) -> Tensor:
-            return _apply_linear(*self._cast(x, module), self._call)
 
         return forward
 

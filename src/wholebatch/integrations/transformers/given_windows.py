@@ -89,16 +89,12 @@ class GivenWindows(WholeBatch):
         with attributes_restored(self._host) if runs else nullcontext():
             super()._look(batch, micros)
             if runs and self._mean is not None:
-                self._look_for_divisor(micros[0], self._mean)
-
-    def _look_for_divisor(self, micro: Any, mean: LossFunction) -> None:
-        """Warn of a loss that is divided by the number of the trainer's batches."""
-        # The window itself recovers from running out of memory.
-        with ForwardState(self._root), suppress(torch.OutOfMemoryError):
-            loss = self._runner.forward(micro, mean)
-            assert isinstance(loss, Loss)
-            if self._batches in divisors(loss.total, batch_size_of(micro)):
-                warn_of_divisor(self._batches)
+                # The window itself recovers from running out of memory.
+                with ForwardState(self._root), suppress(torch.OutOfMemoryError):
+                    loss = self._runner.forward(micros[0], self._mean)
+                    assert isinstance(loss, Loss)
+                    if self._batches in divisors(loss.total, batch_size_of(micros[0])):
+                        warn_of_divisor(self._batches)
 
     def _close(self, micros: Sequence[Any], start: dict[str, Any] | None, steps: bool) -> Step:
         window = self._window.current
