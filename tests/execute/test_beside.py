@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import operator
+import os
 import pickle
+import signal
 import socket
 import subprocess
 import sys
@@ -209,6 +211,47 @@ def test_windows_do_not_wait_for_a_graph_of_open_sizes(
     assert modes[5:9] == ["operations", "eager", "operations", "eager"]  # eager: the comparison
     assert [one.mode for one in executor._steps.values()] == ["compile"] * 3
     whole.assert_same(model)
+
+
+def test_a_process_compiles_for_a_device_that_it_cannot_use() -> None:
+    ours, theirs = socket.socketpair()
+
+    def compile_for_cuda() -> None:
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        compile_workers._leave_the_device(torch.device("cuda", 0))
+        with FakeTensorMode():
+            x = torch.tensor([1.0, 2.0], device="cuda:0")
+            x[:1].copy_(x[None, 1])
+        theirs.send(f"{x.device} {torch.cuda.current_device()}".encode())
+
+    process = compile_workers._forked(compile_for_cuda)
+    theirs.close()
+    assert ours.recv(99) == b"cuda:0 0"
+    ours.close()
+    os.waitpid(process, 0)
+    assert not torch.cuda.is_available()
+
+
+def test_a_server_keeps_nothing_of_the_run() -> None:
+    inherited, kept = socket.socketpair()
+    ours, theirs = socket.socketpair()
+
+    def leave() -> None:
+        compile_workers._leave_the_run(theirs.fileno())
+        print("not on the user's screen", flush=True)
+        theirs.send(str(signal.getsignal(signal.SIGINT) is signal.SIG_DFL).encode())
+        theirs.recv(1)
+
+    process = compile_workers._forked(leave)
+    theirs.close()
+    assert ours.recv(9) == b"True"
+    assert os.getsid(process) == process
+    kept.close()
+    assert inherited.recv(1) == b""  # nobody else holds the other end
+    inherited.close()
+    ours.close()
+    os.waitpid(process, 0)
 
 
 def test_processes_that_share_a_disk_compile_a_piece_once(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import gc
 import hashlib
 import io
@@ -440,13 +441,13 @@ def _leave_the_run(control: int) -> None:
     for number in signal.valid_signals():
         if callable(signal.getsignal(number)):
             signal.signal(number, signal.SIG_DFL)
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    for standard in range(3):
-        os.dup2(nowhere, standard)
     for name in os.listdir("/dev/fd"):
         with contextlib.suppress(OSError):  # That of the listing itself.
-            if int(name) > 2 and int(name) != control:
+            if int(name) != control:
                 os.close(int(name))
+    for _ in range(3):
+        os.open(os.devnull, os.O_RDWR)  # It takes the lowest free number.
+    sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     gc.freeze()  # An object of the parent would close a file that has another's number now.
 
 
@@ -484,6 +485,15 @@ def _leave_the_device(device: torch.device) -> None:
     ]
     for owner, name, value in replaced:
         setattr(owner, name, value)
+    # In C++, torch makes the device of a tensor the current one for a moment. A "meta" tensor has
+    # none: what torch does for those does nothing.
+    torch_core = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+    guards = (ctypes.c_void_p * (_META + 1)).in_dll(torch_core, _GUARDS)
+    guards[_CUDA] = guards[_META]
+
+
+_GUARDS = "_ZN3c104impl26device_guard_impl_registryE"
+_CUDA, _META = 1, 14  # c10::DeviceType
 
 
 def _work(file: int, device: torch.device) -> None:
