@@ -15,8 +15,8 @@ A row is a model, and a way to run it:
   loop without) run for 60 s with empty caches. The table says how many updates were made, the
   longest window, and the seconds until full speed; the timeline is in the JSON below it.
 
-Python's bytecode of every module is written before the first row, into a folder of this command: pip
-leaves it at an installation, and a machine without it reads every module's source in each process.
+Python's bytecode of every module is written before the first row, into a folder of this command:
+pip leaves it at an installation; without it, each process would compile the source of every module.
 
 A row that would not end within the budget is not begun.
 """
