@@ -467,8 +467,16 @@ def _leave_the_device(device: torch.device) -> None:
         one.lazy_init(torch.device("cpu"))  # It traces patterns of operations; any device will do.
     cuda.is_available = is_available
     compile_kernel = CachingAutotuner.precompile
+    constants: Any = joint_graph.UniformValueConstantFolder
+    value_of = constants._deduce_value
+
+    def value_by_the_cpu(graph: Any, node: Any) -> Any:
+        with _OnTheCPU():  # type: ignore[no-untyped-call]
+            return value_of(graph, node)
+
     replaced: list[tuple[Any, str, Any]] = [
         *((one, "lazy_init", lambda *_, **__: None) for one in passes),
+        (constants, "_deduce_value", value_by_the_cpu),
         (cuda, "_is_in_bad_fork", lambda: False),
         (cuda, "current_device", lambda: device.index),
         (cuda, "_exchange_device", lambda index: index),
@@ -490,6 +498,14 @@ def _leave_the_device(device: torch.device) -> None:
     torch_core = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
     guards = (ctypes.c_void_p * (_META + 1)).in_dll(torch_core, _GUARDS)
     guards[_CUDA] = guards[_META]
+
+
+class _OnTheCPU(TorchDispatchMode):
+    """Lets tensors be made on the CPU within this context, whatever device is asked for."""
+
+    def __torch_dispatch__(self, operation: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        moved = {"device": torch.device("cpu")} if kwargs and kwargs.get("device") else {}
+        return operation(*args, **{**(kwargs or {}), **moved})
 
 
 _GUARDS = "_ZN3c104impl26device_guard_impl_registryE"
@@ -520,11 +536,15 @@ def _work(file: int, device: torch.device) -> None:
     trim()
 
 
+_ANSWERS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.allclose.default)
+"""Operations that return a number or an answer, which fake tensors do not have."""
+
+
 class _OnlyCompiled(TorchDispatchMode):
     """Compiles those kernels of this package that would run on fake tensors; all checks pass."""
 
     def __torch_dispatch__(self, operation: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if operation is torch.ops.aten._local_scalar_dense.default:
+        if operation in _ANSWERS:
             return True
         if operation.namespace == "wholebatch":
             from torch._library.custom_ops import OPDEFS
