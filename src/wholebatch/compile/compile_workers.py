@@ -466,7 +466,6 @@ def _leave_the_device(device: torch.device) -> None:
     for one in passes:
         one.lazy_init(torch.device("cpu"))  # It traces patterns of operations; any device will do.
     cuda.is_available = is_available
-    compile_kernel = CachingAutotuner.precompile
     constants: Any = joint_graph.UniformValueConstantFolder
     value_of = constants._deduce_value
 
@@ -485,11 +484,8 @@ def _leave_the_device(device: torch.device) -> None:
         (cuda, "set_rng_state", lambda *_: None),
         (fake_tensor, "init_gpu_context", lambda *_: None),
         (fake_tensor.FakeTensorMode, "avoid_device_init", True),
-        (
-            CachingAutotuner,
-            "precompile",
-            lambda kernel, *_, **__: compile_kernel(kernel, warm_cache_only=True),
-        ),
+        (CachingAutotuner, "_make_launchers", lambda _: None),
+        (CachingAutotuner, "_dynamic_scale_rblock", lambda _: None),
     ]
     for owner, name, value in replaced:
         setattr(owner, name, value)
