@@ -363,6 +363,8 @@ class _Worker:
     def __init__(self, server: _Server) -> None:
         self._server = server
         self._connection: socket.socket | None = None
+        with contextlib.suppress(OSError):  # The server has ended; `compile` says so.
+            self._connection = server.connected()
 
     def compile(self, job: Job) -> str | None:
         """Compile it; return the reason if that failed."""
@@ -515,7 +517,7 @@ def _work(file: int, device: torch.device) -> None:
 
     AsyncCompile.pool.cache_clear()  # The parent's threads are not here.
     config.worker_start_method = "fork"
-    config.compile_threads = max(1, _cores() // max(1, _number()))
+    config.compile_threads = max(1, _cores() // 4)
     if device.type == "cuda":
         import_compiler(with_processes=True)
     connection = os.fdopen(file, "r+b", buffering=0)
