@@ -60,9 +60,9 @@ class Model:
 
 MODELS = {
     "llama-12": Model(12, 768, 12, 2048),
-    "llama-48": Model(48, 768, 12, 2048, seconds=90.0),
-    "llama-22": Model(22, 2048, 32, 5632, window=16, seconds=80.0),
-    "lora-22": Model(22, 2048, 32, 5632, window=16, lora=True, seconds=100.0),
+    "llama-48": Model(48, 768, 12, 2048, seconds=70.0),
+    "llama-22": Model(22, 2048, 32, 5632, window=16, seconds=60.0),
+    "lora-22": Model(22, 2048, 32, 5632, window=16, lora=True, seconds=70.0),
     "gpt2": Model(12, 768, 12, 3072, vocabulary=50257, kind="gpt2"),
     "vit-b": Model(
         12, 768, 12, 3072, vocabulary=1000, length=224, micro=16, window=128, kind="vit"
