@@ -466,7 +466,8 @@ def _leave_the_device(device: torch.device) -> None:
     cuda: Any = torch.cuda
     cuda.is_available, is_available = (lambda: False), cuda.is_available
     for one in passes:
-        one.lazy_init(torch.device("cpu"))  # It traces patterns of operations; any device will do.
+        with contextlib.suppress(RuntimeError):  # The parent has compiled: they are there.
+            one.lazy_init(torch.device("cpu"))  # Traces patterns of operations, on any device.
     cuda.is_available = is_available
     constants: Any = joint_graph.UniformValueConstantFolder
     value_of = constants._deduce_value
