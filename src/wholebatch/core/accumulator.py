@@ -26,7 +26,6 @@ from wholebatch.core.model_and_optimizer import Scheduler
 from wholebatch.core.options import BatchNormPolicy, Close, Memory
 from wholebatch.core.stream import GivenLoss, Stream
 from wholebatch.core.window import Step, Turn, UnitsCount, graph_nodes, make_window
-from wholebatch.coupled.contrastive.losses import OfTheBatch
 from wholebatch.errors import EmptyWindowError, LossError, OptionError, RankError, WindowError
 
 
@@ -234,6 +233,7 @@ class Accumulator(Stream):
             self.pending.take(total, self)
         else:
             self.pending.refuse()
+            self._window.now.refuse_broken()
             self._untouched.check()
             last = is_last and not more
             if self._beside:
@@ -244,14 +244,12 @@ class Accumulator(Stream):
                 self._window.add_loss(total, last=last, counts=self._counts)
             else:
                 given = GivenLoss.of(total, units, mean)  # refuses terms that nobody announced
-                if self._look.active or isinstance(total, OfTheBatch):
-                    given.look_at(self._look, in_parts=self._in_parts)
+                given.look_at(self._look, in_parts=self._in_parts)
                 self._window.add(given.summed, given.units, last=last, counts=self._counts)
             self._untouched.remember()
         if more:
             return None
-        if self._look.active:
-            self._look.done()
+        self._look.done()
         if self._counts:
             self._window.micro_batch_done()
         for policy in self._counting:

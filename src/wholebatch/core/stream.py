@@ -252,6 +252,7 @@ class Stream:
         self._window.discard()
         self._untouched.forget()
         self.pending.loss = None
+        self._look.done()
         for policy in self._counting:
             policy.discard_window()
 
