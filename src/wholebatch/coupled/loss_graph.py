@@ -99,8 +99,9 @@ def check_sum(total: Tensor, units: Units) -> None:
     number = _number(units)
     if number is None or total.grad_fn is None:
         return
-    means = [term for term in loss_terms(total.grad_fn) if _is_mean(term, number)]
-    added = [term for term in means if term.kind == "mean" and not term.over]
+    terms = list(loss_terms(total.grad_fn))
+    means = [term for term in terms if _is_mean(term, number)]
+    added = [term for term in terms if term.kind == "mean" and not term.over]
     if not means or 1 < number <= len(added):  # as many means as units: one of each, added
         return
     term = means[0]
@@ -212,7 +213,8 @@ def _is_within_units(term: LossTerm, units: float, rows: int | None) -> bool:
     per_row = term.node.startswith(_PER_ROW)
     elements = math.prod(term.sizes[:1] + term.sizes[2:] if per_row else term.sizes)
     if units == 1:
-        return elements > 1 and (term.sizes[:1] == (1,) or rows in (1, None))
+        is_one = term.sizes[:1] == (1,) or rows in (1, None)
+        return is_one and (elements > 1 or (term.kind == "mean" and not per_row))
     over = math.prod(term.over) if term.kind == "sum" else term.count
     if term.counted is not None or not _close(over, elements):
         return False
@@ -244,6 +246,8 @@ def refuse_weight(kind: str, first: float, now: float, units: Units) -> None:
             'weights), or take the sum (reduction="sum") and say what it is over; several means '
             "over different units are wb.Loss.terms(...), after announce()"
         )
+        if units == 1:
+            what += ". Where a micro-batch is one sample, say so: losses[None].mean()"
     raise LossError(f"this loss {what} (audit=False: leave this check out)")
 
 
@@ -396,11 +400,12 @@ def _reduction(node: Any, name: str, below: list[Any], so_far: LossTerm) -> Iter
         inner = inner.next_functions[0][0]
     if inner is not None and _picks_samples(inner):
         yield replace(so_far, node=inner.name(), kind="picked")
-    elif name in _MEAN and _is_of_parameters(below[0]):
-        yield replace(so_far, node=name, kind="regulariser", below=node)
     elif name in _MEAN:
         sizes = tuple(_saved(node, "self_sym_sizes") or ())
         inner, so_far = _without_factors(below[0], so_far)
+        if _is_of_parameters(inner):
+            yield replace(so_far, node=name, kind="regulariser", below=inner)
+            return
         of_losses = inner is not None and _saved(inner, "reduction") == 0
         counted = _loss_size(inner)[1] if of_losses else None
         yield replace(
@@ -457,9 +462,9 @@ def _not_understood(node: Any, below: list[Any], so_far: LossTerm) -> LossTerm:
 def _sum(node: Any, name: str, below: list[Any], so_far: LossTerm) -> LossTerm:
     """Return a sum of per-unit losses, or of means over the first dimension (`x.mean(0).sum()`)."""
     sizes = tuple(_saved(node, "self_sym_sizes") or ())
-    if _is_of_parameters(below[0]):
-        return replace(so_far, node=name, kind="regulariser", below=node)
     inner, so_far = _without_factors(below[0], so_far)
+    if _is_of_parameters(inner):
+        return replace(so_far, node=name, kind="regulariser", below=inner)
     if inner is not None and inner.name() == "MeanBackward1":
         given = tuple(_saved(inner, "self_sym_sizes") or ())
         dims = [dim if dim < 1 << 63 else dim - (1 << 64) for dim in _saved(inner, "dim") or ()]

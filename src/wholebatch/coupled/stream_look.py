@@ -247,7 +247,8 @@ class StreamLook:
         if self._handles:
             self._remove_hooks()
         for key, weight in self._weights.items() if micro_batches > 1 else ():
-            if "regulariser" in key and not weight.may_differ and not self._again.seen:
+            known = weight.may_differ or weight.count <= 1 or self._again.seen
+            if "regulariser" in key and not known:
                 warn_of_penalty(weight)
                 break
         if self.over and self._audits and not self._again.seen:
