@@ -738,6 +738,22 @@ def _has_distances(total: Tensor, until: set[Any]) -> bool:
     return False
 
 
+def is_normalised(total: Tensor, outputs: Sequence[Tensor]) -> bool:
+    """True if a factor of the samples has mean 0 and deviation 1 over exactly these samples."""
+    for node in graph_nodes([total], {output.grad_fn for output in outputs}):
+        below = [child for child, _ in node.next_functions]
+        if node.name() != "MulBackward0" or None not in below:
+            continue
+        given = _saved(node, "other" if below[1] is None else "self")
+        if not isinstance(given, Tensor) or not 4 <= given.numel() == given.shape[0]:
+            continue
+        factor = given.detach().double().flatten()
+        off = min(abs(float(factor.std(correction=less)) - 1) for less in (0, 1))
+        if off < 1e-3 and abs(float(factor.mean())) < 1e-5 and not factor.equal(factor.round()):
+            return True
+    return False
+
+
 class _Links:
     """The rows of outputs, and which of them the loss links."""
 

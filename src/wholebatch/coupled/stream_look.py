@@ -37,6 +37,7 @@ from wholebatch.coupled.loss_graph import (
     check_parts,
     check_sum,
     divisors,
+    is_normalised,
     linked_samples,
     reduced_shapes,
     refuse_weight,
@@ -269,6 +270,12 @@ class StreamLook:
         linked = linked_samples(scalar, list(self._outputs), units)
         if not linked:
             self._looked = linked is not None
+            if self._looked and units > 1 and is_normalised(scalar, list(self._outputs)):
+                _log.warning(
+                    "a factor of the samples in this loss has mean 0 and deviation 1 over the "
+                    "micro-batch: if it is normalised there (advantages), and not within groups of "
+                    "samples that stay together, normalise it over the whole batch, before the loop"
+                )
             return
         shown = ", ".join(map(str, linked[:5])) + (", ..." if len(linked) > 5 else "")
         raise LossError(
