@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -274,6 +275,51 @@ def test_what_cannot_be_known_is_logged(caplog: pytest.LogCaptureFixture) -> Non
         windows(backward, EVEN)
         assert ("a penalty on the weights is added to the sum" in caplog.text) is told
         caplog.clear()
+
+
+MOVING = {"mean": 0.0}
+
+
+def moving(model: nn.Module, micro: Batch) -> Tensor:
+    losses = each(model, micro)
+    MOVING["mean"] = 0.9 * MOVING["mean"] + 0.1 * float(losses.detach().mean())
+    return (losses - MOVING["mean"]).square()
+
+
+def centred(model: nn.Module, micro: Batch) -> Tensor:
+    out = model(micro["x"])
+    return (out - out.detach().mean(0)).square().sum(1)
+
+
+def advantages(model: nn.Module, micro: Batch) -> Tensor:
+    given = micro["x"][:, 0]
+    return each(model, micro) * (given - given.mean()) / given.std()
+
+
+COMPILED: dict[str, Callable[[nn.Module, Batch], Any]] = {
+    "normalised advantages": advantages,
+    "detached statistics": centred,
+    "state that crosses micro-batches": moving,
+    "a chosen part": lambda m, b: wb.mean_loss(chosen(m, b), len(b["y"])),
+    "a penalty": lambda m, b: wb.Loss(each(m, b).sum() + 0.1 * penalty(m), len(b["y"])),
+    "right": each,
+}
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_a_compiled_loss_function_is_tested_as_a_whole(name: str) -> None:
+    def backward(acc: Any, model: nn.Module, micro: Batch) -> None:
+        function = made.setdefault(
+            acc, acc.compile(partial(COMPILED[name], model), execute="eager")
+        )
+        acc.backward(function(micro))
+
+    made: dict[Any, Any] = {}
+    if name == "right":
+        assert windows(backward, [SIZES])[1] <= EXACT
+        return
+    with pytest.raises(REFUSED, match="cannot give the update of the whole batch"):
+        windows(backward, [(4, 4, 3)])
 
 
 def per_sample(model: nn.Module, micro: Batch) -> Tensor:

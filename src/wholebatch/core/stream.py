@@ -228,6 +228,12 @@ class Stream:
         yield not self._look.active
         self._untouched.remember()
 
+    def look_at_function(self, model: nn.Module, call: Callable[..., Any], micro: Any) -> None:
+        """Refuse a loss function whose micro-batches do not add up to the whole batch."""
+        if self._in_parts and self._window.sync.ranks == 1:
+            given = {"args": micro["args"], "kwargs": micro["kwargs"]}
+            self._look.at_function(model, lambda few: call(None, {**micro, **few}), given)
+
     def add_eagerly(self, loss: Loss | Terms) -> None:
         """Make the backward of a compiled function's loss; refuse several terms.
 

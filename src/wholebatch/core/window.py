@@ -104,9 +104,9 @@ def backward_into(
     return Backward(restoring, overlaps=False)
 
 
-def graph_nodes(totals: Iterable[Tensor], until: Iterable[Any] = ()) -> Iterator[Any]:
-    """Yield every node of the autograd graph below these totals, and above the nodes `until`."""
-    stack: list[Any] = [total.grad_fn for total in totals]
+def graph_nodes(totals: Iterable[Any], until: Iterable[Any] = ()) -> Iterator[Any]:
+    """Yield every node of the graph at and below these totals or nodes, and above `until`."""
+    stack: list[Any] = [getattr(total, "grad_fn", total) for total in totals]
     seen: set[Any] = set(until)
     while stack:
         node = stack.pop()

@@ -221,14 +221,10 @@ def _is_within_units(term: LossTerm, units: float, rows: int | None) -> bool:
     return any(_close(units, size) for size in (term.sizes[:1] if per_row else term.sizes))
 
 
-def _has_factor(node: Any) -> bool:
+def _has_factor(root: Any) -> bool:
     """True if a number multiplies or divides something in the graph at and below this node."""
-    below = [node, *(child for child, _ in node.next_functions if child is not None)]
-    names = ("MulBackward", "DivBackward")
-    return any(
-        one.name().startswith(names) and None in [child for child, _ in one.next_functions]
-        for one in below
-    ) or any(map(_has_factor, below[1:]))
+    nodes = (n for n in graph_nodes([root]) if n.name().startswith(("MulBackward", "DivBackward")))
+    return any(child is None for node in nodes for child, _ in node.next_functions)
 
 
 def refuse_weight(kind: str, first: float, now: float, units: Units) -> None:

@@ -304,14 +304,34 @@ class StreamLook:
         collective = any(isinstance(m, nn.SyncBatchNorm) or _is_ddp(m) for m in inner.modules())
         if known or not inner.training or collective:
             return
+        with self._not_counting():
+            found = look_at_call(inner, args, kwargs)
+        if found is not None:
+            self._judged.add(module)
+            self._found += found
+
+    def at_function(self, model: nn.Module, run: Callable[[Any], Any], given: Any) -> None:
+        """Refuse a loss function whose micro-batches do not add up: it is run on some samples."""
+        layout = readable_layout(given, None, ())
+        if not self._handles or layout is None or layout.size < 2:
+            return
+        try:
+            with self._not_counting(), local_collectives():
+                result = check_adds_up(model, run, layout)
+        except Exception as error:  # most often the function's own, and the call will raise it
+            _log.warning("no look whether micro-batches add up to the whole batch: %r", error)
+            return
+        result.refuse()
+        self._judged.update(model.modules() if result.conclusive else ())
+
+    @contextmanager
+    def _not_counting(self) -> Iterator[None]:
+        """Make calls that neither hooks nor statistics of BatchNorms count."""
         self._looking = True
         for policy in self._statistics:
             policy.counts = False
         try:
-            found = look_at_call(inner, args, kwargs)
-            if found is not None:
-                self._judged.add(module)
-                self._found += found
+            yield
         finally:
             self._looking = False
             for policy in self._statistics:
