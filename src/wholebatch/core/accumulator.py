@@ -249,7 +249,8 @@ class Accumulator(Stream):
             self._untouched.remember()
         if more:
             return None
-        self._look.done()
+        if self._look.active:
+            self._look.done()
         if self._counts:
             self._window.micro_batch_done()
         for policy in self._counting:

@@ -31,6 +31,8 @@ from wholebatch.errors import LossError
 
 _log = logging.getLogger("wholebatch")
 
+_MOST_SHAPES = 64
+
 
 @dataclass(frozen=True)
 class GivenLoss:
@@ -86,11 +88,30 @@ class GivenLoss:
         return cls(cast("Tensor", loss), check_units(units), mean is not None)
 
     def look_at(self, look: StreamLook, *, in_parts: bool) -> None:
-        """Refuse a loss whose graph shows that micro-batches do not add up to the whole batch."""
+        """Refuse a loss whose graph shows that micro-batches do not add up to the whole batch.
+
+        After the first window only losses of other shapes or units are looked at.
+        """
+        shapes = (self._reduced_from(), None if isinstance(self.units, Tensor) else self.units)
+        is_known = shapes in look.shapes or len(look.shapes) >= _MOST_SHAPES
+        if is_known and not look.active and type(self.whole) in (Loss, type(None)):
+            return
         if self.is_mean:
             look.at_backward(mean=self.loss, units=self.units, in_parts=in_parts)
         else:
             look.at_backward(self.whole or self.loss, self.units, in_parts=in_parts)
+        look.shapes.add(shapes)
+
+    def _reduced_from(self) -> tuple[Any, ...]:
+        """Return the shapes that the loss was reduced from, without reading a number."""
+        found: list[Any] = []
+        waiting = [getattr(self.loss, "grad_fn", None)]
+        for _ in range(_MOST_SHAPES):
+            for child, place in getattr(waiting.pop(), "next_functions", ()) if waiting else ():
+                given = getattr(child, "_input_metadata", ())
+                shape = tuple(given[place].shape) if given else ()
+                (found if shape else waiting).append(shape or child)
+        return tuple(found)
 
     @property
     def summed(self) -> Tensor:

@@ -51,7 +51,6 @@ from wholebatch.errors import LossError
 _log = logging.getLogger("wholebatch")
 
 _MOST_NODES = 512
-_MOST_SHAPES = 32
 _CLOSE = 4e-3  # one step of bfloat16: a factor may have been rounded to it
 
 # Nodes that pass one number on, times 1 or -1.
@@ -245,24 +244,6 @@ def refuse_weight(kind: str, first: float, now: float, units: Units) -> None:
         if units == 1:
             what += ". Where a micro-batch is one sample, say so: losses[None].mean()"
     raise LossError(f"this loss {what} (audit=False: leave this check out)")
-
-
-def reduced_shapes(scalar: Tensor) -> tuple[tuple[int, ...], ...]:
-    """Return the shapes that a scalar was reduced from, without reading a number.
-
-    >>> reduced_shapes(torch.rand(6, 2, requires_grad=True).tanh().mean())
-    ((6, 2),)
-    """
-    found: list[tuple[int, ...]] = []
-    waiting: list[Any] = [scalar.grad_fn]
-    for _ in range(_MOST_SHAPES):
-        for child, place in waiting.pop().next_functions if waiting else ():
-            given = getattr(child, "_input_metadata", ())
-            if shape := tuple(given[place].shape) if given else ():
-                found.append(shape)
-            elif child is not None:
-                waiting.append(child)
-    return tuple(found)
 
 
 def _refuse_scaled(node: Any) -> None:
@@ -487,7 +468,8 @@ def _without_factors(node: Any, so_far: LossTerm) -> tuple[Any, LossTerm]:
     while node is not None:
         name, below = node.name(), [child for child, _ in node.next_functions]
         is_product = name.startswith(("MulBackward", "DivBackward"))
-        scaled = _scaled(node, name, below, so_far) if is_product else None
+        by_row = any(getattr(_saved(node, side), "ndim", 0) for side in ("self", "other"))
+        scaled = _scaled(node, name, below, so_far) if is_product and not by_row else None
         if scaled is None and name not in _SAME:
             break
         node, so_far = scaled or (below[0], so_far)

@@ -39,7 +39,6 @@ from wholebatch.coupled.loss_graph import (
     divisors,
     is_normalised,
     linked_samples,
-    reduced_shapes,
     refuse_weight,
 )
 from wholebatch.coupled.normalisation_layers import batchnorms, refuse_new_norms
@@ -48,7 +47,6 @@ from wholebatch.errors import LossError, SplitError
 _log = logging.getLogger("wholebatch")
 
 _MOST_OUTPUTS = 32
-_MOST_SHAPES = 64
 _READS = 3  # of divisors: one may be the size of a micro-batch, and not of the next
 
 
@@ -114,7 +112,7 @@ class StreamLook:
         self._kinds: set[tuple[type, bool]] = set()  # of the nodes that losses ended with
         self._divisors: set[int] = set()  # what losses were divided by
         self._weights: dict[Any, TermWeight] = {}  # of terms
-        self._shapes: set[Any] = set()  # of losses that were looked at
+        self.shapes: set[Any] = set()  # of losses that were looked at
         self._rows: int | None = None  # of the last call of a model that was seen
         self._calls: list[_Call] = []  # of this micro-batch
         self._units = 0.0  # that were counted for it
@@ -177,17 +175,12 @@ class StreamLook:
         if kind is type(None):
             return  # no loss at all: refused elsewhere
         assert scalar is not None
-        counted = None if isinstance(units, Tensor) else units
-        shapes = (mean is None, counted, reduced_shapes(scalar))
-        if not self.active and (shapes in self._shapes or len(self._shapes) >= _MOST_SHAPES):
-            return
         if (kind, mean is None) not in self._kinds:
             (check_sum if mean is None else check_mean)(scalar, check_units(units))
             if float(check_units(units)) > 1:  # of one unit, the mean is the sum
                 self._kinds.add((kind, mean is None))
         if in_parts:
             self._compare_weights(kind, scalar, check_units(units), is_mean=mean is not None)
-        self._shapes.add(shapes)
         if self._reads < _READS:
             self._reads += 1
             self._divisors |= divisors(scalar, check_units(units))
