@@ -92,7 +92,8 @@ class GivenLoss:
 
         After the first window only losses of other shapes or units are looked at.
         """
-        shapes = (self._reduced_from(), None if isinstance(self.units, Tensor) else self.units)
+        units = None if isinstance(self.units, Tensor) else self.units
+        shapes = (self.is_mean, units, self._reduced_from())
         is_known = shapes in look.shapes or len(look.shapes) >= _MOST_SHAPES
         if is_known and not look.active and type(self.whole) in (Loss, type(None)):
             return
@@ -109,8 +110,8 @@ class GivenLoss:
         for _ in range(_MOST_SHAPES):
             for child, place in getattr(waiting.pop(), "next_functions", ()) if waiting else ():
                 given = getattr(child, "_input_metadata", ())
-                shape = tuple(given[place].shape) if given else ()
-                (found if shape else waiting).append(shape or child)
+                shape = given[place].shape if given else ()
+                (found if len(shape) else waiting).append(str(shape) if len(shape) else child)
         return tuple(found)
 
     @property
