@@ -100,7 +100,7 @@ def check_sum(total: Tensor, units: Units) -> None:
         return
     terms = list(loss_terms(total.grad_fn))
     means = [term for term in terms if _is_mean(term, number)]
-    added = [term for term in terms if term.kind == "mean" and not term.over]
+    added = [t for t in terms if t.kind == "mean" and not t.over and (t in means or t.count <= 1)]
     if not means or 1 < number <= len(added):  # as many means as units: one of each, added
         return
     term = means[0]
