@@ -240,11 +240,11 @@ class StreamLook:
             self._divisors.clear()
         if self._handles:
             self._remove_hooks()
-        for key, weight in self._weights.items() if micro_batches > 1 else ():
-            known = weight.may_differ or weight.count <= 1 or self._again.seen
-            if "regulariser" in key and not known:
-                warn_of_penalty(weight)
-                break
+        penalties = {k: weight for k, weight in self._weights.items() if "regulariser" in k}
+        unclear = [w for w in penalties.values() if not w.may_differ and w.count > 1]
+        if unclear and micro_batches > 1:
+            warn_of_penalty(unclear[0])
+            self._weights |= {k: replace(w, may_differ=True) for k, w in penalties.items()}
         if self.over and self._audits and not self._again.seen:
             self._again.seen = [Fingerprint(model, _do_nothing) for model in self._models]
 
