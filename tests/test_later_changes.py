@@ -200,6 +200,11 @@ def a_penalty_beside(acc: Any, model: nn.Module, micro: Batch) -> None:
     acc.backward(0.1 * penalty(model), units=0)
 
 
+def uneven_beside(acc: Any, model: nn.Module, micro: Batch) -> None:
+    acc.backward(mean=chosen(model, micro), units=len(micro["y"]), more=True)
+    acc.backward(model(micro["x"]).square().mean(1).sum(), units=0)
+
+
 def chosen(model: nn.Module, micro: Batch) -> Tensor:
     return each(model, micro)[micro["mask"] > 0].mean()
 
@@ -246,6 +251,7 @@ UNSEEN: dict[str, tuple[Callable[..., Any], str, Any]] = {
         "a penalty",
         TAIL,
     ),
+    "a chosen part, and another loss": (uneven_beside, "elements of a mask", EVEN),
     "a penalty beside": (a_penalty_beside, "a penalty", UNEVEN),
 }
 
@@ -373,6 +379,14 @@ def test_equal_means_real_and_fake_samples_and_a_list_may_be_one_unit() -> None:
         acc.backward(each(model, moved).sum(), units=len(micro["y"]))
 
     assert windows(judge, UNEVEN, both)[1] <= EXACT
+
+    def two(acc: Any, model: nn.Module, micro: Batch) -> None:
+        """Two means of one kind, over different numbers."""
+        acc.backward(mean=chosen(model, micro), units=int(micro["mask"].sum()), more=True)
+        moved = model(micro["x"] + 1).square()
+        acc.backward(moved.mean() * 2 * micro["mask"].sum(), units=0)
+
+    assert windows(two, UNEVEN)[0] == 1
     assert (
         windows(lambda a, m, b: a.backward(mean=each(m, b)[None].mean(), units=1), UNEVEN)[0] == 1
     )

@@ -87,20 +87,21 @@ class GivenLoss:
             )
         return cls(cast("Tensor", loss), check_units(units), mean is not None)
 
-    def look_at(self, look: StreamLook, *, in_parts: bool) -> None:
+    def look_at(self, look: StreamLook, *, in_parts: bool, place: int = 0) -> None:
         """Refuse a loss whose graph shows that micro-batches do not add up to the whole batch.
 
         After the first window only losses of other shapes or units are looked at.
         """
         units = None if isinstance(self.units, Tensor) else self.units
-        shapes = (self.is_mean, units, self._reduced_from())
+        shapes = (place, self.is_mean, units, self._reduced_from())
         is_known = shapes in look.shapes or len(look.shapes) >= _MOST_SHAPES
         if is_known and not look.active and type(self.whole) in (Loss, type(None)):
             return
+        where: dict[str, Any] = {"in_parts": in_parts, "place": place}
         if self.is_mean:
-            look.at_backward(mean=self.loss, units=self.units, in_parts=in_parts)
+            look.at_backward(mean=self.loss, units=self.units, **where)
         else:
-            look.at_backward(self.whole or self.loss, self.units, in_parts=in_parts)
+            look.at_backward(self.whole or self.loss, self.units, **where)
         look.shapes.add(shapes)
 
     def _reduced_from(self) -> tuple[Any, ...]:

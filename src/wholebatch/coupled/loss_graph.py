@@ -115,7 +115,7 @@ def check_sum(total: Tensor, units: Units) -> None:
             f"backward(mean=..., units={number:g}), or wb.mean_loss(mean, {number:g})"
         )
     if number == 1:
-        way += "; mean=..., units=1 also states that every micro-batch counts as one unit"
+        way += "; units=1 is right for one sample, and for micro-batches of equal sizes"
     which = "total is" if len(means) == 1 else "terms of total are means: one is"
     raise LossError(
         f"{which} {what}, and must be the sum over its units={number:g}: its gradient would be "

@@ -90,8 +90,8 @@ class StreamLook:
     `at_backward` reads the graph of the loss, once for every kind of node that losses end with. In
     the first micro-batch it also differentiates that graph twice (hooks of the user's on tensors in
     it run once more) and raises what was found. Then the hooks are taken off, at the end of the
-    window in any case. After that `active` is False, and only losses such as `wb.info_nce` are
-    still refused.
+    window in any case. After that `active` is False. Losses such as `wb.info_nce` are still
+    refused, and so are means of other shapes whose elements have another weight than before.
 
     Models whose forwards run collectives (FSDP, DeepSpeed) must not be watched. A window that is
     all of the batch (one micro-batch, one rank) need not be.
@@ -115,7 +115,7 @@ class StreamLook:
         self.shapes: set[Any] = set()  # of losses that were looked at
         self._rows: int | None = None  # of the last call of a model that was seen
         self._calls: list[_Call] = []  # of this micro-batch
-        self._units = 0.0  # that were counted for it
+        self._units = 0.0  # of it: the last that were not 0
         self._reads = 0
         self._handles: list[Any] = []
         self._depth = 0
@@ -153,19 +153,21 @@ class StreamLook:
         *,
         mean: Tensor | None = None,
         in_parts: bool = True,
+        place: object = 0,
     ) -> None:
         """Refuse this loss if its graph shows that micro-batches do not add up to the whole batch.
 
         Give what the door was given: the sum over `units`, a wb.Loss, or `mean=`. `in_parts` is
         False where this micro-batch is all of its window and there is one rank: any loss is right.
+        `place` tells the losses of one micro-batch apart; the first is at 0.
         """
         if not self._audits:
             return
         if in_parts:
             refuse_in_parts(total)
         if isinstance(total, Terms):
-            for term in total.by_name.values():
-                self.at_backward(term.total, term.units, in_parts=in_parts)
+            for name, term in total.by_name.items():
+                self.at_backward(term.total, term.units, in_parts=in_parts, place=(place, name))
                 self._calls.clear()  # Each term has units of its own, and was announced.
             return
         if isinstance(total, Loss):
@@ -180,7 +182,8 @@ class StreamLook:
             if float(check_units(units)) > 1:  # of one unit, the mean is the sum
                 self._kinds.add((kind, mean is None))
         if in_parts:
-            self._compare_weights(kind, scalar, check_units(units), is_mean=mean is not None)
+            self._units = float(check_units(units)) or (self._units if place else 0.0)
+            self._compare_weights((kind, place), scalar, is_mean=mean is not None)
         if self._reads < _READS:
             self._reads += 1
             self._divisors |= divisors(scalar, check_units(units))
@@ -192,17 +195,16 @@ class StreamLook:
             self._refuse_comparisons(scalar, number)
             self._refuse_counted_twice(scalar, number, is_mean=mean is not None)
 
-    def _compare_weights(self, kind: type, scalar: Tensor, units: Units, *, is_mean: bool) -> None:
+    def _compare_weights(self, loss: Any, scalar: Tensor, *, is_mean: bool) -> None:
         """Refuse a loss whose samples count for more than those of an earlier micro-batch."""
-        self._units = float(units) or self._units  # units=0: those of the backward before
         found = check_parts(scalar, self._units, is_mean=is_mean, rows=self._rows)
         for (of, *place), weight in found.items():
             if of == "mean" and not self.active:
                 continue  # Nobody looked at the other micro-batches of this window.
-            key = (kind, of, *place)
+            key = (loss, of, *place)
             first = self._weights.setdefault(key, weight)
             if weight.contradicts(first, of):
-                refuse_weight(of, first.value, weight.value, units)
+                refuse_weight(of, first.value, weight.value, self._units)
             if of == "regulariser" and weight.count != first.count:  # It grows with the units.
                 self._weights[key] = replace(first, may_differ=True)
 
@@ -224,7 +226,6 @@ class StreamLook:
 
     def done(self) -> None:
         """End a micro-batch, after its backwards: one that was looked at is enough."""
-        self._units = 0.0
         if self._handles:
             self._outputs.clear()
             self._called.clear()
