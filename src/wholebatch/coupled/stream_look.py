@@ -205,7 +205,7 @@ class StreamLook:
             of_state = [finding for finding in self._found if finding.kind in kinds]
             LookResult(tuple(of_state if number == 1 else self._found)).refuse(off="audit=False")
             self._refuse_comparisons(scalar, number)
-            self._refuse_counted_twice(scalar, number, is_mean=mean is not None)
+            self._refuse_counted_twice(scalar, number, place, mean is not None)
 
     def _compare_weights(self, loss: Any, scalar: Tensor, *, is_mean: bool) -> None:
         """Refuse a loss whose samples count for more than those of an earlier micro-batch."""
@@ -220,11 +220,13 @@ class StreamLook:
             if of == "regulariser" and weight.count != first.count:  # It grows with the units.
                 self._weights[key] = replace(first, may_differ=True)
 
-    def _refuse_counted_twice(self, scalar: Tensor, units: float, *, is_mean: bool) -> None:
+    def _refuse_counted_twice(
+        self, scalar: Tensor, units: float, place: Any, is_mean: bool
+    ) -> None:
         """Refuse units that another backward of this micro-batch has counted, of the same calls."""
         nodes = set(graph_nodes([scalar]))
         made = [call for call in self._calls if not nodes.isdisjoint(call.nodes)]
-        counted = [call.given for call in self._calls if call.units]
+        counted = [call.given for call in self._calls if call.units and place]
         if (units or is_mean) and any(call.given in counted for call in made):
             raise LossError(
                 f"{'mean=' if is_mean else 'total'}, units={units:g} in a second backward of one "
