@@ -262,6 +262,8 @@ def head_rows(session: Session, found: Found | None, *, folder: Path, chosen: st
         f"{type(session.optimizer).__name__}, learning rate {rate:g}, {clip}, "
         f"precision {config.precision}"
     )
+    auto, updates = session.pace.auto, f"{config.steps} updates"
+    length = updates if auto is None else f"the data of {updates} of {auto.first}"
     rows = [
         ("model", _model_text(session)),
         ("data", _data_text(session)),
@@ -271,16 +273,11 @@ def head_rows(session: Session, found: Found | None, *, folder: Path, chosen: st
             for place, line in enumerate(_memory_text(session, chosen))
         ),
         ("update", update),
-        ("run", f"{_length_text(session)}, seed {config.seed}, in {path_from_here(folder)}/"),
+        ("run", f"{length}, seed {config.seed}, in {path_from_here(folder)}/"),
     ]
     if found is not None:
         rows.append(("resumed", _resumed_text(found, session)))
     return rows
-
-
-def _length_text(session: Session) -> str:
-    steps, auto = session.config.steps, session.pace.auto
-    return f"{steps} updates" if auto is None else f"the data of {steps} updates of {auto.first}"
 
 
 def _updates_text(session: Session) -> str:
