@@ -424,26 +424,6 @@ def test_an_output_below_what_cannot_be_differentiated_twice(of: str) -> None:
         acc.backward(total + out["logits"].square().sum(), units=8)
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_a_teacher_whose_batchnorm_trains(training: bool) -> None:
-    """Under no_grad no graph tells that its targets depend on the micro-batch."""
-    teacher = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3)).double().train(training)
-    model = mlp()
-    acc = wb.Accumulator(model, sgd(model), steps=2)
-    x = samples(6)["x"]
-    with torch.no_grad():
-        target = teacher(x)
-    total = (model(x) - target).square().sum()
-    if not training:
-        acc.backward(total, units=6)
-        acc.discard()
-        return
-    with pytest.raises(
-        UnsupportedError, match=r"the loop\) \(BatchNorm1d\): runs in training mode"
-    ):
-        acc.backward(total, units=6)
-
-
 class _Rows(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -8,19 +8,16 @@ the graph of a loss tells how it was made.
 from __future__ import annotations
 
 import logging
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar
-from weakref import WeakMethod, WeakSet
+from typing import Any
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from wholebatch.compile.captured_state import Fingerprint, LookAgain
@@ -101,9 +98,6 @@ class StreamLook:
     all of the batch (one micro-batch, one rank) need not be.
     """
 
-    _known: ClassVar[WeakSet[nn.Module]] = WeakSet()
-    """The BatchNorms of all loops: each has a policy of its own."""
-
     def __init__(
         self, models: Iterable[nn.Module], *, audit: bool = True, policies: Iterable[Policy] = ()
     ) -> None:
@@ -115,8 +109,6 @@ class StreamLook:
         self._looking = False
         self._audits = audit
         self._norms = {norm for model in self._models for _, norm in batchnorms(model)}
-        self._known.update(self._norms)
-        self._thread = threading.get_ident()
         self._again = LookAgain()
         self._kinds: set[tuple[type, bool]] = set()  # of the nodes that losses ended with
         self._divisors: set[int] = set()  # what losses were divided by
@@ -147,7 +139,6 @@ class StreamLook:
             return
         self.active = True
         self._found += [found for model in self._models for found in refused_by_type(model)]
-        self._handles.append(register_module_forward_pre_hook(_Hook(self._look_outside)))
         for module in {m for model in self._models for m in model.modules()}:
             if isinstance(module, torch.jit.ScriptModule):
                 continue
@@ -296,18 +287,6 @@ class StreamLook:
         )
 
     # -------------------------------------------------------------- hooks
-
-    def _look_outside(self, module: nn.Module, args: Any) -> None:
-        """Note a BatchNorm that nobody trains or looks at, such as a teacher's."""
-        if not isinstance(module, _BatchNorm) or not module.training or torch.is_grad_enabled():
-            return
-        if module not in self._known and threading.get_ident() == self._thread:
-            advice = (
-                "runs in training mode under torch.no_grad() in a model that was not given here, "
-                "so its output depends on the other samples of the micro-batch: put that model "
-                "into evaluation mode"
-            )
-            self._found.append(AuditFinding("(the loop)", type(module).__name__, "outside", advice))
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self._looking:
