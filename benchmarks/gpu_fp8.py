@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from speed.device_time import mark, milliseconds, profiled_windows, shown
 from speed.plan import Expected
 from speed.together import Child, run_rows
 from torch import Tensor, nn
@@ -157,13 +158,11 @@ def timed_row(name: str, *, profiles: bool) -> str:
         gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    times = []
+    marks = [mark()]
     for _ in range(MEASURED):
-        start = time.perf_counter()
         window()
-        if DEVICE == "cuda":
-            torch.cuda.synchronize()
-        times.append(1000 * (time.perf_counter() - start))
+        marks.append(mark())
+    times = milliseconds(marks)
     # What a recorded graph holds is reserved, and not allocated.
     peak = torch.cuda.max_memory_reserved() / 2**30 if DEVICE == "cuda" else 0.0
     lines = [
@@ -171,14 +170,7 @@ def timed_row(name: str, *, profiles: bool) -> str:
         f"{peak:5.1f} GiB  {mode()}  ready in {ready:.0f} s"
     ]
     if profiles:
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            window()
-            torch.cuda.synchronize()
-        kernels = sorted(profile.key_averages(), key=lambda one: -one.self_device_time_total)
-        lines += [
-            f"  {one.self_device_time_total / 1e3:8.2f} ms {one.count:5d} x {one.key[:150]}"
-            for one in kernels[:30]
-        ]
+        lines.append(shown(profiled_windows(window)))
     return "\n".join(lines)
 
 
