@@ -496,7 +496,7 @@ def missing(packages: tuple[str, ...]) -> list[str]:
 
 
 def measured(
-    row: str, door: str, execute: str, seconds: float, **options: bool
+    row: str, door: str, execute: str, seconds: float, **options: Any
 ) -> tuple[float, float, str] | str:
     """Return ms per window, GiB and kernels, or why there are none."""
     name, window, micro, length = ROWS[row]

@@ -92,6 +92,10 @@ def loss(model: nn.Module, micro: dict[str, Tensor]) -> wb.Loss:
     return wb.cross_entropy(logits.flatten(0, 1).float(), micro["y"].flatten())
 
 
+def units(micro: dict[str, Tensor]) -> int:
+    return micro["y"].numel()
+
+
 def tokens(texts: int, seed: int = 1) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, VOCABULARY, (texts, LENGTH), generator=generator).to(DEVICE)
@@ -114,7 +118,7 @@ def with_torchao(model: nn.Module, recipe: str) -> nn.Module:
 def windows_of_ours(llama: Llama, precision: str) -> tuple[Callable[[], Any], Callable[[], str]]:
     model = llama.build()
     optimizer = torch.optim.AdamW(model.parameters(), fused=DEVICE == "cuda")
-    options: dict[str, Any] = {"micro_batch": llama.micro, "precision": precision}
+    options: dict[str, Any] = {"micro_batch": llama.micro, "precision": precision, "units": units}
     window = wb.WholeBatch(model, optimizer, loss=loss, execute="graph", **options)
     batch = tokens(llama.window)
     executor = window._runner.executor
@@ -125,12 +129,12 @@ def windows_of_torchao(llama: Llama, recipe: str) -> tuple[Callable[[], Any], Ca
     model = with_torchao(llama.build(), recipe)
     optimizer = torch.optim.AdamW(model.parameters(), fused=DEVICE == "cuda")
     batch = tokens(llama.window)
-    units = batch["x"].numel()
+    count = units(batch)
 
     @torch.compile
     def total(micro: dict[str, Tensor]) -> Tensor:
         with torch.autocast(DEVICE, torch.bfloat16):
-            return loss(model, micro).total / units
+            return loss(model, micro).total / count
 
     def window() -> None:
         for start in range(0, llama.window, llama.micro):

@@ -94,14 +94,17 @@ def test_the_rewritten_graph_makes_the_same_gradients() -> None:
     _, plain = _gradients(*given, Fusions(products=True))
     all_of_them = Fusions(products=True, norms=True, shared_inputs=True)
     rewritten, found = _gradients(*given, all_of_them)
-    assert rewritten.fused_norms == 5
-    assert rewritten.shared_products == 2 * (2 + 1)
+    assert rewritten.fused["norms"] == 5
+    assert rewritten.fused["shared"] == 2 * (2 + 1)
     assert distance(found, plain) <= 1e-12
     assert all(bool(one.abs().sum() > 0) for one in found)
     called = [node.target for node in rewritten.graph.graph.nodes]
     products = [called.count(one) for one in (torch.ops.aten.mm.default, add_product())]
     # Of each layer 4 products, with 2 of their gradients each; the output layer, tied to tokens.
     assert products == [2 * (3 + 4) + 2, 2 * 4 + 1]
+    # One kernel can make the activation again and its gradient: `down` is added behind that.
+    slope, adds = torch.ops.aten.silu_backward.default, add_product()
+    assert [one for one in called if one in (slope, adds)] == [adds, *2 * [slope, *4 * [adds]]]
     exact = _model().double()
     _loss(exact, _micro()).total.mul(0.25).backward()
     wanted = [one.grad for one in exact.parameters()]
@@ -203,7 +206,7 @@ def test_layers_used_twice_and_biases_of_odd_sizes() -> None:
     model, micro = Reads(), _micro()
     given = _traced(model, micro, _sum)
     rewritten, found = _gradients(*given, Fusions(products=True, shared_inputs=True))
-    assert rewritten.shared_products == 2 + 1 + 1 + 2
+    assert rewritten.fused["shared"] == 2 + 1 + 1 + 2
     assert len(rewritten.joined) == 2 + 1 + 2 + 2  # Weights and buffers; `apart` only its weights.
     called = [node.target for node in rewritten.graph.graph.nodes]
     assert called.count(torch.ops.aten.clone.default) == 1
@@ -221,10 +224,10 @@ def test_buffers_that_lie_apart_are_not_joined() -> None:
     buffers = gradients.of(traced.used)
     rewritten, tail = _rewritten(traced, len(parameters), gradients, Casts(parameters), options)
     assert len(tail) == len(rewritten.casts) + len(buffers) + len(rewritten.joined)
-    assert rewritten.shared_products
+    assert rewritten.fused["shared"]
     apart = Gradients(parameters)
     for index in traced.used:  # one allocation each
         apart.of([index])
     rewritten, tail = _rewritten(traced, len(parameters), apart, Casts(parameters), options)
-    assert not rewritten.shared_products
+    assert not rewritten.fused["shared"]
     assert len(tail) == len(rewritten.casts) + len(buffers)
