@@ -194,13 +194,8 @@ def _views_of_any_strides(graph: fx.Graph) -> None:
     is written into stays a view.
     """
     for node in graph.find_nodes(op="call_function", target=aten.view.default):
-        if not any(_writes(user) for user in node.users):
+        if not any(one for user in node.users for one in written_by(user)):
             node.target = aten.reshape.default
-
-
-def _writes(node: fx.Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and bool(schema.is_mutable)
 
 
 def _merge_equal(graph: fx.Graph, trained: Sequence[fx.Node]) -> None:
