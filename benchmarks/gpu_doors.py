@@ -541,11 +541,12 @@ def side_by_side(
     rows: list[tuple[str, str]], options: list[str], budget: float, together: int
 ) -> list[str]:
     """Measure rows that get ready in processes of their own; return the lines of their table."""
-    lines: list[str] = []
+    lines, all_found = list[str](), dict[str, Any]()
     script, paths = Path(__file__).resolve(), os.environ.get("PYTHONPATH", "")
 
     def report(row: dict[str, Any]) -> None:
-        lines.append(line(row["model"], row["mode"], row.get("found", row.get("error"))))
+        found = all_found[row["model"]] = row.get("found", row.get("error"))
+        lines.append(line(row["model"], row["mode"], found))
 
     run_rows(
         [(row, door, 0) for row, door in rows],
@@ -557,6 +558,14 @@ def side_by_side(
         rounds=1,
         report=report,
     )
+    for row, found in all_found.items():
+        name, window, micro, _ = ROWS[row]
+        whole = all_found.get(f"{name}/{window}")
+        if micro < window and isinstance(found, list) and isinstance(whole, list):
+            of = (
+                f"{found[0] / whole[0]:.2f} of the time and {found[1] / whole[1]:.3f} of the memory"
+            )
+            print(f"{row}: {of} of the undivided batch", flush=True)
     return lines
 
 
