@@ -19,15 +19,7 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 from wholebatch.compile import fused_weight_grad as fused
 from wholebatch.compile.biased_attention import fuse_attention
 from wholebatch.compile.cross_entropy import bring_products_forward, fuse_entropy
-from wholebatch.compile.fusion import (
-    base_of,
-    cast_to,
-    fixed,
-    is_cheap,
-    readers_of,
-    same_shape,
-    written_by,
-)
+from wholebatch.compile.fusion import base_of, cast_to, fixed, is_cheap, same_shape, written_by
 from wholebatch.compile.gelu import fuse_gelu, simplify_gelu
 from wholebatch.compile.gradient_buffers import Cast
 from wholebatch.compile.layer_norm import fuse_norms
@@ -137,7 +129,6 @@ def rewrite(
     if options.gelu:
         simplify_gelu(graph)
     graph.eliminate_dead_code()
-    _add_behind_readers(graph)
     _views_of_any_strides(graph)
     graph.lint()
     tail = {node: place for place, node in enumerate((*casts.values(), *buffers))}
@@ -223,25 +214,6 @@ def _merge_equal(graph: fx.Graph, trained: Sequence[fx.Node]) -> None:
             graph.erase_node(node)
         else:
             first[key] = place, node
-
-
-def _add_behind_readers(graph: fx.Graph) -> None:
-    """Move the addition of a product behind what reads the same as its right factor is made from.
-
-    If the backward computes that factor again (an activation, for example), one kernel makes both.
-    """
-    place = {node: number for number, node in enumerate(graph.nodes)}
-    written = {base_of(one) for node in place for one in written_by(node)}
-    for node in graph.find_nodes(op="call_function", target=fused.add_product()):
-        left, right = map(base_of, node.args[1:])
-        if is_cheap(right) and written.isdisjoint((left, right)):
-            later = [
-                reader
-                for source in map(base_of, right.all_input_nodes)
-                for reader in (readers_of(source) if source.op == "call_function" else ())
-                if is_cheap(reader) and 0 < place[reader] - place[node] <= _NEAR
-            ]
-            max(later, default=node).append(node)
 
 
 def _is_pure(node: fx.Node) -> bool:
