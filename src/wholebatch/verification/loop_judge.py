@@ -47,6 +47,8 @@ _NO_LIMIT = 1e6
 """Clipping to more than this is a way to measure a norm."""
 _WEIGHTS = 1e-3
 """Weights of losses that differ by less are the same."""
+_COUPLED = 1e-2
+"""A model's own loss of the undivided batch that is farther from any weighting is coupled."""
 _LOSS_SCALE = 64
 """A gradient that is a power of two too large, from here on, has a loss scale left in it."""
 
@@ -79,7 +81,7 @@ class LoopJudge:
         self.fits: list[MistakeFit] = []
         self.read: list[TermWeights] = []
         self.units: Sequence[float] = ()
-        self.coupled_outputs = False
+        self.coupled_outputs = self.own_loss = False
 
     def trial_of(
         self, parts: WindowParts, floor: float, inputs: Sequence[Any], *, coupled: bool
@@ -190,6 +192,9 @@ class LoopJudge:
         scale, ranks = self.micros[0].loss_scale, world_size()
         labels = _labels(self.micros) if len(losses) == len(self.micros) else []
         known: dict[str, Any] = {"loss_scale": scale, "ranks": ranks, "samples": self._samples()}
+        counts = [micro.counts for micro in self.micros]
+        if len({len(one) for one in counts}) == 1:
+            known["counts"] = [sum(one) for one in zip(*counts, strict=True)]
         read = read_weights(losses, labels=labels, **known)
         if labels and not isinstance(read, Unreadable):
             plain = read_weights(losses, **known)
@@ -324,6 +329,8 @@ class LoopJudge:
             off = largest_over_ranks(apart(whole, right))
             if off <= limit:
                 right, self.floor = whole, max(self.floor, off)
+            elif self.own_loss and not self.window.half | bool(self.window.autocast):
+                self.coupled_outputs |= _beyond(whole, torch.stack(means)) > _COUPLED
         self.parts = replace(parts, right=right)
         self.tolerance = self.window.unit if self.window.half else TIMES_THE_FLOOR * self.floor
 
@@ -517,7 +524,7 @@ class LoopJudge:
                 math.isclose(units - divisor, u, rel_tol=_WEIGHTS)
                 for u in (self.read[0].units if self.read else ())
             ]
-            key = "counted-twice" if any(more) else "not-divided"
+            key = "nominal-count" if any(more) else "not-divided"
         return MistakeFit(key, variant, 0.0, True)
 
     def _owned_twice(self, gradient: Tensor) -> MistakeFit | None:
@@ -583,6 +590,8 @@ class LoopJudge:
             key, variant = "averaged-per-micro-batch", f"{averaged + 1} times in a window"
         elif largest_over_ranks(self._linked() or self._couples()):
             key, variant = "coupled", self._coupling()
+        elif largest_over_ranks(self._adds_penalty()):
+            key, variant = "not-divided", f"a penalty on the weights, with each of {len(later) + 1}"
         elif largest_over_ranks(self._clipped_early() is not None):
             clipped = self._clipped_early() or MistakeFit("clipped-too-early", "", 0.0, True)
             key, variant = clipped.key, clipped.variant
@@ -590,6 +599,22 @@ class LoopJudge:
             return found
         self.fits = [MistakeFit(key, variant, 0.0, True), *self.fits]
         return key
+
+    def _adds_penalty(self) -> bool:
+        """True if a penalty on the weights comes with each loss and is not divided as it is."""
+        count, rows = len(self.micros), [m.terms for m in self.micros]
+        penalties = [[t for t in row if t.kind == "regulariser"] for row in rows]
+        losses = [t for t in rows[0] if t.kind in ("mean", "sum")] if all(penalties) else []
+        total = sum(self.read[0].weights) / self.micros[0].loss_scale if losses else 0.0
+        if count < 2 or not math.isclose(total, 1.0, rel_tol=_WEIGHTS) or losses[0].seed != 1:
+            return False
+        shared = {float(count), *(f for t in losses for f in t.over)}
+        shared |= {1.0 / count, *(f for t in losses for f in t.times)}
+        return all(
+            {(t.times, t.over) for t in row} == {(t.times, t.over) for t in penalties[0]}
+            and not any(math.isclose(a, b) for t in row for a in (*t.times, *t.over) for b in shared)
+            for row in penalties
+        )
 
     def _modules(self) -> list[nn.Module]:
         return list(dict.fromkeys(call.module for m in self.micros for call in m.calls))
@@ -635,7 +660,7 @@ class LoopJudge:
         calls = JoinedCalls(self.window, self.recorder, self.read)
         made = calls.gradient(weights, [unit / everywhere for unit in units])
         self.notes += calls.notes
-        self.coupled_outputs = calls.coupled
+        self.coupled_outputs, self.own_loss = calls.coupled, calls.own_loss
         return None if largest_over_ranks(made is None) else made
 
     # --------------------------------------------------------------- the trial
@@ -746,6 +771,12 @@ def _is_cut(whole: Tensor, left: Tensor) -> bool:
     by_value = apart(whole.clamp(-limit, limit), left) <= _WEIGHTS
     by_norm = bool(left.norm() < whole.norm()) and _parallel(left, whole, _WEIGHTS)
     return bool(limit) and (by_value or by_norm) and apart(whole, left) > _WEIGHTS
+
+
+def _beyond(whole: Tensor, parts: Tensor) -> float:
+    """Return the relative size of what no weighting of the parts gives."""
+    weights = torch.linalg.lstsq(parts @ parts.T, (parts @ whole)[:, None]).solution[:, 0]
+    return apart(weights @ parts, whole)
 
 
 def _parallel(ours: Tensor, other: Tensor, tolerance: float) -> bool:

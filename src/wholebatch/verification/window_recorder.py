@@ -46,7 +46,7 @@ _NUMBERS = 1 << 18
 _FEW_PARAMETERS, _FEW_NUMBERS = 8, 64
 """Parameters watched after the first window, and numbers kept of each."""
 _LOOKS = "wholebatch.coupled."
-_MOST_NODES = 1 << 15
+_MOST_NODES, _MOST_LOSS_NODES = 1 << 15, 1 << 8
 _MOST_OUTPUTS = 1 << 24
 """Numbers kept of the gradients of one call's outputs."""
 
@@ -91,6 +91,8 @@ class RecordedMicroBatch:
     """True if its loss compares samples with each other."""
     roots: list[Any] = field(default_factory=list)
     """The nodes of the graph that its backwards began at."""
+    counts: list[float] = field(default_factory=list)
+    """Positive numbers, ones and sums of the constants that its loss was made with: targets."""
     is_asked: bool = False
     """True if `torch.autograd.grad` gave the gradient to the loop, and added it nowhere."""
 
@@ -458,7 +460,31 @@ class WindowRecorder:
             self._calls_of(listed), before, before, before, terms, linked=linked
         )
         micro.roots = [root.grad_fn for root in listed]
+        if not self.light and any(term.kind == "sum" and term.over for term in terms):
+            micro.counts = self._counts_in_graph(listed)
         return micro
+
+    @torch.no_grad()
+    def _counts_in_graph(self, roots: Sequence[Tensor]) -> list[float]:
+        """Count in the constants between the losses and the model: a sum may be divided by them."""
+        waiting: list[Any] = [root.grad_fn for root in roots]
+        seen, counts = set(waiting), list[float]()
+        while waiting and len(seen) < _MOST_LOSS_NODES:
+            node = waiting.pop()
+            for name in (name for name in dir(node) if name.startswith("_saved_")):
+                try:
+                    saved = getattr(node, name)
+                except RuntimeError:  # it has changed since
+                    continue
+                if isinstance(saved, Tensor) and saved.dim() and not saved.requires_grad:
+                    if saved.dtype is torch.bool or saved.is_floating_point():
+                        counts += [float((saved > 0).sum()), float((saved == 1).sum())]
+                        counts.append(float(saved.sum(dtype=torch.float64)))
+            below = {child for child, _ in node.next_functions if child is not None}
+            below -= seen | set(self._nodes)
+            seen |= below
+            waiting += below
+        return counts
 
     def _is_output(self, node: Any) -> bool:
         while node is not None and node not in self._nodes and "View" in node.name():
@@ -554,6 +580,8 @@ class WindowRecorder:
         )
 
     def _begin_window(self) -> None:
+        if self.optimizer is None:  # a trainer has made it since
+            self.optimizer = _optimizer_of(self.parameters)
         self.window = self.new_window()
         self._weights, was = self.row_of(list(self.parameters)), self._weights
         if self.after_step is not None and was.numel() and not self.light:
