@@ -520,11 +520,10 @@ class LoopJudge:
         if factor < 1:
             key = "left-out"
         else:
-            more = [
-                math.isclose(units - divisor, u, rel_tol=_WEIGHTS)
-                for u in (self.read[0].units if self.read else ())
-            ]
-            key = "nominal-count" if any(more) else "not-divided"
+            each = self.read[0].units if self.read else ()
+            more = [u for u in each if math.isclose(units - divisor, u, rel_tol=_WEIGHTS)]
+            again = 1 < len(more) < len(each)  # one of them came twice, or the window is longer
+            key = "counted-twice" if again else "nominal-count" if more else "not-divided"
         return MistakeFit(key, variant, 0.0, True)
 
     def _owned_twice(self, gradient: Tensor) -> MistakeFit | None:
