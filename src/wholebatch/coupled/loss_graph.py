@@ -283,7 +283,7 @@ def _close(a: float, b: float) -> bool:
 
 def loss_terms(root: Any) -> Iterator[LossTerm]:
     """Yield the reductions that a scalar is made of; `root` is its node of the graph."""
-    waiting: list[tuple[Any, LossTerm]] = [(root, LossTerm("", "", 1.0))]
+    waiting: list[tuple[Any, LossTerm]] = [(_without_sink(root, 0), LossTerm("", "", 1.0))]
     for _ in range(_MOST_NODES):
         if not waiting:
             return
@@ -291,7 +291,7 @@ def loss_terms(root: Any) -> Iterator[LossTerm]:
         if node is None:
             continue
         name = node.name()
-        below = [child for child, _ in node.next_functions]
+        below = [_without_sink(*edge) for edge in node.next_functions]
         if name in _SAME:
             waiting.append((below[0], so_far))
         elif name in _ADD:
@@ -312,6 +312,13 @@ def loss_terms(root: Any) -> Iterator[LossTerm]:
             waiting += [(child, _times(so_far, factor)) for child, factor in inside if factor]
         else:
             yield from _reduction(node, name, below, so_far)
+
+
+def _without_sink(node: Any, place: int) -> Any:
+    """Return a node, or what DistributedDataParallel passes on through a node of its own."""
+    while node is not None and node.name() == "_DDPSinkBackward":
+        node, place = node.next_functions[place]
+    return node
 
 
 def _reduction(node: Any, name: str, below: list[Any], so_far: LossTerm) -> Iterator[LossTerm]:

@@ -368,6 +368,7 @@ class LoopJudge:
                 or self._owned_twice(gradient)
                 or self._added_in_16_bits(gradient)
                 or self._cut_by_hand()
+                or self._added_by_hand()
             )
         if largest_over_ranks(cause is None):
             found = self._beside(None)
@@ -567,6 +568,15 @@ class LoopJudge:
             cuts += _is_cut(whole, left) or _is_cut(micro.brought, left - micro.before)
         variant = f"by hand, after {cuts} of {len(self.micros)} backwards"
         return MistakeFit("clipped-per-micro-batch", variant, 0.0, True) if cuts > 1 else None
+
+    def _added_by_hand(self) -> MistakeFit | None:
+        """Return the mistake of a loop that adds the same to the gradient after every backward."""
+        rows = zip(self.micros, [m.before for m in self.micros[1:]], strict=False)
+        added = [left - micro.after for micro, left in rows]
+        if len(added) < 2 or not all(_parallel(one, added[0], _WEIGHTS) for one in added):
+            return None
+        variant = f"weight decay, or the like, after each of {len(self.micros)} backwards"
+        return MistakeFit("not-divided", variant, 0.0, True)
 
     # --------------------------------------------------------------- beside the gradient
 

@@ -113,6 +113,7 @@ def _together(read: list[TermWeights]) -> list[TermWeights]:
     """
     units = read[0].units
     steady = [all(_close(w, term.weights[0]) for w in term.weights) for term in read]
+    steady += [_same([w / u for w, u in zip(t.weights, t.units) if u]) for t in read]
     if any(steady) or any(term.units != units or term.scale != 1.0 for term in read):
         return read
     weights = tuple(map(sum, zip(*(term.weights for term in read), strict=True)))
@@ -174,11 +175,14 @@ class _Column:
         if self.terms[0].kind == "sum":
             divisor = math.prod(constant)
             return (own * sum(self.units) / divisor if self._counts_more(divisor) else own), nominal
-        for over in constant:
-            is_units = _same(self.units) and _close(over, self.units[0])
-            if count > 1 and (is_units or self._is_of_the_window(over)):
-                continue
-            if over >= 3 and _is_whole(over):
+        others = [
+            over
+            for over in constant
+            if count < 2
+            or not ((_same(self.units) and _close(over, self.units[0])) or self._is_of_the_window(over))
+        ]
+        for over in others:
+            if over >= 3 and _is_whole(over) and len(others) == len(constant):
                 nominal = round(over)
             else:
                 own /= over

@@ -331,9 +331,9 @@ class WindowRecorder:
         if parameters:
             self._device = parameters[0].device.type
 
-    def _brings(self, place: int) -> Callable[[Tensor], None]:
-        def brings(gradient: Tensor) -> None:
-            if not self._inside:  # somebody calls the hooks of the parameters by hand
+    def _brings(self, place: int) -> Callable[[Tensor | None], None]:
+        def brings(gradient: Tensor | None) -> None:
+            if not self._inside or gradient is None:  # somebody calls the hooks by hand
                 return
             part = self._part(gradient).clone()  # it may become .grad, and be added to
             held = self._parts.get(place)
@@ -804,9 +804,10 @@ def first_numbers(tensor: Tensor) -> Tensor:
     return tensor.detach().reshape(len(tensor), -1)[:, :8].clone()
 
 
-def _keeps(slopes: dict[int, Tensor], place: int) -> Callable[[Tensor], None]:
-    def keep(slope: Tensor) -> None:
-        slopes[place] = slope.detach()
+def _keeps(slopes: dict[int, Tensor], place: int) -> Callable[[Tensor | None], None]:
+    def keep(slope: Tensor | None) -> None:
+        if slope is not None:  # DDP gives None to an output that no loss has used
+            slopes[place] = slope.detach()
 
     return keep
 
@@ -851,6 +852,8 @@ def _optimizer_of(parameters: Sequence[Tensor]) -> torch.optim.Optimizer | None:
         for one in _objects(kinds)
         if any(id(p) in wanted for group in one.param_groups for p in group["params"])
     ]
+    inner = {id(getattr(one, name, None)) for one in found for name in ("optimizer", "_optimizer")}
+    found = [one for one in found if id(one) in inner] or found  # not a trainer's wrapper of it
     return found[0] if len(found) == 1 else None
 
 
