@@ -416,7 +416,10 @@ def _without_factors(node: Any, so_far: LossTerm) -> tuple[Any, LossTerm]:
         name, below = node.name(), [child for child, _ in node.next_functions]
         is_product = name.startswith(("MulBackward", "DivBackward"))
         scaled = _scaled(node, name, below, so_far) if is_product else None
-        if scaled is None and name not in _SAME:
+        given = _saved(node, "other") if scaled else None
+        shape = tuple(given.shape) if isinstance(given, Tensor) else ()
+        is_each = bool(shape) and shape == tuple(node._input_metadata[0].shape)
+        if is_each or (scaled is None and name not in _SAME):  # a weight of one sample, or an end
             break
         node, so_far = scaled or (below[0], so_far)
     return node, so_far

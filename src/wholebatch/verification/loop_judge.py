@@ -613,9 +613,10 @@ class LoopJudge:
         """True if a penalty on the weights comes with each loss and is not divided as it is."""
         count, rows = len(self.micros), [m.terms for m in self.micros]
         penalties = [[t for t in row if t.kind == "regulariser"] for row in rows]
-        losses = [t for t in rows[0] if t.kind in ("mean", "sum")] if all(penalties) else []
+        has_both = count > 1 and bool(self.read) and all(penalties)
+        losses = [t for t in rows[0] if t.kind in ("mean", "sum")] if has_both else []
         total = sum(self.read[0].weights) / self.micros[0].loss_scale if losses else 0.0
-        if count < 2 or not math.isclose(total, 1.0, rel_tol=_WEIGHTS) or losses[0].seed != 1:
+        if not math.isclose(total, 1.0, rel_tol=_WEIGHTS) or losses[0].seed != 1:
             return False
         shared = {float(count), *(f for t in losses for f in t.over)}
         shared |= {1.0 / count, *(f for t in losses for f in t.times)}
