@@ -2,6 +2,7 @@
 
     python benchmarks/watch_rounds.py                  # the table of every round
     python benchmarks/watch_rounds.py --round 6 --only hf
+    torchrun --nproc-per-node 2 benchmarks/watch_rounds.py --round 9
     python benchmarks/watch_rounds.py --truth          # hold every label against the undivided batch, in float64
 """
 
@@ -22,7 +23,7 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "CI": "1"}
 import torch  # noqa: E402
 
 import wholebatch as wb  # noqa: E402
-from tests.proof.fixtures import round_6, round_7, round_8  # noqa: E402, F401
+from tests.proof.fixtures import round_6, round_7, round_8, round_9  # noqa: E402, F401
 from tests.proof.fixtures.rounds import CASES, is_right  # noqa: E402
 from tests.proof.loops.live import found_in, quiet  # noqa: E402
 
@@ -57,9 +58,16 @@ def main() -> None:
     parser.add_argument("--words", action="store_true", help="print the verdicts that are not as wanted")
     options = parser.parse_args()
     gc.freeze()  # what was imported need not be searched for averages of weights every time
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if ranks > 1:
+        torch.distributed.init_process_group("gloo")
+        if os.environ["RANK"] != "0":
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     table: dict[tuple[int, str], Counter[str]] = {}
     for name, (number, key, make) in CASES.items():
         if options.round not in (None, number) or options.only not in name:
+            continue
+        if name.startswith("ranks_") != (ranks > 1):
             continue
         if options.truth:
             with quiet():
