@@ -23,7 +23,13 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "CI": "1"}
 import torch  # noqa: E402
 
 import wholebatch as wb  # noqa: E402
-from tests.proof.fixtures import round_6, round_7, round_8, round_9  # noqa: E402, F401
+from tests.proof.fixtures import (  # noqa: E402, F401
+    round_6,
+    round_7,
+    round_8,
+    round_9,
+    round_10,
+)
 from tests.proof.fixtures.rounds import CASES, is_right  # noqa: E402
 from tests.proof.loops.live import found_in, quiet  # noqa: E402
 
