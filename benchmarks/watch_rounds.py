@@ -1,9 +1,9 @@
 """Ask `wb.watch` about loops that were written before its judge had seen them, round by round.
 
-    python benchmarks/watch_rounds.py                  # the table of every round
-    python benchmarks/watch_rounds.py --round 6 --only hf
-    torchrun --nproc-per-node 2 benchmarks/watch_rounds.py --round 9
-    python benchmarks/watch_rounds.py --truth          # hold every label against the undivided batch, in float64
+python benchmarks/watch_rounds.py                  # the table of every round
+python benchmarks/watch_rounds.py --round 6 --only hf
+torchrun --nproc-per-node 2 benchmarks/watch_rounds.py --round 9
+python benchmarks/watch_rounds.py --truth      # the labels, by the undivided batch in float64
 """
 
 from __future__ import annotations
@@ -61,7 +61,9 @@ def main() -> None:
     parser.add_argument("--round", type=int)
     parser.add_argument("--only", default="", help="part of the names")
     parser.add_argument("--truth", action="store_true")
-    parser.add_argument("--words", action="store_true", help="print the verdicts that are not as wanted")
+    parser.add_argument(
+        "--words", action="store_true", help="print the verdicts that are not as wanted"
+    )
     options = parser.parse_args()
     gc.freeze()  # what was imported need not be searched for averages of weights every time
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
@@ -77,7 +79,7 @@ def main() -> None:
             continue
         if options.truth:
             with quiet():
-                labelled = is_right(make) == (key == "right")
+                labelled = is_right(make) == (key == "right")  # type: ignore[no-untyped-call]
             print(f"{name:48} {key:26} {'' if labelled else 'THE LABEL IS WRONG'}", flush=True)
             continue
         found, words = answer(make)

@@ -22,7 +22,7 @@ from wholebatch.coupled.normalisation_layers import batchnorms as batchnorms_of
 from wholebatch.coupled.normalisation_layers import uses_batch_statistics
 from wholebatch.verification.model_runs import DividedBatch, ModelRuns
 from wholebatch.verification.observed_window import WindowRun
-from wholebatch.verification.run_comparison import Comparison, Vectors, distance, listed, percent
+from wholebatch.verification.run_comparison import Comparison, distance, fit_of, listed, percent
 from wholebatch.verification.undivided_batch import objective
 from wholebatch.verification.verdicts import Cause
 
@@ -225,7 +225,7 @@ def _weighing(evidence: Evidence) -> Iterator[Cause]:
     runs = evidence.runs
     micros = [runs.gradient_of(micro) for micro in evidence.batch.micro_batches()[:64]]
     whole, whole_units = runs.gradient_of(evidence.batch.whole)
-    weights, left = _fit([gradient for gradient, _ in micros], whole)
+    weights, left = fit_of([gradient for gradient, _ in micros], whole)
     total = sum(units[0] for _, units in micros)
     # A fit of few vectors to many numbers leaves nothing only where it is the truth.
     if left > max(1e3 * runs.unit, 10 * evidence.gradient.tolerance):
@@ -259,27 +259,6 @@ def _mean_of_means(evidence: str) -> Cause:
         "return the sum and its units, wb.Loss(total, units), or a mean through "
         "wb.mean_loss(mean, units)",
     )
-
-
-def _fit(parts: Sequence[Vectors], whole: Vectors) -> tuple[list[float], float]:
-    """Fit `whole` by `parts` in least squares; return the weights, and the share that is left."""
-    count = len(parts)
-    gram = torch.zeros(count + 1, count + 1, dtype=torch.float64)
-    for tensors in zip(*parts, whole, strict=True):
-        like = next((t for t in tensors if t is not None), None)
-        if like is None:
-            continue
-        rows = torch.stack(
-            [(torch.zeros_like(like) if t is None else t).double().flatten() for t in tensors]
-        )
-        gram += rows @ rows.T
-    if not bool(torch.isfinite(gram).all()):
-        return [1.0] * count, 0.0  # overflowed: nothing can be said about the weights
-    inner, right, size = gram[:count, :count], gram[:count, count], gram[count, count]
-    weights = torch.linalg.lstsq(inner, right, driver="gelsd").solution
-    left = size - 2 * weights @ right + weights @ inner @ weights
-    relative = float((left.clamp_min(0.0) / size).sqrt()) if size > 0 else 0.0
-    return [float(weight) for weight in weights], relative
 
 
 def _unexplained(evidence: Evidence) -> Cause:

@@ -33,7 +33,7 @@ from wholebatch.verification.mistakes import (
     hypotheses,
     nearest,
 )
-from wholebatch.verification.run_comparison import TIMES_THE_FLOOR, percent
+from wholebatch.verification.run_comparison import TIMES_THE_FLOOR, fit_of, percent
 from wholebatch.verification.verdicts import LoopTrial
 from wholebatch.verification.window_recorder import (
     RecordedClip,
@@ -330,7 +330,7 @@ class LoopJudge:
             if off <= limit:
                 right, self.floor = whole, max(self.floor, off)
             elif self.own_loss and not self.window.half | bool(self.window.autocast):
-                self.coupled_outputs |= _beyond(whole, torch.stack(means)) > _COUPLED
+                self.coupled_outputs |= fit_of([[mean] for mean in means], [whole])[1] > _COUPLED
         self.parts = replace(parts, right=right)
         self.tolerance = self.window.unit if self.window.half else TIMES_THE_FLOOR * self.floor
 
@@ -618,13 +618,10 @@ class LoopJudge:
         total = sum(self.read[0].weights) / self.micros[0].loss_scale if losses else 0.0
         if not math.isclose(total, 1.0, rel_tol=_WEIGHTS) or losses[0].seed != 1:
             return False
-        shared = {float(count), *(f for t in losses for f in t.over)}
-        shared |= {1.0 / count, *(f for t in losses for f in t.times)}
-        return all(
-            {(t.times, t.over) for t in row} == {(t.times, t.over) for t in penalties[0]}
-            and not any(math.isclose(a, b) for t in row for a in (*t.times, *t.over) for b in shared)
-            for row in penalties
-        )
+        shared = {count, 1 / count, *(f for t in losses for f in (*t.over, *t.times))}
+        own = [[f for t in row for f in (*t.times, *t.over)] for row in penalties]
+        is_divided = any(math.isclose(a, b) for a in own[0] for b in shared)
+        return not is_divided and all(row == own[0] for row in own)
 
     def _modules(self) -> list[nn.Module]:
         return list(dict.fromkeys(call.module for m in self.micros for call in m.calls))
@@ -781,12 +778,6 @@ def _is_cut(whole: Tensor, left: Tensor) -> bool:
     by_value = apart(whole.clamp(-limit, limit), left) <= _WEIGHTS
     by_norm = bool(left.norm() < whole.norm()) and _parallel(left, whole, _WEIGHTS)
     return bool(limit) and (by_value or by_norm) and apart(whole, left) > _WEIGHTS
-
-
-def _beyond(whole: Tensor, parts: Tensor) -> float:
-    """Return the relative size of what no weighting of the parts gives."""
-    weights = torch.linalg.lstsq(parts @ parts.T, (parts @ whole)[:, None]).solution[:, 0]
-    return apart(weights @ parts, whole)
 
 
 def _parallel(ours: Tensor, other: Tensor, tolerance: float) -> bool:

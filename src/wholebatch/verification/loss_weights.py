@@ -98,11 +98,10 @@ def _added(row: Sequence[LossTerm]) -> list[LossTerm]:
     for term in row:
         alike.setdefault((term.node, term.kind, term.times, term.over, term.seed), []).append(term)
     return [
-        replace(one, kind="sum", count=float(len(same)), counted=None, sizes=(len(same),))
+        replace(one, kind="sum", count=float(1 + len(more)), counted=None, sizes=())
         if one.kind == "mean"
-        else replace(one, count=sum(term.count for term in same), sizes=())
+        else replace(one, count=sum(term.count for term in (one, *more)), sizes=())
         for one, *more in alike.values()
-        for same in [[one, *more]]
     ]
 
 
@@ -113,7 +112,9 @@ def _together(read: list[TermWeights]) -> list[TermWeights]:
     """
     units = read[0].units
     steady = [all(_close(w, term.weights[0]) for w in term.weights) for term in read]
-    steady += [_same([w / u for w, u in zip(t.weights, t.units) if u]) for t in read]
+    steady += [
+        _match(term.weights, [w * sum(term.weights) for w in term.shares()]) for term in read
+    ]
     if any(steady) or any(term.units != units or term.scale != 1.0 for term in read):
         return read
     weights = tuple(map(sum, zip(*(term.weights for term in read), strict=True)))
@@ -175,12 +176,9 @@ class _Column:
         if self.terms[0].kind == "sum":
             divisor = math.prod(constant)
             return (own * sum(self.units) / divisor if self._counts_more(divisor) else own), nominal
-        others = [
-            over
-            for over in constant
-            if count < 2
-            or not ((_same(self.units) and _close(over, self.units[0])) or self._is_of_the_window(over))
-        ]
+        each = self.units[0] if _same(self.units) else 0.0
+        others = [c for c in constant if not (_close(c, each) or self._is_of_the_window(c))]
+        others = constant if count < 2 else others
         for over in others:
             if over >= 3 and _is_whole(over) and len(others) == len(constant):
                 nominal = round(over)
@@ -215,7 +213,7 @@ class _Column:
             yield from counted
             return
         yield counts
-        alike = [c for c in self.columns if (c[0].node, c[0].kind) == self._kind]
+        alike = [column for column in self.columns if _made_alike([column[:1], self.terms[:1]])]
         rows = list(zip(*alike, strict=True))  # a loss per image
         yield [sum(term.count for term in row) for row in rows]
         if all(term.weighed for term in self.terms):
@@ -229,12 +227,8 @@ class _Column:
         yield from (list(over) for over in self.over if not _same(over))
 
     @property
-    def _kind(self) -> tuple[str, str]:
-        return self.terms[0].node, self.terms[0].kind
-
-    @property
     def _is_of_labels(self) -> bool:
-        return self.terms[0].is_loss and self._kind[0].startswith(("NllLoss", "SumBackward"))
+        return self.terms[0].is_loss and self.terms[0].node.startswith(("NllLoss", "SumBackward"))
 
     def _without(self, weights: list[float]) -> list[float]:
         """Return the weights without the division that made a mean of the sum."""
@@ -252,13 +246,10 @@ class _Column:
 
         Or, if its units are not labels, by what is counted in its targets: a detector's positives.
         """
-        if not self._is_of_labels and 1 < divisor < sum(self.units):
-            if any(_close(divisor, one) for one in self.counts) and not _close(
-                divisor, len(self.terms)
-            ):
-                return not self._is_total(divisor, sum(self.units))
-        totals = [sum(valid) for _, valid in self.labels]
-        if any(_close(divisor, total) for total in (*totals, sum(self.units) + self.samples)):
+        totals = [sum(valid) for _, valid in self.labels] + [sum(self.units) + self.samples]
+        if not self._is_of_labels and not _close(divisor, len(self.terms)):
+            totals += [one for one in self.counts if 1 < one < sum(self.units)]
+        if any(_close(divisor, total) for total in totals):
             return not self._is_total(divisor, sum(self.units))
         rows = [t.sizes for t in self.terms if len(t.sizes) == 2 and not t.is_loss]
         masked = any(term.count < math.prod(term.sizes) for term in self.terms)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial, wraps
+from itertools import islice
 from typing import Any, TypeVar, cast
 
 import torch
@@ -33,7 +34,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from wholebatch.core import window
 from wholebatch.core.forward_state import capture_random, same_random
 from wholebatch.core.splitting.samples import flatten
-from wholebatch.coupled.loss_graph import LossTerm, linked_samples, loss_terms
+from wholebatch.coupled.loss_graph import LossTerm, linked_samples, loss_terms, saved_by
 from wholebatch.verification.observed_window import places_of
 
 _log = logging.getLogger("wholebatch")
@@ -468,21 +469,15 @@ class WindowRecorder:
     def _counts_in_graph(self, roots: Sequence[Tensor]) -> list[float]:
         """Count in the constants between the losses and the model: a sum may be divided by them."""
         waiting: list[Any] = [root.grad_fn for root in roots]
-        seen, counts = set(waiting), list[float]()
-        while waiting and len(seen) < _MOST_LOSS_NODES:
-            node = waiting.pop()
-            for name in (name for name in dir(node) if name.startswith("_saved_")):
-                try:
-                    saved = getattr(node, name)
-                except RuntimeError:  # it has changed since
+        seen, counts = {None, *self._nodes}, list[float]()
+        for node in islice(waiting, _MOST_LOSS_NODES):  # it grows: in the graph's own order
+            for one in (saved_by(node, name[7:]) for name in dir(node) if name[:7] == "_saved_"):
+                if not isinstance(one, Tensor) or one.requires_grad or not one.dim():
                     continue
-                if isinstance(saved, Tensor) and saved.dim() and not saved.requires_grad:
-                    if saved.dtype is torch.bool or saved.is_floating_point():
-                        counts += [float((saved > 0).sum()), float((saved == 1).sum())]
-                        counts.append(float(saved.sum(dtype=torch.float64)))
-            below = {child for child, _ in node.next_functions if child is not None}
-            below -= seen | set(self._nodes)
-            seen |= below
+                if one.dtype is torch.bool or one.is_floating_point():
+                    counts += [float((one > 0).sum()), float((one == 1).sum()), float(one.sum())]
+            below = [child for child, _ in node.next_functions if child not in seen]
+            seen.update(below)
             waiting += below
         return counts
 
