@@ -176,11 +176,11 @@ class _Column:
         if self.terms[0].kind == "sum":
             divisor = math.prod(constant)
             return (own * sum(self.units) / divisor if self._counts_more(divisor) else own), nominal
-        each = self.units[0] if _same(self.units) else 0.0
-        others = [c for c in constant if not (_close(c, each) or self._is_of_the_window(c))]
-        others = constant if count < 2 else others
-        for over in others:
-            if over >= 3 and _is_whole(over) and len(others) == len(constant):
+        for over in constant:
+            is_units = _same(self.units) and _close(over, self.units[0])
+            if count > 1 and (is_units or self._is_of_the_window(over)):
+                continue
+            if over >= 3 and _is_whole(over):
                 nominal = round(over)
             else:
                 own /= over

@@ -9,7 +9,14 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from wholebatch.core.plain_files import finite
-from wholebatch.verification.mistakes import MISTAKES, NOT_JUDGED, RIGHT, Mistake, MistakeFit
+from wholebatch.verification.mistakes import (
+    MISTAKES,
+    NOT_JUDGED,
+    RIGHT,
+    Mistake,
+    MistakeFit,
+    texts_in,
+)
 from wholebatch.verification.run_comparison import Comparison, listed, percent
 
 
@@ -25,6 +32,15 @@ class Cause:
     def __str__(self) -> str:
         where = f" in {listed(self.where)}" if self.where else ""
         return f"{self.kind}{where}: {self.evidence}. {self.advice}"
+
+
+_CAUSES = texts_in("causes.md")
+
+
+def cause(key: str, where: Sequence[str] = (), **found: Any) -> Cause:
+    """Return the cause of this key, with what was found put into its words."""
+    kind, evidence, advice = _CAUSES[key]
+    return Cause(kind, tuple(where), evidence.format(**found), advice.format(**found))
 
 
 class _Answer:

@@ -34,7 +34,7 @@ from wholebatch.verification.run_comparison import (
     percent,
 )
 from wholebatch.verification.undivided_batch import Numbers
-from wholebatch.verification.verdicts import Cause, Verdict
+from wholebatch.verification.verdicts import Cause, Verdict, cause
 
 _BEFORE = 3
 """Updates of the undivided batch before the one that is compared: the first of all, from moments
@@ -285,15 +285,8 @@ class _Proof:
         update = _compared("update", runs, ours.update, whole.update)
         second = distance(our_second, right_second, runs.devices)
         exact = "exact" if first.same else f"{percent(first.distance)} off"
-        cause = Cause(
-            "approximation, as asked for",
-            (),
-            'gradients="moments" keeps the old moments in half their bits while a window is open: '
-            f"in update {_BEFORE + 1} of this batch the second moment is {percent(second)} off, "
-            f"the first moment is {exact}, and the update is {percent(update.distance)} off",
-            'For the update of the undivided batch use gradients="device", "host", "swap" or '
-            '"release"',
-        )
+        measured = {"second": percent(second), "update": percent(update.distance), "first": exact}
+        asked = cause("moments", number=_BEFORE + 1, **measured)
         return Verdict(
             same=False,
             gradient=first,
@@ -301,7 +294,7 @@ class _Proof:
             float64=None,
             to_float64=None,
             losses=(_number(whole.loss), _number(ours.loss)),
-            causes=(cause, *chance),
+            causes=(asked, *chance),
             approximate=True,
             **self._about(),
         )
@@ -389,17 +382,7 @@ class _Proof:
                 return []
         runs.silences.clear()
         self._hold(few)
-        return [
-            Cause(
-                "randomness",
-                (),
-                f"{self._drawn} for the batch that it is given, so the micro-batches get others "
-                "than the undivided batch",
-                "draw them once for the whole batch and give them with it, a leaf with the samples "
-                "first: each sample keeps its own however the batch is divided; or accept another "
-                "draw of the same distribution, as with dropout",
-            )
-        ]
+        return [cause("randomness", drawn=self._drawn)]
 
     @property
     def _drawn(self) -> str:
