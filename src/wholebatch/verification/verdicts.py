@@ -52,6 +52,11 @@ class _Answer:
     def __bool__(self: Any) -> bool:
         return bool(self.same)
 
+    def to_dict(self: Any) -> dict[str, Any]:
+        """Return everything as plain data; numbers that are not finite become None."""
+        also = [n for n in ("same", "judged", "mistakes", "line") if hasattr(self, n)]
+        return {**finite(asdict(self)), **{name: finite(getattr(self, name)) for name in also}}
+
     def to_json(self: Any, *, indent: int | None = 2) -> str:
         """Return the verdict as JSON; `same` is the answer."""
         return json.dumps(self.to_dict(), indent=indent)
@@ -121,12 +126,6 @@ class Verdict(_Answer):
         parts += [f"cause: {cause}" for cause in self.causes]
         parts += [f"note: {note}" for note in self.notes]
         return "\n".join(parts)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything as plain data; numbers that are not finite become None."""
-        data: dict[str, Any] = finite(asdict(self))
-        data["line"] = self.line
-        return data
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -255,14 +254,3 @@ class LoopVerdict(_Answer):
         notes = dict.fromkeys(note for trial in self.trials for note in trial.notes)
         parts += [f"note: {note}" for note in notes]
         return "\n".join(parts)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything as plain data; numbers that are not finite become None."""
-        data: dict[str, Any] = finite(asdict(self))
-        data |= {
-            "same": self.same,
-            "judged": self.judged,
-            "mistakes": list(self.mistakes),
-            "line": self.line,
-        }
-        return data
