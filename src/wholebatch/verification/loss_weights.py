@@ -98,11 +98,16 @@ def _added(row: Sequence[LossTerm]) -> list[LossTerm]:
     for term in row:
         alike.setdefault((term.node, term.kind, term.times, term.over, term.seed), []).append(term)
     return [
-        replace(one, kind="sum", count=float(1 + len(more)), counted=None, sizes=())
+        replace(one, kind="sum", count=float(len(same)), counted=None, sizes=())
         if one.kind == "mean"
-        else replace(one, count=sum(term.count for term in (one, *more)), sizes=())
-        for one, *more in alike.values()
+        else replace(one, count=sum(t.count for t in same), weighed=_weights_of(same), sizes=())
+        for same in alike.values()
+        for one in same[:1]
     ]
+
+
+def _weights_of(terms: Sequence[LossTerm]) -> float | None:
+    return sum(t.weighed or 0.0 for t in terms) if all(t.weighed for t in terms) else None
 
 
 def _together(read: list[TermWeights]) -> list[TermWeights]:
@@ -196,18 +201,20 @@ class _Column:
         self.units = counts
         if self._counts_more(math.prod(over[0] for over in self.over if _same(over))):
             return counts, counts
-        for units in self._candidates(counts):
-            for over in self.over:
-                if _match(over, units):  # divided by its own units: a mean
-                    self.dropped = list(over)
-                    return units, [1.0] * len(units)
+        varying = [over for over in self.over if not _same(over)]
+        for is_sure, overs in ((True, varying), (False, self.over)):  # 4 is often the steps, too
+            for units in self._candidates(counts, is_sure=is_sure):
+                for over in overs:
+                    if _match(over, units):  # divided by its own units: a mean
+                        self.dropped = list(over)
+                        return units, [1.0] * len(units)
         for units in self._candidates(counts):
             if any(_same(o) and self._is_total(o[0], sum(units)) for o in self.over):
                 return units, units
         units = next(self._candidates(counts))
         return units, units
 
-    def _candidates(self, counts: list[float]) -> Iterator[list[float]]:
+    def _candidates(self, counts: list[float], is_sure: bool = False) -> Iterator[list[float]]:
         counted = [valid for full, valid in self.labels if full == counts != valid]
         if counted:  # one loss for every label, also for those that are ignored
             yield from counted
@@ -216,9 +223,10 @@ class _Column:
         alike = [column for column in self.columns if _made_alike([column[:1], self.terms[:1]])]
         rows = list(zip(*alike, strict=True))  # a loss per image
         yield [sum(term.count for term in row) for row in rows]
-        if all(term.weighed for term in self.terms):
-            yield [float(term.weighed or 0.0) for term in self.terms]
-        if self._is_of_labels:
+        for weighed in ([_weights_of([t]) for t in self.terms], [_weights_of(row) for row in rows]):
+            if all(weighed):
+                yield [one or 0.0 for one in weighed]
+        if self._is_of_labels or is_sure:
             return  # those that are not ignored
         yield from ([float(c) for c in other] for other in self.known)
         if all(term.sizes for row in rows for term in row):

@@ -63,8 +63,8 @@ class _Answer:
 
     @property
     def exit_status(self: Any) -> int:
-        """Return 0 if the update is the same, 1 if it differs."""
-        return 0 if self.same else 1
+        """Return 0 if the update is the same, 1 if it differs, 3 if that could not be judged."""
+        return 0 if self.same else 1 if getattr(self, "judged", True) else 3
 
 
 @dataclass(frozen=True, repr=False)
@@ -190,11 +190,6 @@ class LoopVerdict(_Answer):
     def judged(self) -> bool:
         """True if there is an answer: every window could be judged, or one of them differs."""
         return self.same or any(trial.differs for trial in self.trials)
-
-    @property
-    def exit_status(self) -> int:
-        """Return 0 if the update is the same, 1 if it differs, 3 if that could not be judged."""
-        return 0 if self.same else 1 if self.judged else 3
 
     @property
     def mistakes(self) -> tuple[str, ...]:

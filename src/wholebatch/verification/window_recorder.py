@@ -501,17 +501,16 @@ class WindowRecorder:
         """Return the calls whose outputs these losses were made of."""
         found: dict[Call, None] = {}
         waiting: list[Any] = [root.grad_fn for root in roots]
-        seen = set(waiting)
+        seen = {None, *waiting}
         while waiting and len(seen) < _MOST_NODES:
             node = waiting.pop()
             if node in self._nodes:  # on through what the call was given, not through the model
                 call = self._nodes[node]
                 found[call] = None
-                below = {tensor.grad_fn for tensor in call.given if tensor.grad_fn}
+                below = [tensor.grad_fn for tensor in call.given if tensor.grad_fn not in seen]
             else:
-                below = {child for child, _ in node.next_functions if child is not None}
-            below -= seen
-            seen |= below
+                below = [child for child, _ in node.next_functions if child not in seen]
+            seen.update(below)
             waiting += below
         if self._used is not None:  # None: it cannot be told
             self._used = self._used | set(found) if found else None
@@ -523,7 +522,9 @@ class WindowRecorder:
         """Tell if the first loss compares samples with each other."""
         if not self.looks or self.window is not None or len(roots) != 1 or not self._outputs:
             return False
-        units = [term.count for term in loss_terms(roots[0].grad_fn) if term.count > 1]
+        terms = [term for term in loss_terms(roots[0].grad_fn) if term.kind != "joined"]
+        # Weights that add up to 1 make one sample of its rows: the documents of a query.
+        units = [u for t in terms if (u := min(t.count, t.weighed or t.count)) > 1 + 1e-4]
         if not units or roots[0].numel() != 1:
             return False
         try:
