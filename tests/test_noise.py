@@ -16,6 +16,7 @@ from tests.distributed.launch import ROOT, torchrun
 from tests.execute.nets import mode_of, traced
 from tests.support import measured, mlp, samples
 from wholebatch.core.noise_scale import (
+    Averages,
     Estimator,
     Firsts,
     NoiseScale,
@@ -188,12 +189,12 @@ def test_the_interval_covers_the_truth_as_often_as_it_says() -> None:
 
 
 def test_fieller_without_an_upper_end() -> None:
-    low, high = fieller(10.0, 0.1, 1.0, 0.04, 0.0, z=1.96)
+    low, high = fieller(Averages(10.0, 0.1, 1.0, 0.04, 0.0), z=1.96)
     assert high == math.inf
     assert 0.9 * 10.0 / (0.1 + 1.96 * 0.2) < low < 10.0 / (0.1 + 1.96 * 0.2)
-    assert fieller(10.0, -1.0, 1.0, 0.01, 0.0, z=1.96) == (0.0, math.inf)
-    assert fieller(0.1, 0.1, 1.0, 1.0, 0.0, z=1.96) == (0.0, math.inf)
-    low, high = fieller(10.0, 2.0, 0.01, 0.0001, 0.0, z=1.96)
+    assert fieller(Averages(10.0, -1.0, 1.0, 0.01, 0.0), z=1.96) == (0.0, math.inf)
+    assert fieller(Averages(0.1, 0.1, 1.0, 1.0, 0.0), z=1.96) == (0.0, math.inf)
+    low, high = fieller(Averages(10.0, 2.0, 0.01, 0.0001, 0.0), z=1.96)
     assert low < 5.0 < high < 5.2
 
 
@@ -270,16 +271,33 @@ def test_measuring_changes_no_bit(options: dict[str, Any]) -> None:
         assert torch.equal(one, other)
 
 
-def test_only_every_nth_window_is_looked_at() -> None:
+def looked_at(noise: Any, samples: int, micro_batch: int, *, windows: int) -> list[int]:
+    """Return the windows in which the norm after the first micro-batch is taken."""
     model = Quadratic()
-    train = measured(model, still(model), loss=summed, micro_batch=8, noise=5)
-    looked = []
-    for seed in range(12):
-        train.step(
-            gaussian(16, gradient=0.1, spread=SPREAD, seed=seed),
-            after_micro=lambda *_: looked.append(train._probe.active),
-        )
-    assert [index for index, active in enumerate(looked[::2]) if active] == [1, 6, 11]
+    train = measured(model, still(model), loss=summed, micro_batch=micro_batch, noise=noise)
+    looked: list[int] = []
+    norm_so_far = train._probe._norm_so_far
+
+    def counted() -> Tensor | None:
+        looked.append(train.updates)
+        return norm_so_far()
+
+    train._probe._norm_so_far = counted  # type: ignore[method-assign]
+    for seed in range(windows):
+        train.step(gaussian(samples, gradient=0.1, spread=SPREAD, seed=seed))
+    return looked
+
+
+def test_only_every_nth_window_is_looked_at() -> None:
+    assert looked_at(5, 16, 8, windows=12) == [1, 6, 11]
+
+
+@pytest.mark.parametrize(("micro_batches", "every"), [(2, 16), (8, 8), (32, 2)])
+def test_auto_takes_a_norm_in_64_micro_batches(micro_batches: int, every: int) -> None:
+    """At first in one window of four; never more rarely than in one of 16."""
+    often = [*range(1, 32, 4)]
+    later = [window for window in range(30, 40) if window % every == 1 % every]
+    assert looked_at("auto", micro_batches, 1, windows=40) == often + later
 
 
 def test_a_window_that_was_stopped_and_resumed_is_measured_as_a_whole() -> None:

@@ -36,7 +36,6 @@ from wholebatch.errors import (
     OptionError,
     RecipeError,
     StateError,
-    UnsupportedError,
 )
 
 
@@ -108,13 +107,9 @@ def _measure_noise(train: WholeBatch, config: Config) -> None:
         if growing:
             raise OptionError(f"{growing} with --noise off: the batch follows the noise")
         return
-    often = _NOISE_OF_GROWTH if growing and config.noise == "auto" else config.noise
-    try:
-        train.measure_noise(often)  # type: ignore[arg-type]
-    except UnsupportedError as error:
-        if not growing:
-            raise
-        raise OptionError(f"{growing}: {error}") from error
+    why = train.measure_noise(config.noise)  # type: ignore[arg-type]
+    if growing and why:
+        raise OptionError(f"{growing}: {why}")
 
 
 def move(model: nn.Module, config: Config, world: World) -> None:
@@ -193,8 +188,6 @@ def _loads_without_code(engine: Any) -> Iterator[None]:
 
 
 _FORMAT = 1
-_NOISE_OF_GROWTH = 4
-"""A batch that grows waits for the noise: one window in four is measured."""
 
 
 @dataclass(eq=False)

@@ -23,8 +23,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import mul, truediv
 from statistics import median
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -170,14 +171,14 @@ class Estimator:
     def __init__(self, *, half_life: float = 32.0, most: int = 1024) -> None:
         self._half_life = half_life
         self._most = most
-        self._seen: list[Observation] = []
+        self.seen: list[Observation] = []
         # The last observation used, and the estimate.
         self._told: tuple[Observation, NoiseScale] | None = None
 
     def add(self, observation: Observation) -> None:
-        self._seen.append(observation)
-        if len(self._seen) > self._most:
-            del self._seen[: self._most // 4]
+        self.seen.append(observation)
+        if len(self.seen) > self._most:
+            del self.seen[: self._most // 4]
 
     def estimate(self) -> NoiseScale | None:
         """Return the estimate from the windows so far; None for fewer than two.
@@ -186,8 +187,8 @@ class Estimator:
         number of windows has grown by about 1/8. That depends on the number alone, so that a
         resumed run gives the same values.
         """
-        number = len(self._seen)
-        told = self._seen[: number - number % max(1, number // 8)]
+        number = len(self.seen)
+        told = self.seen[: number - number % max(1, number // 8)]
         if len(told) < 2:
             return None
         if self._told is None or self._told[0] is not told[-1]:
@@ -195,21 +196,24 @@ class Estimator:
         return self._told[1]
 
     def _estimate(self, seen: Sequence[Observation]) -> NoiseScale:
-        squares = _doubles([one.square for one in seen])
+        squares = [one.square for one in seen]
         sizes = _sizes(squares)
-        both = _doubles([[one.spread for one in seen], [one.signal for one in seen]]) / sizes
-        recent = _Averages.of(both, _fading(len(seen), self._half_life))
-        (var_above, cov), (_, var_below) = recent.covariance.tolist()
-        low, high = fieller(
-            recent.above, recent.below, var_above, var_below, cov, z=student(recent.count - 1.0)
+        both = (
+            [one.spread / size for one, size in zip(seen, sizes, strict=True)],
+            [one.signal / size for one, size in zip(seen, sizes, strict=True)],
         )
+        weights = _fading(len(seen), self._half_life)
+        recent = Averages.of(*both, weights)
+        low, high = fieller(recent, z=student(recent.count - 1.0))
         # The interval covers the newest windows and their drift; the estimate within it may rest on
         # more.
-        weights = _fading(len(seen), _half_life(both, self._half_life))
-        found = _Averages.of(both, weights)
-        if not low <= found.ratio <= high:
-            weights, found = _fading(len(seen), self._half_life), recent
-        size = float((weights @ squares) / (weights @ (squares / sizes)))
+        longer = _fading(len(seen), _half_life(*both, self._half_life))
+        found = Averages.of(*both, longer)
+        if low <= found.ratio <= high:
+            weights = longer
+        else:
+            found = recent
+        size = _dot(weights, squares) / _dot(weights, map(truediv, squares, sizes))
         return NoiseScale(
             critical=found.ratio,
             low=low,
@@ -223,66 +227,67 @@ class Estimator:
         )
 
     def state_dict(self) -> list[list[float]]:
-        return [[o.spread, o.signal, o.units, float(o.micro_batches)] for o in self._seen]
+        return [[o.spread, o.signal, o.units, float(o.micro_batches)] for o in self.seen]
 
     def load_state_dict(self, state: Sequence[Sequence[Any]]) -> None:
-        self._seen = [Observation(o[0], o[1], o[2], int(o[3])) for o in state]
+        self.seen = [Observation(o[0], o[1], o[2], int(o[3])) for o in state]
 
 
-def _doubles(values: Sequence[Any]) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64, device="cpu")
+def _half_life(above: Sequence[float], below: Sequence[float], shortest: float) -> float:
+    """Return the half-life to average tr Σ (above) and |G|² (below) with.
 
-
-def _half_life(both: Tensor, shortest: float) -> float:
-    """Return the half-life to average tr Σ and |G|², the rows of `both`, with.
-
-    It is doubled while the earlier windows give the same ratio, and infinite if the older half of
-    all windows does too. Two stretches of one length, the newest and the one before it, have the
-    averages s, g and s', g' of tr Σ and |G|². If their ratios are equal, s g' − s' g is zero up to
-    noise of a known variance.
+    It is doubled while two stretches of one length, the newest windows and those before them, give
+    the same ratio, and infinite if the older half of all windows agrees with the newer one.
     """
-    half_life = shortest
-    half = both.shape[1] // 2
-    while shortest <= half:
+    half_life, number, half = shortest, 0, len(above) // 2
+    while shortest <= half and number < half:
         number = min(int(2 * half_life), half)
-        even = _fading(number, math.inf)
-        new = _Averages.of(both[:, -number:], even)
-        old = _Averages.of(both[:, -2 * number : -number], even)
-        gap = new.above * old.below - old.above * new.below
-        if gap * gap > _AGREE**2 * (new.gap_variance(old) + old.gap_variance(new)):
+        new, old = slice(-number, None), slice(-2 * number, -number)
+        even = [1.0] * number
+        if not Averages.of(above[new], below[new], even).agrees_with(
+            Averages.of(above[old], below[old], even)
+        ):
             break
-        if number == half:
-            return math.inf
-        half_life *= 2
+        half_life = math.inf if number == half else 2 * half_life
     return half_life
 
 
-def _fading(number: int, half_life: float) -> Tensor:
-    """Return weights with the sum 1; the newest is last and largest."""
-    raw = torch.exp2(_doubles(range(1 - number, 1)) / half_life)
-    return raw / raw.sum()
+def _fading(number: int, half_life: float) -> list[float]:
+    """Return weights that halve every `half_life` windows; the newest is last, and 1."""
+    decay = 0.5 ** (1.0 / half_life)
+    return [decay**age for age in range(number - 1, -1, -1)]
+
+
+def _dot(some: Iterable[float], others: Iterable[float]) -> float:
+    total: float = sum(map(mul, some, others))
+    return total
 
 
 @dataclass(frozen=True)
-class _Averages:
-    """Averages of tr Σ (above) and |G|² (below), with their covariance matrix.
+class Averages:
+    """Averages of tr Σ (above) and |G|² (below), with their variances and covariance.
 
-    `count` is the number of equally weighted windows with the same information.
+    `count` is the number of equally weighted windows with the same information. All of this is made
+    of Python's numbers: a hundred of them are quicker than a call of torch.
     """
 
     above: float
     below: float
-    covariance: Tensor
-    count: float
+    var_above: float
+    var_below: float
+    cov: float
+    count: float = math.inf
 
     @staticmethod
-    def of(both: Tensor, weights: Tensor) -> _Averages:
-        """Return the weighted averages of the two rows."""
-        means = both @ weights
-        above, below = means.tolist()
-        count = 1.0 / float(weights @ weights)
-        apart = (both - means[:, None]) * weights
-        return _Averages(above, below, apart @ apart.t() * (count / (count - 1.0)), count)
+    def of(above: Sequence[float], below: Sequence[float], weights: Sequence[float]) -> Averages:
+        """Return the weighted averages of both."""
+        total = sum(weights)
+        x, y = _dot(weights, above) / total, _dot(weights, below) / total
+        xs = [weight * (one - x) for weight, one in zip(weights, above, strict=True)]
+        ys = [weight * (one - y) for weight, one in zip(weights, below, strict=True)]
+        count = total * total / _dot(weights, weights)
+        per = (count - 1.0) / count * total * total
+        return Averages(x, y, _dot(xs, xs) / per, _dot(ys, ys) / per, _dot(xs, ys) / per, count)
 
     @property
     def ratio(self) -> float:
@@ -290,35 +295,37 @@ class _Averages:
             return self.above / self.below
         return math.inf if self.above > 0.0 else 0.0
 
-    def gap_variance(self, other: _Averages) -> float:
-        """Return this stretch's share of Var(`above × other.below − other.above × below`)."""
-        direction = _doubles([other.below, -other.above])
-        return float(direction @ self.covariance @ direction)
+    def agrees_with(self, other: Averages) -> bool:
+        """True if the ratios are equal: above × other.below − other.above × below is but noise."""
+        gap = self.above * other.below - other.above * self.below
+        variance = sum(
+            b.below**2 * a.var_above - 2 * b.below * b.above * a.cov + b.above**2 * a.var_below
+            for a, b in ((self, other), (other, self))
+        )
+        return gap * gap <= _AGREE**2 * variance
 
 
-def _sizes(squares: Tensor) -> Tensor:
+def _sizes(squares: Sequence[float]) -> list[float]:
     """Return the size of each window's |gradient|², taken from its neighbours, to divide it by.
 
     Gradients shrink a hundredfold in the first updates, which would dominate plain averages. A
     window's own size is correlated with its estimate; its neighbours' sizes are not. So the ratio
     of the averages stays unbiased.
     """
-    logs = squares.clamp(min=1e-300).log()
-    before, after = logs.roll(1), logs.roll(-1)
-    before[0], after[-1] = after[0], before[-1]  # the ends have one neighbour
-    return ((before + after) / 2).exp()
+    logs = [math.log(max(square, 1e-300)) for square in squares]
+    before, after = [logs[1], *logs[:-1]], [*logs[1:], logs[-2]]  # The ends have one neighbour.
+    return [math.exp((one + other) / 2) for one, other in zip(before, after, strict=True)]
 
 
-def fieller(
-    above: float, below: float, var_above: float, var_below: float, cov: float, *, z: float
-) -> tuple[float, float]:
+def fieller(of: Averages, *, z: float) -> tuple[float, float]:
     """Return the interval of a ratio above/below ≥ 0 of two averages; infinite if below may be 0.
 
     It contains all ratios r with (above − r below)² ≤ z² Var(above − r below): a quadratic in r.
     """
-    a = below * below - z * z * var_below
-    b = above * below - z * z * cov
-    c = above * above - z * z * var_above
+    above, below = of.above, of.below
+    a = below * below - z * z * of.var_below
+    b = above * below - z * z * of.cov
+    c = above * above - z * z * of.var_above
     root = math.sqrt(max(0.0, b * b - a * c))
     if a > 0.0 and below > 0.0:
         return max(0.0, (b - root) / a), max(0.0, (b + root) / a)
@@ -344,8 +351,10 @@ def _said(value: float) -> str:
 
 
 _log = logging.getLogger("wholebatch")
-_EVERY = 8
-"""The interval of "auto": one norm in eight windows."""
+_AT_FIRST = 8, 4
+"""At first "auto" measures so many windows, one in so many."""
+_MICRO_BATCHES, _WINDOWS = 64, 16
+"""Then it measures once in so many micro-batches, at least in one of so many windows."""
 
 
 @dataclass(frozen=True)
@@ -360,7 +369,7 @@ class Look:
 
 
 class Probe:
-    """Measures one window in `every`; all others are left alone.
+    """Measures one window in `every`, or in what "auto" makes it; all others are left alone.
 
     In a measured window the norm of the gradients is taken once more, after the first micro-batch.
     With several ranks there is one more small collective. No bit of the update changes, nothing is
@@ -371,8 +380,8 @@ class Probe:
         self, every: int | Literal["auto"], window: Window, *, coupled: bool = False
     ) -> None:
         self._window = window
-        self._every = _EVERY if every == "auto" else every
-        if not is_positive(self._every):
+        self._every = every
+        if every != "auto" and not is_positive(every):
             raise OptionError(
                 f'noise={every!r}: must be "auto", or every how many windows to look at one'
             )
@@ -396,9 +405,24 @@ class Probe:
         self.end()
         if self.off is None and not together:
             # Skip the first window: it may be atypical (graphs are made in it).
-            self.active = (window.updates + window.skipped) % self._every == 1 % self._every
+            every = self._interval()
+            self.active = (window.updates + window.skipped) % every == 1 % every
         if first == 0:
             self._norm = None
+
+    def _interval(self) -> int:
+        """Return the number of windows of which one is measured; all ranks have the same.
+
+        A norm reads every gradient once, and a micro-batch takes many times as long. So once in a
+        number of micro-batches is a small part of the time for any batch.
+        """
+        if self._every != "auto":
+            return self._every
+        (number, often), seen = _AT_FIRST, self._estimator.seen
+        if len(seen) < number:
+            return often
+        own = seen[-1].micro_batches / self._window.sync.ranks
+        return max(1, min(_WINDOWS, int(_MICRO_BATCHES / own)))
 
     @torch.no_grad()
     def micro_batch_done(self, done: int) -> None:
