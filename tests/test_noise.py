@@ -18,7 +18,6 @@ from tests.support import measured, mlp, samples
 from wholebatch.core.noise_scale import (
     Averages,
     Estimator,
-    Firsts,
     NoiseScale,
     Observation,
     fieller,
@@ -137,7 +136,7 @@ def test_both_estimates_are_without_bias(sizes: tuple[int, ...], firsts: int) ->
     moments = (parts.square().sum(-1) / units[..., 0])[:, :firsts].sum(1).tolist()
     seen = float(sum(sizes[:firsts]))
     found = [
-        Observation.of(Firsts(moment, seen, firsts, 4), norm=norm, units=float(sum(sizes)))
+        Observation.of((moment, seen, firsts), norm=norm, units=float(sum(sizes)), micro_batches=4)
         for moment, norm in zip(moments, whole, strict=True)
     ]
     for name, truth in (
@@ -154,15 +153,15 @@ def test_it_is_the_pair_of_mccandlish(ranks: int) -> None:
     """Their equations (A.2), with a small batch of 4 and a big one of 8."""
     small, big = (3.0, 5.0)[:ranks], 6.0
     square = sum(norm**2 for norm in small) / ranks
-    firsts = Firsts(4 * square * ranks, 4.0 * ranks, ranks, 2)
-    found = Observation.of(firsts, norm=big * 8, units=8.0)
+    firsts = (4 * square * ranks, 4.0 * ranks, ranks)
+    found = Observation.of(firsts, norm=big * 8, units=8.0, micro_batches=2)
     assert found is not None
     assert found.signal == pytest.approx((8 * big**2 - 4 * square) / (8 - 4))
     assert found.spread == pytest.approx((square - big**2) / (1 / 4 - 1 / 8))
 
 
 def test_one_micro_batch_alone_says_nothing() -> None:
-    assert Observation.of(Firsts(9.0 / 4.0, 4.0, 1, 1), norm=3.0, units=4.0) is None
+    assert Observation.of((9.0 / 4.0, 4.0, 1), norm=3.0, units=4.0, micro_batches=1) is None
     model = Quadratic()
     train = measured(model, still(model), loss=summed, micro_batch=64, noise=1)
     for seed in range(5):

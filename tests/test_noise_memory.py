@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from wholebatch.core.noise_scale import Estimator, Firsts, NoiseScale, Observation
+from wholebatch.core.noise_scale import Estimator, NoiseScale, Observation
 
 
 def observed(scales: list[float], *, seed: int) -> NoiseScale:
@@ -19,7 +19,7 @@ def observed(scales: list[float], *, seed: int) -> NoiseScale:
     own, whole = parts.square().sum((1, 2)).tolist(), parts.sum(1).norm(dim=1).tolist()
     estimator = Estimator()
     for squares, norm in zip(own, whole, strict=True):  # four ranks of one micro-batch
-        seen = Observation.of(Firsts(squares / 8, 32.0, 4, 4), norm=norm, units=32.0)
+        seen = Observation.of((squares / 8, 32.0, 4), norm=norm, units=32.0, micro_batches=4)
         assert seen is not None
         estimator.add(seen)
     found = estimator.estimate()

@@ -31,12 +31,7 @@ from wholebatch.core.safe_loading import load_tensors
 from wholebatch.core.splitting import to_device
 from wholebatch.core.window import Step
 from wholebatch.distributed.pipeline import Pipeline
-from wholebatch.errors import (
-    MissingExtraError,
-    OptionError,
-    RecipeError,
-    StateError,
-)
+from wholebatch.errors import MissingExtraError, OptionError, RecipeError, StateError
 
 
 def train_with(
@@ -102,14 +97,11 @@ def train_with(
 
 def _measure_noise(train: WholeBatch, config: Config) -> None:
     """Measure the gradient noise, unless it is off; a batch that follows it must have it."""
-    growing = f"--batch-size {config.batch_schedule}" if config.grows else None
-    if config.noise == "off":
-        if growing:
-            raise OptionError(f"{growing} with --noise off: the batch follows the noise")
-        return
-    why = train.measure_noise(config.noise)  # type: ignore[arg-type]
-    if growing and why:
-        raise OptionError(f"{growing}: {why}")
+    why: str | None = "the batch follows the noise; leave out --noise off"
+    if config.noise != "off":
+        why = train.measure_noise(config.noise)  # type: ignore[arg-type]
+    if config.grows and why:
+        raise OptionError(f"--batch-size {config.batch_schedule}: {why}")
 
 
 def move(model: nn.Module, config: Config, world: World) -> None:

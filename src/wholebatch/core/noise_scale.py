@@ -64,29 +64,23 @@ class Observation:
         return self.signal + self.spread / self.units
 
     @staticmethod
-    def of(first: Firsts, *, norm: float, units: float) -> Observation | None:
-        """Estimate from the first micro-batches and the whole sum; None if they are the same."""
-        count, whole = first.count, norm * norm
-        if count == 0 or units - first.units / count < 1e-9 * units:
+    def of(
+        sums: Sequence[float], *, norm: float, units: float, micro_batches: int
+    ) -> Observation | None:
+        """Estimate from the first micro-batches and the whole sum; None if they are the same.
+
+        `sums` are m = Σ |A|²/u, U = Σ u and k of the ranks' first micro-batches.
+        """
+        if sums[2] == 0:
             return None
-        small = first.moment / count
-        signal = (whole / units - small) / (units - first.units / count)
-        spread = small - first.units / count * signal
+        moment, first = sums[0] / sums[2], sums[1] / sums[2]
+        if units - first < 1e-9 * units:
+            return None
+        signal = (norm * norm / units - moment) / (units - first)
+        spread = moment - first * signal
         if not (math.isfinite(spread) and math.isfinite(signal)):
             return None
-        return Observation(spread, signal, units, first.micro_batches)
-
-
-@dataclass(frozen=True)
-class Firsts:
-    """The sums over the ranks' first micro-batches that the estimate needs."""
-
-    moment: float = 0.0
-    """Σ |A|²/u, with A the sum of the gradients of a micro-batch's u units."""
-    units: float = 0.0
-    count: int = 0
-    micro_batches: int = 0
-    """All micro-batches of the window, not only the first ones."""
+        return Observation(spread, signal, units, micro_batches)
 
 
 @dataclass(frozen=True)
@@ -401,12 +395,10 @@ class Probe:
 
         `together`: the window runs in lock-step, so no micro-batch has a gradient before the last.
         """
-        window = self._window
-        self.end()
-        if self.off is None and not together:
-            # Skip the first window: it may be atypical (graphs are made in it).
-            every = self._interval()
-            self.active = (window.updates + window.skipped) % every == 1 % every
+        window, every = self._window, self._interval()
+        # Skip the first window: it may be atypical (graphs are made in it).
+        is_due = (window.updates + window.skipped) % every == 1 % every
+        self.active = is_due and self.off is None and not together
         if first == 0:
             self._norm = None
 
@@ -453,7 +445,6 @@ class Probe:
         """Add the measurements of a closed window. All ranks call this, or none."""
         if not self.active:
             return
-        self.end()
         self._norm, sync = None, self._window.sync
         joined, look = look is None, look or Look()
         norm, units, seed, whole = read_scalars(
@@ -473,15 +464,12 @@ class Probe:
             _log.warning("the gradient noise scale is not measured: %s", self.off)
         if step.skipped is not None or self.off is not None or numbers[5]:
             return
-        first = Firsts(numbers[0], numbers[1], int(numbers[2]), int(numbers[3]))
         whole = step.grad_norm * step.units if look.whole is None else whole / seed
-        observation = Observation.of(first, norm=whole, units=step.units)
+        observation = Observation.of(
+            numbers[:3], norm=whole, units=step.units, micro_batches=int(numbers[3])
+        )
         if observation is not None:
             self._estimator.add(observation)
-
-    def end(self) -> None:
-        """Stop measuring: the window is over, whatever its outcome."""
-        self.active = False
 
     @property
     def estimate(self) -> NoiseScale | None:

@@ -282,8 +282,6 @@ class WholeBatch:
             replays = not first and not self._runner.in_lock_step(attempt.micros)
             return self._close(attempt.micros, attempt.random if replays else None, steps)
         finally:
-            if self._probe is not None:
-                self._probe.end()
             window.sync.restore()
             self._done, self._micros = 0, ()
             if window.open is not None:
