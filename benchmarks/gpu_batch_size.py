@@ -203,7 +203,7 @@ def row_of_cost(
     often = (8 + (1000 - 32) / every) / 1000  # The first 32 windows have 8.
     return {
         "batch": batch,
-        "micro_batches": probe._estimator.seen[-1].micro_batches,
+        "micro_batches": probe._measured()[-1].micro_batches,
         "pairs": len(extra),
         "window_ms": window,
         "extra_ms": statistics.fmean(extra),

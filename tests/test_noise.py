@@ -87,7 +87,7 @@ def test_known_noise_is_found_within_ten_percent(
     noise = train.noise
     assert noise is not None
     assert mode_of(train) == ("operations" if "execute" in options else "eager")
-    assert noise.samples >= 290
+    assert noise.samples >= 280
     assert noise.spread == pytest.approx(TRACE, rel=0.03)
     assert noise.critical == pytest.approx(CRITICAL, rel=0.1)
     assert noise.low <= CRITICAL <= noise.high
@@ -291,12 +291,12 @@ def test_only_every_nth_window_is_looked_at() -> None:
     assert looked_at(5, 16, 8, windows=12) == [1, 6, 11]
 
 
-@pytest.mark.parametrize(("micro_batches", "every"), [(2, 16), (8, 8), (32, 2)])
+@pytest.mark.parametrize(("micro_batches", "every"), [(2, 24), (8, 8), (32, 2)])
 def test_auto_takes_a_norm_in_64_micro_batches(micro_batches: int, every: int) -> None:
-    """At first in one window of four; never more rarely than in one of 16."""
+    """At first in one window of four; never more rarely than in one of 24."""
     often = [*range(1, 32, 4)]
-    later = [window for window in range(30, 40) if window % every == 1 % every]
-    assert looked_at("auto", micro_batches, 1, windows=40) == often + later
+    later = [window for window in range(30, 50) if window % every == 1 % every]
+    assert looked_at("auto", micro_batches, 1, windows=50) == often + later
 
 
 def test_a_window_that_was_stopped_and_resumed_is_measured_as_a_whole() -> None:
@@ -324,6 +324,12 @@ def test_a_window_that_was_stopped_and_resumed_is_measured_as_a_whole() -> None:
     for batch in batches[1:]:
         resumed.step(batch)
     assert resumed.noise == straight.noise
+    again = measured(model := Quadratic(), still(model), loss=summed, micro_batch=7, noise=1)
+    again.load_state_dict(copy.deepcopy(resumed.state_dict()))
+    assert again.noise == resumed.noise  # The last window is saved, and not in the estimate yet.
+    for train in (again, resumed):
+        train.step(batches[0])
+    assert again.noise == resumed.noise != straight.noise
 
 
 def test_the_loss_scale_is_taken_out() -> None:

@@ -64,7 +64,7 @@ def test_it_is_told_by_the_number_of_windows_alone() -> None:
     for window in range(450):
         first.add(Observation(10.0 + window % 7, 1.0 + window % 3, 32.0, 4))
         second = Estimator(most=200)
-        second.load_state_dict(first.state_dict())
+        second.seen = list(first.seen)
         found.append(first.estimate())
         assert found[-1] == second.estimate()
     assert len({id(one) for one in found[150:]}) < 200  # not anew every time

@@ -24,7 +24,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from operator import mul, truediv
 from statistics import median
 from typing import TYPE_CHECKING, Any, Literal
@@ -177,12 +177,12 @@ class Estimator:
     def estimate(self) -> NoiseScale | None:
         """Return the estimate from the windows so far; None for fewer than two.
 
-        It takes a millisecond and is asked for in every window. So it is recomputed only when the
-        number of windows has grown by about 1/8. That depends on the number alone, so that a
-        resumed run gives the same values.
+        It is asked for in every window. So it is recomputed only when the number of windows has
+        grown by about 1/16. That depends on the number alone, so that a resumed run gives the same
+        values.
         """
         number = len(self.seen)
-        told = self.seen[: number - number % max(1, number // 8)]
+        told = self.seen[: number - number % max(1, number // 16)]
         if len(told) < 2:
             return None
         if self._told is None or self._told[0] is not told[-1]:
@@ -219,12 +219,6 @@ class Estimator:
             batch=median(one.units for one in seen[-5:]),
             micro_batches=int(median(one.micro_batches for one in seen[-5:])),
         )
-
-    def state_dict(self) -> list[list[float]]:
-        return [[o.spread, o.signal, o.units, float(o.micro_batches)] for o in self.seen]
-
-    def load_state_dict(self, state: Sequence[Sequence[Any]]) -> None:
-        self.seen = [Observation(o[0], o[1], o[2], int(o[3])) for o in state]
 
 
 def _half_life(above: Sequence[float], below: Sequence[float], shortest: float) -> float:
@@ -347,7 +341,7 @@ def _said(value: float) -> str:
 _log = logging.getLogger("wholebatch")
 _AT_FIRST = 8, 4
 """At first "auto" measures so many windows, one in so many."""
-_MICRO_BATCHES, _WINDOWS = 64, 16
+_MICRO_BATCHES, _WINDOWS = 64, 24
 """Then it measures once in so many micro-batches, at least in one of so many windows."""
 
 
@@ -387,6 +381,7 @@ class Probe:
             _log.info("the gradient noise scale is not measured: %s", self.off)
         self._estimator = Estimator()
         self._norm: Tensor | float | None = None
+        self._newest: Observation | None = None
         self._has_terms = False
         self.active = False
 
@@ -410,17 +405,29 @@ class Probe:
         """
         if self._every != "auto":
             return self._every
-        (number, often), seen = _AT_FIRST, self._estimator.seen
-        if len(seen) < number:
+        number, often = _AT_FIRST
+        measured = self._measured()
+        if len(measured) < number:
             return often
-        own = seen[-1].micro_batches / self._window.sync.ranks
+        own = measured[-1].micro_batches / self._window.sync.ranks
         return max(1, min(_WINDOWS, int(_MICRO_BATCHES / own)))
+
+    def _measured(self) -> list[Observation]:
+        return self._estimator.seen + ([] if self._newest is None else [self._newest])
 
     @torch.no_grad()
     def micro_batch_done(self, done: int) -> None:
         """Take the norm after the gradient of the first micro-batch was added."""
-        if self.active and done == 1:
-            self._norm = self._norm_so_far()
+        if done == 1:
+            self._norm = self._norm_so_far() if self.active else None
+            self._estimate_anew()
+
+    def _estimate_anew(self) -> None:
+        """Take in the last measured window, in the one after it: the device is busy meanwhile."""
+        if self._newest is not None:
+            self._estimator.add(self._newest)
+            self._newest = None
+            self._estimator.estimate()
 
     def _norm_so_far(self) -> Tensor | None:
         return self._window.sync.norm_so_far(dense_gradients(self._window.current.inputs))
@@ -443,6 +450,7 @@ class Probe:
 
     def closed(self, look: Look | None, step: Step) -> None:
         """Add the measurements of a closed window. All ranks call this, or none."""
+        self._estimate_anew()  # A rank without data, or a resumed window, has not.
         if not self.active:
             return
         self._norm, sync = None, self._window.sync
@@ -465,29 +473,30 @@ class Probe:
         if step.skipped is not None or self.off is not None or numbers[5]:
             return
         whole = step.grad_norm * step.units if look.whole is None else whole / seed
-        observation = Observation.of(
+        self._newest = Observation.of(
             numbers[:3], norm=whole, units=step.units, micro_batches=int(numbers[3])
         )
-        if observation is not None:
-            self._estimator.add(observation)
 
     @property
     def estimate(self) -> NoiseScale | None:
-        """Return the present estimate of the noise scale, if any."""
+        """Return the estimate from the windows before the last one, if any."""
         return None if self.off is not None else self._estimator.estimate()
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything measured so far, even in the middle of a window."""
         norm = None if self._window.open is None else self._norm
         return {
-            "seen": self._estimator.state_dict(),
+            "seen": [list(astuple(one)) for one in self._measured()],
+            "taken in": len(self._estimator.seen),
             "norm": None if norm is None else read_scalars([norm])[0],
         }
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         self._norm = None
         if state is not None:
-            self._estimator.load_state_dict(state["seen"])
+            seen = [Observation(*one) for one in state["seen"]]
+            self._estimator.seen = seen[: state["taken in"]]
+            self._newest = seen[-1] if len(seen) > state["taken in"] else None
             self._norm = None if self._window.open is None else state["norm"]
 
 
