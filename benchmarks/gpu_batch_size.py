@@ -157,18 +157,17 @@ def seconds_of(call: Callable[[], Any]) -> float:
 
 
 def cost_of_noise(recipe: Recipe, size: Size, *, seconds: float) -> list[dict[str, float]]:
-    """Time the first and the largest windows of `auto`, measured and not measured in turn.
+    """Time the first and the largest windows of `auto`; of three in turn, the second is measured.
 
-    A measured window has more: the norm after the first micro-batch, one more read at the close,
-    and from time to time a new estimate, which is asked for after every window. All of it is in the
-    difference, and no window is left out.
+    It has the norm after the first micro-batch and one more read at the close. The window after it
+    may have a new estimate. Both are compared with the third, and no window is left out.
     """
     model, optimizer = recipe.make()
     micro_batch = size.large // 2
     train = wb.WholeBatch(
         model, optimizer, loss=recipe.loss, micro_batch=micro_batch, **recipe.options
     )
-    train.measure_noise(2)
+    train.measure_noise(3)
     take, found = recipe.source(), []
     for batch in (size.large, 8 * size.large):
         data = take(batch)
@@ -177,34 +176,34 @@ def cost_of_noise(recipe: Recipe, size: Size, *, seconds: float) -> list[dict[st
             train.step(data)
             _ = train.noise  # As a run asks for it.
 
-        for _ in range(10):  # Graphs are made.
+        for _ in range(12):  # Graphs are made.
             window()
-        times: tuple[list[float], list[float]] = [], []
+        times: tuple[list[float], ...] = [], [], []
         began = time.perf_counter()
         while time.perf_counter() < began + seconds or len(times[1]) < 8:
-            for measured in times:  # Of two windows, the second is measured.
-                measured.append(1000 * seconds_of(window))
+            for place in times:
+                place.append(1000 * seconds_of(window))
         found.append(row_of_cost(train, batch, *times))
         print({name: round(value, 6) for name, value in found[-1].items()}, flush=True)
     return found
 
 
 def row_of_cost(
-    train: wb.WholeBatch, batch: int, plain: list[float], measured: list[float]
+    train: wb.WholeBatch, batch: int, plain: list[float], measured: list[float], after: list[float]
 ) -> dict[str, float]:
     """Return the extra time of a measured window, and its share where "auto" says how often."""
-    extra = [more - less for less, more in zip(plain, measured, strict=True)]
+    extra = [a + b - 2 * less for less, a, b in zip(plain, measured, after, strict=True)]
     error = statistics.stdev(extra) / math.sqrt(len(extra))
     probe = train._probe
     assert probe is not None
     probe._every = "auto"
     every, window = probe._interval(), statistics.fmean(plain)
-    probe._every = 2
+    probe._every = 3
     often = (8 + (1000 - 32) / every) / 1000  # The first 32 windows have 8.
     return {
         "batch": batch,
         "micro_batches": probe._measured()[-1].micro_batches,
-        "pairs": len(extra),
+        "rounds": len(extra),
         "window_ms": window,
         "extra_ms": statistics.fmean(extra),
         "extra_error_ms": error,

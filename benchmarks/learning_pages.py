@@ -135,18 +135,18 @@ def joined(found: dict[str, Any], files: list[str]) -> dict[str, Any]:
 COST = """## The cost of measuring the noise
 
 `python benchmarks/gpu_batch_size.py --cost 4 --sequences 0`, on the same device: windows of `auto`'s first and largest batch,
-in micro-batches of 4, measured and not measured in turn. All that a measured window has more is in the difference: the norm
-of all gradients, a read, and the estimate. *share* is that of all windows in a run of 1,000, of which the first 32 have
-eight measured ones. ± is the standard error of the mean.
+in micro-batches of 4. Of three windows in turn, the second is measured, which takes a norm of all gradients and a read; in
+the third, a new estimate may be made. *more* is the time of both beyond that of the first; no window is left out. *share* is
+that of all windows in a run of 1,000, of which the first 32 have eight measured ones. ± is the standard error of the mean.
 
-| batch | a window, ms | more in a measured one, ms | median | measured | share of the time |
+| batch | a window, ms | more for a measured one, ms | median | measured | share of the time |
 |---:|---:|---:|---:|---|---:|"""
 
 
 def cost_row(row: dict[str, float]) -> str:
     return (
         f"| {row['batch']} | {row['window_ms']:.2f} | {row['extra_ms']:.3f} ± {row['extra_error_ms']:.3f} | "
-        f"{row['extra_median_ms']:.3f} | one in {row['one_in']}, {row['pairs']} pairs timed | "
+        f"{row['extra_median_ms']:.3f} | one in {row['one_in']}, {row['rounds']} rounds timed | "
         f"{row['share']:.3%} ± {row['share_error']:.3%} |"
     )
 
