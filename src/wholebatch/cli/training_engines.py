@@ -91,17 +91,12 @@ def train_with(
         ),
         scheduler=scheduler,
     )
-    _measure_noise(train, config)
-    return optimizer, train, zero, scheduler
-
-
-def _measure_noise(train: WholeBatch, config: Config) -> None:
-    """Measure the gradient noise, unless it is off; a batch that follows it must have it."""
     why: str | None = "the batch follows the noise; leave out --noise off"
     if config.noise != "off":
         why = train.measure_noise(config.noise)  # type: ignore[arg-type]
     if config.grows and why:
         raise OptionError(f"--batch-size {config.batch_schedule}: {why}")
+    return optimizer, train, zero, scheduler
 
 
 def move(model: nn.Module, config: Config, world: World) -> None:

@@ -192,21 +192,17 @@ class Estimator:
     def _estimate(self, seen: Sequence[Observation]) -> NoiseScale:
         squares = [one.square for one in seen]
         sizes = _sizes(squares)
-        both = (
-            [one.spread / size for one, size in zip(seen, sizes, strict=True)],
-            [one.signal / size for one, size in zip(seen, sizes, strict=True)],
-        )
-        weights = _fading(len(seen), self._half_life)
-        recent = Averages.of(*both, weights)
+        spreads = [one.spread / size for one, size in zip(seen, sizes, strict=True)]
+        signals = [one.signal / size for one, size in zip(seen, sizes, strict=True)]
+        shortest = _fading(len(seen), self._half_life)
+        recent = Averages.of(spreads, signals, shortest)
         low, high = fieller(recent, z=student(recent.count - 1.0))
         # The interval covers the newest windows and their drift; the estimate within it may rest on
         # more.
-        longer = _fading(len(seen), _half_life(*both, self._half_life))
-        found = Averages.of(*both, longer)
-        if low <= found.ratio <= high:
-            weights = longer
-        else:
-            found = recent
+        weights = _fading(len(seen), _half_life(spreads, signals, self._half_life))
+        found = Averages.of(spreads, signals, weights)
+        if not low <= found.ratio <= high:
+            weights, found = shortest, recent
         size = _dot(weights, squares) / _dot(weights, map(truediv, squares, sizes))
         return NoiseScale(
             critical=found.ratio,
@@ -247,8 +243,7 @@ def _fading(number: int, half_life: float) -> list[float]:
 
 
 def _dot(some: Iterable[float], others: Iterable[float]) -> float:
-    total: float = sum(map(mul, some, others))
-    return total
+    return float(sum(map(mul, some, others)))
 
 
 @dataclass(frozen=True)
@@ -339,10 +334,8 @@ def _said(value: float) -> str:
 
 
 _log = logging.getLogger("wholebatch")
-_AT_FIRST = 8, 4
-"""At first "auto" measures so many windows, one in so many."""
-_MICRO_BATCHES, _WINDOWS = 64, 24
-"""Then it measures once in so many micro-batches, at least in one of so many windows."""
+_OFTEN, _RARELY, _MICRO_BATCHES = 4, 24, 64
+"""The windows between norms of "auto" at first and at most, and the micro-batches."""
 
 
 @dataclass(frozen=True)
@@ -405,12 +398,11 @@ class Probe:
         """
         if self._every != "auto":
             return self._every
-        number, often = _AT_FIRST
         measured = self._measured()
-        if len(measured) < number:
-            return often
+        if len(measured) < 8:
+            return _OFTEN
         own = measured[-1].micro_batches / self._window.sync.ranks
-        return max(1, min(_WINDOWS, int(_MICRO_BATCHES / own)))
+        return max(1, min(_RARELY, int(_MICRO_BATCHES / own)))
 
     def _measured(self) -> list[Observation]:
         return self._estimator.seen + ([] if self._newest is None else [self._newest])
