@@ -146,7 +146,7 @@ that of all windows in a run of 1,000, of which the first 32 have eight measured
 def cost_row(row: dict[str, float]) -> str:
     return (
         f"| {row['batch']} | {row['window_ms']:.2f} | {row['extra_ms']:.3f} ± {row['extra_error_ms']:.3f} | "
-        f"{row['extra_median_ms']:.3f} | one in {row['one_in']}, {row['rounds']} rounds timed | "
+        f"{row['extra_median_ms']:.3f} | one in {row['one_in']}, {row.get('rounds', row.get('pairs'))} timed | "
         f"{row['share']:.3%} ± {row['share_error']:.3%} |"
     )
 
@@ -206,7 +206,7 @@ def main() -> None:
         "",
     ]
     if "cost" in found:
-        lines += [COST, *map(cost_row, found["cost"]), ""]
+        lines += [COST, *map(cost_row, found["cost"]), "", found.get("cost_note", ""), ""]
     (FOLDER / "batch_size.md").write_text("\n".join(lines), encoding="utf-8")
 
 
