@@ -3,10 +3,10 @@
     python benchmarks/noise.py [--cuda] [--json PATH] [--markdown PATH]
     python benchmarks/noise.py --norms       # what the norms of more micro-batches would add
 
-Two runs of the same model make the same windows in turn, one with `noise=8` ("auto" for 8 micro-batches), one
-without. A round is eight windows of each, one of them measured. On the CPU the time is the
-process's own (one thread), so that other work on the machine is not counted; on CUDA it is that of
-the clock, with the device waited for.
+Two runs of the same model make the same windows in turn, one with `noise=8` ("auto" for windows of
+8 micro-batches), one without. A round is eight windows of each, one of them measured. On the CPU
+the time is the process's own (one thread), so that other work on the machine is not counted; on
+CUDA it is that of the clock, with the device waited for.
 """
 
 from __future__ import annotations
