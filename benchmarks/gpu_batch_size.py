@@ -199,7 +199,7 @@ def row_of_cost(
     probe._every = "auto"
     every, window = probe._interval(), statistics.fmean(plain)
     probe._every = 3
-    often = (8 + (1000 - 32) / every) / 1000  # The first 32 windows have 8.
+    often = (24 + (1000 - 96) / every) / 1000  # The first 96 windows have 24.
     return {
         "batch": batch,
         "micro_batches": probe._measured()[-1].micro_batches,

@@ -137,7 +137,7 @@ COST = """## The cost of measuring the noise
 `python benchmarks/gpu_batch_size.py --cost 4 --sequences 0`, on the same device: windows of `auto`'s first and largest batch,
 in micro-batches of 4. Of three windows in turn, the second is measured, which takes a norm of all gradients and a read; in
 the third, a new estimate may be made. *more* is the time of both beyond that of the first; no window is left out. *share* is
-that of all windows in a run of 1,000, of which the first 32 have eight measured ones. ± is the standard error of the mean.
+that of all windows in a run of 1,000, of which the first 96 have 24 measured ones. ± is the standard error of the mean.
 
 | batch | a window, ms | more for a measured one, ms | median | measured | share of the time |
 |---:|---:|---:|---:|---|---:|"""

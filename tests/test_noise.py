@@ -291,12 +291,15 @@ def test_only_every_nth_window_is_looked_at() -> None:
     assert looked_at(5, 16, 8, windows=12) == [1, 6, 11]
 
 
-@pytest.mark.parametrize(("micro_batches", "every"), [(2, 24), (8, 8), (32, 2)])
-def test_auto_takes_a_norm_in_64_micro_batches(micro_batches: int, every: int) -> None:
-    """At first in one window of four; never more rarely than in one of 24."""
-    often = [*range(1, 32, 4)]
-    later = [window for window in range(30, 50) if window % every == 1 % every]
-    assert looked_at("auto", micro_batches, 1, windows=50) == often + later
+@pytest.mark.parametrize(("micro_batches", "every"), [(2, 32), (8, 8), (32, 2)])
+def test_auto_takes_a_norm_in_64_micro_batches(
+    micro_batches: int, every: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At first in one window of four; never more rarely than in one of 32."""
+    assert looked_at("auto", 2, 1, windows=120) == [*range(1, 94, 4), 97]
+    monkeypatch.setattr("wholebatch.core.noise_scale._AT_FIRST", 2)
+    later = [window for window in range(6, 36) if window % every == 1 % every]
+    assert looked_at("auto", micro_batches, 1, windows=36) == [1, 5, *later]
 
 
 def test_a_window_that_was_stopped_and_resumed_is_measured_as_a_whole() -> None:

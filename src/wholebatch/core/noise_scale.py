@@ -334,8 +334,8 @@ def _said(value: float) -> str:
 
 
 _log = logging.getLogger("wholebatch")
-_OFTEN, _RARELY, _MICRO_BATCHES = 4, 24, 64
-"""The windows between norms of "auto" at first and at most, and the micro-batches."""
+_AT_FIRST, _OFTEN, _RARELY, _MICRO_BATCHES = 24, 4, 32, 64
+"""The norms that "auto" takes often; the windows between them then, and later at most."""
 
 
 @dataclass(frozen=True)
@@ -399,7 +399,7 @@ class Probe:
         if self._every != "auto":
             return self._every
         measured = self._measured()
-        if len(measured) < 8:
+        if len(measured) < _AT_FIRST:
             return _OFTEN
         own = measured[-1].micro_batches / self._window.sync.ranks
         return max(1, min(_RARELY, int(_MICRO_BATCHES / own)))
