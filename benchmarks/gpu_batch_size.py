@@ -10,8 +10,9 @@ held-out bytes with which a large batch ends. The table has the updates and the 
 each run has reached it. `seesaw` is `auto` with the square root alone for the rate, whatever the
 share of the noise. On a GPU the runs go side by side, each in a process.
 
-`--model tiny --sequences 4096` runs on a CPU in minutes. `--cost S` times, for S seconds, what
-measuring the noise adds to a window, before the runs; `--sequences 0` does nothing else.
+`--model tiny --sequences 4096` runs on a CPU in minutes. `--cost S` times what measuring the noise
+adds to `auto`'s first and largest windows, for S seconds each, before the runs; `--sequences 0`
+does nothing else.
 """
 
 from __future__ import annotations
@@ -38,7 +39,6 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import wholebatch as wb
 from wholebatch.cli.recipes import bytes_gpt
-from wholebatch.core.noise_scale import Estimator
 from wholebatch.tune.batch_scaling import Follow
 from wholebatch.tune.learning_curves import Contender, Recipe, Take, learn
 
@@ -143,76 +143,75 @@ def recipe_of(size: Size, text: Tensor, seed: int, options: dict[str, Any]) -> R
     )
 
 
-def time_of(call: Callable[[], Any], *, times: int) -> float:
-    """Return the median time of a call in milliseconds, of the device's work too."""
+def seconds_of(call: Callable[[], Any]) -> float:
+    """Return the seconds of a call, of the device's work too; on a CPU, of the processor."""
     on_cuda = DEVICE.type == "cuda"
     clock = time.perf_counter if on_cuda else time.process_time
-    found = []
-    for _ in range(times):
-        if on_cuda:
-            torch.cuda.synchronize()
-        began = clock()
-        call()
-        if on_cuda:
-            torch.cuda.synchronize()
-        found.append(1000 * (clock() - began))
-    return statistics.median(found)
+    if on_cuda:
+        torch.cuda.synchronize()
+    began = clock()
+    call()
+    if on_cuda:
+        torch.cuda.synchronize()
+    return clock() - began
 
 
-def cost_of_noise(recipe: Recipe, batch: int, *, seconds: float) -> dict[str, float]:
-    """Return the time of a window, and of what a measured window has more.
+def cost_of_noise(recipe: Recipe, size: Size, *, seconds: float) -> list[dict[str, float]]:
+    """Time the first and the largest windows of `auto`; of three in turn, the second is measured.
 
-    That is the norm after the first micro-batch, and the estimate. The norm is timed on the device
-    behind other work, as it runs in a window. The estimate is made anew ever more rarely: its time
-    is the mean over the measured windows of a run of 1,000.
+    It has the norm after the first micro-batch and one more read at the close. The window after it
+    may have a new estimate. Both are compared with the third, and no window is left out.
     """
     model, optimizer = recipe.make()
+    micro_batch = size.large // 2
     train = wb.WholeBatch(
-        model, optimizer, loss=recipe.loss, micro_batch=batch // 8, **recipe.options
+        model, optimizer, loss=recipe.loss, micro_batch=micro_batch, **recipe.options
     )
-    train.measure_noise(1)
-    data = recipe.source()(batch)
-    norms: list[float] = []
+    train.measure_noise(3)
+    take, found = recipe.source(), []
+    for batch in (size.large, 8 * size.large):
+        data = take(batch)
 
-    def measured(done: int, of: int) -> None:
-        if done == of:  # The gradients are there; the norm of all is the norm of the first.
-            assert train._probe is not None
-            norms.append(device_time(train._probe._norm_so_far))
+        def window(data: Any = data) -> None:
+            train.step(data)
+            _ = train.noise  # As a run asks for it.
 
-    began = time.perf_counter()
-    while time.perf_counter() < began + seconds or len(norms) < 8:
-        train.step(data, after_micro=measured)
-    window = time_of(lambda: train.step(data), times=9)
-    assert train._probe is not None
-    seen, estimator = train._probe._estimator._seen, Estimator()
-    began = time.perf_counter()
-    for place in range(250):
-        estimator.add(seen[place % len(seen)])
-        estimator.estimate()
-    estimate = 1000 * (time.perf_counter() - began) / 250
-    norm = statistics.median(norms[len(norms) // 2 :])
+        for _ in range(12):  # Graphs are made.
+            window()
+        times: tuple[list[float], ...] = [], [], []
+        began = time.perf_counter()
+        while time.perf_counter() < began + seconds or len(times[1]) < 8:
+            for place in times:
+                place.append(1000 * seconds_of(window))
+        found.append(row_of_cost(train, batch, *times))
+        print({name: round(value, 6) for name, value in found[-1].items()}, flush=True)
+    return found
+
+
+def row_of_cost(
+    train: wb.WholeBatch, batch: int, plain: list[float], measured: list[float], after: list[float]
+) -> dict[str, float]:
+    """Return the extra time of a measured window, and its share where "auto" says how often."""
+    extra = [a + b - 2 * less for less, a, b in zip(plain, measured, after, strict=True)]
+    error = statistics.stdev(extra) / math.sqrt(len(extra))
+    probe = train._probe
+    assert probe is not None
+    probe._every = "auto"
+    every, window = probe._interval(), statistics.fmean(plain)
+    probe._every = 3
+    often = (24 + (1000 - 96) / every) / 1000  # The first 96 windows have 24.
     return {
         "batch": batch,
+        "micro_batches": probe._measured()[-1].micro_batches,
+        "rounds": len(extra),
         "window_ms": window,
-        "norm_ms": norm,
-        "estimate_ms": estimate,
-        "share_of_one_in_four": (norm + estimate) / 4 / window,
+        "extra_ms": statistics.fmean(extra),
+        "extra_error_ms": error,
+        "extra_median_ms": statistics.median(extra),
+        "one_in": every,
+        "share": statistics.fmean(extra) * often / window,
+        "share_error": error * often / window,
     }
-
-
-def device_time(call: Callable[[], Any]) -> float:
-    """Return the milliseconds of a call on the device, which is busy when the call is launched."""
-    if DEVICE.type != "cuda":
-        return time_of(call, times=5)
-    busy = torch.ones(8192, 8192, device=DEVICE, dtype=torch.bfloat16)
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    for _ in range(8):
-        busy @ busy
-    start.record()
-    call()
-    end.record()
-    torch.cuda.synchronize()
-    return float(start.elapsed_time(end))
 
 
 def run_one(run: str, recipe: Recipe, size: Size, given: argparse.Namespace) -> dict[str, Any]:
@@ -306,7 +305,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--from", dest="start", choices=("small", "large"), default="large")
     parser.add_argument("--most", type=int, default=8, help="auto's limit, in large batches")
     parser.add_argument("--together", type=int, default=8 if on_cuda else 1)
-    parser.add_argument("--execute", default="auto")
+    parser.add_argument("--execute", help="auto for the runs, and graph for --cost on a GPU")
     parser.add_argument("--cost", type=float, default=0.0, metavar="SECONDS")
     parser.add_argument("--only", metavar="RUN", help="make this one alone")
     parser.add_argument("--out", type=Path, default=Path("batch_size.json"))
@@ -319,13 +318,13 @@ def main() -> None:
     result: dict[str, Any] = {}
     if given.only or given.cost:
         seed = int(given.only.split(":")[2]) if given.only else 0
-        how = {"precision": "bf16" if on_cuda else "full", "execute": given.execute}
+        execute = given.execute or ("graph" if on_cuda and not given.only else "auto")
+        how = {"precision": "bf16" if on_cuda else "full", "execute": execute}
         recipe = recipe_of(size, corpus(size.corpus), seed, how)
         if given.only:
             result = run_one(given.only, recipe, size, given)
         else:
-            result["cost"] = cost_of_noise(recipe, 8 * size.large, seconds=given.cost)
-            print({name: round(value, 6) for name, value in result["cost"].items()}, flush=True)
+            result["cost"] = cost_of_noise(recipe, size, seconds=given.cost)
     if given.only is None and given.sequences:
         result |= {
             "command": " ".join(["python", "benchmarks/gpu_batch_size.py", *sys.argv[1:]]),

@@ -2,16 +2,22 @@
 
 wholebatch rival bytes-gpt --seconds 100 --rates 0.5,1 --out docs/benchmarks/rival.json
 python benchmarks/gpu_batch_size.py --out docs/benchmarks/batch_size.json
-python benchmarks/learning_pages.py
+python benchmarks/learning_pages.py [FILE ...]
 
-Also draws docs/images/batch-size.svg (with matplotlib).
+Each FILE is another result of gpu_batch_size.py: its runs and its cost are added to batch_size.json,
+or take the place of those of the same name. Also draws docs/images/batch-size.svg (with matplotlib).
 """
 
 from __future__ import annotations
 
 import json
+import statistics
+import sys
 from pathlib import Path
 from typing import Any
+
+from gpu_batch_size import SIZES
+from gpu_batch_size import table as rows_of
 
 from wholebatch.core.readable_sizes import bytes_said
 
@@ -30,7 +36,7 @@ better still. The run is short: measure your own recipe.
 BATCH_SIZE = """# A batch that follows the noise and the decay
 
 ```console
-{command}
+{commands}
 ```
 
 On {device}, torch {torch}, {date}: bytes-gpt with 126 M parameters. Each run sees {sequences:,} sequences of {context}
@@ -90,6 +96,61 @@ def verdict(rows: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
+def together(rows: list[dict[str, Any]]) -> list[str]:
+    """Return the distance of `auto` from its seed's large batch, over the seeds, by the data."""
+    large = {r["seed"]: r for r in rows if r["run"] == "large" and r["rate"] == SIZES["124m"].rate}
+    lines = []
+    for data in (1.0, 1.08):
+        found = [
+            (row, large[row["seed"]])
+            for row in rows
+            if row["run"] == "auto"
+            and abs(row["sequences"] / large[row["seed"]]["sequences"] - data) < 0.02
+        ]
+        if len(found) < 2:
+            continue
+        apart = [row["held-out loss"] - fixed["held-out loss"] for row, fixed in found]
+        fewer = [1 - row["updates"] / fixed["updates"] for row, fixed in found]
+        lines.append(
+            f"- {data:.0%} of the data, {len(found)} seeds: {min(fewer):.1%} to {max(fewer):.1%} fewer updates, and a "
+            f"final loss that differs from the large batch's by {statistics.fmean(apart):+.4f} on average "
+            f"({min(apart):+.4f} to {max(apart):+.4f}, standard deviation {statistics.stdev(apart):.4f})."
+        )
+    return lines
+
+
+def joined(found: dict[str, Any], files: list[str]) -> dict[str, Any]:
+    """Return the results with those of further files."""
+    runs = {one["run"]: one for one in found["runs"]}
+    for file in files:
+        more = json.loads(Path(file).read_text(encoding="utf-8"))
+        runs |= {one["run"]: one for one in more.get("runs", ())}
+        if "runs" in more:
+            found["commands"].append(more["command"])
+        if "cost" in more:
+            found["cost"] = more["cost"]
+    return found | {"runs": list(runs.values())}
+
+
+COST = """## The cost of measuring the noise
+
+`python benchmarks/gpu_batch_size.py --cost 4 --sequences 0`, on the same device: windows of `auto`'s first and largest batch,
+in micro-batches of 4. Of three windows in turn, the second is measured, which takes a norm of all gradients and a read; in
+the third, a new estimate may be made. *more* is the time of both beyond that of the first; no window is left out. *share* is
+that of all windows in a run of 1,000, of which the first 96 have 24 measured ones. ± is the standard error of the mean.
+
+| batch | a window, ms | more for a measured one, ms | median | measured | share of the time |
+|---:|---:|---:|---:|---|---:|"""
+
+
+def cost_row(row: dict[str, float]) -> str:
+    return (
+        f"| {row['batch']} | {row['window_ms']:.2f} | {row['extra_ms']:.3f} ± {row['extra_error_ms']:.3f} | "
+        f"{row['extra_median_ms']:.3f} | one in {row['one_in']}, {row.get('rounds', row.get('pairs'))} timed | "
+        f"{row['share']:.3%} ± {row['share_error']:.3%} |"
+    )
+
+
 def plot(runs: list[dict[str, Any]], file: Path) -> None:
     import matplotlib as mpl
 
@@ -99,7 +160,7 @@ def plot(runs: list[dict[str, Any]], file: Path) -> None:
 
     figure, axes = plt.subplots(figsize=(7, 4))
     colours = {"small": "#a8b3c2", "large": "#4c6ef5", "auto": "#1a8f74", "seesaw": "#e8590c"}
-    styles, seen = {"0": "-", "1": "--"}, set()
+    styles, seen = {"0": "-", "1": "--", "2": ":"}, set()
     for one in runs:
         name, rate, seed, *_ = one["run"].split(":")
         if rate != "1":
@@ -123,9 +184,13 @@ def main() -> None:
     lines = [text, *table(rival["rows"]), "", *(f"- {line}" for line in rival["advice"]), ""]
     (FOLDER / "rival.md").write_text("\n".join(lines), encoding="utf-8")
 
-    found = json.loads((FOLDER / "batch_size.json").read_text(encoding="utf-8"))
+    file = FOLDER / "batch_size.json"
+    found = joined(json.loads(file.read_text(encoding="utf-8")), sys.argv[1:])
+    file.write_text(json.dumps(found) + "\n", encoding="utf-8")
     plot(found["runs"], FOLDER.parent / "images" / "batch-size.svg")
-    lines = [BATCH_SIZE.format(**found), *table(found["rows"]), "", *verdict(found["rows"]), ""]
+    rows = rows_of(found["runs"], SIZES["124m"].rate)
+    page = BATCH_SIZE.format(**found | {"commands": "\n".join(found["commands"])})
+    lines = [page, *table(rows), "", *together(rows), *verdict(rows), ""]
     lines += [found["note"], ""] if "note" in found else []
     lines += [
         "![Held-out loss over updates](../images/batch-size.svg)",
@@ -140,14 +205,8 @@ def main() -> None:
         ),
         "",
     ]
-    cost = found.get("cost")
-    if cost:
-        lines += [
-            f"A window of {cost['batch']} sequences takes {cost['window_ms']:.1f} ms. What a measured one has more "
-            f"takes {cost['norm_ms']:.3f} ms (the norm) and {cost['estimate_ms']:.3f} ms (the estimate): "
-            f"{cost['share_of_one_in_four']:.3%} of the time, as one window in four is measured.",
-            "",
-        ]
+    if "cost" in found:
+        lines += [COST, *map(cost_row, found["cost"]), "", found.get("cost_note", ""), ""]
     (FOLDER / "batch_size.md").write_text("\n".join(lines), encoding="utf-8")
 
 

@@ -3,10 +3,10 @@
     python benchmarks/noise.py [--cuda] [--json PATH] [--markdown PATH]
     python benchmarks/noise.py --norms       # what the norms of more micro-batches would add
 
-Two runs of the same model make the same windows in turn, one with `noise=8` (what "auto" is), one
-without. A round is eight windows of each, one of them measured. On the CPU the time is the
-process's own (one thread), so that other work on the machine is not counted; on CUDA it is that of
-the clock, with the device waited for.
+Two runs of the same model make the same windows in turn, one with `noise=8` ("auto" for windows of
+8 micro-batches), one without. A round is eight windows of each, one of them measured. On the CPU
+the time is the process's own (one thread), so that other work on the machine is not counted; on
+CUDA it is that of the clock, with the device waited for.
 """
 
 from __future__ import annotations
@@ -148,12 +148,13 @@ def measure_case(case: Case) -> dict[str, float]:
             continue
         for name, seconds in times.items():
             rounds[name].append(sum(seconds))
-        measured.append(times["with"][1])  # of every eight windows the second is measured
         plain.append(statistics.median(times["without"]))
+        # Of every eight windows the second is measured, and the estimate is made in the third.
+        measured.append(sum(times["with"][1:3]) - sum(times["without"][1:3]))
     estimate = runs["with"][0].noise
     assert estimate is not None
     assert estimate.samples >= 0.8 * case.rounds
-    extra = statistics.median(measured) / statistics.median(plain) - 1.0
+    extra = statistics.median(measured) / statistics.median(plain)
     ratios = [b / a for a, b in zip(rounds["without"], rounds["with"], strict=True)]
     return {
         "window_ms": 1e3 * statistics.median(plain),

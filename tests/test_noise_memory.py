@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from wholebatch.core.noise_scale import Estimator, Firsts, NoiseScale, Observation
+from wholebatch.core.noise_scale import Estimator, NoiseScale, Observation
 
 
 def observed(scales: list[float], *, seed: int) -> NoiseScale:
@@ -19,7 +19,7 @@ def observed(scales: list[float], *, seed: int) -> NoiseScale:
     own, whole = parts.square().sum((1, 2)).tolist(), parts.sum(1).norm(dim=1).tolist()
     estimator = Estimator()
     for squares, norm in zip(own, whole, strict=True):  # four ranks of one micro-batch
-        seen = Observation.of(Firsts(squares / 8, 32.0, 4, 4), norm=norm, units=32.0)
+        seen = Observation.of((squares / 8, 32.0, 4), norm=norm, units=32.0, micro_batches=4)
         assert seen is not None
         estimator.add(seen)
     found = estimator.estimate()
@@ -64,7 +64,7 @@ def test_it_is_told_by_the_number_of_windows_alone() -> None:
     for window in range(450):
         first.add(Observation(10.0 + window % 7, 1.0 + window % 3, 32.0, 4))
         second = Estimator(most=200)
-        second.load_state_dict(first.state_dict())
+        second.seen = list(first.seen)
         found.append(first.estimate())
         assert found[-1] == second.estimate()
     assert len({id(one) for one in found[150:]}) < 200  # not anew every time

@@ -29,6 +29,12 @@ QUESTIONS = {
     "FSDP2": "engines.html", "packing": "packing.html", "gradient noise": "noise.html",
     "warm-up": "scaling.html", "DPO": "which-mean.html", "fp8": "speed.html",
 }  # fmt: skip
+# The words of papers and tutorials: "Gradient accumulation, from A to Z" is the first answer.
+FIELD = (
+    "effective batch size", "linearity", "pitfall", "gradient checkpointing", "BatchNorm",
+    "learning rate", "warmup", "mixed precision", "underflow", "all-reduce", "no_sync",
+    "utilisation", "utilization", "generalization", "when not to use gradient accumulation",
+)  # fmt: skip
 
 
 class Quiet(SimpleHTTPRequestHandler):
@@ -93,8 +99,8 @@ def test_search_finds(browser: Tab, site: str) -> None:
     assert WebDriverWait(browser.driver, 30).until(lambda _: browser.run(found)) > 0
 
 
-@pytest.mark.parametrize("words", QUESTIONS)
-def test_a_question_is_answered_by_the_first_results(browser: Tab, site: str, words: str) -> None:
+def pages_found(browser: Tab, site: str, words: str) -> list[str]:
+    """The links of the first five results, in their order."""
     from selenium.webdriver.support.ui import WebDriverWait
 
     browser.open(f"{site}/index.html?q={words.replace(' ', '+')}", scheme="light", width=1280)
@@ -102,8 +108,21 @@ def test_a_question_is_answered_by_the_first_results(browser: Tab, site: str, wo
         "return [...document.querySelectorAll('.md-search-result__item')].slice(0, 5)"
         ".flatMap(item => [...item.querySelectorAll('a')].map(a => a.href))"
     )
-    links = WebDriverWait(browser.driver, 30).until(lambda _: browser.run(found))
+    links: list[str] = WebDriverWait(browser.driver, 30).until(lambda _: browser.run(found))
+    return links
+
+
+@pytest.mark.parametrize("words", QUESTIONS)
+def test_a_question_is_answered_by_the_first_results(browser: Tab, site: str, words: str) -> None:
+    links = pages_found(browser, site, words)
     assert any(QUESTIONS[words] in link for link in links), links
+
+
+@pytest.mark.parametrize("words", FIELD)
+def test_the_fields_words_lead_to_the_page_about_all_of_it(
+    browser: Tab, site: str, words: str
+) -> None:
+    assert "/gradient-accumulation.html" in pages_found(browser, site, words)[0]
 
 
 def test_copying_takes_the_commands_alone(browser: Tab, site: str) -> None:

@@ -116,6 +116,7 @@ def test_refusals_name_what_was_given(ranks: Any) -> None:
 
 def test_the_sync_policy_says_why(ranks: Any) -> None:
     assert ranks[0]["policy"].startswith("hold: gradients are reduced once per window (holding")
+    assert ranks[0]["policy"].endswith('; with sync="gathered", whole parameters would fit too)')
     assert ranks[0]["policy"] == ranks[1]["policy"]
 
 

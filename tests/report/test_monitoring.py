@@ -70,7 +70,7 @@ def test_tensorboard_has_everything_that_is_watched(
 ) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    ran = command("train", recipe(NOISY), "--steps", 8, "--noise", 2, "--out", "run")
+    ran = command("train", recipe(NOISY), "--steps", 9, "--noise", 2, "--out", "run")
     assert ran.status == 0, ran.err
     read = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
     read.Reload()
@@ -80,7 +80,7 @@ def test_tensorboard_has_everything_that_is_watched(
         drawn = [one.value for one in read.Scalars(name)]
         assert drawn == pytest.approx([line[name] for line in lines], rel=1e-6)
     measured = [line["window"] for line in lines if "noise_scale" in line]
-    assert measured == [4, 6, 8]  # every second window; the first one alone says nothing
+    assert measured == [5, 7, 9]  # after every second window; the first one alone says nothing
     assert all(line["memory"] > 0 for line in lines)
 
 
@@ -89,7 +89,7 @@ def test_wandb_offline_and_resumed(recipe: Write, tmp_path: Path) -> None:
     """In a process of its own: wandb keeps a service beside the one that asks."""
     path = recipe(NOISY)
     begun = ["train", str(path), "--steps", "4", "--wandb", "tests", "--noise", "2", "--out", "run"]
-    resumed = ["train", "--resume", "--steps", "8", "--out", "run"]
+    resumed = ["train", "--resume", "--steps", "9", "--out", "run"]
     code = (
         "import pathlib, sys; from wholebatch.cli import main\n"
         f"status = main({begun!r})\n"

@@ -249,8 +249,8 @@ class Config:
     noise: int | str = _run_setting(
         "auto",
         "auto|off|N",
-        "Estimate the gradient noise scale from every N-th window (auto: one in 8), and advise "
-        "on the batch size.",
+        "Estimate the gradient noise scale from every N-th window (auto: once in 64 "
+        "micro-batches), and advise on the batch size.",
         typed=str,
         check=_noise,
     )

@@ -31,13 +31,7 @@ from wholebatch.core.safe_loading import load_tensors
 from wholebatch.core.splitting import to_device
 from wholebatch.core.window import Step
 from wholebatch.distributed.pipeline import Pipeline
-from wholebatch.errors import (
-    MissingExtraError,
-    OptionError,
-    RecipeError,
-    StateError,
-    UnsupportedError,
-)
+from wholebatch.errors import MissingExtraError, OptionError, RecipeError, StateError
 
 
 def train_with(
@@ -97,24 +91,12 @@ def train_with(
         ),
         scheduler=scheduler,
     )
-    _measure_noise(train, config)
+    why: str | None = "the batch follows the noise; leave out --noise off"
+    if config.noise != "off":
+        why = train.measure_noise(config.noise)  # type: ignore[arg-type]
+    if config.grows and why:
+        raise OptionError(f"--batch-size {config.batch_schedule}: {why}")
     return optimizer, train, zero, scheduler
-
-
-def _measure_noise(train: WholeBatch, config: Config) -> None:
-    """Measure the gradient noise, unless it is off; a batch that follows it must have it."""
-    growing = f"--batch-size {config.batch_schedule}" if config.grows else None
-    if config.noise == "off":
-        if growing:
-            raise OptionError(f"{growing} with --noise off: the batch follows the noise")
-        return
-    often = _NOISE_OF_GROWTH if growing and config.noise == "auto" else config.noise
-    try:
-        train.measure_noise(often)  # type: ignore[arg-type]
-    except UnsupportedError as error:
-        if not growing:
-            raise
-        raise OptionError(f"{growing}: {error}") from error
 
 
 def move(model: nn.Module, config: Config, world: World) -> None:
@@ -193,8 +175,6 @@ def _loads_without_code(engine: Any) -> Iterator[None]:
 
 
 _FORMAT = 1
-_NOISE_OF_GROWTH = 4
-"""A batch that grows waits for the noise: one window in four is measured."""
 
 
 @dataclass(eq=False)

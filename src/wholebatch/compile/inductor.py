@@ -85,7 +85,8 @@ def compiled_by_inductor(
     # `_parts_written_in_place`. This option is for exported models, and does nothing here.
     ours = {"wholebatch": f"rows of {whole_rows}, parts in place"}
     options = {"triton.mix_order_reduction": False, "aot_inductor.metadata": ours, **more}
-    known = {name: value for name, value in options.items() if _has(config, name)}
+    of_this_version = vars(config)["_config"]
+    known = {name: value for name, value in options.items() if name in of_this_version}
     choices = _whole_rows(whole_rows), _parts_written_in_place()
     with torch.no_grad(), config.patch(known), choices[0], choices[1], _keys_of_all_programs():
         try:
@@ -131,13 +132,17 @@ def _keys_of_all_programs() -> Iterator[None]:
     """
     kind = torch.memory_format
     before = copyreg.dispatch_table.get(kind)
-    copyreg.pickle(kind, lambda one: (memory_format, (str(one).removeprefix("torch."),)))
+    copyreg.pickle(kind, _by_name)
     try:
         yield
     finally:
         del copyreg.dispatch_table[kind]
         if before is not None:
             copyreg.dispatch_table[kind] = before
+
+
+def _by_name(one: torch.memory_format) -> tuple[Callable[[str], Any], tuple[str]]:
+    return memory_format, (str(one).removeprefix("torch."),)
 
 
 def memory_format(name: str) -> Any:
@@ -195,8 +200,7 @@ def _parts_written_in_place() -> Iterator[None]:
 
     def decide(inputs: Any, dim: int = 0) -> Any:
         copies = all(map(ir.is_storage_and_layout, inputs))
-        inlined = (torch.ops.aten.cat.default, torch.ops.aten.constant_pad_nd.default).__contains__
-        if copies or all(is_pointwise_use(use, inlined) for use in V.current_node.users):
+        if copies or all(is_pointwise_use(use, _may_be_inlined) for use in V.current_node.users):
             return by_itself(inputs, dim)
         return ir.TensorBox(ir.ConcatKernel.create(inputs, dim))
 
@@ -207,10 +211,5 @@ def _parts_written_in_place() -> Iterator[None]:
         lowering.pointwise_cat = by_itself
 
 
-def _has(config: Any, name: str) -> bool:
-    """True if this version of Inductor has the option."""
-    for part in name.split("."):
-        if not hasattr(config, part):
-            return False
-        config = getattr(config, part)
-    return True
+def _may_be_inlined(operation: Any) -> bool:
+    return operation in (torch.ops.aten.cat.default, torch.ops.aten.constant_pad_nd.default)

@@ -23,8 +23,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import astuple, dataclass
+from operator import mul, truediv
 from statistics import median
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -63,29 +64,23 @@ class Observation:
         return self.signal + self.spread / self.units
 
     @staticmethod
-    def of(first: Firsts, *, norm: float, units: float) -> Observation | None:
-        """Estimate from the first micro-batches and the whole sum; None if they are the same."""
-        count, whole = first.count, norm * norm
-        if count == 0 or units - first.units / count < 1e-9 * units:
+    def of(
+        sums: Sequence[float], *, norm: float, units: float, micro_batches: int
+    ) -> Observation | None:
+        """Estimate from the first micro-batches and the whole sum; None if they are the same.
+
+        `sums` are m = Σ |A|²/u, U = Σ u and k of the ranks' first micro-batches.
+        """
+        if sums[2] == 0:
             return None
-        small = first.moment / count
-        signal = (whole / units - small) / (units - first.units / count)
-        spread = small - first.units / count * signal
+        moment, first = sums[0] / sums[2], sums[1] / sums[2]
+        if units - first < 1e-9 * units:
+            return None
+        signal = (norm * norm / units - moment) / (units - first)
+        spread = moment - first * signal
         if not (math.isfinite(spread) and math.isfinite(signal)):
             return None
-        return Observation(spread, signal, units, first.micro_batches)
-
-
-@dataclass(frozen=True)
-class Firsts:
-    """The sums over the ranks' first micro-batches that the estimate needs."""
-
-    moment: float = 0.0
-    """Σ |A|²/u, with A the sum of the gradients of a micro-batch's u units."""
-    units: float = 0.0
-    count: int = 0
-    micro_batches: int = 0
-    """All micro-batches of the window, not only the first ones."""
+        return Observation(spread, signal, units, micro_batches)
 
 
 @dataclass(frozen=True)
@@ -170,24 +165,24 @@ class Estimator:
     def __init__(self, *, half_life: float = 32.0, most: int = 1024) -> None:
         self._half_life = half_life
         self._most = most
-        self._seen: list[Observation] = []
+        self.seen: list[Observation] = []
         # The last observation used, and the estimate.
         self._told: tuple[Observation, NoiseScale] | None = None
 
     def add(self, observation: Observation) -> None:
-        self._seen.append(observation)
-        if len(self._seen) > self._most:
-            del self._seen[: self._most // 4]
+        self.seen.append(observation)
+        if len(self.seen) > self._most:
+            del self.seen[: self._most // 4]
 
     def estimate(self) -> NoiseScale | None:
         """Return the estimate from the windows so far; None for fewer than two.
 
-        It takes a millisecond and is asked for in every window. So it is recomputed only when the
-        number of windows has grown by about 1/8. That depends on the number alone, so that a
-        resumed run gives the same values.
+        It is asked for in every window. So it is recomputed only when the number of windows has
+        grown by about 1/16. That depends on the number alone, so that a resumed run gives the same
+        values.
         """
-        number = len(self._seen)
-        told = self._seen[: number - number % max(1, number // 8)]
+        number = len(self.seen)
+        told = self.seen[: number - number % max(1, number // 16)]
         if len(told) < 2:
             return None
         if self._told is None or self._told[0] is not told[-1]:
@@ -195,21 +190,20 @@ class Estimator:
         return self._told[1]
 
     def _estimate(self, seen: Sequence[Observation]) -> NoiseScale:
-        squares = _doubles([one.square for one in seen])
+        squares = [one.square for one in seen]
         sizes = _sizes(squares)
-        both = _doubles([[one.spread for one in seen], [one.signal for one in seen]]) / sizes
-        recent = _Averages.of(both, _fading(len(seen), self._half_life))
-        (var_above, cov), (_, var_below) = recent.covariance.tolist()
-        low, high = fieller(
-            recent.above, recent.below, var_above, var_below, cov, z=student(recent.count - 1.0)
-        )
+        spreads = [one.spread / size for one, size in zip(seen, sizes, strict=True)]
+        signals = [one.signal / size for one, size in zip(seen, sizes, strict=True)]
+        shortest = _fading(len(seen), self._half_life)
+        recent = Averages.of(spreads, signals, shortest)
+        low, high = fieller(recent, z=student(recent.count - 1.0))
         # The interval covers the newest windows and their drift; the estimate within it may rest on
         # more.
-        weights = _fading(len(seen), _half_life(both, self._half_life))
-        found = _Averages.of(both, weights)
+        weights = _fading(len(seen), _half_life(spreads, signals, self._half_life))
+        found = Averages.of(spreads, signals, weights)
         if not low <= found.ratio <= high:
-            weights, found = _fading(len(seen), self._half_life), recent
-        size = float((weights @ squares) / (weights @ (squares / sizes)))
+            weights, found = shortest, recent
+        size = _dot(weights, squares) / _dot(weights, map(truediv, squares, sizes))
         return NoiseScale(
             critical=found.ratio,
             low=low,
@@ -222,67 +216,61 @@ class Estimator:
             micro_batches=int(median(one.micro_batches for one in seen[-5:])),
         )
 
-    def state_dict(self) -> list[list[float]]:
-        return [[o.spread, o.signal, o.units, float(o.micro_batches)] for o in self._seen]
 
-    def load_state_dict(self, state: Sequence[Sequence[Any]]) -> None:
-        self._seen = [Observation(o[0], o[1], o[2], int(o[3])) for o in state]
+def _half_life(above: Sequence[float], below: Sequence[float], shortest: float) -> float:
+    """Return the half-life to average tr Σ (above) and |G|² (below) with.
 
-
-def _doubles(values: Sequence[Any]) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64, device="cpu")
-
-
-def _half_life(both: Tensor, shortest: float) -> float:
-    """Return the half-life to average tr Σ and |G|², the rows of `both`, with.
-
-    It is doubled while the earlier windows give the same ratio, and infinite if the older half of
-    all windows does too. Two stretches of one length, the newest and the one before it, have the
-    averages s, g and s', g' of tr Σ and |G|². If their ratios are equal, s g' − s' g is zero up to
-    noise of a known variance.
+    It is doubled while two stretches of one length, the newest windows and those before them, give
+    the same ratio, and infinite if the older half of all windows agrees with the newer one.
     """
-    half_life = shortest
-    half = both.shape[1] // 2
-    while shortest <= half:
+    half_life, number, half = shortest, 0, len(above) // 2
+    while shortest <= half and number < half:
         number = min(int(2 * half_life), half)
-        even = _fading(number, math.inf)
-        new = _Averages.of(both[:, -number:], even)
-        old = _Averages.of(both[:, -2 * number : -number], even)
-        gap = new.above * old.below - old.above * new.below
-        if gap * gap > _AGREE**2 * (new.gap_variance(old) + old.gap_variance(new)):
+        new, old = slice(-number, None), slice(-2 * number, -number)
+        even = [1.0] * number
+        if not Averages.of(above[new], below[new], even).agrees_with(
+            Averages.of(above[old], below[old], even)
+        ):
             break
-        if number == half:
-            return math.inf
-        half_life *= 2
+        half_life = math.inf if number == half else 2 * half_life
     return half_life
 
 
-def _fading(number: int, half_life: float) -> Tensor:
-    """Return weights with the sum 1; the newest is last and largest."""
-    raw = torch.exp2(_doubles(range(1 - number, 1)) / half_life)
-    return raw / raw.sum()
+def _fading(number: int, half_life: float) -> list[float]:
+    """Return weights that halve every `half_life` windows; the newest is last, and 1."""
+    decay = 0.5 ** (1.0 / half_life)
+    return [decay**age for age in range(number - 1, -1, -1)]
+
+
+def _dot(some: Iterable[float], others: Iterable[float]) -> float:
+    return float(sum(map(mul, some, others)))
 
 
 @dataclass(frozen=True)
-class _Averages:
-    """Averages of tr Σ (above) and |G|² (below), with their covariance matrix.
+class Averages:
+    """Averages of tr Σ (above) and |G|² (below), with their variances and covariance.
 
-    `count` is the number of equally weighted windows with the same information.
+    `count` is the number of equally weighted windows with the same information. All of this is made
+    of Python's numbers: a hundred of them are quicker than a call of torch.
     """
 
     above: float
     below: float
-    covariance: Tensor
-    count: float
+    var_above: float
+    var_below: float
+    cov: float
+    count: float = math.inf
 
     @staticmethod
-    def of(both: Tensor, weights: Tensor) -> _Averages:
-        """Return the weighted averages of the two rows."""
-        means = both @ weights
-        above, below = means.tolist()
-        count = 1.0 / float(weights @ weights)
-        apart = (both - means[:, None]) * weights
-        return _Averages(above, below, apart @ apart.t() * (count / (count - 1.0)), count)
+    def of(above: Sequence[float], below: Sequence[float], weights: Sequence[float]) -> Averages:
+        """Return the weighted averages of both."""
+        total = sum(weights)
+        x, y = _dot(weights, above) / total, _dot(weights, below) / total
+        xs = [weight * (one - x) for weight, one in zip(weights, above, strict=True)]
+        ys = [weight * (one - y) for weight, one in zip(weights, below, strict=True)]
+        count = total * total / _dot(weights, weights)
+        per = (count - 1.0) / count * total * total
+        return Averages(x, y, _dot(xs, xs) / per, _dot(ys, ys) / per, _dot(xs, ys) / per, count)
 
     @property
     def ratio(self) -> float:
@@ -290,35 +278,37 @@ class _Averages:
             return self.above / self.below
         return math.inf if self.above > 0.0 else 0.0
 
-    def gap_variance(self, other: _Averages) -> float:
-        """Return this stretch's share of Var(`above × other.below − other.above × below`)."""
-        direction = _doubles([other.below, -other.above])
-        return float(direction @ self.covariance @ direction)
+    def agrees_with(self, other: Averages) -> bool:
+        """True if the ratios are equal: above × other.below − other.above × below is but noise."""
+        gap = self.above * other.below - other.above * self.below
+        variance = sum(
+            b.below**2 * a.var_above - 2 * b.below * b.above * a.cov + b.above**2 * a.var_below
+            for a, b in ((self, other), (other, self))
+        )
+        return gap * gap <= _AGREE**2 * variance
 
 
-def _sizes(squares: Tensor) -> Tensor:
+def _sizes(squares: Sequence[float]) -> list[float]:
     """Return the size of each window's |gradient|², taken from its neighbours, to divide it by.
 
     Gradients shrink a hundredfold in the first updates, which would dominate plain averages. A
     window's own size is correlated with its estimate; its neighbours' sizes are not. So the ratio
     of the averages stays unbiased.
     """
-    logs = squares.clamp(min=1e-300).log()
-    before, after = logs.roll(1), logs.roll(-1)
-    before[0], after[-1] = after[0], before[-1]  # the ends have one neighbour
-    return ((before + after) / 2).exp()
+    logs = [math.log(max(square, 1e-300)) for square in squares]
+    before, after = [logs[1], *logs[:-1]], [*logs[1:], logs[-2]]  # The ends have one neighbour.
+    return [math.exp((one + other) / 2) for one, other in zip(before, after, strict=True)]
 
 
-def fieller(
-    above: float, below: float, var_above: float, var_below: float, cov: float, *, z: float
-) -> tuple[float, float]:
+def fieller(of: Averages, *, z: float) -> tuple[float, float]:
     """Return the interval of a ratio above/below ≥ 0 of two averages; infinite if below may be 0.
 
     It contains all ratios r with (above − r below)² ≤ z² Var(above − r below): a quadratic in r.
     """
-    a = below * below - z * z * var_below
-    b = above * below - z * z * cov
-    c = above * above - z * z * var_above
+    above, below = of.above, of.below
+    a = below * below - z * z * of.var_below
+    b = above * below - z * z * of.cov
+    c = above * above - z * z * of.var_above
     root = math.sqrt(max(0.0, b * b - a * c))
     if a > 0.0 and below > 0.0:
         return max(0.0, (b - root) / a), max(0.0, (b + root) / a)
@@ -344,8 +334,8 @@ def _said(value: float) -> str:
 
 
 _log = logging.getLogger("wholebatch")
-_EVERY = 8
-"""The interval of "auto": one norm in eight windows."""
+_AT_FIRST, _OFTEN, _RARELY, _MICRO_BATCHES = 24, 4, 32, 64
+"""The norms that "auto" takes often; the windows between them then, and later at most."""
 
 
 @dataclass(frozen=True)
@@ -360,7 +350,7 @@ class Look:
 
 
 class Probe:
-    """Measures one window in `every`; all others are left alone.
+    """Measures one window in `every`, or in what "auto" makes it; all others are left alone.
 
     In a measured window the norm of the gradients is taken once more, after the first micro-batch.
     With several ranks there is one more small collective. No bit of the update changes, nothing is
@@ -371,8 +361,8 @@ class Probe:
         self, every: int | Literal["auto"], window: Window, *, coupled: bool = False
     ) -> None:
         self._window = window
-        self._every = _EVERY if every == "auto" else every
-        if not is_positive(self._every):
+        self._every = every
+        if every != "auto" and not is_positive(every):
             raise OptionError(
                 f'noise={every!r}: must be "auto", or every how many windows to look at one'
             )
@@ -384,6 +374,7 @@ class Probe:
             _log.info("the gradient noise scale is not measured: %s", self.off)
         self._estimator = Estimator()
         self._norm: Tensor | float | None = None
+        self._newest: Observation | None = None
         self._has_terms = False
         self.active = False
 
@@ -392,19 +383,43 @@ class Probe:
 
         `together`: the window runs in lock-step, so no micro-batch has a gradient before the last.
         """
-        window = self._window
-        self.end()
-        if self.off is None and not together:
-            # Skip the first window: it may be atypical (graphs are made in it).
-            self.active = (window.updates + window.skipped) % self._every == 1 % self._every
+        window, every = self._window, self._interval()
+        # Skip the first window: it may be atypical (graphs are made in it).
+        is_due = (window.updates + window.skipped) % every == 1 % every
+        self.active = is_due and self.off is None and not together
         if first == 0:
             self._norm = None
+
+    def _interval(self) -> int:
+        """Return the number of windows of which one is measured; all ranks have the same.
+
+        A norm reads every gradient once, and a micro-batch takes many times as long. So once in a
+        number of micro-batches is a small part of the time for any batch.
+        """
+        if self._every != "auto":
+            return self._every
+        measured = self._measured()
+        if len(measured) < _AT_FIRST:
+            return _OFTEN
+        own = measured[-1].micro_batches / self._window.sync.ranks
+        return max(1, min(_RARELY, int(_MICRO_BATCHES / own)))
+
+    def _measured(self) -> list[Observation]:
+        return self._estimator.seen + ([] if self._newest is None else [self._newest])
 
     @torch.no_grad()
     def micro_batch_done(self, done: int) -> None:
         """Take the norm after the gradient of the first micro-batch was added."""
-        if self.active and done == 1:
-            self._norm = self._norm_so_far()
+        if done == 1:
+            self._norm = self._norm_so_far() if self.active else None
+            self._estimate_anew()
+
+    def _estimate_anew(self) -> None:
+        """Take in the last measured window, in the one after it: the device is busy meanwhile."""
+        if self._newest is not None:
+            self._estimator.add(self._newest)
+            self._newest = None
+            self._estimator.estimate()
 
     def _norm_so_far(self) -> Tensor | None:
         return self._window.sync.norm_so_far(dense_gradients(self._window.current.inputs))
@@ -427,9 +442,9 @@ class Probe:
 
     def closed(self, look: Look | None, step: Step) -> None:
         """Add the measurements of a closed window. All ranks call this, or none."""
+        self._estimate_anew()  # A rank without data, or a resumed window, has not.
         if not self.active:
             return
-        self.end()
         self._norm, sync = None, self._window.sync
         joined, look = look is None, look or Look()
         norm, units, seed, whole = read_scalars(
@@ -449,33 +464,31 @@ class Probe:
             _log.warning("the gradient noise scale is not measured: %s", self.off)
         if step.skipped is not None or self.off is not None or numbers[5]:
             return
-        first = Firsts(numbers[0], numbers[1], int(numbers[2]), int(numbers[3]))
         whole = step.grad_norm * step.units if look.whole is None else whole / seed
-        observation = Observation.of(first, norm=whole, units=step.units)
-        if observation is not None:
-            self._estimator.add(observation)
-
-    def end(self) -> None:
-        """Stop measuring: the window is over, whatever its outcome."""
-        self.active = False
+        self._newest = Observation.of(
+            numbers[:3], norm=whole, units=step.units, micro_batches=int(numbers[3])
+        )
 
     @property
     def estimate(self) -> NoiseScale | None:
-        """Return the present estimate of the noise scale, if any."""
+        """Return the estimate from the windows before the last one, if any."""
         return None if self.off is not None else self._estimator.estimate()
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything measured so far, even in the middle of a window."""
         norm = None if self._window.open is None else self._norm
         return {
-            "seen": self._estimator.state_dict(),
+            "seen": [list(astuple(one)) for one in self._measured()],
+            "taken in": len(self._estimator.seen),
             "norm": None if norm is None else read_scalars([norm])[0],
         }
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         self._norm = None
         if state is not None:
-            self._estimator.load_state_dict(state["seen"])
+            seen = [Observation(*one) for one in state["seen"]]
+            self._estimator.seen = seen[: state["taken in"]]
+            self._newest = seen[-1] if len(seen) > state["taken in"] else None
             self._norm = None if self._window.open is None else state["norm"]
 
 

@@ -202,14 +202,18 @@ class WholeBatch:
         """Seconds so far that this rank has waited for others; None where the engine hides it."""
         return self._window.sync.waited()
 
-    def measure_noise(self, every: int | Literal["auto"] = "auto") -> None:
+    def measure_noise(self, every: int | Literal["auto"] = "auto") -> str | None:
         """Start to measure the gradient noise scale; `noise` is the estimate so far.
 
         Args:
-            every: Measure one of so many windows; "auto" is one of eight.
+            every: Measure one of so many windows; "auto" is once in 64 micro-batches.
+
+        Returns:
+            The reason if "auto" can measure nothing here, else None.
         """
         coupled = self._runner.needs_every_rank() is not None
         self._probe = Probe(every, self._window, coupled=coupled)
+        return self._probe.off
 
     @property
     def noise(self) -> NoiseScale | None:
@@ -286,8 +290,6 @@ class WholeBatch:
             replays = not first and not self._runner.in_lock_step(attempt.micros)
             return self._close(attempt.micros, attempt.random if replays else None, steps)
         finally:
-            if self._probe is not None:
-                self._probe.end()
             window.sync.restore()
             self._done, self._micros = 0, ()
             if window.open is not None:

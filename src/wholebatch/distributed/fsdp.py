@@ -78,11 +78,12 @@ class Sharded(Sync):
             here = torch.tensor(-free_memory(device), dtype=torch.float64, device=device)
             free = int(-super().largest(here))
             every = whole - slices > free // 2
-            why = (
-                f"holding keeps {bytes_said(whole)} of whole gradients, "
-                f"a rank has {bytes_said(free)} free"
-                + (" and half of that is left for activations" if every else "")
-            )
+            why = f"holding keeps {bytes_said(whole)} of whole gradients, "
+            why += f"a rank has {bytes_said(free)} free"
+            if every:
+                why += " and half of that is left for activations"
+            elif 2 * (whole - slices) <= free // 2:
+                why += '; with sync="gathered", whole parameters would fit too'
         policy = (
             f"every: gradients are reduce-scattered after each micro-batch ({why})"
             if every

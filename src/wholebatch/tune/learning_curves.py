@@ -144,7 +144,7 @@ def learn(contender: Contender, recipe: Recipe, *, samples: int) -> LearningCurv
     held_out: list[tuple[int, int, float]] = []
     critical: list[float] = []
     if contender.largest is not None:
-        train.measure_noise(4)
+        train.measure_noise()
     take, memory = recipe.source(), PeakMeter(next(model.parameters()).device)
     memory.reset()
     made: list[Update] = []
