@@ -352,20 +352,26 @@ class Walker:
         return function, Scope({}, relevant=frozenset([function]), home=found.path, base=_EMPTY)
 
     def _method(self, call: ast.Call, scope: Scope, env: Env) -> tuple[FunctionNode | None, Scope]:
-        """Return a method of another class of the file: of `runner`, made or annotated here."""
-        name, _, method = (dotted(call.func) or "").rpartition(".")
-        if not self.facts.classes:
-            return None, scope
-        made = {made.rpartition(".")[2] for made, _ in map(constructor, env.get(name, ()))}
-        made |= self.facts.annotated.get(name, set())
-        for owner in self.facts.classes if name not in {"", "self"} and not scope.home else ():
-            found = owner.methods.get(method) if owner.node.name in made else None
-            if found is not None and found in scope.relevant:
-                seen = class_env(owner, _EMPTY)
-                own = Scope(
-                    scope.functions, owner.methods, owner.changed, scope.relevant, base=seen
-                )
-                return found, own
+        """Return a method of another class of the file: of `runner`, made or annotated here.
+
+        A call of a loss itself, `criterion(x, y)`, is one of its `__call__` or `forward`.
+        """
+        full = dotted(call.func) or ""
+        owners = self.facts.classes if full not in {"", "self"} and not scope.home else ()
+        held, _, method = full.rpartition(".")
+        for name, methods in ((held, (method,)), (full, ("__call__", "forward"))) if owners else ():
+            made = {made.rpartition(".")[2] for made, _ in map(constructor, env.get(name, ()))}
+            made |= self.facts.annotated.get(name, set()) if name == held else set()
+            for owner in owners if made and name != "self" else ():
+                found = next((owner.methods[m] for m in methods if m in owner.methods), None)
+                if found is None or owner.node.name not in made:
+                    continue
+                if found in scope.relevant or (name == full and _PART.search(owner.node.name)):
+                    seen = class_env(owner, _EMPTY)
+                    own = Scope(
+                        scope.functions, owner.methods, owner.changed, scope.relevant, base=seen
+                    )
+                    return found, own
         return None, scope
 
     def _worth(self, helper: FunctionNode, path: _Path, scope: Scope) -> bool:
@@ -420,8 +426,9 @@ def _arguments(
     names = [a.arg for a in (*spec.posonlyargs, *spec.args)]
     bound: dict[str, tuple[Def, ...]] = {}
     before = env.frozen()
-    if names and names[0] in {"self", "cls"} and isinstance(call.func, ast.Attribute):
-        bound[names[0]] = (Def(call.func.value, before, loops),)
+    if names and names[0] in {"self", "cls"}:
+        held = call.func.value if isinstance(call.func, ast.Attribute) else call.func
+        bound[names[0]] = (Def(held, before, loops),)
         names = names[1:]
     defaults = dict(zip(names[::-1], spec.defaults[::-1], strict=False))
     defaults |= {

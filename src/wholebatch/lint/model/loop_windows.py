@@ -144,7 +144,12 @@ class LoopWindow:
                 sometimes = True
         if ours:
             return ours.pop() if len(ours) == 1 else "never"
-        return "sometimes" if sometimes else "always"
+        return "sometimes" if sometimes and not self._beside_backward(event) else "always"
+
+    def _beside_backward(self, event: Event) -> bool:
+        """True if an event has only the conditions of a backward: whenever there is a gradient."""
+        mine = event.conditions(self.loop)
+        return event.kind == "clip" and any(mine <= b.conditions(self.loop) for b in self.inner)
 
     @property
     def _always_syncs(self) -> bool:
@@ -184,6 +189,15 @@ class LoopWindow:
         """True if a divisor of the loss is the number of micro-batches of a window."""
         return is_accumulation_name(divisor.written) or self.is_count(divisor.key)
 
+    def is_own(self, divisor: Divisor) -> bool:
+        """True if a divisor is a size of the micro-batch itself, and no count of micro-batches."""
+        symbols = self.resolver.symbols_in(divisor.expr)
+        target = self.loop.target
+        index = target.elts[0] if isinstance(target, ast.Tuple) else target
+        counts = {s for s in symbols if s.loop is self.loop and (s.kind == "carried" or s.name == dotted(index or ast.Pass()))}
+        varies = self.resolver.varies(divisor.expr, self.loop)
+        return divisor.own_size or (varies and not counts)
+
     def is_count(self, key: str) -> bool:
         """True if a text means the number of micro-batches of a window."""
         return (bool(key) and key == self.every_name) or is_accumulation_name(key)
@@ -217,7 +231,8 @@ class LoopWindow:
         """Return the calls that made what a name stands for, here or wherever the file sets it."""
         known = [(unmoved(d.expr), d.env) for d in env.get(name, ())]
         if not any(isinstance(made, ast.Call) for made, _ in known):
-            known = [(unmoved(value), Env()) for value in self.facts.assigned.get(name, ())]
+            values = self.facts.assigned.get(name, ())
+            known = [(unmoved(value), self.facts.env_around(value)) for value in values]
         return [(made, where) for made, where in known if isinstance(made, ast.Call)]
 
     @cached_property

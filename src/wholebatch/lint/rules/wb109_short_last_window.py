@@ -44,7 +44,7 @@ def _ends_short(window: LoopWindow, boundary: Boundary) -> bool:
         return False
     if not window.finite or steps_every_micro_batch(window):
         return False
-    return not boundary.spanning or _cleared_before(window)
+    return boundary.tail or not boundary.spanning or _cleared_before(window)
 
 
 def _is_multiple(window: LoopWindow) -> bool:
