@@ -255,51 +255,91 @@ def _kept_at_boundary(window: LoopWindow, bases: set[int]) -> Iterator[Report]:
 
 
 def _averaged(window: LoopWindow, bases: set[int], file: File) -> Iterator[Report]:
-    """Yield sums of a divided loss that are shown as `total / (number of micro-batches)`."""
-    for _, name, chains in _sums(window, "always", bases) if window.shape != "nested" else ():
-        divided = any(_is_divided(c, window) for c in chains)
-        means = _means_over_micro_batches(name, window, file) if divided else []
-        if means:
-            yield Report(
-                min(means, key=lambda node: int(getattr(node, "lineno", 0))),
-                f"`{name}` adds up losses that were divided by `{window.count_name}`, and is "
-                "divided by the number of micro-batches: it is that many times too small; add up "
-                "the losses before the division",
-            )
-            return
+    """Yield means of added-up losses that are `K` times too small or too large.
+
+    Count the powers of K: a loss divided by K has -1, a sum over the micro-batches of each update +1.
+    """
+    function = _function_of(window, file)
+    for _, name, chains in _sums(window, "always", bases):
+        # Undivided on one way, it is divided wherever the number is above 1.
+        scale = min((_scale(chain, window) for chain in chains), default=None)
+        for node, power in _Means(name, window, function).found() if scale is not None else ():
+            off = power + (scale or 0)
+            if off in {-1, 1}:
+                small = "small" if off < 0 else "large"
+                divided = "were divided by" if off < 0 else "were not divided by"
+                over = "micro-batches" if off < 0 else "updates"
+                yield Report(
+                    node,
+                    f"`{name}` adds up losses that {divided} `{window.count_name}`, and is divided by "
+                    f"the number of {over}: it is that many times too {small}; show the mean over "
+                    "the micro-batches of the losses before the division",
+                )
+                return
 
 
-def _means_over_micro_batches(name: str, window: LoopWindow, file: File) -> list[ast.AST]:
-    counters = _micro_counters(window)
-    inside = [*walk(_function_of(window, file))]
-    nodes = [n for n in inside if isinstance(n, ast.BinOp)]
-    nodes += [
-        ast.copy_location(ast.BinOp(n.target, n.op, n.value), n)
-        for n in inside
-        if isinstance(n, ast.AugAssign) and isinstance(n.op, ast.Div)
-    ]
-    # `if n % every == 0: total / every` is a mean over micro-batches if `n` counts these.
-    products = {
-        text(n.right)
-        for n in nodes
-        if isinstance(n.op, ast.Mod)
-        and (is_binary(n.right, ast.Mult) or text(n.left).removesuffix(" + 1") in counters)
-    }
-    scaled = [n for n in nodes if isinstance(n.op, ast.Mult)]
-    restored = {id(n.left) for n in scaled if window.is_count(text(n.right))}
-    means: list[ast.AST] = []
-    for node in nodes:
-        if not isinstance(node.op, ast.Div) or id(node) in restored:
-            continue
-        left, right = text(node.left), text(strip_casts(node.right))
-        # `n + 1` and `n + 1e-5` are the counter too.
-        is_count = re.sub(r" \+ [\de.-]+$", "", right) in counters or _LENGTH.fullmatch(right)
-        # Only the name itself: `(total - before) / steps` uses another count.
-        alone = left in {name, f"{name}.item()"} and not is_accumulation_name(right)
-        interval = re.fullmatch(rf"{re.escape(name)}(\.item\(\)| - \w+)?", left)
-        if (right in products and interval) or (alone and is_count):
-            means.append(node)
-    return means
+def _scale(chain: Chain, window: LoopWindow) -> int:
+    """Return the power of K in a loss: -1 if it is divided by K."""
+    times = sum(window.is_count(f) for f in chain.factors)
+    return times - sum(window.counts(d) for d in chain.divisors)
+
+
+class _Means:
+    """The means of a sum over micro-batches that a function computes, with their powers of K."""
+
+    def __init__(self, name: str, window: LoopWindow, function: ast.AST) -> None:
+        self.name, self.window = name, window
+        self.nodes = [*walk(function)]
+        self.micro = _micro_counters(window)
+        self.updates = {
+            text(e.stmt.target)
+            for e in (*window.of("augment"), *window.after)
+            if isinstance(e.stmt, ast.AugAssign) and text(e.stmt.value) == "1"
+            if window.when(e) == ("outside" if window.shape == "nested" else "boundary")
+        }
+        outer = window.loop.parents[-1:] if window.shape == "nested" else ()
+        self.updates |= {text(loop.target) for loop in outer if isinstance(loop.target, ast.Name)}
+        # `if n % every == 0: total / every` is a mean over what `n` counts.
+        rests = [n for n in self.nodes if is_binary(n, ast.Mod)]
+        clocks = [(text(n.left).removesuffix(" + 1"), n.right) for n in rests]
+        self.micro |= {text(by) for clock, by in clocks if clock in self.micro or is_binary(by, ast.Mult)}
+        self.updates |= {text(by) for clock, by in clocks if clock in self.updates}
+
+    def found(self) -> list[tuple[ast.AST, int]]:
+        """Return the outermost means in the order of their lines."""
+        inner = {id(n.left) for n in self.nodes if is_binary(n, ast.Mult, ast.Div)}
+        quotients = [
+            ast.copy_location(ast.BinOp(n.target, n.op, n.value), n)
+            if isinstance(n, ast.AugAssign)
+            else n
+            for n in self.nodes
+            if isinstance(n, (ast.BinOp, ast.AugAssign)) and id(n) not in inner
+        ]
+        powers = [(n, self._power(n)) for n in quotients]
+        known = [(n, p[0]) for n, p in powers if p is not None and p[1]]
+        return sorted(known, key=lambda pair: int(getattr(pair[0], "lineno", 0)))
+
+    def _power(self, expr: ast.expr) -> tuple[int, bool] | None:
+        """Return the power of K of a multiple of the sum, and True if a counter divides it."""
+        shown = re.sub(r"(\.item\(\)| - \w+)$", "", text(expr))
+        if shown == self.name:
+            return 0, False
+        if is_call(expr, "float", "round") and expr.args:
+            return self._power(expr.args[0])
+        if not is_binary(expr, ast.Mult, ast.Div):
+            return None
+        left = self._power(expr.left)
+        by = re.sub(r" \+ [\de.-]+$", "", text(strip_casts(expr.right)))
+        sign = 1 if isinstance(expr.op, ast.Mult) else -1
+        if left is None:
+            return None
+        if is_accumulation_name(by) or self.window.is_count(by):
+            return left[0] + sign, left[1]
+        if sign == 1 or left[1]:
+            return None
+        if by in self.micro or _LENGTH.fullmatch(by):
+            return left[0], True
+        return (left[0] + 1, True) if by in self.updates else None
 
 
 def _micro_counters(window: LoopWindow) -> set[str]:
