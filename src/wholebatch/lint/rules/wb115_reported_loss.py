@@ -144,8 +144,16 @@ def _shown(window: LoopWindow) -> Iterator[tuple[Event, list[ast.expr]]]:
         if event.loops[-1:] not in {(window.loop,), window.loop.parents[-1:]}:
             continue
         call = event.node
-        if event.kind == "call" and isinstance(call, ast.Call) and _is_sink(call):
-            yield event, [*call.args, *(k.value for k in call.keywords)]
+        if event.kind == "call" and isinstance(call, ast.Call):
+            handed = [*call.args, *(k.value for k in call.keywords)]
+            if _is_sink(call):
+                yield event, handed
+            elif text(event.stmt) == text(call) and "accum" not in last_part(call.func):
+                # Whatever takes a number of the loss and gives nothing back keeps or shows it.
+                yield event, [v for h in handed for v in _numbers(h, event.env)]
+        elif event.kind == "assign" and isinstance(event.receiver, ast.Subscript):
+            if event.argument is not None and "loss" in text(event.receiver.slice):
+                yield event, _numbers(event.argument, event.env)
         elif event.kind == "return" and event.argument is not None:
             yield event, _numbers(event.argument, event.env)
 
@@ -261,11 +269,12 @@ def _averaged(window: LoopWindow, bases: set[int], file: File) -> Iterator[Repor
     """
     function = _function_of(window, file)
     for _, name, chains in _sums(window, "always", bases):
+        scales = [_scale(chain, window) for chain in chains]
         # Undivided on one way, it is divided wherever the number is above 1.
-        scale = min((_scale(chain, window) for chain in chains), default=None)
-        for node, power in _Means(name, window, function).found() if scale is not None else ():
-            off = power + (scale or 0)
-            if off in {-1, 1}:
+        least = min((scale for scale in scales if scale is not None), default=None)
+        for node, power in _Means(name, window, function).found() if least is not None else ():
+            off = power + (least or 0)
+            if off == -1 or (off == 1 and None not in scales):
                 small = "small" if off < 0 else "large"
                 divided = "were divided by" if off < 0 else "were not divided by"
                 over = "micro-batches" if off < 0 else "updates"
@@ -278,10 +287,12 @@ def _averaged(window: LoopWindow, bases: set[int], file: File) -> Iterator[Repor
                 return
 
 
-def _scale(chain: Chain, window: LoopWindow) -> int:
-    """Return the power of K in a loss: -1 if it is divided by K."""
+def _scale(chain: Chain, window: LoopWindow) -> int | None:
+    """Return the power of K in a loss: -1 if it is divided by K, None if by something unknown."""
     times = sum(window.is_count(f) for f in chain.factors)
-    return times - sum(window.counts(d) for d in chain.divisors)
+    counts = sum(window.counts(d) for d in chain.divisors)
+    unknown = [d for d in chain.divisors if not (window.counts(d) or d.unrelated or d.elementwise)]
+    return times - counts if counts or not (unknown or times < len(chain.factors)) else None
 
 
 class _Means:
@@ -333,13 +344,12 @@ class _Means:
         sign = 1 if isinstance(expr.op, ast.Mult) else -1
         if left is None:
             return None
-        if is_accumulation_name(by) or self.window.is_count(by):
-            return left[0] + sign, left[1]
-        if sign == 1 or left[1]:
-            return None
-        if by in self.micro or _LENGTH.fullmatch(by):
+        counted = sign == -1 and not left[1]
+        if counted and (by in self.micro or _LENGTH.fullmatch(by)):
             return left[0], True
-        return (left[0] + 1, True) if by in self.updates else None
+        if self.window.is_count(by):
+            return left[0] + sign, left[1]
+        return (left[0] + 1, True) if counted and by in self.updates else None
 
 
 def _micro_counters(window: LoopWindow) -> set[str]:
