@@ -194,7 +194,12 @@ class LoopWindow:
         symbols = self.resolver.symbols_in(divisor.expr)
         target = self.loop.target
         index = target.elts[0] if isinstance(target, ast.Tuple) else target
-        counts = {s for s in symbols if s.loop is self.loop and (s.kind == "carried" or s.name == dotted(index or ast.Pass()))}
+        counts = {
+            s
+            for s in symbols
+            if s.loop is self.loop
+            and (s.kind == "carried" or s.name == dotted(index or ast.Pass()))
+        }
         varies = self.resolver.varies(divisor.expr, self.loop)
         return divisor.own_size or (varies and not counts)
 
@@ -345,13 +350,17 @@ def find_windows(walker: Walker, facts: Facts) -> list[LoopWindow]:
         near = walker.events[max(0, first - _NEAR) : first]
         before = [e for e in near if e.loops == parents and e.root == root]
         near = walker.events[last + 1 : last + _NEAR]
-        after = [e for e in near if e.loops[: len(parents)] == parents and e.root == root]
+        depth = len(parents)  # After an outer loop too.
+        after = [e for e in near if e.root == root and e.loops[:depth] == parents[: len(e.loops)]]
         window = LoopWindow(loop, "plain", events, before, after, walker.resolver, facts, inner)
         if _decide(window, inner):
             found.append(window)
         else:
             unread.add(loop)
-    return sorted(found, key=lambda window: window.events[0].order)
+    # A step function whose loop is in this file was read there, with what its caller does.
+    read_in_loops = {id(e.node) for w in found if not w.loop.virtual for e in w.inner}
+    kept = [w for w in found if not w.loop.virtual or id(w.inner[0].node) not in read_in_loops]
+    return sorted(kept, key=lambda window: window.events[0].order)
 
 
 def _within(event: Event, loop: Loop, unread: set[Loop]) -> bool:

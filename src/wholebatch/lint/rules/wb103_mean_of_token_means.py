@@ -38,6 +38,8 @@ _MASKED_LABELS = re.compile(
     r"(?<![\w.])-100(?![\w.%])|masked_lm_labels|Loss\(\)\.ignore_index|(label|target)s?\w*\[[^\]\n]*\]\s*=\s*-1\b"
     r"|label\w*['\"\]]*(\.(extend|append)\(|\s*=)[ (\[]*-1\]?\s*[*)]"
 )
+# Sequences that are joined to full length: a collator has nothing to pad.
+_PACKED = re.compile(r"packing\s*=\s*True|group_texts|ConstantLengthDataset")
 # Models with a label or two for each sample: nothing is left out of their mean.
 _ONE_LABEL = re.compile(r"For(QuestionAnswering|SequenceClassif|MultipleChoice)|start_positions")
 _IGNORED = re.compile(r"-100(?<![\w.]-100)(?![\w.%])")
@@ -46,7 +48,9 @@ _JAX_MASK_COUNT = re.compile(
 )
 _COLLATES = re.compile(r"collat|dataset|loader", re.I)
 # Numbers of tokens that count, by their names.
-_VALID = re.compile(r"n_?valid|num_valid|valid_tok|\bmask_?(sum|count|total)|\w_mask_?(sum|count|total)")
+_VALID = re.compile(
+    r"n_?valid|num_valid|valid_tok|\bmask_?(sum|count|total)|\w_mask_?(sum|count|total)"
+)
 _OF_BATCH = re.compile(r"tok(en)?s\b|valid", re.I)
 _LOSSY = re.compile(r"loss|nll|\bce\b|entropy", re.I)
 # A sum of ones, not of weights or scores.
@@ -202,7 +206,7 @@ def _leaves_out(source: str, *, functional: bool) -> bool:
     # A model's own `F.cross_entropy(..., ignore_index=-1)` may meet no such label.
     if any(_masks_mean(c) and last_part(c.func)[0].isupper() for c in calls):
         return True
-    if functional and any(keyword(c, "ignore_index") and not keyword(c, "reduction") for c in calls):
+    if functional and any(keyword(c, "ignore_index") and _is_mean(c) for c in calls):
         return True
     if any(is_call(c, "masked_select") and "mask" in text(c) for c in calls) and "loss" in source:
         return True
@@ -276,15 +280,21 @@ def _masks_mean(call: ast.Call) -> bool:
         return False
     if number(ignored) is None and not re.search(r"(?i:pad)|IGNORE|-100", text(ignored)):
         return False
+    return _is_mean(call)
+
+
+def _is_mean(call: ast.Call) -> bool:
     reduction = keyword(call, "reduction")
-    return reduction is None or (isinstance(reduction, ast.Constant) and reduction.value == "mean")
+    return reduction is None or getattr(reduction, "value", None) == "mean"
 
 
 def _is_language_model(call: ast.Call, file: File) -> bool:
-    if not (re.search(r"model|net|lm\b", text(call.func), re.I) or keyword(call, "labels")):
+    handed = any("label" in text(a) for a in (*call.args, *call.keywords))
+    if not (re.search(r"model|net|lm\b", text(call.func), re.I) or handed):
         return False
     if file.facts.mentions(_LANGUAGE_MODEL):
-        if file.facts.mentions(_MASKED_DATA):
+        packed = file.facts.mentions(_PACKED) and not file.facts.mentions(_IGNORED)
+        if file.facts.mentions(_MASKED_DATA) and not packed:
             return True
     elif file.facts.mentions(_ONE_LABEL):
         return False

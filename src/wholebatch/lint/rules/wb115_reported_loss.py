@@ -14,6 +14,7 @@ from ..model.expressions import (
     is_binary,
     is_call,
     last_part,
+    number,
     text,
     walk,
 )
@@ -291,8 +292,9 @@ def _scale(chain: Chain, window: LoopWindow) -> int | None:
     """Return the power of K in a loss: -1 if it is divided by K, None if by something unknown."""
     times = sum(window.is_count(f) for f in chain.factors)
     counts = sum(window.counts(d) for d in chain.divisors)
-    unknown = [d for d in chain.divisors if not (window.counts(d) or d.unrelated or d.elementwise)]
-    return times - counts if counts or not (unknown or times < len(chain.factors)) else None
+    others = [d for d in chain.divisors if not (window.counts(d) or d.unrelated or d.elementwise)]
+    unknown = any(number(d.expr) is None for d in others) or any("@" in f for f in chain.factors)
+    return times - counts if counts or not unknown else None
 
 
 class _Means:
@@ -313,7 +315,9 @@ class _Means:
         # `if n % every == 0: total / every` is a mean over what `n` counts.
         rests = [n for n in self.nodes if is_binary(n, ast.Mod)]
         clocks = [(text(n.left).removesuffix(" + 1"), n.right) for n in rests]
-        self.micro |= {text(by) for clock, by in clocks if clock in self.micro or is_binary(by, ast.Mult)}
+        self.micro |= {
+            text(by) for clock, by in clocks if clock in self.micro or is_binary(by, ast.Mult)
+        }
         self.updates |= {text(by) for clock, by in clocks if clock in self.updates}
 
     def found(self) -> list[tuple[ast.AST, int]]:
