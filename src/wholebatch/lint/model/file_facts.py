@@ -139,6 +139,15 @@ class Facts:
         return [c for c in self.calls if last_part(c.func) in names]
 
     @cached_property
+    def endings(self) -> dict[str, list[str]]:
+        """Return the assigned names by their endings: `self.my_optimizer` by `optimizer`."""
+        found: dict[str, list[str]] = {}
+        for name in self.assigned:
+            for at in (0, *(m.end() for m in re.finditer(r"[._]", name))):
+                found.setdefault(name[at:], []).append(name)
+        return found
+
+    @cached_property
     def wraps_fsdp(self) -> bool:
         """True if this file shards a model."""
         asked = [c.args[1] for c in self.made("isinstance") if len(c.args) > 1]

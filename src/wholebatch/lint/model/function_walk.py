@@ -125,7 +125,7 @@ class Walker:
             for case in stmt.cases:
                 branch = Env(env)
                 self.block(case.body, branch, (*path, Guard(stmt.subject, env, True)), scope)
-                _merge(env, branch)
+                _join(env, [env, branch])
         elif isinstance(stmt, (ast.FunctionDef, ast.AsyncFunctionDef)):
             scope.functions[stmt.name] = stmt
             self.nested.append((stmt, env, scope))
@@ -164,9 +164,7 @@ class Walker:
         if all(ended):
             exits = [_Exit("both", ())] if exits else exits
         alive = [r for r, gone in zip(results, ended, strict=True) if not gone] or results
-        env.replace(alive[0])
-        for other in alive[1:]:
-            _merge(env, other)
+        _join(env, alive)
         # `if n == k: last = True` and `else: last = False`: the flag is the condition.
         for name in assigned_names(stmt.body) & assigned_names(stmt.orelse) if stmt.orelse else ():
             values = [_constant(result.get(name, ())) for result in results]
@@ -494,13 +492,11 @@ def _negated(leaving: _Exit, resolver: Resolver) -> tuple[Guard, ...]:
     return (Guard(ast.BoolOp(ast.And(), parts), _EMPTY, False, origin),)
 
 
-def _merge(env: Env, other: Env) -> None:
-    for name, defs in other.items():
-        mine = env.get(name, ())
-        if mine is not defs:
-            joined = list(mine)
-            joined.extend(d for d in defs if all(d is not m for m in mine))
-            env.bind(name, tuple(joined[:_MAX_ALTERNATIVES]))
+def _join(env: Env, results: Sequence[Env]) -> None:
+    """Set the names that the branches changed to what they can be after any of these."""
+    for name in set().union(*(result.changed for result in results)):
+        defs = {id(d): d for result in results for d in result.get(name, ())}
+        env.bind(name, tuple(defs.values())[:_MAX_ALTERNATIVES])
 
 
 def walk_file(tree: ast.Module, facts: Facts) -> Walker:
@@ -539,10 +535,9 @@ def walk_file(tree: ast.Module, facts: Facts) -> Walker:
 def _walk_root(walker: Walker, function: FunctionNode, env: Env, scope: Scope) -> None:
     walker.covered.add(function)
     walker.root += 1
-    inner = Env(env)
     spec = function.args
     names = [a.arg for a in (*spec.posonlyargs, *spec.args, *spec.kwonlyargs)]
-    inner.replace({n: d for n, d in env.items() if n not in names})
+    inner = Env({n: d for n, d in env.items() if n not in names})
     if not _steps_outside_loops(function):
         walker.block(function.body, inner, (), scope)
         return

@@ -193,13 +193,9 @@ class LoopWindow:
         """True if a divisor is a size of the micro-batch itself, and no count of micro-batches."""
         symbols = self.resolver.symbols_in(divisor.expr)
         target = self.loop.target
-        index = target.elts[0] if isinstance(target, ast.Tuple) else target
-        counts = {
-            s
-            for s in symbols
-            if s.loop is self.loop
-            and (s.kind == "carried" or s.name == dotted(index or ast.Pass()))
-        }
+        index = text(target.elts[0]) if isinstance(target, ast.Tuple) else ""
+        mine = [s for s in symbols if s.loop is self.loop]
+        counts = any(s.kind == "carried" or s.name == index for s in mine)
         varies = self.resolver.varies(divisor.expr, self.loop)
         return divisor.own_size or (varies and not counts)
 
@@ -350,8 +346,9 @@ def find_windows(walker: Walker, facts: Facts) -> list[LoopWindow]:
         near = walker.events[max(0, first - _NEAR) : first]
         before = [e for e in near if e.loops == parents and e.root == root]
         near = walker.events[last + 1 : last + _NEAR]
-        depth = len(parents)  # After an outer loop too.
-        after = [e for e in near if e.root == root and e.loops[:depth] == parents[: len(e.loops)]]
+        after = [e for e in near if e.root == root]
+        if parents:  # After an outer loop too.
+            after = [e for e in after if e.loops[: len(parents)] == parents[: len(e.loops)]]
         window = LoopWindow(loop, "plain", events, before, after, walker.resolver, facts, inner)
         if _decide(window, inner):
             found.append(window)

@@ -48,9 +48,7 @@ _JAX_MASK_COUNT = re.compile(
 )
 _COLLATES = re.compile(r"collat|dataset|loader", re.I)
 # Numbers of tokens that count, by their names.
-_VALID = re.compile(
-    r"n_?valid|num_valid|valid_tok|\bmask_?(sum|count|total)|\w_mask_?(sum|count|total)"
-)
+_VALID = re.compile(r"n_?valid|num_valid|valid_tok|(\b|\w_)mask_?(sum|count|total)")
 _OF_BATCH = re.compile(r"tok(en)?s\b|valid", re.I)
 _LOSSY = re.compile(r"loss|nll|\bce\b|entropy", re.I)
 # A sum of ones, not of weights or scores.

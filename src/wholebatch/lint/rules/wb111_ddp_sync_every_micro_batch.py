@@ -98,9 +98,8 @@ def _late_context(window: LoopWindow) -> Event | None:
             continue
         owner = held[-1]
         made = {id(chain.base_call) for chain in window.ways(backward)}
-        forwards = [
-            e for e in window.of("forward", "call") if e.kind == "forward" or id(e.node) in made
-        ]
+        calls = [e for e in window.of("call") if id(e.node) in made]
+        forwards = [*window.of("forward"), *calls]
         inside = [f for f in forwards if owner in f.path]
         before = [f for f in forwards if owner not in f.path and f.order < backward.order]
         around = [c for f in before for c in f.path if isinstance(c, Context)]

@@ -10,7 +10,6 @@ from ..model import Event, File, LoopWindow
 from ..model.events import Env
 from ..model.expressions import (
     dotted,
-    is_accumulation_name,
     is_binary,
     is_call,
     last_part,
@@ -18,7 +17,8 @@ from ..model.expressions import (
     text,
     walk,
 )
-from ..model.loss_origin import Chain, trace
+from ..model.file_facts import flat_env
+from ..model.loss_origin import Chain, counted, trace
 from ..model.name_resolution import strip_casts
 from .rule_base import Report, rule
 
@@ -266,7 +266,8 @@ def _kept_at_boundary(window: LoopWindow, bases: set[int]) -> Iterator[Report]:
 def _averaged(window: LoopWindow, bases: set[int], file: File) -> Iterator[Report]:
     """Yield means of added-up losses that are `K` times too small or too large.
 
-    Count the powers of K: a loss divided by K has -1, a sum over the micro-batches of each update +1.
+    Count the powers of K: a loss divided by K has -1, a sum over the micro-batches of an
+    update +1.
     """
     function = _function_of(window, file)
     for _, name, chains in _sums(window, "always", bases):
@@ -281,9 +282,9 @@ def _averaged(window: LoopWindow, bases: set[int], file: File) -> Iterator[Repor
                 over = "micro-batches" if off < 0 else "updates"
                 yield Report(
                     node,
-                    f"`{name}` adds up losses that {divided} `{window.count_name}`, and is divided by "
-                    f"the number of {over}: it is that many times too {small}; show the mean over "
-                    "the micro-batches of the losses before the division",
+                    f"`{name}` adds up losses that {divided} `{window.count_name}`, and is divided "
+                    f"by the number of {over}: it is that many times too {small}; show the mean "
+                    "over the micro-batches of the losses before the division",
                 )
                 return
 
@@ -303,6 +304,7 @@ class _Means:
     def __init__(self, name: str, window: LoopWindow, function: ast.AST) -> None:
         self.name, self.window = name, window
         self.nodes = [*walk(function)]
+        self.env = flat_env(self.nodes)
         self.micro = _micro_counters(window)
         self.updates = {
             text(e.stmt.target)
@@ -344,16 +346,16 @@ class _Means:
         if not is_binary(expr, ast.Mult, ast.Div):
             return None
         left = self._power(expr.left)
-        by = re.sub(r" \+ [\de.-]+$", "", text(strip_casts(expr.right)))
         sign = 1 if isinstance(expr.op, ast.Mult) else -1
         if left is None:
             return None
-        counted = sign == -1 and not left[1]
-        if counted and (by in self.micro or _LENGTH.fullmatch(by)):
+        by = {text(strip_casts(expr.right)), *(text(e) for e, _ in counted(expr.right, self.env))}
+        is_mean = sign == -1 and not left[1]
+        if is_mean and (by & self.micro or any(map(_LENGTH.fullmatch, by))):
             return left[0], True
-        if self.window.is_count(by):
+        if any(map(self.window.is_count, by)):
             return left[0] + sign, left[1]
-        return (left[0] + 1, True) if counted and by in self.updates else None
+        return (left[0] + 1, True) if is_mean and by & self.updates else None
 
 
 def _micro_counters(window: LoopWindow) -> set[str]:
