@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from .events import Def, Env
@@ -125,24 +125,25 @@ def _is_nothing(base: ast.expr | None) -> bool:
     return made or (is_call(base, "tensor", "float") and number(positional(base, 0)) == 0)
 
 
-def counted(expr: ast.expr, env: Env, depth: int = 0) -> list[tuple[ast.expr, Env]]:
-    """Return what a number is computed from, through names, casts, limits and small constants."""
+def counted(
+    expr: ast.expr, env: Env, returns: Mapping[int, list[Def]] | None = None, depth: int = 0
+) -> list[tuple[ast.expr, Env]]:
+    """Return what a number is computed from, through names, helpers, casts, limits and `+ 1e-5`."""
     name = place(expr)
     defs = [d for d in env.get(name or "", ()) if place(d.expr) != name]
+    defs += (returns or {}).get(id(expr), ())
     inner: list[tuple[ast.expr, Env]] = [(d.expr, d.env) for d in defs]
     if isinstance(expr, ast.IfExp):
         inner = [(expr.body, env), (expr.orelse, env)]
     elif is_binary(expr, ast.Add) and number(expr.right) is not None:
         inner = [(expr.left, env)]
-    elif isinstance(expr, ast.Call):
-        owner = expr.func.value if isinstance(expr.func, ast.Attribute) else None
-        first = expr.args[:1] if dotted(expr.func) in _LIMITS else []
-        moved = [owner] if owner is not None and expr.func.attr in _SAME_NUMBER else []  # type: ignore[attr-defined]
-        handed = first if owner is None or dotted(owner) == "torch" else moved
-        inner = [(part, env) for part in handed]
+    elif isinstance(expr, ast.Call) and dotted(expr.func) in _LIMITS:
+        inner = [(part, env) for part in expr.args[:1]]
+    elif is_call(expr, *_SAME_NUMBER) and isinstance(expr.func, ast.Attribute):
+        inner = [(expr.func.value, env)]
     if not inner or depth > 12:
         return [(expr, env)]
-    return [end for part, where in inner for end in counted(part, where, depth + 1)]
+    return [end for part, where in inner for end in counted(part, where, returns, depth + 1)]
 
 
 def is_whole_sum(expr: ast.expr) -> bool:

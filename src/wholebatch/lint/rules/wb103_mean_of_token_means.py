@@ -179,7 +179,7 @@ def _counts_valid(divisor: Divisor, window: LoopWindow) -> bool:
     """True if the data of the micro-batch decide the divisor: `mask.sum()`, `batch.ntokens`."""
     if _VALID.search(f"{divisor.key} {divisor.written}"):
         return True
-    for expr, env in counted(divisor.by, divisor.env):
+    for expr, env in counted(divisor.by, divisor.env, window.resolver.returns):
         resolved = window.resolver.resolve(expr, env)
         if not window.resolver.varies(resolved, window.loop):
             continue
