@@ -6,15 +6,7 @@ from collections.abc import Iterator
 
 from ..model import Event, File, LoopWindow
 from ..model.events import Context
-from .rule_base import (
-    Edit,
-    Report,
-    is_right,
-    moved,
-    rule,
-    stepped,
-    steps_every_micro_batch,
-)
+from .rule_base import Edit, Report, is_right, moved, rule, stepped, steps_every_micro_batch
 
 
 @rule("clipped every micro-batch", fixable=True)

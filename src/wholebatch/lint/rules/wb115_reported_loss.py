@@ -8,15 +8,7 @@ from collections.abc import Iterator
 
 from ..model import Event, File, LoopWindow
 from ..model.events import Env
-from ..model.expressions import (
-    dotted,
-    is_binary,
-    is_call,
-    last_part,
-    number,
-    text,
-    walk,
-)
+from ..model.expressions import dotted, is_binary, is_call, last_part, number, text, walk
 from ..model.file_facts import flat_env
 from ..model.loss_origin import Chain, counted, trace
 from ..model.name_resolution import strip_casts
