@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import operator
+import os
 import pickle
+import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -110,16 +113,26 @@ def test_a_worker_fills_the_cache_and_the_run_loads_it(beside: None) -> None:
     assert train._runner.executor.progress is None
 
 
-CONNECTED = (
-    "import socket, sys; c = socket.socket(fileno=int(sys.argv[2])); "
-    "s = socket.socket(fileno=socket.recv_fds(c, 1, 1)[1][0]); s.recv(9); "
-)
-WORKERS = {
-    "ends at once": "",
-    "ends in the middle": CONNECTED,
-    "says nonsense": CONNECTED + "s.send(b'half\\n')",
-    "hangs": "import time; time.sleep(600)",
-    "fails": CONNECTED + 's.send(b\'{"problem": "no"}\\n\'); s.recv(1 << 30); s.recv(1)',
+def answering(answer: bytes | None) -> Callable[[socket.socket, torch.device], None]:
+    """Return a server whose only worker answers this to the first bytes that it gets."""
+
+    def serve(control: socket.socket, _: torch.device) -> None:
+        with socket.socket(fileno=socket.recv_fds(control, 1, 1)[1][0]) as worker:
+            worker.recv(9)
+            if answer is not None:
+                worker.send(answer)
+                worker.recv(1 << 30)
+                worker.recv(1)
+
+    return serve
+
+
+WORKERS: dict[str, Callable[[socket.socket, torch.device], Any]] = {
+    "ends at once": lambda *_: None,
+    "ends in the middle": answering(None),
+    "says nonsense": answering(b"half\n"),
+    "hangs": lambda *_: time.sleep(600),
+    "fails": answering(b'{"problem": "no"}\n'),
 }
 
 
@@ -127,7 +140,7 @@ WORKERS = {
 def test_the_run_goes_on_without_its_workers(
     worker: str, beside: None, as_traced: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compile_workers, "_CHILD", WORKERS[worker])
+    monkeypatch.setattr(compile_workers, "serve", WORKERS[worker])
     monkeypatch.setattr(compile_workers, "_PATIENCE", 0.5)
     train = trained(Tagger().double(), patience=30.0)
     assert as_traced
@@ -138,7 +151,7 @@ def test_the_run_goes_on_without_its_workers(
 def test_asked_for_it_waits_for_the_workers(
     beside: None, as_traced: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compile_workers, "_CHILD", WORKERS["fails"])
+    monkeypatch.setattr(compile_workers, "serve", WORKERS["fails"])
     train = trained(Tagger().double(), execute="compile", patience=30.0)
     assert mode_of(train) == "compile"
 
@@ -152,7 +165,7 @@ def test_windows_do_not_wait(
         given.append(Pending(jobs, expected=30.0))
         return given[-1]
 
-    monkeypatch.setattr(compile_workers, "_CHILD", "")
+    monkeypatch.setattr(compile_workers, "serve", WORKERS["ends at once"])
     monkeypatch.setattr(CompileWorkers, "compile", never)
     model = Tagger().double()
     train = wb.WholeBatch(model, sgd(model), loss=loss, micro_batch=3)
@@ -180,7 +193,7 @@ def test_windows_do_not_wait_for_a_graph_of_open_sizes(
         given[-1].left = len(given) - 1  # The first one is in the cache.
         return given[-1]
 
-    monkeypatch.setattr(compile_workers, "_CHILD", "")
+    monkeypatch.setattr(compile_workers, "serve", WORKERS["ends at once"])
     monkeypatch.setattr(CompileWorkers, "compile", later)
     model = Tagger().double()
     whole = Whole(model, loss=mean_of_tokens)
@@ -198,6 +211,50 @@ def test_windows_do_not_wait_for_a_graph_of_open_sizes(
     assert modes[5:9] == ["operations", "eager", "operations", "eager"]  # eager: the comparison
     assert [one.mode for one in executor._steps.values()] == ["compile"] * 3
     whole.assert_same(model)
+
+
+def test_a_process_compiles_for_a_device_that_it_cannot_use() -> None:
+    ours, theirs = socket.socketpair()
+
+    def compile_for_cuda() -> None:
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        try:
+            compile_workers._leave_the_device(torch.device("cuda", 0))
+            with FakeTensorMode():
+                x = torch.tensor([1.0, 2.0], device="cuda:0")
+                x[:1].copy_(x[None, 1])
+            theirs.send(f"{x.device} {torch.cuda.current_device()}".encode())
+        except Exception as problem:
+            theirs.send(repr(problem).encode())
+
+    process = compile_workers._forked(compile_for_cuda)
+    theirs.close()
+    assert ours.recv(999) == b"cuda:0 0"
+    ours.close()
+    os.waitpid(process, 0)
+    assert not torch.cuda.is_available()
+
+
+def test_a_server_keeps_nothing_of_the_run() -> None:
+    inherited, kept = socket.socketpair()
+    ours, theirs = socket.socketpair()
+
+    def leave() -> None:
+        compile_workers._leave_the_run(theirs.fileno())
+        print("not on the user's screen", flush=True)
+        theirs.send(str(signal.getsignal(signal.SIGINT) is signal.SIG_DFL).encode())
+        theirs.recv(1)
+
+    process = compile_workers._forked(leave)
+    theirs.close()
+    assert ours.recv(9) == b"True"
+    assert os.getsid(process) == process
+    kept.close()
+    assert inherited.recv(1) == b""  # nobody else holds the other end
+    inherited.close()
+    ours.close()
+    os.waitpid(process, 0)
 
 
 def test_processes_that_share_a_disk_compile_a_piece_once(

@@ -38,7 +38,6 @@ def test_long_rows_are_held_while_we_compile_and_not_afterwards(
 
     monkeypatch.setattr(InductorChoices, "should_use_persistent_reduction", staticmethod(by_itself))
     sizes = SimpleNamespace(statically_known_leq=lambda numel, longest: numel <= longest)
-    tag = torch.compiler.config.cache_key_tag
     with V.set_graph_handler(SimpleNamespace(sizevars=sizes)):  # type: ignore[arg-type]
         with inductor._whole_rows(4096):
             decide = InductorChoices.should_use_persistent_reduction
@@ -47,11 +46,21 @@ def test_long_rows_are_held_while_we_compile_and_not_afterwards(
                 for numel in (512, 2048, 4096, 4097)
             ] == [True, True, True, False]
             assert not decide(_features(ReductionHint.OUTER, 2048), False)
-            # What was compiled otherwise is not taken from a cache.
-            assert torch.compiler.config.cache_key_tag != tag
         decide = InductorChoices.should_use_persistent_reduction
         assert not decide(_features(ReductionHint.INNER, 2048), False)
-    assert torch.compiler.config.cache_key_tag == tag
+
+
+def test_what_was_compiled_with_other_choices_is_not_taken_from_a_cache(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from torch._inductor import config
+
+    monkeypatch.setattr(inductor, "_compiled", lambda *_: config.save_config_portable())
+    by_torch = config.save_config_portable()
+    short, long = (
+        inductor.compiled_by_inductor(None, [], more={}, whole_rows=rows) for rows in (2048, 4096)
+    )
+    assert config.save_config_portable() == by_torch != short != long != by_torch
 
 
 def test_a_compiler_that_fails_leaves_its_choices_as_they_were() -> None:

@@ -264,5 +264,6 @@ def test_a_worker_compiles_the_kernels_that_a_piece_launches(
         (torch.ops.aten.sin.default, (_Input(0),), {}),
         (gelu._operation(), (_Result(0), _Input(0), _Input(1), "tanh"), {}),
     ]
-    compile_workers._compile_kernels(PieceProgram(operations, [matrix, sums], [1]))
+    piece = PieceProgram(operations, [matrix, sums], [1])
+    compile_workers._compile_kernels(lambda: piece.module()(*piece.examples()))
     assert launched == [((4, 8), "cuda")]

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
+import gc
 import hashlib
 import io
 import json
@@ -18,30 +20,30 @@ import queue
 import select
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
+from importlib import import_module
+from inspect import unwrap
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from wholebatch.compile.disk_cache import cache_folders, claimed, marks, trim
+from wholebatch.compile.disk_cache import claimed, marks, trim
 from wholebatch.compile.fusion import versions_of
 from wholebatch.compile.inductor import compiled_by_inductor, import_compiler, wait_for_import
 from wholebatch.compile.repeated_blocks import PieceProgram
 
 _OURS = ("aten", "prims", "wholebatch")
 """Namespaces of operations that every worker has."""
-_MOST = 4
-"""The most workers; each holds a CUDA context (about 0.5 GiB) while it compiles."""
-_CONTEXT = 1 << 30
-"""The device memory that must be free for each worker, in bytes."""
+_MOST = 8
+"""The most workers."""
 _PATIENCE = 300.0
 """Seconds after which a worker that compiles one piece is taken for dead."""
 _LATE = 120.0
@@ -173,12 +175,17 @@ def job_of(program: PieceProgram, options: Mapping[str, Any]) -> Job:
 
 
 def check_of(has_kernel: Callable[[torch.device], bool], device: torch.device) -> Job:
-    """Return the job that checks a kernel of this package; its answer stays in the disk cache."""
-    return Job(pickle.dumps((partial(has_kernel, device), versions_of(device))), _CHECK)
+    """Return the job that compiles the kernels that a check of this package runs."""
+    return Job(pickle.dumps((partial(_check, has_kernel, device), versions_of(device))), _CHECK)
+
+
+def _check(has_kernel: Callable[[torch.device], bool], device: torch.device) -> bool:
+    """Run a check without keeping its answer."""
+    return bool(unwrap(has_kernel)(device))
 
 
 _CHECK = 60
-"""Checking a kernel takes as long as compiling so many operations."""
+"""Compiling the kernels of a check takes as long as compiling so many operations."""
 
 
 def _of_products(name: str) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
@@ -242,7 +249,7 @@ class CompileWorkers:
 
     def __init__(self, number: int, device: torch.device) -> None:
         self._jobs: queue.SimpleQueue[tuple[Job, Pending] | None] = queue.SimpleQueue()
-        self._server = _Server(str(device))
+        self._server = _Server(device)
         self._counting = threading.Lock()
         self.number = number
         self._threads = [
@@ -286,28 +293,24 @@ class CompileWorkers:
 
 SECONDS_PER_OPERATION = 0.03
 """Seconds that a worker takes for an operation: Inductor's code and Triton's kernels."""
-SECONDS_TO_START = 5.0
-"""Seconds that a worker takes to import torch and Inductor."""
+SECONDS_TO_START = 3.0
+"""Seconds that a worker takes to import Inductor."""
 
 
 class _Server:
-    """A process that has imported the compiler, and forks a worker for each connection.
+    """A process forked from this one, which imports the compiler and forks a worker when asked to.
 
-    Imports take seconds, and longer if several processes import at the same time.
+    So none of them imports torch, which takes seconds. A forked process cannot use a CUDA device
+    that its parent has used: it compiles for the device without it.
     """
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: torch.device) -> None:
+        if device.type == "cuda":
+            torch.cuda.get_device_properties(device)  # The fork knows them from now on.
+        import_module("torch._dynamo")  # torch needs it too, at the first step of an optimizer.
         self._control, theirs = socket.socketpair()
         with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", _CHILD, device, str(theirs.fileno())],
-                env=_environment(),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-                pass_fds=[theirs.fileno()],
-            )
+            self._process = _forked(partial(serve, theirs, device))
         _running.add(self)
 
     def connected(self) -> socket.socket:
@@ -324,13 +327,14 @@ class _Server:
     def end(self) -> None:
         """End the process and all workers."""
         _running.discard(self)
-        with contextlib.suppress(OSError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        for kill in (os.killpg, os.kill):  # Just forked, it is not yet a group of its own.
+            with contextlib.suppress(OSError):
+                kill(self._process, signal.SIGKILL)
         self._control.close()
-        self._process.wait()
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(self._process, 0)
 
 
-_CHILD = "import sys; from wholebatch.compile.compile_workers import serve; serve(*sys.argv[1:])"
 _running: set[_Server] = set()
 
 
@@ -340,12 +344,27 @@ def _end_all() -> None:
         server.end()
 
 
+def _forked(run: Callable[[], None]) -> int:
+    """Fork a process that does this and nothing else; return its number."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Python warns that the locks of other threads stay locked.
+        process = os.fork()
+    if process:
+        return process
+    try:
+        run()
+    finally:
+        os._exit(0)
+
+
 class _Worker:
     """One worker; it is started again if it has ended."""
 
     def __init__(self, server: _Server) -> None:
         self._server = server
         self._connection: socket.socket | None = None
+        with contextlib.suppress(OSError):  # The server has ended; `compile` says so.
+            self._connection = server.connected()
 
     def compile(self, job: Job) -> str | None:
         """Compile it; return the reason if that failed."""
@@ -377,20 +396,6 @@ class _Worker:
             self._connection = None
 
 
-def _environment() -> dict[str, str]:
-    """Return the environment of a worker: the same modules and caches as this process."""
-    return {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-        "TORCHINDUCTOR_CACHE_DIR": str(cache_folders()[0].path),
-        # Workers and their children are forked: these processes have no threads then.
-        "TORCHINDUCTOR_WORKER_START": "fork",
-        # torch.cuda.is_available() would else begin to use CUDA, which no child could do then.
-        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
-        "TORCHINDUCTOR_COMPILE_THREADS": str(max(1, _cores() // max(1, _number()))),
-    }
-
-
 def _cores() -> int:
     """Return the number of processor cores for this rank."""
     with contextlib.suppress(AttributeError):  # Not on Linux.
@@ -408,15 +413,9 @@ def _number() -> int:
 
 @cache
 def compile_workers(device: torch.device) -> CompileWorkers | None:
-    """Return the workers of this process, and start them; None if there is no room for any.
-
-    A worker on a CUDA device needs memory there: none is started if the run may need that memory.
-    """
+    """Return the workers of this process, and start them; None if there is no room for any."""
     number = _number()
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        number = min(number, int(free // 2 // _CONTEXT))
-    with contextlib.suppress(OSError, ValueError):  # No process can be started, or not Unix.
+    with contextlib.suppress(OSError, AttributeError):  # No process can be started, or not Unix.
         return CompileWorkers(number, device) if number else None
     return None
 
@@ -424,25 +423,105 @@ def compile_workers(device: torch.device) -> CompileWorkers | None:
 # ------------------------------------------------------------------------------------ in the worker
 
 
-def serve(device: str, control: str) -> None:
+def serve(control: socket.socket, device: torch.device) -> None:
     """Fork a worker for every connection that comes over this socket, until it ends."""
-    with contextlib.suppress(OSError):
-        os.nice(10)  # The training goes first.
+    _leave_the_run(control.fileno())
     import_compiler(with_processes=False)
     define_operations()
-    with socket.socket(fileno=int(control)) as connections:
-        while given := socket.recv_fds(connections, 1, 1)[1]:
-            if not os.fork():  # This process has neither threads nor a CUDA context.
-                connections.close()
-                if torch.device(device).type == "cuda":
-                    import_compiler(with_processes=True)
-                _work(os.fdopen(given[0], "r+b", buffering=0))
-                os._exit(0)
-            os.close(given[0])
+    if device.type == "cuda":
+        _leave_the_device(device)
+    while given := socket.recv_fds(control, 1, 1)[1]:
+        _forked(partial(_work, given[0], device))
+        os.close(given[0])
 
 
-def _work(connection: Any) -> None:
-    """Do the jobs that come over the connection, until it ends or nothing comes for a while."""
+def _leave_the_run(control: int) -> None:
+    """Give up what this process has of its parent: terminal, signals, files, and priority."""
+    os.setsid()
+    os.nice(10)  # The training goes first.
+    signal.set_wakeup_fd(-1)
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)
+    for name in os.listdir("/dev/fd"):
+        with contextlib.suppress(OSError):  # That of the listing itself.
+            if int(name) != control:
+                os.close(int(name))
+    for _ in range(3):
+        os.open(os.devnull, os.O_RDWR)  # It takes the lowest free number.
+    sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    gc.freeze()  # An object of the parent would close a file that has another's number now.
+
+
+def _leave_the_device(device: torch.device) -> None:
+    """Let this process compile for a CUDA device that only its parent can use.
+
+    It knows the properties of the device. Kernels are compiled, and not loaded.
+    """
+    from torch._inductor.fx_passes import joint_graph, post_grad
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+    from torch._subclasses import fake_tensor
+
+    passes: tuple[Any, ...] = joint_graph, post_grad
+    cuda: Any = torch.cuda
+    cuda.is_available, is_available = (lambda: False), cuda.is_available
+    for one in passes:
+        with contextlib.suppress(RuntimeError):  # The parent has compiled: they are there.
+            one.lazy_init(torch.device("cpu"))  # Traces patterns of operations, on any device.
+    cuda.is_available = is_available
+    constants: Any = joint_graph.UniformValueConstantFolder
+    value_of = constants._deduce_value
+
+    def value_by_the_cpu(graph: Any, node: Any) -> Any:
+        with _OnTheCPU():  # type: ignore[no-untyped-call]
+            return value_of(graph, node)
+
+    replaced: list[tuple[Any, str, Any]] = [
+        *((one, "lazy_init", lambda *_, **__: None) for one in passes),
+        (constants, "_deduce_value", value_by_the_cpu),
+        (cuda, "_is_in_bad_fork", lambda: False),
+        (cuda, "current_device", lambda: device.index),
+        (cuda, "_exchange_device", lambda index: index),
+        (cuda, "_maybe_exchange_device", lambda index: index),
+        (cuda, "get_rng_state", lambda *_: torch.get_rng_state()),
+        (cuda, "set_rng_state", lambda *_: None),
+        (fake_tensor, "init_gpu_context", lambda *_: None),
+        (fake_tensor.FakeTensorMode, "avoid_device_init", True),
+        (CachingAutotuner, "_make_launchers", lambda _: None),
+        (CachingAutotuner, "_dynamic_scale_rblock", lambda _: None),
+    ]
+    for owner, name, value in replaced:
+        setattr(owner, name, value)
+    # In C++, torch makes the device of a tensor the current one for a moment. A "meta" tensor has
+    # none: what torch does for those does nothing.
+    torch_core = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+    guards = (ctypes.c_void_p * (_META + 1)).in_dll(torch_core, _GUARDS)
+    guards[_CUDA] = guards[_META]
+
+
+class _OnTheCPU(TorchDispatchMode):
+    """Lets tensors be made on the CPU within this context, whatever device is asked for."""
+
+    def __torch_dispatch__(self, operation: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        moved = {"device": torch.device("cpu")} if kwargs and kwargs.get("device") else {}
+        return operation(*args, **{**(kwargs or {}), **moved})
+
+
+_GUARDS = "_ZN3c104impl26device_guard_impl_registryE"
+_CUDA, _META = 1, 14  # c10::DeviceType
+
+
+def _work(file: int, device: torch.device) -> None:
+    """Do the jobs that come over a connection, until it ends or nothing comes for a while."""
+    from torch._inductor import config
+    from torch._inductor.async_compile import AsyncCompile
+
+    AsyncCompile.pool.cache_clear()  # The parent's threads are not here.
+    config.worker_start_method = "fork"
+    config.compile_threads = max(1, _cores() // 4)
+    if device.type == "cuda":
+        import_compiler(with_processes=True)
+    connection = os.fdopen(file, "r+b", buffering=0)
     while select.select([connection], [], [], _IDLE)[0]:
         size = int.from_bytes(_read(connection, 8), "little")
         if not size:
@@ -456,27 +535,33 @@ def _work(connection: Any) -> None:
     trim()
 
 
-class _KernelsOf(fx.Interpreter):
-    """Runs a piece on fake tensors, and compiles those kernels of this package that it launches."""
+_ANSWERS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.allclose.default)
+"""Operations that return a number or an answer, which fake tensors do not have."""
 
-    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """Have the operation launch its kernels, which are compiled and do not run."""
-        if getattr(target, "namespace", "") == "wholebatch":
+
+class _OnlyCompiled(TorchDispatchMode):
+    """Compiles those kernels of this package that would run on fake tensors; all checks pass."""
+
+    def __torch_dispatch__(self, operation: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if operation in _ANSWERS:
+            return True
+        if operation.namespace == "wholebatch":
             from torch._library.custom_ops import OPDEFS
 
             from wholebatch.compile.triton_kernels import only_compiled
 
             # Another version of Triton or torch: the training process compiles it.
             with contextlib.suppress(Exception), only_compiled():
-                OPDEFS[target.name().removesuffix(".default")]._init_fn(*args, **kwargs)
-        return super().call_function(target, args, kwargs)
+                OPDEFS[operation.name().removesuffix(".default")]._init_fn(*args, **kwargs or {})
+        return operation(*args, **kwargs or {})
 
 
-def _compile_kernels(program: PieceProgram) -> None:
+def _compile_kernels(run: Callable[[], Any]) -> None:
+    """Compile the kernels of this package that `run` would launch."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    with contextlib.suppress(Exception), FakeTensorMode():
-        _KernelsOf(program.module()).run(*program.examples())
+    with contextlib.suppress(Exception), FakeTensorMode(), _OnlyCompiled():  # type: ignore[no-untyped-call]
+        run()
 
 
 def _read(stream: Any, size: int) -> bytes:
@@ -501,7 +586,7 @@ def _compile(message: bytes) -> None:
     if isinstance(program, PieceProgram):
         _compile_piece(program, settings)
     else:
-        program()
+        _compile_kernels(program)
     _mark(message).parent.mkdir(parents=True, exist_ok=True)
     _mark(message).touch()
 
@@ -518,7 +603,9 @@ def _compile_piece(program: PieceProgram, settings: Mapping[str, Any]) -> None:
             set_(value)
     with FakeTensorMode(shape_env=_open_sizes[0]):
         examples = program.examples()
-    beside = threading.Thread(target=_compile_kernels, args=(program,))
+    beside = threading.Thread(
+        target=_compile_kernels, args=(lambda: program.module()(*program.examples()),)
+    )
     if not _open_sizes[1]:
         beside.start()
     with config.patch(settings["inductor"]):

@@ -81,7 +81,10 @@ def compiled_by_inductor(
     # Inductor would compute the gradients of a layer norm's weights, as partial sums, in the kernel
     # of its input's gradient. On an H200 that slowed a window of a GPT (64 sequences in
     # micro-batches of 8) by 2 ms of 132.
-    options = {"triton.mix_order_reduction": False, **more}
+    # Inductor's cache key includes its options, but neither `_whole_rows` nor
+    # `_parts_written_in_place`. This option is for exported models, and does nothing here.
+    ours = {"wholebatch": f"rows of {whole_rows}, parts in place"}
+    options = {"triton.mix_order_reduction": False, "aot_inductor.metadata": ours, **more}
     known = {name: value for name, value in options.items() if _has(config, name)}
     choices = _whole_rows(whole_rows), _parts_written_in_place()
     with torch.no_grad(), config.patch(known), choices[0], choices[1], _keys_of_all_programs():
@@ -155,12 +158,10 @@ def _whole_rows(longest: int) -> Iterator[None]:
     from torch._inductor.choices import InductorChoices
     from torch._inductor.runtime.hints import ReductionHint
     from torch._inductor.virtualized import V
-    from torch.compiler import config
 
     name = "should_use_persistent_reduction"
     by_itself = getattr(InductorChoices, name, None)
-    # A version of Inductor without these names.
-    if by_itself is None or not hasattr(config, "cache_key_tag"):
+    if by_itself is None:  # Another version of Inductor.
         yield
         return
 
@@ -171,15 +172,11 @@ def _whole_rows(longest: int) -> Iterator[None]:
             return False
         return bool(V.graph.sizevars.statically_known_leq(features.reduction_numel, longest))
 
-    tag = config.cache_key_tag
     setattr(InductorChoices, name, staticmethod(decide))
-    # Inductor's cache key includes neither this choice nor `_parts_written_in_place`.
-    config.cache_key_tag = f"{tag}wholebatch: rows of {longest}, parts in place"
     try:
         yield
     finally:
         setattr(InductorChoices, name, staticmethod(by_itself))
-        config.cache_key_tag = tag
 
 
 @contextmanager

@@ -8,7 +8,7 @@ torch operations.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -26,11 +26,15 @@ if TYPE_CHECKING:
 def only_compiled() -> Iterator[None]:
     """Let a launch within this context compile its kernel into Triton's cache, and run nothing."""
     jit: Any = import_module("triton.runtime.jit")
+    driver: Any = import_module("triton.runtime").driver
     plain = jit.JITFunction.run
 
     def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         kinds = [jit.MockTensor(one.dtype) if isinstance(one, Tensor) else one for one in args]
-        return plain(kernel, *kinds, grid=grid, warmup=True, **options)
+        compiled = plain(kernel, *kinds, grid=grid, warmup=True, **options)
+        with suppress(Exception):  # Triton compiles a function in C for each kind of launch, too.
+            driver.active.launcher_cls(compiled.src, compiled.metadata)
+        return compiled
 
     jit.JITFunction.run = run
     try:
