@@ -198,7 +198,7 @@ def _leaves_out(source: str, *, functional: bool) -> bool:
     """True if code of another class means over the labels that it does not leave out."""
     try:
         nodes = [*walk(ast.parse(source))]
-    except SyntaxError:
+    except (SyntaxError, ValueError):
         return False
     calls = [n for n in nodes if isinstance(n, ast.Call)]
     # A model's own `F.cross_entropy(..., ignore_index=-1)` may meet no such label.
@@ -251,24 +251,15 @@ def _selects(call: ast.Call, chain: Chain) -> bool:
 
 def _is_selection(expr: ast.expr, chain: Chain) -> bool:
     for _ in range(6):
-        if isinstance(expr, ast.Call) and isinstance(expr.func, ast.Attribute):
-            expr = expr.func.value  # For example `.view(-1)` or `.float()`.
-        elif isinstance(expr, ast.Name):
-            made = chain.base_env.get(expr.id, ())
-            if len(made) != 1:
-                return False
-            expr = made[0].expr
-        else:
+        expr = unmoved(expr)
+        made = chain.base_env.get(dotted(expr) or "", ())
+        if len(made) != 1:
             break
+        expr = made[0].expr
     if not isinstance(expr, ast.Subscript):
         return False
-    if isinstance(expr.slice, ast.Compare):
-        return True
-    if isinstance(expr.slice, ast.Name) and "mask" in expr.slice.id:
-        return True
-    return isinstance(expr.slice, ast.Name) and any(
-        isinstance(d.expr, ast.Compare) for d in chain.base_env.get(expr.slice.id, ())
-    )
+    by = [expr.slice, *(d.expr for d in chain.base_env.get(dotted(expr.slice) or "", ()))]
+    return "mask" in (dotted(expr.slice) or "") or any(isinstance(b, ast.Compare) for b in by)
 
 
 def _masks_mean(call: ast.Call) -> bool:

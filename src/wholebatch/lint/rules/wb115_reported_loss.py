@@ -109,7 +109,7 @@ def _logged(window: LoopWindow, bases: set[int], file: File) -> Iterator[Report]
 def _wrong(chains: list[Chain], event: Event, window: LoopWindow) -> str:
     """Return what is wrong with a logged loss, or ""."""
     name = window.count_name
-    if any(_is_divided(c, window) for c in chains):
+    if any((_scale(c, window) or 0) < 0 for c in chains):
         return (
             f"reported loss was divided by `{name}`: it is that many times too small; log the loss "
             "before the division, averaged over the window"
@@ -216,12 +216,6 @@ def _values_inside(expr: ast.expr) -> list[ast.expr]:
     if is_call(expr, "format", "dict"):
         return [*expr.args, *(k.value for k in expr.keywords)]
     return expr.args[:1] if is_call(expr, "float", "round", "str") else []
-
-
-def _is_divided(chain: Chain, window: LoopWindow) -> bool:
-    """True if it is divided by K and not multiplied by it again."""
-    again = any(window.is_count(f) for f in chain.factors)
-    return not again and any(window.counts(d) for d in chain.divisors)
 
 
 def _is_inner(window: LoopWindow) -> bool:
