@@ -26,7 +26,7 @@ _WRITER = re.compile(
 _MATH = re.compile(r"log_(softmax|prob|sigmoid|every|likelihood|sum)\w*|\w*softmax\w*")
 _BAR = re.compile(r"p_?bar|prog(ress)?_?bar|progress", re.I)
 _LOSS = re.compile(r"loss|nll|ppl|perplex|err|(?<![a-z])(ce|mse|kl)(?![a-z])", re.I)
-_LENGTH = re.compile(r"len\([\w.]*(loader|dataloader|iterator|batches|dl)\)")
+_LENGTH = re.compile(r"len\([\w.]*(loader|iterator|batches|dl|ld)\)")
 _LAST = (
     "reported loss is that of the last micro-batch, not of the window: log the mean over its "
     "micro-batches"
@@ -335,7 +335,9 @@ class _Means:
         sign = 1 if isinstance(expr.op, ast.Mult) else -1
         if left is None:
             return None
-        by = {text(strip_casts(expr.right)), *(text(e) for e, _ in counted(expr.right, self.env))}
+        right = strip_casts(expr.right)
+        right = right.left if is_binary(right, ast.Add) and number(right.right) else right
+        by = {text(right), *(text(e) for e, _ in counted(right, self.env))}
         is_mean = sign == -1 and not left[1]
         if is_mean and (by & self.micro or any(map(_LENGTH.fullmatch, by))):
             return left[0], True
