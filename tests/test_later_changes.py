@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import wholebatch as wb
-from tests.support import Whole, mean, mlp, pieces, samples, sgd
+from tests.support import EXACT, Whole, distance, mean, mlp, pieces, samples, sgd
 
 Batch = dict[str, Tensor]
 REFUSED = (wb.errors.UnsupportedError, wb.errors.LossError)
@@ -170,30 +171,223 @@ def with_masks(batch: Batch) -> Batch:
 @pytest.mark.parametrize("name", OF_A_PART)
 def test_a_loop_refuses_a_loss_that_is_of_its_micro_batch_alone(name: str) -> None:
     given, message = OF_A_PART[name]
-    model = mlp()
-    acc = wb.Accumulator(model, sgd(model), steps=len(SIZES))
     with pytest.raises(wb.errors.LossError, match=message):
-        for micro in acc.over(pieces(with_masks(samples(sum(SIZES))), SIZES)):
-            acc.backward(**given(model, micro), units=len(micro["y"]))
+        windows(lambda acc, m, b: acc.backward(**given(m, b), units=len(b["y"])), [SIZES])
 
 
-@pytest.mark.parametrize(
-    ("loss", "units"),
-    [
-        (weighted, lambda micro: WEIGHT[micro["y"]].sum()),
-        (masked, lambda micro: micro["mask"].sum()),
-        (ignoring, lambda micro: micro["mask"].sum()),
-        (lambda model, micro: mean(model, micro) + penalty(model), lambda micro: len(micro["y"])),
-    ],
-)
-def test_a_loop_accepts_a_mean_over_what_it_says(loss: Any, units: Any) -> None:
-    model, batch = mlp(), with_masks(samples(sum(SIZES)))
+def windows(backward: Callable[..., Any], splits: Any, loss: Any = mean) -> tuple[int, float]:
+    """Train windows of these sizes; return how many, and the distance to the undivided batches."""
+    model = mlp()
     whole = Whole(model, loss=loss)
-    acc = wb.Accumulator(model, sgd(model), steps=len(SIZES))
-    for micro in acc.over(pieces(batch, SIZES)):
-        acc.backward(mean=loss(model, micro), units=units(micro))
-    whole.step(batch)
-    whole.assert_same(model)
+    acc = wb.Accumulator(model, sgd(model), steps=len(splits[0]))
+    for sizes in splits:
+        batch = with_masks(samples(sum(sizes)))
+        for micro in acc.over(pieces(batch, sizes)):
+            backward(acc, model, micro)
+        whole.step(batch)
+    pairs = zip(model.parameters(), whole.start.parameters(), strict=True)
+    made = [now.detach() - was.detach() for now, was in pairs]
+    return acc.updates, distance(made, whole.updates())
+
+
+def twice(acc: Any, model: nn.Module, micro: Batch) -> None:
+    acc.backward(each(model, micro).sum(), units=len(micro["y"]), more=True)
+    acc.backward(model(micro["x"]).square().mean(1).sum(), units=len(micro["y"]))
+
+
+def a_penalty_beside(acc: Any, model: nn.Module, micro: Batch) -> None:
+    acc.backward(each(model, micro).sum(), units=len(micro["y"]), more=True)
+    acc.backward(0.1 * penalty(model), units=0)
+
+
+def uneven_beside(acc: Any, model: nn.Module, micro: Batch) -> None:
+    acc.backward(mean=chosen(model, micro), units=len(micro["y"]), more=True)
+    acc.backward(model(micro["x"]).square().mean(1).sum(), units=0)
+
+
+def chosen(model: nn.Module, micro: Batch) -> Tensor:
+    return each(model, micro)[micro["mask"] > 0].mean()
+
+
+EVEN, UNEVEN, TAIL, ONES = [(4, 4)], [(5, 3)], [(4, 4), (4, 1)], [(1, 1), (1, 2)]
+UNSEEN: dict[str, tuple[Callable[..., Any], str, Any]] = {
+    "units=1": (lambda a, m, b: a.backward(mean=mean(m, b), units=1), "other units", UNEVEN),
+    "units=1, a short last one": (
+        lambda a, m, b: a.backward(mean=each(m, b).mean(), units=1),
+        r"other units.*losses\[None\]",
+        TAIL,
+    ),
+    "a chosen part": (
+        lambda a, m, b: a.backward(mean=chosen(m, b), units=len(b["y"])),
+        "elements of a mask",
+        EVEN,
+    ),
+    "a chosen part as a sum": (
+        lambda a, m, b: a.backward(chosen(m, b) * len(b["y"]), units=len(b["y"])),
+        "other units",
+        UNEVEN,
+    ),
+    "units twice": (twice, "units=4 in a second backward .* divided by both", EVEN),
+    "a mean that adds nothing": (
+        lambda a, m, b: [
+            a.backward(mean=mean(m, b), units=4, more=True),
+            a.backward(mean=m(b["x"]).square().mean(), units=0),
+        ],
+        "it would add nothing",
+        EVEN,
+    ),
+    "weights of classes, one sample each": (
+        lambda a, m, b: a.backward(mean=weighted(m, b), units=len(b["y"])),
+        "other units",
+        ONES,
+    ),
+    "a plain penalty, equal sizes": (
+        lambda a, m, b: a.backward(each(m, b).sum() + penalty(m), units=len(b["y"])),
+        "a penalty",
+        EVEN,
+    ),
+    "a penalty, a short last one": (
+        lambda a, m, b: a.backward(each(m, b).sum() + 0.1 * penalty(m), units=len(b["y"])),
+        "a penalty",
+        TAIL,
+    ),
+    "a chosen part, and another loss": (uneven_beside, "elements of a mask", EVEN),
+    "a penalty beside": (a_penalty_beside, "a penalty", UNEVEN),
+}
+
+
+@pytest.mark.parametrize("name", UNSEEN)
+def test_a_loop_refuses_what_made_another_update_in_silence(name: str) -> None:
+    backward, message, splits = UNSEEN[name]
+    with pytest.raises(wb.errors.LossError, match=message):
+        windows(backward, splits)
+
+
+def log_of_normalised(acc: Any, model: nn.Module, micro: Batch) -> None:
+    given = (micro["x"][:, 0] - micro["x"][:, 0].mean()) / micro["x"][:, 0].std()
+    acc.backward((each(model, micro) * given).sum(), units=len(given))
+
+
+def test_what_cannot_be_known_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    windows(log_of_normalised, EVEN)
+    assert "a factor of the samples in this loss has mean 0 and deviation 1" in caplog.text
+    caplog.clear()
+    penalised = [
+        lambda a, m, b: a.backward(each(m, b).sum() + 0.1 * penalty(m), units=len(b["y"])),
+        lambda a, m, b: a.backward(each(m, b).sum() + 0.4 * penalty(m), units=len(b["y"])),
+        lambda a, m, b: a.backward(each(m, b).sum() + penalty(m) * 0.1 * 4, units=len(b["y"])),
+    ]
+    for backward, told in zip(penalised, (True, True, False), strict=True):
+        windows(backward, EVEN)
+        assert ("a penalty on the weights is added to the sum" in caplog.text) is told
+        caplog.clear()
+
+
+MOVING = {"mean": 0.0}
+
+
+def moving(model: nn.Module, micro: Batch) -> Tensor:
+    losses = each(model, micro)
+    MOVING["mean"] = 0.9 * MOVING["mean"] + 0.1 * float(losses.detach().mean())
+    return (losses - MOVING["mean"]).square()
+
+
+def centred(model: nn.Module, micro: Batch) -> Tensor:
+    out = model(micro["x"])
+    return (out - out.detach().mean(0)).square().sum(1)
+
+
+def advantages(model: nn.Module, micro: Batch) -> Tensor:
+    given = micro["x"][:, 0]
+    return each(model, micro) * (given - given.mean()) / given.std()
+
+
+COMPILED: dict[str, Callable[[nn.Module, Batch], Any]] = {
+    "normalised advantages": advantages,
+    "detached statistics": centred,
+    "state that crosses micro-batches": moving,
+    "a chosen part": lambda m, b: wb.mean_loss(chosen(m, b), len(b["y"])),
+    "a penalty": lambda m, b: wb.Loss(each(m, b).sum() + 0.1 * penalty(m), len(b["y"])),
+    "right": each,
+}
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_a_compiled_loss_function_is_tested_as_a_whole(name: str) -> None:
+    def backward(acc: Any, model: nn.Module, micro: Batch) -> None:
+        function = made.setdefault(
+            acc, acc.compile(partial(COMPILED[name], model), execute="eager")
+        )
+        acc.backward(function(micro))
+
+    made: dict[Any, Any] = {}
+    if name == "right":
+        assert windows(backward, [SIZES])[1] <= EXACT
+        return
+    with pytest.raises(REFUSED, match="cannot give the update of the whole batch"):
+        windows(backward, [(4, 4, 3)])
+
+
+def per_sample(model: nn.Module, micro: Batch) -> Tensor:
+    """Return a mean for each sample over as many numbers as its label says."""
+    out = model(micro["x"]).square()
+    return torch.stack([row[: int(y) + 1].mean() for row, y in zip(out, micro["y"], strict=True)])
+
+
+def pixels(model: nn.Module, micro: Batch) -> Tensor:
+    """Return a mean over another number of pixels in every micro-batch."""
+    return model(micro["x"]).square().repeat(1, len(micro["y"])).mean()
+
+
+def orthogonal(model: Any) -> Tensor:
+    return (model[0].weight.T @ model[0].weight).square().mean()
+
+
+RIGHT: dict[str, tuple[Callable[[nn.Module, Batch], Tensor], Callable[[Batch], Any]]] = {
+    "weights": (weighted, lambda micro: WEIGHT[micro["y"]].sum()),
+    "a mask": (masked, lambda micro: micro["mask"].sum()),
+    "ignored labels": (ignoring, lambda micro: micro["mask"].sum()),
+    "a chosen part": (chosen, lambda micro: int(micro["mask"].sum())),
+    "a penalty": (lambda m, b: mean(m, b) + penalty(m), lambda micro: len(micro["y"])),
+    "a mean of weights": (lambda m, b: mean(m, b) + orthogonal(m), lambda micro: len(micro["y"])),
+    "means of samples": (lambda m, b: per_sample(m, b).mean(), lambda micro: len(micro["y"])),
+    "pixels": (pixels, lambda micro: len(micro["y"])),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_loop_accepts_a_mean_over_what_it_says(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    loss, units = RIGHT[name]
+    splits = [SIZES, (1, 4, 2), (1, 1, 3)]
+    updates, off = windows(
+        lambda a, m, b: a.backward(mean=loss(m, b), units=units(b)), splits, loss
+    )
+    assert updates == 3
+    assert off <= EXACT
+    assert not caplog.text
+
+
+def test_equal_means_real_and_fake_samples_and_a_list_may_be_one_unit() -> None:
+    assert windows(lambda a, m, b: a.backward(mean=mean(m, b), units=1), EVEN)[1] <= EXACT
+    both = lambda m, b: torch.cat([each(m, b), each(m, {**b, "x": b["x"] + 1})]).mean()  # noqa: E731
+
+    def judge(acc: Any, model: nn.Module, micro: Batch) -> None:
+        acc.backward(each(model, micro).sum(), units=len(micro["y"]), more=True)
+        moved = {**micro, "x": micro["x"] + 1}
+        acc.backward(each(model, moved).sum(), units=len(micro["y"]))
+
+    assert windows(judge, UNEVEN, both)[1] <= EXACT
+
+    def two(acc: Any, model: nn.Module, micro: Batch) -> None:
+        acc.backward(mean=chosen(model, micro), units=int(micro["mask"].sum()), more=True)
+        acc.backward(chosen(model, micro) * 2 * micro["mask"].sum(), units=0)
+
+    assert windows(two, UNEVEN, lambda m, b: 3 * chosen(m, b))[1] <= EXACT
+    assert (
+        windows(lambda a, m, b: a.backward(mean=each(m, b)[None].mean(), units=1), UNEVEN)[0] == 1
+    )
 
 
 def test_a_term_has_one_weight_in_a_window() -> None:

@@ -187,6 +187,27 @@ def test_a_state_can_be_pickled() -> None:
     assert numpy.random.rand() == expected
 
 
+def test_a_window_of_other_weights_is_refused_until_they_are_loaded() -> None:
+    model, first, second = mlp(), *pieces(samples(8), (3, 5))
+    acc = wb.Accumulator(model, sgd(model), steps=2)
+    acc.backward(summed(model, first), units=3)
+    state, weights = acc.state_dict(), {k: v.clone() for k, v in model.state_dict().items()}
+    other = mlp()
+    with torch.no_grad():
+        other[0].weight[0, 0] += 1e-9  # type: ignore[index]
+    resumed = wb.Accumulator(other, sgd(other), steps=2)
+    resumed.load_state_dict(state)
+    for go_on in (lambda: resumed.backward(summed(other, second), units=5), resumed.flush):
+        with pytest.raises(wb.errors.StateError, match="gradients are of other parameters"):
+            go_on()
+        resumed.load_state_dict(state)
+    other.load_state_dict(weights)  # after the window: that is right, too
+    acc.backward(summed(model, second), units=5)
+    assert resumed.backward(summed(other, second), units=5) is not None
+    pairs = zip(model.parameters(), other.parameters(), strict=True)
+    assert all(torch.equal(ours, theirs) for ours, theirs in pairs)
+
+
 def test_states_that_do_not_belong_are_refused() -> None:
     model = mlp()
     acc = wb.Accumulator(model, sgd(model), steps=4)

@@ -148,6 +148,29 @@ def test_the_run_goes_on_without_its_workers(
     assert len(said) == 1
 
 
+def test_a_server_that_has_ended_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def serve(control: socket.socket, _: torch.device) -> None:
+        with socket.socket(fileno=socket.recv_fds(control, 1, 1)[1][0]) as worker:
+            worker.recv(1 << 20)
+            worker.send(b'{"problem": null}\n')
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(compile_workers, "serve", serve)
+    workers = CompileWorkers(1, torch.device("cpu"))
+    servers = set()
+    for target in (aten.tanh.default, aten.sin.default):
+        job = job_of(PieceProgram([(target, (_Input(0),), {})], [MATRIX], [0]), OPTIONS)
+        pending = workers.compile([job])
+        pending.wait()
+        assert pending.problem is None
+        servers.add(workers._server._process)
+        os.waitid(os.P_PID, workers._server._process, os.WEXITED | os.WNOWAIT)
+    assert len(servers) == 2
+    workers.close()
+
+
 def test_asked_for_it_waits_for_the_workers(
     beside: None, as_traced: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -374,6 +374,16 @@ READ_ANYWHERE: dict[str, tuple[Callable[[], Any], Callable[[float], Any]]] = {
     "a class": (lambda: Fixed.beta, lambda b: setattr(Fixed, "beta", b)),
     "its method": (lambda: Fixed.value(), lambda b: setattr(Fixed, "beta", b)),
     "its dict": (lambda: Fixed.table["beta"], lambda b: Fixed.table.update(beta=b)),
+    "a global": (lambda: globals()["BETA"], lambda b: globals().update(BETA=b)),
+    "one with a made name": (
+        lambda: globals()["".join(["BE", "TA"])],
+        lambda b: globals().update(BETA=b),
+    ),
+    "a global in a text": (lambda: eval("BETA * 2"), lambda b: globals().update(BETA=b)),
+    "a global of an inner function": (
+        lambda: (lambda x: x * BETA)(1.0),  # type: ignore[name-defined]  # noqa: F821
+        lambda b: globals().update(BETA=b),
+    ),
     "slots": (lambda: SLOTTED.beta, lambda b: setattr(SLOTTED, "beta", b)),
     "a function's attribute": (own_attribute, lambda b: setattr(own_attribute, "beta", b)),
     "six levels": (lambda: FIRST.a.a.a.a.a.a.beta, lambda b: setattr(LAST, "beta", b)),

@@ -77,13 +77,13 @@ def a_sum_given_as_a_mean(task: Task) -> Task:
     return task.but(loss=loss, announced=task.units)
 
 
-@mistake(r"mean|units", doors=("WholeBatch", "Lightning"))
+@mistake(r"mean|units", doors=("WholeBatch", "Lightning", *STREAMS))
 def a_mean_of_one_unit(task: Task) -> Task:
     """What `loss / len(batch)` and one unit per micro-batch are: a mean of means."""
 
     def loss(model: nn.Module, micro: Batch) -> Any:
         given = task.sum(model, micro)
-        return Sum(given.value / given.units, 1)
+        return Mean(given.value / given.units, 1)
 
     return task.but(loss=loss)
 

@@ -12,10 +12,12 @@ modules, the object that a method is bound to, and the containers that modules h
 from __future__ import annotations
 
 import contextvars
+import dis
 import functools
 import operator
 import os
 import random
+import re
 import sys
 import types
 from array import array
@@ -51,6 +53,8 @@ _FOREIGN = {
 _Inside: TypeAlias = tuple[Callable[[Any], Any] | None, list[tuple[str, Any]]]
 _BY_NAME = {"getattr", "vars", "__dict__", "__getattribute__", "named_modules", "modules"}
 """Names whose use means that code may read attributes that it does not name."""
+_BY_TEXT = {"globals", "eval", "exec"}
+"""Functions by which code may read globals that it does not name."""
 _OF_RNNS = ("_flat_weights", "_flat_weight_refs")
 """Lists of weights that torch's recurrent layers keep, and rebuild when the weights change."""
 _COMPILED = ("OptimizedModule", "RecursiveScriptModule", "TopLevelTracedModule")
@@ -74,7 +78,7 @@ class Reach:
         methods = {kind: _methods(kind) for kind in map(type, model.modules())}
         in_forward = set(self._names)
         for function in (function for found in methods.values() for function in found):
-            in_forward |= set(function.__code__.co_names)
+            in_forward |= set(_names_of(function.__code__))
         every |= not in_forward.isdisjoint(_BY_NAME)
         for prefix, module in model.named_modules():
             for name, value in vars(module).items():
@@ -127,10 +131,8 @@ class Reach:
             self._owners[id(owner)] = self._owners.get(id(owner), True) and not reads_all
             self._names.update(code.co_names)
             self._names.update(word for word in code.co_consts if isinstance(word, str))
-            inner = [item for item in code.co_consts if isinstance(item, types.CodeType)]
-            stack += [(item, owner) for item in inner]
-            named = [getattr(one, "__globals__", {}).get(name) for name in code.co_names]
-            named += [value for _, _, value in _cells(one)]
+            stack += [(item, owner) for item in _inner(code)]
+            named = [value for _, _, value in _places(one)]
             spaces = [one for one in named if _is_namespace(one)]
             kinds = [kind for one in (*spaces, type(owner)) for kind in getattr(one, "__mro__", ())]
             named += [
@@ -387,20 +389,40 @@ def _places(function: Any) -> Iterator[tuple[Any, str, Any]]:
     code = getattr(bare, "__code__", None)
     if code is None:
         return
-    yield from _cells(bare)
-    for name in code.co_names:
-        if name in bare.__globals__:
-            yield bare.__globals__, name, bare.__globals__[name]
-
-
-def _cells(bare: Any) -> Iterator[tuple[Any, str, Any]]:
-    """Yield the values in a function's closure."""
-    names = getattr(getattr(bare, "__code__", None), "co_freevars", ())
-    for name, cell in zip(names, getattr(bare, "__closure__", None) or (), strict=False):
+    for name, cell in zip(code.co_freevars, bare.__closure__ or (), strict=False):
         try:
             yield cell, name, cell.cell_contents
         except ValueError:  # The cell is still empty.
             continue
+    names, space = _names_of(code), bare.__globals__
+    if (words := _words_of(code)) is not None:  # If none is a global, the name is computed.
+        plain = (PLAIN, *_CONTAINERS, Tensor)
+        found = words & space.keys() or {n for n, v in space.items() if isinstance(v, plain)}
+        names += tuple(sorted(found.difference(names)))
+    yield from ((space, name, space[name]) for name in names if name in space)
+
+
+def _inner(code: types.CodeType) -> list[types.CodeType]:
+    return [item for item in code.co_consts if isinstance(item, types.CodeType)]
+
+
+@functools.lru_cache(maxsize=4096)
+def _names_of(code: types.CodeType) -> tuple[str, ...]:
+    """Return the names that code reads, with those of the functions that are made in it."""
+    return tuple(dict.fromkeys([*code.co_names, *(n for c in _inner(code) for n in _names_of(c))]))
+
+
+@functools.lru_cache(maxsize=4096)
+def _words_of(code: types.CodeType) -> set[str] | None:
+    """Return the words in the strings of code that may read globals by them; else None."""
+    loads = (
+        o.argval for o in dis.get_instructions(code) if o.opname in ("LOAD_GLOBAL", "LOAD_NAME")
+    )
+    found = [words for one in _inner(code) if (words := _words_of(one)) is not None]
+    if not found and _BY_TEXT.isdisjoint(loads):
+        return None
+    texts = " ".join(item for item in code.co_consts if isinstance(item, str))
+    return set(re.findall(r"\w+", texts)).union(*found)
 
 
 def _bindings(function: Any) -> Any:
@@ -444,7 +466,7 @@ def _methods(kind: type[Any]) -> list[types.FunctionType]:
             continue
         if not _is_foreign(function):
             found.append(function)
-            stack += [getattr(kind, name, None) for name in function.__code__.co_names]
+            stack += [getattr(kind, name, None) for name in _names_of(function.__code__)]
     return found
 
 
@@ -509,6 +531,30 @@ class Fingerprint:
     def holds(self) -> bool:
         """True if nothing has changed."""
         return self.changed() is None
+
+
+class LookAgain:
+    """Say when to look at a model and its loss again: when what they read has changed.
+
+    A value that is another one in every window (an annealed weight) is looked at after 1, 2, 4, 8,
+    ... windows.
+    """
+
+    def __init__(self) -> None:
+        self.seen: list[Fingerprint] = []
+        self._begun = self._next = 0
+        self._stale = False
+
+    def is_due(self, changed: bool | None = None) -> bool:
+        """Begin a window; True if it is to be looked at. Graphs know what has `changed`."""
+        self._begun += 1
+        self._stale |= bool(changed)
+        if not self.seen or self._begun < self._next:
+            return False
+        if not self._stale and (changed is not None or all(one.holds() for one in self.seen)):
+            return False
+        self.seen, self._next, self._stale = [], 2 * self._begun, False
+        return True
 
 
 class _Attributes:

@@ -49,7 +49,7 @@ _PATIENCE = 300.0
 _LATE = 120.0
 """Seconds that jobs may take beyond four times what was expected."""
 _IDLE = 20.0
-"""Seconds without work after which a worker ends and gives its memory back."""
+"""Seconds without work after which a process ends and gives its memory back."""
 
 
 # ----------------------------------------------------------------------------- a piece as a message
@@ -269,6 +269,8 @@ class CompileWorkers:
     def compile(self, jobs: Sequence[Job]) -> Pending:
         """Give the jobs that are not in the cache to the workers, largest first."""
         jobs = [job for job in jobs if not job.known]
+        if jobs:
+            self._server.start_again()
         longest = max((job.operations for job in jobs), default=0)
         each = sum(job.operations for job in jobs) / self.number
         pending = Pending(jobs, SECONDS_TO_START + max(longest, each) * SECONDS_PER_OPERATION)
@@ -308,10 +310,21 @@ class _Server:
         if device.type == "cuda":
             torch.cuda.get_device_properties(device)  # The fork knows them from now on.
         import_module("torch._dynamo")  # torch needs it too, at the first step of an optimizer.
+        self._device = device
+        self._fork()
+        _running.add(self)
+
+    def _fork(self) -> None:
         self._control, theirs = socket.socketpair()
         with theirs:
-            self._process = _forked(partial(serve, theirs, device))
-        _running.add(self)
+            self._process = _forked(partial(serve, theirs, self._device))
+
+    def start_again(self) -> None:
+        """Fork it again if it has ended, because it had nothing to do."""
+        with contextlib.suppress(ChildProcessError):
+            if os.waitpid(self._process, os.WNOHANG)[0]:
+                self._control.close()
+                self._fork()
 
     def connected(self) -> socket.socket:
         """Have a worker started; return the connection to it."""
@@ -424,13 +437,17 @@ def compile_workers(device: torch.device) -> CompileWorkers | None:
 
 
 def serve(control: socket.socket, device: torch.device) -> None:
-    """Fork a worker for every connection that comes over this socket, until it ends."""
+    """Fork a worker for every connection that comes over this socket, until none comes."""
     _leave_the_run(control.fileno())
     import_compiler(with_processes=False)
     define_operations()
     if device.type == "cuda":
         _leave_the_device(device)
-    while given := socket.recv_fds(control, 1, 1)[1]:
+    # While it runs, the memory that its parent writes to is there twice.
+    while select.select([control], [], [], _IDLE)[0]:
+        given = socket.recv_fds(control, 1, 1)[1]
+        if not given:
+            return
         _forked(partial(_work, given[0], device))
         os.close(given[0])
 

@@ -26,7 +26,6 @@ from wholebatch.core.model_and_optimizer import Scheduler
 from wholebatch.core.options import BatchNormPolicy, Close, Memory
 from wholebatch.core.stream import GivenLoss, Stream
 from wholebatch.core.window import Step, Turn, UnitsCount, graph_nodes, make_window
-from wholebatch.coupled.contrastive.losses import OfTheBatch
 from wholebatch.errors import EmptyWindowError, LossError, OptionError, RankError, WindowError
 
 
@@ -226,7 +225,8 @@ class Accumulator(Stream):
         more: bool,
     ) -> Step | None:
         self._begin_backward()
-        if self._places == 0:
+        now = self._window.now
+        if len(now.owners) == isinstance(total, AddedLoss):  # its first backward
             self._look.begin_window()
             self._watch(self._size)
         is_last = self._is_last if self._driver is not None else self._places + 1 >= self._size
@@ -234,18 +234,19 @@ class Accumulator(Stream):
             self.pending.take(total, self)
         else:
             self.pending.refuse()
+            now.refuse_broken()
             self._untouched.check()
             last = is_last and not more
             if self._beside:
                 self._refuse_moved(lambda: _leaves_of(total if mean is None else mean))
-            if isinstance(total, Terms) and self._window.now.known is not None:
+            if isinstance(total, Terms) and now.known is not None:
                 if self._look.active:
                     self._look.at_backward(total, in_parts=self._in_parts)
                 self._window.add_loss(total, last=last, counts=self._counts)
             else:
                 given = GivenLoss.of(total, units, mean)  # refuses terms that nobody announced
-                if self._look.active or isinstance(total, OfTheBatch):
-                    given.look_at(self._look, in_parts=self._in_parts)
+                place = now.owners.count(now.micro_batches)
+                given.look_at(self._look, in_parts=self._in_parts, place=place)
                 self._window.add(given.summed, given.units, last=last, counts=self._counts)
             self._untouched.remember()
         if more:

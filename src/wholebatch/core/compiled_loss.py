@@ -184,6 +184,7 @@ class CompiledLoss:
 
     def _added(self, micro: Any, may_compile: bool) -> AddedLoss:
         if not may_compile:
+            self._door.look_at_function(self._modules, self._call, micro)
             loss = self._eager_step(micro, self._call)
             extras = {name: extra.detach() for name, extra in loss.extras.items()}
             return AddedLoss(loss.total.detach(), loss.units, extras, self._door)

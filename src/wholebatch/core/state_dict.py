@@ -7,8 +7,10 @@ their own `state_dict`, as everywhere in torch.
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from wholebatch.core.close import read_scalars
@@ -17,6 +19,7 @@ from wholebatch.core.window import Window
 from wholebatch.errors import StateError
 
 _FORMAT = 1
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def progress(kind: str, window: Window) -> dict[str, Any]:
@@ -99,7 +102,32 @@ def window_state(window: Window) -> dict[str, Any]:
         "loss_scale": now.loss_scale,
         "seconds": time.perf_counter() - now.started,
         "gradients": window.store.saved(),
+        "parameters": _checksums(window),
     }
+
+
+def _checksums(window: Window) -> list[int]:
+    """Return a number for each parameter that changes with its bits, the same on every device."""
+    found = []
+    for parameter in (p for model in window.target.models for p in model.parameters()):
+        bits = getattr(parameter, "to_local", lambda one=parameter: one)().detach()
+        try:
+            bits = torch.view_as_real(bits) if bits.is_complex() else bits
+            bits = bits.view(_BITS[bits.element_size()])
+            found.append(int(bits.sum(dtype=torch.int64)))
+        except (RuntimeError, TypeError, NotImplementedError):  # a tensor of a kind of its own
+            found.append(0)
+    return found
+
+
+def _refuse_other_parameters(window: Window, saved: list[int]) -> None:
+    """Refuse to go on with a window whose first gradients are of other parameters."""
+    if _checksums(window) != saved:
+        raise StateError(
+            f"the loaded window holds {window.now.micro_batches} micro-batches, whose gradients "
+            "are of other parameters than those of the model here: load the model and the "
+            "optimizer of the same checkpoint too, or discard() the window"
+        )
 
 
 def check_window(window: Window, saved: dict[str, Any] | None) -> None:
@@ -140,4 +168,5 @@ def load_window(window: Window, state: dict[str, Any] | None) -> None:
     now.owners = list(state["owners"])
     now.loss_scale = state["loss_scale"]
     now.started = time.perf_counter() - state["seconds"]
+    now.resumed = partial(_refuse_other_parameters, window, state["parameters"])
     window.store.load(state["gradients"])

@@ -31,6 +31,8 @@ from wholebatch.errors import LossError
 
 _log = logging.getLogger("wholebatch")
 
+_MOST_SHAPES = 64
+
 
 @dataclass(frozen=True)
 class GivenLoss:
@@ -85,12 +87,33 @@ class GivenLoss:
             )
         return cls(cast("Tensor", loss), check_units(units), mean is not None)
 
-    def look_at(self, look: StreamLook, *, in_parts: bool) -> None:
-        """Refuse a loss whose graph shows that micro-batches do not add up to the whole batch."""
+    def look_at(self, look: StreamLook, *, in_parts: bool, place: int = 0) -> None:
+        """Refuse a loss whose graph shows that micro-batches do not add up to the whole batch.
+
+        After the first window only losses of other shapes or units are looked at.
+        """
+        units = None if isinstance(self.units, Tensor) else self.units
+        shapes = (place, self.is_mean, units, self._reduced_from())
+        is_known = shapes in look.shapes or len(look.shapes) >= _MOST_SHAPES
+        if is_known and not look.active and type(self.whole) in (Loss, type(None)):
+            return
+        where: dict[str, Any] = {"in_parts": in_parts, "place": place}
         if self.is_mean:
-            look.at_backward(mean=self.loss, units=self.units, in_parts=in_parts)
+            look.at_backward(mean=self.loss, units=self.units, **where)
         else:
-            look.at_backward(self.whole or self.loss, self.units, in_parts=in_parts)
+            look.at_backward(self.whole or self.loss, self.units, **where)
+        look.shapes.add(shapes)
+
+    def _reduced_from(self) -> tuple[Any, ...]:
+        """Return the shapes that the loss was reduced from, without reading a number."""
+        found: list[Any] = []
+        waiting = [getattr(self.loss, "grad_fn", None)]
+        for _ in range(_MOST_SHAPES):
+            for child, place in getattr(waiting.pop(), "next_functions", ()) if waiting else ():
+                given = getattr(child, "_input_metadata", ())
+                shape = given[place].shape if given else ()
+                (found if len(shape) else waiting).append(str(shape) if len(shape) else child)
+        return tuple(found)
 
     @property
     def summed(self) -> Tensor:
@@ -228,6 +251,12 @@ class Stream:
         yield not self._look.active
         self._untouched.remember()
 
+    def look_at_function(self, model: nn.Module, call: Callable[..., Any], micro: Any) -> None:
+        """Refuse a loss function whose micro-batches do not add up to the whole batch."""
+        if self._in_parts and self._window.sync.ranks == 1:
+            given = {"args": micro["args"], "kwargs": micro["kwargs"]}
+            self._look.at_function(model, lambda few: call(None, {**micro, **few}), given)
+
     def add_eagerly(self, loss: Loss | Terms) -> None:
         """Make the backward of a compiled function's loss; refuse several terms.
 
@@ -252,6 +281,7 @@ class Stream:
         self._window.discard()
         self._untouched.forget()
         self.pending.loss = None
+        self._look.done()
         for policy in self._counting:
             policy.discard_window()
 

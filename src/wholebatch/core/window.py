@@ -104,9 +104,9 @@ def backward_into(
     return Backward(restoring, overlaps=False)
 
 
-def graph_nodes(totals: Iterable[Tensor], until: Iterable[Any] = ()) -> Iterator[Any]:
-    """Yield every node of the autograd graph below these totals, and above the nodes `until`."""
-    stack: list[Any] = [total.grad_fn for total in totals]
+def graph_nodes(totals: Iterable[Any], until: Iterable[Any] = ()) -> Iterator[Any]:
+    """Yield every node of the graph at and below these totals or nodes, and above `until`."""
+    stack: list[Any] = [getattr(total, "grad_fn", total) for total in totals]
     seen: set[Any] = set(until)
     while stack:
         node = stack.pop()
@@ -261,6 +261,8 @@ class OpenWindow:
     saved: bool = False  # for a run that goes on from here
     broken: bool = False
     """True if a backward failed half way, so that a part of a micro-batch is in."""
+    resumed: Callable[[], None] | None = None
+    """Refuses a window that was loaded into a model with other parameters; called once."""
     reduced: bool = False
     """True if the last backward has reduced the gradients over the ranks."""
     started: float = field(default_factory=time.perf_counter)
@@ -274,7 +276,10 @@ class OpenWindow:
             self.loss_scale = self.scale.value()
 
     def refuse_broken(self) -> None:
-        """Refuse to go on with a window that holds a part of a micro-batch."""
+        """Refuse to go on with a window that holds a part of a micro-batch, or of another model."""
+        if self.resumed is not None:
+            self.resumed()
+            self.resumed = None
         if self.broken:
             raise WindowError(
                 "the last backward of this window failed half way and left part of its gradients "
@@ -545,8 +550,7 @@ class Window:
         has_more: bool,
         while_waiting: Callable[[], object] | None,
     ) -> Step:
-        if window.broken:
-            raise WindowError("a window whose last backward failed cannot be closed: discard() it")
+        window.refuse_broken()
         if not window.reduced:
             self.store.reduce_now()
         ahead = None

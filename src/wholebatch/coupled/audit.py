@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from wholebatch.compile.captured_state import Fingerprint
+from wholebatch.compile.captured_state import Fingerprint, LookAgain
 from wholebatch.core.forward_state import ForwardState
 from wholebatch.core.loss import Loss, Terms, terms_of
 from wholebatch.core.splitting import Tokens, to_device
@@ -210,9 +210,7 @@ class LossLook:
     ) -> None:
         self._model, self._sync, self._off, self._loss = model, sync, off, loss
         self._tries = _TRIES if looks else 0
-        self._seen: Fingerprint | None = None
-        self._begun = self._next = 0
-        self._stale = False
+        self._again = LookAgain()
 
     @property
     def pending(self) -> bool:
@@ -220,17 +218,9 @@ class LossLook:
         return self._tries > 0
 
     def begin_window(self, changed: bool | None = None) -> None:
-        """Look again if anything that the code reads is not as it was at the last look.
-
-        A value that is another one in every window (an annealed weight) is looked at after 1, 2, 4,
-        8, ... windows. `changed` is known where graphs compare the same.
-        """
-        self._begun += 1
-        self._stale |= bool(changed)
-        if self._seen is None or self._begun < self._next:
-            return
-        if self._stale or (changed is None and not self._seen.holds()):
-            self._tries, self._seen, self._next, self._stale = 1, None, 2 * self._begun, False
+        """Look again if anything that the code reads is not as it was (see `LookAgain`)."""
+        if self._again.is_due(changed):
+            self._tries = 1
 
     def look_at(
         self,
@@ -259,7 +249,7 @@ class LossLook:
         self._tries = self._tries - 1 if again else 0
         self._refuse((*known, *result.findings))
         if not self._tries and self._sync.ranks == 1:
-            self._seen = Fingerprint(self._model, self._loss)
+            self._again.seen = [Fingerprint(self._model, self._loss)]
 
     def _failed(
         self, error: Exception, run: Callable[[Any], Any], layout: Layout | None

@@ -67,6 +67,7 @@ _SUM = ("SumBackward0", "SumBackward1")
 _MEAN = ("MeanBackward0", "MeanBackward1")
 _JOINED = ("StackBackward0", "CatBackward0")
 _PICK = ("Max", "Min", "Amax", "Amin", "Median", "Nanmedian", "Kthvalue", "Topk", "Sort")
+_PER_ROW = ("NllLoss", "MultiMargin", "MultilabelMargin")
 _VIEWS = _SAME | {"SliceBackward0", "SelectBackward0"}
 
 
@@ -89,7 +90,7 @@ class LossTerm:
     counted: float | None = None  # labels that are not ignored, where the mean is over all of them
     weighed: float | None = None  # the weights of the units, added, where they have some
     target: float | None = None  # where all labels are one number: a GAN's 1 and 0
-    below: Any = None  # the node whose numbers have weights
+    below: Any = None  # the node whose numbers have weights, or that a regulariser ends with
 
 
 def check_sum(total: Tensor, units: Units) -> None:
@@ -97,8 +98,9 @@ def check_sum(total: Tensor, units: Units) -> None:
     number = _number(units)
     if number is None or total.grad_fn is None:
         return
-    means = [term for term in loss_terms(total.grad_fn) if _is_mean(term, number)]
-    added = [term for term in means if term.kind == "mean" and not term.over]
+    terms = list(loss_terms(total.grad_fn))
+    means = [term for term in terms if _is_mean(term, number)]
+    added = [t for t in terms if t.kind == "mean" and not t.over and (t in means or t.count <= 1)]
     if not means or 1 < number <= len(added):  # as many means as units: one of each, added
         return
     term = means[0]
@@ -113,7 +115,7 @@ def check_sum(total: Tensor, units: Units) -> None:
             f"backward(mean=..., units={number:g}), or wb.mean_loss(mean, {number:g})"
         )
     if number == 1:
-        way += "; mean=..., units=1 also states that every micro-batch counts as one unit"
+        way += "; units=1 is right for one sample, and for micro-batches of equal sizes"
     which = "total is" if len(means) == 1 else "terms of total are means: one is"
     raise LossError(
         f"{which} {what}, and must be the sum over its units={number:g}: its gradient would be "
@@ -137,20 +139,44 @@ def check_mean(mean: Tensor, units: Units) -> None:
         )
 
 
-def check_parts(scalar: Tensor, units: Units, *, is_mean: bool) -> dict[tuple[int, str], float]:
+@dataclass(frozen=True, slots=True)
+class TermWeight:
+    """The weight of each element of a mean, or the factor of a penalty."""
+
+    value: float
+    count: float = math.nan  # of units; of elements, if equally many may be those of a parameter
+    may_differ: bool = False  # a mean within each unit, or a penalty that is times the units
+
+    def contradicts(self, other: TermWeight, of: str) -> bool:
+        """True if the units of one micro-batch count for more than those of the other."""
+        same = math.isclose(self.value, other.value, rel_tol=1e-4)
+        may_differ = self.may_differ and other.may_differ
+        return same == (of == "regulariser") and self.count != other.count and not may_differ
+
+
+def check_parts(
+    scalar: Tensor, units: Units, *, is_mean: bool, rows: int | None = None
+) -> dict[tuple[str, int, int], TermWeight]:
     """Refuse a loss that is of its micro-batch alone; return the weight of each of its terms.
 
-    The weights must be the same in all micro-batches. A mean over other units than those that are
-    given (labels that count, weights of classes) has another one in each, and so has a penalty on
-    the weights that is added once per micro-batch to a sum.
+    A mean over other units than those that are given (a mask, labels that count, weights of
+    classes) has another weight in each micro-batch, and so has a penalty on the weights that is
+    added once per micro-batch to a sum. A "share" is the weight of a mean without the factors of
+    the loss, which may be others in the next window.
+
+    `rows` is the number of samples, if it is known: of one sample, with units=1, the mean may be
+    over what it consists of.
     """
     number = _number(units)
     if number is None or scalar.grad_fn is None:
         return {}
     _refuse_scaled(scalar.grad_fn)
-    weights = {}
-    for place, term in enumerate(loss_terms(scalar.grad_fn) if number > 1 else ()):
-        if term.kind == "picked":
+    terms = list(loss_terms(scalar.grad_fn)) if number > 0 else []
+    means = [term for term in terms if term.kind in ("mean", "first") or term.over]
+    alone = 1 < number == len(means)  # a mean of each unit, added
+    found = {}
+    for place, term in enumerate(terms):
+        if term.kind == "picked" and number > 1:
             raise LossError(
                 f"this loss picks among the samples of its micro-batch ({term.node}), so that it "
                 "is not a part of the whole batch's loss; WholeBatch with loss=wb.Coupled(encode, "
@@ -158,19 +184,46 @@ def check_parts(scalar: Tensor, units: Units, *, is_mean: bool) -> dict[tuple[in
             )
         factor = math.prod(term.times) / math.prod(term.over)
         if term.kind == "regulariser" and not is_mean:
-            weights[place, "regulariser"] = factor / number
-        elif _is_over_some(term):
-            factor /= term.count if term.kind == "mean" else 1.0
-            weights[place, "mean"] = factor * (number if is_mean else 1.0)
-    return weights
+            if number > 1 and not term.times and not term.over and not _has_factor(term.below):
+                refuse_weight("regulariser", 1.0, 1.0, units)
+            made = TermWeight(factor, number, may_differ=_is_undone(term, (number,)))
+            found["regulariser", len(terms), place] = made
+        elif term in means and term.count > 0:
+            count = 1.0 if term.kind == "sum" else term.count
+            within = alone or _is_within_units(term, number, rows)
+            of_all = count * math.prod(term.over) if _is_of_all(term) else math.nan
+            made = TermWeight(factor * (number if is_mean else 1.0) / count, of_all, within)
+            found["mean", len(terms), place] = made
+            if is_mean and len(term.over) == (term.kind == "sum"):
+                share = number / (count * math.prod(term.over))
+                found["share", len(terms), place] = replace(made, value=share)
+    return found
 
 
-def _is_over_some(term: LossTerm) -> bool:
-    """True for a mean over less than all its elements, or over their weights."""
-    if term.kind == "mean":
-        return term.count > 0 and not (term.node in _MEAN and term.counted is None)
-    over = math.prod(term.over)
-    return term.kind == "sum" and bool(term.over) and not _close(over, math.prod(term.sizes))
+def _is_of_all(term: LossTerm) -> bool:
+    """True for a plain mean over all elements, which may be those of a parameter."""
+    if term.kind == "sum":
+        return _close(math.prod(term.over), math.prod(term.sizes))
+    return term.kind == "first" or (term.node in _MEAN and term.counted is None)
+
+
+def _is_within_units(term: LossTerm, units: float, rows: int | None) -> bool:
+    """True if a mean may be over what each unit consists of, which may differ in number."""
+    per_row = term.node.startswith(_PER_ROW)
+    elements = math.prod(term.sizes[:1] + term.sizes[2:] if per_row else term.sizes)
+    if units == 1:
+        is_one = term.sizes[:1] == (1,) or rows in (1, None)
+        return is_one and (elements > 1 or (term.kind == "mean" and not per_row))
+    over = math.prod(term.over) if term.kind == "sum" else term.count
+    if term.counted is not None or not _close(over, elements):
+        return False
+    return any(_close(units, size) for size in (term.sizes[:1] if per_row else term.sizes))
+
+
+def _has_factor(root: Any) -> bool:
+    """True if a number multiplies or divides something in the graph at and below this node."""
+    nodes = (n for n in graph_nodes([root]) if n.name().startswith(("MulBackward", "DivBackward")))
+    return any(child is None for node in nodes for child, _ in node.next_functions)
 
 
 def refuse_weight(kind: str, first: float, now: float, units: Units) -> None:
@@ -184,9 +237,12 @@ def refuse_weight(kind: str, first: float, now: float, units: Units) -> None:
         what = (
             f"is a mean over other units than units={_number(units):g}: a sample would count "
             f"{now / first:.3g} times as much as one of an earlier micro-batch. Count what it is "
-            "a mean over (labels that are not ignored, their weights), or take the sum (reduction="
-            '"sum") and say what it is over'
+            "a mean over (samples, the elements of a mask, labels that are not ignored, their "
+            'weights), or take the sum (reduction="sum") and say what it is over; several means '
+            "over different units are wb.Loss.terms(...), after announce()"
         )
+        if units == 1:
+            what += ". Where a micro-batch is one sample, say so: losses[None].mean()"
     raise LossError(f"this loss {what} (audit=False: leave this check out)")
 
 
@@ -302,7 +358,7 @@ def loss_terms(root: Any) -> Iterator[LossTerm]:
             if scaled is not None:
                 waiting.append(scaled)
             else:
-                yield _not_understood(name, below, so_far)
+                yield _not_understood(node, below, so_far)
         elif name in _MEAN + _SUM and not _saved(node, "self_sym_sizes"):
             waiting.append((below[0], so_far))  # of one number
         elif inside := _joined_scalars(node, name, below):
@@ -324,6 +380,9 @@ def _reduction(node: Any, name: str, below: list[Any], so_far: LossTerm) -> Iter
     elif name in _MEAN:
         sizes = tuple(_saved(node, "self_sym_sizes") or ())
         inner, so_far = _without_factors(below[0], so_far)
+        if _is_of_parameters(inner):
+            yield replace(so_far, node=name, kind="regulariser", below=inner)
+            return
         of_losses = inner is not None and _saved(inner, "reduction") == 0
         counted = _loss_size(inner)[1] if of_losses else None
         yield replace(
@@ -349,7 +408,7 @@ def _reduction(node: Any, name: str, below: list[Any], so_far: LossTerm) -> Iter
             made = replace(made, target=first if bool((target == first).all()) else None)
         yield replace(made, weighed=_class_weights(node)) if reduction == 2 else made
     else:
-        yield _not_understood(name, below, so_far)
+        yield _not_understood(node, below, so_far)
 
 
 def _picks_samples(node: Any) -> bool:
@@ -366,9 +425,10 @@ def _picks_samples(node: Any) -> bool:
     return bool(sizes) and sizes[0] > 1 and (0 in wrapped or dims == ())
 
 
-def _not_understood(name: str, below: list[Any], so_far: LossTerm) -> LossTerm:
+def _not_understood(node: Any, below: list[Any], so_far: LossTerm) -> LossTerm:
+    name = node.name()
     if all(_is_of_parameters(child) for child in below):
-        return replace(so_far, node=name, kind="regulariser")
+        return replace(so_far, node=name, kind="regulariser", below=node)
     shapes = [
         tuple(one._input_metadata[0].shape) for one in below if hasattr(one, "_input_metadata")
     ]
@@ -379,9 +439,9 @@ def _not_understood(name: str, below: list[Any], so_far: LossTerm) -> LossTerm:
 def _sum(node: Any, name: str, below: list[Any], so_far: LossTerm) -> LossTerm:
     """Return a sum of per-unit losses, or of means over the first dimension (`x.mean(0).sum()`)."""
     sizes = tuple(_saved(node, "self_sym_sizes") or ())
-    if _is_of_parameters(below[0]):
-        return replace(so_far, node=name, kind="regulariser")
     inner, so_far = _without_factors(below[0], so_far)
+    if _is_of_parameters(inner):
+        return replace(so_far, node=name, kind="regulariser", below=inner)
     if inner is not None and inner.name() == "MeanBackward1":
         given = tuple(_saved(inner, "self_sym_sizes") or ())
         dims = [dim if dim < 1 << 63 else dim - (1 << 64) for dim in _saved(inner, "dim") or ()]
@@ -408,7 +468,8 @@ def _without_factors(node: Any, so_far: LossTerm) -> tuple[Any, LossTerm]:
     while node is not None:
         name, below = node.name(), [child for child, _ in node.next_functions]
         is_product = name.startswith(("MulBackward", "DivBackward"))
-        scaled = _scaled(node, name, below, so_far) if is_product else None
+        by_row = any(getattr(_saved(node, side), "ndim", 0) for side in ("self", "other"))
+        scaled = _scaled(node, name, below, so_far) if is_product and not by_row else None
         if scaled is None and name not in _SAME:
             break
         node, so_far = scaled or (below[0], so_far)
@@ -475,11 +536,8 @@ def _is_of_parameters(node: Any) -> bool:
     return False
 
 
-def _times(term: LossTerm, factor: Any, *, whole: bool = True) -> LossTerm:
-    if factor in (1, -1):
-        return term
-    times = (*term.times, abs(float(factor)))
-    return replace(term, times=times, whole_number=term.whole_number and whole)
+def _times(term: LossTerm, factor: Any) -> LossTerm:
+    return term if factor in (1, -1) else replace(term, times=(*term.times, abs(float(factor))))
 
 
 def _scaled(
@@ -497,7 +555,9 @@ def _scaled(
     if factor is None or factor == 0:
         return None
     if name.startswith("Mul"):
-        return operands[0], _times(so_far, factor, whole=whole)
+        so_far = replace(so_far, times=(*so_far.times, abs(factor)))
+        whole |= abs(factor) == 1
+        return operands[0], replace(so_far, whole_number=so_far.whole_number and whole)
     return operands[0], replace(so_far, over=(*so_far.over, abs(factor)))
 
 
@@ -525,7 +585,7 @@ def _loss_size(node: Any) -> tuple[tuple[int, ...], float]:
     weight = _number(_saved(node, "total_weight"))
     if weight is not None and _saved(node, "reduction") == 1:
         return sizes, weight  # the labels that are not ignored, or their weights
-    per_row = node.name().startswith(("NllLoss", "MultiMargin", "MultilabelMargin"))
+    per_row = node.name().startswith(_PER_ROW)
     target = _saved(node, "target") if per_row else None
     if isinstance(target, Tensor) and not node.name().startswith("Multilabel"):
         ignored = _saved(node, "ignore_index")
@@ -653,6 +713,22 @@ def _has_distances(total: Tensor, until: set[Any]) -> bool:
             ours = not any(_is_of_parameters(child) for child in samples)
             if ours and made and len(made[0]) == (2 if node.name().startswith("C") else 1):
                 return len(samples) == (2 if node.name().startswith("C") else 1)
+    return False
+
+
+def is_normalised(total: Tensor, outputs: Sequence[Tensor]) -> bool:
+    """True if a factor of the samples has mean 0 and deviation 1 over exactly these samples."""
+    for node in graph_nodes([total], {output.grad_fn for output in outputs}):
+        below = [child for child, _ in node.next_functions]
+        if node.name() != "MulBackward0" or None not in below:
+            continue
+        given = _saved(node, "other" if below[1] is None else "self")
+        if not isinstance(given, Tensor) or not 4 <= given.numel() == given.shape[0]:
+            continue
+        factor = given.detach().double().flatten()
+        off = min(abs(float(factor.std(correction=less)) - 1) for less in (0, 1))
+        if off < 1e-3 and abs(float(factor.mean())) < 1e-5 and not factor.equal(factor.round()):
+            return True
     return False
 
 

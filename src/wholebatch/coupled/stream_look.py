@@ -8,10 +8,10 @@ the graph of a loss tells how it was made.
 from __future__ import annotations
 
 import logging
-import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from weakref import WeakMethod
@@ -20,10 +20,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from wholebatch.compile.captured_state import Fingerprint
+from wholebatch.compile.captured_state import Fingerprint, LookAgain
 from wholebatch.core.forward_state import ForwardState
 from wholebatch.core.loss import Loss, Terms, Units, check_units
 from wholebatch.core.splitting.samples import flatten, layout_of, readable_layout
+from wholebatch.core.window import graph_nodes
 from wholebatch.coupled.adds_up import LookResult, check_adds_up
 from wholebatch.coupled.batchnorm.moments import recomputing
 from wholebatch.coupled.batchnorm.policies import Policy, Statistics
@@ -31,10 +32,12 @@ from wholebatch.coupled.causes import AuditFinding
 from wholebatch.coupled.contrastive.losses import refuse_in_parts
 from wholebatch.coupled.local_collectives import local_collectives
 from wholebatch.coupled.loss_graph import (
+    TermWeight,
     check_mean,
     check_parts,
     check_sum,
     divisors,
+    is_normalised,
     linked_samples,
     refuse_weight,
 )
@@ -57,6 +60,18 @@ def warn_of_divisor(micro_batches: int) -> None:
     )
 
 
+def warn_of_penalty(given: TermWeight) -> None:
+    """Warn of a penalty whose factor may or may not hold the units of the micro-batch."""
+    _log.warning(
+        "a penalty on the weights is added to the sum of every micro-batch, with a factor of %g "
+        "for %g units. That is right if it is %g for each unit. If it is meant for the whole "
+        "batch, it is counted once per micro-batch. Write penalty * weight * units, or give mean=",
+        given.value,
+        given.count,
+        given.value / given.count,
+    )
+
+
 class StreamLook:
     """Refuses, in a loop's first window, what cannot be the update of the whole batch.
 
@@ -75,8 +90,8 @@ class StreamLook:
     `at_backward` reads the graph of the loss, once for every kind of node that losses end with. In
     the first micro-batch it also differentiates that graph twice (hooks of the user's on tensors in
     it run once more) and raises what was found. Then the hooks are taken off, at the end of the
-    window in any case. After that `active` is False, and only losses such as `wb.info_nce` are
-    still refused.
+    window in any case. After that `active` is False. Losses such as `wb.info_nce` are still
+    refused, and so are means of other shapes whose elements have another weight than before.
 
     Models whose forwards run collectives (FSDP, DeepSpeed) must not be watched. A window that is
     all of the batch (one micro-batch, one rank) need not be.
@@ -93,11 +108,14 @@ class StreamLook:
         self._looking = False
         self._audits = audit
         self._norms = {norm for model in self._models for _, norm in batchnorms(model)}
-        self._seen: list[Fingerprint] = []
-        self._begun = self._next = 0
+        self._again = LookAgain()
         self._kinds: set[tuple[type, bool]] = set()  # of the nodes that losses ended with
         self._divisors: set[int] = set()  # what losses were divided by
-        self._weights: dict[tuple[type, int, str], float] = {}  # of terms
+        self._weights: dict[Any, TermWeight] = {}  # of terms
+        self.shapes: set[Any] = set()  # of losses that were looked at
+        self._rows: int | None = None  # of the last call of a model that was seen
+        self._calls: list[_Call] = []  # of this micro-batch
+        self._units = 0.0  # of it: the last that were not 0
         self._reads = 0
         self._handles: list[Any] = []
         self._depth = 0
@@ -107,14 +125,12 @@ class StreamLook:
         self.active = audit  # False after the first window: nothing more is to be seen
 
     def begin_window(self) -> None:
-        """Look again if a model is not as it was (see `LossLook.begin_window`)."""
-        self._begun += 1
-        if not self._seen or self._begun < self._next or all(one.holds() for one in self._seen):
-            return
-        refuse_new_norms(self._models, self._norms)
-        self._seen, self._next = [], 2 * self._begun
-        self.over = self._looked = False
-        self._judged.clear()
+        """Look again if a model is not as it was (see `LookAgain`)."""
+        self._weights = {key: one for key, one in self._weights.items() if "mean" not in key}
+        if self._again.is_due():
+            refuse_new_norms(self._models, self._norms)
+            self.over = self._looked = False
+            self._judged.clear()
 
     def watch(self) -> None:
         """Keep the outputs of the models until they were looked at."""
@@ -137,19 +153,22 @@ class StreamLook:
         *,
         mean: Tensor | None = None,
         in_parts: bool = True,
+        place: object = 0,
     ) -> None:
         """Refuse this loss if its graph shows that micro-batches do not add up to the whole batch.
 
         Give what the door was given: the sum over `units`, a wb.Loss, or `mean=`. `in_parts` is
         False where this micro-batch is all of its window and there is one rank: any loss is right.
+        `place` tells the losses of one micro-batch apart; the first is at 0.
         """
         if not self._audits:
             return
         if in_parts:
             refuse_in_parts(total)
         if isinstance(total, Terms):
-            for term in total.by_name.values():
-                self.at_backward(term.total, term.units, in_parts=in_parts)
+            for name, term in total.by_name.items():
+                self.at_backward(term.total, term.units, in_parts=in_parts, place=(place, name))
+                self._calls.clear()  # Each term has units of its own, and was announced.
             return
         if isinstance(total, Loss):
             units, total = total.units, total.total
@@ -162,12 +181,9 @@ class StreamLook:
             (check_sum if mean is None else check_mean)(scalar, check_units(units))
             if float(check_units(units)) > 1:  # of one unit, the mean is the sum
                 self._kinds.add((kind, mean is None))
-        if in_parts and self.active:
-            found = check_parts(scalar, check_units(units), is_mean=mean is not None)
-            for (place, of), weight in found.items():
-                first = self._weights.setdefault((kind, place, of), weight)
-                if not math.isclose(weight, first, rel_tol=1e-4):
-                    refuse_weight(of, first, weight, units)
+        if in_parts:
+            self._units = float(check_units(units)) or (self._units if place else 0.0)
+            self._compare_weights((kind, place), scalar, is_mean=mean is not None)
         if self._reads < _READS:
             self._reads += 1
             self._divisors |= divisors(scalar, check_units(units))
@@ -177,12 +193,43 @@ class StreamLook:
             of_state = [finding for finding in self._found if finding.kind in ("state", "outside")]
             LookResult(tuple(of_state if number == 1 else self._found)).refuse(off="audit=False")
             self._refuse_comparisons(scalar, number)
+            self._refuse_counted_twice(scalar, number, is_mean=mean is not None)
+
+    def _compare_weights(self, loss: Any, scalar: Tensor, *, is_mean: bool) -> None:
+        """Refuse a loss whose samples count for more than those of an earlier micro-batch."""
+        found = check_parts(scalar, self._units, is_mean=is_mean, rows=self._rows)
+        for (of, *place), weight in found.items():
+            if of == "mean" and not self.active:
+                continue  # Nobody looked at the other micro-batches of this window.
+            key = (loss, of, *place)
+            first = self._weights.setdefault(key, weight)
+            if weight.contradicts(first, of):
+                refuse_weight(of, first.value, weight.value, self._units)
+            if of == "regulariser" and weight.count != first.count:  # It grows with the units.
+                self._weights[key] = replace(first, may_differ=True)
+
+    def _refuse_counted_twice(self, scalar: Tensor, units: float, *, is_mean: bool) -> None:
+        """Refuse units that another backward of this micro-batch has counted, of the same calls."""
+        nodes = set(graph_nodes([scalar]))
+        made = [call for call in self._calls if not nodes.isdisjoint(call.nodes)]
+        counted = [call.given for call in self._calls if call.units]
+        if (units or is_mean) and any(call.given in counted for call in made):
+            raise LossError(
+                f"{'mean=' if is_mean else 'total'}, units={units:g} in a second backward of one "
+                "micro-batch, for samples that its first one has counted: "
+                + ("the window would be divided by both. " if units else "it would add nothing. ")
+                + "Give the units once, and a sum with units=0 in the others; means over different "
+                "units are wb.Loss.terms(...), after announce() (audit=False: leave this check out)"
+            )
+        for call in made:
+            call.units = units
 
     def done(self) -> None:
         """End a micro-batch, after its backwards: one that was looked at is enough."""
         if self._handles:
             self._outputs.clear()
             self._called.clear()
+            self._calls.clear()
             if self._looked:
                 self._remove_hooks()
 
@@ -194,8 +241,13 @@ class StreamLook:
             self._divisors.clear()
         if self._handles:
             self._remove_hooks()
-        if self.over and self._audits and not self._seen:
-            self._seen = [Fingerprint(model, _do_nothing) for model in self._models]
+        penalties = {k: weight for k, weight in self._weights.items() if "regulariser" in k}
+        unclear = [w for w in penalties.values() if not w.may_differ and w.count > 1]
+        if unclear and micro_batches > 1:
+            warn_of_penalty(unclear[0])
+            self._weights |= {k: replace(w, may_differ=True) for k, w in penalties.items()}
+        if self.over and self._audits and not self._again.seen:
+            self._again.seen = [Fingerprint(model, _do_nothing) for model in self._models]
 
     def _remove_hooks(self) -> None:
         for handle in self._handles:
@@ -203,6 +255,7 @@ class StreamLook:
         self._handles.clear()
         self._outputs.clear()
         self._called.clear()
+        self._calls.clear()
         self.over = True
 
     def _refuse_comparisons(self, scalar: Tensor, units: float) -> None:
@@ -211,6 +264,12 @@ class StreamLook:
         linked = linked_samples(scalar, list(self._outputs), units)
         if not linked:
             self._looked = linked is not None
+            if self._looked and units > 1 and is_normalised(scalar, list(self._outputs)):
+                _log.warning(
+                    "a factor of the samples in this loss has mean 0 and deviation 1 over the "
+                    "micro-batch: if it is normalised there (advantages), and not within groups of "
+                    "samples that stay together, normalise it over the whole batch, before the loop"
+                )
             return
         shown = ", ".join(map(str, linked[:5])) + (", ..." if len(linked) > 5 else "")
         raise LossError(
@@ -239,14 +298,34 @@ class StreamLook:
         collective = any(isinstance(m, nn.SyncBatchNorm) or _is_ddp(m) for m in inner.modules())
         if known or not inner.training or collective:
             return
+        with self._not_counting():
+            found = look_at_call(inner, args, kwargs)
+        if found is not None:
+            self._judged.add(module)
+            self._found += found
+
+    def at_function(self, model: nn.Module, run: Callable[[Any], Any], given: Any) -> None:
+        """Refuse a loss function whose micro-batches do not add up: it is run on some samples."""
+        layout = readable_layout(given, None, ())
+        if not self._handles or layout is None or layout.size < 2:
+            return
+        try:
+            with self._not_counting(), local_collectives():
+                result = check_adds_up(model, run, layout)
+        except Exception as error:  # most often the function's own, and the call will raise it
+            _log.warning("no look whether micro-batches add up to the whole batch: %r", error)
+            return
+        result.refuse()
+        self._judged.update(model.modules() if result.conclusive else ())
+
+    @contextmanager
+    def _not_counting(self) -> Iterator[None]:
+        """Make calls that neither hooks nor statistics of BatchNorms count."""
         self._looking = True
         for policy in self._statistics:
             policy.counts = False
         try:
-            found = look_at_call(inner, args, kwargs)
-            if found is not None:
-                self._judged.add(module)
-                self._found += found
+            yield
         finally:
             self._looking = False
             for policy in self._statistics:
@@ -261,9 +340,27 @@ class StreamLook:
         given = _tensors_of((args, kwargs))
         if not given or output is None:
             return
-        for tensor in _tensors_of(output):
-            if tensor.requires_grad and tensor.shape[0] == given[0].shape[0]:
+        self._rows, made = given[0].shape[0], _tensors_of(output)
+        self._calls.append(_Call(given, [tensor.grad_fn for tensor in made]))
+        for tensor in made:
+            if tensor.requires_grad and tensor.shape[0] == self._rows:
                 self._outputs.append(tensor)
+
+
+class _Call:
+    """A call of a model: what it was given, the nodes of its outputs, and who counted its units."""
+
+    def __init__(self, given: Iterable[Tensor], nodes: Iterable[Any]) -> None:
+        self._held = list(given)  # so that no other tensor is made in their place
+        self.given = [
+            (
+                tensor.data_ptr() if type(tensor) is Tensor else id(tensor),
+                tensor.shape,
+                0 if tensor.is_inference() else tensor._version,
+            )
+            for tensor in self._held
+        ]
+        self.nodes, self.units = {node for node in nodes if node is not None}, 0.0
 
 
 class _Hook:
