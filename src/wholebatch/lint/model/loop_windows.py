@@ -191,13 +191,13 @@ class LoopWindow:
 
     def is_own(self, divisor: Divisor) -> bool:
         """True if a divisor is a size of the micro-batch itself, and no count of micro-batches."""
-        symbols = self.resolver.symbols_in(divisor.expr)
-        target = self.loop.target
-        index = text(target.elts[0]) if isinstance(target, ast.Tuple) else ""
-        mine = [s for s in symbols if s.loop is self.loop]
-        counts = any(s.kind == "carried" or s.name == index for s in mine)
+        target, over = self.loop.target, text(self.loop.iterable or ast.Pass())
+        index = target.elts[0] if isinstance(target, ast.Tuple) else target
+        is_index = re.search(r"enumerate\(|range\(", over)
+        counters = self.loop.carried | ({text(index)} if is_index and index else set())
+        mine = [s for s in self.resolver.symbols_in(divisor.expr) if s.loop is self.loop]
         varies = self.resolver.varies(divisor.expr, self.loop)
-        return divisor.own_size or (varies and not counts)
+        return varies and not any(s.name in counters for s in mine)
 
     def is_count(self, key: str) -> bool:
         """True if a text means the number of micro-batches of a window."""

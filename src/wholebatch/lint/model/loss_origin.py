@@ -49,11 +49,6 @@ _LOSSY = re.compile(r"loss|nll|criterion|objective|ce$|mse", re.I)
 _WEIGHT = re.compile(r"\w*(scale|weight|coeff?|lambda|factor|ratio)\w*", re.I)
 # Divisors that are unrelated to the number of micro-batches of a window.
 _UNRELATED = re.compile(r"world_?size|n_?gpu|num_gpus?|device_count|get_world_size", re.I)
-# The size of the micro-batch itself: dividing by it turns a sum into a mean.
-# Dividing each sample by a sum over its own tokens is no division of the batch either.
-_OWN_SIZE = re.compile(
-    r"\.shape\[\d\]$|\.size\(\d?\)$|\.numel\(\)$|sum\(([^()]*, *)?((dim|axis)=)?-?1\)"
-)
 # Objects that remember the losses of other micro-batches.
 _KEEPS = re.compile(r"accum|smooth|ema|avg|average|meter|running|moving|window|update|track", re.I)
 _MAX_CHAINS = 8
@@ -74,11 +69,6 @@ class Divisor:
     def written(self) -> str:
         """Return the divisor as it is written."""
         return text(self.by)
-
-    @property
-    def own_size(self) -> bool:
-        """True if the divisor is the size of the micro-batch, which turns a sum into a mean."""
-        return bool(_OWN_SIZE.search(self.key))
 
     @property
     def unrelated(self) -> bool:
