@@ -4,14 +4,15 @@
     python benchmarks/gpu_doors.py --rows llama/4 --doors trainer,exact --budget 300
     python benchmarks/gpu_doors.py --rows tiny/2 --execute eager     # a small model, on a CPU too
     python benchmarks/gpu_doors.py --llama     # beside torch.compile of the undivided batch
-    python benchmarks/gpu_doors.py --llama --rows llama/4,llama/64 --budget 60
+    python benchmarks/gpu_doors.py --llama --rows llama/4,llama/64 --budget 60 --profile
 
 A Llama of transformers under bf16 autocast (the tiny one in float32), fused AdamW, clipped by norm,
 on sequences of one length, without logging and saving. Windows are measured after the first few,
-which trace and compile; the median counts, and GiB are what they have reserved on the device, the
-memory of recorded graphs with it. Packages that are missing are named and their rows left
-out. Everything runs in one process, one door after the other, each with a fresh model. The rows of
-`--llama` are processes, which get ready side by side; while one is timed the others are stopped.
+which trace and compile; the median counts, by the device's clock and without waiting in between.
+GiB are what they have reserved on the device, the memory of recorded graphs with it. Packages that
+are missing are named and their rows left out. Everything runs in one process, one door after the
+other, each with a fresh model. The rows of `--llama` are processes, which get ready side by side;
+while one is timed the others are stopped.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import date
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
+from speed.device_time import Profile, mark, milliseconds, shown
 from speed.plan import Expected
 from speed.together import Child, run_rows
 from torch.utils.data import Dataset
@@ -73,10 +74,12 @@ class Job:
     length: int
     execute: str
     seconds: float
-    times: list[float] = field(default_factory=list)
-    peak: int = 0
+    times: list[Any] = field(default_factory=list)
     waits: bool = False
     """True if another process says when to begin with the windows that count."""
+    profiles: bool = False
+    profile: str = ""
+    """The kernels of two windows more."""
 
     @property
     def on_cuda(self) -> bool:
@@ -103,31 +106,40 @@ class Job:
     def start(self) -> None:
         self.began = time.perf_counter()
         self.times = []
-        if self.on_cuda:
-            torch.cuda.reset_peak_memory_stats()
 
     def window_done(self) -> bool:
         """Note the time after a window; return True if enough were measured."""
-        if self.on_cuda:
-            torch.cuda.synchronize()
-            if len(self.times) == WARM - 1:
-                gc.collect()
-                torch.cuda.empty_cache()
-                torch.cuda.reset_peak_memory_stats()
-            self.peak = torch.cuda.max_memory_reserved()
         made = len(self.times) + 1 - WARM
+        if made == 0:
+            self._settle()
+        self.times.append(mark())
         if self.waits:
             sys.stderr.write(f"window after {time.perf_counter() - self.began:.1f} s\n")
-        if self.waits and made == 0:
+        late = time.perf_counter() - self.began > self.seconds
+        if not self.profiles:
+            return made >= MEASURED or (late and made >= 2)
+        if made == MEASURED:
+            self._profile = Profile()
+        elif made == MEASURED + 2:
+            self.profile = shown(self._profile.found(2))
+        return made == MEASURED + 2
+
+    def _settle(self) -> None:
+        """Wait for the device, and for the word if there is one; count memory from here on."""
+        if self.on_cuda:
+            torch.cuda.synchronize()
+            gc.collect()
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        if self.waits:
             print("READY", flush=True)
             sys.stdin.readline()
-        self.times.append(time.perf_counter())
-        late = time.perf_counter() - self.began > self.seconds
-        return made >= MEASURED or (late and made >= 2)
 
-    def milliseconds(self) -> float:
-        windows = [after - before for before, after in pairwise(self.times[WARM - 1 :])]
-        return 1000 * statistics.median(windows)
+    def found(self) -> tuple[float, float, str]:
+        """Return ms per window, GiB, and the kernels."""
+        ms = statistics.median(milliseconds(self.times[WARM - 1 : WARM + MEASURED]))
+        peak = torch.cuda.max_memory_reserved() if self.on_cuda else 0
+        return ms, peak / 2**30, self.profile
 
 
 def llama(job: Job) -> Any:
@@ -466,15 +478,18 @@ ROWS = {
     "tiny/2": ("tiny", 8, 2, 16),
 }
 LLAMA = {
-    ("llama/4", "whole"): 8,
-    ("llama/64", "loop+"): 60,
-    ("llama-1b/4", "whole"): 35,
-    ("llama/8", "whole"): 10,
-    ("qwen2/2", "whole"): 20,
-    ("llama-1b/32", "loop+"): 90,
+    ("llama-1b/32", "loop+"): 76,
+    ("llama-1b/4", "whole"): 34,
+    ("llama/4", "whole"): 7,
+    ("llama/8", "whole"): 8,
+    ("qwen2/2", "whole"): 15,
     ("llama-1b/1", "whole"): 30,
+    ("llama/64", "loop+"): 40,
 }
-"""The Llama family, beside the undivided batch: one micro-batch of the whole window; GiB."""
+"""The Llama family, beside the undivided batch: one micro-batch of the whole window; GiB.
+
+The first one takes longest to compile; the others are made ready beside it.
+"""
 _SECONDS_OF_A_ROW = 35.0
 
 
@@ -484,13 +499,14 @@ def missing(packages: tuple[str, ...]) -> list[str]:
 
 
 def measured(
-    row: str, door: str, execute: str, seconds: float, *, waits: bool = False
-) -> tuple[float, float] | str:
-    """Return ms per window and GiB, or why there are none."""
+    row: str, door: str, execute: str, seconds: float, **options: Any
+) -> tuple[float, float, str] | str:
+    """Return ms per window, GiB and kernels, or why there are none."""
     name, window, micro, length = ROWS[row]
-    job = Job(name, window, micro, length, execute, seconds, waits=waits)
+    job = Job(name, window, micro, length, execute, seconds, **options)
     try:
         DOORS[door][2](job)
+        return job.found()
     except Exception as problem:  # the other doors are still measured
         return f"{type(problem).__name__}: {str(problem).splitlines()[0][:120]}"
     finally:
@@ -498,44 +514,46 @@ def measured(
         torch._dynamo.reset()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-    return job.milliseconds(), job.peak / 2**30
+
+
+def line(row: str, door: str, found: Any) -> str:
+    """Print the line of the table for what was found, and return it."""
+    ms, gib, profile = (found, "", "") if isinstance(found, str) else found
+    shown = f"| {row} | {DOORS[door][0]} | {ms if gib == '' else f'{ms:.1f} | {gib:.2f}'} |"
+    print("\n".join(filter(None, (shown, profile))), flush=True)
+    return shown
 
 
 def one_by_one(todo: list[tuple[str, str]], execute: str, budget: float) -> list[str]:
     """Measure these rows in this process; return the lines of their table."""
     ends, lines = time.perf_counter() + budget, []
     for place, (row, door) in enumerate(todo):
-        label, packages, _ = DOORS[door]
         left = ends - time.perf_counter()
-        without = missing(packages)
+        without = missing(DOORS[door][1])
         if without:
-            found: tuple[float, float] | str = f"missing: {', '.join(without)}"
+            found: Any = f"missing: {', '.join(without)}"
         elif left <= 0:
             found = "no time left"
         else:
             found = measured(row, door, execute, left / (len(todo) - place))
-        shown = found if isinstance(found, str) else f"{found[0]:.1f} | {found[1]:.2f}"
-        lines.append(f"| {row} | {label} | {shown} |")
-        print(lines[-1], flush=True)
+        lines.append(line(row, door, found))
     return lines
 
 
 def side_by_side(
-    rows: list[tuple[str, str]], execute: str, budget: float, together: int
+    rows: list[tuple[str, str]], options: list[str], budget: float, together: int
 ) -> list[str]:
     """Measure rows that get ready in processes of their own; return the lines of their table."""
-    lines: list[str] = []
+    lines, all_found = list[str](), dict[str, Any]()
     script, paths = Path(__file__).resolve(), os.environ.get("PYTHONPATH", "")
 
     def report(row: dict[str, Any]) -> None:
-        found = row.get("found", row.get("error", "ended without a result"))
-        shown = found if isinstance(found, str) else f"{found[0]:.1f} | {found[1]:.2f}"
-        lines.append(f"| {row['model']} | {DOORS[row['mode']][0]} | {shown} |")
-        print(lines[-1], flush=True)
+        found = all_found[row["model"]] = row.get("found", row.get("error"))
+        lines.append(line(row["model"], row["mode"], found))
 
     run_rows(
         [(row, door, 0) for row, door in rows],
-        lambda spec, gib: Child(script, spec, ["--execute", execute], paths, gib),
+        lambda spec, gib: Child(script, spec, options, paths, gib),
         lambda spec: Expected(_SECONDS_OF_A_ROW, LLAMA[spec[:2]]),
         until=time.monotonic() + budget,
         together=together,
@@ -543,6 +561,14 @@ def side_by_side(
         rounds=1,
         report=report,
     )
+    for row, found in all_found.items():
+        name, window, micro, _ = ROWS[row]
+        whole = all_found.get(f"{name}/{window}")
+        if micro < window and isinstance(found, list) and isinstance(whole, list):
+            of = (
+                f"{found[0] / whole[0]:.2f} of the time and {found[1] / whole[1]:.3f} of the memory"
+            )
+            print(f"{row}: {of} of the undivided batch", flush=True)
     return lines
 
 
@@ -579,6 +605,7 @@ def main() -> None:
     parser.add_argument("--execute", default="graph", help="of WholeBatch and exact(Trainer)")
     parser.add_argument("--llama", action="store_true", help="the Llama family, and nothing else")
     parser.add_argument("--together", type=int, default=4, help="rows of --llama at once")
+    parser.add_argument("--profile", action="store_true", help="kernels of the rows of --llama")
     parser.add_argument("--write", help="a markdown file for the table")
     for name in ("--child", "--models", "--micro"):  # one of the rows that get ready side by side
         parser.add_argument(name, help=argparse.SUPPRESS)
@@ -589,7 +616,8 @@ def main() -> None:
     torch.set_float32_matmul_precision("high")
     if options.child:
         sys.stderr.write(f"imported after {time.process_time():.1f} s of the processor\n")
-        found = measured(options.models, options.child, options.execute, 60.0, waits=True)
+        both = {"waits": True, "profiles": options.profile}
+        found = measured(options.models, options.child, options.execute, 60.0, **both)
         row = {"model": options.models, "mode": options.child, "found": found}
         print(f"ROW {json.dumps(row)}", flush=True)
         return
@@ -597,7 +625,8 @@ def main() -> None:
     if options.llama:
         wanted = options.rows.split(",") if options.rows else [row for row, _ in LLAMA]
         rows = [(row, door) for row, door in LLAMA if row in wanted]
-        table += side_by_side(rows, options.execute, options.budget, options.together)
+        given = ["--execute", options.execute, *(["--profile"] if options.profile else [])]
+        table += side_by_side(rows, given, options.budget, options.together)
     else:
         rows_of = (options.rows or "llama/4,llama/1").split(",")
         todo = [(row, door) for row in rows_of for door in options.doors.split(",")]

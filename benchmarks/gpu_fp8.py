@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from speed.device_time import mark, milliseconds, profiled_windows, shown
 from speed.plan import Expected
 from speed.together import Child, run_rows
 from torch import Tensor, nn
@@ -91,6 +92,10 @@ def loss(model: nn.Module, micro: dict[str, Tensor]) -> wb.Loss:
     return wb.cross_entropy(logits.flatten(0, 1).float(), micro["y"].flatten())
 
 
+def units(micro: dict[str, Tensor]) -> int:
+    return micro["y"].numel()
+
+
 def tokens(texts: int, seed: int = 1) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, VOCABULARY, (texts, LENGTH), generator=generator).to(DEVICE)
@@ -113,7 +118,7 @@ def with_torchao(model: nn.Module, recipe: str) -> nn.Module:
 def windows_of_ours(llama: Llama, precision: str) -> tuple[Callable[[], Any], Callable[[], str]]:
     model = llama.build()
     optimizer = torch.optim.AdamW(model.parameters(), fused=DEVICE == "cuda")
-    options: dict[str, Any] = {"micro_batch": llama.micro, "precision": precision}
+    options: dict[str, Any] = {"micro_batch": llama.micro, "precision": precision, "units": units}
     window = wb.WholeBatch(model, optimizer, loss=loss, execute="graph", **options)
     batch = tokens(llama.window)
     executor = window._runner.executor
@@ -124,12 +129,12 @@ def windows_of_torchao(llama: Llama, recipe: str) -> tuple[Callable[[], Any], Ca
     model = with_torchao(llama.build(), recipe)
     optimizer = torch.optim.AdamW(model.parameters(), fused=DEVICE == "cuda")
     batch = tokens(llama.window)
-    units = batch["x"].numel()
+    count = units(batch)
 
     @torch.compile
     def total(micro: dict[str, Tensor]) -> Tensor:
         with torch.autocast(DEVICE, torch.bfloat16):
-            return loss(model, micro).total / units
+            return loss(model, micro).total / count
 
     def window() -> None:
         for start in range(0, llama.window, llama.micro):
@@ -157,13 +162,11 @@ def timed_row(name: str, *, profiles: bool) -> str:
         gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    times = []
+    marks = [mark()]
     for _ in range(MEASURED):
-        start = time.perf_counter()
         window()
-        if DEVICE == "cuda":
-            torch.cuda.synchronize()
-        times.append(1000 * (time.perf_counter() - start))
+        marks.append(mark())
+    times = milliseconds(marks)
     # What a recorded graph holds is reserved, and not allocated.
     peak = torch.cuda.max_memory_reserved() / 2**30 if DEVICE == "cuda" else 0.0
     lines = [
@@ -171,14 +174,7 @@ def timed_row(name: str, *, profiles: bool) -> str:
         f"{peak:5.1f} GiB  {mode()}  ready in {ready:.0f} s"
     ]
     if profiles:
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            window()
-            torch.cuda.synchronize()
-        kernels = sorted(profile.key_averages(), key=lambda one: -one.self_device_time_total)
-        lines += [
-            f"  {one.self_device_time_total / 1e3:8.2f} ms {one.count:5d} x {one.key[:150]}"
-            for one in kernels[:30]
-        ]
+        lines.append(shown(profiled_windows(window)))
     return "\n".join(lines)
 
 

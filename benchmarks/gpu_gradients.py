@@ -2,13 +2,15 @@
 
     python benchmarks/gpu_gradients.py                       # the table of docs/gradients.md
     python benchmarks/gpu_gradients.py --rows host-1 plain-1 # some rows
+    python benchmarks/gpu_gradients.py --model gpt-124m --rows graph --budget 60   # in graphs
     python benchmarks/gpu_gradients.py --model gpt-tiny      # tries the program out, on a CPU too
     python benchmarks/gpu_gradients.py --tables              # gradients.md from its json again
 
 The link and the addition on the host are measured first, by themselves. Rows then run one after the
 other in one process, in the order of `--rows`; each is printed as it comes, with what it comes to
-beside its aim. After `--budget` seconds the micro-batch that runs is the last: a row with a window
-measured keeps it. Everything is written to docs/benchmarks/gradients.json and .md, row by row.
+beside its aim. A row in graphs is measured in windows of two lengths. After `--budget` seconds the
+micro-batch that runs is the last: a row with a window measured keeps it. Everything is written to
+gradients.json and .md in `--out` (docs/benchmarks), row by row.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ import json
 import statistics
 import sys
 import time
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -33,6 +36,7 @@ from wholebatch.core.options import grouped
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "benchmarks")]
 
+from speed.device_time import mark, milliseconds  # noqa: E402
 from speed.models import CASES, summed  # noqa: E402
 
 import wholebatch as wb  # noqa: E402
@@ -57,6 +61,8 @@ class Row:
     beside: str = ""
     """The row that it is compared with."""
     execute: str = "eager"
+    long: int = 0
+    """Samples of the longer windows that are measured too."""
 
 
 def rows(large: int) -> dict[str, Row]:
@@ -76,18 +82,18 @@ def rows(large: int) -> dict[str, Row]:
         "plain-once": Row("device", few, FP32, samples=few, windows=4),
         "release-once": Row("release", few, FP32, samples=few, beside="plain-once", windows=4),
         **{
-            f"graph-{gradients}{'-long' if samples else ''}": Row(
-                {"plain": "device"}.get(gradients, gradients),
+            f"graph-{name}": Row(
+                name.replace("plain", "device"),
                 4,
                 FP32,
-                samples=samples,
-                beside="" if gradients == "plain" else f"graph-plain{'-long' if samples else ''}",
+                beside="" if name == "plain" else "graph-plain",
                 execute="graph",
-                windows=3 if samples else 8,
+                windows=8,
+                long=256,
             )
-            for samples in (0, 256)
-            for gradients in ("plain", "swap", "release", "host")
+            for name in ("plain", "swap", "release")
         },
+        "host-in-graph": Row("host", 4, FP32, beside="graph-plain", execute="graph"),
         "host-step": Row("host", large, BF16, optimizer_on="host", beside="plain-large", windows=2),
     }
 
@@ -103,7 +109,10 @@ AIMS: dict[str, list[tuple[str, str, float]]] = {
         ("times_plain", "the plain window in the same execution mode", 1.2),
     ],
     **{
-        f"graph-{gradients}-long": [("times_plain", "the plain window in graphs", 1.03)]
+        f"graph-{gradients}": [
+            ("times_plain", "the plain window in graphs", 1.03),
+            ("long_times_plain", "it in longer windows", 1.03),
+        ]
         for gradients in ("swap", "release")
     },
     "swap-1": [("allocated_saved_of_gradients", "gradient bytes saved on the device", 0.95)],
@@ -204,11 +213,6 @@ def addition(found: Found, elements: int) -> None:
         found.tell(**{f"host_adds_{name}_g_per_s": elements / min(times) / 1e9})
 
 
-def synchronize() -> None:
-    if HAS_CUDA:
-        torch.cuda.synchronize()
-
-
 def free() -> None:
     gc.collect()
     if HAS_CUDA:
@@ -223,14 +227,35 @@ def driver_bytes() -> int:
     return int(total - left)
 
 
+@dataclass
+class Windows:
+    """Windows of one row; TimeoutError: the time is over before one has ended."""
+
+    train: wb.WholeBatch
+    until: float
+    losses: list[float] = field(default_factory=list)
+
+    def _in_time(self, done: int, of: int) -> None:
+        if time.monotonic() > self.until:
+            raise TimeoutError(f"no time left in micro-batch {done} of {of}")
+
+    def seconds(self, batch: Any, number: int) -> list[float]:
+        """Return the seconds of each of so many windows, by the device's clock."""
+        marks = [mark()]
+        for _ in range(number):
+            try:
+                self.losses.append(self.train.step(batch, after_micro=self._in_time).loss)
+            except TimeoutError:
+                if len(marks) == 1:
+                    raise
+                break
+            marks.append(mark())
+        return [ms / 1000 for ms in milliseconds(marks)]
+
+
 def measured(case_name: str, row: Row, until: float) -> dict[str, Any]:
     """The row's figures, from the windows that end before `until`; TimeoutError: none does."""
     case = CASES[case_name]
-
-    def in_time(done: int, of: int) -> None:
-        if time.monotonic() > until:
-            raise TimeoutError(f"no time left in micro-batch {done} of {of}")
-
     free()
     before = driver_bytes()
     torch.manual_seed(0)
@@ -240,7 +265,8 @@ def measured(case_name: str, row: Row, until: float) -> dict[str, Any]:
         model.to(torch.bfloat16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     samples = row.samples or case.window
-    batch = default_collate([case.sample(index) for index in range(samples)])
+    batch = default_collate([case.sample(i) for i in range(max(samples, row.long))])
+    batch, longer = {name: leaf[:samples] for name, leaf in batch.items()}, batch
     options: dict[str, Any] = {"gradients": row.gradients, "optimizer_on": row.optimizer_on}
     if row.gradients == "release":
         options["nonfinite"] = "skip"
@@ -253,28 +279,14 @@ def measured(case_name: str, row: Row, until: float) -> dict[str, Any]:
         execute=row.execute,  # type: ignore[arg-type]
         **grouped({"micro_batch": min(row.micro, samples), **options}),
     )
-    began = time.perf_counter()
-    losses = [train.step(batch, after_micro=in_time).loss]
-    if row.execute == "graph":  # release prepares in its second window
-        losses.append(train.step(batch, after_micro=in_time).loss)
-    synchronize()
-    first = time.perf_counter() - began
+    windows = Windows(train, until)
+    # In graphs: release prepares in its second window, and a third lets the clocks come up.
+    first = sum(windows.seconds(batch, 3 if row.execute == "graph" else 1))
     if HAS_CUDA:
         torch.cuda.reset_peak_memory_stats()
     out_before = getattr(train._window.store, "bytes_out", 0)
-    times: list[float] = []
-    out = 0.0
-    for number in range(1, row.windows + 1):
-        began = time.perf_counter()
-        try:
-            losses.append(train.step(batch, after_micro=in_time).loss)
-        except TimeoutError:
-            if not times:
-                raise
-            break
-        synchronize()
-        times.append(time.perf_counter() - began)
-        out = (getattr(train._window.store, "bytes_out", 0) - out_before) / number
+    times = windows.seconds(batch, row.windows)
+    out = (getattr(train._window.store, "bytes_out", 0) - out_before) / len(times)
     parameters = sum(p.numel() for p in model.parameters())
     found = {
         **asdict(row),
@@ -291,9 +303,12 @@ def measured(case_name: str, row: Row, until: float) -> dict[str, Any]:
         "recoveries": train.recoveries,
         "bytes_out": out,
         "host_gib": getattr(train._window.store, "host_bytes", 0) / GIB,
-        "losses": losses,
+        "losses": windows.losses,
     }
-    del train, model, optimizer
+    if row.long:
+        with suppress(TimeoutError):
+            found["long_seconds"] = statistics.median(windows.seconds(longer, 3))
+    del train, windows, model, optimizer
     free()
     return found
 
@@ -312,6 +327,8 @@ def judged(machine: dict[str, Any], all_rows: dict[str, dict[str, Any]], name: s
     row["limits"] = limits
     row["times_largest_limit"] = row["seconds"] / max(limits)
     row["times_plain"] = row["seconds"] / beside["seconds"]
+    if "long_seconds" in row.keys() & beside.keys():
+        row["long_times_plain"] = row["long_seconds"] / beside["long_seconds"]
     pairs = zip(row["losses"], beside["losses"], strict=False)
     row["losses_off"] = max(abs(a - b) / abs(b) for a, b in pairs)
     for kind in ("allocated", "driver") if HAS_CUDA else ():
@@ -373,16 +390,19 @@ def main() -> int:
         return 0
     began, case = time.monotonic(), CASES[options.model]
     known = rows(min(options.large, case.window))
-    unknown = [name for name in options.rows or () if name not in known]
+    wanted = [*(options.rows or known)]
+    if wanted == ["graph"]:
+        wanted = [name for name in known if name.startswith("graph-")]
+    unknown = [name for name in wanted if name not in known]
     if unknown:
-        parser.error(f"--rows {' '.join(unknown)}: must be of {', '.join(known)}")
+        parser.error(f"--rows {' '.join(unknown)}: must be graph, or of {', '.join(known)}")
     found = Found(options.out, options.model)
     found.tell(window=case.window, large=min(options.large, case.window))
-    size = 2**20 if options.model == "gpt-tiny" else 2**29
+    size = 2 ** {"gpt-1.3b": 29, "gpt-124m": 26}.get(options.model, 20)
     link(found, 2 * size)
     addition(found, size)
     until = began + options.budget
-    for name in options.rows or known:
+    for name in wanted:
         if time.monotonic() > until:
             print(f"{name}: no time left", flush=True)
             continue

@@ -238,6 +238,7 @@ def main() -> int:
     text = page(rows, machine)
     print(text, flush=True)
     if options.out is not None:
+        options.out.mkdir(parents=True, exist_ok=True)
         (options.out / "vocabulary.md").write_text(text, encoding="utf-8")
         (options.out / "vocabulary.json").write_text(json.dumps(rows, indent=1) + "\n")
     return 0

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from speed.device_time import profiled_windows
 from speed.loops import LOOPS, synchronize
 from speed.models import CASES, DEVICE, Case
 
@@ -87,7 +88,7 @@ def _row(
         turns.append(_timed(updates, losses, windows, seconds))
     return {
         **_summed_up(case, turns),
-        **(_profile(updates) if profiled else {}),
+        **(profiled_windows(lambda: next(updates)) if profiled else {}),
         "pools": _pools(),
         "warm_up_gib": peak_of_warm_up,
         "warm_up_s": warm,
@@ -180,45 +181,3 @@ def _joules() -> float | None:
         return float(pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)) / 1e3
     except Exception:  # no such package, or a driver that does not tell
         return None
-
-
-def _profile(updates: Iterator[float], windows: int = 2) -> dict[str, Any]:
-    """What ran on the device in a window: the longest kernels, and when there was none."""
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        for _ in range(windows):
-            next(updates)
-        torch.cuda.synchronize()
-    spans = sorted(
-        (event.time_range.start, event.time_range.end, event.key)
-        for event in profiler.events()
-        if event.device_type.name == "CUDA" and not event.is_user_annotation
-    )
-    by_kernel: dict[str, tuple[float, int]] = {}
-    for start, end, name in spans:
-        ms, count = by_kernel.get(name, (0.0, 0))
-        by_kernel[name] = (ms + (end - start) / 1e3 / windows, count + 1)
-    kernels = sorted(((ms, n / windows, name) for name, (ms, n) in by_kernel.items()), reverse=True)
-    return {
-        "kernel_ms": sum(ms for ms, _, _ in kernels),
-        "kernels": kernels[:32],
-        **_gaps(spans, windows),
-    }
-
-
-def _gaps(spans: list[tuple[float, float, str]], windows: int) -> dict[str, Any]:
-    """Where the device had nothing to run: short gaps in all, and each of the long ones."""
-    short, long, until, last = 0.0, list[tuple[float, str, str]](), math.inf, ""
-    for start, end, name in spans:
-        if start - until > 20.0:  # microseconds
-            long.append((start - until, last, name))
-        else:
-            short += max(0.0, start - until)
-        if until == math.inf or end > until:
-            until, last = end, name
-    return {
-        "short_gaps_ms": short / 1e3 / windows,
-        "long_gaps_ms": sum(gap for gap, _, _ in long) / 1e3 / windows,
-        "long_gaps": [(gap, a[:80], b[:80]) for gap, a, b in sorted(long, reverse=True)[:16]],
-    }

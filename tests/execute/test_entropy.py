@@ -77,7 +77,7 @@ def _run(
     """Fused losses, outputs and gradients of the rewritten graph, and what it calls."""
     rewritten, outputs, added = run_rewritten(model, loss, precision, Fusions(entropy=fuses))
     called = {str(node.target) for node in rewritten.graph.graph.nodes}
-    return rewritten.fused_losses, outputs, added, called
+    return rewritten.fused["losses"], outputs, added, called
 
 
 @pytest.mark.parametrize("precision", ["full", "bf16"])
@@ -127,7 +127,7 @@ def test_each_slice_of_a_loss_is_done_before_the_next(
     assert distance(added, plain[2]) <= (1e-6 if precision == "full" else 4e-3)
     places = {node: place for place, node in enumerate(rewritten.graph.graph.nodes)}
     losses = [node for node in places if "cross_entropy_" in str(node.target)]
-    assert len(losses) == rewritten.fused_losses > 2
+    assert len(losses) == rewritten.fused["losses"] > 2
     for one, following in itertools.pairwise(losses):
         made = {one.args[0]}
         for node in places:  # the gradient, and what is made of it

@@ -10,11 +10,12 @@ from torch import Tensor, fx, nn
 
 import wholebatch as wb
 from tests.support import distance
+from wholebatch.compile import repeated_blocks
 from wholebatch.compile.fused_weight_grad import add_product
 from wholebatch.compile.gradient_buffers import Casts, Gradients, as_one, in_one_piece
 from wholebatch.compile.graph_inputs import take_apart
 from wholebatch.compile.graph_rewrite import Fusions, Rewritten, rewrite
-from wholebatch.compile.joint_graph import _rewritten
+from wholebatch.compile.joint_graph import JointStep, _rewritten
 from wholebatch.compile.trace import Form, State, Traced, trace
 from wholebatch.core.precision import choose
 
@@ -94,8 +95,8 @@ def test_the_rewritten_graph_makes_the_same_gradients() -> None:
     _, plain = _gradients(*given, Fusions(products=True))
     all_of_them = Fusions(products=True, norms=True, shared_inputs=True)
     rewritten, found = _gradients(*given, all_of_them)
-    assert rewritten.fused_norms == 5
-    assert rewritten.shared_products == 2 * (2 + 1)
+    assert rewritten.fused["norms"] == 5
+    assert rewritten.fused["shared"] == 2 * (2 + 1)
     assert distance(found, plain) <= 1e-12
     assert all(bool(one.abs().sum() > 0) for one in found)
     called = [node.target for node in rewritten.graph.graph.nodes]
@@ -107,6 +108,21 @@ def test_the_rewritten_graph_makes_the_same_gradients() -> None:
     wanted = [one.grad for one in exact.parameters()]
     # The model normalises and rotates in float32, whatever its dtype is.
     assert distance(found, [one for one in wanted if one is not None]) <= 1e-6
+
+
+def test_the_backward_of_a_layer_is_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So one kernel computes an activation again, for the weight's gradient, and its own slope."""
+    options = Fusions(products=True, norms=True, shared_inputs=True)
+    monkeypatch.setattr(JointStep, "_possible_fusions", lambda *_: options)
+    monkeypatch.setattr(repeated_blocks, "_MUCH", 0.0)
+    traced, state, tensors = _traced(_model(num_hidden_layers=4, intermediate_size=176), _micro())
+    parts = state, Gradients(of := list(state.trained.values())), Casts(of)
+    step = JointStep(traced, *parts, compiled=True, example=tensors)
+    assert step._blocks is not None
+    called = [[node.target for node in piece.nodes] for piece in step._blocks._pieces]
+    kinds = add_product(), torch.ops.aten.silu.default, torch.ops.aten.silu_backward.default
+    found = [tuple(map(one.count, kinds)) for one in called if kinds[2] in one]
+    assert found[1:] == 3 * [(4, 1, 1)]
 
 
 def test_keys_are_not_repeated_for_16_bit_and_padding_keeps_its_mask() -> None:
@@ -203,7 +219,7 @@ def test_layers_used_twice_and_biases_of_odd_sizes() -> None:
     model, micro = Reads(), _micro()
     given = _traced(model, micro, _sum)
     rewritten, found = _gradients(*given, Fusions(products=True, shared_inputs=True))
-    assert rewritten.shared_products == 2 + 1 + 1 + 2
+    assert rewritten.fused["shared"] == 2 + 1 + 1 + 2
     assert len(rewritten.joined) == 2 + 1 + 2 + 2  # Weights and buffers; `apart` only its weights.
     called = [node.target for node in rewritten.graph.graph.nodes]
     assert called.count(torch.ops.aten.clone.default) == 1
@@ -221,10 +237,10 @@ def test_buffers_that_lie_apart_are_not_joined() -> None:
     buffers = gradients.of(traced.used)
     rewritten, tail = _rewritten(traced, len(parameters), gradients, Casts(parameters), options)
     assert len(tail) == len(rewritten.casts) + len(buffers) + len(rewritten.joined)
-    assert rewritten.shared_products
+    assert rewritten.fused["shared"]
     apart = Gradients(parameters)
     for index in traced.used:  # one allocation each
         apart.of([index])
     rewritten, tail = _rewritten(traced, len(parameters), apart, Casts(parameters), options)
-    assert not rewritten.shared_products
+    assert not rewritten.fused["shared"]
     assert len(tail) == len(rewritten.casts) + len(buffers)

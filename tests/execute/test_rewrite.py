@@ -73,7 +73,7 @@ def test_products_and_embeddings_add_themselves(
     rewritten = rewrite(
         traced, len(trained), [torch.float32] * len(traced.used), Fusions(products=True)
     )
-    assert (rewritten.fused_products, rewritten.fused_embeddings) == fused
+    assert (rewritten.fused["products"], rewritten.fused["embeddings"]) == fused
     buffers = [torch.ones_like(trained[index]) for index in traced.used]  # not empty before
     with torch.no_grad():
         StandIn(rewritten.graph).run(

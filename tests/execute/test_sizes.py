@@ -66,7 +66,7 @@ def results_of(model: nn.Module, graph: Traced, *sizes: int) -> list[Tensor]:
     buffers = [torch.zeros_like(parameter) for parameter in trained]
     options = Fusions(entropy=True)
     rewritten = rewrite(graph, len(trained), [torch.float32] * len(trained), options)
-    assert rewritten.fused_losses == 1
+    assert rewritten.fused["losses"] == 1
     casts = [trained[index].to(dtype) for index, dtype in rewritten.casts]
     leading = () if graph.sizes is None else sizes
     arguments = [*leading, *trained, *micro.tensors, torch.tensor(0.5), *casts, *buffers]
@@ -82,7 +82,7 @@ def test_graphs_of_open_sizes_are_rewritten_as_others_are() -> None:
     for options in (Fusions(products=True, entropy=True), Fusions(norms=True, gelu_sums=True)):
         one, other = (rewrite(graph, number, dtypes, options) for graph in (own, of_all))
         assert replace(other, graph=one.graph) == one  # as much is fused
-        made = other.fused_products, other.fused_losses, other.fused_norms, other.fused_gelus
+        made = tuple(other.fused[name] for name in ("products", "losses", "norms", "gelus"))
         assert made == ((4, 1, 0, 0) if options.products else (0, 0, 1, 1))
         nodes = other.graph.graph.nodes
         reads = [node for node in nodes if node.target is torch.ops.aten.sym_size.int]

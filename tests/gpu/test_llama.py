@@ -115,8 +115,8 @@ def test_a_llama_uses_them() -> None:
     # The others were recorded on real tensors.
     assert all(step.sizes is not None for step, _ in falls_back)
     for one in made:
-        assert one.fused_norms == 2 * LAYERS + 1
-        assert one.shared_products == 3 * LAYERS
+        assert one.fused["norms"] == 2 * LAYERS + 1
+        assert one.fused["shared"] == 3 * LAYERS
         assert "efficient_attention" not in _targets(one)  # It would need a mask.
 
 
@@ -124,8 +124,8 @@ def test_a_qwen_with_grouped_heads_biases_and_tied_weights_uses_them() -> None:
     made = _compare("Qwen2")
     assert made
     for one in made:
-        assert one.fused_norms == 2 * LAYERS + 1
-        assert one.shared_products == 3 * LAYERS
+        assert one.fused["norms"] == 2 * LAYERS + 1
+        assert one.fused["shared"] == 3 * LAYERS
         # Keys are not repeated for each of the four heads that read them.
         keys = {
             tuple(node.args[1].meta["val"].shape[1:])

@@ -21,9 +21,10 @@ from torch.nn import functional as F
 
 import wholebatch as wb
 from tests import processes
-from tests.proof.fixtures import outsider_right, outsider_wrong
+from tests.proof.fixtures import outsider_right, outsider_wrong, round_7, round_8
 from tests.proof.fixtures.outsider import RIGHT as OUTSIDERS_RIGHT
 from tests.proof.fixtures.outsider import WRONG as OUTSIDERS_WRONG
+from tests.proof.fixtures.rounds import CASES, is_right
 from tests.proof.loops.live import KINDS, MISTAKES, STYLES, found_in, quiet, verdict_of
 from tests.proof.loops.mistakes import UNUSUAL_MISTAKES
 from tests.proof.loops.right import RIGHT, sums_over_counted_units
@@ -83,7 +84,7 @@ def test_right_loops_are_left_in_peace() -> None:
         assert found_in(verdict) == wanted, f"{loop.__name__}: {verdict}"
 
 
-OUTSIDERS = (outsider_right, outsider_wrong)
+OUTSIDERS = (outsider_right, outsider_wrong, round_7, round_8)
 """Loops of all styles; benchmarks/verify_mistakes.py runs them all, a test those that were hard."""
 HARD_TO_LEAVE_IN_PEACE = """
     deep_supervision_list_of_losses gan_watch_discriminator sam_two_passes_over_window
@@ -110,6 +111,58 @@ def test_loops_of_an_outsider() -> None:
         with quiet():
             verdict = loop().verdict
         assert found_in(verdict) == key, f"{name}: {verdict}"
+
+
+HARD_ROUNDS = """
+    plain_focal_by_positives_of_window plain_truncated_bptt plain_first_window_one_longer
+    plain_rate_set_by_hand_each_batch plain_penalty_added_each_time plain_graph_nodes_of_window
+    plain_ctc_means plain_decay_added_to_gradient_each_time plain_decoder_step_by_step
+"""
+"""Loops of benchmarks/watch_rounds.py that were judged wrongly at first sight, in plain torch."""
+
+
+def test_loops_that_were_hard_at_first_sight() -> None:
+    for name in HARD_ROUNDS.split():
+        _, key, make = CASES[name]
+        assert is_right(make) == (key == "right"), name  # type: ignore[no-untyped-call]
+        torch.manual_seed(0)
+        model, train, _ = make()
+        with quiet(), wb.watch(model) as watch:
+            train()
+        assert found_in(watch.verdict) == key, f"{name}: {watch.verdict}"
+
+
+class ComparesInside(nn.Module):
+    """A model that computes its loss itself, and couples its samples in it if asked."""
+
+    def __init__(self, couples: bool) -> None:
+        super().__init__()
+        self.left, self.right, self.couples = nn.Linear(6, 8), nn.Linear(6, 8), couples
+
+    def forward(self, x: Any) -> dict[str, Any]:
+        left, right = self.left(x), self.right(x.flip(-1))
+        labels = torch.arange(len(x)) if self.couples else torch.zeros(len(x), dtype=torch.long)
+        logits = left @ right.T if self.couples else left * right
+        return {"loss": F.cross_entropy(logits, labels), "unused": right * 2}
+
+
+@pytest.mark.parametrize("found", ["right", "coupled"])
+def test_a_loss_inside_ddp(found: str) -> None:
+    """DDP passes losses on through a node of its own, and gives unused outputs no gradient."""
+    store = torch._C._distributed_c10d.HashStore()
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=store)
+    try:
+        torch.manual_seed(0)
+        model = ComparesInside(found == "coupled")
+        wrapped = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+        with quiet(), wb.watch(model) as watch:
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            for x in torch.randn(4, 5, 6):
+                (wrapped(x)["loss"] / 4).backward()
+            optimizer.step()
+    finally:
+        torch.distributed.destroy_process_group()
+    assert found_in(watch.verdict) == found, str(watch.verdict)
 
 
 def test_a_batch_that_is_more_than_its_samples() -> None:

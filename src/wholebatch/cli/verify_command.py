@@ -432,10 +432,9 @@ def _distances(verdict: Verdict) -> Table:
     from wholebatch.verification.run_comparison import percent as distance
 
     table = plain_table("", ">off by", ">rounding", "")
-    rows = [verdict.gradient, verdict.update]
-    if verdict.float64 is not None:
-        rows.append(verdict.float64)
-    for row in rows:
+    for row in (verdict.gradient, verdict.update, verdict.float64):
+        if row is None:
+            continue
         mark = "[green]✓[/]" if row.same else "[red]✗[/]"
         table.add_row(row.what, distance(row.distance), distance(row.tolerance), mark)
     if verdict.to_float64 is not None and verdict.precision != "full":
@@ -453,14 +452,8 @@ def _worst(comparison: Comparison, number: int) -> Table:
         title="Largest gradient errors, relative to rounding",
     )
     for line in comparison.worst(number):
-        style = "red" if line.differs else "dim"
-        table.add_row(
-            escape(line.name),
-            f"{line.numbers:,}",
-            distance(line.distance),
-            distance(line.floor),
-            style=style,
-        )
+        cells = (f"{line.numbers:,}", distance(line.distance), distance(line.floor))
+        table.add_row(escape(line.name), *cells, style="red" if line.differs else "dim")
     return table
 
 
@@ -500,16 +493,11 @@ def _windows(verdict: LoopVerdict) -> Table:
     from wholebatch.verification.run_comparison import percent as distance
 
     table = plain_table("model", "window", ">steps", ">off by", "~found")
+    words = {key: f"[red]✗ {mistake.name}[/]" for key, mistake in MISTAKES.items()}
+    words |= {RIGHT: "[green]✓ right[/]", NOT_JUDGED: "[yellow]? not judged[/]"}
     before = ""
     for trial in verdict.trials:
-        if trial.found == RIGHT:
-            found = "[green]✓ right[/]"
-        elif trial.found == NOT_JUDGED:
-            found = "[yellow]? not judged[/]"
-        elif trial.found is None:
-            found = "[red]✗ nothing known fits[/]"
-        else:
-            found = f"[red]✗ {MISTAKES[trial.found].name}[/]"
+        found = words[trial.found] if trial.found else "[red]✗ nothing known fits[/]"
         case = "" if trial.case == before else trial.case
         before = trial.case
         is_known = trial.optimizer_steps <= 1 and math.isfinite(trial.right.distance)

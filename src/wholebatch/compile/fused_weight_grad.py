@@ -58,14 +58,8 @@ def add_product() -> Any:
 
 @once_per_machine
 def can_add_products(device: torch.device) -> bool:
-    """True if this device has the kernel and it adds correctly."""
-    return device.type == "cuda" and _adds(device, torch.bfloat16, (32, 48, 64))
-
-
-@once_per_machine
-def can_add_any_product(device: torch.device) -> bool:
-    """True if that also holds for eager code: odd sizes, fp16, no buffer yet."""
-    return can_add_products(device) and all(
+    """True if this device has the kernel and it adds correctly: odd sizes too, fp16, no buffer."""
+    return device.type == "cuda" and all(
         _adds(device, dtype, sizes)
         for dtype in (torch.bfloat16, torch.float16)
         for sizes in ((32, 48, 64), (5, 7, 3), (1, 33, 17))
@@ -141,7 +135,7 @@ class Adding:
         if not self.allowed or not _CAN_LOOK:
             return False
         sync = self._window.sync
-        able = self.anywhere or can_add_any_product(self._device)
+        able = self.anywhere or can_add_products(self._device)
         return able and sync.takes_graphs and not sync.counts_must_agree
 
     def __call__(self, micro: Any, loss: LossFunction) -> Loss | Terms:
@@ -299,7 +293,7 @@ def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
         and not torch.is_grad_enabled()
         and left.numel()
         and right.numel()
-        and can_add_any_product(left.device)
+        and can_add_products(left.device)
     ):
         return torch.mm(left, right, out_dtype=torch.float32)
     return torch.mm(left, right).to(dtype)
@@ -316,12 +310,12 @@ def _add_product(weight: Tensor, left: Tensor, right: Tensor) -> bool:
             return False
         buffer.addmm_(left, right)
     elif buffer is None:
-        if not can_add_any_product(left.device):
+        if not can_add_products(left.device):
             return False
         weight.grad = torch.mm(left, right, out_dtype=torch.float32)
     elif buffer.dtype is not torch.float32:
         return False
-    elif can_add_any_product(left.device):
+    elif can_add_products(left.device):
         torch.addmm(buffer, left, right, out_dtype=torch.float32, out=buffer)
         # `Gradients.take_back` detects the change by the version.
         torch.autograd.graph.increment_version(buffer)

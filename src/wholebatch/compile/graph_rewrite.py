@@ -8,7 +8,7 @@ them. `Fusions` names the others.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,12 +73,8 @@ class Rewritten:
     """The trained parameter and the format of each cast input."""
     joined: tuple[tuple[int, ...], ...]
     """For each joined input, which of (casts, buffers) it holds, one behind the other."""
-    fused_products: int
-    fused_embeddings: int
-    fused_losses: int
-    fused_norms: int
-    fused_gelus: int
-    shared_products: int
+    fused: Mapping[str, int]
+    """How many were fused, by kind."""
 
 
 def rewrite(
@@ -94,21 +90,21 @@ def rewrite(
     sizes = 0 if traced.sizes is None else traced.sizes.as_inputs(graph)
     _drop_detach(graph, results)
     inputs = [node for node in graph.nodes if node.op == "placeholder"][sizes:]
-    losses = fuse_entropy(graph, results) if options.entropy else 0
+    made = {"losses": fuse_entropy(graph, results) if options.entropy else 0}
     kept = len(results) - len(traced.used)
     gradients: list[Any] = results[kept:]
 
     casts: dict[Cast, fx.Node] = {}
     last = inputs[-1]
     for index, parameter in enumerate(inputs[:trained]):
-        for kind, made in list(_casts_of(parameter)):  # A layer that is used twice is cast twice.
+        for kind, cast in list(_casts_of(parameter)):  # A layer that is used twice is cast twice.
             if (index, kind) not in casts:
                 with graph.inserting_after(last):
                     last = graph.placeholder(f"cast_{index}_{str(kind).removeprefix('torch.')}")
-                last.meta.update(made.meta)
+                last.meta.update(cast.meta)
                 casts[index, kind] = last
-            made.replace_all_uses_with(casts[index, kind])
-            graph.erase_node(made)
+            cast.replace_all_uses_with(casts[index, kind])
+            graph.erase_node(cast)
     buffers = []
     for index in traced.used:
         with graph.inserting_after(last):
@@ -120,36 +116,26 @@ def rewrite(
         adder.add(buffer, gradient, dtype)
     graph.output(tuple(results[:kept]))
     graph.eliminate_dead_code()
-    if losses > 1:
+    if made["losses"] > 1:
         bring_products_forward(graph, fused.add_product())
     _merge_equal(graph, inputs[:trained])
     weights = _weights(casts, inputs[:trained], traced, buffers)
     shared = SharedInputs(graph, weights, casts.values())
-    saved = shared.join() if options.shared_inputs else 0
+    made["shared"] = shared.join() if options.shared_inputs else 0
     if options.attention:
         fuse_attention(graph)
-    norms = fuse_norms(graph) if options.norms else 0
-    gelus = fuse_gelu(graph) if options.gelu_sums else 0
+    made["norms"] = fuse_norms(graph) if options.norms else 0
+    made["gelus"] = fuse_gelu(graph) if options.gelu_sums else 0
     if options.gelu:
         simplify_gelu(graph)
     graph.eliminate_dead_code()
     _views_of_any_strides(graph)
     graph.lint()
     tail = {node: place for place, node in enumerate((*casts.values(), *buffers))}
-    module = _LazyGraphModule(
-        traced.graph, graph
-    )  # It keeps the constants that the graph refers to.
-    return Rewritten(
-        module,
-        tuple(casts),
-        tuple(tuple(tail[one] for one in parts) for parts in shared.joined),
-        fused_products=adder.products,
-        fused_embeddings=adder.embeddings,
-        fused_losses=losses,
-        fused_norms=norms,
-        fused_gelus=gelus,
-        shared_products=saved,
-    )
+    joined = tuple(tuple(tail[one] for one in parts) for parts in shared.joined)
+    # It keeps the constants that the graph refers to.
+    module = _LazyGraphModule(traced.graph, graph)
+    return Rewritten(module, tuple(casts), joined, made | adder.made)
 
 
 def _weights(
@@ -199,13 +185,8 @@ def _views_of_any_strides(graph: fx.Graph) -> None:
     is written into stays a view.
     """
     for node in graph.find_nodes(op="call_function", target=aten.view.default):
-        if not any(_writes(user) for user in node.users):
+        if not any(one for user in node.users for one in written_by(user)):
             node.target = aten.reshape.default
-
-
-def _writes(node: fx.Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and bool(schema.is_mutable)
 
 
 def _merge_equal(graph: fx.Graph, trained: Sequence[fx.Node]) -> None:
@@ -251,8 +232,7 @@ class _Adder:
     def __init__(self, graph: fx.Graph, options: Fusions) -> None:
         self._graph = graph
         self._options = options
-        self.products = 0
-        self.embeddings = 0
+        self.made = {"products": 0, "embeddings": 0}
 
     def add(self, buffer: fx.Node, gradient: fx.Node, dtype: torch.dtype) -> None:
         if self._options.leaves:
@@ -285,7 +265,7 @@ class _Adder:
                     self._graph.call_function(aten.t.default, (left,)),
                 )
             self._graph.call_function(target, (buffer, left, right))
-        self.products += 1
+        self.made["products"] += 1
         return True
 
     def _rows(self, buffer: fx.Node, part: fx.Node) -> bool:
@@ -303,7 +283,7 @@ class _Adder:
                 there = self._graph.call_function(aten.unsqueeze.default, (at_padding, -1))
                 rows = self._graph.call_function(aten.masked_fill.Scalar, (rows, there, 0.0))
             self._scatter(buffer, indices, rows, part.meta["val"])
-        self.embeddings += 1
+        self.made["embeddings"] += 1
         return True
 
     def _scatter(self, buffer: fx.Node, indices: Any, rows: Any, table: Tensor) -> None:

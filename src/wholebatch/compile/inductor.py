@@ -85,7 +85,8 @@ def compiled_by_inductor(
     # `_parts_written_in_place`. This option is for exported models, and does nothing here.
     ours = {"wholebatch": f"rows of {whole_rows}, parts in place"}
     options = {"triton.mix_order_reduction": False, "aot_inductor.metadata": ours, **more}
-    known = {name: value for name, value in options.items() if _has(config, name)}
+    of_this_version = vars(config)["_config"]
+    known = {name: value for name, value in options.items() if name in of_this_version}
     choices = _whole_rows(whole_rows), _parts_written_in_place()
     with torch.no_grad(), config.patch(known), choices[0], choices[1], _keys_of_all_programs():
         try:
@@ -212,12 +213,3 @@ def _parts_written_in_place() -> Iterator[None]:
 
 def _may_be_inlined(operation: Any) -> bool:
     return operation in (torch.ops.aten.cat.default, torch.ops.aten.constant_pad_nd.default)
-
-
-def _has(config: Any, name: str) -> bool:
-    """True if this version of Inductor has the option."""
-    for part in name.split("."):
-        if not hasattr(config, part):
-            return False
-        config = getattr(config, part)
-    return True

@@ -102,7 +102,7 @@ class JointStep:
         if gradients.leaves:
             fusions = replace(fusions, leaves=True, shared_inputs=False)
         rewritten, self._tail = _rewritten(traced, len(self._trained), gradients, casts, fusions)
-        self.fused = (rewritten.fused_products, rewritten.fused_embeddings)
+        self.fused = rewritten.fused
         self.operations = sum(node.op == "call_function" for node in rewritten.graph.graph.nodes)
         self._gradients = gradients
         self._run: Callable[..., Any] = rewritten.graph

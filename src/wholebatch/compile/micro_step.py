@@ -443,8 +443,8 @@ class Executor:
         self.notes.tell(
             f"{'compiled' if step.joint.compiled else 'traced'} a micro-step of "
             f"{step.joint.operations} operations{' and recorded it' if step.captured else ''} in "
-            f"{time.perf_counter() - began:.1f} s; {step.joint.fused[0]} weight gradients and "
-            f"{step.joint.fused[1]} embeddings add themselves"
+            f"{time.perf_counter() - began:.1f} s; {step.joint.fused['products']} weight gradients "
+            f"and {step.joint.fused['embeddings']} embeddings add themselves"
         )
         return added
 

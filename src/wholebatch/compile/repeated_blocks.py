@@ -532,10 +532,16 @@ def _best_cut(
             if one in uses and any(at <= user < at + period for user in uses[one])
         ]
         last = next((one for one in range(at - 1, at - period, -1) if is_external(nodes[one])), 0)
-        lost = sum(_size(nodes[one].meta["val"]) for one in crossing if one > last)
+        since = [one for one in crossing if place[_tuple_of(nodes[one])] > last]
+        lost = sum(_size(nodes[one].meta["val"]) for one in since)
         cost = (lost, sum(_size(nodes[one].meta["val"]) for one in crossing), offset)
         best = cost if best is None else min(best, cost)
     return None if best is None else best[2]
+
+
+def _tuple_of(node: fx.Node) -> fx.Node:
+    """Return the operation that makes a part of a tuple, and any other node itself."""
+    return node.all_input_nodes[0] if node.target is operator.getitem else node
 
 
 # --------------------------------------------------------------------------------- write them down

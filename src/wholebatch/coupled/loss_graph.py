@@ -248,7 +248,7 @@ def refuse_weight(kind: str, first: float, now: float, units: Units) -> None:
 
 def _refuse_scaled(node: Any) -> None:
     """Refuse a loss that a GradScaler has scaled: its factor is a float32 tensor."""
-    scale = _saved(node, "other") if node.name().startswith("MulBackward") else None
+    scale = saved_by(node, "other") if node.name().startswith("MulBackward") else None
     if isinstance(scale, Tensor) and scale.dtype is torch.float32 and not scale.dim():
         factor = float(scale)
         if factor >= 256 and math.frexp(factor)[0] == 0.5:
@@ -339,7 +339,7 @@ def _close(a: float, b: float) -> bool:
 
 def loss_terms(root: Any) -> Iterator[LossTerm]:
     """Yield the reductions that a scalar is made of; `root` is its node of the graph."""
-    waiting: list[tuple[Any, LossTerm]] = [(root, LossTerm("", "", 1.0))]
+    waiting: list[tuple[Any, LossTerm]] = [(_without_sink(root, 0), LossTerm("", "", 1.0))]
     for _ in range(_MOST_NODES):
         if not waiting:
             return
@@ -347,7 +347,7 @@ def loss_terms(root: Any) -> Iterator[LossTerm]:
         if node is None:
             continue
         name = node.name()
-        below = [child for child, _ in node.next_functions]
+        below = [_without_sink(*edge) for edge in node.next_functions]
         if name in _SAME:
             waiting.append((below[0], so_far))
         elif name in _ADD:
@@ -359,7 +359,7 @@ def loss_terms(root: Any) -> Iterator[LossTerm]:
                 waiting.append(scaled)
             else:
                 yield _not_understood(node, below, so_far)
-        elif name in _MEAN + _SUM and not _saved(node, "self_sym_sizes"):
+        elif name in _MEAN + _SUM and not saved_by(node, "self_sym_sizes"):
             waiting.append((below[0], so_far))  # of one number
         elif inside := _joined_scalars(node, name, below):
             if name in _MEAN:
@@ -370,39 +370,46 @@ def loss_terms(root: Any) -> Iterator[LossTerm]:
             yield from _reduction(node, name, below, so_far)
 
 
+def _without_sink(node: Any, place: int) -> Any:
+    """Return a node, or what DistributedDataParallel passes on through a node of its own."""
+    while node is not None and node.name() == "_DDPSinkBackward":
+        node, place = node.next_functions[place]
+    return node
+
+
 def _reduction(node: Any, name: str, below: list[Any], so_far: LossTerm) -> Iterator[LossTerm]:
-    reduction = _saved(node, "reduction")
+    reduction = saved_by(node, "reduction")
     inner = below[0] if name in _MEAN + _SUM else node
     while inner is not None and inner.name() in _VIEWS:
         inner = inner.next_functions[0][0]
     if inner is not None and _picks_samples(inner):
         yield replace(so_far, node=inner.name(), kind="picked")
     elif name in _MEAN:
-        sizes = tuple(_saved(node, "self_sym_sizes") or ())
+        sizes = tuple(saved_by(node, "self_sym_sizes") or ())
         inner, so_far = _without_factors(below[0], so_far)
         if _is_of_parameters(inner):
             yield replace(so_far, node=name, kind="regulariser", below=inner)
             return
-        of_losses = inner is not None and _saved(inner, "reduction") == 0
+        of_losses = inner is not None and saved_by(inner, "reduction") == 0
         counted = _loss_size(inner)[1] if of_losses else None
         yield replace(
             so_far, node=name, kind="mean", count=math.prod(sizes), sizes=sizes, counted=counted
         )
     elif name in _SUM:
         yield _sum(node, name, below, so_far)
-    elif name == "NansumBackward0" and (given := _saved(node, "self")) is not None:
+    elif name == "NansumBackward0" and (given := saved_by(node, "self")) is not None:
         count = float((~given.isnan()).sum())
         yield replace(so_far, node=name, kind="sum", count=count, sizes=tuple(given.shape))
     elif (weights := _product_with(node, name, below)) is not None:
         inner = next(child for child in below if child is not None)
-        of_losses = _saved(_without_factors(inner, so_far)[0], "reduction") == 0
+        of_losses = saved_by(_without_factors(inner, so_far)[0], "reduction") == 0
         so_far = replace(so_far, node=name, kind="sum", sizes=(weights.numel(),), is_loss=of_losses)
         yield _weighed(replace(so_far, below=inner), weights, weights.numel())
     elif reduction in (1, 2):
         kind = "mean" if reduction == 1 else "sum"
         sizes, count = _loss_size(node)
         made = replace(so_far, node=name, kind=kind, count=count, sizes=sizes, is_loss=True)
-        target = _saved(node, "target")
+        target = saved_by(node, "target")
         if isinstance(target, Tensor) and target.numel() > 1 and target.is_floating_point():
             first = float(target.flatten()[0])
             made = replace(made, target=first if bool((target == first).all()) else None)
@@ -415,11 +422,11 @@ def _picks_samples(node: Any) -> bool:
     """True for the largest, smallest or middle values over the first dimension."""
     if not node.name().startswith(tuple(f"{name}Backward" for name in _PICK)):
         return False
-    given = _saved(node, "self")
+    given = saved_by(node, "self")
     sizes = tuple(
-        given.shape if isinstance(given, Tensor) else _saved(node, "self_sym_sizes") or ()
+        given.shape if isinstance(given, Tensor) else saved_by(node, "self_sym_sizes") or ()
     )
-    dims = _saved(node, "dim")
+    dims = saved_by(node, "dim")
     dims = (range(len(sizes)) if dims is None else [dims]) if not isinstance(dims, tuple) else dims
     wrapped = {(d if d < 1 << 63 else d - (1 << 64)) % len(sizes) for d in dims} if sizes else set()
     return bool(sizes) and sizes[0] > 1 and (0 in wrapped or dims == ())
@@ -438,27 +445,27 @@ def _not_understood(node: Any, below: list[Any], so_far: LossTerm) -> LossTerm:
 
 def _sum(node: Any, name: str, below: list[Any], so_far: LossTerm) -> LossTerm:
     """Return a sum of per-unit losses, or of means over the first dimension (`x.mean(0).sum()`)."""
-    sizes = tuple(_saved(node, "self_sym_sizes") or ())
+    sizes = tuple(saved_by(node, "self_sym_sizes") or ())
     inner, so_far = _without_factors(below[0], so_far)
     if _is_of_parameters(inner):
         return replace(so_far, node=name, kind="regulariser", below=inner)
     if inner is not None and inner.name() == "MeanBackward1":
-        given = tuple(_saved(inner, "self_sym_sizes") or ())
-        dims = [dim if dim < 1 << 63 else dim - (1 << 64) for dim in _saved(inner, "dim") or ()]
+        given = tuple(saved_by(inner, "self_sym_sizes") or ())
+        dims = [dim if dim < 1 << 63 else dim - (1 << 64) for dim in saved_by(inner, "dim") or ()]
         is_first = bool(given) and {dim % len(given) for dim in dims} == {0}
         if is_first and math.prod(sizes) != given[0]:
             return replace(so_far, node=inner.name(), kind="first", count=given[0])
-    of_losses, count = _saved(inner, "reduction") == 0, math.prod(sizes)
+    of_losses, count = saved_by(inner, "reduction") == 0, math.prod(sizes)
     so_far = replace(so_far, node=name, kind="sum", count=count, sizes=sizes, is_loss=of_losses)
     if of_losses:
         return replace(so_far, count=_loss_size(inner)[1], weighed=_class_weights(inner))
     below = [child for child, _ in inner.next_functions] if inner is not None else []
     if inner is not None and inner.name() == "MulBackward0" and None in below:
-        weights = _saved(inner, "other" if below[1] is None else "self")
+        weights = saved_by(inner, "other" if below[1] is None else "self")
         return _weighed(replace(so_far, below=below[0] or below[1]), weights, count)
     if inner is not None and inner.name() == "MaskedFillBackward0" and sizes:
-        made = _weighed(so_far, (~_saved(inner, "mask")).float(), count)
-        whole = math.prod(_saved(below[0], "self_sym_sizes") or sizes)  # of a sum over classes
+        made = _weighed(so_far, (~saved_by(inner, "mask")).float(), count)
+        whole = math.prod(saved_by(below[0], "self_sym_sizes") or sizes)  # of a sum over classes
         return replace(made, weighed=made.count * whole / count) if whole > count else made
     return so_far
 
@@ -468,7 +475,7 @@ def _without_factors(node: Any, so_far: LossTerm) -> tuple[Any, LossTerm]:
     while node is not None:
         name, below = node.name(), [child for child, _ in node.next_functions]
         is_product = name.startswith(("MulBackward", "DivBackward"))
-        by_row = any(getattr(_saved(node, side), "ndim", 0) for side in ("self", "other"))
+        by_row = any(getattr(saved_by(node, side), "ndim", 0) for side in ("self", "other"))
         scaled = _scaled(node, name, below, so_far) if is_product and not by_row else None
         if scaled is None and name not in _SAME:
             break
@@ -481,7 +488,7 @@ def _product_with(node: Any, name: str, below: list[Any]) -> Tensor | None:
     if name not in ("DotBackward0", "BmmBackward0", "MmBackward0") or below.count(None) != 1:
         return None
     other = "tensor" if name.startswith("Dot") else "mat2"
-    weights = _saved(node, other if below[1] is None else "self")
+    weights = saved_by(node, other if below[1] is None else "self")
     inner = next(child for child in below if child is not None)
     shapes = [tuple(one.shape) for one in getattr(inner, "_input_metadata", ())]
     return weights if shapes and math.prod(shapes[0]) == weights.numel() else None
@@ -501,7 +508,7 @@ def _weighed(term: LossTerm, weights: Tensor | None, count: int) -> LossTerm:
 
 def _class_weights(node: Any) -> float | None:
     """Return the class weights of the labels of a loss, added; None if it has none."""
-    weight, target = _saved(node, "weight"), _saved(node, "target")
+    weight, target = saved_by(node, "weight"), saved_by(node, "target")
     if (
         not isinstance(weight, Tensor)
         or not isinstance(target, Tensor)
@@ -529,7 +536,7 @@ def _is_of_parameters(node: Any) -> bool:
             continue
         name = "" if node is None else node.name().partition("Backward")[0]
         below = [child for child, _ in node.next_functions] if name in _OF_PARAMETERS else []
-        other = _saved(node, "other" if below[:1] != [None] else "self") if None in below else 1
+        other = saved_by(node, "other" if below[:1] != [None] else "self") if None in below else 1
         if not below or _number(other) is None:
             return False
         waiting += [child for child in below if child is not None]
@@ -549,7 +556,7 @@ def _scaled(
     is_first = operands == below[:1]
     if len(operands) != 1 or (name.startswith("Div") and not is_first):
         return None
-    other = _saved(node, "other" if is_first else "self")
+    other = saved_by(node, "other" if is_first else "self")
     whole = isinstance(other, int) or (isinstance(other, Tensor) and not other.is_floating_point())
     factor = _number(other)
     if factor is None or factor == 0:
@@ -563,12 +570,12 @@ def _scaled(
 
 def _joined_scalars(node: Any, name: str, below: list[Any]) -> list[tuple[Any, float]]:
     """Return the losses and weights of `torch.stack(losses).mul(weights).sum()`; [] of no stack."""
-    sizes = tuple(_saved(node, "self_sym_sizes") or ())
+    sizes = tuple(saved_by(node, "self_sym_sizes") or ())
     if name not in _MEAN + _SUM or len(sizes) != 1 or below[0] is None:
         return []
     inner, factors = below[0], torch.ones(sizes, dtype=torch.float64)
     while inner.name() == "MulBackward0" and inner.next_functions[1][0] is None:
-        weights = _saved(inner, "other")
+        weights = saved_by(inner, "other")
         if not isinstance(weights, Tensor) or weights.numel() not in (1, *sizes):
             return []
         factors, inner = factors * weights.detach().cpu(), inner.next_functions[0][0]
@@ -580,22 +587,22 @@ def _joined_scalars(node: Any, name: str, below: list[Any]) -> list[tuple[Any, f
 
 def _loss_size(node: Any) -> tuple[tuple[int, ...], float]:
     """Return the shape that a loss function was given, and how many losses it reduces."""
-    given = _saved(node, "self")
+    given = saved_by(node, "self")
     sizes = tuple(given.shape) if isinstance(given, Tensor) else ()
-    weight = _number(_saved(node, "total_weight"))
-    if weight is not None and _saved(node, "reduction") == 1:
+    weight = _number(saved_by(node, "total_weight"))
+    if weight is not None and saved_by(node, "reduction") == 1:
         return sizes, weight  # the labels that are not ignored, or their weights
     per_row = node.name().startswith(_PER_ROW)
-    target = _saved(node, "target") if per_row else None
+    target = saved_by(node, "target") if per_row else None
     if isinstance(target, Tensor) and not node.name().startswith("Multilabel"):
-        ignored = _saved(node, "ignore_index")
+        ignored = saved_by(node, "ignore_index")
         if ignored is None:
             return sizes, target.numel()
         return sizes, float((target != (ignored + (1 << 63)) % (1 << 64) - (1 << 63)).sum())
     return sizes, (sizes[0] if sizes else 1) if per_row else math.prod(sizes)
 
 
-def _saved(node: Any, name: str) -> Any:
+def saved_by(node: Any, name: str) -> Any:
     """Return what the node keeps for its backward under this name; None if it cannot be read."""
     try:
         return getattr(node, f"_saved_{name}", None)
@@ -722,7 +729,7 @@ def is_normalised(total: Tensor, outputs: Sequence[Tensor]) -> bool:
         below = [child for child, _ in node.next_functions]
         if node.name() != "MulBackward0" or None not in below:
             continue
-        given = _saved(node, "other" if below[1] is None else "self")
+        given = saved_by(node, "other" if below[1] is None else "self")
         if not isinstance(given, Tensor) or not 4 <= given.numel() == given.shape[0]:
             continue
         factor = given.detach().double().flatten()

@@ -236,9 +236,10 @@ class _Way:
     def end(self) -> None:
         """Wait until all rows but those that stay are on the host again."""
         self.rows = deque(row for row in self.rows if row.stays)
-        for stream in (self._in, self._out):
-            if stream is not None:
-                stream.synchronize()
+        if self._in is not None and self._out is not None:
+            # The device waits for rows that still come; the host may prepare the next window.
+            torch.cuda.current_stream(self._device).wait_stream(self._in)
+            self._out.synchronize()
 
 
 def _moments_of(parameter: nn.Parameter, flat: Tensor) -> dict[str, Tensor]:

@@ -22,11 +22,9 @@ from wholebatch.coupled.normalisation_layers import batchnorms as batchnorms_of
 from wholebatch.coupled.normalisation_layers import uses_batch_statistics
 from wholebatch.verification.model_runs import DividedBatch, ModelRuns
 from wholebatch.verification.observed_window import WindowRun
-from wholebatch.verification.run_comparison import Comparison, Vectors, distance, listed, percent
+from wholebatch.verification.run_comparison import Comparison, distance, fit_of, listed, percent
 from wholebatch.verification.undivided_batch import objective
-from wholebatch.verification.verdicts import Cause
-
-_KEEP_STATE_OUT = "move the state once per update (an after-step hook), or keep it out of the loss"
+from wholebatch.verification.verdicts import Cause, cause
 
 
 @dataclass(frozen=True)
@@ -60,13 +58,7 @@ def _repeats(evidence: Evidence) -> Iterator[Cause]:
     """Ask if the same start and the same random numbers give the same gradient twice."""
     apart = distance(evidence.again.gradients, evidence.whole.gradients, evidence.runs.devices)
     if not apart <= evidence.gradient.tolerance / 2:
-        yield Cause(
-            "non-determinism",
-            (),
-            f"the undivided batch, run twice from the same start, is {percent(apart)} from itself",
-            "torch.use_deterministic_algorithms(True) names the operation; a forward that reads "
-            "the clock, a global counter or an unseeded generator does this too",
-        )
+        yield cause("repeats", apart=percent(apart))
 
 
 def _order(evidence: Evidence) -> Iterator[Cause]:
@@ -74,13 +66,7 @@ def _order(evidence: Evidence) -> Iterator[Cause]:
     whole, devices = evidence.whole.gradients, evidence.runs.devices
     apart = max(distance(run.gradients, whole, devices) for run in evidence.permuted)
     if not apart <= evidence.gradient.tolerance:
-        yield Cause(
-            "order of the samples",
-            (),
-            f"the undivided batch with its samples in another order is {percent(apart)} from "
-            "itself",
-            "the loss or a layer depends on where a sample stands; no division can keep that",
-        )
+        yield cause("order", apart=percent(apart))
         yield from _coupling(evidence)
 
 
@@ -99,14 +85,7 @@ def _state(evidence: Evidence) -> Iterator[Cause]:
     apart = distance(again, gradients, runs.devices)
     same_loss = abs(second - first) <= 100 * runs.unit * max(abs(first), 1e-30)
     if not (same_loss and apart <= evidence.gradient.tolerance):
-        yield Cause(
-            "a stateful module",
-            tuple(moved),
-            f"the same micro-batch, forwarded a second time, has a gradient {percent(apart)} from "
-            f"the first and the loss {second:.6g} after {first:.6g}: the forward changes what the "
-            "next one computes",
-            _KEEP_STATE_OUT,
-        )
+        yield cause("state", moved, apart=percent(apart), first=first, second=second)
 
 
 def _left_moved(evidence: Evidence) -> Iterator[Cause]:
@@ -116,12 +95,7 @@ def _left_moved(evidence: Evidence) -> Iterator[Cause]:
         _mean(runs, evidence.batch.micro_batches()[0])
         moved = _moved(runs, same=_equal)
     if moved:
-        yield Cause(
-            "a stateful module",
-            tuple(moved),
-            "every forward moves it, by little, and nothing else was found that could differ",
-            _KEEP_STATE_OUT,
-        )
+        yield cause("moved", moved)
 
 
 @contextmanager
@@ -168,27 +142,11 @@ def _coupling(evidence: Evidence) -> Iterator[Cause]:
     custom = [f for f in norms if f.kind == "custom"]
     other = [f for f in found if f.kind == "probe"]
     if other:
-        yield Cause(
-            "coupled samples",
-            tuple(f.name for f in other),
-            "the output for one sample moves when another sample of the batch changes",
-            other[0].advice,
-        )
+        yield cause("coupled", [f.name for f in other], advice=other[0].advice)
     if norms and runs.batchnorm != "exact":
-        yield Cause(
-            "BatchNorm",
-            tuple(f.name for f in norms),
-            f'batchnorm="{runs.batchnorm}" normalises each micro-batch with its own statistics, '
-            "the undivided batch with those of all samples",
-            'batchnorm="exact" makes the update of the undivided batch',
-        )
+        yield cause("batchnorm", [f.name for f in norms], policy=runs.batchnorm)
     elif custom and not other:
-        yield Cause(
-            "BatchNorm of its own kind",
-            tuple(f.name for f in custom),
-            "it normalises with the statistics of its batch by code of its own",
-            custom[0].advice,
-        )
+        yield cause("own-batchnorm", [f.name for f in custom], advice=custom[0].advice)
 
 
 def _audit(evidence: Evidence) -> Audit:
@@ -225,79 +183,22 @@ def _weighing(evidence: Evidence) -> Iterator[Cause]:
     runs = evidence.runs
     micros = [runs.gradient_of(micro) for micro in evidence.batch.micro_batches()[:64]]
     whole, whole_units = runs.gradient_of(evidence.batch.whole)
-    weights, left = _fit([gradient for gradient, _ in micros], whole)
+    weights, left = fit_of([gradient for gradient, _ in micros], whole)
     total = sum(units[0] for _, units in micros)
     # A fit of few vectors to many numbers leaves nothing only where it is the truth.
     if left > max(1e3 * runs.unit, 10 * evidence.gradient.tolerance):
-        yield Cause(
-            "a loss that does not decompose",
-            (),
-            f"no weighting of the micro-batches' gradients gives the undivided batch's: "
-            f"{percent(left)} of it remains",
-            "samples are coupled in the loss (in-batch negatives, a quantile, a ratio of two "
-            "sums over the batch): wb.Coupled(encode, loss) computes it on the whole batch; or "
-            "means over different things are added up: wb.Loss.terms keeps them apart",
-        )
+        yield cause("decompose", left=percent(left))
     elif abs(total - whole_units[0]) > 1e-6 * max(total, 1.0):
-        yield _mean_of_means(
-            f"the micro-batches have {total:g} units together, the undivided batch "
-            f"{whole_units[0]:g}"
-        )
+        yield cause("units", total=total, whole=whole_units[0])
     elif max(abs(weight - 1.0) for weight in weights) > 1e-3:
         shown = ", ".join(f"{weight:.3g}" for weight in weights[:6])
-        yield _mean_of_means(
-            f"the undivided batch weighs its micro-batches' totals by {shown}"
-            f"{', ...' if len(weights) > 6 else ''}, and sums would all weigh 1"
-        )
-
-
-def _mean_of_means(evidence: str) -> Cause:
-    return Cause(
-        "a mean of means",
-        (),
-        f"{evidence}: the loss is not a sum with the units that it is over",
-        "return the sum and its units, wb.Loss(total, units), or a mean through "
-        "wb.mean_loss(mean, units)",
-    )
-
-
-def _fit(parts: Sequence[Vectors], whole: Vectors) -> tuple[list[float], float]:
-    """Fit `whole` by `parts` in least squares; return the weights, and the share that is left."""
-    count = len(parts)
-    gram = torch.zeros(count + 1, count + 1, dtype=torch.float64)
-    for tensors in zip(*parts, whole, strict=True):
-        like = next((t for t in tensors if t is not None), None)
-        if like is None:
-            continue
-        rows = torch.stack(
-            [(torch.zeros_like(like) if t is None else t).double().flatten() for t in tensors]
-        )
-        gram += rows @ rows.T
-    if not bool(torch.isfinite(gram).all()):
-        return [1.0] * count, 0.0  # overflowed: nothing can be said about the weights
-    inner, right, size = gram[:count, :count], gram[:count, count], gram[count, count]
-    weights = torch.linalg.lstsq(inner, right, driver="gelsd").solution
-    left = size - 2 * weights @ right + weights @ inner @ weights
-    relative = float((left.clamp_min(0.0) / size).sqrt()) if size > 0 else 0.0
-    return [float(weight) for weight in weights], relative
+        yield cause("weights", weights=shown + ", ..." * (len(weights) > 6))
 
 
 def _unexplained(evidence: Evidence) -> Cause:
     if evidence.float64 is not None and evidence.float64.same:
-        return Cause(
-            "rounding",
-            (),
-            f"in float64 the two are the same ({percent(evidence.float64.distance)}), so the "
-            "arithmetic is right and only its rounding is larger than the undivided batch's own",
-            "other kernels are chosen for the smaller shape; a larger micro-batch, or more digits "
-            "in the accumulation, brings it down",
-        )
-    return Cause(
-        "unexplained",
-        tuple(line.name for line in evidence.gradient.differing[:4]),
-        "the model repeats itself, keeps no state, couples no samples, and its loss decomposes",
-        "the window itself may be at fault: please report it with this output",
-    )
+        return cause("rounding", apart=percent(evidence.float64.distance))
+    return cause("unexplained", [line.name for line in evidence.gradient.differing[:4]])
 
 
 def moved_buffers(

@@ -46,6 +46,8 @@ class JoinedCalls:
     read: Sequence[TermWeights]
     notes: list[str] = field(default_factory=list)
     coupled: bool = False
+    own_loss: bool = False
+    """True if the model itself computes the loss, so that of the undivided batch is known."""
 
     def gradient(self, weights: Sequence[float], shares: Sequence[float]) -> Tensor | None:
         """Return the gradient of the undivided batch as gradients are kept; None if it was not run.
@@ -136,7 +138,7 @@ class JoinedCalls:
                 read = read_weights([list(loss_terms(tensor.grad_fn))])
                 if isinstance(read, Unreadable) or len(read) != 1 or len(self.read) != 1:
                     return {}
-                own = read[0].weights[0] * read[0].scale
+                own, self.own_loss = read[0].weights[0] * read[0].scale, True
                 # Nothing else counts: other outputs are what it is made of.
                 return {place: torch.full_like(tensor, self.read[0].scale * sum(shares) / own)}
             pairs = zip(calls, factors, strict=True)

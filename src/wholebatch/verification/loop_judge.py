@@ -33,7 +33,7 @@ from wholebatch.verification.mistakes import (
     hypotheses,
     nearest,
 )
-from wholebatch.verification.run_comparison import TIMES_THE_FLOOR, percent
+from wholebatch.verification.run_comparison import TIMES_THE_FLOOR, fit_of, percent
 from wholebatch.verification.verdicts import LoopTrial
 from wholebatch.verification.window_recorder import (
     RecordedClip,
@@ -47,6 +47,8 @@ _NO_LIMIT = 1e6
 """Clipping to more than this is a way to measure a norm."""
 _WEIGHTS = 1e-3
 """Weights of losses that differ by less are the same."""
+_COUPLED = 1e-2
+"""A model's own loss of the undivided batch that is farther from any weighting is coupled."""
 _LOSS_SCALE = 64
 """A gradient that is a power of two too large, from here on, has a loss scale left in it."""
 
@@ -79,7 +81,7 @@ class LoopJudge:
         self.fits: list[MistakeFit] = []
         self.read: list[TermWeights] = []
         self.units: Sequence[float] = ()
-        self.coupled_outputs = False
+        self.coupled_outputs = self.own_loss = False
 
     def trial_of(
         self, parts: WindowParts, floor: float, inputs: Sequence[Any], *, coupled: bool
@@ -190,6 +192,9 @@ class LoopJudge:
         scale, ranks = self.micros[0].loss_scale, world_size()
         labels = _labels(self.micros) if len(losses) == len(self.micros) else []
         known: dict[str, Any] = {"loss_scale": scale, "ranks": ranks, "samples": self._samples()}
+        counts = [micro.counts for micro in self.micros]
+        if len({len(one) for one in counts}) == 1:
+            known["counts"] = [sum(one) for one in zip(*counts, strict=True)]
         read = read_weights(losses, labels=labels, **known)
         if labels and not isinstance(read, Unreadable):
             plain = read_weights(losses, **known)
@@ -324,6 +329,8 @@ class LoopJudge:
             off = largest_over_ranks(apart(whole, right))
             if off <= limit:
                 right, self.floor = whole, max(self.floor, off)
+            elif self.own_loss and not self.window.half | bool(self.window.autocast):
+                self.coupled_outputs |= fit_of([[mean] for mean in means], [whole])[1] > _COUPLED
         self.parts = replace(parts, right=right)
         self.tolerance = self.window.unit if self.window.half else TIMES_THE_FLOOR * self.floor
 
@@ -361,6 +368,7 @@ class LoopJudge:
                 or self._owned_twice(gradient)
                 or self._added_in_16_bits(gradient)
                 or self._cut_by_hand()
+                or self._added_by_hand()
             )
         if largest_over_ranks(cause is None):
             found = self._beside(None)
@@ -513,11 +521,10 @@ class LoopJudge:
         if factor < 1:
             key = "left-out"
         else:
-            more = [
-                math.isclose(units - divisor, u, rel_tol=_WEIGHTS)
-                for u in (self.read[0].units if self.read else ())
-            ]
-            key = "counted-twice" if any(more) else "not-divided"
+            each = self.read[0].units if self.read else ()
+            more = [u for u in each if math.isclose(units - divisor, u, rel_tol=_WEIGHTS)]
+            again = 1 < len(more) < len(each)  # one of them came twice, or the window is longer
+            key = "counted-twice" if again else "nominal-count" if more else "not-divided"
         return MistakeFit(key, variant, 0.0, True)
 
     def _owned_twice(self, gradient: Tensor) -> MistakeFit | None:
@@ -562,6 +569,15 @@ class LoopJudge:
         variant = f"by hand, after {cuts} of {len(self.micros)} backwards"
         return MistakeFit("clipped-per-micro-batch", variant, 0.0, True) if cuts > 1 else None
 
+    def _added_by_hand(self) -> MistakeFit | None:
+        """Return the mistake of a loop that adds the same to the gradient after every backward."""
+        rows = zip(self.micros, [m.before for m in self.micros[1:]], strict=False)
+        added = [left - micro.after for micro, left in rows]
+        if len(added) < 2 or not all(_parallel(one, added[0], _WEIGHTS) for one in added):
+            return None
+        variant = f"weight decay, or the like, after each of {len(self.micros)} backwards"
+        return MistakeFit("not-divided", variant, 0.0, True)
+
     # --------------------------------------------------------------- beside the gradient
 
     def _beside(self, found: str | None) -> str | None:
@@ -583,6 +599,8 @@ class LoopJudge:
             key, variant = "averaged-per-micro-batch", f"{averaged + 1} times in a window"
         elif largest_over_ranks(self._linked() or self._couples()):
             key, variant = "coupled", self._coupling()
+        elif largest_over_ranks(self._adds_penalty()):
+            key, variant = "not-divided", f"a penalty on the weights, with each of {len(later) + 1}"
         elif largest_over_ranks(self._clipped_early() is not None):
             clipped = self._clipped_early() or MistakeFit("clipped-too-early", "", 0.0, True)
             key, variant = clipped.key, clipped.variant
@@ -590,6 +608,20 @@ class LoopJudge:
             return found
         self.fits = [MistakeFit(key, variant, 0.0, True), *self.fits]
         return key
+
+    def _adds_penalty(self) -> bool:
+        """True if a penalty on the weights comes with each loss and is not divided as it is."""
+        count, rows = len(self.micros), [m.terms for m in self.micros]
+        penalties = [[t for t in row if t.kind == "regulariser"] for row in rows]
+        has_both = count > 1 and bool(self.read) and all(penalties)
+        losses = [t for t in rows[0] if t.kind in ("mean", "sum")] if has_both else []
+        total = sum(self.read[0].weights) / self.micros[0].loss_scale if losses else 0.0
+        if not math.isclose(total, 1.0, rel_tol=_WEIGHTS) or losses[0].seed != 1:
+            return False
+        shared = {count, 1 / count, *(f for t in losses for f in (*t.over, *t.times))}
+        own = [[f for t in row for f in (*t.times, *t.over)] for row in penalties]
+        is_divided = any(math.isclose(a, b) for a in own[0] for b in shared)
+        return not is_divided and all(row == own[0] for row in own)
 
     def _modules(self) -> list[nn.Module]:
         return list(dict.fromkeys(call.module for m in self.micros for call in m.calls))
@@ -635,7 +667,7 @@ class LoopJudge:
         calls = JoinedCalls(self.window, self.recorder, self.read)
         made = calls.gradient(weights, [unit / everywhere for unit in units])
         self.notes += calls.notes
-        self.coupled_outputs = calls.coupled
+        self.coupled_outputs, self.own_loss = calls.coupled, calls.own_loss
         return None if largest_over_ranks(made is None) else made
 
     # --------------------------------------------------------------- the trial

@@ -57,12 +57,13 @@ def read_weights(
     totals: Sequence[float] = (),
     labels: Sequence[tuple[list[float], list[float]]] = (),
     samples: int = 0,
+    counts: Sequence[float] = (),
 ) -> list[TermWeights] | Unreadable:
     """Return the weights of every term; `losses` are the terms of each micro-batch's loss.
 
     `totals` are numbers that the loop may divide by besides those of this rank's window. `labels`
     are numbers of all labels of each micro-batch, and of those that count; `samples` are all
-    samples of the window.
+    samples of the window. `counts` are other numbers that were counted in it, such as positives.
     """
     rows = [
         [term for term in terms if term.kind not in ("joined", "regulariser")] for terms in losses
@@ -76,14 +77,37 @@ def read_weights(
             return Unreadable(f"its graph ends in {term.node}, which is not understood")
     if not rows or not rows[0]:
         return Unreadable("its graph has no mean and no sum over samples")
-    kinds = [[(term.node, term.kind) for term in row] for row in rows]
-    if any(kind != kinds[0] for kind in kinds):
+    if not _made_alike(rows):
+        rows = [_added(row) for row in rows]
+    if not _made_alike(rows):
         return Unreadable("the micro-batches' losses are made in different ways")
     columns = [list(column) for column in zip(*rows, strict=True)]
     known = [[t.count for t in column] for column in columns if column[0].kind == "mean"]
-    count = len(columns)
-    more = (loss_scale, ranks, totals, count, labels, samples)
+    more = (columns, loss_scale, ranks, totals, labels, samples, counts)
     return _together([_Column(column, known, *more).read() for column in columns])
+
+
+def _made_alike(rows: Sequence[Sequence[LossTerm]]) -> bool:
+    kinds = [[(term.node, term.kind) for term in row] for row in rows]
+    return all(kind == kinds[0] for kind in kinds)
+
+
+def _added(row: Sequence[LossTerm]) -> list[LossTerm]:
+    """Return one sum of terms that are made alike: of a loss per image, or per step of time."""
+    alike: dict[object, list[LossTerm]] = {}
+    for term in row:
+        alike.setdefault((term.node, term.kind, term.times, term.over, term.seed), []).append(term)
+    return [
+        replace(one, kind="sum", count=float(len(same)), counted=None, sizes=())
+        if one.kind == "mean"
+        else replace(one, count=sum(t.count for t in same), weighed=_weights_of(same), sizes=())
+        for same in alike.values()
+        for one in same[:1]
+    ]
+
+
+def _weights_of(terms: Sequence[LossTerm]) -> float | None:
+    return sum(t.weighed or 0.0 for t in terms) if all(t.weighed for t in terms) else None
 
 
 def _together(read: list[TermWeights]) -> list[TermWeights]:
@@ -93,6 +117,9 @@ def _together(read: list[TermWeights]) -> list[TermWeights]:
     """
     units = read[0].units
     steady = [all(_close(w, term.weights[0]) for w in term.weights) for term in read]
+    steady += [
+        _match(term.weights, [w * sum(term.weights) for w in term.shares()]) for term in read
+    ]
     if any(steady) or any(term.units != units or term.scale != 1.0 for term in read):
         return read
     weights = tuple(map(sum, zip(*(term.weights for term in read), strict=True)))
@@ -106,16 +133,21 @@ class _Column:
 
     terms: Sequence[LossTerm]
     known: Sequence[Sequence[float]]  # units of other terms
+    columns: Sequence[Sequence[LossTerm]]  # all terms, this one too
     loss_scale: float
     ranks: int
     totals: Sequence[float]
-    columns: int
     labels: Sequence[tuple[list[float], list[float]]]
     samples: int
+    counts: Sequence[float]
 
     def read(self) -> TermWeights:
         self.times = _by_place([term.times for term in self.terms])
         self.over = _by_place([term.over for term in self.terms])
+        for times in [one for one in self.times if _same(one)]:  # and divided by it again
+            if (over := next((o for o in self.over if _match(o, times)), None)) is not None:
+                self.times.remove(times)
+                self.over.remove(over)
         units, base = self._units()
         self.units = units
         own, nominal = self._of_the_loss()
@@ -139,12 +171,13 @@ class _Column:
             is_units = _same(self.units) and _close(times[0], self.units[0])
             if _same(times) and not is_units and not self._is_of_the_window(times[0]):
                 own *= times[0]
-        constant = [over[0] for over in self.over if _same(over)]
-        if self.columns > 1 and (len(constant) > 1 or self.columns != count):
-            terms = next((one for one in constant if _close(one, self.columns)), None)
-            if terms is not None:  # the mean of several losses
-                constant.remove(terms)
-                own /= terms
+        constant, columns = [over[0] for over in self.over if _same(over)], len(self.columns)
+        if columns > 1 and (len(constant) > 1 or columns != count):
+            for terms in (columns, columns * count):  # the mean of several losses
+                if (one := next((c for c in constant if _close(c, terms)), None)) is not None:
+                    constant.remove(one)
+                    own /= columns
+                    break
         if self.terms[0].kind == "sum":
             divisor = math.prod(constant)
             return (own * sum(self.units) / divisor if self._counts_more(divisor) else own), nominal
@@ -168,31 +201,42 @@ class _Column:
         self.units = counts
         if self._counts_more(math.prod(over[0] for over in self.over if _same(over))):
             return counts, counts
-        for units in self._candidates(counts):
-            for over in self.over:
-                if _match(over, units):  # divided by its own units: a mean
-                    self.dropped = list(over)
-                    return units, [1.0] * len(units)
+        varying = [over for over in self.over if not _same(over)]
+        for is_sure, overs in ((True, varying), (False, self.over)):  # 4 is often the steps, too
+            for units in self._candidates(counts, is_sure=is_sure):
+                for over in overs:
+                    if _match(over, units):  # divided by its own units: a mean
+                        self.dropped = list(over)
+                        return units, [1.0] * len(units)
         for units in self._candidates(counts):
             if any(_same(o) and self._is_total(o[0], sum(units)) for o in self.over):
                 return units, units
         units = next(self._candidates(counts))
         return units, units
 
-    def _candidates(self, counts: list[float]) -> Iterator[list[float]]:
+    def _candidates(self, counts: list[float], is_sure: bool = False) -> Iterator[list[float]]:
         counted = [valid for full, valid in self.labels if full == counts != valid]
         if counted:  # one loss for every label, also for those that are ignored
             yield from counted
             return
         yield counts
-        if all(term.weighed for term in self.terms):
-            yield [float(term.weighed or 0.0) for term in self.terms]
-        if self.terms[0].is_loss and self.terms[0].node.startswith(("NllLoss", "SumBackward")):
-            return  # labels: those that are not ignored
+        alike = [column for column in self.columns if _made_alike([column[:1], self.terms[:1]])]
+        rows = list(zip(*alike, strict=True))  # a loss per image
+        yield [sum(term.count for term in row) for row in rows]
+        for weighed in ([_weights_of([t]) for t in self.terms], [_weights_of(row) for row in rows]):
+            if all(weighed):
+                yield [one or 0.0 for one in weighed]
+        if self._is_of_labels or is_sure:
+            return  # those that are not ignored
         yield from ([float(c) for c in other] for other in self.known)
-        if all(term.sizes for term in self.terms):
+        if all(term.sizes for row in rows for term in row):
             yield [float(term.sizes[0]) for term in self.terms]
+            yield [float(sum(term.sizes[0] for term in row)) for row in rows]
         yield from (list(over) for over in self.over if not _same(over))
+
+    @property
+    def _is_of_labels(self) -> bool:
+        return self.terms[0].is_loss and self.terms[0].node.startswith(("NllLoss", "SumBackward"))
 
     def _without(self, weights: list[float]) -> list[float]:
         """Return the weights without the division that made a mean of the sum."""
@@ -206,9 +250,14 @@ class _Column:
         )
 
     def _counts_more(self, divisor: float) -> bool:
-        """True if a sum is divided by labels before a shift, or by the samples' longest length."""
-        totals = [sum(valid) for _, valid in self.labels]
-        if any(_close(divisor, total) for total in (*totals, sum(self.units) + self.samples)):
+        """True if a sum is divided by labels before a shift, or by the samples' longest length.
+
+        Or, if its units are not labels, by what is counted in its targets: a detector's positives.
+        """
+        totals = [sum(valid) for _, valid in self.labels] + [sum(self.units) + self.samples]
+        if not self._is_of_labels and not _close(divisor, len(self.terms)):
+            totals += [one for one in self.counts if 1 < one < sum(self.units)]
+        if any(_close(divisor, total) for total in totals):
             return not self._is_total(divisor, sum(self.units))
         rows = [t.sizes for t in self.terms if len(t.sizes) == 2 and not t.is_loss]
         masked = any(term.count < math.prod(term.sizes) for term in self.terms)

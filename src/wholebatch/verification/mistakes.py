@@ -34,14 +34,14 @@ class Mistake:
     instead: str
 
 
-def _table() -> dict[str, Mistake]:
-    """Return the mistakes of the table in Markdown beside this file, by their keys."""
-    lines = Path(__file__).with_suffix(".md").read_text(encoding="utf-8").splitlines()[4:]
+def texts_in(name: str) -> dict[str, list[str]]:
+    """Return the rows of a table in Markdown beside this file, by their keys."""
+    lines = Path(__file__).with_name(name).read_text(encoding="utf-8").splitlines()[4:]
     rows = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in lines]
-    return {key: Mistake(*texts) for key, *texts in rows}
+    return {key: texts for key, *texts in rows}
 
 
-MISTAKES = _table()
+MISTAKES = {key: Mistake(*texts) for key, texts in texts_in("mistakes.md").items()}
 
 
 @dataclass(frozen=True)

@@ -96,6 +96,8 @@ def joined(micros: Sequence[Any], sizes: Sequence[int] | None = None) -> Any | N
         for index, leaf in enumerate(layouts[0].leaves):
             values = [layout.leaves[index].value for layout in layouts]
             if not layouts[0].batched[index]:
+                if isinstance(leaf.value, Tensor) and not all(map(leaf.value.equal, values)):
+                    return None  # such as the edges of a graph, which count its own nodes
                 leaves.append(leaf.value)
             elif isinstance(leaf.value, Tensor):
                 leaves.append(torch.cat(values))

@@ -227,6 +227,27 @@ def _norms(
     ]
 
 
+def fit_of(parts: Sequence[Vectors], whole: Vectors) -> tuple[list[float], float]:
+    """Fit `whole` by `parts` in least squares; return the weights, and the share that is left."""
+    count = len(parts)
+    gram = torch.zeros(count + 1, count + 1, dtype=torch.float64)
+    for tensors in zip(*parts, whole, strict=True):
+        like = next((t for t in tensors if t is not None), None)
+        if like is None:
+            continue
+        rows = torch.stack(
+            [(torch.zeros_like(like) if t is None else t).double().flatten() for t in tensors]
+        )
+        gram += rows @ rows.T
+    if not bool(torch.isfinite(gram).all()):
+        return [1.0] * count, 0.0  # overflowed: nothing can be said about the weights
+    inner, right, size = gram[:count, :count], gram[:count, count], gram[count, count]
+    weights = torch.linalg.lstsq(inner, right, driver="gelsd").solution
+    left = size - 2 * weights @ right + weights @ inner @ weights
+    relative = float((left.clamp_min(0.0) / size).sqrt()) if size > 0 else 0.0
+    return [float(weight) for weight in weights], relative
+
+
 def norm_of(tensor: Tensor | None, minus: Tensor | None = None) -> float:
     """Return the L2 norm of a tensor, or of its difference to another; None is zero."""
     wide = [

@@ -9,7 +9,14 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from wholebatch.core.plain_files import finite
-from wholebatch.verification.mistakes import MISTAKES, NOT_JUDGED, RIGHT, Mistake, MistakeFit
+from wholebatch.verification.mistakes import (
+    MISTAKES,
+    NOT_JUDGED,
+    RIGHT,
+    Mistake,
+    MistakeFit,
+    texts_in,
+)
 from wholebatch.verification.run_comparison import Comparison, listed, percent
 
 
@@ -27,6 +34,15 @@ class Cause:
         return f"{self.kind}{where}: {self.evidence}. {self.advice}"
 
 
+_CAUSES = texts_in("causes.md")
+
+
+def cause(key: str, where: Sequence[str] = (), **found: Any) -> Cause:
+    """Return the cause of this key, with what was found put into its words."""
+    kind, evidence, advice = _CAUSES[key]
+    return Cause(kind, tuple(where), evidence.format(**found), advice.format(**found))
+
+
 class _Answer:
     """The parts of a verdict that follow from its `same` and its `to_dict`."""
 
@@ -36,14 +52,19 @@ class _Answer:
     def __bool__(self: Any) -> bool:
         return bool(self.same)
 
+    def to_dict(self: Any) -> dict[str, Any]:
+        """Return everything as plain data; numbers that are not finite become None."""
+        also = [n for n in ("same", "judged", "mistakes", "line") if hasattr(self, n)]
+        return {**finite(asdict(self)), **{name: finite(getattr(self, name)) for name in also}}
+
     def to_json(self: Any, *, indent: int | None = 2) -> str:
         """Return the verdict as JSON; `same` is the answer."""
         return json.dumps(self.to_dict(), indent=indent)
 
     @property
     def exit_status(self: Any) -> int:
-        """Return 0 if the update is the same, 1 if it differs."""
-        return 0 if self.same else 1
+        """Return 0 if the update is the same, 1 if it differs, 3 if that could not be judged."""
+        return 0 if self.same else 1 if getattr(self, "judged", True) else 3
 
 
 @dataclass(frozen=True, repr=False)
@@ -105,12 +126,6 @@ class Verdict(_Answer):
         parts += [f"cause: {cause}" for cause in self.causes]
         parts += [f"note: {note}" for note in self.notes]
         return "\n".join(parts)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything as plain data; numbers that are not finite become None."""
-        data: dict[str, Any] = finite(asdict(self))
-        data["line"] = self.line
-        return data
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -177,11 +192,6 @@ class LoopVerdict(_Answer):
         return self.same or any(trial.differs for trial in self.trials)
 
     @property
-    def exit_status(self) -> int:
-        """Return 0 if the update is the same, 1 if it differs, 3 if that could not be judged."""
-        return 0 if self.same else 1 if self.judged else 3
-
-    @property
     def mistakes(self) -> tuple[str, ...]:
         """Return the keys of the mistakes, that of the simplest window first."""
         fits = [trial.found_fit for trial in self.trials]
@@ -239,14 +249,3 @@ class LoopVerdict(_Answer):
         notes = dict.fromkeys(note for trial in self.trials for note in trial.notes)
         parts += [f"note: {note}" for note in notes]
         return "\n".join(parts)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything as plain data; numbers that are not finite become None."""
-        data: dict[str, Any] = finite(asdict(self))
-        data |= {
-            "same": self.same,
-            "judged": self.judged,
-            "mistakes": list(self.mistakes),
-            "line": self.line,
-        }
-        return data

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -92,13 +93,9 @@ def verify_loop(
         )
         trials += found.all(uneven=uneven)
         precision = found.numbers.precision if precision == "full" else precision
-    return LoopVerdict(
-        loop=name or str(getattr(loop, "__name__", "the loop")),
-        trials=tuple(_consistent(trials)),
-        precision=precision,
-        ranks=world_size(),
-        seconds=time.perf_counter() - began,
-    )
+    name = name or str(getattr(loop, "__name__", "the loop"))
+    seconds = time.perf_counter() - began
+    return LoopVerdict(name, tuple(_consistent(trials)), precision, world_size(), seconds)
 
 
 def _sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -364,8 +361,5 @@ def _low_loss_scale() -> Iterator[None]:
         if self.is_enabled():
             self._init_scale = min(self._init_scale, _LOW_SCALE)
 
-    setattr(torch.amp.GradScaler, "__init__", low)  # noqa: B010
-    try:
+    with patch.object(torch.amp.GradScaler, "__init__", low):
         yield
-    finally:
-        setattr(torch.amp.GradScaler, "__init__", original)  # noqa: B010

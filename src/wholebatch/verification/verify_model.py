@@ -34,7 +34,7 @@ from wholebatch.verification.run_comparison import (
     percent,
 )
 from wholebatch.verification.undivided_batch import Numbers
-from wholebatch.verification.verdicts import Cause, Verdict
+from wholebatch.verification.verdicts import Cause, Verdict, cause
 
 _BEFORE = 3
 """Updates of the undivided batch before the one that is compared: the first of all, from moments
@@ -233,9 +233,8 @@ class _Proof:
             update=update,
             float64=float64,
             to_float64=to_float64,
-            losses=(_number(whole.loss), _number(ours.loss)),
             causes=tuple(causes),
-            **self._about(),
+            **self._about(whole, ours),
         )
 
     def _in_float64(self, chance: list[Cause]) -> tuple[Comparison | None, Vectors | None]:
@@ -266,7 +265,7 @@ class _Proof:
         except Exception as error:  # what a module or loss says to being copied, or to float64
             why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         finally:
-            _free_memory()
+            torch.cuda.empty_cache()
         self.notes.append(f"not run in float64: {why}")
         return None, None
 
@@ -285,30 +284,23 @@ class _Proof:
         update = _compared("update", runs, ours.update, whole.update)
         second = distance(our_second, right_second, runs.devices)
         exact = "exact" if first.same else f"{percent(first.distance)} off"
-        cause = Cause(
-            "approximation, as asked for",
-            (),
-            'gradients="moments" keeps the old moments in half their bits while a window is open: '
-            f"in update {_BEFORE + 1} of this batch the second moment is {percent(second)} off, "
-            f"the first moment is {exact}, and the update is {percent(update.distance)} off",
-            'For the update of the undivided batch use gradients="device", "host", "swap" or '
-            '"release"',
-        )
+        measured = {"second": percent(second), "update": percent(update.distance), "first": exact}
+        asked = cause("moments", number=_BEFORE + 1, **measured)
         return Verdict(
             same=False,
             gradient=first,
             update=update,
             float64=None,
             to_float64=None,
-            losses=(_number(whole.loss), _number(ours.loss)),
-            causes=(cause, *chance),
+            causes=(asked, *chance),
             approximate=True,
-            **self._about(),
+            **self._about(whole, ours),
         )
 
-    def _about(self) -> dict[str, Any]:
+    def _about(self, *runs: WindowRun) -> dict[str, Any]:
         """Return what a verdict says of the proof itself."""
         return {
+            "losses": tuple(math.nan if run.loss is None else run.loss for run in runs),
             "samples": self.batch.samples,
             "of_samples": self.of_samples,
             "micro_batches": len(self.batch.micro_batches()),
@@ -362,7 +354,7 @@ class _Proof:
             except torch.OutOfMemoryError:
                 fails = part.samples
                 self.runs.begin()
-                _free_memory()
+                torch.cuda.empty_cache()
         self.notes.append(
             f"the undivided batch of {samples} samples does not fit in memory: this is proven "
             f"on {fits}, the largest part that was found to fit"
@@ -389,17 +381,7 @@ class _Proof:
                 return []
         runs.silences.clear()
         self._hold(few)
-        return [
-            Cause(
-                "randomness",
-                (),
-                f"{self._drawn} for the batch that it is given, so the micro-batches get others "
-                "than the undivided batch",
-                "draw them once for the whole batch and give them with it, a leaf with the samples "
-                "first: each sample keeps its own however the batch is divided; or accept another "
-                "draw of the same distribution, as with dropout",
-            )
-        ]
+        return [cause("randomness", drawn=self._drawn)]
 
     @property
     def _drawn(self) -> str:
@@ -460,12 +442,6 @@ def _halved_until_it_fits(runs: ModelRuns, batch: DividedBatch) -> tuple[Divided
                 raise  # several ranks cannot agree on less from inside a failure
         size = math.ceil(size / 2)
         runs.begin()
-        _free_memory()
-
-
-def _free_memory() -> None:
-    """Give cached device memory back, so that the next try finds it in one piece."""
-    if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
@@ -478,7 +454,3 @@ def _further_from_float64(runs: ModelRuns, whole: float, ours: float) -> list[st
         f"float64 ({percent(ours)}) as the undivided batch ({percent(whole)}): each micro-batch's "
         "gradient is rounded on its own; a larger micro-batch brings it down"
     ]
-
-
-def _number(value: float | None) -> float:
-    return math.nan if value is None else value

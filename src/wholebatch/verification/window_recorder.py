@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial, wraps
+from itertools import islice
 from typing import Any, TypeVar, cast
 
 import torch
@@ -33,7 +34,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from wholebatch.core import window
 from wholebatch.core.forward_state import capture_random, same_random
 from wholebatch.core.splitting.samples import flatten
-from wholebatch.coupled.loss_graph import LossTerm, linked_samples, loss_terms
+from wholebatch.coupled.loss_graph import LossTerm, linked_samples, loss_terms, saved_by
 from wholebatch.verification.observed_window import places_of
 
 _log = logging.getLogger("wholebatch")
@@ -46,7 +47,7 @@ _NUMBERS = 1 << 18
 _FEW_PARAMETERS, _FEW_NUMBERS = 8, 64
 """Parameters watched after the first window, and numbers kept of each."""
 _LOOKS = "wholebatch.coupled."
-_MOST_NODES = 1 << 15
+_MOST_NODES, _MOST_LOSS_NODES = 1 << 15, 1 << 8
 _MOST_OUTPUTS = 1 << 24
 """Numbers kept of the gradients of one call's outputs."""
 
@@ -91,6 +92,8 @@ class RecordedMicroBatch:
     """True if its loss compares samples with each other."""
     roots: list[Any] = field(default_factory=list)
     """The nodes of the graph that its backwards began at."""
+    counts: list[float] = field(default_factory=list)
+    """Positive numbers, ones and sums of the constants that its loss was made with: targets."""
     is_asked: bool = False
     """True if `torch.autograd.grad` gave the gradient to the loop, and added it nowhere."""
 
@@ -329,9 +332,9 @@ class WindowRecorder:
         if parameters:
             self._device = parameters[0].device.type
 
-    def _brings(self, place: int) -> Callable[[Tensor], None]:
-        def brings(gradient: Tensor) -> None:
-            if not self._inside:  # somebody calls the hooks of the parameters by hand
+    def _brings(self, place: int) -> Callable[[Tensor | None], None]:
+        def brings(gradient: Tensor | None) -> None:
+            if not self._inside or gradient is None:  # somebody calls the hooks by hand
                 return
             part = self._part(gradient).clone()  # it may become .grad, and be added to
             held = self._parts.get(place)
@@ -458,7 +461,25 @@ class WindowRecorder:
             self._calls_of(listed), before, before, before, terms, linked=linked
         )
         micro.roots = [root.grad_fn for root in listed]
+        if not self.light and any(term.kind == "sum" and term.over for term in terms):
+            micro.counts = self._counts_in_graph(listed)
         return micro
+
+    @torch.no_grad()
+    def _counts_in_graph(self, roots: Sequence[Tensor]) -> list[float]:
+        """Count in the constants between the losses and the model: a sum may be divided by them."""
+        waiting: list[Any] = [root.grad_fn for root in roots]
+        seen, counts = {None, *self._nodes}, list[float]()
+        for node in islice(waiting, _MOST_LOSS_NODES):  # it grows: in the graph's own order
+            for one in (saved_by(node, name[7:]) for name in dir(node) if name[:7] == "_saved_"):
+                if not isinstance(one, Tensor) or one.requires_grad or not one.dim():
+                    continue
+                if one.dtype is torch.bool or one.is_floating_point():
+                    counts += [float((one > 0).sum()), float((one == 1).sum()), float(one.sum())]
+            below = [child for child, _ in node.next_functions if child not in seen]
+            seen.update(below)
+            waiting += below
+        return counts
 
     def _is_output(self, node: Any) -> bool:
         while node is not None and node not in self._nodes and "View" in node.name():
@@ -480,17 +501,16 @@ class WindowRecorder:
         """Return the calls whose outputs these losses were made of."""
         found: dict[Call, None] = {}
         waiting: list[Any] = [root.grad_fn for root in roots]
-        seen = set(waiting)
+        seen = {None, *waiting}
         while waiting and len(seen) < _MOST_NODES:
             node = waiting.pop()
             if node in self._nodes:  # on through what the call was given, not through the model
                 call = self._nodes[node]
                 found[call] = None
-                below = {tensor.grad_fn for tensor in call.given if tensor.grad_fn}
+                below = [tensor.grad_fn for tensor in call.given if tensor.grad_fn not in seen]
             else:
-                below = {child for child, _ in node.next_functions if child is not None}
-            below -= seen
-            seen |= below
+                below = [child for child, _ in node.next_functions if child not in seen]
+            seen.update(below)
             waiting += below
         if self._used is not None:  # None: it cannot be told
             self._used = self._used | set(found) if found else None
@@ -502,7 +522,9 @@ class WindowRecorder:
         """Tell if the first loss compares samples with each other."""
         if not self.looks or self.window is not None or len(roots) != 1 or not self._outputs:
             return False
-        units = [term.count for term in loss_terms(roots[0].grad_fn) if term.count > 1]
+        terms = [term for term in loss_terms(roots[0].grad_fn) if term.kind != "joined"]
+        # Weights that add up to 1 make one sample of its rows: the documents of a query.
+        units = [u for t in terms if (u := min(t.count, t.weighed or t.count)) > 1 + 1e-4]
         if not units or roots[0].numel() != 1:
             return False
         try:
@@ -554,6 +576,8 @@ class WindowRecorder:
         )
 
     def _begin_window(self) -> None:
+        if self.optimizer is None:  # a trainer has made it since
+            self.optimizer = _optimizer_of(self.parameters)
         self.window = self.new_window()
         self._weights, was = self.row_of(list(self.parameters)), self._weights
         if self.after_step is not None and was.numel() and not self.light:
@@ -776,9 +800,10 @@ def first_numbers(tensor: Tensor) -> Tensor:
     return tensor.detach().reshape(len(tensor), -1)[:, :8].clone()
 
 
-def _keeps(slopes: dict[int, Tensor], place: int) -> Callable[[Tensor], None]:
-    def keep(slope: Tensor) -> None:
-        slopes[place] = slope.detach()
+def _keeps(slopes: dict[int, Tensor], place: int) -> Callable[[Tensor | None], None]:
+    def keep(slope: Tensor | None) -> None:
+        if slope is not None:  # DDP gives None to an output that no loss has used
+            slopes[place] = slope.detach()
 
     return keep
 
@@ -823,6 +848,8 @@ def _optimizer_of(parameters: Sequence[Tensor]) -> torch.optim.Optimizer | None:
         for one in _objects(kinds)
         if any(id(p) in wanted for group in one.param_groups for p in group["params"])
     ]
+    inner = {id(getattr(one, name, None)) for one in found for name in ("optimizer", "_optimizer")}
+    found = [one for one in found if id(one) in inner] or found  # not a trainer's wrapper of it
     return found[0] if len(found) == 1 else None
 
 
