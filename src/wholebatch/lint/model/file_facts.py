@@ -81,6 +81,7 @@ class Facts:
     path: str = ""
     _searched: dict[re.Pattern[str], bool] = field(default_factory=dict)
     _imported: dict[str, Definition | None] = field(default_factory=dict)
+    _assignments: dict[FunctionNode, Env] = field(default_factory=dict)
 
     def mentions(self, pattern: re.Pattern[str]) -> bool:
         """True if the source matches a pattern; each pattern is searched for once."""
@@ -187,7 +188,9 @@ class Facts:
     def env_around(self, node: ast.AST) -> Env:
         """Return the assignments of the function that a node is in."""
         around = self.functions_around(getattr(node, "lineno", 0))
-        return flat_env(walk(around[-1])) if around else Env()
+        if around and around[-1] not in self._assignments:
+            self._assignments[around[-1]] = flat_env(walk(around[-1]))
+        return self._assignments[around[-1]] if around else Env()
 
     def functions_around(self, line: int) -> list[FunctionNode]:
         """Return the functions that contain a line."""

@@ -316,7 +316,8 @@ class _Means:
             if isinstance(n, ast.AugAssign)
             else n
             for n in self.nodes
-            if isinstance(n, (ast.BinOp, ast.AugAssign)) and id(n) not in inner
+            if isinstance(n, (ast.BinOp, ast.AugAssign)) and isinstance(n.op, (ast.Mult, ast.Div))
+            if id(n) not in inner
         ]
         powers = [(n, self._power(n)) for n in quotients]
         known = [(n, p[0]) for n, p in powers if p is not None and p[1]]
