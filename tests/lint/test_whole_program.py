@@ -279,3 +279,128 @@ def test_a_tape_that_accumulates_is_noted(total: str, every: str, expected: set[
                 optimizer.apply_gradients(zip(total, weights))
     """
     assert codes(source) == expected
+
+
+@pytest.mark.parametrize(
+    ("loss", "expected"),
+    [
+        ("(nll(x) * m).sum() / count(m)", {"WB103"}),
+        ("(nll(x) / lengths(m)).sum() / len(m)", set()),  # each sample by its own length
+        ("Criterion(m)(x, batch.ntokens)", {"WB103"}),
+        ("(nll(x) * m).sum() / whole", set()),
+    ],
+)
+def test_a_divisor_that_the_data_decide(loss: str, expected: set[str]) -> None:
+    source = f"""
+        class Criterion:
+            def __call__(self, x, norm):
+                return self.sum_of(x) / norm
+        def count(m):
+            selected = (m != 0).sum()
+            return selected.float().clamp(min=1.0)
+        def train(model, optimizer, batches, accum, whole):
+            for batch in batches:
+                m, x = batch.mask, model(batch.x)
+                criterion = Criterion(m)
+                loss = {loss.replace("Criterion(m)(", "criterion(")}
+                (loss / accum).backward()
+                batch_count += 1
+                if batch_count % accum == 0:
+                    optimizer.step()
+                    optimizer.zero_grad()
+    """
+    assert codes(source) & {"WB103"} == expected
+
+
+@pytest.mark.parametrize(
+    ("added", "shown", "expected"),
+    [
+        ("loss.item()", "total / every", {"WB115"}),  # undivided, over updates
+        ("loss.item()", "total / (every * accum)", set()),
+        ("scaled.item()", "total / every", set()),
+        ("scaled.item()", "total / seen", {"WB115"}),  # divided, over micro-batches
+        ("scaled.item() * accum", "total / seen", set()),
+        ("loss.item()", "total * accum / seen", {"WB115"}),
+        ("loss.item() * share", "total / every", set()),  # a share of the window
+    ],
+)
+def test_the_powers_of_k_in_a_mean(added: str, shown: str, expected: set[str]) -> None:
+    source = f"""
+        def train(model, optimizer, batches, accum, every):
+            total, seen, updates = 0.0, 0, 0
+            for x, y in batches:
+                loss = F.mse_loss(model(x), y)
+                share = len(x) / size
+                scaled = loss / accum
+                scaled.backward()
+                total += {added}
+                seen += 1
+                if seen % accum == 0:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    updates += 1
+                    if updates % every == 0:
+                        print({shown})
+    """
+    assert codes(source) & {"WB115"} == expected
+
+
+def test_nothing_and_a_loss() -> None:
+    """A helper that returns None and 0.0 for an empty batch still returns the loss."""
+    source = """
+        def loss_of(model, x):
+            if x is None:
+                return None, 0.0
+            loss = model(x).mean()
+            return loss, loss.item()
+        def train(model, optimizer, batches, accum):
+            for i in range(total):
+                loss, shown = loss_of(model, next(batches))
+                if loss is not None:
+                    (loss / accum).backward()
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                if (i + 1) % accum == 0:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    print(shown)
+    """
+    assert codes(source) == {"WB105", "WB115"}
+
+
+def test_a_flush_after_the_outer_loop() -> None:
+    source = """
+        def train(model, optimizer, groups, accum):
+            done = 0
+            for group in groups:
+                for x in group:
+                    (model(x).mean() / accum).backward()
+                    done += 1
+                    if done % accum == 0:
+                        optimizer.step()
+                        optimizer.zero_grad()
+            if done % accum != 0:
+                optimizer.step()
+    """
+    assert codes(source) == {"WB109"}
+    assert (
+        codes(source.replace("if done % accum != 0:\n                optimizer.step()", ""))
+        == set()
+    )
+
+
+@pytest.mark.parametrize("labels", ["torch.arange(x.size(0))", "y"])
+def test_the_samples_of_a_batch_as_classes(labels: str) -> None:
+    source = f"""
+        def train(model, optimizer, batches, accum):
+            for i in range(total):
+                x, y = next(batches)
+                rows, columns = model(x)
+                labels = {labels}
+                loss = nn.CrossEntropyLoss()(rows, labels)
+                loss = (loss + F.cross_entropy(columns, labels)) / 2
+                (loss / accum).backward()
+                if (i + 1) % accum == 0:
+                    optimizer.step()
+                    optimizer.zero_grad()
+    """
+    assert codes(source) == ({"WB114"} if "arange" in labels else set())

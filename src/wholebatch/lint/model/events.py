@@ -33,28 +33,23 @@ class Def:
 class Env(dict[str, tuple[Def, ...]]):
     """The possible definitions of each name at one place."""
 
-    __slots__ = ("_copy",)
+    __slots__ = ("_copy", "changed")
 
     def __init__(self, names: Mapping[str, tuple[Def, ...]] = MappingProxyType({})) -> None:
         super().__init__(names)
         self._copy: Env | None = None
+        self.changed: set[str] = set()  # Since this state was copied from another.
 
     def bind(self, name: str, defs: tuple[Def, ...]) -> None:
-        """Set the definitions of a name. All changes must go through this method or `replace`."""
+        """Set the definitions of a name. All changes must go through this method."""
         self[name] = defs
+        self.changed.add(name)
         self._copy = None
 
     def drop(self, prefix: str) -> None:
         """Forget the slots of an object that was replaced: `state['loss']['total']`."""
         for name in [n for n in self if n.startswith(prefix)]:
-            del self[name]
-        self._copy = None
-
-    def replace(self, names: Mapping[str, tuple[Def, ...]]) -> None:
-        """Replace all known names and their definitions with these."""
-        self.clear()
-        self.update(names)
-        self._copy = None
+            self.bind(name, ())
 
     def frozen(self) -> Env:
         """Return a copy of the present state. The copy is shared until the next change."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import cast
@@ -81,6 +81,7 @@ class Facts:
     path: str = ""
     _searched: dict[re.Pattern[str], bool] = field(default_factory=dict)
     _imported: dict[str, Definition | None] = field(default_factory=dict)
+    _assignments: dict[FunctionNode, Env] = field(default_factory=dict)
 
     def mentions(self, pattern: re.Pattern[str]) -> bool:
         """True if the source matches a pattern; each pattern is searched for once."""
@@ -110,10 +111,11 @@ class Facts:
         values += [ast.Call(ast.Name(made), [], []) for made in named]
         for value in values:
             while isinstance(value, ast.Call):
-                head = (dotted(value.func) or "").partition(".")[0]
+                made = dotted(value.func) or ""
+                head = made.partition(".")[0]
                 # `Model = Small if args.small else Large`
                 chosen = [n for v in self.assigned.get(head, ()) for n in walk(v)]
-                names = {head, *(n.id for n in chosen if isinstance(n, ast.Name))}
+                names = {head, made, *(n.id for n in chosen if isinstance(n, ast.Name))}
                 found += [text(c.node) for c in self.classes if c.node.name in names]
                 known = [self.imported(name) for name in sorted(names)]
                 found += [definition.text for definition in known if definition is not None]
@@ -136,6 +138,15 @@ class Facts:
     def made(self, *names: str) -> list[ast.Call]:
         """Return the calls whose last name is one of these: `DDP(...)`, `nn.BatchNorm2d(...)`."""
         return [c for c in self.calls if last_part(c.func) in names]
+
+    @cached_property
+    def endings(self) -> dict[str, list[str]]:
+        """Return the assigned names by their endings: `self.my_optimizer` by `optimizer`."""
+        found: dict[str, list[str]] = {}
+        for name in self.assigned:
+            for at in (0, *(m.end() for m in re.finditer(r"[._]", name))):
+                found.setdefault(name[at:], []).append(name)
+        return found
 
     @cached_property
     def wraps_fsdp(self) -> bool:
@@ -173,6 +184,13 @@ class Facts:
         for _ in range(_LEVELS):
             names |= {n for f, used in self.uses.items() if f.name in names for n in used}
         return called.name in names
+
+    def env_around(self, node: ast.AST) -> Env:
+        """Return the assignments of the function that a node is in."""
+        around = self.functions_around(getattr(node, "lineno", 0))
+        if around and around[-1] not in self._assignments:
+            self._assignments[around[-1]] = flat_env(walk(around[-1]))
+        return self._assignments[around[-1]] if around else Env()
 
     def functions_around(self, line: int) -> list[FunctionNode]:
         """Return the functions that contain a line."""
@@ -232,6 +250,15 @@ def gather(tree: ast.Module, source: str, path: str = "") -> Facts:
     )  # fmt: skip
     facts.relevant = _relevant(uses, _acting(facts))
     return facts
+
+
+def flat_env(nodes: Iterable[ast.AST]) -> Env:
+    """Return the assignments among the nodes in any order: enough to follow a name."""
+    env = Env()
+    for node in nodes:
+        if isinstance(node, ast.Assign):
+            env.bind(dotted(node.targets[0]) or "", (Def(node.value, env, ()),))
+    return env
 
 
 def _acting(facts: Facts) -> set[str]:

@@ -125,7 +125,7 @@ class Walker:
             for case in stmt.cases:
                 branch = Env(env)
                 self.block(case.body, branch, (*path, Guard(stmt.subject, env, True)), scope)
-                _merge(env, branch)
+                _join(env, [env, branch])
         elif isinstance(stmt, (ast.FunctionDef, ast.AsyncFunctionDef)):
             scope.functions[stmt.name] = stmt
             self.nested.append((stmt, env, scope))
@@ -164,9 +164,7 @@ class Walker:
         if all(ended):
             exits = [_Exit("both", ())] if exits else exits
         alive = [r for r, gone in zip(results, ended, strict=True) if not gone] or results
-        env.replace(alive[0])
-        for other in alive[1:]:
-            _merge(env, other)
+        _join(env, alive)
         # `if n == k: last = True` and `else: last = False`: the flag is the condition.
         for name in assigned_names(stmt.body) & assigned_names(stmt.orelse) if stmt.orelse else ():
             values = [_constant(result.get(name, ())) for result in results]
@@ -352,20 +350,26 @@ class Walker:
         return function, Scope({}, relevant=frozenset([function]), home=found.path, base=_EMPTY)
 
     def _method(self, call: ast.Call, scope: Scope, env: Env) -> tuple[FunctionNode | None, Scope]:
-        """Return a method of another class of the file: of `runner`, made or annotated here."""
-        name, _, method = (dotted(call.func) or "").rpartition(".")
-        if not self.facts.classes:
-            return None, scope
-        made = {made.rpartition(".")[2] for made, _ in map(constructor, env.get(name, ()))}
-        made |= self.facts.annotated.get(name, set())
-        for owner in self.facts.classes if name not in {"", "self"} and not scope.home else ():
-            found = owner.methods.get(method) if owner.node.name in made else None
-            if found is not None and found in scope.relevant:
-                seen = class_env(owner, _EMPTY)
-                own = Scope(
-                    scope.functions, owner.methods, owner.changed, scope.relevant, base=seen
-                )
-                return found, own
+        """Return a method of another class of the file: of `runner`, made or annotated here.
+
+        A call of a loss itself, `criterion(x, y)`, is one of its `__call__` or `forward`.
+        """
+        full = dotted(call.func) or ""
+        owners = self.facts.classes if full not in {"", "self"} and not scope.home else ()
+        held, _, method = full.rpartition(".")
+        for name, methods in ((held, (method,)), (full, ("__call__", "forward"))) if owners else ():
+            made = {made.rpartition(".")[2] for made, _ in map(constructor, env.get(name, ()))}
+            made |= self.facts.annotated.get(name, set()) if name == held else set()
+            for owner in owners if made and name != "self" else ():
+                found = next((owner.methods[m] for m in methods if m in owner.methods), None)
+                if found is None or owner.node.name not in made:
+                    continue
+                if found in scope.relevant or (name == full and _PART.search(owner.node.name)):
+                    seen = class_env(owner, _EMPTY)
+                    own = Scope(
+                        scope.functions, owner.methods, owner.changed, scope.relevant, base=seen
+                    )
+                    return found, own
         return None, scope
 
     def _worth(self, helper: FunctionNode, path: _Path, scope: Scope) -> bool:
@@ -420,8 +424,9 @@ def _arguments(
     names = [a.arg for a in (*spec.posonlyargs, *spec.args)]
     bound: dict[str, tuple[Def, ...]] = {}
     before = env.frozen()
-    if names and names[0] in {"self", "cls"} and isinstance(call.func, ast.Attribute):
-        bound[names[0]] = (Def(call.func.value, before, loops),)
+    if names and names[0] in {"self", "cls"}:
+        held = call.func.value if isinstance(call.func, ast.Attribute) else call.func
+        bound[names[0]] = (Def(held, before, loops),)
         names = names[1:]
     defaults = dict(zip(names[::-1], spec.defaults[::-1], strict=False))
     defaults |= {
@@ -487,13 +492,11 @@ def _negated(leaving: _Exit, resolver: Resolver) -> tuple[Guard, ...]:
     return (Guard(ast.BoolOp(ast.And(), parts), _EMPTY, False, origin),)
 
 
-def _merge(env: Env, other: Env) -> None:
-    for name, defs in other.items():
-        mine = env.get(name, ())
-        if mine is not defs:
-            joined = list(mine)
-            joined.extend(d for d in defs if all(d is not m for m in mine))
-            env.bind(name, tuple(joined[:_MAX_ALTERNATIVES]))
+def _join(env: Env, results: Sequence[Env]) -> None:
+    """Set the names that the branches changed to what they can be after any of these."""
+    for name in set().union(*(result.changed for result in results)):
+        defs = {id(d): d for result in results for d in result.get(name, ())}
+        env.bind(name, tuple(defs.values())[:_MAX_ALTERNATIVES])
 
 
 def walk_file(tree: ast.Module, facts: Facts) -> Walker:
@@ -532,10 +535,9 @@ def walk_file(tree: ast.Module, facts: Facts) -> Walker:
 def _walk_root(walker: Walker, function: FunctionNode, env: Env, scope: Scope) -> None:
     walker.covered.add(function)
     walker.root += 1
-    inner = Env(env)
     spec = function.args
     names = [a.arg for a in (*spec.posonlyargs, *spec.args, *spec.kwonlyargs)]
-    inner.replace({n: d for n, d in env.items() if n not in names})
+    inner = Env({n: d for n, d in env.items() if n not in names})
     if not _steps_outside_loops(function):
         walker.block(function.body, inner, (), scope)
         return

@@ -144,7 +144,12 @@ class LoopWindow:
                 sometimes = True
         if ours:
             return ours.pop() if len(ours) == 1 else "never"
-        return "sometimes" if sometimes else "always"
+        return "sometimes" if sometimes and not self._beside_backward(event) else "always"
+
+    def _beside_backward(self, event: Event) -> bool:
+        """True if an event has only the conditions of a backward: whenever there is a gradient."""
+        mine = event.conditions(self.loop)
+        return event.kind == "clip" and any(mine <= b.conditions(self.loop) for b in self.inner)
 
     @property
     def _always_syncs(self) -> bool:
@@ -184,6 +189,16 @@ class LoopWindow:
         """True if a divisor of the loss is the number of micro-batches of a window."""
         return is_accumulation_name(divisor.written) or self.is_count(divisor.key)
 
+    def is_own(self, divisor: Divisor) -> bool:
+        """True if a divisor is a size of the micro-batch itself, and no count of micro-batches."""
+        target, over = self.loop.target, text(self.loop.iterable or ast.Pass())
+        index = target.elts[0] if isinstance(target, ast.Tuple) else target
+        is_index = re.search(r"enumerate\(|range\(", over)
+        counters = self.loop.carried | ({text(index)} if is_index and index else set())
+        mine = [s for s in self.resolver.symbols_in(divisor.expr) if s.loop is self.loop]
+        varies = self.resolver.varies(divisor.expr, self.loop)
+        return varies and not any(s.name in counters for s in mine)
+
     def is_count(self, key: str) -> bool:
         """True if a text means the number of micro-batches of a window."""
         return (bool(key) and key == self.every_name) or is_accumulation_name(key)
@@ -217,7 +232,8 @@ class LoopWindow:
         """Return the calls that made what a name stands for, here or wherever the file sets it."""
         known = [(unmoved(d.expr), d.env) for d in env.get(name, ())]
         if not any(isinstance(made, ast.Call) for made, _ in known):
-            known = [(unmoved(value), Env()) for value in self.facts.assigned.get(name, ())]
+            values = self.facts.assigned.get(name, ())
+            known = [(unmoved(value), self.facts.env_around(value)) for value in values]
         return [(made, where) for made, where in known if isinstance(made, ast.Call)]
 
     @cached_property
@@ -330,13 +346,18 @@ def find_windows(walker: Walker, facts: Facts) -> list[LoopWindow]:
         near = walker.events[max(0, first - _NEAR) : first]
         before = [e for e in near if e.loops == parents and e.root == root]
         near = walker.events[last + 1 : last + _NEAR]
-        after = [e for e in near if e.loops[: len(parents)] == parents and e.root == root]
+        after = [e for e in near if e.root == root]
+        if parents:  # After an outer loop too.
+            after = [e for e in after if e.loops[: len(parents)] == parents[: len(e.loops)]]
         window = LoopWindow(loop, "plain", events, before, after, walker.resolver, facts, inner)
         if _decide(window, inner):
             found.append(window)
         else:
             unread.add(loop)
-    return sorted(found, key=lambda window: window.events[0].order)
+    # A step function whose loop is in this file was read there, with what its caller does.
+    read_in_loops = {id(e.node) for w in found if not w.loop.virtual for e in w.inner}
+    kept = [w for w in found if not w.loop.virtual or id(w.inner[0].node) not in read_in_loops]
+    return sorted(kept, key=lambda window: window.events[0].order)
 
 
 def _within(event: Event, loop: Loop, unread: set[Loop]) -> bool:

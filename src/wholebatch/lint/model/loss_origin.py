@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from .events import Def, Env
@@ -18,6 +18,7 @@ from .expressions import (
     last_part,
     number,
     place,
+    positional,
     root,
     text,
 )
@@ -37,16 +38,17 @@ _OF_TORCH = {
 _OVER_RANKS = re.compile(
     r"reduce|gather|average|dist_mean|mean_scalar|pmean|^float$|^to_python", re.I
 )
+# Calls that leave a number as it is, but for its type, device or a lower limit.
+_SAME_NUMBER = {
+    "clamp", "clamp_", "clamp_min", "clip", "item", "float", "int", "long", "double", "to", "type",
+    "detach", "cpu", "cuda", "type_as",
+}  # fmt: skip
+_LIMITS = {"max", "int", "float", "torch.clamp", "torch.clip", "torch.clamp_min", "torch.maximum"}
 _REDUCERS = {"item", "detach", "mean", "sum"}
 _LOSSY = re.compile(r"loss|nll|criterion|objective|ce$|mse", re.I)
 _WEIGHT = re.compile(r"\w*(scale|weight|coeff?|lambda|factor|ratio)\w*", re.I)
 # Divisors that are unrelated to the number of micro-batches of a window.
 _UNRELATED = re.compile(r"world_?size|n_?gpu|num_gpus?|device_count|get_world_size", re.I)
-# The size of the micro-batch itself: dividing by it turns a sum into a mean.
-# Dividing each sample by a sum over its own tokens is no division of the batch either.
-_OWN_SIZE = re.compile(
-    r"\.shape\[\d\]$|\.size\(\d?\)$|\.numel\(\)$|sum\(([^()]*, *)?((dim|axis)=)?-?1\)"
-)
 # Objects that remember the losses of other micro-batches.
 _KEEPS = re.compile(r"accum|smooth|ema|avg|average|meter|running|moving|window|update|track", re.I)
 _MAX_CHAINS = 8
@@ -59,12 +61,14 @@ class Divisor:
     expr: ast.expr
     node: ast.AST
     key: str
-    written: str
+    by: ast.expr
+    env: Env
+    elementwise: bool = False  # Divided before the values are added up, as by a length each.
 
     @property
-    def own_size(self) -> bool:
-        """True if the divisor is the size of the micro-batch, which turns a sum into a mean."""
-        return bool(_OWN_SIZE.search(self.key))
+    def written(self) -> str:
+        """Return the divisor as it is written."""
+        return text(self.by)
 
     @property
     def unrelated(self) -> bool:
@@ -99,9 +103,47 @@ def trace(
 ) -> list[Chain]:
     """Return every possible derivation of a loss: at least one, at most eight.
 
-    A value that is computed from one of the `known` bases in any way is followed to it.
+    A value that is computed from one of the `known` bases in any way is followed to it. A 0 to
+    start from, or None for "no loss", is left out beside a real one.
     """
-    return [Chain()] if expr is None else _Tracer(resolver, known).follow(expr, env, Chain(), 0)
+    chains = [Chain()] if expr is None else _Tracer(resolver, known).follow(expr, env, Chain(), 0)
+    return [c for c in chains if not _is_nothing(c.base)] or chains
+
+
+def _is_nothing(base: ast.expr | None) -> bool:
+    made = isinstance(base, ast.Constant) or is_call(base, "zeros", "zeros_like", "new_zeros")
+    return made or (is_call(base, "tensor", "float") and number(positional(base, 0)) == 0)
+
+
+def counted(
+    expr: ast.expr, env: Env, returns: Mapping[int, list[Def]] | None = None, depth: int = 0
+) -> list[tuple[ast.expr, Env]]:
+    """Return what a number is computed from, through names, helpers, casts, limits and `+ 1e-5`."""
+    name = place(expr)
+    defs = [d for d in env.get(name or "", ()) if place(d.expr) != name]
+    defs += (returns or {}).get(id(expr), ())
+    inner: list[tuple[ast.expr, Env]] = [(d.expr, d.env) for d in defs]
+    if isinstance(expr, ast.IfExp):
+        inner = [(expr.body, env), (expr.orelse, env)]
+    elif is_binary(expr, ast.Add) and number(expr.right) is not None:
+        inner = [(expr.left, env)]
+    elif isinstance(expr, ast.Call) and dotted(expr.func) in _LIMITS:
+        inner = [(part, env) for part in expr.args[:1]]
+    elif is_call(expr, *_SAME_NUMBER) and isinstance(expr.func, ast.Attribute):
+        inner = [(expr.func.value, env)]
+    if not inner or depth > 12:
+        return [(expr, env)]
+    return [end for part, where in inner for end in counted(part, where, returns, depth + 1)]
+
+
+def is_whole_sum(expr: ast.expr) -> bool:
+    """True for `mask.sum()` and `torch.count_nonzero(x)`: a number that the data decide."""
+    if not is_call(expr, "sum", "count_nonzero", "nansum") or not isinstance(
+        expr.func, ast.Attribute
+    ):
+        return False
+    of_torch = dotted(expr.func.value) in {"torch", "np", "numpy", "jnp"}
+    return len(expr.args) == of_torch and not expr.keywords
 
 
 class _Tracer:
@@ -202,7 +244,7 @@ class _Tracer:
         for definition in new or env[name]:
             # A helper's parameter can have the name of what it is handed.
             again = place(definition.expr) == name and definition.env.get(name) in (None, env[name])
-            if again or "@" in text(definition.expr):
+            if again or "@" in text(definition.expr) or _adds_up(definition, name):
                 found.append(replace(chain, base=expr, base_env=env))
             else:
                 found += self.follow(definition.expr, definition.env, chain, depth + 1)
@@ -262,7 +304,9 @@ class _Tracer:
     def _divided(self, chain: Chain, by: ast.expr, node: ast.AST, env: Env) -> Chain:
         resolved = strip_casts(self.resolver.resolve(by, env))
         key = re.sub(r"@\d+", "", text(resolved))
-        return replace(chain, divisors=(*chain.divisors, Divisor(resolved, node, key, text(by))))
+        elementwise = not chain.reducers.isdisjoint({"mean", "sum"})
+        divisor = Divisor(resolved, node, key, by, env, elementwise)
+        return replace(chain, divisors=(*chain.divisors, divisor))
 
     def _multiplied(self, chain: Chain, factor: ast.expr, node: ast.AST, env: Env) -> Chain:
         inverse = _reciprocal(self.resolver.resolve(factor, env))
@@ -271,6 +315,13 @@ class _Tracer:
         written = text(factor)
         key = written if is_accumulation_name(written) else self.resolver.key(factor, env)
         return replace(chain, factors=(*chain.factors, key))
+
+
+def _adds_up(definition: Def, name: str) -> bool:
+    """True for `total += loss` in a loop that `total` was set before, as a helper can do it."""
+    before = [len(d.loops) for d in definition.env.get(name, ())]
+    adds = is_binary(definition.expr, ast.Add) and hasattr(definition.expr, "augmented")
+    return adds and bool(before) and min(before) < len(definition.loops)
 
 
 def _loss_inside(call: ast.Call) -> ast.expr | None:

@@ -145,11 +145,11 @@ def _plain(event: Event, file: File) -> bool:
 
 def _undivided(chain: Chain, window: LoopWindow) -> bool | None:
     """True if a way of the loss is a mean that nothing divides, False if not, None if unknown."""
-    if any(window.counts(d) or not (d.unrelated or d.own_size) for d in chain.divisors):
+    if any(window.counts(d) or not (d.unrelated or window.is_own(d)) for d in chain.divisors):
         return False
     if any(_SCALING_FACTOR.search(f) and not _LOSS_SCALE.search(f) for f in chain.factors):
         return False
-    is_mean = any(d.own_size for d in chain.divisors)
+    is_mean = any(window.is_own(d) for d in chain.divisors)
     if chain.base is None or ({"sum", "mean"} & chain.reducers == {"sum"} and not is_mean):
         return False
     call = chain.base_call

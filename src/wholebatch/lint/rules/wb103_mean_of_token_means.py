@@ -5,11 +5,23 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import lru_cache
 
 from ..model import File, LoopWindow
-from ..model.expressions import dotted, is_call, keyword, last_part, number, text, walk
+from ..model.expressions import (
+    divisor_of,
+    dotted,
+    is_call,
+    keyword,
+    last_part,
+    number,
+    place,
+    text,
+    walk,
+)
+from ..model.file_facts import flat_env
 from ..model.loop_windows import unmoved
-from ..model.loss_origin import Chain
+from ..model.loss_origin import Chain, Divisor, counted, is_whole_sum
 from ..model.window_boundary import iterated
 from .rule_base import RESCALED, Report, framework_accumulates, framework_steps, rule
 
@@ -26,30 +38,21 @@ _MASKED_LABELS = re.compile(
     r"(?<![\w.])-100(?![\w.%])|masked_lm_labels|Loss\(\)\.ignore_index|(label|target)s?\w*\[[^\]\n]*\]\s*=\s*-1\b"
     r"|label\w*['\"\]]*(\.(extend|append)\(|\s*=)[ (\[]*-1\]?\s*[*)]"
 )
+# Sequences that are joined to full length: a collator has nothing to pad.
+_PACKED = re.compile(r"packing\s*=\s*True|group_texts|ConstantLengthDataset")
 # Models with a label or two for each sample: nothing is left out of their mean.
 _ONE_LABEL = re.compile(r"For(QuestionAnswering|SequenceClassif|MultipleChoice)|start_positions")
 _IGNORED = re.compile(r"-100(?<![\w.]-100)(?![\w.%])")
 _JAX_MASK_COUNT = re.compile(
     r"loss\w*\([^()\n]*\bmask=|/\s*(jnp\.(maximum|clip)\()?\(?(jnp\.sum\(\w*(mask|valid|weights)|\w*(mask|valid|weights)\w*\.sum\(\))"
 )
-# A class that leaves labels out of its mean.
-_LEFT_OUT = r"(-?\d|[\w.]*(?i:pad)|IGNORE)"
-_MASKING_MODEL = re.compile(
-    rf"CrossEntropyLoss\((?![^)]*reduction)[^)]*ignore_index\s*=\s*{_LEFT_OUT}"
-    r"|\.masked_select\([^\n]*mask(.|\n)*_loss\(|\bloss\[\w*mask\w*\]\.mean\(\)|\[active_\w+\]"
-    # `denominator = torch.sum(mask)`, and a division by it.
-    r"|\n *(?P<count>\w+) = [^\n]*(sum\(\w*mask|(mask\w*|\.ne\(-?\w+\))(\.\w+\(\))*\.sum\()"
-    r"[^\n]*\n([^\n]*\n){0,6}?[^\n]*loss[^\n]*/ ?\(?(?P=count)\b"
-)
-_MASKING_LOSS = re.compile(
-    rf"{_MASKING_MODEL.pattern}|(CrossEntropyLoss|cross_entropy)\(([^()]|\([^()]*\))*?ignore_index\s*="
-    r"(?![^)]*reduction)"
-)
 _COLLATES = re.compile(r"collat|dataset|loader", re.I)
-_MASK_COUNT = re.compile(
-    r"mask\w*(\.\w+\(\))*\.sum\(\)|torch\.sum\(\w*mask\w*\)|n_?valid|num_valid|valid_tok|\.ne\(.*sum\(\)"
-    r"|\bmask_?(sum|count|total)|\w_mask_?(sum|count|total)"
-)
+# Numbers of tokens that count, by their names.
+_VALID = re.compile(r"n_?valid|num_valid|valid_tok|(\b|\w_)mask_?(sum|count|total)")
+_OF_BATCH = re.compile(r"tok(en)?s\b|valid", re.I)
+_LOSSY = re.compile(r"loss|nll|\bce\b|entropy", re.I)
+# A sum of ones, not of weights or scores.
+_SELECTED = re.compile(r"mask|valid|tok|\bne\(|\beq\(|[!=]=| > |pad|ignor|active|nonzero", re.I)
 # A check that the parts of a batch are equal.
 _WHOLE_PARTS = re.compile(r"(assert|if)\b[^\n]*batch_?size[^\n]*%")
 _MESSAGE = (
@@ -130,8 +133,9 @@ def _is_masked_loss(node: ast.expr, method: ast.AST, file: File) -> bool:
 
 
 def _masked_mean(chain: Chain, window: LoopWindow, file: File) -> ast.AST | None:
-    masks = [d for d in chain.divisors if _MASK_COUNT.search(f"{d.key} {d.written}")]
-    others = [d for d in chain.divisors if d not in masks and not window.counts(d)]
+    divisors = [d for d in chain.divisors if not d.elementwise]
+    masks = [d for d in divisors if _counts_valid(d, window)]
+    others = [d for d in divisors if d not in masks and not window.counts(d)]
     if _is_split(chain, window):
         return chain.base
     if any(_EXACT.search(d.key) or not d.unrelated for d in others):
@@ -168,8 +172,52 @@ def _ignores(call: ast.Call, chain: Chain, window: LoopWindow, file: File) -> bo
     made = [call, *(m for m, _ in window.makers(name, chain.base_env))]
     if any(_masks_mean(m) or _ignores_by_default(m, file) for m in made):
         return True
-    pattern = _MASKING_LOSS if _CRITERION.search(name) else _MASKING_MODEL
-    return bool(pattern.search(file.facts.behind(name)))
+    return _leaves_out(file.facts.behind(name), functional=bool(_CRITERION.search(name)))
+
+
+def _counts_valid(divisor: Divisor, window: LoopWindow) -> bool:
+    """True if the data of the micro-batch decide the divisor: `mask.sum()`, `batch.ntokens`."""
+    if _VALID.search(f"{divisor.key} {divisor.written}"):
+        return True
+    for expr, env in counted(divisor.by, divisor.env, window.resolver.returns):
+        resolved = window.resolver.resolve(expr, env)
+        if not window.resolver.varies(resolved, window.loop):
+            continue
+        targets = [s for s in window.resolver.symbols_in(resolved) if s.kind == "target"]
+        if _is_selection_size(expr) or (targets and place(expr) and _OF_BATCH.search(text(expr))):
+            return True
+    return False
+
+
+def _is_selection_size(expr: ast.expr) -> bool:
+    return is_whole_sum(expr) and bool(_SELECTED.search(text(expr)))
+
+
+@lru_cache(maxsize=64)
+def _leaves_out(source: str, *, functional: bool) -> bool:
+    """True if code of another class means over the labels that it does not leave out."""
+    try:
+        nodes = [*walk(ast.parse(source))]
+    except (SyntaxError, ValueError):
+        return False
+    calls = [n for n in nodes if isinstance(n, ast.Call)]
+    # A model's own `F.cross_entropy(..., ignore_index=-1)` may meet no such label.
+    if any(_masks_mean(c) and last_part(c.func)[0].isupper() for c in calls):
+        return True
+    if functional and any(keyword(c, "ignore_index") and _is_mean(c) for c in calls):
+        return True
+    if any(is_call(c, "masked_select") and "mask" in text(c) for c in calls) and "loss" in source:
+        return True
+    env = flat_env(nodes)
+    for stmt in (n for n in nodes if isinstance(n, (ast.Assign, ast.AugAssign, ast.Return))):
+        parts = [*walk(stmt)] if stmt.value is not None and _LOSSY.search(text(stmt)) else []
+        divisors = [by for by in map(divisor_of, parts) if by is not None]
+        if any(_is_selection_size(e) for by in divisors for e, _ in counted(by, env)):
+            return True
+        held = [n.slice for n in parts if isinstance(n, ast.Subscript)]
+        if any(re.match(r"active_|\w*mask\w*$", dotted(h) or "") for h in held):
+            return True
+    return False
 
 
 def _ignores_by_default(call: ast.Call, file: File) -> bool:
@@ -203,24 +251,15 @@ def _selects(call: ast.Call, chain: Chain) -> bool:
 
 def _is_selection(expr: ast.expr, chain: Chain) -> bool:
     for _ in range(6):
-        if isinstance(expr, ast.Call) and isinstance(expr.func, ast.Attribute):
-            expr = expr.func.value  # For example `.view(-1)` or `.float()`.
-        elif isinstance(expr, ast.Name):
-            made = chain.base_env.get(expr.id, ())
-            if len(made) != 1:
-                return False
-            expr = made[0].expr
-        else:
+        expr = unmoved(expr)
+        made = chain.base_env.get(dotted(expr) or "", ())
+        if len(made) != 1:
             break
+        expr = made[0].expr
     if not isinstance(expr, ast.Subscript):
         return False
-    if isinstance(expr.slice, ast.Compare):
-        return True
-    if isinstance(expr.slice, ast.Name) and "mask" in expr.slice.id:
-        return True
-    return isinstance(expr.slice, ast.Name) and any(
-        isinstance(d.expr, ast.Compare) for d in chain.base_env.get(expr.slice.id, ())
-    )
+    by = [expr.slice, *(d.expr for d in chain.base_env.get(dotted(expr.slice) or "", ()))]
+    return "mask" in (dotted(expr.slice) or "") or any(isinstance(b, ast.Compare) for b in by)
 
 
 def _masks_mean(call: ast.Call) -> bool:
@@ -230,15 +269,21 @@ def _masks_mean(call: ast.Call) -> bool:
         return False
     if number(ignored) is None and not re.search(r"(?i:pad)|IGNORE|-100", text(ignored)):
         return False
+    return _is_mean(call)
+
+
+def _is_mean(call: ast.Call) -> bool:
     reduction = keyword(call, "reduction")
-    return reduction is None or (isinstance(reduction, ast.Constant) and reduction.value == "mean")
+    return reduction is None or getattr(reduction, "value", None) == "mean"
 
 
 def _is_language_model(call: ast.Call, file: File) -> bool:
-    if not (re.search(r"model|net|lm\b", text(call.func), re.I) or keyword(call, "labels")):
+    handed = any("label" in text(a) for a in (*call.args, *call.keywords))
+    if not (re.search(r"model|net|lm\b", text(call.func), re.I) or handed):
         return False
     if file.facts.mentions(_LANGUAGE_MODEL):
-        if file.facts.mentions(_MASKED_DATA):
+        packed = file.facts.mentions(_PACKED) and not file.facts.mentions(_IGNORED)
+        if file.facts.mentions(_MASKED_DATA) and not packed:
             return True
     elif file.facts.mentions(_ONE_LABEL):
         return False

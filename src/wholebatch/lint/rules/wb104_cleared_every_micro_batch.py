@@ -5,15 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..model import Event, File, LoopWindow
-from .rule_base import (
-    Edit,
-    Report,
-    is_optimizer_of,
-    is_right,
-    moved,
-    rule,
-    stepped,
-)
+from .rule_base import Edit, Report, is_optimizer_of, is_right, moved, rule, stepped
 
 
 @rule("gradients cleared every micro-batch", fixable=True)

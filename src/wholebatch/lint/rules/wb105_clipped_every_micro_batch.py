@@ -6,14 +6,14 @@ from collections.abc import Iterator
 
 from ..model import Event, File, LoopWindow
 from ..model.events import Context
-from .rule_base import Edit, Report, is_right, moved, rule, stepped
+from .rule_base import Edit, Report, is_right, moved, rule, stepped, steps_every_micro_batch
 
 
 @rule("clipped every micro-batch", fixable=True)
 def check(file: File) -> Iterator[Report]:
     """Yield every clipping call that is not at the boundary."""
     for window in file.accumulating:
-        clips = window.of("clip")
+        clips = [] if steps_every_micro_batch(window) else window.of("clip")
         for clip in clips:
             # Clipped on both sides of a condition, it is clipped on every micro-batch.
             either = [c for c in clips if window.when(c) == "sometimes" and c.excludes(clip)]

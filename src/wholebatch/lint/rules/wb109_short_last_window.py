@@ -19,8 +19,10 @@ def check(file: File) -> Iterator[Report]:
         if boundary is None or not _ends_short(window, boundary) or cleared_last(window):
             continue
         parents = window.loop.parents
-        flushed = any(e.kind == "step" and e.loops == parents for e in window.after)
-        handled = boundary.tail or flushed
+        around = [parents[:depth] for depth in range(len(parents) + 1)]
+        handled = boundary.tail or any(e.loops in around for e in window.after if e.kind == "step")
+        if boundary.spanning and not handled and not _cleared_before(window):
+            continue
         if handled and _nominal(window):
             yield Report(
                 boundary.expr,
@@ -42,9 +44,7 @@ def _ends_short(window: LoopWindow, boundary: Boundary) -> bool:
     """True if only the count ends windows, and the loader can end before the count is full."""
     if window.shape != "boundary" or not boundary.pure or boundary.kind == "last":
         return False
-    if not window.finite or steps_every_micro_batch(window):
-        return False
-    return not boundary.spanning or _cleared_before(window)
+    return window.finite and not steps_every_micro_batch(window)
 
 
 def _is_multiple(window: LoopWindow) -> bool:

@@ -97,7 +97,9 @@ def _late_context(window: LoopWindow) -> Event | None:
         if not held:
             continue
         owner = held[-1]
-        forwards = window.of("forward")
+        made = {id(chain.base_call) for chain in window.ways(backward)}
+        calls = [e for e in window.of("call") if id(e.node) in made]
+        forwards = [*window.of("forward"), *calls]
         inside = [f for f in forwards if owner in f.path]
         before = [f for f in forwards if owner not in f.path and f.order < backward.order]
         around = [c for f in before for c in f.path if isinstance(c, Context)]

@@ -19,6 +19,7 @@ _KNOWN_MODEL = re.compile(rf"^({_FAMILIES})$")
 _LAYERS = {"BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "LazyBatchNorm2d"}
 _SEGMENTERS = {"Unet", "UnetPlusPlus", "FPN", "DeepLabV3", "DeepLabV3Plus", "Linknet"}
 _KERAS_ACCUMULATES = re.compile(r"optimizers\.\w+\([^)]*gradient_accumulation_steps\s*=")
+_FACTORY = re.compile(r"create_(\w+_)?model$")  # Any model, by its name.
 _CHOICE = re.compile(r"\n\s+if [^\n]*(type|name|arch|model)\b[^\n]*==")
 _FROZEN = re.compile(
     r"FrozenBatchNorm|freeze_?bn|freeze_batch_?norm|bn_?eval|BatchNorm\w*\)?:?\s*\n?\s*\w+\.eval\(\)"
@@ -59,7 +60,7 @@ def _batchnorm(call: ast.expr, file: File) -> str:
         return "`BatchNormalization`"
     if name in _LAYERS:
         return f"`{name}`"
-    if name == "convert_sync_batchnorm" and "create_model" not in file.facts.called:
+    if name == "convert_sync_batchnorm" and not any(map(_FACTORY.match, file.facts.called)):
         return "the model's BatchNorm"
     model = _known_model(call, name, dotted(call.func) or "", file)
     is_model = not model and call in file.models

@@ -22,6 +22,9 @@ _CACHED = re.compile(
     r"grad_?cache|accum_\w*features|cached_(multiple|rep|emb)|accum_features", re.I
 )
 _SIMILARITY = re.compile(r"@|matmul|einsum|\.b?mm\(|sim|logits_per|scores")
+_OWN_NUMBER = re.compile(
+    r"arange\((0, )?([\w.]+\.(size\(0\)|size\(\)\[0\]|shape\[0\])|len\(|\w*b(atch_?)?si?ze?\b)"
+)
 _CLIP = re.compile(r"CLIP|SigLip|Clap")
 
 
@@ -87,9 +90,10 @@ def _couples(call: ast.Call, event: Event, window: LoopWindow) -> bool:
     made_by = [m for m, _ in window.makers(name, event.env) if "loss" in text(m.func)]
     if any(_compares(p) for m in made_by for p in window.facts.imported_parts(m, 2)):
         return True
-    return bool(re.search(r"entropy|criterion|loss|ce$", name, re.I)) and _by_arange(
-        call, event, window
-    )
+    is_loss = re.search(r"entropy|criterion|loss|ce$", " ".join([name, *made]), re.I)
+    # Rows against columns, with the same labels.
+    turned = len(call.args) > 1 and bool(re.search(r"\.(t\(\)|T)$", text(call.args[0])))
+    return bool(is_loss) and (turned or _by_arange(call, event, window))
 
 
 def _by_arange(call: ast.Call, event: Event, window: LoopWindow) -> bool:
@@ -98,8 +102,11 @@ def _by_arange(call: ast.Call, event: Event, window: LoopWindow) -> bool:
         return False
     labels = window.resolver.resolve(call.args[1], event.env)
     made = [text(d.expr) for d in event.env.get(text(call.args[1]), ())]
-    if "arange(" not in " ".join([text(call.args[1]), text(labels), *made]):
+    spelled = " ".join([text(call.args[1]), text(labels), *made])
+    if "arange(" not in spelled:
         return False
+    if _OWN_NUMBER.search(spelled):
+        return True  # The classes are the samples of the batch.
     bases = [text(n) for n in walk(call.args[0]) if isinstance(n, ast.Name)]
     shown = [text(call.args[0]), *(text(d.expr) for b in bases for d in event.env.get(b, ()))]
     return any(map(_SIMILARITY.search, shown))

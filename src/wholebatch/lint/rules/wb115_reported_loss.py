@@ -8,16 +8,9 @@ from collections.abc import Iterator
 
 from ..model import Event, File, LoopWindow
 from ..model.events import Env
-from ..model.expressions import (
-    dotted,
-    is_accumulation_name,
-    is_binary,
-    is_call,
-    last_part,
-    text,
-    walk,
-)
-from ..model.loss_origin import Chain, trace
+from ..model.expressions import dotted, is_binary, is_call, last_part, number, text, walk
+from ..model.file_facts import flat_env
+from ..model.loss_origin import Chain, counted, trace
 from ..model.name_resolution import strip_casts
 from .rule_base import Report, rule
 
@@ -33,7 +26,7 @@ _WRITER = re.compile(
 _MATH = re.compile(r"log_(softmax|prob|sigmoid|every|likelihood|sum)\w*|\w*softmax\w*")
 _BAR = re.compile(r"p_?bar|prog(ress)?_?bar|progress", re.I)
 _LOSS = re.compile(r"loss|nll|ppl|perplex|err|(?<![a-z])(ce|mse|kl)(?![a-z])", re.I)
-_LENGTH = re.compile(r"len\([\w.]*(loader|dataloader|iterator|batches|dl)\)")
+_LENGTH = re.compile(r"len\([\w.]*(loader|iterator|batches|dl|ld)\)")
 _LAST = (
     "reported loss is that of the last micro-batch, not of the window: log the mean over its "
     "micro-batches"
@@ -116,7 +109,7 @@ def _logged(window: LoopWindow, bases: set[int], file: File) -> Iterator[Report]
 def _wrong(chains: list[Chain], event: Event, window: LoopWindow) -> str:
     """Return what is wrong with a logged loss, or ""."""
     name = window.count_name
-    if any(_is_divided(c, window) for c in chains):
+    if any((_scale(c, window) or 0) < 0 for c in chains):
         return (
             f"reported loss was divided by `{name}`: it is that many times too small; log the loss "
             "before the division, averaged over the window"
@@ -144,8 +137,16 @@ def _shown(window: LoopWindow) -> Iterator[tuple[Event, list[ast.expr]]]:
         if event.loops[-1:] not in {(window.loop,), window.loop.parents[-1:]}:
             continue
         call = event.node
-        if event.kind == "call" and isinstance(call, ast.Call) and _is_sink(call):
-            yield event, [*call.args, *(k.value for k in call.keywords)]
+        if event.kind == "call" and isinstance(call, ast.Call):
+            handed = [*call.args, *(k.value for k in call.keywords)]
+            if _is_sink(call):
+                yield event, handed
+            elif text(event.stmt) == text(call) and "accum" not in last_part(call.func):
+                # Whatever takes a number of the loss and gives nothing back keeps or shows it.
+                yield event, [v for h in handed for v in _numbers(h, event.env)]
+        elif event.kind == "assign" and isinstance(event.receiver, ast.Subscript):
+            if event.argument is not None and "loss" in text(event.receiver.slice):
+                yield event, _numbers(event.argument, event.env)
         elif event.kind == "return" and event.argument is not None:
             yield event, _numbers(event.argument, event.env)
 
@@ -217,12 +218,6 @@ def _values_inside(expr: ast.expr) -> list[ast.expr]:
     return expr.args[:1] if is_call(expr, "float", "round", "str") else []
 
 
-def _is_divided(chain: Chain, window: LoopWindow) -> bool:
-    """True if it is divided by K and not multiplied by it again."""
-    again = any(window.is_count(f) for f in chain.factors)
-    return not again and any(window.counts(d) for d in chain.divisors)
-
-
 def _is_inner(window: LoopWindow) -> bool:
     """True if the loop runs over the micro-batches of one batch, so that it ends with a window."""
     sliced = is_call(window.loop.iterable, "range") and len(window.loop.iterable.args) == 3
@@ -255,51 +250,101 @@ def _kept_at_boundary(window: LoopWindow, bases: set[int]) -> Iterator[Report]:
 
 
 def _averaged(window: LoopWindow, bases: set[int], file: File) -> Iterator[Report]:
-    """Yield sums of a divided loss that are shown as `total / (number of micro-batches)`."""
-    for _, name, chains in _sums(window, "always", bases) if window.shape != "nested" else ():
-        divided = any(_is_divided(c, window) for c in chains)
-        means = _means_over_micro_batches(name, window, file) if divided else []
-        if means:
-            yield Report(
-                min(means, key=lambda node: int(getattr(node, "lineno", 0))),
-                f"`{name}` adds up losses that were divided by `{window.count_name}`, and is "
-                "divided by the number of micro-batches: it is that many times too small; add up "
-                "the losses before the division",
-            )
-            return
+    """Yield means of added-up losses that are `K` times too small or too large.
+
+    Count the powers of K: a loss divided by K has -1, a sum over the micro-batches of an
+    update +1.
+    """
+    function = _function_of(window, file)
+    for _, name, chains in _sums(window, "always", bases):
+        scales = [_scale(chain, window) for chain in chains]
+        # Undivided on one way, it is divided wherever the number is above 1.
+        least = min((scale for scale in scales if scale is not None), default=None)
+        for node, power in _Means(name, window, function).found() if least is not None else ():
+            off = power + (least or 0)
+            if off == -1 or (off == 1 and None not in scales):
+                small = "small" if off < 0 else "large"
+                divided = "were divided by" if off < 0 else "were not divided by"
+                over = "micro-batches" if off < 0 else "updates"
+                yield Report(
+                    node,
+                    f"`{name}` adds up losses that {divided} `{window.count_name}`, and is divided "
+                    f"by the number of {over}: it is that many times too {small}; show the mean "
+                    "over the micro-batches of the losses before the division",
+                )
+                return
 
 
-def _means_over_micro_batches(name: str, window: LoopWindow, file: File) -> list[ast.AST]:
-    counters = _micro_counters(window)
-    inside = [*walk(_function_of(window, file))]
-    nodes = [n for n in inside if isinstance(n, ast.BinOp)]
-    nodes += [
-        ast.copy_location(ast.BinOp(n.target, n.op, n.value), n)
-        for n in inside
-        if isinstance(n, ast.AugAssign) and isinstance(n.op, ast.Div)
-    ]
-    # `if n % every == 0: total / every` is a mean over micro-batches if `n` counts these.
-    products = {
-        text(n.right)
-        for n in nodes
-        if isinstance(n.op, ast.Mod)
-        and (is_binary(n.right, ast.Mult) or text(n.left).removesuffix(" + 1") in counters)
-    }
-    scaled = [n for n in nodes if isinstance(n.op, ast.Mult)]
-    restored = {id(n.left) for n in scaled if window.is_count(text(n.right))}
-    means: list[ast.AST] = []
-    for node in nodes:
-        if not isinstance(node.op, ast.Div) or id(node) in restored:
-            continue
-        left, right = text(node.left), text(strip_casts(node.right))
-        # `n + 1` and `n + 1e-5` are the counter too.
-        is_count = re.sub(r" \+ [\de.-]+$", "", right) in counters or _LENGTH.fullmatch(right)
-        # Only the name itself: `(total - before) / steps` uses another count.
-        alone = left in {name, f"{name}.item()"} and not is_accumulation_name(right)
-        interval = re.fullmatch(rf"{re.escape(name)}(\.item\(\)| - \w+)?", left)
-        if (right in products and interval) or (alone and is_count):
-            means.append(node)
-    return means
+def _scale(chain: Chain, window: LoopWindow) -> int | None:
+    """Return the power of K in a loss: -1 if it is divided by K, None if by something unknown."""
+    times = sum(window.is_count(f) for f in chain.factors)
+    counts = sum(window.counts(d) for d in chain.divisors)
+    others = [d for d in chain.divisors if not (window.counts(d) or d.unrelated or d.elementwise)]
+    unknown = any(number(d.expr) is None for d in others) or any("@" in f for f in chain.factors)
+    return times - counts if counts or not unknown else None
+
+
+class _Means:
+    """The means of a sum over micro-batches that a function computes, with their powers of K."""
+
+    def __init__(self, name: str, window: LoopWindow, function: ast.AST) -> None:
+        self.name, self.window = name, window
+        self.nodes = [*walk(function)]
+        self.env = flat_env(self.nodes)
+        self.micro = _micro_counters(window)
+        self.updates = {
+            text(e.stmt.target)
+            for e in (*window.of("augment"), *window.after)
+            if isinstance(e.stmt, ast.AugAssign) and text(e.stmt.value) == "1"
+            if window.when(e) == ("outside" if window.shape == "nested" else "boundary")
+        }
+        outer = window.loop.parents[-1:] if window.shape == "nested" else ()
+        self.updates |= {text(loop.target) for loop in outer if isinstance(loop.target, ast.Name)}
+        # `if n % every == 0: total / every` is a mean over what `n` counts.
+        rests = [n for n in self.nodes if is_binary(n, ast.Mod)]
+        clocks = [(text(n.left).removesuffix(" + 1"), n.right) for n in rests]
+        self.micro |= {
+            text(by) for clock, by in clocks if clock in self.micro or is_binary(by, ast.Mult)
+        }
+        self.updates |= {text(by) for clock, by in clocks if clock in self.updates}
+
+    def found(self) -> list[tuple[ast.AST, int]]:
+        """Return the outermost means in the order of their lines."""
+        inner = {id(n.left) for n in self.nodes if is_binary(n, ast.Mult, ast.Div)}
+        quotients = [
+            ast.copy_location(ast.BinOp(n.target, n.op, n.value), n)
+            if isinstance(n, ast.AugAssign)
+            else n
+            for n in self.nodes
+            if isinstance(n, (ast.BinOp, ast.AugAssign)) and isinstance(n.op, (ast.Mult, ast.Div))
+            if id(n) not in inner
+        ]
+        powers = [(n, self._power(n)) for n in quotients]
+        known = [(n, p[0]) for n, p in powers if p is not None and p[1]]
+        return sorted(known, key=lambda pair: int(getattr(pair[0], "lineno", 0)))
+
+    def _power(self, expr: ast.expr) -> tuple[int, bool] | None:
+        """Return the power of K of a multiple of the sum, and True if a counter divides it."""
+        shown = re.sub(r"(\.item\(\)| - \w+)$", "", text(expr))
+        if shown == self.name:
+            return 0, False
+        if is_call(expr, "float", "round") and expr.args:
+            return self._power(expr.args[0])
+        if not is_binary(expr, ast.Mult, ast.Div):
+            return None
+        left = self._power(expr.left)
+        sign = 1 if isinstance(expr.op, ast.Mult) else -1
+        if left is None:
+            return None
+        right = strip_casts(expr.right)
+        right = right.left if is_binary(right, ast.Add) and number(right.right) else right
+        by = {text(right), *(text(e) for e, _ in counted(right, self.env))}
+        is_mean = sign == -1 and not left[1]
+        if is_mean and (by & self.micro or any(map(_LENGTH.fullmatch, by))):
+            return left[0], True
+        if any(map(self.window.is_count, by)):
+            return left[0] + sign, left[1]
+        return (left[0] + 1, True) if is_mean and by & self.updates else None
 
 
 def _micro_counters(window: LoopWindow) -> set[str]:

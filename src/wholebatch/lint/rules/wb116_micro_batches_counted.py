@@ -76,12 +76,10 @@ def _made(event: Event, window: LoopWindow) -> list[tuple[ast.Call, Env]]:
     known: list[tuple[ast.expr, Env]] = [*window.makers(name, event.env)]
     own = name.rpartition(".")[2]
     if not known and own:
-        known = [
-            (value, Env())
-            for other, values in window.facts.assigned.items()
-            if other.endswith((own, f".{own}s"))
-            for value in values
-        ]
+        endings, assigned = window.facts.endings, window.facts.assigned
+        lists = [n for n in endings.get(f"{own}s", ()) if n.endswith(f".{own}s")]
+        names = [*endings.get(own, ()), *lists]
+        known = [(value, Env()) for other in names for value in assigned[other]]
     calls = [(call, env) for made, env in known for call in _calls(made)]
     return [(call, env) for call, env in calls if isinstance(call, ast.Call)]
 
