@@ -97,7 +97,7 @@ def test_a_model_of_124_million_within_a_minute() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=6e-4, fused=True)
     batch = texts(16, 1024, 50304)
     for precision in ("bf16", "full"):
-        began = time.process_time()  # It does not depend on how busy the machine is.
+        began = time.thread_time()  # It does not depend on how busy the machine is.
         verdict = wb.verify(
             model,
             loss,
@@ -107,7 +107,7 @@ def test_a_model_of_124_million_within_a_minute() -> None:
             precision=precision,
             clip_norm=1.0,
         )
-        seconds = time.process_time() - began
+        seconds = time.thread_time() - began
         print(f"124 M, {precision}: {seconds:.1f} s; {verdict}")
         assert verdict.same, str(verdict)
         assert verdict.samples == 16
