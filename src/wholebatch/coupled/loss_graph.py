@@ -172,7 +172,7 @@ def check_parts(
         return {}
     _refuse_scaled(scalar.grad_fn)
     terms = list(loss_terms(scalar.grad_fn)) if number > 0 else []
-    means = [term for term in terms if term.kind in ("mean", "first") or term.over]
+    means = [t for t in terms if t.kind in ("mean", "first") or (t.kind == "sum" and t.over)]
     alone = 1 < number == len(means)  # a mean of each unit, added
     found = {}
     for place, term in enumerate(terms):
@@ -193,7 +193,8 @@ def check_parts(
             within = alone or _is_within_units(term, number, rows)
             of_all = count * math.prod(term.over) if _is_of_all(term) else math.nan
             made = TermWeight(factor * (number if is_mean else 1.0) / count, of_all, within)
-            found["mean", len(terms), place] = made
+            if not (term.kind == "sum" and term.times and math.prod(term.sizes) == 1):
+                found["mean", len(terms), place] = made  # The weight of one unit is a factor.
             if is_mean and len(term.over) == (term.kind == "sum"):
                 share = number / (count * math.prod(term.over))
                 found["share", len(terms), place] = replace(made, value=share)
