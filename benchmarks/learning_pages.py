@@ -58,7 +58,7 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
     ]
     for row in rows:
         cells = (
-            bytes_said(value) if name == "peak_bytes" else "not" if value is None else str(value)
+            bytes_said(value) if name == "peak_bytes" else "no" if value is None else str(value)
             for name, value in row.items()
         )
         lines.append("| " + " | ".join(cells) + " |")
