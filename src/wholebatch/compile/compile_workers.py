@@ -448,7 +448,7 @@ def serve(control: socket.socket, device: torch.device) -> None:
         given = socket.recv_fds(control, 1, 1)[1]
         if not given:
             return
-        _forked(partial(_work, given[0], device))
+        _forked(partial(_work, control, given[0], device))
         os.close(given[0])
 
 
@@ -528,8 +528,9 @@ _GUARDS = "_ZN3c104impl26device_guard_impl_registryE"
 _CUDA, _META = 1, 14  # c10::DeviceType
 
 
-def _work(file: int, device: torch.device) -> None:
+def _work(control: socket.socket, file: int, device: torch.device) -> None:
     """Do the jobs that come over a connection, until it ends or nothing comes for a while."""
+    control.close()  # Else the run could still ask for workers when the server has ended.
     from torch._inductor import config
     from torch._inductor.async_compile import AsyncCompile
 
