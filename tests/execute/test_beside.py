@@ -260,6 +260,7 @@ def test_a_process_compiles_for_a_device_that_it_cannot_use() -> None:
 
 
 def test_a_server_keeps_nothing_of_the_run() -> None:
+    before = signal.signal(signal.SIGINT, lambda *_: None)
     inherited, kept = socket.socketpair()
     ours, theirs = socket.socketpair()
 
@@ -270,6 +271,7 @@ def test_a_server_keeps_nothing_of_the_run() -> None:
         theirs.recv(1)
 
     process = compile_workers._forked(leave)
+    signal.signal(signal.SIGINT, before)
     theirs.close()
     assert ours.recv(9) == b"True"
     assert os.getsid(process) == process
