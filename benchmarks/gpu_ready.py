@@ -67,6 +67,8 @@ MODELS = {
     "vit-b": Model(
         12, 768, 12, 3072, vocabulary=1000, length=224, micro=16, window=128, kind="vit"
     ),
+    "narrow-22": Model(22, 64, 4, 128, vocabulary=256, length=32, window=16),
+    "narrow-lora": Model(22, 64, 4, 128, vocabulary=256, length=32, window=16, lora=True),
     "narrow-12": Model(12, 64, 4, 128, vocabulary=256, length=32, micro=2, window=4),
     "tiny": Model(6, 32, 4, 64, vocabulary=64, length=16, micro=2, window=4),
 }
@@ -193,6 +195,7 @@ def phases_timed(device: str) -> Iterator[dict[str, float]]:
     from wholebatch.compile.compile_workers import Pending
     from wholebatch.compile.gradient_buffers import Gradients
     from wholebatch.compile.graph_check import Check
+    from wholebatch.core import runner
 
     spent: dict[str, float] = dict.fromkeys(PHASES, 0.0)
 
@@ -222,6 +225,9 @@ def phases_timed(device: str) -> Iterator[dict[str, float]]:
         (torch.optim.AdamW, "step", "optimizer"),
         (micro_step, "ForwardState", "state"),
         (micro_step, "empty_cache", "empty cache"),
+        (micro_step, "entry_of", "digest"),
+        (runner, "entry_of", "digest of the first test"),
+        (micro_step, "load", "load of the graph"),
     ]
     places = [
         *(looked_into if os.environ.get("TIMELINE") else ()),

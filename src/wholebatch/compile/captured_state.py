@@ -78,7 +78,7 @@ class Reach:
         methods = {kind: _methods(kind) for kind in map(type, model.modules())}
         in_forward = set(self._names)
         for function in (function for found in methods.values() for function in found):
-            in_forward |= set(_names_of(function.__code__))
+            in_forward |= set(names_of(function.__code__))
         every |= not in_forward.isdisjoint(_BY_NAME)
         for prefix, module in model.named_modules():
             for name, value in vars(module).items():
@@ -132,11 +132,11 @@ class Reach:
             self._names.update(code.co_names)
             self._names.update(word for word in code.co_consts if isinstance(word, str))
             stack += [(item, owner) for item in _inner(code)]
-            named = [value for _, _, value in _places(one)]
+            named = [value for _, _, value in places_of(one)]
             spaces = [one for one in named if _is_namespace(one)]
             kinds = [kind for one in (*spaces, type(owner)) for kind in getattr(one, "__mro__", ())]
             named += [
-                _code_of(vars(space).get(name))
+                code_of(vars(space).get(name))
                 for space in dict.fromkeys([*spaces, *kinds])
                 for name in code.co_names
             ]
@@ -187,12 +187,14 @@ class Reach:
         if not space and not _is_own_object(value):
             return None, []
         wanted = self._names if space or (mentioned and self._is_named(value)) else None
-        inner = [(k, v) for k, v in _fields(value).items() if wanted is None or k in wanted]
+        inner = [(k, v) for k, v in fields_of(value).items() if wanted is None or k in wanted]
         kinds = value.__bases__ if isinstance(value, type) else (type(value),)
         inner += [(kind.__name__, kind) for kind in kinds if _is_namespace(kind)]
         look = functools.partial(_attributes, wanted)
         if space:
-            look = functools.partial(_named, [key for key in _fields(value) if key in self._names])
+            look = functools.partial(
+                _named, [key for key in fields_of(value) if key in self._names]
+            )
         return look, [(f"{name}.{k}", v) for k, v in inner]
 
     def _look_of_library(self, value: Any) -> Callable[[Any], Any] | None:
@@ -217,7 +219,7 @@ class Reach:
         """
         if id(value) in self._owners and not hasattr(type(value), "__getattr__"):
             return self._owners[id(value)]
-        return bool(self._names & _fields(value).keys())
+        return bool(self._names & fields_of(value).keys())
 
 
 class _Thing:
@@ -256,7 +258,7 @@ class _Thing:
                 else:
                     place[name] = was
         elif not isinstance(value, _CONTAINERS):
-            now = _fields(value)
+            now = fields_of(value)
             for name in now.keys() - copy.keys():
                 delattr(value, name)
             for name, was in copy.items():
@@ -279,10 +281,10 @@ def _copied(value: Any) -> Any:
     if isinstance(value, _CONTAINERS):
         return value.copy()
     if isinstance(value, FUNCTIONS):
-        return list(_places(value))
+        return list(places_of(value))
     if isinstance(value, nn.Module) or not (_is_namespace(value) or _is_own_object(value)):
         return None  # The trace itself checks modules.
-    return dict(_fields(value))
+    return dict(fields_of(value))
 
 
 def _items(value: Any) -> Any:
@@ -293,7 +295,7 @@ def _items(value: Any) -> Any:
     return [(key, _plain(item)) for key, item in _children(value)]
 
 
-def _fields(value: Any) -> dict[str, Any]:
+def fields_of(value: Any) -> dict[str, Any]:
     """Return the attributes of an object, in `__slots__` too."""
     if hasattr(value, "__dict__"):
         return value.__dict__  # type: ignore[no-any-return]
@@ -309,7 +311,7 @@ def _named(names: Sequence[str], space: Any) -> Any:
 
 
 def _attributes(wanted: set[str] | None, value: Any) -> Any:
-    own, kind = _fields(value), type(value)
+    own, kind = fields_of(value), type(value)
     if wanted is None:
         return [(key, _plain(item)) for key, item in own.items()]
     found = [(key, _plain(item)) for key, item in own.items() if key in wanted]
@@ -376,15 +378,18 @@ def _bare(function: Any) -> Any:
     return getattr(type(function), "__call__", function)  # noqa: B004  (the function is wanted)
 
 
-def _code_of(found: Any) -> Any:
+def code_of(found: Any) -> Any:
     """Return the function of a property, or of a static or class method."""
     for name in ("fget", "func", "__func__"):
         found = getattr(found, name, found)
     return found
 
 
-def _places(function: Any) -> Iterator[tuple[Any, str, Any]]:
-    """Yield where a function's free names live: (cell or dictionary, name, value)."""
+def places_of(function: Any, *, outside: bool = True) -> Iterator[tuple[Any, str, Any]]:
+    """Yield where a function's free names live: (cell or dictionary, name, value).
+
+    Without `outside` only those of its closure.
+    """
     bare = _bare(function)
     code = getattr(bare, "__code__", None)
     if code is None:
@@ -394,7 +399,9 @@ def _places(function: Any) -> Iterator[tuple[Any, str, Any]]:
             yield cell, name, cell.cell_contents
         except ValueError:  # The cell is still empty.
             continue
-    names, space = _names_of(code), bare.__globals__
+    if not outside:
+        return
+    names, space = names_of(code), bare.__globals__
     if (words := _words_of(code)) is not None:  # If none is a global, the name is computed.
         plain = (PLAIN, *_CONTAINERS, Tensor)
         found = words & space.keys() or {n for n, v in space.items() if isinstance(v, plain)}
@@ -407,9 +414,9 @@ def _inner(code: types.CodeType) -> list[types.CodeType]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _names_of(code: types.CodeType) -> tuple[str, ...]:
+def names_of(code: types.CodeType) -> tuple[str, ...]:
     """Return the names that code reads, with those of the functions that are made in it."""
-    return tuple(dict.fromkeys([*code.co_names, *(n for c in _inner(code) for n in _names_of(c))]))
+    return tuple(dict.fromkeys([*code.co_names, *(n for c in _inner(code) for n in names_of(c))]))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -427,7 +434,7 @@ def _words_of(code: types.CodeType) -> set[str] | None:
 
 def _bindings(function: Any) -> Any:
     own = vars(_bare(function)).items() if isinstance(function, FUNCTIONS) else ()
-    return [(name, _plain(value)) for _, name, value in _places(function)], [
+    return [(name, _plain(value)) for _, name, value in places_of(function)], [
         (name, _plain(value)) for name, value in own
     ]
 
@@ -449,7 +456,7 @@ def reached(function: Any) -> Iterator[tuple[str, Any]]:
     if owner is not None:
         yield type(owner).__name__, owner
     bare = _bare(function)
-    yield from ((name, value) for _, name, value in _places(bare))
+    yield from ((name, value) for _, name, value in places_of(bare))
     yield from (getattr(bare, "__kwdefaults__", None) or {}).items()
     yield from (
         (f"default {n}", v) for n, v in enumerate(getattr(bare, "__defaults__", None) or ())
@@ -466,7 +473,7 @@ def _methods(kind: type[Any]) -> list[types.FunctionType]:
             continue
         if not _is_foreign(function):
             found.append(function)
-            stack += [getattr(kind, name, None) for name in _names_of(function.__code__)]
+            stack += [getattr(kind, name, None) for name in names_of(function.__code__)]
     return found
 
 

@@ -55,7 +55,9 @@ _IDLE = 20.0
 # ----------------------------------------------------------------------------- a piece as a message
 
 
-class _Pickler(pickle.Pickler):
+class PlainPickler(pickle.Pickler):
+    """Pickles plain data and operations of torch, and nothing else of torch."""
+
     def reducer_override(self, part: Any) -> Any:
         if isinstance(part, torch._ops.OpOverload):
             if part.namespace not in _OURS:
@@ -164,11 +166,11 @@ def job_of(program: PieceProgram, options: Mapping[str, Any]) -> Job:
     settings = {
         "options": dict(options),
         "inductor": config.save_config_portable(),
-        "torch": {name: get() for name, (get, _) in _GLOBALS.items()},
+        "torch": {name: get() for name, (get, _) in GLOBALS.items()},
     }
     stream = io.BytesIO()
     try:
-        _Pickler(stream).dump((program, settings))
+        PlainPickler(stream).dump((program, settings))
     except (AttributeError, TypeError) as problem:  # A function or class without a name.
         raise pickle.PicklingError(str(problem)) from problem
     return Job(stream.getvalue(), len(program.operations))
@@ -193,7 +195,7 @@ def _of_products(name: str) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
     return lambda: getattr(of, name), lambda value: setattr(of, name, value)
 
 
-_GLOBALS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+GLOBALS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "fp32_precision": _of_products("fp32_precision"),
     "fp16 sums": _of_products("allow_fp16_reduced_precision_reduction"),
     "bf16 sums": _of_products("allow_bf16_reduced_precision_reduction"),
@@ -616,7 +618,7 @@ def _compile_piece(program: PieceProgram, settings: Mapping[str, Any]) -> None:
 
     counters.clear()
     for name, value in settings["torch"].items():
-        get, set_ = _GLOBALS[name]
+        get, set_ = GLOBALS[name]
         if get() != value:
             set_(value)
     with FakeTensorMode(shape_env=_open_sizes[0]):

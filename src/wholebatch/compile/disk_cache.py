@@ -67,6 +67,13 @@ def marks() -> Path:
     return cache_folders()[0].path / "wholebatch"
 
 
+def leave_mark(mark: Path) -> None:
+    """Leave a mark for the next process, if the cache can be written."""
+    with suppress(OSError):
+        mark.parent.mkdir(parents=True, exist_ok=True)
+        mark.touch()
+
+
 @contextmanager
 def claimed(mark: Path, *, patience: float = 300.0) -> Iterator[bool]:
     """Claim the work that leaves this mark among all processes that share the cache.

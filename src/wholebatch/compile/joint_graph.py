@@ -23,11 +23,11 @@ from wholebatch.compile.cross_entropy import can_fuse_entropy
 from wholebatch.compile.fused_weight_grad import can_add_products
 from wholebatch.compile.fusion import collection_paused, is_checked
 from wholebatch.compile.gelu import can_fuse_gelu
-from wholebatch.compile.gradient_buffers import Casts, Gradients, as_one
+from wholebatch.compile.gradient_buffers import Cast, Casts, Gradients, as_one
 from wholebatch.compile.graph_rewrite import Fusions, Rewritten, rewrite
 from wholebatch.compile.inductor import compiled_by_inductor
 from wholebatch.compile.layer_norm import NORMS, can_fuse_norms
-from wholebatch.compile.repeated_blocks import Blocks, calls_other_graphs
+from wholebatch.compile.repeated_blocks import BlockPlan, Blocks, calls_other_graphs
 from wholebatch.compile.trace import Form, State, Traced
 
 aten = torch.ops.aten
@@ -103,6 +103,7 @@ class JointStep:
             fusions = replace(fusions, leaves=True, shared_inputs=False)
         rewritten, self._tail = _rewritten(traced, len(self._trained), gradients, casts, fusions)
         self.fused = rewritten.fused
+        self._casts, self._joined = rewritten.casts, rewritten.joined
         self.operations = sum(node.op == "call_function" for node in rewritten.graph.graph.nodes)
         self._gradients = gradients
         self._run: Callable[..., Any] = rewritten.graph
@@ -117,12 +118,52 @@ class JointStep:
         """The number of operations that a compiler has to compile: layers that are alike once."""
         self._whole: list[Any] | None = None
         self._blocks: Blocks | None = None
+        self._plan: BlockPlan | None = None
+        self._keeps = False
         if calls_other_graphs(rewritten.graph):
             self._whole = arguments if compiled else None
             return
         blocks = Blocks(rewritten.graph, arguments, repeats=self.blocks)
         self.to_compile = blocks.operations
-        self._blocks = blocks if compiled else None
+        if compiled:
+            self._blocks, self._plan = blocks, blocks.plan()
+            self._keeps = not (blocks.constants or traced.sources or self.random or self.sizes)
+
+    def kept(self) -> KeptStep | None:
+        """Return it as plain data for another process; None if it holds tensors of this one.
+
+        A graph that draws random numbers is not kept: nothing could be compared with eager code.
+        """
+        if self._plan is None or not self._keeps or type(self._gradients) is not Gradients:
+            return None
+        return KeptStep(
+            self._plan,
+            self.used,
+            self.sixteen_bit,
+            self._casts,
+            self._joined,
+            dict(self.fused),
+            self.operations,
+            self.to_compile,
+            tuple(self._kernels),
+        )
+
+    @classmethod
+    def of_kept(
+        cls, kept: KeptStep, form: Form, state: State, gradients: Gradients, casts: Casts
+    ) -> JointStep | None:
+        """Return the step of another process, to be compiled; None if it does not fit here."""
+        tail = _tail(kept.casts, kept.joined, kept.used, gradients, casts)
+        if tail is None or not _wrong.isdisjoint(kept.kernels):
+            return None
+        step = cls.__new__(cls)
+        step.form, step.used, step.sixteen_bit = form, kept.used, kept.sixteen_bit
+        step.random, step.sizes, step.compiled, step.runs = False, None, True, 1
+        step.hold(state)
+        step.fused, step.operations, step.to_compile = kept.fused, kept.operations, kept.to_compile
+        step._gradients, step._tail, step._kernels = gradients, tail, list(kept.kernels)
+        step._blocks, step._plan, step._whole, step._keeps = None, kept.plan, None, False
+        return step
 
     @property
     def _options(self) -> dict[str, Any]:
@@ -130,11 +171,11 @@ class JointStep:
 
     def jobs(self) -> list[Job]:
         """Return its pieces for compile workers; raise PicklingError if they are not plain data."""
-        if self._blocks is None:
+        if self._plan is None:
             raise PicklingError("it calls other graphs")
         device = self._trained[0].device
         checks = [check_of(_KERNELS[name][1], device) for name in self._kernels]
-        return [*checks, *(job_of(one, self._options) for one in self._blocks.programs().values())]
+        return [*checks, *(job_of(one, self._options) for one in self._plan.programs)]
 
     def kernels_hold(self) -> bool:
         """Check the kernels that it uses. If one fails, another step of this kind does without."""
@@ -147,10 +188,14 @@ class JointStep:
     def compile(self) -> None:
         """Compile it; what compile workers have compiled is loaded from the disk cache."""
         compile_graph: Any = partial(compiled_by_inductor, **self._options)
-        if self._blocks is not None:
-            self._run = self._blocks.compiled(compile_graph)
-        else:
+        if self._plan is None:
             self._run = compile_graph(self._run, self._whole or [])
+        elif self._blocks is None:
+            self._run = self._plan.compiled(compile_graph)
+        else:
+            self._run = self._plan.compiled(
+                compile_graph, self._blocks.constants, self._blocks.mode
+            )
         self._blocks = self._whole = None
 
     def _possible_fusions(self, device: torch.device, targets: set[Any]) -> Fusions:
@@ -204,12 +249,45 @@ def _rewritten(
     """Return the rewritten graph, and its inputs behind the seeds."""
     dtypes = [buffer.dtype for buffer in gradients.of(traced.used)]
     rewritten = rewrite(traced, trained, dtypes, fusions)
-    tail = [*casts.of(rewritten.casts), *gradients.inputs(traced.used)]
-    joined = [as_one([tail[place] for place in places]) for places in rewritten.joined]
-    found = [one for one in joined if one is not None]
-    if len(found) < len(joined):  # Another graph had some of them put elsewhere before.
+    tail = _tail(rewritten.casts, rewritten.joined, traced.used, gradients, casts)
+    if tail is None:
         return _rewritten(traced, trained, gradients, casts, replace(fusions, shared_inputs=False))
-    return rewritten, [*tail, *found]
+    return rewritten, tail
+
+
+def _tail(
+    kinds: Sequence[Cast],
+    joined: Sequence[Sequence[int]],
+    used: Sequence[int],
+    gradients: Gradients,
+    casts: Casts,
+) -> list[Tensor] | None:
+    """Return the casts, the buffers and those that are joined; None if these lie apart.
+
+    Another graph may have had some of them put elsewhere before.
+    """
+    tail = [*casts.of(kinds), *gradients.inputs(used)]
+    for places in joined:
+        one = as_one([tail[place] for place in places])
+        if one is None:
+            return None
+        tail.append(one)
+    return tail
+
+
+@dataclass(frozen=True)
+class KeptStep:
+    """A joint step as plain data, for another process with the same code, values and kinds."""
+
+    plan: BlockPlan
+    used: tuple[int, ...]
+    sixteen_bit: bool
+    casts: tuple[Cast, ...]
+    joined: tuple[tuple[int, ...], ...]
+    fused: dict[str, int]
+    operations: int
+    to_compile: int
+    kernels: tuple[str, ...]
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
 from pickle import PicklingError
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -30,7 +32,7 @@ from wholebatch.compile.execute_mode import (
     first_line,
     reason_of,
 )
-from wholebatch.compile.fused_weight_grad import Adding
+from wholebatch.compile.fused_weight_grad import Adding, can_add_products
 from wholebatch.compile.gradient_buffers import (
     Casts,
     Gradients,
@@ -41,7 +43,8 @@ from wholebatch.compile.gradient_buffers import (
 from wholebatch.compile.graph_check import Check, EagerResult, gradients_in_full
 from wholebatch.compile.graph_inputs import DeviceCopies, Inputs, Key, take_apart
 from wholebatch.compile.inductor import start_compiler, wait_for_import
-from wholebatch.compile.joint_graph import JointStep, Prepared, Runnable
+from wholebatch.compile.joint_graph import JointStep, KeptStep, Prepared, Runnable
+from wholebatch.compile.kept_steps import drop, entry_of, load, save
 from wholebatch.compile.switch_together import SwitchTogether
 from wholebatch.compile.symbolic_sizes import SharedGraph, SharedGraphs, Sizes
 from wholebatch.compile.trace import Added, Form, State, Traced, totals_of, trace
@@ -122,6 +125,7 @@ class Executor:
         self._seen: dict[Key, int] = {}
         self._shapes = SharedGraphs(self.notes)
         self._coming: dict[Key, _Coming] = {}
+        self._entry: Path | None = None  # for the first graph, on disk
 
     # ------------------------------------------------------------- micro-step
 
@@ -202,11 +206,12 @@ class Executor:
     def _graph_step(self, micro: Any, *, last: bool) -> Added | None:
         """Run this micro-batch in a graph if possible; return None if eager code must run it."""
         inputs = take_apart(micro)
-        if not self._window.open_early():
-            return None
+        is_open = self._window.open_early()
         self._look_at_the_window()
         self._plan.micro_batches += 1
         prepared = self._steps.get(inputs.key)
+        if prepared is not None and not is_open:
+            return None  # The seed of the first window is that of its first loss, by eager code.
         steps = last and self._window.store.steps_in_backward
         if steps and (prepared is None or not self._window.now.owners):
             return None  # Eager code frees the gradients of an only micro-batch as they are made.
@@ -302,8 +307,9 @@ class Executor:
             return
         self._next_place = window.now.micro_batches + 1
         self._casts.refresh()  # The device casts while the host checks.
-        same = len(self._parameters) == len(window.now.inputs) and all(
-            a is b for a, b in zip(self._parameters, window.now.inputs, strict=True)
+        trained = window.target.trained() if window.open is None else window.now.inputs
+        same = len(self._parameters) == len(trained) and all(
+            a is b for a, b in zip(self._parameters, trained, strict=True)
         )
         if not self._found:
             self.changed()
@@ -312,7 +318,7 @@ class Executor:
         if not same or self._fingerprint is None or changed is not None:
             self._reset()
             self._fingerprint = Fingerprint(self._model, self._loss)
-            self._parameters = list(window.now.inputs)
+            self._parameters = list(trained)
             return
         for key, prepared in list(self._steps.items()):
             if prepared.captured and prepared.joint.addresses() != prepared.addresses:
@@ -325,6 +331,11 @@ class Executor:
     def by_autograd(self) -> bool:
         """True if autograd itself adds every gradient of a micro-batch."""
         return self._plan.eager and not self._eager.possible
+
+    @property
+    def is_eager(self) -> bool:
+        """True if no graph is to come."""
+        return self._plan.eager
 
     @property
     def is_plain(self) -> bool:
@@ -452,9 +463,13 @@ class Executor:
         """Trace the graph for this kind, and have it compiled beside the run."""
         state = self._state_for(done)
         inputs = done.inputs
-        if inputs.key not in self._traced:
-            self._traced[inputs.key] = self._trace(done, state)
-        made = self._made_of(self._traced[inputs.key], state, inputs, compiled=True)
+        kept, made = self._kept(done, state), None
+        if kept is not None:
+            made = JointStep.of_kept(kept, done.form, state, self._gradients, self._casts)
+        if made is None:
+            if inputs.key not in self._traced:
+                self._traced[inputs.key] = self._trace(done, state)
+            made = self._made_of(self._traced[inputs.key], state, inputs, compiled=True)
         self._send(made, inputs)
 
     def _state_for(self, done: EagerResult) -> State:
@@ -517,14 +532,58 @@ class Executor:
                 else:
                     shared.proven.add(compiled)
                     return step
+            step = self._loaded(done, state) if compiled else None
+            if step is not None:
+                return step
             self._traced[inputs.key] = traced()
         joint = self._joint(make, self._traced[inputs.key], compiled)
         try:
-            return self._proven(joint, done, captures=self._plan.captures)
+            step = self._proven(joint, done, captures=self._plan.captures)
+            self._keep(joint)
+            return step
         except (CannotTrace, torch.OutOfMemoryError):
             raise
         except Exception as problem:  # An operation may refuse what its fake version admitted.
             raise CannotTrace(f"it fails as a graph ({reason_of(problem)})") from problem
+
+    def _kept(self, done: EagerResult, state: State) -> KeptStep | None:
+        """Return the joint step that another process has kept for this kind, if there is one."""
+        self._entry = None
+        if self._steps or not done.alone or self._precision.name == "fp8":
+            return None
+        tensors = [[*state.trained.items()], [*state.others.items()], self._single, done.form]
+        options = [vars(JointStep)[name] for name in ("fusions", "blocks")]
+        options += [can_add_products(self._device), find_spec("triton") is not None]
+        parts = (self._precision.name, done.inputs.key, tensors, options)
+        self._entry = entry_of("step", self._model, self._loss, self._device, *parts)
+        return None if self._entry is None else load(self._entry)
+
+    def _loaded(self, done: EagerResult, state: State) -> Prepared | None:
+        """Return the step that another process has kept, if it gives what eager code gives."""
+        key = done.inputs.key
+        kept = None if key in self._coming else self._kept(done, state)
+        joint = None
+        if key in self._coming:
+            joint = self._coming[key].joint
+            joint.hold(state)
+        elif kept is not None:
+            joint = JointStep.of_kept(kept, done.form, state, self._gradients, self._casts)
+        try:
+            if joint is None or not self._compile(joint, key):
+                return None
+            return self._proven(joint, done, captures=self._plan.captures, sure=True)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as problem:  # A compiler, or the check, may raise anything.
+            if self._entry is not None:
+                drop(self._entry, reason_of(problem))
+            return None
+
+    def _keep(self, joint: JointStep) -> None:
+        """Keep a joint step that was compared with eager code for the next process."""
+        kept = joint.kept() if joint.compiled and self._entry is not None else None
+        if kept is not None and self._entry is not None:
+            save(self._entry, kept)
 
     def _joint(self, make: Callable[..., JointStep], traced: Traced, compiled: bool) -> JointStep:
         """Compile the graph; if the compiler fails and graphs are captured, run it as traced."""
@@ -542,8 +601,13 @@ class Executor:
             self.notes.fell_back(self.execute, "as traced", f"it cannot be compiled ({reason})")
             return self._joint(make, traced, False)
 
-    def _proven(self, joint: JointStep, done: EagerResult, *, captures: bool) -> Prepared:
-        """Run the graph from the same state as eager code, and capture it if the results agree."""
+    def _proven(
+        self, joint: JointStep, done: EagerResult, *, captures: bool, sure: bool = False
+    ) -> Prepared:
+        """Run the graph from the same state as eager code, and capture it if the results agree.
+
+        With `sure`, there must be something to compare.
+        """
         # The trial run writes into the buffers: save the window's gradients first.
         inputs = done.inputs
         held = self._gradients.set_aside(joint.used)
@@ -565,9 +629,11 @@ class Executor:
         try:
             found = rehearse(run, self._device, captures=captures)
             if not joint.random:
-                check = Check(sixteen_bit=joint.sixteen_bit)
+                check = Check(sixteen_bit=joint.sixteen_bit, sure=sure)
                 check.hold_against(found, done.results, "loss")
                 wanted = done.gradients(joint.used, held)
+                if wanted is None and sure:
+                    raise CannotTrace("the gradient of this micro-batch alone is not known")
                 if wanted is not None:
                     buffers = self._gradients.of(joint.used)
                     check.hold_against(buffers, wanted, "gradient", truth=in_full)

@@ -140,11 +140,10 @@ class _Piece:
 
 
 @dataclass
-class _Call:
+class Call:
     """One call of a compiled piece: the places of its inputs and outputs among all values."""
 
-    run: Callable[[list[Any]], Any]
-    """It empties the list of its inputs, so that each is freed after its last use."""
+    piece: int
     inputs: list[int]
     outputs: list[int]
     freed: list[int]
@@ -153,34 +152,60 @@ class _Call:
     """The outputs that nothing reads."""
 
 
+@dataclass(frozen=True)
+class BlockPlan:
+    """A graph as calls of pieces, as plain data: one program of each kind of piece."""
+
+    programs: list[PieceProgram]
+    calls: list[Call]
+    results: list[int]
+    places: int
+
+    def compiled(
+        self, compile_piece: Compile, constants: Sequence[Tensor] = (), mode: Any = None
+    ) -> BlockProgram:
+        """Compile each piece on fake tensors of this mode; return the program that calls them."""
+        runs = []
+        for program in self.programs:
+            with fake_mode() if mode is None else mode:
+                examples = program.examples()
+            runs.append(_taking_a_list(compile_piece(program.module(), examples)))
+        return BlockProgram(self, runs, constants)
+
+
 class BlockProgram:
-    """A graph as calls of compiled pieces: the same signature as the graph itself."""
+    """A graph as calls of compiled pieces: the same signature as the graph itself.
+
+    A function of `runs` empties the list of its inputs, so that each is freed after its last use.
+    """
 
     def __init__(
-        self, calls: list[_Call], constants: list[Tensor], results: list[int], places: int
+        self,
+        plan: BlockPlan,
+        runs: Sequence[Callable[[list[Any]], Any]],
+        constants: Sequence[Tensor],
     ) -> None:
-        self._calls = calls
+        self._calls = [(runs[call.piece], call) for call in plan.calls]
         self._constants = constants
-        self._results = results
-        self._places = places
-        self.compiled = len({id(call.run) for call in calls})
+        self._plan = plan
+        self.compiled = len(runs)
         """The number of pieces that were compiled."""
-        self.pieces = len(calls)
+        self.pieces = len(plan.calls)
 
     def __call__(self, *arguments: Any) -> list[Any]:
         values: list[Any] = [*arguments, *self._constants]
-        values += [None] * (self._places - len(values))
-        for call in self._calls:
+        values += [None] * (self._plan.places - len(values))
+        for run, call in self._calls:
             inputs = [values[place] for place in call.inputs]
             for place in call.freed:
                 values[place] = None
-            results = call.run(inputs)
+            results = run(inputs)
             for place, result in zip(call.outputs, results, strict=True):
                 values[place] = result
             del results, inputs
             for place in call.unused:
                 values[place] = None
-        return [values[place] for place in self._results]
+        return [values[place] for place in self._plan.results]
 
 
 class Blocks:
@@ -195,10 +220,10 @@ class Blocks:
     ) -> None:
         graph = module.graph
         constants = graph.find_nodes(op="get_attr")
-        self._constants = [_attribute(module, node) for node in constants]
+        self.constants = [_attribute(module, node) for node in constants]
         self._inputs = [*graph.find_nodes(op="placeholder"), *constants]
-        values = dict(zip(self._inputs, (*arguments, *self._constants), strict=True))
-        self._mode = fill_values(graph, values)
+        values = dict(zip(self._inputs, (*arguments, *self.constants), strict=True))
+        self.mode = fill_values(graph, values)
         self._results: Any = graph.output_node().args[0]
         nodes = [node for node in graph.nodes if node.op == "call_function"]
         sizes = list(filter(_is_size, self._inputs))
@@ -224,21 +249,29 @@ class Blocks:
         """The number of operations to compile."""
         return sum(len(piece.operations) for piece in self._kinds.values())
 
-    def programs(self) -> dict[Any, PieceProgram]:
-        """Return one piece of each kind."""
+    def plan(self) -> BlockPlan:
+        """Give every value a place, and find its last use."""
         outputs = _outputs(self._pieces, self._keys, self._results)
-        return {key: piece.program(outputs[key]) for key, piece in self._kinds.items()}
-
-    def compiled(self, compile_piece: Compile) -> BlockProgram:
-        """Compile one piece of each kind, and return the program that calls them."""
-        runs = {}
-        for key, program in self.programs().items():
-            with self._mode:
-                examples = program.examples()
-            run = compile_piece(program.module(), examples)
-            runs[key] = _taking_a_list(run), program.outputs
-        calls = [runs[key] for key in self._keys]
-        return _program(self._pieces, calls, self._inputs, self._constants, self._results)
+        programs = [piece.program(outputs[key]) for key, piece in self._kinds.items()]
+        numbers = {key: number for number, key in enumerate(self._kinds)}
+        place = {node: number for number, node in enumerate(self._inputs)}
+        held = len(place)
+        places = held
+        calls = []
+        for piece, key in zip(self._pieces, self._keys, strict=True):
+            read = [place[node] for node in piece.inputs]
+            written = list(range(places, places + len(outputs[key])))
+            places += len(written)
+            for at, number in zip(written, outputs[key], strict=True):
+                if piece.nodes[number] in piece.own:
+                    place[piece.nodes[number]] = at
+            calls.append(Call(numbers[key], read, written, [], []))
+        kept = {place[node] for node in self._results} | set(range(held))
+        for call in reversed(calls):
+            call.unused = [one for one in call.outputs if one not in kept]
+            call.freed = [one for one in call.inputs if one not in kept]
+            kept.update(call.freed)
+        return BlockPlan(programs, calls, [place[node] for node in self._results], places)
 
 
 def _is_size(node: fx.Node) -> bool:
@@ -286,45 +319,24 @@ def _outputs(
     return {key: sorted(numbers) for key, numbers in outputs.items()}
 
 
-def _program(
-    pieces: Sequence[_Piece],
-    runs: Sequence[tuple[Callable[..., Any], Sequence[int]]],
-    inputs: Sequence[fx.Node],
-    constants: list[Tensor],
-    results: Sequence[fx.Node],
-) -> BlockProgram:
-    """Give every value a place, and find its last use."""
-    place = {node: number for number, node in enumerate(inputs)}
-    held = len(place)
-    places = held
-    calls = []
-    for piece, (run, outputs) in zip(pieces, runs, strict=True):
-        read = [place[node] for node in piece.inputs]
-        written = list(range(places, places + len(outputs)))
-        places += len(outputs)
-        for at, number in zip(written, outputs, strict=True):
-            if piece.nodes[number] in piece.own:
-                place[piece.nodes[number]] = at
-        calls.append(_Call(run, read, written, [], []))
-    kept = {place[node] for node in results} | set(range(held))
-    for call in reversed(calls):
-        call.unused = [one for one in call.outputs if one not in kept]
-        call.freed = [one for one in call.inputs if one not in kept]
-        kept.update(call.freed)
-    return BlockProgram(calls, constants, [place[node] for node in results], places)
+def fake_mode() -> Any:
+    """Return a new mode for fake tensors."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    return FakeTensorMode(shape_env=ShapeEnv())
 
 
 def fill_values(graph: fx.Graph, arguments: dict[fx.Node, Tensor]) -> Any:
     """Give a fake value to every node that has none; return their mode."""
-    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+    from torch._subclasses.fake_tensor import FakeTensor
 
     def fake(part: Any) -> Any:
         return mapped(part.meta["val"], _alike) if isinstance(part, fx.Node) else part
 
     fakes = (one for one in arguments.values() if isinstance(one, FakeTensor))
     given = next(fakes, None)
-    mode = FakeTensorMode(shape_env=ShapeEnv()) if given is None else given.fake_mode
+    mode = fake_mode() if given is None else given.fake_mode
     with mode, torch.no_grad():
         for node in graph.nodes:
             if node in arguments:

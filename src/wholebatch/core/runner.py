@@ -15,12 +15,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
+from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from wholebatch.compile import Execute, Executor, check_execute
+from wholebatch.compile.disk_cache import leave_mark
+from wholebatch.compile.kept_steps import entry_of
 from wholebatch.core.close import read_scalars
 from wholebatch.core.compiled_loss import execute_here
 from wholebatch.core.foreign_writes import Untouched
@@ -28,9 +31,10 @@ from wholebatch.core.forward_state import ForwardState, restore_random
 from wholebatch.core.loss import SINGLE, Loss, Term, Terms, as_loss, terms_of
 from wholebatch.core.precision import Precision
 from wholebatch.core.splitting import Tokens, batch_size_of, to_device
-from wholebatch.core.splitting.samples import layout_of
+from wholebatch.core.splitting.samples import Layout, layout_of
 from wholebatch.core.window import Window
 from wholebatch.coupled import choose as choose_batchnorm
+from wholebatch.coupled.adds_up import SAMPLES
 from wholebatch.coupled.audit import SplitGuard, check_padding
 from wholebatch.coupled.batchnorm.lock_step import Hold, LockStep
 from wholebatch.coupled.batchnorm.lock_step_graph import Recorder
@@ -167,7 +171,19 @@ class Runner:
                 return function(self.model, to_device(few, self._device))
 
         name = getattr(function, "__name__", "a function")
-        guard.look(run, batch, micros, **layout, outputs=encodes, name=name)
+        entry: list[Path | None] = [None]
+
+        def known_to_add_up(samples: Layout | None, size: int | None) -> bool:
+            if samples is not None and not (self.executor.is_eager or encodes):
+                few = samples.take(list(range(min(SAMPLES, samples.size))))
+                options = (self._device, self._precision.name, samples.size, size)
+                entry[0] = entry_of("look", self._root, function, *options, batch=few)
+            return entry[0] is not None and entry[0].exists()
+
+        options = {"outputs": encodes, "name": name, "known_to_add_up": known_to_add_up}
+        adds_up = guard.look(run, batch, micros, **layout, **options)
+        if adds_up and entry[0] is not None and not self._draws.used:
+            leave_mark(entry[0])
         self._share_that_draws_are_used()
 
     def look_at_padding(self, batch: Any, by: Tokens, layout: Mapping[str, Any]) -> None:

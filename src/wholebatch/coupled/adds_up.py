@@ -241,10 +241,14 @@ _MISTAKES = ("mean", "sum", "added", "units")
 
 @dataclass(frozen=True, slots=True)
 class LookResult:
-    """The findings of a look; not `conclusive` if there were no two samples, or no units."""
+    """The findings of a look; not `conclusive` if there were no two samples, or no units.
+
+    `checked` is False if the loss could not be checked at all.
+    """
 
     findings: tuple[AuditFinding, ...] = ()
     conclusive: bool = True
+    checked: bool = True
 
     def refuse(self, off: str = "audit=False", on_another_rank: bool = False) -> None:
         """Raise if anything was found, here or on another rank.
@@ -297,7 +301,7 @@ def check_adds_up(
         return _Look(samples, _power_of_two(count), more).result()
     except Uncheckable as reason:
         _log.debug("the loss was not looked at: %s", reason)
-        return LookResult()
+        return LookResult(checked=False)
     finally:
         _release()
 

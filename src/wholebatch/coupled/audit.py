@@ -237,28 +237,34 @@ class LossLook:
         self,
         run: Callable[[Any], Any],
         samples: Callable[[], tuple[Layout | None, int | None]],
+        known_to_add_up: Callable[[Layout | None, int | None], bool] = lambda *_: False,
         **options: Any,
-    ) -> None:
-        """Refuse what does not add up, and layers that cannot by their type.
+    ) -> bool:
+        """Refuse what does not add up, and layers that cannot by their type; True if it does.
 
-        `samples()` returns the batch and how many of it a micro-batch has. The other options are
-        those of `check_adds_up`.
+        `samples()` returns the batch and how many of it a micro-batch has, and `known_to_add_up`
+        says of these whether they were looked at before. The other options are those of
+        `check_adds_up`.
         """
         result, layout, known = LookResult(), None, refused_by_type(self._model)
         try:
             layout, size = samples()
-            with local_collectives():
-                result = check_adds_up(self._model, run, layout, micro_batch=size, **options)
+            if not known_to_add_up(layout, size):
+                with local_collectives():
+                    result = check_adds_up(self._model, run, layout, micro_batch=size, **options)
         except torch.OutOfMemoryError:
             _log.warning("no memory to look whether micro-batches add up to the whole batch")
+            result = LookResult(checked=False)
         except Exception as error:  # most often the loss's own, and the step will raise it
             _log.warning("no look whether micro-batches add up to the whole batch: %r", error)
             known += self._failed(error, run, layout)
+            result = LookResult(checked=False)
         again = self._sync.ranks == 1 and not result.conclusive
         self._tries = self._tries - 1 if again else 0
         self._refuse((*known, *result.findings))
         if not self._tries and self._sync.ranks == 1:
             self._again.seen = [Fingerprint(self._model, self._loss)]
+        return result == LookResult()
 
     def _failed(
         self, error: Exception, run: Callable[[Any], Any], layout: Layout | None
@@ -300,7 +306,7 @@ class SplitGuard(LossLook):
         batch_size: BatchSize,
         static: Static,
         **options: Any,
-    ) -> None:
+    ) -> bool:
         """Refuse what does not add up; `micros` is what the batch is split into."""
 
         def samples() -> tuple[Layout | None, int]:
@@ -309,8 +315,9 @@ class SplitGuard(LossLook):
         # A list of samples has no leaf that could be read wrongly: its loss may take one at a time.
         self._micros = () if isinstance(batch, list) else micros
         refuse_new_norms([self._model], self._norms)
-        self.look_at(run, samples, **options)
+        adds_up = self.look_at(run, samples, **options)
         self._micros = ()
+        return adds_up
 
     @torch.no_grad()
     def _failed(
