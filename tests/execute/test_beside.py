@@ -360,9 +360,9 @@ def test_a_kernel_is_checked_by_a_job_and_left_out_if_it_is_wrong(
     monkeypatch.setattr(micro_step, "compile_workers", lambda _: None)
     asked: list[JointStep] = []
 
-    def holds(joint: JointStep) -> bool:
+    def holds(joint: JointStep) -> Iterator[bool]:
         asked.append(joint)
-        return len(asked) > 1
+        yield len(asked) > 1
 
     monkeypatch.setattr(JointStep, "kernels_hold", holds)
     trained(Tagger().double(), execute="compile", patience=30.0)

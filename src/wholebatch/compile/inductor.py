@@ -48,6 +48,11 @@ def wait_for_import() -> None:
             import_module("torch._inductor.compile_fx")
 
 
+def is_imported() -> bool:
+    """True if nobody has to wait for that import."""
+    return not any(thread.is_alive() for thread in _imports)
+
+
 def import_compiler(with_processes: bool) -> None:
     """Import all of Inductor, and start its processes for Triton's kernels."""
     # Every operation of torch lets another thread run, for 5 ms by default.

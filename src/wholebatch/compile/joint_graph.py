@@ -7,7 +7,7 @@ seeds. Its outputs are the totals and units, which stay on the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
@@ -27,7 +27,13 @@ from wholebatch.compile.gradient_buffers import Cast, Casts, Gradients, as_one
 from wholebatch.compile.graph_rewrite import Fusions, Rewritten, rewrite
 from wholebatch.compile.inductor import compiled_by_inductor
 from wholebatch.compile.layer_norm import NORMS, can_fuse_norms
-from wholebatch.compile.repeated_blocks import BlockPlan, Blocks, calls_other_graphs
+from wholebatch.compile.repeated_blocks import (
+    BlockPlan,
+    BlockProgram,
+    Blocks,
+    calls_other_graphs,
+    fake_mode,
+)
 from wholebatch.compile.trace import Form, State, Traced
 
 aten = torch.ops.aten
@@ -53,7 +59,7 @@ class JointStep:
 
     Its signature is `(tensors, seeds) -> (totals, units)`.
     It adds the gradients, times the seeds, into the buffers of `used`.
-    `compiled`: it is rewritten for a compiler, and `compile` must be called before it runs.
+    `compiled`: it is rewritten for a compiler, and must be loaded before it runs (`loading`).
     """
 
     fusions: ClassVar[Fusions] = Fusions(
@@ -73,6 +79,9 @@ class JointStep:
 
     whole_rows = 4096
     """Rows up to this length stay in registers while a kernel reduces them."""
+
+    loaded = False
+    """True once it is compiled."""
 
     inductor: ClassVar[dict[str, Any]] = {}
     """More options of Inductor, for measurements."""
@@ -177,26 +186,37 @@ class JointStep:
         checks = [check_of(_KERNELS[name][1], device) for name in self._kernels]
         return [*checks, *(job_of(one, self._options) for one in self._plan.programs)]
 
-    def kernels_hold(self) -> bool:
-        """Check the kernels that it uses. If one fails, another step of this kind does without."""
+    def kernels_hold(self) -> Iterator[bool]:
+        """Check each kernel that it uses. If one fails, another step of this kind does without."""
         device = self._trained[0].device
-        failed = {name for name in self._kernels if not _KERNELS[name][1](device)}
-        _wrong.update(failed)
-        return not failed
+        for name in self._kernels:
+            holds = _KERNELS[name][1](device)
+            if not holds:
+                _wrong.add(name)
+            yield holds
 
-    @collection_paused()
-    def compile(self) -> None:
-        """Compile it; what compile workers have compiled is loaded from the disk cache."""
-        compile_graph: Any = partial(compiled_by_inductor, **self._options)
+    def loading(self) -> Iterator[None]:
+        """Check and compile it, one kernel or piece at a time; then it is `loaded`.
+
+        What compile workers have compiled is loaded from the disk cache.
+        """
+        for holds in self.kernels_hold():
+            if not holds:
+                return
+            yield
+        compile_graph: Any = collection_paused()(partial(compiled_by_inductor, **self._options))
         if self._plan is None:
             self._run = compile_graph(self._run, self._whole or [])
-        elif self._blocks is None:
-            self._run = self._plan.compiled(compile_graph)
         else:
-            self._run = self._plan.compiled(
-                compile_graph, self._blocks.constants, self._blocks.mode
-            )
+            runs = []
+            mode = fake_mode() if self._blocks is None else self._blocks.mode
+            for run in self._plan.compiled(compile_graph, mode):
+                runs.append(run)
+                yield
+            constants = () if self._blocks is None else self._blocks.constants
+            self._run = BlockProgram(self._plan, runs, constants)
         self._blocks = self._whole = None
+        self.loaded = True
 
     def _possible_fusions(self, device: torch.device, targets: set[Any]) -> Fusions:
         """Return the fusions that this device has and that pay for this way of running.

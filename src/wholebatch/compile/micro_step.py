@@ -42,7 +42,7 @@ from wholebatch.compile.gradient_buffers import (
 )
 from wholebatch.compile.graph_check import Check, EagerResult, gradients_in_full
 from wholebatch.compile.graph_inputs import DeviceCopies, Inputs, Key, take_apart
-from wholebatch.compile.inductor import start_compiler, wait_for_import
+from wholebatch.compile.inductor import is_imported, start_compiler, wait_for_import
 from wholebatch.compile.joint_graph import JointStep, KeptStep, Prepared, Runnable
 from wholebatch.compile.kept_steps import drop, entry_of, load, save
 from wholebatch.compile.switch_together import SwitchTogether
@@ -54,6 +54,10 @@ from wholebatch.core.precision import SIXTEEN_BIT, Precision
 
 if TYPE_CHECKING:
     from wholebatch.core.window import Window
+
+
+_PART = 0.25
+"""Seconds of a window after which no other part of a graph is loaded in it."""
 
 
 class Executor:
@@ -368,16 +372,25 @@ class Executor:
         except PicklingError as problem:
             self.notes.tell(f"compiled in the training process: {first_line(problem)}")
             return None
-        if self._device.type == "cuda":
-            # Now: earlier it would take its time from the first windows, and later from a switch.
+        if self._device.type == "cuda" and not self._plan.auto:
+            # Earlier it would take its time from the first windows.
             start_compiler(with_processes=False)
         return pending
 
     def _has_come(self, key: Key) -> bool:
-        """True if this joint step is compiled, or must be compiled here, on all ranks."""
-        pending = self._coming[key].pending
-        ready = pending is None or pending.done
-        return ready and self._ranks.may_switch(self._window.updates)
+        """True if this joint step is compiled, or must be compiled here, on all ranks.
+
+        It is loaded a part in every window, so that none takes much longer than the others.
+        """
+        coming = self._coming[key]
+        if coming.pending is not None:
+            if self._device.type == "cuda" and (self._steps or coming.pending.done):
+                start_compiler(with_processes=False)  # Beside a recorded graph, it has time.
+            if not coming.pending.done or not is_imported():
+                return False
+            if coming.pending.problem is None and not coming.is_loaded(self._window.updates):
+                return False
+        return self._ranks.may_switch(self._window.updates)
 
     def _compile(self, joint: JointStep, key: Key) -> bool:
         """Compile a joint step: load what the workers have compiled, and compile what is left.
@@ -392,10 +405,9 @@ class Executor:
                 self.notes.show(
                     f"the process that compiles failed ({pending.problem}): this one compiles"
                 )
-        if not joint.kernels_hold():
-            return False
-        joint.compile()
-        return True
+        for _ in joint.loading() if coming is None else coming.loading:
+            pass
+        return joint.loaded
 
     @property
     def progress(self) -> str | None:
@@ -463,14 +475,17 @@ class Executor:
         """Trace the graph for this kind, and have it compiled beside the run."""
         state = self._state_for(done)
         inputs = done.inputs
-        kept, made = self._kept(done, state), None
-        if kept is not None:
-            made = JointStep.of_kept(kept, done.form, state, self._gradients, self._casts)
-        if made is None:
-            if inputs.key not in self._traced:
+        made = None
+        if inputs.key not in self._traced:
+            kept = self._kept(done, state)
+            if kept is not None:
+                made = JointStep.of_kept(kept, done.form, state, self._gradients, self._casts)
+            if made is None:
                 self._traced[inputs.key] = self._trace(done, state)
-            made = self._made_of(self._traced[inputs.key], state, inputs, compiled=True)
-        self._send(made, inputs)
+                return  # The next window does the rest.
+        self._send(
+            made or self._made_of(self._traced[inputs.key], state, inputs, compiled=True), inputs
+        )
 
     def _state_for(self, done: EagerResult) -> State:
         """Return the tensors of the model for a graph; raise CannotTrace if none can be made."""
@@ -700,6 +715,26 @@ class _Coming:
 
     joint: JointStep
     pending: Pending | None
+    window: int = -1
+
+    def __post_init__(self) -> None:
+        self.loading = self.joint.loading()
+
+    def is_loaded(self, window: int) -> bool:
+        """Load another part in the window of this number; True if there is none left."""
+        until = time.perf_counter() + _PART
+        try:
+            while window != self.window and time.perf_counter() < until:
+                next(self.loading)
+        except StopIteration:
+            return True
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:  # A compiler may raise anything; whoever loads the rest says so.
+            self.loading = self.joint.loading()
+            return True
+        self.window = window
+        return False
 
 
 def _fractions(added: Added) -> list[Tensor]:

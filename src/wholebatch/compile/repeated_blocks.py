@@ -161,16 +161,12 @@ class BlockPlan:
     results: list[int]
     places: int
 
-    def compiled(
-        self, compile_piece: Compile, constants: Sequence[Tensor] = (), mode: Any = None
-    ) -> BlockProgram:
-        """Compile each piece on fake tensors of this mode; return the program that calls them."""
-        runs = []
+    def compiled(self, compile_piece: Compile, mode: Any) -> Iterator[Callable[[list[Any]], Any]]:
+        """Compile one piece after the other, on fake tensors of this mode."""
         for program in self.programs:
-            with fake_mode() if mode is None else mode:
+            with mode:
                 examples = program.examples()
-            runs.append(_taking_a_list(compile_piece(program.module(), examples)))
-        return BlockProgram(self, runs, constants)
+            yield _taking_a_list(compile_piece(program.module(), examples))
 
 
 class BlockProgram:
