@@ -29,6 +29,8 @@ from wholebatch.compile.joint_graph import KeptStep
 from wholebatch.core.splitting.samples import flatten
 
 _LOG = logging.getLogger("wholebatch.compile")
+KEEP = "WHOLEBATCH_KEEP_GRAPHS"
+"""The environment variable that switches this off with "0"."""
 _VARIABLES = ("TORCH", "PYTORCH", "CUDA", "CUBLAS", "NVIDIA")
 _PACKAGE = Path(__file__).parents[1]
 
@@ -40,6 +42,8 @@ def entry_of(
 
     The tensors of `batch` count by their contents, all others by their kind.
     """
+    if os.environ.get(KEEP) == "0":
+        return None
     digest = CodeDigest()
     try:
         digest.add([kind, *_settings(device), *others, *_contents(batch)], "an option")
