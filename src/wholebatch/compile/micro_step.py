@@ -379,7 +379,7 @@ class Executor:
             pending.wait()
             if pending.problem is not None:
                 self.notes.show(
-                    f"the process that compiles failed ({pending.problem}): this one compiles"
+                    f"a process that compiles failed ({pending.problem}): this one compiles"
                 )
         if not joint.kernels_hold():
             return False
