@@ -229,7 +229,8 @@ def answered_by(reply: Callable[[str, Callable[..., Any], Any, Any], Any]) -> It
             ask = getattr(torch._C, name)
 
             def asked(*args: Any, _name: str = name, _ask: Any = ask, **kwargs: Any) -> Any:
-                return reply(_name, _ask, args, kwargs)
+                by_name = [kwargs.pop(one) for one in ("input", "weight") if one in kwargs]
+                return reply(_name, _ask, (*args, *by_name), kwargs)
 
             setattr(torch._C, name, asked)
             stack.callback(setattr, torch._C, name, ask)

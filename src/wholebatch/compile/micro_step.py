@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from wholebatch.compile.captured_state import Fingerprint
 from wholebatch.compile.compile_workers import CompileWorkers, Pending, compile_workers
-from wholebatch.compile.cuda_graph import CapturedGraph, rehearse
+from wholebatch.compile.cuda_graph import CapturedGraph, Runnable, rehearse
 from wholebatch.compile.execute_mode import (
     CannotTrace,
     Execute,
@@ -41,7 +41,7 @@ from wholebatch.compile.gradient_buffers import (
 from wholebatch.compile.graph_check import Check, EagerResult, gradients_in_full
 from wholebatch.compile.graph_inputs import DeviceCopies, Inputs, Key, take_apart
 from wholebatch.compile.inductor import start_compiler, wait_for_import
-from wholebatch.compile.joint_graph import JointStep, Prepared, Runnable
+from wholebatch.compile.joint_graph import JointStep, Prepared
 from wholebatch.compile.switch_together import SwitchTogether
 from wholebatch.compile.symbolic_sizes import SharedGraph, SharedGraphs, Sizes
 from wholebatch.compile.trace import Added, Form, State, Traced, totals_of, trace
