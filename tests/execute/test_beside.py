@@ -259,6 +259,53 @@ def test_a_process_compiles_for_a_device_that_it_cannot_use() -> None:
     assert not torch.cuda.is_available()
 
 
+def test_a_worker_needs_no_device_for_a_convolution(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    images = ((2, 3, 8, 8), (192, 1, 24, 3), torch.float64, torch.device("cpu"))
+    kernels = ((4, 3, 3, 3), (27, 9, 3, 1), torch.float64, torch.device("cpu"))
+    args = (_Input(0), _Input(1), None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+    program = PieceProgram([(aten.convolution.default, args, {})], [images, kernels], [0])
+    job = job_of(program, OPTIONS)
+
+    def unknown(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("CUDA error: initialization error")
+
+    for name in ("_select_conv_backend", "_conv_determine_backend_memory_format"):
+        monkeypatch.setattr(torch._C, name, unknown)
+    compile_workers._compile(job.message)
+    assert job.known
+    fewer = ((1, *images[0][1:]), *images[1:])
+    unanswered = job_of(PieceProgram(program.operations, [fewer, kernels], [0]), OPTIONS)
+    with pytest.raises(Exception, match="_select_conv_backend"):
+        compile_workers._compile(unanswered.message)
+
+
+def test_one_piece_that_fails_leaves_the_others_to_the_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def serve(control: socket.socket, _: torch.device) -> None:
+        answers = iter([b'{"problem": "no"}\n', b'{"problem": null}\n'])
+        with socket.socket(fileno=socket.recv_fds(control, 1, 1)[1][0]) as worker:
+            for answer in answers:
+                worker.recv(1 << 20)
+                worker.send(answer)
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(compile_workers, "serve", serve)
+    workers = CompileWorkers(1, torch.device("cpu"))
+    pieces = [
+        PieceProgram([(target, (_Input(0),), {})], [MATRIX], [0])
+        for target in (aten.tanh.default, aten.sin.default)
+    ]
+    pending = workers.compile([job_of(one, OPTIONS) for one in pieces])
+    pending.wait()
+    assert pending.problem == "no"
+    assert pending.left == 0
+    workers.close()
+
+
 def test_a_server_keeps_nothing_of_the_run() -> None:
     before = signal.signal(signal.SIGINT, lambda *_: None)
     inherited, kept = socket.socketpair()

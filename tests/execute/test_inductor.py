@@ -50,6 +50,29 @@ def test_long_rows_are_held_while_we_compile_and_not_afterwards(
         assert not decide(_features(ReductionHint.INNER, 2048), False)
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "padded"),
+    [
+        ((4096, 768), (768, 50257), True),  # The result's rows begin anywhere.
+        ((4096, 50257), (50257, 768), True),
+        ((4097, 768), (768, 3072), False),  # Another number of rows changes nothing.
+        ((8, 768), (768, 50257), False),  # Bound by memory.
+        ((4, 512, 333), (4, 333, 512), True),
+        ((0, 768), (768, 50257), False),
+    ],
+)
+def test_products_are_padded_by_their_shapes(
+    first: tuple[int, ...], second: tuple[int, ...], padded: bool
+) -> None:
+    from torch._inductor.fx_passes import pad_mm
+
+    matrices = [torch.empty(one, dtype=torch.bfloat16, device="meta") for one in (first, second)]
+    by_torch = pad_mm._should_pad
+    with inductor._products_padded_by_rule():
+        assert pad_mm._should_pad(None, *matrices, aten.mm) is padded  # type: ignore[arg-type]
+    assert pad_mm._should_pad is by_torch
+
+
 def test_what_was_compiled_with_other_choices_is_not_taken_from_a_cache(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import wholebatch as wb
+from wholebatch.compile.gradient_buffers import Casts
 from wholebatch.core import linear_layers as layers
 from wholebatch.core import precision as precisions
 
@@ -149,3 +150,25 @@ def test_memory_is_not_above_that_of_bf16() -> None:
 def test_it_is_chosen_by_name() -> None:
     needs_fp8()
     assert precisions.choose("fp8", "cuda", models=[Net().to(DEVICE)]).name == "fp8"
+
+
+def test_recorded_quantisation_follows_the_weights() -> None:
+    needs_fp8()
+    weights = [nn.Parameter(torch.randn(96, 64, device=DEVICE)) for _ in range(3)]
+    casts = Casts(weights)
+    wanted = [(index, part) for index in range(3) for part in range(4)]
+    made = casts.of(wanted)
+    assert casts._recorded is None
+    for window in range(5):
+        with torch.no_grad():
+            for weight in weights:
+                weight.mul_(1.7).add_(0.1)
+        if window == 3:  # In other memory.
+            weights[1].data = weights[1].data.clone()
+        casts.refresh()
+        assert casts._recorded is not None
+        for index, weight in enumerate(weights):
+            parts = layers.Quantised.empty(weight)
+            parts.fill(weight.detach())
+            found = made[4 * index : 4 * index + 4]
+            assert all(_same(*pair) for pair in zip(found, parts, strict=True))

@@ -222,9 +222,10 @@ def _imported(modules: set[str]) -> set[str]:
             continue
         found.add(name)
         for item in list(vars(sys.modules[name]).values()):
-            other = getattr(item, "__module__", None)
-            if isinstance(item, types.ModuleType):
-                other = item.__name__
+            if isinstance(item, types.ModuleType):  # Ask it for nothing else: it may be lazy.
+                other = vars(item).get("__name__")
+            else:
+                other = getattr(item, "__module__", None)
             if isinstance(other, str) and other not in found and other in sys.modules:
                 open_.append(other)
     return found

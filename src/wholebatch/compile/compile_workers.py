@@ -24,11 +24,12 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from importlib import import_module
 from inspect import unwrap
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from wholebatch.compile.disk_cache import claimed, marks, trim
 from wholebatch.compile.fusion import versions_of
 from wholebatch.compile.inductor import compiled_by_inductor, import_compiler, wait_for_import
-from wholebatch.compile.repeated_blocks import PieceProgram
+from wholebatch.compile.repeated_blocks import PieceProgram, mapped
 
 _OURS = ("aten", "prims", "wholebatch")
 """Namespaces of operations that every worker has."""
@@ -167,6 +168,7 @@ def job_of(program: PieceProgram, options: Mapping[str, Any]) -> Job:
         "options": dict(options),
         "inductor": config.save_config_portable(),
         "torch": {name: get() for name, (get, _) in GLOBALS.items()},
+        "convolutions": convolutions_of(program),
     }
     stream = io.BytesIO()
     try:
@@ -174,6 +176,67 @@ def job_of(program: PieceProgram, options: Mapping[str, Any]) -> Job:
     except (AttributeError, TypeError) as problem:  # A function or class without a name.
         raise pickle.PicklingError(str(problem)) from problem
     return Job(stream.getvalue(), len(program.operations))
+
+
+_CONVOLUTIONS = (torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default)
+
+
+def convolutions_of(program: PieceProgram) -> dict[str, Any]:
+    """Return what fake tensors ask the device about the convolutions of a piece, with answers."""
+    answers: dict[str, Any] = {}
+    backends: dict[Any, None] = {}
+
+    def keep(name: str, ask: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        others = [(one,) for one in backends] if args[2:] else [()]
+        # Inductor may change the layout of both.
+        for images, kernels in product(_layouts(args[0]), _layouts(args[1])):
+            for other in others:
+                answer = ask(images, kernels, *other, **kwargs)
+                answers[_question(name, (images, kernels, *other), kwargs)] = answer
+                if not other:
+                    backends[answer] = None
+        return ask(*args, **kwargs)
+
+    if any(target in _CONVOLUTIONS for target, _, _ in program.operations):
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        # With an open size nothing is asked.
+        with contextlib.suppress(Exception), answered_by(keep), FakeTensorMode():
+            program.module()(*program.examples())
+    return answers
+
+
+def _layouts(matrix: torch.Tensor) -> list[torch.Tensor]:
+    """Return this tensor, and copies in the layouts that a convolution may have."""
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(matrix.dim())
+    formats = [torch.contiguous_format, last] if last else []
+    return [matrix, *(matrix.contiguous(memory_format=one) for one in formats)]
+
+
+def _question(name: str, args: Any, kwargs: Any) -> str:
+    """Return a question with the layouts of its tensors."""
+
+    def kind(part: Any) -> Any:
+        is_tensor = isinstance(part, torch.Tensor)
+        return (tuple(part.shape), part.stride(), part.dtype) if is_tensor else part
+
+    return f"{name} {mapped([args, kwargs], kind)}"
+
+
+@contextlib.contextmanager
+def answered_by(reply: Callable[[str, Callable[..., Any], Any, Any], Any]) -> Iterator[None]:
+    """Within this context, `reply` answers what fake tensors ask the device about convolutions."""
+    with contextlib.ExitStack() as stack:
+        for name in ("_select_conv_backend", "_conv_determine_backend_memory_format"):
+            ask = getattr(torch._C, name)
+
+            def asked(*args: Any, _name: str = name, _ask: Any = ask, **kwargs: Any) -> Any:
+                by_name = [kwargs.pop(one) for one in ("input", "weight") if one in kwargs]
+                return reply(_name, _ask, (*args, *by_name), kwargs)
+
+            setattr(torch._C, name, asked)
+            stack.callback(setattr, torch._C, name, ask)
+        yield
 
 
 def check_of(has_kernel: Callable[[torch.device], bool], device: torch.device) -> Job:
@@ -221,7 +284,7 @@ class Pending:
     """Seconds that they will probably take."""
     began: float = field(default_factory=time.perf_counter)
     problem: str | None = None
-    """The reason why one of them failed."""
+    """The reason why one of them failed, or why nobody waits for them any more."""
     left: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -229,11 +292,12 @@ class Pending:
 
     @property
     def done(self) -> bool:
-        """True if every job is compiled, or one has failed or takes far too long."""
+        """True if every job has been tried, or they take far too long."""
         took = time.perf_counter() - self.began
-        if self.left and self.problem is None and took > _LATE + 4 * self.expected:
+        late = bool(self.left) and took > _LATE + 4 * self.expected
+        if late and self.problem is None:
             self.problem = f"it has taken {took:.0f} s"
-        return not self.left or self.problem is not None
+        return late or not self.left
 
     @property
     def seconds_left(self) -> float:
@@ -285,11 +349,10 @@ class CompileWorkers:
         worker = _Worker(self._server)
         while (given := self._jobs.get()) is not None:
             job, pending = given
-            if pending.problem is None:
+            if not pending.done:
                 with claimed(_mark(job.message)) as ours:
                     problem = worker.compile(job) if ours else None
-                if problem is not None:
-                    pending.problem = problem
+                pending.problem = pending.problem or problem
             with self._counting:
                 pending.left -= 1
         worker.end()
@@ -628,7 +691,12 @@ def _compile_piece(program: PieceProgram, settings: Mapping[str, Any]) -> None:
     )
     if not _open_sizes[1]:
         beside.start()
-    with config.patch(settings["inductor"]):
+    answers = settings["convolutions"]
+
+    def known(name: str, _: Any, args: Any, kwargs: Any) -> Any:
+        return answers[_question(name, args, kwargs)]
+
+    with config.patch(settings["inductor"]), answered_by(known):
         compiled_by_inductor(program.module(), examples, **settings["options"])
     if beside.ident is not None:
         beside.join()

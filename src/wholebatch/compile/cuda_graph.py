@@ -12,13 +12,15 @@ import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from wholebatch.compile.fusion import collection_paused
-from wholebatch.compile.joint_graph import Results, Runnable
+
+Results: TypeAlias = tuple[list[Tensor], list[Tensor]]
+Runnable: TypeAlias = Callable[[Sequence[Tensor], Sequence[Tensor]], Results]
 
 
 @contextmanager
@@ -30,6 +32,14 @@ def capturing(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
     """
     with collection_paused(), torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         yield
+
+
+def recorded(run: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    """Return a CUDA graph of what `run` launches. It must have run before."""
+    graph = torch.cuda.CUDAGraph()
+    with capturing(graph, None):
+        run()
+    return graph
 
 
 class CapturedGraph:

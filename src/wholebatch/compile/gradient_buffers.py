@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from wholebatch.compile.cuda_graph import recorded
 from wholebatch.core.linear_layers import Quantised
 from wholebatch.core.precision import SIXTEEN_BIT
 
@@ -238,6 +239,10 @@ class Casts:
         self._parameters = list(parameters)
         self._copies: dict[Cast, Tensor] = {}
         self._quantised: dict[int, Quantised] = {}
+        self._seen: list[int] = []
+        self._recorded_for: list[int] = []
+        """Addresses of the weights at the last time, and when quantising them was recorded."""
+        self._recorded: torch.cuda.CUDAGraph | None = None
 
     def of(self, wanted: Sequence[Cast]) -> list[Tensor]:
         """Return these copies, and make those that are missing."""
@@ -260,8 +265,25 @@ class Casts:
         if copies:
             sources: list[Tensor] = [self._parameters[index] for index, _ in copies]
             torch._foreach_copy_(list(copies.values()), sources)
-        for index, parts in self._quantised.items():
-            parts.fill(self._parameters[index])
+        if self._quantised:
+            self._quantise()
+
+    def _quantise(self) -> None:
+        """Quantise weights; on a CUDA device as a recorded graph, since there are many launches."""
+        weights = [self._parameters[index] for index in self._quantised]
+        places = [weight.data_ptr() for weight in weights]
+        if self._recorded is not None and places == self._recorded_for:
+            self._recorded.replay()
+            return
+
+        def fill() -> None:
+            for parts, weight in zip(self._quantised.values(), weights, strict=True):
+                parts.fill(weight)
+
+        fill()
+        if places == self._seen and all(weight.is_cuda for weight in weights):
+            self._recorded, self._recorded_for = recorded(fill), places
+        self._seen = places
 
     def _room(self, indices: Sequence[int]) -> Iterator[Quantised]:
         """Yield memory for the parts of each of these weights."""

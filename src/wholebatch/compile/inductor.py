@@ -8,7 +8,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from copy import deepcopy
 from importlib import import_module
 from pickle import UnpicklingError
@@ -92,8 +92,10 @@ def compiled_by_inductor(
     options = {"triton.mix_order_reduction": False, "aot_inductor.metadata": ours, **more}
     of_this_version = vars(config)["_config"]
     known = {name: value for name, value in options.items() if name in of_this_version}
-    choices = _whole_rows(whole_rows), _parts_written_in_place()
-    with torch.no_grad(), config.patch(known), choices[0], choices[1], _keys_of_all_programs():
+    choices = _whole_rows(whole_rows), _parts_written_in_place(), _products_padded_by_rule()
+    with ExitStack() as stack:
+        for context in (torch.no_grad(), config.patch(known), *choices, _keys_of_all_programs()):
+            stack.enter_context(context)
         try:
             return _compiled(deepcopy(graph), arguments)
         except Exception as problem:  # A compiler may raise anything.
@@ -144,6 +146,48 @@ def _keys_of_all_programs() -> Iterator[None]:
         del copyreg.dispatch_table[kind]
         if before is not None:
             copyreg.dispatch_table[kind] = before
+
+
+@contextmanager
+def _products_padded_by_rule() -> Iterator[None]:
+    """Within this context, Inductor decides by the shapes which products it pads.
+
+    By itself it measures both ways, which takes time, needs the device, and can give another answer
+    in another process: then the code that a worker has compiled would not be found.
+    """
+    from torch._inductor.fx_passes import pad_mm
+
+    name = "_should_pad"
+    by_itself = getattr(pad_mm, name, None)
+    if by_itself is None:  # Another version of Inductor.
+        yield
+        return
+    setattr(pad_mm, name, lambda _, first, second, *__: pads(first, second))
+    try:
+        yield
+    finally:
+        setattr(pad_mm, name, by_itself)
+
+
+_INTENSITY = 100
+"""A product that does fewer operations per number is bound by memory: padding it costs more."""
+_BOUNDARY = 16
+"""Matrix units are fast where every row of a matrix begins at a multiple of so many bytes."""
+
+
+def pads(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """True if the product of these matrices is probably faster after padding."""
+    (rows, inner), columns = first.shape[-2:], second.shape[-1]
+    sizes = [_known(size) for size in (rows, inner, columns)]
+    leading = [_known(max(one.stride()[-2:], key=_known)) for one in (first, second)]
+    if 0 in sizes or 1 / sum(1 / size for size in sizes) < _INTENSITY:
+        return False
+    return any(step * first.element_size() % _BOUNDARY for step in (*leading, sizes[2]))
+
+
+def _known(size: int | torch.SymInt) -> int:
+    """Return a size, or the present value of an open one, without fixing it."""
+    return size if isinstance(size, int) else int(size.node.hint or 0)
 
 
 def _by_name(one: torch.memory_format) -> tuple[Callable[[str], Any], tuple[str]]:

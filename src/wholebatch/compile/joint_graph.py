@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pickle import PicklingError
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from torch import Tensor
 from wholebatch.compile.biased_attention import can_fuse_attention
 from wholebatch.compile.compile_workers import Job, check_of, job_of
 from wholebatch.compile.cross_entropy import can_fuse_entropy
+from wholebatch.compile.cuda_graph import Results, Runnable
 from wholebatch.compile.fused_weight_grad import can_add_products
 from wholebatch.compile.fusion import collection_paused, is_checked
 from wholebatch.compile.gelu import can_fuse_gelu
@@ -49,9 +50,6 @@ _KERNELS: dict[str, tuple[set[Any], Callable[[torch.device], bool]]] = {
 """The operations that each kernel of ours replaces, and its check on the device."""
 _wrong: set[str] = set()
 """The kernels that have failed their check."""
-
-Results: TypeAlias = tuple[list[Tensor], list[Tensor]]
-Runnable: TypeAlias = Callable[[Sequence[Tensor], Sequence[Tensor]], Results]
 
 
 class JointStep:

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from wholebatch.compile.captured_state import Fingerprint
 from wholebatch.compile.compile_workers import CompileWorkers, Pending, compile_workers
-from wholebatch.compile.cuda_graph import CapturedGraph, rehearse
+from wholebatch.compile.cuda_graph import CapturedGraph, Runnable, rehearse
 from wholebatch.compile.execute_mode import (
     CannotTrace,
     Execute,
@@ -43,7 +43,7 @@ from wholebatch.compile.gradient_buffers import (
 from wholebatch.compile.graph_check import Check, EagerResult, gradients_in_full
 from wholebatch.compile.graph_inputs import DeviceCopies, Inputs, Key, take_apart
 from wholebatch.compile.inductor import is_imported, start_compiler, wait_for_import
-from wholebatch.compile.joint_graph import JointStep, KeptStep, Prepared, Runnable
+from wholebatch.compile.joint_graph import JointStep, KeptStep, Prepared
 from wholebatch.compile.kept_steps import drop, entry_of, load, save
 from wholebatch.compile.switch_together import SwitchTogether
 from wholebatch.compile.symbolic_sizes import SharedGraph, SharedGraphs, Sizes
@@ -403,7 +403,7 @@ class Executor:
             pending.wait()
             if pending.problem is not None:
                 self.notes.show(
-                    f"the process that compiles failed ({pending.problem}): this one compiles"
+                    f"a process that compiles failed ({pending.problem}): this one compiles"
                 )
         for _ in joint.loading() if coming is None else coming.loading:
             pass
