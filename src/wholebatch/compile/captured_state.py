@@ -422,12 +422,14 @@ def names_of(code: types.CodeType) -> tuple[str, ...]:
 @functools.lru_cache(maxsize=4096)
 def _words_of(code: types.CodeType) -> set[str] | None:
     """Return the words in the strings of code that may read globals by them; else None."""
-    loads = (
-        o.argval for o in dis.get_instructions(code) if o.opname in ("LOAD_GLOBAL", "LOAD_NAME")
-    )
     found = [words for one in _inner(code) if (words := _words_of(one)) is not None]
-    if not found and _BY_TEXT.isdisjoint(loads):
-        return None
+    if not found:
+        if _BY_TEXT.isdisjoint(code.co_names):  # To take the instructions apart is slow.
+            return None
+        loaded = ("LOAD_GLOBAL", "LOAD_NAME")
+        loads = (o.argval for o in dis.get_instructions(code) if o.opname in loaded)
+        if _BY_TEXT.isdisjoint(loads):
+            return None
     texts = " ".join(item for item in code.co_consts if isinstance(item, str))
     return set(re.findall(r"\w+", texts)).union(*found)
 

@@ -356,6 +356,11 @@ class Executor:
             if self._device.type == "cuda" and self._workers is None:
                 start_compiler(with_processes=True)
 
+    def expect_load(self) -> None:
+        """Import the compiler beside the first micro-step: another process has left its graph."""
+        if self._device.type == "cuda" and self._plan.compiles and not self._plan.auto:
+            start_compiler(with_processes=False)
+
     def _send(self, joint: JointStep, inputs: Inputs) -> None:
         """Have the pieces of this joint step compiled beside the run."""
         pending = self._pending(joint)

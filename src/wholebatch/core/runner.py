@@ -178,7 +178,10 @@ class Runner:
                 few = samples.take(list(range(min(SAMPLES, samples.size))))
                 options = (self._device, self._precision.name, samples.size, size)
                 entry[0] = entry_of("look", self._root, function, *options, batch=few)
-            return entry[0] is not None and entry[0].exists()
+            if entry[0] is None or not entry[0].exists():
+                return False
+            self.executor.expect_load()
+            return True
 
         options = {"outputs": encodes, "name": name, "known_to_add_up": known_to_add_up}
         adds_up = guard.look(run, batch, micros, **layout, **options)
