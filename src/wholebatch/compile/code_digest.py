@@ -74,6 +74,7 @@ class CodeDigest:
         """Classes and objects, and the names that were read of them: those that the code names."""
         self._names = {"forward", "__call__", "__getattr__", "__getitem__"}
         self._modules: set[str] = set()
+        self._inputs: set[int] = set()  # Tensors of modules: a graph reads their present values.
 
     def add(self, value: Any, name: str) -> None:
         """Add a value and everything in it; `name` is how a message calls it."""
@@ -94,9 +95,10 @@ class CodeDigest:
         write((kind.__module__, kind.__qualname__))
         if isinstance(value, Tensor):
             write((value.shape, value.stride(), value.dtype, value.device, value.requires_grad))
-            if value.numel() <= SMALL:
+            if value.numel() <= SMALL and id(value) not in self._inputs:
                 write(value.tolist())
         elif isinstance(value, nn.Module):
+            self._inputs.update(map(id, (*value._parameters.values(), *value._buffers.values())))
             self._class(kind)
             self._fields(vars(value).items(), name)
         elif isinstance(value, Mapping):

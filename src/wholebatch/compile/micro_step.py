@@ -40,7 +40,12 @@ from wholebatch.compile.gradient_buffers import (
     empty_cache,
     take_workspace,
 )
-from wholebatch.compile.graph_check import Check, EagerResult, gradients_in_full
+from wholebatch.compile.graph_check import (
+    Check,
+    EagerResult,
+    NothingToCompare,
+    gradients_in_full,
+)
 from wholebatch.compile.graph_inputs import DeviceCopies, Inputs, Key, take_apart
 from wholebatch.compile.inductor import is_imported, start_compiler, wait_for_import
 from wholebatch.compile.joint_graph import JointStep, KeptStep, Prepared
@@ -571,7 +576,7 @@ class Executor:
         self._entry = None
         if self._steps or not done.alone or self._precision.name == "fp8":
             return None
-        tensors = [[*state.trained.items()], [*state.others.items()], self._single, done.form]
+        tensors = [list(state.trained), list(state.others), self._single, done.form]
         options = [vars(JointStep)[name] for name in ("fusions", "blocks")]
         options += [can_add_products(self._device), find_spec("triton") is not None]
         parts = (self._precision.name, done.inputs.key, tensors, options)
@@ -594,6 +599,8 @@ class Executor:
             return self._proven(joint, done, captures=self._plan.captures, sure=True)
         except torch.OutOfMemoryError:
             raise
+        except NothingToCompare:
+            return None
         except Exception as problem:  # A compiler, or the check, may raise anything.
             if self._entry is not None:
                 drop(self._entry, reason_of(problem))
@@ -653,7 +660,7 @@ class Executor:
                 check.hold_against(found, done.results, "loss")
                 wanted = done.gradients(joint.used, held)
                 if wanted is None and sure:
-                    raise CannotTrace("the gradient of this micro-batch alone is not known")
+                    raise NothingToCompare
                 if wanted is not None:
                     buffers = self._gradients.of(joint.used)
                     check.hold_against(buffers, wanted, "gradient", truth=in_full)
