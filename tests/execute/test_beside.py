@@ -268,6 +268,7 @@ def test_a_worker_needs_no_device_for_a_convolution(
     args = (_Input(0), _Input(1), None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
     program = PieceProgram([(aten.convolution.default, args, {})], [images, kernels], [0])
     job = job_of(program, OPTIONS)
+    assert job == job_of(program, OPTIONS)  # Whatever is known of it already.
 
     def unknown(*_: Any, **__: Any) -> Any:
         raise RuntimeError("CUDA error: initialization error")
