@@ -154,7 +154,7 @@ def test_nobody_uses_inductor_while_a_thread_imports_it(
     monkeypatch.setattr(inductor, "_imports", [])
     monkeypatch.setattr(inductor, "import_compiler", slow)
     monkeypatch.setattr(inductor, "_compiled", lambda *_: order.append("used"))
-    monkeypatch.setattr(compile_workers._Pickler, "dump", lambda *_: order.append("used"))
+    monkeypatch.setattr(compile_workers.PlainPickler, "dump", lambda *_: order.append("used"))
     monkeypatch.setattr(trace, "only_reads", lambda *_: (order.append("used"), nullcontext())[1])
     for _ in range(2):  # A second executor starts no second thread.
         inductor.start_compiler(with_processes=False)

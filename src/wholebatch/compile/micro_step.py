@@ -48,7 +48,7 @@ from wholebatch.compile.graph_check import (
 )
 from wholebatch.compile.graph_inputs import DeviceCopies, Inputs, Key, take_apart
 from wholebatch.compile.inductor import is_imported, start_compiler, wait_for_import
-from wholebatch.compile.joint_graph import JointStep, KeptStep, Prepared
+from wholebatch.compile.joint_graph import JointStep, Prepared
 from wholebatch.compile.kept_steps import drop, entry_of, load, save
 from wholebatch.compile.switch_together import SwitchTogether
 from wholebatch.compile.symbolic_sizes import SharedGraph, SharedGraphs, Sizes
@@ -134,7 +134,7 @@ class Executor:
         self._seen: dict[Key, int] = {}
         self._shapes = SharedGraphs(self.notes)
         self._coming: dict[Key, _Coming] = {}
-        self._entry: Path | None = None  # for the first graph, on disk
+        self._entries: dict[Key, Path | None] = {}  # on disk
 
     # ------------------------------------------------------------- micro-step
 
@@ -487,9 +487,7 @@ class Executor:
         inputs = done.inputs
         made = None
         if inputs.key not in self._traced:
-            kept = self._kept(done, state)
-            if kept is not None:
-                made = JointStep.of_kept(kept, done.form, state, self._gradients, self._casts)
+            made = self._kept(done, state)
             if made is None:
                 self._traced[inputs.key] = self._trace(done, state)
                 return  # The next window does the rest.
@@ -557,60 +555,64 @@ class Executor:
                 else:
                     shared.proven.add(compiled)
                     return step
-            step = self._loaded(done, state) if compiled else None
-            if step is not None:
-                return step
+            loaded = self._loaded(done, state) if compiled else None
+            if loaded is not None:
+                return loaded
             self._traced[inputs.key] = traced()
         joint = self._joint(make, self._traced[inputs.key], compiled)
         try:
             step = self._proven(joint, done, captures=self._plan.captures)
-            self._keep(joint)
+            self._keep(joint, inputs.key)
             return step
         except (CannotTrace, torch.OutOfMemoryError):
             raise
         except Exception as problem:  # An operation may refuse what its fake version admitted.
             raise CannotTrace(f"it fails as a graph ({reason_of(problem)})") from problem
 
-    def _kept(self, done: EagerResult, state: State) -> KeptStep | None:
+    def _kept(self, done: EagerResult, state: State) -> JointStep | None:
         """Return the joint step that another process has kept for this kind, if there is one."""
-        self._entry = None
+        key = done.inputs.key
         if self._steps or not done.alone or self._precision.name == "fp8":
             return None
         tensors = [list(state.trained), list(state.others), self._single, done.form]
         options = [vars(JointStep)[name] for name in ("fusions", "blocks")]
         options += [can_add_products(self._device), find_spec("triton") is not None]
-        parts = (self._precision.name, done.inputs.key, tensors, options)
-        self._entry = entry_of("step", self._model, self._loss, self._device, *parts)
-        return None if self._entry is None else load(self._entry)
+        parts = (self._precision.name, key, tensors, options)
+        self._entries[key] = entry = entry_of("step", self._model, self._loss, self._device, *parts)
+        kept = None if entry is None else load(entry)
+        if kept is None:
+            return None
+        return JointStep.of_kept(kept, done.form, state, self._gradients, self._casts)
 
     def _loaded(self, done: EagerResult, state: State) -> Prepared | None:
         """Return the step that another process has kept, if it gives what eager code gives."""
         key = done.inputs.key
-        kept = None if key in self._coming else self._kept(done, state)
-        joint = None
         if key in self._coming:
-            joint = self._coming[key].joint
-            joint.hold(state)
-        elif kept is not None:
-            joint = JointStep.of_kept(kept, done.form, state, self._gradients, self._casts)
+            joint: JointStep | None = self._coming[key].joint
+        else:
+            joint = self._kept(done, state)
+        if joint is None:
+            return None
+        joint.hold(state)
         try:
-            if joint is None or not self._compile(joint, key):
-                return None
-            return self._proven(joint, done, captures=self._plan.captures, sure=True)
+            if self._compile(joint, key):
+                return self._proven(joint, done, captures=self._plan.captures, sure=True)
         except torch.OutOfMemoryError:
             raise
         except NothingToCompare:
-            return None
+            pass
         except Exception as problem:  # A compiler, or the check, may raise anything.
-            if self._entry is not None:
-                drop(self._entry, reason_of(problem))
-            return None
+            entry = self._entries.get(key)
+            if entry is not None:
+                drop(entry, reason_of(problem))
+        return None
 
-    def _keep(self, joint: JointStep) -> None:
+    def _keep(self, joint: JointStep, key: Key) -> None:
         """Keep a joint step that was compared with eager code for the next process."""
-        kept = joint.kept() if joint.compiled and self._entry is not None else None
-        if kept is not None and self._entry is not None:
-            save(self._entry, kept)
+        entry = self._entries.get(key)
+        kept = None if entry is None or not joint.compiled else joint.kept()
+        if entry is not None and kept is not None:
+            save(entry, kept)
 
     def _joint(self, make: Callable[..., JointStep], traced: Traced, compiled: bool) -> JointStep:
         """Compile the graph; if the compiler fails and graphs are captured, run it as traced."""

@@ -183,8 +183,8 @@ class Runner:
             self.executor.expect_load()
             return True
 
-        options = {"outputs": encodes, "name": name, "known_to_add_up": known_to_add_up}
-        adds_up = guard.look(run, batch, micros, **layout, **options)
+        how: dict[str, Any] = {**layout, "outputs": encodes, "name": name}
+        adds_up = guard.look(run, batch, micros, **how, known_to_add_up=known_to_add_up)
         if adds_up and entry[0] is not None and not self._draws.used:
             leave_mark(entry[0])
         self._share_that_draws_are_used()
