@@ -127,10 +127,10 @@ def test_five_restarts_with_a_damaged_entry(
 def test_a_step_that_computes_something_else_is_dropped(
     counted: Counted, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Should a key ever miss a difference, the comparison with eager code finds it."""
+    """Should a key ever miss a small difference, the comparison with eager code finds it."""
     run_once()
     other = Tagger().double()
-    other.norm.eps = 1.0
+    other.norm.eps = 1.00001e-5
     run_once(other)
     one, two = (entry for entry in entries(tmp_path) if entry.name.startswith("step"))
     found = [kept_steps.load(entry) for entry in (one, two)]
@@ -141,7 +141,7 @@ def test_a_step_that_computes_something_else_is_dropped(
     with caplog.at_level(logging.WARNING, logger="wholebatch.compile"):
         run_once()
     assert counted.traces == 3
-    assert "differs from that of eager code" in caplog.text
+    assert "is farther from that of eager code than it was" in caplog.text
 
 
 @pytest.mark.parametrize("reason", [errno.EROFS, errno.ENOSPC, errno.EACCES])

@@ -81,6 +81,9 @@ class JointStep:
     loaded = False
     """True once it is compiled."""
 
+    distance = 0.0
+    """The distance of its results from those of eager code."""
+
     inductor: ClassVar[dict[str, Any]] = {}
     """More options of Inductor, for measurements."""
 
@@ -153,6 +156,7 @@ class JointStep:
             self.operations,
             self.to_compile,
             tuple(self._kernels),
+            self.distance,
         )
 
     @classmethod
@@ -170,6 +174,7 @@ class JointStep:
         step.fused, step.operations, step.to_compile = kept.fused, kept.operations, kept.to_compile
         step._gradients, step._tail, step._kernels = gradients, tail, list(kept.kernels)
         step._blocks, step._plan, step._whole, step._keeps = None, kept.plan, None, False
+        step.distance = kept.distance
         return step
 
     @property
@@ -306,6 +311,8 @@ class KeptStep:
     operations: int
     to_compile: int
     kernels: tuple[str, ...]
+    distance: float
+    """The distance of its results from those of eager code."""
 
 
 @dataclass(frozen=True)
