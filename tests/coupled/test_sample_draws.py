@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 import wholebatch as wb
 from tests.support import EXACT, Seen, distance
+from wholebatch.compile import ExecuteWarning
 from wholebatch.coupled.sample_draws import undivided
 from wholebatch.errors import OptionError, UnsupportedError
 
@@ -240,7 +241,11 @@ def test_what_cannot_follow_its_samples_is_refused() -> None:
         wb.randint_like(torch.zeros(3), 5, 5)
 
 
-def test_graphs_give_way_to_eager_code() -> None:
+def test_graphs_give_way_to_eager_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(*_: object) -> object:
+        raise UnsupportedError("as in torch.compile, without its seconds")
+
+    monkeypatch.setattr(torch, "compile", lambda _: refuses)
     model, batch = UNet().double(), images()
     torch.manual_seed(7)
     train = wb.WholeBatch(
@@ -250,6 +255,8 @@ def test_graphs_give_way_to_eager_code() -> None:
         micro_batch=4,
         execute="compile",
     )
-    step = train.step(batch)
+    with pytest.warns(ExecuteWarning) as said:
+        step = train.step(batch)
+    assert "number their samples in Python" in str(said[0].message)
     assert train._runner.executor.mode == "eager"
     assert step.loss == pytest.approx(stepped(UNet().double(), by_unet, batch, 13)[0], rel=EXACT)
