@@ -24,7 +24,13 @@ import wholebatch as wb
 from tests.execute.nets import Tagger, loss, mean_of_tokens, mode_of, tagged
 from tests.support import Seen, Whole, sgd
 from wholebatch.compile import compile_workers, execute_mode, joint_graph, micro_step
-from wholebatch.compile.compile_workers import CompileWorkers, Pending, check_of, job_of
+from wholebatch.compile.compile_workers import (
+    CompileWorkers,
+    Pending,
+    check_of,
+    convolutions_of,
+    job_of,
+)
 from wholebatch.compile.disk_cache import claimed
 from wholebatch.compile.execute_mode import ExecutePlan
 from wholebatch.compile.joint_graph import JointStep
@@ -265,8 +271,11 @@ def test_a_worker_needs_no_device_for_a_convolution(
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     images = ((2, 3, 8, 8), (192, 1, 24, 3), torch.float64, torch.device("cpu"))
     kernels = ((4, 3, 3, 3), (27, 9, 3, 1), torch.float64, torch.device("cpu"))
-    args = (_Input(0), _Input(1), None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
-    program = PieceProgram([(aten.convolution.default, args, {})], [images, kernels], [0])
+    bias = ((4,), (1,), torch.float64, torch.device("cpu"))
+    args = (_Input(0), _Input(1), _Input(2), [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+    program = PieceProgram([(aten.convolution.default, args, {})], [images, kernels, bias], [0])
+    without = [name for name in convolutions_of(program) if "'bias'" not in name]
+    assert any(name.startswith("_select") for name in without)  # Inductor may add it by itself.
     job = job_of(program, OPTIONS)
     assert job == job_of(program, OPTIONS)  # Whatever is known of it already.
 
@@ -278,7 +287,7 @@ def test_a_worker_needs_no_device_for_a_convolution(
     compile_workers._compile(job.message)
     assert job.known
     fewer = ((1, *images[0][1:]), *images[1:])
-    unanswered = job_of(PieceProgram(program.operations, [fewer, kernels], [0]), OPTIONS)
+    unanswered = job_of(PieceProgram(program.operations, [fewer, kernels, bias], [0]), OPTIONS)
     with pytest.raises(Exception, match="_select_conv_backend"):
         compile_workers._compile(unanswered.message)
 

@@ -252,6 +252,13 @@ def test_exact_batchnorm_runs_in_lock_step_beside_graphs_of_single_micro_batches
         assert torch.allclose(ours, theirs, rtol=1e-12, atol=0.0)
 
 
+def test_a_graph_that_is_not_finite_where_eager_code_is_differs() -> None:
+    finite, broken = [torch.ones(3)], [torch.tensor([1.0, torch.nan, 1.0])]
+    assert differs(broken, finite, "loss", sixteen_bit=True) is not None
+    assert differs([torch.full((3,), torch.inf)], finite, "loss", sixteen_bit=True) is not None
+    assert differs(finite, broken, "loss", sixteen_bit=True) is None  # Eager code is broken, too.
+
+
 def test_sixteen_bit_gradients_are_held_against_the_truth() -> None:
     """Two ways of rounding may differ much, if both are as near to the gradients in full."""
     torch.manual_seed(0)

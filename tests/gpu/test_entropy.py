@@ -70,6 +70,18 @@ def test_labels_that_are_a_column_of_a_wider_tensor() -> None:
     assert _distance(logits, gradient) <= 1e-6
 
 
+def test_rows_with_gaps_and_columns_side_by_side() -> None:
+    for logits in (
+        torch.randn(6, 56, device=DEVICE)[:, :50],
+        torch.randn(50, 6, device=DEVICE).t(),
+    ):
+        labels = torch.randint(0, 50, (6,), device=DEVICE)
+        rows, gradient = _in_float64(logits, labels, 1.0)
+        found = _operation()(logits, labels, torch.ones((), device=DEVICE), -100)
+        assert _distance(found, rows) <= 1e-6
+        assert _distance(logits, gradient) <= 1e-6
+
+
 def test_a_loss_in_slices_adds_its_gradients_by_products_eager_and_recorded() -> None:
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, 5000, (4, 1025), generator=generator)

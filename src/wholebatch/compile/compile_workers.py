@@ -188,11 +188,12 @@ def convolutions_of(program: PieceProgram) -> dict[str, Any]:
 
     def keep(name: str, ask: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         others = [(one,) for one in backends] if args[2:] else [()]
-        # Inductor may change the layout of both.
+        # Inductor may change the layout of both, and add the bias by itself.
+        options = [kwargs, {**kwargs, "bias": None}] if "bias" in kwargs else [kwargs]
         for images, kernels in product(_layouts(args[0]), _layouts(args[1])):
-            for other in others:
-                answer = ask(images, kernels, *other, **kwargs)
-                answers[_question(name, (images, kernels, *other), kwargs)] = answer
+            for other, more in product(others, options):
+                answer = ask(images, kernels, *other, **more)
+                answers[_question(name, (images, kernels, *other), more)] = answer
                 if not other:
                     backends[answer] = None
         return ask(*args, **kwargs)
@@ -216,13 +217,14 @@ def _layouts(matrix: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _question(name: str, args: Any, kwargs: Any) -> str:
-    """Return a question with the layouts of its tensors."""
+    """Return a question with the layouts of its tensors; what is None may be left out."""
 
     def kind(part: Any) -> Any:
         is_tensor = isinstance(part, torch.Tensor)
         return (tuple(part.shape), part.stride(), part.dtype) if is_tensor else part
 
-    return f"{name} {mapped([args, kwargs], kind)}"
+    given = {key: value for key, value in kwargs.items() if value is not None}
+    return f"{name} {mapped([args, given], kind)}"
 
 
 @contextlib.contextmanager

@@ -110,10 +110,8 @@ def differs(
     dtype = wanted[0].dtype
     allowed = 0.1 if sixteen_bit else 1e-6 if dtype is torch.float64 else 1e-2
     above, below = _distance(found, wanted), _norm(wanted)
-    if not above < float("inf") or not below < float("inf") or below == 0.0:
-        return None  # Eager code is not finite either, or there is nothing to compare.
-    if above <= allowed * below:
-        return None
+    if not 0.0 < below < float("inf") or above <= allowed * below:
+        return None  # Or eager code is not finite, or there is nothing to compare.
     return f"its {what} differs from that of eager code by {above / below:.1e} of it"
 
 

@@ -643,10 +643,10 @@ class Executor:
         self._casts.refresh()
         seeds = self._seeds(done.form)
 
-        def run() -> list[Tensor]:
+        def run(step: Runnable = joint) -> list[Tensor]:
             done.before.restore()
             self._gradients.zero(joint.used)
-            totals, rest = joint(inputs.tensors, seeds)
+            totals, rest = step(inputs.tensors, seeds)
             return [*totals, *_fractions(done.form.read(totals, rest))]
 
         def in_full() -> list[Tensor]:
@@ -660,15 +660,21 @@ class Executor:
             if not joint.random:
                 known = joint.distance if sure else None
                 check = Check(sixteen_bit=joint.sixteen_bit, known=known)
-                check.hold_against(found, done.results, "loss")
                 wanted = done.gradients(joint.used, held)
                 if wanted is None and sure:
                     raise NothingToCompare
-                if wanted is not None:
-                    buffers = self._gradients.of(joint.used)
-                    check.hold_against(buffers, wanted, "gradient", truth=in_full)
+
+                def compare(found: list[Tensor]) -> None:
+                    check.hold_against(found, done.results, "loss")
+                    if wanted is not None:
+                        buffers = self._gradients.of(joint.used)
+                        check.hold_against(buffers, wanted, "gradient", truth=in_full)
+
+                compare(found)
                 joint.distance = check.distance
             step = self._captured(joint, inputs, seeds) if captures else joint
+            if step is not joint and not joint.random:
+                compare(run(step))  # What was recorded is what will run.
         finally:
             self._gradients.put_back(joint.used, held)
         return Prepared(joint, step, done.form, joint.addresses())

@@ -57,11 +57,11 @@ _NORM_FEWEST_ROWS = 4
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def cross_entropy_rows(  # type: ignore[no-untyped-def]
-    logits, labels, seed, losses, classes, ignored, block: tl.constexpr
+    logits, labels, seed, losses, classes, stride, ignored, block: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
     label = tl.load(labels + row)
-    start = logits + row * classes
+    start = logits + row * stride
     lanes = tl.arange(0, block)
     if label == ignored:
         for first in range(0, classes, block):
@@ -95,13 +95,19 @@ def cross_entropy_rows(  # type: ignore[no-untyped-def]
 def cross_entropy(logits: Tensor, labels: Tensor, seed: Tensor, ignored: int) -> Tensor:
     """Return the loss of every row, and overwrite `logits` with the gradient times the seed."""
     rows, classes = logits.shape
+    if logits.stride(1) != 1:
+        made = logits.contiguous()
+        losses = cross_entropy(made, labels, seed, ignored)
+        logits.copy_(made)
+        return losses
     labels = labels.contiguous()  # The kernel reads them with stride 1.
     losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
     block = min(triton.next_power_of_2(classes), _ENTROPY_BLOCK)
     warps = min(max(block // _NUMBERS_PER_WARP, 1), 32)
     if rows:
         kernel: Any = cross_entropy_rows[(rows,)]
-        kernel(logits, labels, seed, losses, classes, ignored, block=block, num_warps=warps)
+        sizes = classes, logits.stride(0)  # A padded product leaves a gap after each row.
+        kernel(logits, labels, seed, losses, *sizes, ignored, block=block, num_warps=warps)
     return losses
 
 

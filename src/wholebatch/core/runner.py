@@ -176,7 +176,13 @@ class Runner:
         def known_to_add_up(samples: Layout | None, size: int | None) -> bool:
             if samples is not None and not (self.executor.is_eager or encodes):
                 few = samples.take(list(range(min(SAMPLES, samples.size))))
-                options = (self._device, self._precision.name, samples.size, size)
+                options = (
+                    self._device,
+                    self._precision.name,
+                    samples.size,
+                    size,
+                    self._tensor_norms(),
+                )
                 entry[0] = entry_of("look", self._root, function, *options, batch=few)
             if entry[0] is None or not entry[0].exists():
                 return False
@@ -188,6 +194,12 @@ class Runner:
         if adds_up and entry[0] is not None and not self._draws.used:
             leave_mark(entry[0])
         self._share_that_draws_are_used()
+
+    def _tensor_norms(self) -> list[float]:
+        """Return the norm of each tensor of the model: a look may find other things with others."""
+        tensors = (*self._root.parameters(), *self._root.buffers())
+        local = [getattr(one.detach(), "_local_tensor", one.detach()) for one in tensors]
+        return [float(torch.linalg.vector_norm(one)) for one in local if one.is_floating_point()]
 
     def look_at_padding(self, batch: Any, by: Tokens, layout: Mapping[str, Any]) -> None:
         """Refuse a loss that is another one without padding, or in a row of several sequences."""
