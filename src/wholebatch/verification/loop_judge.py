@@ -62,8 +62,8 @@ class LoopJudge:
     name: str
     case: str = "live"
     steps: int | None = None
-    scales: Sequence[float] = ()
-    """The weights of its own that the loss had in the first window."""
+    like: Sequence[TermWeights] = ()
+    """The terms of the loss in another window, whose weights and units were read."""
     runs_undivided: bool = True
     together: bool = False
     """True if the losses of a backward are terms of one loss, and not of several micro-batches."""
@@ -119,9 +119,6 @@ class LoopJudge:
         if largest_over_ranks(isinstance(read, Unreadable)):
             return self._without_weights(read)
         assert not isinstance(read, Unreadable)
-        if len(self.scales) == len(read):
-            pairs = zip(read, self.scales, strict=True)
-            read = [term.scaled_as(scale) for term, scale in pairs]
         self.read, self.units = read, read[0].units
         if largest_over_ranks(len(self._owners)) < 2:
             return self._of_one_micro_batch()
@@ -176,10 +173,10 @@ class LoopJudge:
 
     # ----------------------------------------------------------------- weights
 
-    def own_weights(self) -> list[float]:
-        """Return the weight of its own that each term of the loss has; [] if it cannot be read."""
+    def terms(self) -> list[TermWeights]:
+        """Return the terms of the loss; [] if they cannot be read."""
         read = self._read()
-        return [] if isinstance(read, Unreadable) else [term.scale for term in read]
+        return [] if isinstance(read, Unreadable) else read
 
     def _read(self) -> list[TermWeights] | Unreadable:
         """Return the weights of every term; a backward may have several losses."""
@@ -192,6 +189,7 @@ class LoopJudge:
         scale, ranks = self.micros[0].loss_scale, world_size()
         labels = _labels(self.micros) if len(losses) == len(self.micros) else []
         known: dict[str, Any] = {"loss_scale": scale, "ranks": ranks, "samples": self._samples()}
+        known["like"] = self.like
         counts = [micro.counts for micro in self.micros]
         if len({len(one) for one in counts}) == 1:
             known["counts"] = [sum(one) for one in zip(*counts, strict=True)]
@@ -208,11 +206,14 @@ class LoopJudge:
 
     def _samples(self) -> int:
         """Return the rows of the tokens that the model was given; 0 where they are not known."""
-        ids = [
-            [t for t in m.given if t.dim() > 1 and not t.is_floating_point()] for m in self.micros
+        rows = [
+            [len(t) for t in m.given if t.dim() > 1 and not t.is_floating_point()]
+            for m in self.micros
         ]
-        rows = [[len(tensor) for tensor in one] for one in ids]
-        return sum(row[0] for row in rows) if all(rows) else 0
+        # The edges of a graph are no tokens: its outputs have other rows.
+        made = [[len(one) for call in m.calls[:1] for one in call.rows.values()] for m in self.micros]
+        alike = all(row and row[0] in out for row, out in zip(rows, made, strict=True))
+        return sum(row[0] for row in rows) if alike else 0
 
     def _micro_weights(self) -> tuple[list[float], list[float]] | None:
         """Return one weight and the units of each micro-batch; None if its terms differ in them."""
@@ -427,6 +428,9 @@ class LoopJudge:
             ours = gradient - first * float(gradient @ first / (first @ first))
             sums = torch.stack([m.brought for m in micros]).sum(0)
             left = sums - first * float(sums @ first / (first @ first))
+            if _parallel(ours, left, 1e-4) and self.window.leaked:
+                variant = "the backwards of another optimizer's window, which nobody has cleared"
+                return MistakeFit("other-loss", variant, 0.0, True)
             if _parallel(ours, left, 1e-4):
                 variant = "there are gradients already before the first backward of the window"
                 return MistakeFit("never-cleared", variant, 0.0, True)

@@ -18,14 +18,18 @@ from torch import nn
 from wholebatch.distributed.process_group import world_size
 from wholebatch.errors import OptionError
 from wholebatch.verification.loop_judge import LoopJudge
+from wholebatch.verification.loss_weights import TermWeights
 from wholebatch.verification.mistakes import NOT_JUDGED, STEPPED_TWICE, MistakeFit
 from wholebatch.verification.verdicts import LoopTrial, LoopVerdict
-from wholebatch.verification.window_recorder import RecordedWindow, WindowRecorder
+from wholebatch.verification.window_recorder import RecordedWindow, WindowRecorder, filled
 
 _log = logging.getLogger("wholebatch")
 
 _SHORT = ("stepped-every-micro-batch", "nominal-count", "divided-twice", "left-out")
 """The mistakes that a short first window can be taken for: it has fewer micro-batches than K."""
+
+_MOST_PLAYERS = 12
+"""Windows that are watched until each of several optimizers has had its turn."""
 
 
 class WatchIsOver(BaseException):
@@ -54,7 +58,8 @@ class Watch:
         self._recorder.began = self._began
         self._name, self._stop_after = name, stop_after
         self._trials: list[LoopTrial] = []
-        self._windows = self._count = 0
+        self._windows = self._rounds = self._count = 0
+        self._judged: set[frozenset[int]] = set()
         self._first: LoopJudge | None = None
         self._has_short = self._has_others = False
         self.seconds = 0.0
@@ -74,6 +79,9 @@ class Watch:
         nothing = LoopJudge(self._recorder.new_window(), self._recorder, "between two windows")
         if self._recorder.stepped_twice:
             self._trials.append(nothing.told(*STEPPED_TWICE))
+        if self._recorder.left_behind:
+            variant = "an optimizer steps on gradients of the window before, too"
+            self._trials.append(nothing.told("never-cleared", variant))
         if not self._trials:
             reason = "no optimizer step on gradients that a backward brought was seen"
             self._trials.append(nothing.not_judged(self._recorder.failure or reason))
@@ -93,19 +101,27 @@ class Watch:
 
     def _began(self, window: RecordedWindow) -> None:
         """Go on lightly after the first window, unless the next begins with its gradients."""
+        returns = self._windows > _MOST_PLAYERS or self._returns(window)
         is_clean = not float(window.micros[0].before.abs().sum())
         if window.moved_before and self._windows == 1:
             judge = LoopJudge(self._recorder.new_window(), self._recorder, "between two windows")
             variant = "after the first step, before the next forward"
             self._trials.append(judge.told("moved-beside-the-step", variant))
-        more = self._windows - self._stop_after
-        if self._stop_after and (more > 0 or (more == 0 and is_clean and self._count > 1)):
+        more = self._rounds - self._stop_after
+        if returns and self._stop_after and (more > 0 or (more == 0 and is_clean and self._count > 1)):
             raise WatchIsOver
         if self._first is not None and window.micros[0].is_passed_on:  # a generator's loss
             self._has_others |= not self._first.micros[0].is_passed_on
         is_known = self._count > 1 and is_clean
-        if not self._recorder.light and (is_known or self._windows > 1):
+        if returns and not self._recorder.light and (is_known or self._rounds > 1):
             self._recorder.go_lightly()
+
+    def _returns(self, window: RecordedWindow) -> bool:
+        """True if the optimizer of the first window has its turn again, and each other had one."""
+        if self._first is None or self._recorder.light:
+            return True
+        first, now = (filled(w.micros[0].brought, w.sizes) for w in (self._first.window, window))
+        return not self._recorder.waits_for_others and (first == now or len(self._judged) < 2)
 
     def _ended(self, window: RecordedWindow) -> None:
         self._windows += 1
@@ -122,30 +138,36 @@ class Watch:
 
     def _judge(self, judge: LoopJudge) -> None:
         window, count = judge.window, len(judge.micros)
+        is_first = self._first is None or window.places == self._first.window.places
+        self._rounds += is_first
         if window.is_whole and not self._recorder.light:  # the first, or it began with gradients
+            is_clean = not bool(window.micros[0].before.any())
+            if window.places in self._judged and self._count > 1 and is_clean:
+                return  # another optimizer has not had its turn yet
+            self._judged.add(window.places)
             trial = judge.trial()
             self._trials.append(trial)
             if self._first is None:
                 self._first = judge
                 self._count = trial.micro_batches
-            elif self._count < trial.micro_batches:
-                self._was_short(judge.own_weights(), trial.micro_batches)
+            elif is_first and self._count < trial.micro_batches:
+                self._was_short(judge.terms(), trial.micro_batches)
         elif self._first is None or self._first.needs_calls or self._has_others:
             return  # forwards are not watched any more
         elif count > self._count == len(self._first.window.micros):
-            self._was_short(judge.own_weights(), count)
+            self._was_short(judge.terms(), count)
         elif window.is_whole and count < self._count and not self._has_short:
             self._has_short = True
-            judge.steps, judge.scales = self._count, self._first.own_weights()
+            judge.steps, judge.like = self._count, self._first.terms()
             trial = judge.trial()
             if trial.found != NOT_JUDGED:
                 self._trials.append(trial)
 
-    def _was_short(self, scales: list[float], count: int) -> None:
+    def _was_short(self, like: list[TermWeights], count: int) -> None:
         """Judge the first window again: those that follow are longer, and tell more."""
         assert self._first is not None
         first, self._count = self._first, count
-        first.steps, first.scales, first.runs_undivided = count, scales, False
+        first.steps, first.like, first.runs_undivided = count, like, False
         trial = first.trial()
         alone, resumed = trial.micro_batches == 1, first.window.resumed
         if trial.found in _SHORT and (alone or resumed or trial.found != "left-out"):

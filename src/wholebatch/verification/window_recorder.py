@@ -144,6 +144,10 @@ class RecordedWindow:
     """Calls of the model whose outputs reached a backward, and those that reached none."""
     earlier_pass: int = 0
     """Micro-batches of a pass before, whose gradients only moved the weights for this one (SAM)."""
+    places: frozenset[int] = frozenset()
+    """The places of the parameters that its optimizer steps on."""
+    leaked: bool = False
+    """True if it began with gradients that the window of another optimizer brought."""
     moved_before: bool = False
     """True if the weights went on, or back, along the last step before the first backward."""
 
@@ -202,7 +206,11 @@ class WindowRecorder:
         self.failure = ""
         self.stepped_twice = False  # by two optimizers, on the same gradients
         self.optimizer_steps = self.skipped_steps = 0
+        self.left_behind = False  # gradients that another optimizer stepped on were never cleared
+        self.stepped_on: frozenset[int] = frozenset()
         self._stepped: frozenset[int] = frozenset()
+        self._before: tuple[frozenset[int], frozenset[int]] = (frozenset(), frozenset())
+        self._hidden: frozenset[int] = frozenset()
         self._stepped_by: Any = None
         self.after_step: Tensor | None = None
         self._weights = torch.zeros(0)
@@ -453,13 +461,16 @@ class WindowRecorder:
         terms = [
             replace(t, node="a gradient that the loop gives its outputs", kind="unknown")
             if t.weighed is not None and self._is_output(t.below)
-            else replace(t, below=None)
+            else t
             for t in terms
         ]
-        before, linked = self._grads(), self._look_for_links(listed)
-        micro = RecordedMicroBatch(
-            self._calls_of(listed), before, before, before, terms, linked=linked
-        )
+        before, linked, calls = self._grads(), self._look_for_links(listed), self._calls_of(listed)
+        terms = [
+            replace(t, kind=t.plain) if t.kind == "picked" and self._is_of_one(t, calls) else t
+            for t in terms
+        ]
+        terms = [replace(t, below=None) for t in terms]
+        micro = RecordedMicroBatch(calls, before, before, before, terms, linked=linked)
         micro.roots = [root.grad_fn for root in listed]
         if not self.light and any(term.kind == "sum" and term.over for term in terms):
             micro.counts = self._counts_in_graph(listed)
@@ -481,6 +492,14 @@ class WindowRecorder:
             waiting += below
         return counts
 
+    def _is_of_one(self, term: LossTerm, calls: list[Call]) -> bool:
+        """True if a term picks among the parts of one sample: the points of a cloud."""
+        reached = self._reached([term.below])
+        if len(calls) > len(reached) == 1 or self.light:  # every call is a sample
+            return True
+        rows = [len(one) for call in reached for one in call.rows.values()]
+        return bool(reached) and term.among not in rows
+
     def _is_output(self, node: Any) -> bool:
         while node is not None and node not in self._nodes and "View" in node.name():
             node = node.next_functions[0][0]
@@ -497,10 +516,10 @@ class WindowRecorder:
         if brings or bool(micro.brought.any()):
             self._add(micro)
 
-    def _calls_of(self, roots: Sequence[Tensor]) -> list[Call]:
-        """Return the calls whose outputs these losses were made of."""
+    def _reached(self, nodes: list[Any]) -> dict[Call, None]:
+        """Return the calls whose outputs these nodes of the graph were made of."""
         found: dict[Call, None] = {}
-        waiting: list[Any] = [root.grad_fn for root in roots]
+        waiting = list(nodes)
         seen = {None, *waiting}
         while waiting and len(seen) < _MOST_NODES:
             node = waiting.pop()
@@ -512,6 +531,11 @@ class WindowRecorder:
                 below = [child for child, _ in node.next_functions if child not in seen]
             seen.update(below)
             waiting += below
+        return found
+
+    def _calls_of(self, roots: Sequence[Tensor]) -> list[Call]:
+        """Return the calls whose outputs these losses were made of."""
+        found = self._reached([root.grad_fn for root in roots])
         if self._used is not None:  # None: it cannot be told
             self._used = self._used | set(found) if found else None
         taken = {call for m in self.window.micros for call in m.calls} if self.window else set()
@@ -729,6 +753,8 @@ class WindowRecorder:
         if seen is None:
             again = self._stepped_by is not optimizer and bool(self._stepped & places)
             self.stepped_twice |= again
+            self.left_behind |= bool(self._hidden & places & filled(gradient, self._sizes))
+            self.stepped_on |= places
             return
         self.optimizer, self._stepped_by, self._stepped = optimizer, optimizer, places
         seen.gradient = gradient
@@ -742,6 +768,7 @@ class WindowRecorder:
         if seen.is_whole and not self.light and not self.sharded:
             self._begin_at_last_pass(seen)
             self._count_calls(seen)
+            self._hide_others(seen, places)
         _join_pattern(seen)
         self._forget()
         self._inside = True  # what follows is ours
@@ -750,6 +777,34 @@ class WindowRecorder:
         finally:
             self._inside = False
             self._parts.clear()
+
+    def _hide_others(self, window: RecordedWindow, places: frozenset[int]) -> None:
+        """Leave out gradients of before that this optimizer does not step on: a GAN's other half.
+
+        Another one may step on them next, or clear them.
+        """
+        window.places, self.stepped_on = places, self.stepped_on | places
+        full = filled(window.micros[0].before, self._sizes)
+        stepped, were_full = self._before
+        window.leaked = bool(full & places) and not were_full & places and stepped != places
+        self._before, self._hidden = (places, full), full - places
+        if not places or not self._hidden:
+            return
+        sizes = enumerate(self._sizes)
+        mask = torch.cat([torch.full((n,), float(i not in self._hidden)) for i, n in sizes]).double()
+        assert window.gradient is not None
+        window.gradient = window.gradient * mask
+        for micro in window.micros:
+            micro.before, micro.after = micro.before * mask, micro.after * mask
+            micro.brought = micro.brought * mask
+        pairs = [(clip, clip.before * mask, clip.after * mask) for clip in window.clips]
+        window.clips = [replace(clip, before=b, after=a) for clip, b, a in pairs]
+
+    @property
+    def waits_for_others(self) -> bool:
+        """True if another optimizer holds parameters of the model that none has stepped on yet."""
+        rest = [p for i, p in enumerate(self.parameters) if i not in self.stepped_on]
+        return bool(rest) and not self.sharded and bool(_optimizers_of(rest))
 
     def updates(self) -> list[Tensor]:
         """Return the gradients of the steps; steps on different parameters make one update."""
@@ -835,8 +890,14 @@ def _terms_of(root: Tensor, seed: Tensor | None) -> list[LossTerm]:
     return [replace(term, seed=factor) for term in loss_terms(total.grad_fn)]
 
 
-def _optimizer_of(parameters: Sequence[Tensor]) -> torch.optim.Optimizer | None:
-    """Return the only optimizer that holds one of these parameters."""
+def filled(row: Tensor, sizes: list[int]) -> frozenset[int]:
+    """Return the places of the parameters whose gradient, as it is kept, is not zero."""
+    sizes = sizes if row.numel() else []
+    return frozenset(i for i, part in enumerate(row.split(sizes)) if bool(part.any()))
+
+
+def _optimizers_of(parameters: Sequence[Tensor]) -> list[torch.optim.Optimizer]:
+    """Return the optimizers that hold one of these parameters."""
     wanted = {id(parameter) for parameter in parameters}
     kinds = {torch.optim.Optimizer}
     waiting = list(kinds)
@@ -849,7 +910,12 @@ def _optimizer_of(parameters: Sequence[Tensor]) -> torch.optim.Optimizer | None:
         if any(id(p) in wanted for group in one.param_groups for p in group["params"])
     ]
     inner = {id(getattr(one, name, None)) for one in found for name in ("optimizer", "_optimizer")}
-    found = [one for one in found if id(one) in inner] or found  # not a trainer's wrapper of it
+    return [one for one in found if id(one) in inner] or found  # not a trainer's wrapper of it
+
+
+def _optimizer_of(parameters: Sequence[Tensor]) -> torch.optim.Optimizer | None:
+    """Return the only optimizer that holds one of these parameters."""
+    found = _optimizers_of(parameters)
     return found[0] if len(found) == 1 else None
 
 
