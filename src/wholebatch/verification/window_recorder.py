@@ -783,15 +783,16 @@ class WindowRecorder:
 
         Another one may step on them next, or clear them.
         """
-        window.places, self.stepped_on = places, self.stepped_on | places
         full = filled(window.micros[0].before, self._sizes)
         stepped, were_full = self._before
         window.leaked = bool(full & places) and not were_full & places and stepped != places
-        self._before, self._hidden = (places, full), full - places
-        if not places or not self._hidden:
+        self._before, hidden = (places, full), full - places
+        self._hidden = hidden & self.stepped_on
+        window.places, self.stepped_on = places, self.stepped_on | places
+        if not places or not hidden or len(window.micros) == 1:
             return
         sizes = enumerate(self._sizes)
-        mask = torch.cat([torch.full((n,), float(i not in self._hidden)) for i, n in sizes]).double()
+        mask = torch.cat([torch.full((n,), float(i not in hidden)) for i, n in sizes]).double()
         assert window.gradient is not None
         window.gradient = window.gradient * mask
         for micro in window.micros:
