@@ -552,10 +552,17 @@ def _is_of_parameters(node: Any) -> bool:
         name = "" if node is None else node.name().partition("Backward")[0]
         below = [child for child, _ in node.next_functions] if name in _OF_PARAMETERS else []
         other = saved_by(node, "other" if below[:1] != [None] else "self") if None in below else 1
+        ours = [child for child in below if child is not None]
+        if name in ("Add", "Sub", "Rsub"):  # of a number, or of samples: those make it larger
+            other = 1 if len({_shape(one) for one in (node, *ours)}) == 1 else other
         if not below or _number(other) is None:
             return False
-        waiting += [child for child in below if child is not None]
+        waiting += ours
     return False
+
+
+def _shape(node: Any) -> tuple[int, ...]:
+    return tuple(node._input_metadata[0].shape)
 
 
 def _times(term: LossTerm, factor: Any) -> LossTerm:

@@ -487,6 +487,10 @@ class LoopJudge:
     def _scaled(self, gradient: Tensor) -> MistakeFit | None:
         """Return the mistake of a right gradient that is scaled at the clip or at the step."""
         right, scales = self.parts.right, [m.loss_scale for m in self.micros]
+        if len(set(scales)) == 1 and len(self.read) == 1 and len(self.read[0].weights) > 1:
+            pairs = zip(self.read[0].weights, self.read[0].shares(), strict=True)
+            by_hand = [w / share for w, share in pairs if share]
+            scales = by_hand if all(map(self._is_loss_scale, by_hand)) else scales
         if len(set(scales)) > 1:
             variant = f"from {scales[0]:g} to {scales[-1]:g} in the window"
             return MistakeFit("loss-scale", variant, 0.0, True)
@@ -518,14 +522,19 @@ class LoopJudge:
 
     @staticmethod
     def _is_loss_scale(factor: float) -> bool:
-        power = math.log2(factor)
+        power = math.log2(max(factor, 1e-300))
         return factor > _LOSS_SCALE - 1 and abs(power - round(power)) < _WEIGHTS
 
     def _of_constant(self, factor: float, units: float) -> MistakeFit:
         """Return the mistake of weights that are right but for this factor."""
         divisor = units / factor
         variant = f"divided by {divisor:.6g} units, and {units:.6g} came"
-        if factor < 1:
+        padded = [sum(sizes) for sizes in zip(*(m.padded for m in self.micros), strict=False)]
+        if any(math.isclose(divisor, one, rel_tol=_WEIGHTS) for one in padded):
+            key = "other-units"
+        elif self.like:  # in the first window it was the right one
+            key = "nominal-count"
+        elif factor < 1:
             key = "left-out"
         else:
             each = self.read[0].units if self.read else ()
@@ -592,7 +601,7 @@ class LoopJudge:
         if found not in (RIGHT, None):
             return found
         later = self.micros[1:]
-        rates = {m.rates for m in self.micros}
+        rates = {m.rates for m in self.micros if m.rates}
         averaged = sum(m.average_moved for m in later)
         key, variant = None, ""
         if largest_over_ranks(any(m.weights_moved for m in later)):
@@ -604,6 +613,9 @@ class LoopJudge:
             key, variant = "scheduled-per-micro-batch", f"from {first:.3g} to {last:.3g}"
         elif largest_over_ranks(averaged >= max(1, len(later) - 1)):
             key, variant = "averaged-per-micro-batch", f"{averaged + 1} times in a window"
+        elif largest_over_ranks(self.coupled_outputs and bool(self.window.moved_buffers)):
+            moved = ", ".join(self.window.moved_buffers[:3])
+            key, variant = "moved-in-the-window", f"a forward changes {moved}"
         elif largest_over_ranks(self._linked() or self._couples()):
             key, variant = "coupled", self._coupling()
         elif largest_over_ranks(self._adds_penalty()):
@@ -669,7 +681,7 @@ class LoopJudge:
         self, weights: list[float], units: list[float], everywhere: float
     ) -> Tensor | None:
         """Run the undivided batch of this rank; return its share of the right gradient."""
-        if not self.runs_undivided:
+        if not self.runs_undivided or self.window.stepped_inside:
             return None
         calls = JoinedCalls(self.window, self.recorder, self.read)
         made = calls.gradient(weights, [unit / everywhere for unit in units])

@@ -19,7 +19,7 @@ from wholebatch.distributed.process_group import world_size
 from wholebatch.errors import OptionError
 from wholebatch.verification.loop_judge import LoopJudge
 from wholebatch.verification.loss_weights import TermWeights
-from wholebatch.verification.mistakes import NOT_JUDGED, STEPPED_TWICE, MistakeFit
+from wholebatch.verification.mistakes import NOT_JUDGED, RIGHT, STEPPED_TWICE, MistakeFit
 from wholebatch.verification.verdicts import LoopTrial, LoopVerdict
 from wholebatch.verification.window_recorder import RecordedWindow, WindowRecorder, filled
 
@@ -84,6 +84,8 @@ class Watch:
             self._trials.append(nothing.told("never-cleared", variant))
         if not self._trials:
             reason = "no optimizer step on gradients that a backward brought was seen"
+            if left is not None and any(micro.weights_moved for micro in left.micros):
+                reason += ": the loop updates the weights by itself, with a rate that is not known"
             self._trials.append(nothing.not_judged(self._recorder.failure or reason))
         verdict = self.verdict
         if kind is None:
@@ -154,6 +156,9 @@ class Watch:
                 self._was_short(judge.terms(), trial.micro_batches)
         elif self._first is None or self._first.needs_calls or self._has_others:
             return  # forwards are not watched any more
+        elif window.is_whole and self._is_divided_otherwise(judge):
+            self._trials.append(judge.trial())
+            self._has_short = True
         elif count > self._count == len(self._first.window.micros):
             self._was_short(judge.terms(), count)
         elif window.is_whole and count < self._count and not self._has_short:
@@ -162,6 +167,16 @@ class Watch:
             trial = judge.trial()
             if trial.found != NOT_JUDGED:
                 self._trials.append(trial)
+
+    def _is_divided_otherwise(self, judge: LoopJudge) -> bool:
+        """True if sums are divided by the units of the first window, and not by their own."""
+        if self._has_short or self._first is None or self._trials[0].found != RIGHT:
+            return False
+        judge.steps, judge.like = self._count, self._first.terms()
+        read = judge.terms()
+        scale = judge.micros[0].loss_scale
+        totals = [sum(term.weights) / scale for term in read if term.choice is not None]
+        return world_size() == 1 and any(abs(total - 1) > 1e-2 for total in totals)
 
     def _was_short(self, like: list[TermWeights], count: int) -> None:
         """Judge the first window again: those that follow are longer, and tell more."""

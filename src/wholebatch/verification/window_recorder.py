@@ -34,7 +34,13 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from wholebatch.core import window
 from wholebatch.core.forward_state import capture_random, same_random
 from wholebatch.core.splitting.samples import flatten
-from wholebatch.coupled.loss_graph import LossTerm, linked_samples, loss_terms, saved_by
+from wholebatch.coupled.loss_graph import (
+    LossTerm,
+    is_normalised,
+    linked_samples,
+    loss_terms,
+    saved_by,
+)
 from wholebatch.verification.observed_window import places_of
 
 _log = logging.getLogger("wholebatch")
@@ -94,6 +100,8 @@ class RecordedMicroBatch:
     """The nodes of the graph that its backwards began at."""
     counts: list[float] = field(default_factory=list)
     """Positive numbers, ones and sums of the constants that its loss was made with: targets."""
+    padded: list[float] = field(default_factory=list)
+    """The sizes of the masks that its loss was made with."""
     is_asked: bool = False
     """True if `torch.autograd.grad` gave the gradient to the loop, and added it nowhere."""
 
@@ -142,6 +150,10 @@ class RecordedWindow:
     used: int = 0
     unused: int = 0
     """Calls of the model whose outputs reached a backward, and those that reached none."""
+    moved_buffers: list[str] = field(default_factory=list)
+    """Buffers that its forwards have changed, and that are no statistics of a BatchNorm."""
+    stepped_inside: bool = False
+    """True if the steps were made by hooks, within its last backward."""
     earlier_pass: int = 0
     """Micro-batches of a pass before, whose gradients only moved the weights for this one (SAM)."""
     places: frozenset[int] = frozenset()
@@ -220,6 +232,7 @@ class WindowRecorder:
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
         self._random: Any = None
         self._inside = False  # a backward, a closure that is evaluated again, a look of our own
+        self._in_backward: dict[int, Tensor] = {}  # what hooks have stepped on in this backward
         self._loss_scale = 1.0
         self._calls: list[Call] = []
         self._parts: dict[int, Tensor] = {}
@@ -473,7 +486,8 @@ class WindowRecorder:
         micro = RecordedMicroBatch(calls, before, before, before, terms, linked=linked)
         micro.roots = [root.grad_fn for root in listed]
         if not self.light and any(term.kind == "sum" and term.over for term in terms):
-            micro.counts = self._counts_in_graph(listed)
+            self._padded = []
+            micro.counts, micro.padded = self._counts_in_graph(listed), self._padded
         return micro
 
     @torch.no_grad()
@@ -485,6 +499,8 @@ class WindowRecorder:
             for one in (saved_by(node, name[7:]) for name in dir(node) if name[:7] == "_saved_"):
                 if not isinstance(one, Tensor) or one.requires_grad or not one.dim():
                     continue
+                if one.dtype is torch.bool:
+                    self._padded.append(float(one.numel()))
                 if one.dtype is torch.bool or one.is_floating_point():
                     counts += [float((one > 0).sum()), float((one == 1).sum()), float(one.sum())]
             below = [child for child, _ in node.next_functions if child not in seen]
@@ -508,13 +524,26 @@ class WindowRecorder:
     @_never_fails
     def _after_backward(self, micro: RecordedMicroBatch) -> None:
         """Add the micro-batch, if it brought the watched parameters a gradient."""
-        micro.after = self._grads()
+        micro.after = self._after_steps()
         micro.brought = self._row([self._parts.get(i) for i in range(len(self.parameters))])
         brings = bool(self._parts) or (self.sharded and bool(micro.calls))
         if not brings:  # somebody holds the hooks back: what is seen is what was added
             micro.brought = micro.after - micro.before
         if brings or bool(micro.brought.any()):
             self._add(micro)
+        if self._in_backward and self.window is not None:
+            self.window.stepped_inside = True
+            self._see(self.optimizer, frozenset(self._in_backward), micro.after)
+        self._in_backward.clear()
+
+    def _after_steps(self) -> Tensor:
+        """Return the gradients now; those that hooks have stepped on, as they were then."""
+        if not self._in_backward:
+            return self._grads()
+        now = list(self._grads().split(self._sizes))
+        for place, part in self._in_backward.items():
+            now[place] = part.to("cpu", torch.float64)
+        return torch.cat(now)
 
     def _reached(self, nodes: list[Any]) -> dict[Call, None]:
         """Return the calls whose outputs these nodes of the graph were made of."""
@@ -552,6 +581,11 @@ class WindowRecorder:
         if not units or roots[0].numel() != 1:
             return False
         try:
+            if is_normalised(roots[0], self._outputs):
+                # Of texts it may be normalised within a group that stays together (GRPO).
+                given = [tensor for call in self._calls for tensor in call.given]
+                if not any(t.dim() > 1 and not t.is_floating_point() for t in given):
+                    return True
             return bool(linked_samples(roots[0], self._outputs, max(units)))
         except Exception:  # a graph that cannot be asked tells nothing
             return False
@@ -609,6 +643,7 @@ class WindowRecorder:
             cosine = float(made @ moved) / max(float(made.norm() * moved.norm()), 1e-300)
             self.window.moved_before = abs(cosine) > 0.999
         self._first_weights = self._weights
+        self._buffers = self._buffers_of_calls()
         largest = max(self.parameters, key=lambda p: p.numel(), default=None)
         if self.light or self.optimizer_steps or not self.looks:
             largest = None
@@ -619,7 +654,7 @@ class WindowRecorder:
         if not self.window or not self.window.is_whole:
             return
         weights = self.row_of(list(self.parameters))
-        micro.weights_moved = not torch.equal(weights, self._weights)
+        micro.weights_moved = not self._in_backward and not torch.equal(weights, self._weights)
         self._weights = weights
         now = [(tensor, tensor._version, _few(tensor)) for tensor, *_ in self._averages]
         micro.average_moved = any(
@@ -647,6 +682,17 @@ class WindowRecorder:
             window.earlier_pass = passes[-1] - (passes[-2] if passes[1:] else 0)
             del micros[: passes[-1]]
             micros[0].weights_moved = False
+
+    def _buffers_of_calls(self) -> dict[str, tuple[Tensor, int]]:
+        modules = dict.fromkeys(call.module for call in self._calls) if not self.light else ()
+        return {
+            f"{name}.{own}".lstrip("."): (buffer, buffer._version)
+            for module in modules
+            for name, part in module.named_modules()
+            if not isinstance(part, nn.modules.batchnorm._NormBase)
+            for own, buffer in part.named_buffers(recurse=False)
+            if buffer.is_floating_point()
+        }
 
     def _count_calls(self, window: RecordedWindow) -> None:
         """Count the calls that a backward has reached, and those like them that none has.
@@ -707,6 +753,11 @@ class WindowRecorder:
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if not places:
             return None
+        if self._inside:  # a hook's, within the loop's backward
+            made = [(i, self.parameters[i].grad) for i in places]
+            self._in_backward |= {i: self._part(g).clone() for i, g in made if g is not None}
+            self.optimizer = optimizer
+            return None
         if not callable(closure):
             self._see(optimizer, places)
             return None
@@ -739,9 +790,11 @@ class WindowRecorder:
         return result
 
     @_never_fails
-    def _see(self, optimizer: Any, places: frozenset[int]) -> None:
+    def _see(
+        self, optimizer: Any, places: frozenset[int], gradient: Tensor | None = None
+    ) -> None:
         seen = self.window
-        gradient = self._grads()
+        gradient = self._grads() if gradient is None else gradient
         scale = getattr(optimizer, "grad_scale", None)
         if scale is not None:  # a fused optimizer divides by it in its own kernel
             gradient = gradient / float(scale)
@@ -769,6 +822,8 @@ class WindowRecorder:
             self._begin_at_last_pass(seen)
             self._count_calls(seen)
             self._hide_others(seen, places)
+            names = self._buffers.items()
+            seen.moved_buffers = [name for name, (b, version) in names if b._version != version]
         _join_pattern(seen)
         self._forget()
         self._inside = True  # what follows is ours
