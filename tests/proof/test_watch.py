@@ -303,9 +303,56 @@ def test_a_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(capsys.readouterr().out)["mistakes"] == ["not-divided"]
     assert run(["verify", "--trainer", str(script), "0.01"]) == 0
     assert "the same update as the undivided batch" in capsys.readouterr().out
+    assert run(["verify", "--windows", "0", "--trainer", str(script), "0.01"]) == 3
+    shown = capsys.readouterr()
+    assert "the loop ended with AssertionError: the script is stopped" in shown.out
+    assert shown.err.count("File ") == 1, "of the script's frames only"
     assert run(["verify", "--trainer", "nowhere.py"]) == 2
     assert "there is no such file" in capsys.readouterr().err
     assert run(["verify", "--windows", "2"]) == 2
+
+
+_WINDOW = """
+import sys, torch
+model = torch.nn.Linear(3, 2)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for i in range(int(sys.argv[1])):
+    try:
+        model(torch.randn(2, 3)).mean().div(4).backward()
+    except:
+        print("swallowed")
+    if i % 4 == 3:
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("count", "end", "status", "shown"),
+    [
+        (4, "raise ValueError('late')", 3, "the loop ended with ValueError: late"),
+        (2, "raise ValueError('early')", 3, "2 backwards without a step"),
+        (0, "sys.exit('usage: a config')", 3, "no backward was seen in this process"),
+        (4, "sys.exit(5)", 3, "the loop ended with SystemExit: 5"),
+        (4, "sys.exit(0)", 0, "the same update"),
+        (12, "", 0, "swallowed"),  # what ends the script at its second window
+    ],
+)
+def test_how_a_script_ends(
+    count: int,
+    end: str,
+    status: int,
+    shown: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(_WINDOW + end, encoding="utf-8")
+    assert run(["verify", "--trainer", str(script), str(count)]) == status
+    out, err = capsys.readouterr()
+    assert shown in out
+    assert "usage: a config" in err or "usage" not in end
+    assert "the loop ended with" not in out or status == 3
 
 
 @pytest.mark.slow

@@ -211,7 +211,9 @@ class LoopJudge:
             for m in self.micros
         ]
         # The edges of a graph are no tokens: its outputs have other rows.
-        made = [[len(one) for call in m.calls[:1] for one in call.rows.values()] for m in self.micros]
+        made = [
+            [len(one) for call in m.calls[:1] for one in call.rows.values()] for m in self.micros
+        ]
         alike = all(row and row[0] in out for row, out in zip(rows, made, strict=True))
         return sum(row[0] for row in rows) if alike else 0
 

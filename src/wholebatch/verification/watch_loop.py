@@ -46,6 +46,7 @@ class Watch:
         *,
         name: str = "the loop",
         stop_after: int = 0,
+        logs: bool = True,
     ) -> None:
         inner = optimizer
         while isinstance(getattr(inner, "optimizer", None), torch.optim.Optimizer):
@@ -56,7 +57,7 @@ class Watch:
             raise OptionError(f"optimizer={type(optimizer).__name__}: must be a torch optimizer")
         self._recorder = WindowRecorder(model, optimizer=inner, ended=self._ended)
         self._recorder.began = self._began
-        self._name, self._stop_after = name, stop_after
+        self._name, self._stop_after, self._logs = name, stop_after, logs
         self._trials: list[LoopTrial] = []
         self._windows = self._rounds = self._count = 0
         self._judged: set[frozenset[int]] = set()
@@ -69,10 +70,10 @@ class Watch:
         self._recorder.__enter__()
         return self
 
-    def __exit__(self, kind: Any, *error: object) -> None:
+    def __exit__(self, kind: Any, error: object, *_: object) -> None:
         left = self._recorder.window
         self._recorder.__exit__()
-        is_known = not self._has_others and not self._recorder.failure
+        is_known = not self._has_others and not self._recorder.failure and not self._recorder.over
         if kind is None and left is not None and self._windows and is_known:
             judge = LoopJudge(left, self._recorder, "after the last step")
             self._trials.append(judge.told("no-update", "no optimizer step after them"))
@@ -83,12 +84,15 @@ class Watch:
             variant = "an optimizer steps on gradients of the window before, too"
             self._trials.append(nothing.told("never-cleared", variant))
         if not self._trials:
-            reason = "no optimizer step on gradients that a backward brought was seen"
-            if left is not None and any(micro.weights_moved for micro in left.micros):
-                reason += ": the loop updates the weights by itself, with a rate that is not known"
-            self._trials.append(nothing.not_judged(self._recorder.failure or reason))
+            self._trials.append(nothing.not_judged(self._recorder.failure or _nothing_seen(left)))
+        is_end = isinstance(error, WatchIsOver) or (
+            isinstance(error, SystemExit) and not error.code
+        )
+        if kind is not None and not is_end:
+            ended = f"the loop ended with {kind.__name__}" + f": {error}" * bool(str(error))
+            self._trials[-1] = replace(self._trials[-1], notes=(*self._trials[-1].notes, ended))
         verdict = self.verdict
-        if kind is None:
+        if kind is None and self._logs:
             _log.log(logging.INFO if verdict.same else logging.WARNING, "%s", verdict.line)
 
     @property
@@ -110,8 +114,13 @@ class Watch:
             variant = "after the first step, before the next forward"
             self._trials.append(judge.told("moved-beside-the-step", variant))
         more = self._rounds - self._stop_after
-        if returns and self._stop_after and (more > 0 or (more == 0 and is_clean and self._count > 1)):
-            raise WatchIsOver
+        if (
+            returns
+            and self._stop_after
+            and (more > 0 or (more == 0 and is_clean and self._count > 1))
+        ):
+            self._recorder.over = WatchIsOver()
+            raise self._recorder.over
         if self._first is not None and window.micros[0].is_passed_on:  # a generator's loss
             self._has_others |= not self._first.micros[0].is_passed_on
         is_known = self._count > 1 and is_clean
@@ -190,6 +199,17 @@ class Watch:
             fits = [MistakeFit(key, fit.variant, fit.distance, True) for fit in trial.fits[:1]]
             trial = replace(trial, found=key, fits=(*fits, *trial.fits[1:]))
         self._trials[0] = trial
+
+
+def _nothing_seen(left: RecordedWindow | None) -> str:
+    """Return the reason why there was no window to judge."""
+    if left is None:
+        return "no backward was seen in this process; if it starts others, use torchrun instead"
+    count = len(left.micros)
+    reason = f"{count} backward{'s'[: count - 1]} without a step of a torch optimizer after them"
+    if any(micro.weights_moved for micro in left.micros):
+        reason += ": the loop updates the weights by itself, with a rate that is not known"
+    return reason
 
 
 def watch(model: nn.Module | None = None, optimizer: Any = None) -> Watch:

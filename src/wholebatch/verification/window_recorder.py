@@ -206,6 +206,8 @@ class WindowRecorder:
     looks: bool = True
     numbers: int = _NUMBERS
     light: bool = False
+    over: BaseException | None = None
+    """Raised by every backward to come, once the verdict is known and the script is to end."""
 
     def __enter__(self) -> WindowRecorder:
         self.window: RecordedWindow | None = None
@@ -441,6 +443,8 @@ class WindowRecorder:
 
     def _backward(self, place: int, original: Any, roots: Any, *args: Any, **kwargs: Any) -> Any:
         """See one backward, whose seeds are at this place of its other arguments."""
+        if self.over is not None and not self._inside:
+            raise self.over
         # Of a checkpoint, inside the model, while a graph is compiled, or a look of our own.
         busy = self._inside or self._depth or self.failure or _get_current_dispatch_mode_stack()
         is_look = bool(place) and not busy and _is_a_look()
@@ -790,9 +794,7 @@ class WindowRecorder:
         return result
 
     @_never_fails
-    def _see(
-        self, optimizer: Any, places: frozenset[int], gradient: Tensor | None = None
-    ) -> None:
+    def _see(self, optimizer: Any, places: frozenset[int], gradient: Tensor | None = None) -> None:
         seen = self.window
         gradient = self._grads() if gradient is None else gradient
         scale = getattr(optimizer, "grad_scale", None)
@@ -801,7 +803,7 @@ class WindowRecorder:
         if not self.light:
             self.steps.append(RecordedStep(gradient, places))
         self.optimizer_steps += 1
-        if self.failure:
+        if self.failure or self.over is not None:
             return
         if seen is None:
             again = self._stepped_by is not optimizer and bool(self._stepped & places)
