@@ -32,6 +32,7 @@ from tests.proof.fixtures import (  # noqa: E402, F401
     round_11,
     round_12,
     round_13,
+    round_14,
 )
 from tests.proof.fixtures.rounds import CASES, is_right  # noqa: E402
 from tests.proof.loops.live import found_in, quiet  # noqa: E402

@@ -490,27 +490,29 @@ class WindowRecorder:
         micro = RecordedMicroBatch(calls, before, before, before, terms, linked=linked)
         micro.roots = [root.grad_fn for root in listed]
         if not self.light and any(term.kind == "sum" and term.over for term in terms):
-            self._padded = []
-            micro.counts, micro.padded = self._counts_in_graph(listed), self._padded
+            micro.counts, micro.padded = self._counts_in_graph(listed)
         return micro
 
     @torch.no_grad()
-    def _counts_in_graph(self, roots: Sequence[Tensor]) -> list[float]:
-        """Count in the constants between the losses and the model: a sum may be divided by them."""
+    def _counts_in_graph(self, roots: Sequence[Tensor]) -> tuple[list[float], list[float]]:
+        """Count in the constants between the losses and the model: a sum may be divided by them.
+
+        Return the sizes of the masks apart: they count the padding, too.
+        """
         waiting: list[Any] = [root.grad_fn for root in roots]
-        seen, counts = {None, *self._nodes}, list[float]()
+        seen, counts, padded = {None, *self._nodes}, list[float](), list[float]()
         for node in islice(waiting, _MOST_LOSS_NODES):  # it grows: in the graph's own order
             for one in (saved_by(node, name[7:]) for name in dir(node) if name[:7] == "_saved_"):
                 if not isinstance(one, Tensor) or one.requires_grad or not one.dim():
                     continue
                 if one.dtype is torch.bool:
-                    self._padded.append(float(one.numel()))
+                    padded.append(float(one.numel()))
                 if one.dtype is torch.bool or one.is_floating_point():
                     counts += [float((one > 0).sum()), float((one == 1).sum()), float(one.sum())]
             below = [child for child, _ in node.next_functions if child not in seen]
             seen.update(below)
             waiting += below
-        return counts
+        return counts, padded
 
     def _is_of_one(self, term: LossTerm, calls: list[Call]) -> bool:
         """True if a term picks among the parts of one sample: the points of a cloud."""
