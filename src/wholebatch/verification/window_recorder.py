@@ -654,6 +654,7 @@ class WindowRecorder:
         if self.light or self.optimizer_steps or not self.looks:
             largest = None
         self._averages = [] if largest is None else _averages_of(largest)
+        self._averaged: Tensor = torch.zeros(0) if largest is None else largest
 
     def _look_at_weights(self, micro: RecordedMicroBatch) -> None:
         """Note if weights, or an average of them, have changed since the micro-batch before."""
@@ -663,10 +664,8 @@ class WindowRecorder:
         micro.weights_moved = not self._in_backward and not torch.equal(weights, self._weights)
         self._weights = weights
         now = [(tensor, tensor._version, _few(tensor)) for tensor, *_ in self._averages]
-        micro.average_moved = any(
-            was[1] != new[1] or not torch.equal(was[2], new[2])
-            for was, new in zip(self._averages, now, strict=True)
-        )
+        pairs = zip(self._averages, now, strict=True)
+        micro.average_moved = any(_follows(*pair, _few(self._averaged)) for pair in pairs)
         self._averages = now
 
     @_never_fails
@@ -899,6 +898,9 @@ def _join_pattern(window: RecordedWindow) -> None:
     count = len(micros)
     turns = next(n for n in range(1, count + 1) if kinds == kinds[:n] * (count // n))
     is_own = len({micro.is_passed_on for micro in micros}) == 1
+    if len(set(kinds)) < turns and window.sizes:  # an actor's loss and a critic's
+        both = [(k, filled(m.brought, window.sizes)) for k, m in zip(kinds, micros, strict=True)]
+        kinds = both if both == both[:turns] * (count // turns) else kinds
     if not 1 < turns < count or len(set(kinds)) < turns or not is_own:
         return
     window.clips = [replace(c, micro_batches=-(-c.micro_batches // turns)) for c in window.clips]
@@ -988,8 +990,20 @@ def _few(tensor: Tensor) -> Tensor:
     return tensor.detach().flatten()[:64].clone()
 
 
+_Kept = tuple[Tensor, int, Tensor]
+"""A tensor, its version, and a few of its numbers."""
+
+
+def _follows(was: _Kept, now: _Kept, weights: Tensor) -> bool:
+    """True if an average has changed; one that is far from the weights, if it moved to them."""
+    far, moved = weights - was[2], now[2] - was[2]
+    if float(far.norm()) <= 0.5 * float(weights.norm()):
+        return was[1] != now[1] or bool(moved.any())
+    return float(far @ moved) > 0.99 * float(far.norm() * moved.norm()) > 0
+
+
 @torch.no_grad()
-def _averages_of(parameter: Tensor) -> list[tuple[Tensor, int, Tensor]]:
+def _averages_of(parameter: Tensor) -> list[_Kept]:
     """Return tensors that look like an average of this parameter: alike in shape and values."""
     found = []
     few = _few(parameter)
@@ -1001,6 +1015,7 @@ def _averages_of(parameter: Tensor) -> list[tuple[Tensor, int, Tensor]]:
         try:
             aliases = one.data_ptr() == parameter.data_ptr()
             near = float((_few(one) - few).norm()) <= 0.5 * float(few.norm())
+            near |= isinstance(one, nn.Parameter) and not one.requires_grad  # a target network
         except RuntimeError:  # a tensor without numbers
             continue
         found += [(one, one._version, _few(one))] if near and not aliases else []
