@@ -64,6 +64,8 @@ class LoopJudge:
     steps: int | None = None
     like: Sequence[TermWeights] = ()
     """The terms of the loss in another window, whose weights and units were read."""
+    was_right: bool = False
+    """True if the first window was right, and this one is divided by the same number."""
     runs_undivided: bool = True
     together: bool = False
     """True if the losses of a backward are terms of one loss, and not of several micro-batches."""
@@ -534,7 +536,7 @@ class LoopJudge:
         padded = [sum(sizes) for sizes in zip(*(m.padded for m in self.micros), strict=False)]
         if any(math.isclose(divisor, one, rel_tol=_WEIGHTS) for one in padded):
             key = "other-units"
-        elif self.like:  # in the first window it was the right one
+        elif self.was_right:
             key = "nominal-count"
         elif factor < 1:
             key = "left-out"

@@ -84,7 +84,9 @@ class Watch:
             variant = "an optimizer steps on gradients of the window before, too"
             self._trials.append(nothing.told("never-cleared", variant))
         if not self._trials:
-            self._trials.append(nothing.not_judged(self._recorder.failure or _nothing_seen(left)))
+            self._trials.append(
+                nothing.not_judged(self._recorder.failure or self._nothing_seen(left))
+            )
         is_end = isinstance(error, WatchIsOver) or (
             isinstance(error, SystemExit) and not error.code
         )
@@ -102,6 +104,20 @@ class Watch:
         precision = next((dtypes[d] for d in self._recorder.autocast if d in dtypes), "full")
         trials = tuple(self._trials)
         return LoopVerdict(self._name, trials, precision, world_size(), self.seconds)
+
+    def _nothing_seen(self, left: RecordedWindow | None) -> str:
+        """Return the reason why there was no window to judge."""
+        if left is None and self._recorder.optimizer_steps:
+            return "an optimizer step was seen, and no backward that brought its gradients"
+        if left is None:
+            return "no backward was seen in this process; if it starts others, use torchrun instead"
+        count = len(left.micros)
+        reason = (
+            f"{count} backward{'s'[: count - 1]} without a step of a torch optimizer after them"
+        )
+        if any(micro.weights_moved for micro in left.micros):
+            reason += ": the loop updates the weights by itself, with a rate that is not known"
+        return reason
 
     # ------------------------------------------------------------ called by the observer
 
@@ -181,7 +197,7 @@ class Watch:
         """True if sums are divided by the units of the first window, and not by their own."""
         if self._has_short or self._first is None or self._trials[0].found != RIGHT:
             return False
-        judge.steps, judge.like = self._count, self._first.terms()
+        judge.steps, judge.like, judge.was_right = self._count, self._first.terms(), True
         read = judge.terms()
         scale = judge.micros[0].loss_scale
         totals = [sum(term.weights) / scale for term in read if term.choice is not None]
@@ -199,17 +215,6 @@ class Watch:
             fits = [MistakeFit(key, fit.variant, fit.distance, True) for fit in trial.fits[:1]]
             trial = replace(trial, found=key, fits=(*fits, *trial.fits[1:]))
         self._trials[0] = trial
-
-
-def _nothing_seen(left: RecordedWindow | None) -> str:
-    """Return the reason why there was no window to judge."""
-    if left is None:
-        return "no backward was seen in this process; if it starts others, use torchrun instead"
-    count = len(left.micros)
-    reason = f"{count} backward{'s'[: count - 1]} without a step of a torch optimizer after them"
-    if any(micro.weights_moved for micro in left.micros):
-        reason += ": the loop updates the weights by itself, with a rate that is not known"
-    return reason
 
 
 def watch(model: nn.Module | None = None, optimizer: Any = None) -> Watch:
