@@ -345,7 +345,7 @@ for i in range(int(sys.argv[1])):
     ("count", "end", "status", "shown"),
     [
         (4, "raise ValueError('late')", 3, "the loop ended with ValueError: late"),
-        (2, "raise ValueError('early')", 3, "2 backwards without a step"),
+        (2, "raise ValueError('early')", 3, "2 backwards without a torch"),
         (0, "sys.exit('usage: a config')", 3, "no backward was seen in this process"),
         (4, "sys.exit(5)", 3, "the loop ended with SystemExit: 5"),
         (4, "sys.exit(0)", 0, "the same update"),

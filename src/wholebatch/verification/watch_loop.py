@@ -84,13 +84,10 @@ class Watch:
             variant = "an optimizer steps on gradients of the window before, too"
             self._trials.append(nothing.told("never-cleared", variant))
         if not self._trials:
-            self._trials.append(
-                nothing.not_judged(self._recorder.failure or self._nothing_seen(left))
-            )
-        is_end = isinstance(error, WatchIsOver) or (
-            isinstance(error, SystemExit) and not error.code
-        )
-        if kind is not None and not is_end:
+            reason = self._recorder.failure or self._nothing_seen(left)
+            self._trials.append(nothing.not_judged(reason))
+        is_end = isinstance(error, SystemExit) and not error.code
+        if kind not in (None, WatchIsOver) and not is_end:
             ended = f"the loop ended with {kind.__name__}" + f": {error}" * bool(str(error))
             self._trials[-1] = replace(self._trials[-1], notes=(*self._trials[-1].notes, ended))
         verdict = self.verdict
@@ -112,9 +109,7 @@ class Watch:
         if left is None:
             return "no backward was seen in this process; if it starts others, use torchrun instead"
         count = len(left.micros)
-        reason = (
-            f"{count} backward{'s'[: count - 1]} without a step of a torch optimizer after them"
-        )
+        reason = f"{count} backward{'s'[: count - 1]} without a torch optimizer's step after them"
         if any(micro.weights_moved for micro in left.micros):
             reason += ": the loop updates the weights by itself, with a rate that is not known"
         return reason
@@ -129,17 +124,12 @@ class Watch:
             judge = LoopJudge(self._recorder.new_window(), self._recorder, "between two windows")
             variant = "after the first step, before the next forward"
             self._trials.append(judge.told("moved-beside-the-step", variant))
-        more = self._rounds - self._stop_after
-        if (
-            returns
-            and self._stop_after
-            and (more > 0 or (more == 0 and is_clean and self._count > 1))
-        ):
+        more, is_known = self._rounds - self._stop_after, self._count > 1 and is_clean
+        if returns and self._stop_after and (more > 0 or (more == 0 and is_known)):
             self._recorder.over = WatchIsOver()
             raise self._recorder.over
         if self._first is not None and window.micros[0].is_passed_on:  # a generator's loss
             self._has_others |= not self._first.micros[0].is_passed_on
-        is_known = self._count > 1 and is_clean
         if returns and not self._recorder.light and (is_known or self._rounds > 1):
             self._recorder.go_lightly()
 
@@ -165,9 +155,10 @@ class Watch:
 
     def _judge(self, judge: LoopJudge) -> None:
         window, count = judge.window, len(judge.micros)
+        light = self._recorder.light
         is_first = self._first is None or window.places == self._first.window.places
-        self._rounds += is_first
-        if window.is_whole and not self._recorder.light:  # the first, or it began with gradients
+        self._rounds += light or is_first
+        if window.is_whole and not light:  # the first, or it began with gradients
             is_clean = not bool(window.micros[0].before.any())
             if window.places in self._judged and self._count > 1 and is_clean:
                 return  # another optimizer has not had its turn yet
@@ -197,11 +188,11 @@ class Watch:
         """True if sums are divided by the units of the first window, and not by their own."""
         if self._has_short or self._first is None or self._trials[0].found != RIGHT:
             return False
-        judge.steps, judge.like, judge.was_right = self._count, self._first.terms(), True
-        read = judge.terms()
-        scale = judge.micros[0].loss_scale
-        totals = [sum(term.weights) / scale for term in read if term.choice is not None]
-        return world_size() == 1 and any(abs(total - 1) > 1e-2 for total in totals)
+        judge.like, scale = self._first.terms(), judge.micros[0].loss_scale
+        sums = [sum(term.weights) / scale for term in judge.terms() if term.choice is not None]
+        judge.was_right = world_size() == 1 and any(abs(total - 1) > 1e-2 for total in sums)
+        judge.like, judge.steps = (judge.like, self._count) if judge.was_right else ((), None)
+        return judge.was_right
 
     def _was_short(self, like: list[TermWeights], count: int) -> None:
         """Judge the first window again: those that follow are longer, and tell more."""
