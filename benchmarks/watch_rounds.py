@@ -30,6 +30,9 @@ from tests.proof.fixtures import (  # noqa: E402, F401
     round_9,
     round_10,
     round_11,
+    round_12,
+    round_13,
+    round_14,
 )
 from tests.proof.fixtures.rounds import CASES, is_right  # noqa: E402
 from tests.proof.loops.live import found_in, quiet  # noqa: E402

@@ -21,7 +21,15 @@ from torch.nn import functional as F
 
 import wholebatch as wb
 from tests import processes
-from tests.proof.fixtures import outsider_right, outsider_wrong, round_7, round_8
+from tests.proof.fixtures import (
+    outsider_right,
+    outsider_wrong,
+    round_7,
+    round_8,
+    round_12,
+    round_13,
+    round_14,
+)
 from tests.proof.fixtures.outsider import RIGHT as OUTSIDERS_RIGHT
 from tests.proof.fixtures.outsider import WRONG as OUTSIDERS_WRONG
 from tests.proof.fixtures.rounds import CASES, is_right
@@ -84,7 +92,7 @@ def test_right_loops_are_left_in_peace() -> None:
         assert found_in(verdict) == wanted, f"{loop.__name__}: {verdict}"
 
 
-OUTSIDERS = (outsider_right, outsider_wrong, round_7, round_8)
+OUTSIDERS = (outsider_right, outsider_wrong, round_7, round_8, round_12, round_13, round_14)
 """Loops of all styles; benchmarks/verify_mistakes.py runs them all, a test those that were hard."""
 HARD_TO_LEAVE_IN_PEACE = """
     deep_supervision_list_of_losses gan_watch_discriminator sam_two_passes_over_window
@@ -117,6 +125,12 @@ HARD_ROUNDS = """
     plain_focal_by_positives_of_window plain_truncated_bptt plain_first_window_one_longer
     plain_rate_set_by_hand_each_batch plain_penalty_added_each_time plain_graph_nodes_of_window
     plain_ctc_means plain_decay_added_to_gradient_each_time plain_decoder_step_by_step
+    plain_clouds_one_by_one plain_players_hinge_with_penalty plain_players_generator_leaks
+    plain_distilled_with_hints plain_detector_short_last_window plain_experts_balanced
+    plain_graph_divided_by_all_nodes plain_voice_padded_frames plain_bayes_divergence_with_each
+    plain_optimizers_in_hooks plain_budget_of_tokens_as_planned plain_codes_follow_every_batch
+    plain_advantage_of_each_minibatch plain_own_scale_grows_in_the_window
+    plain_soft_actor_target_creeps_each
 """
 """Loops of benchmarks/watch_rounds.py that were judged wrongly at first sight, in plain torch."""
 
@@ -245,7 +259,7 @@ def test_what_cannot_be_known_is_not_judged() -> None:
     assert "one micro-batch" in watched(alone, ZOO["mlp"].model()).line
     with wb.watch(nn.Linear(2, 2)) as nothing:
         pass
-    assert "no optimizer step" in nothing.verdict.line
+    assert "no backward was seen" in nothing.verdict.line
 
 
 def test_usage() -> None:
@@ -303,9 +317,56 @@ def test_a_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(capsys.readouterr().out)["mistakes"] == ["not-divided"]
     assert run(["verify", "--trainer", str(script), "0.01"]) == 0
     assert "the same update as the undivided batch" in capsys.readouterr().out
+    assert run(["verify", "--windows", "0", "--trainer", str(script), "0.01"]) == 3
+    shown = capsys.readouterr()
+    assert "the loop ended with AssertionError: the script is stopped" in shown.out
+    assert shown.err.count("File ") == 1, "of the script's frames only"
     assert run(["verify", "--trainer", "nowhere.py"]) == 2
     assert "there is no such file" in capsys.readouterr().err
     assert run(["verify", "--windows", "2"]) == 2
+
+
+_WINDOW = """
+import sys, torch
+model = torch.nn.Linear(3, 2)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for i in range(int(sys.argv[1])):
+    try:
+        model(torch.randn(2, 3)).mean().div(4).backward()
+    except:
+        print("swallowed")
+    if i % 4 == 3:
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("count", "end", "status", "shown"),
+    [
+        (4, "raise ValueError('late')", 3, "the loop ended with ValueError: late"),
+        (2, "raise ValueError('early')", 3, "2 backwards without a torch"),
+        (0, "sys.exit('usage: a config')", 3, "no backward was seen in this process"),
+        (4, "sys.exit(5)", 3, "the loop ended with SystemExit: 5"),
+        (4, "sys.exit(0)", 0, "the same update"),
+        (12, "", 0, "swallowed"),  # what ends the script at its second window
+    ],
+)
+def test_how_a_script_ends(
+    count: int,
+    end: str,
+    status: int,
+    shown: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(_WINDOW + end, encoding="utf-8")
+    assert run(["verify", "--trainer", str(script), str(count)]) == status
+    out, err = capsys.readouterr()
+    assert shown in out
+    assert "usage: a config" in err or "usage" not in end
+    assert "the loop ended with" not in out or status == 3
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import inspect
 import math
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import partial
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from wholebatch.verification.run_comparison import Comparison
 
 _BATCH, _LOOP = "Batch", "Your own loop"
+_NOT_JUDGED = 3
 _like_train = partial(like_train, panel=_BATCH)
 _like_recipes = partial(_like_train, of_recipes=True)
 _loop = partial(option, panel=_LOOP)
@@ -230,7 +232,11 @@ def _verify_recipe(
 
 
 def _watch_script(arguments: tuple[str, ...], options: VerifyOptions) -> int:
-    """Run a training script as it is, and show the verdict on its first windows."""
+    """Run a training script as it is, and show the verdict on its first windows.
+
+    Status 3 if the script itself fails, unless a mistake was found before. Of several ranks the
+    first one tells: torchrun ends all ranks once one has another status than 0.
+    """
     import runpy
 
     from wholebatch.verification.watch_loop import Watch, WatchIsOver
@@ -238,23 +244,41 @@ def _watch_script(arguments: tuple[str, ...], options: VerifyOptions) -> int:
     script = Path(arguments[0])
     if not script.is_file():
         raise OptionError(f"--trainer {script}: there is no such file")
-    watched = Watch(name=script.name, stop_after=options.windows)
-    before = sys.argv, sys.path[:]
+    watched = Watch(name=script.name, stop_after=options.windows, logs=False)
+    before, failed = (sys.argv, sys.path[:]), False
     sys.argv, sys.path[0] = [str(script), *arguments[1:]], str(script.resolve().parent)
     try:
         with watched:
-            runpy.run_path(str(script), run_name="__main__")
+            runpy.run_path(os.path.abspath(script), run_name="__main__")
     except WatchIsOver:
         pass
     except SystemExit as ended:
-        if ended.code and not watched.verdict.trials:
-            raise
+        failed = bool(ended.code)
+        if isinstance(ended.code, str):
+            print(ended.code, file=sys.stderr)
+    except KeyboardInterrupt:
+        if watched.verdict.judged:
+            _show(script.name, watched.verdict, as_json=options.as_json)
+        raise
+    except Exception as error:
+        failed = True
+        _show_traceback(error, script)
     finally:
         sys.argv, sys.path[:] = before
-    if int(os.environ.get("RANK", "0")) == 0:
+    status = watched.verdict.exit_status
+    is_first = int(os.environ.get("RANK", "0")) == 0
+    if is_first:
         _show(script.name, watched.verdict, as_json=options.as_json)
         sys.stdout.flush()
-    return watched.verdict.exit_status
+    return _NOT_JUDGED if failed and status == 0 else status if is_first or failed else 0
+
+
+def _show_traceback(error: Exception, script: Path) -> None:
+    """Print the traceback of a script as Python does, without the frames that ran it."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_frame.f_code.co_filename != os.path.abspath(script):
+        frame = frame.tb_next
+    traceback.print_exception(type(error), error, frame)
 
 
 # ------------------------------------------------------------------------- a loop out of a file
@@ -469,14 +493,16 @@ def _show_loop(console: Console, verdict: LoopVerdict) -> None:
         does, instead = Text(mistake.does), Text(f"Instead: {mistake.instead}", "green")
         body = [_answer(False, f": {mistake.name}"), does, instead]
     ranks = f" · {verdict.ranks} ranks" if verdict.ranks > 1 else ""
-    count = len(verdict.trials)
+    windows = [trial for trial in verdict.trials if trial.micro_batches]
+    count = len(windows)
     about = (
-        f"{count} window{'s'[: count - 1]} · {verdict.precision}{ranks} · {verdict.seconds:.1f} s"
+        f"{count} window{'s' * (count != 1)} · {verdict.precision}{ranks} · {verdict.seconds:.1f} s"
     )
     body.append(Text(about, "dim"))
     colour = "green" if verdict.same else "red" if verdict.judged else "yellow"
     console.print(panel(verdict.loop, body, colour))
-    console.print(fitting(_windows(verdict), console.width))
+    if windows:
+        console.print(fitting(_windows(verdict), console.width))
     wrong = next((trial for trial in verdict.trials if trial.differs), None)
     if wrong is not None:
         console.print()

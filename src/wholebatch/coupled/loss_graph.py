@@ -90,7 +90,9 @@ class LossTerm:
     counted: float | None = None  # labels that are not ignored, where the mean is over all of them
     weighed: float | None = None  # the weights of the units, added, where they have some
     target: float | None = None  # where all labels are one number: a GAN's 1 and 0
-    below: Any = None  # the node whose numbers have weights, or that a regulariser ends with
+    below: Any = None  # the node that has weights, that picks, or that a regulariser ends with
+    among: int = 0  # of a "picked" term: the rows that it picks among
+    plain: str = "mean"  # of a "picked" term: its kind, if those rows are not samples
 
 
 def check_sum(total: Tensor, units: Units) -> None:
@@ -383,8 +385,10 @@ def _reduction(node: Any, name: str, below: list[Any], so_far: LossTerm) -> Iter
     inner = below[0] if name in _MEAN + _SUM else node
     while inner is not None and inner.name() in _VIEWS:
         inner = inner.next_functions[0][0]
-    if inner is not None and _picks_samples(inner):
-        yield replace(so_far, node=inner.name(), kind="picked")
+    if inner is not None and (among := _picks_among(inner)):
+        count = math.prod(saved_by(node, "self_sym_sizes") or ()) if inner is not node else 1
+        picked = replace(so_far, node=inner.name(), kind="picked", count=count, below=inner)
+        yield replace(picked, among=among, plain="sum" if name in _SUM else "mean")
     elif name in _MEAN:
         sizes = tuple(saved_by(node, "self_sym_sizes") or ())
         inner, so_far = _without_factors(below[0], so_far)
@@ -419,10 +423,10 @@ def _reduction(node: Any, name: str, below: list[Any], so_far: LossTerm) -> Iter
         yield _not_understood(node, below, so_far)
 
 
-def _picks_samples(node: Any) -> bool:
-    """True for the largest, smallest or middle values over the first dimension."""
+def _picks_among(node: Any) -> int:
+    """Return the rows among which a node picks the largest, smallest or middle; 0 for others."""
     if not node.name().startswith(tuple(f"{name}Backward" for name in _PICK)):
-        return False
+        return 0
     given = saved_by(node, "self")
     sizes = tuple(
         given.shape if isinstance(given, Tensor) else saved_by(node, "self_sym_sizes") or ()
@@ -430,7 +434,7 @@ def _picks_samples(node: Any) -> bool:
     dims = saved_by(node, "dim")
     dims = (range(len(sizes)) if dims is None else [dims]) if not isinstance(dims, tuple) else dims
     wrapped = {(d if d < 1 << 63 else d - (1 << 64)) % len(sizes) for d in dims} if sizes else set()
-    return bool(sizes) and sizes[0] > 1 and (0 in wrapped or dims == ())
+    return sizes[0] if sizes and sizes[0] > 1 and (0 in wrapped or dims == ()) else 0
 
 
 def _not_understood(node: Any, below: list[Any], so_far: LossTerm) -> LossTerm:
@@ -450,12 +454,8 @@ def _sum(node: Any, name: str, below: list[Any], so_far: LossTerm) -> LossTerm:
     inner, so_far = _without_factors(below[0], so_far)
     if _is_of_parameters(inner):
         return replace(so_far, node=name, kind="regulariser", below=inner)
-    if inner is not None and inner.name() == "MeanBackward1":
-        given = tuple(saved_by(inner, "self_sym_sizes") or ())
-        dims = [dim if dim < 1 << 63 else dim - (1 << 64) for dim in saved_by(inner, "dim") or ()]
-        is_first = bool(given) and {dim % len(given) for dim in dims} == {0}
-        if is_first and math.prod(sizes) != given[0]:
-            return replace(so_far, node=inner.name(), kind="first", count=given[0])
+    if (rows := _mean_over_rows(inner)) and math.prod(sizes) != rows:
+        return replace(so_far, node=inner.name(), kind="first", count=rows)
     of_losses, count = saved_by(inner, "reduction") == 0, math.prod(sizes)
     so_far = replace(so_far, node=name, kind="sum", count=count, sizes=sizes, is_loss=of_losses)
     if of_losses:
@@ -463,12 +463,26 @@ def _sum(node: Any, name: str, below: list[Any], so_far: LossTerm) -> LossTerm:
     below = [child for child, _ in inner.next_functions] if inner is not None else []
     if inner is not None and inner.name() == "MulBackward0" and None in below:
         weights = saved_by(inner, "other" if below[1] is None else "self")
+        mean = _without_factors(below[0] or below[1], so_far)[0]
+        if weights is not None and (rows := _mean_over_rows(mean)):
+            print_ = float(_mixed(weights.detach()))  # it tells if they change with the batch
+            return replace(so_far, node=mean.name(), kind="first", count=rows, weighed=print_)
         return _weighed(replace(so_far, below=below[0] or below[1]), weights, count)
     if inner is not None and inner.name() == "MaskedFillBackward0" and sizes:
         made = _weighed(so_far, (~saved_by(inner, "mask")).float(), count)
         whole = math.prod(saved_by(below[0], "self_sym_sizes") or sizes)  # of a sum over classes
         return replace(made, weighed=made.count * whole / count) if whole > count else made
     return so_far
+
+
+def _mean_over_rows(node: Any) -> int:
+    """Return how many rows a mean over the leading dimensions is of; 0 for other nodes."""
+    if node is None or node.name() != "MeanBackward1":
+        return 0
+    given = tuple(saved_by(node, "self_sym_sizes") or ())
+    dims = [dim if dim < 1 << 63 else dim - (1 << 64) for dim in saved_by(node, "dim") or ()]
+    wrapped = sorted(dim % len(given) for dim in dims) if given else []
+    return math.prod(given[: len(dims)]) if wrapped == list(range(len(dims))) else 0
 
 
 def _without_factors(node: Any, so_far: LossTerm) -> tuple[Any, LossTerm]:
@@ -538,10 +552,17 @@ def _is_of_parameters(node: Any) -> bool:
         name = "" if node is None else node.name().partition("Backward")[0]
         below = [child for child, _ in node.next_functions] if name in _OF_PARAMETERS else []
         other = saved_by(node, "other" if below[:1] != [None] else "self") if None in below else 1
+        ours = [child for child in below if child is not None]
+        if name in ("Add", "Sub", "Rsub"):  # of a number, or of samples: those make it larger
+            other = 1 if len({_shape(one) for one in (node, *ours)}) == 1 else other
         if not below or _number(other) is None:
             return False
-        waiting += [child for child in below if child is not None]
+        waiting += ours
     return False
+
+
+def _shape(node: Any) -> tuple[int, ...]:
+    return tuple(node._input_metadata[0].shape)
 
 
 def _times(term: LossTerm, factor: Any) -> LossTerm:

@@ -62,8 +62,10 @@ class LoopJudge:
     name: str
     case: str = "live"
     steps: int | None = None
-    scales: Sequence[float] = ()
-    """The weights of its own that the loss had in the first window."""
+    like: Sequence[TermWeights] = ()
+    """The terms of the loss in another window, whose weights and units were read."""
+    was_right: bool = False
+    """True if the first window was right, and this one is divided by the same number."""
     runs_undivided: bool = True
     together: bool = False
     """True if the losses of a backward are terms of one loss, and not of several micro-batches."""
@@ -119,9 +121,6 @@ class LoopJudge:
         if largest_over_ranks(isinstance(read, Unreadable)):
             return self._without_weights(read)
         assert not isinstance(read, Unreadable)
-        if len(self.scales) == len(read):
-            pairs = zip(read, self.scales, strict=True)
-            read = [term.scaled_as(scale) for term, scale in pairs]
         self.read, self.units = read, read[0].units
         if largest_over_ranks(len(self._owners)) < 2:
             return self._of_one_micro_batch()
@@ -176,10 +175,10 @@ class LoopJudge:
 
     # ----------------------------------------------------------------- weights
 
-    def own_weights(self) -> list[float]:
-        """Return the weight of its own that each term of the loss has; [] if it cannot be read."""
+    def terms(self) -> list[TermWeights]:
+        """Return the terms of the loss; [] if they cannot be read."""
         read = self._read()
-        return [] if isinstance(read, Unreadable) else [term.scale for term in read]
+        return [] if isinstance(read, Unreadable) else read
 
     def _read(self) -> list[TermWeights] | Unreadable:
         """Return the weights of every term; a backward may have several losses."""
@@ -192,6 +191,7 @@ class LoopJudge:
         scale, ranks = self.micros[0].loss_scale, world_size()
         labels = _labels(self.micros) if len(losses) == len(self.micros) else []
         known: dict[str, Any] = {"loss_scale": scale, "ranks": ranks, "samples": self._samples()}
+        known["like"] = self.like
         counts = [micro.counts for micro in self.micros]
         if len({len(one) for one in counts}) == 1:
             known["counts"] = [sum(one) for one in zip(*counts, strict=True)]
@@ -208,11 +208,16 @@ class LoopJudge:
 
     def _samples(self) -> int:
         """Return the rows of the tokens that the model was given; 0 where they are not known."""
-        ids = [
-            [t for t in m.given if t.dim() > 1 and not t.is_floating_point()] for m in self.micros
+        rows = [
+            [len(t) for t in m.given if t.dim() > 1 and not t.is_floating_point()]
+            for m in self.micros
         ]
-        rows = [[len(tensor) for tensor in one] for one in ids]
-        return sum(row[0] for row in rows) if all(rows) else 0
+        # The edges of a graph are no tokens: its outputs have other rows.
+        made = [
+            [len(one) for call in m.calls[:1] for one in call.rows.values()] for m in self.micros
+        ]
+        alike = all(row and row[0] in out for row, out in zip(rows, made, strict=True))
+        return sum(row[0] for row in rows) if alike else 0
 
     def _micro_weights(self) -> tuple[list[float], list[float]] | None:
         """Return one weight and the units of each micro-batch; None if its terms differ in them."""
@@ -427,6 +432,9 @@ class LoopJudge:
             ours = gradient - first * float(gradient @ first / (first @ first))
             sums = torch.stack([m.brought for m in micros]).sum(0)
             left = sums - first * float(sums @ first / (first @ first))
+            if _parallel(ours, left, 1e-4) and self.window.leaked:
+                variant = "the backwards of another optimizer's window, which nobody has cleared"
+                return MistakeFit("other-loss", variant, 0.0, True)
             if _parallel(ours, left, 1e-4):
                 variant = "there are gradients already before the first backward of the window"
                 return MistakeFit("never-cleared", variant, 0.0, True)
@@ -483,6 +491,10 @@ class LoopJudge:
     def _scaled(self, gradient: Tensor) -> MistakeFit | None:
         """Return the mistake of a right gradient that is scaled at the clip or at the step."""
         right, scales = self.parts.right, [m.loss_scale for m in self.micros]
+        if len(set(scales)) == 1 and len(self.read) == 1 and len(self.read[0].weights) > 1:
+            pairs = zip(self.read[0].weights, self.read[0].shares(), strict=True)
+            by_hand = [w / share for w, share in pairs if share]
+            scales = by_hand if all(map(self._is_loss_scale, by_hand)) else scales
         if len(set(scales)) > 1:
             variant = f"from {scales[0]:g} to {scales[-1]:g} in the window"
             return MistakeFit("loss-scale", variant, 0.0, True)
@@ -514,14 +526,19 @@ class LoopJudge:
 
     @staticmethod
     def _is_loss_scale(factor: float) -> bool:
-        power = math.log2(factor)
+        power = math.log2(max(factor, 1e-300))
         return factor > _LOSS_SCALE - 1 and abs(power - round(power)) < _WEIGHTS
 
     def _of_constant(self, factor: float, units: float) -> MistakeFit:
         """Return the mistake of weights that are right but for this factor."""
         divisor = units / factor
         variant = f"divided by {divisor:.6g} units, and {units:.6g} came"
-        if factor < 1:
+        padded = [sum(sizes) for sizes in zip(*(m.padded for m in self.micros), strict=False)]
+        if any(math.isclose(divisor, one, rel_tol=_WEIGHTS) for one in padded):
+            key = "other-units"
+        elif self.was_right:
+            key = "nominal-count"
+        elif factor < 1:
             key = "left-out"
         else:
             each = self.read[0].units if self.read else ()
@@ -588,7 +605,7 @@ class LoopJudge:
         if found not in (RIGHT, None):
             return found
         later = self.micros[1:]
-        rates = {m.rates for m in self.micros}
+        rates = {m.rates for m in self.micros if m.rates}
         averaged = sum(m.average_moved for m in later)
         key, variant = None, ""
         if largest_over_ranks(any(m.weights_moved for m in later)):
@@ -600,6 +617,9 @@ class LoopJudge:
             key, variant = "scheduled-per-micro-batch", f"from {first:.3g} to {last:.3g}"
         elif largest_over_ranks(averaged >= max(1, len(later) - 1)):
             key, variant = "averaged-per-micro-batch", f"{averaged + 1} times in a window"
+        elif largest_over_ranks(self.coupled_outputs and bool(self.window.moved_buffers)):
+            moved = ", ".join(self.window.moved_buffers[:3])
+            key, variant = "moved-in-the-window", f"a forward changes {moved}"
         elif largest_over_ranks(self._linked() or self._couples()):
             key, variant = "coupled", self._coupling()
         elif largest_over_ranks(self._adds_penalty()):
@@ -665,7 +685,7 @@ class LoopJudge:
         self, weights: list[float], units: list[float], everywhere: float
     ) -> Tensor | None:
         """Run the undivided batch of this rank; return its share of the right gradient."""
-        if not self.runs_undivided:
+        if not self.runs_undivided or self.window.stepped_inside:
             return None
         calls = JoinedCalls(self.window, self.recorder, self.read)
         made = calls.gradient(weights, [unit / everywhere for unit in units])

@@ -12,9 +12,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 
 from wholebatch.coupled.loss_graph import LossTerm
 
+_MOST_DIVISORS = 4
 _CLOSE = 4e-3  # one step of bfloat16: a factor may have been rounded to it
 
 
@@ -30,6 +32,8 @@ class TermWeights:
     scale: float
     nominal: int
     """The number of micro-batches that the loop divides by, where that can be read."""
+    choice: int | None = None
+    """Which of the numbers that a sum may be over are its units."""
 
     def scaled_as(self, scale: float) -> TermWeights:
         """Return the weights of a loss whose own weight is known to be `scale`."""
@@ -58,12 +62,14 @@ def read_weights(
     labels: Sequence[tuple[list[float], list[float]]] = (),
     samples: int = 0,
     counts: Sequence[float] = (),
+    like: Sequence[TermWeights] = (),
 ) -> list[TermWeights] | Unreadable:
     """Return the weights of every term; `losses` are the terms of each micro-batch's loss.
 
     `totals` are numbers that the loop may divide by besides those of this rank's window. `labels`
     are numbers of all labels of each micro-batch, and of those that count; `samples` are all
     samples of the window. `counts` are other numbers that were counted in it, such as positives.
+    `like` are the terms of another window of the same loop.
     """
     rows = [
         [term for term in terms if term.kind not in ("joined", "regulariser")] for terms in losses
@@ -75,16 +81,26 @@ def read_weights(
             return Unreadable(f"it picks among its samples ({term.node})", True)
         if term.kind == "unknown":
             return Unreadable(f"its graph ends in {term.node}, which is not understood")
+    for column in zip(*rows, strict=False):
+        prints = [term.weighed for term in column if term.kind == "first"]
+        if len({weights or 0.0 for weights in prints}) > 1:
+            reason = "it multiplies a mean over its samples by numbers of the same batch"
+            return Unreadable(f"{reason} ({column[0].node})", True)
     if not rows or not rows[0]:
         return Unreadable("its graph has no mean and no sum over samples")
-    if not _made_alike(rows):
+    if not _made_alike(rows) or _is_mean_of_samples(rows):
         rows = [_added(row) for row in rows]
     if not _made_alike(rows):
         return Unreadable("the micro-batches' losses are made in different ways")
     columns = [list(column) for column in zip(*rows, strict=True)]
     known = [[t.count for t in column] for column in columns if column[0].kind == "mean"]
     more = (columns, loss_scale, ranks, totals, labels, samples, counts)
-    return _together([_Column(column, known, *more).read() for column in columns])
+    choices = [term.choice for term in like] if len(like) == len(columns) else [None] * len(columns)
+    pairs = zip(columns, choices, strict=True)
+    read = [_Column(column, known, *more, choice=choice).read() for column, choice in pairs]
+    if len(like) == len(read):
+        read = [term.scaled_as(other.scale) for term, other in zip(read, like, strict=True)]
+    return _together(read)
 
 
 def _made_alike(rows: Sequence[Sequence[LossTerm]]) -> bool:
@@ -92,18 +108,35 @@ def _made_alike(rows: Sequence[Sequence[LossTerm]]) -> bool:
     return all(kind == kinds[0] for kind in kinds)
 
 
-def _added(row: Sequence[LossTerm]) -> list[LossTerm]:
-    """Return one sum of terms that are made alike: of a loss per image, or per step of time."""
+def _alike(row: Sequence[LossTerm]) -> list[list[LossTerm]]:
+    """Return the terms by how they are made: a loss per image, or per step of time."""
     alike: dict[object, list[LossTerm]] = {}
     for term in row:
         alike.setdefault((term.node, term.kind, term.times, term.over, term.seed), []).append(term)
+    return list(alike.values())
+
+
+def _added(row: Sequence[LossTerm]) -> list[LossTerm]:
+    """Return one sum of the terms that are made alike."""
     return [
         replace(one, kind="sum", count=float(len(same)), counted=None, sizes=())
         if one.kind == "mean"
         else replace(one, count=sum(t.count for t in same), weighed=_weights_of(same), sizes=())
-        for same in alike.values()
+        for same in _alike(row)
         for one in same[:1]
     ]
+
+
+def _is_mean_of_samples(rows: Sequence[Sequence[LossTerm]]) -> bool:
+    """True if each loss is the mean of a mean per sample: of clouds that differ in their points."""
+    groups, steps = [same for row in rows for same in _alike(row)], len(rows)
+    size, over = len(groups[0]), groups[0][0].over
+    if size < 2 or any(len(same) != size or same[0].kind != "mean" for same in groups):
+        return False
+    if _same([term.count for row in rows for term in row]):
+        return False  # equal: it does not matter
+    is_divided = any(_close(divisor, n) for divisor in over for n in (size, size * steps))
+    return is_divided and (len(over) > 1 or size != steps)
 
 
 def _weights_of(terms: Sequence[LossTerm]) -> float | None:
@@ -140,11 +173,13 @@ class _Column:
     labels: Sequence[tuple[list[float], list[float]]]
     samples: int
     counts: Sequence[float]
+    choice: int | None = None
 
     def read(self) -> TermWeights:
         self.times = _by_place([term.times for term in self.terms])
         self.over = _by_place([term.over for term in self.terms])
-        for times in [one for one in self.times if _same(one)]:  # and divided by it again
+        for times in [one for one in self.times if self._is_of_all_terms(one)]:
+            # and divided by it again
             if (over := next((o for o in self.over if _match(o, times)), None)) is not None:
                 self.times.remove(times)
                 self.over.remove(over)
@@ -161,7 +196,14 @@ class _Column:
             if _same(times) and times[0] < 1 and _close(total, times[0]) and len(units) > 1:
                 own *= times[0]
                 break
-        return TermWeights(tuple(w / own for w in weights), tuple(units), own, nominal)
+        made = tuple(w / own for w in weights)
+        return TermWeights(made, tuple(units), own, nominal, self.choice)
+
+    def _is_of_all_terms(self, times: Sequence[float]) -> bool:
+        """True for a constant factor of the whole loss; a distillation's T² is one of its term."""
+        others = [column[0].times for column in self.columns]
+        has_it = all(any(_close(times[0], one) for one in other) for other in others)
+        return _same(times) and has_it and not self.terms[0].node.startswith("KlDiv")
 
     def _of_the_loss(self) -> tuple[float, int]:
         """Return the weight that is the loss's own, and the steps that the loop divides by."""
@@ -169,14 +211,20 @@ class _Column:
         own, nominal = 1.0, count
         for times in self.times:
             is_units = _same(self.units) and _close(times[0], self.units[0])
-            if _same(times) and not is_units and not self._is_of_the_window(times[0]):
+            is_own = times[0] > 1 and not self._is_of_all_terms(times)
+            is_own |= not is_units and not self._is_of_the_window(times[0])
+            if _same(times) and is_own:
                 own *= times[0]
         constant, columns = [over[0] for over in self.over if _same(over)], len(self.columns)
         if columns > 1 and (len(constant) > 1 or columns != count):
-            for terms in (columns, columns * count):  # the mean of several losses
-                if (one := next((c for c in constant if _close(c, terms)), None)) is not None:
+            alike = [column for column in self.columns if _made_alike([column[:1], self.terms[:1]])]
+            sizes = (columns, len(alike)) if self.terms[0].kind == "mean" else (columns,)
+            for size in sizes:  # the mean of several losses
+                numbers = (size, size * count)
+                one = next((c for c in constant for n in numbers if _close(c, n)), None)
+                if one is not None and size > 1:
                     constant.remove(one)
-                    own /= columns
+                    own /= size
                     break
         if self.terms[0].kind == "sum":
             divisor = math.prod(constant)
@@ -199,20 +247,35 @@ class _Column:
         if terms[0].kind != "sum":
             return counts, [c / (t.count or 1.0) for c, t in zip(counts, terms, strict=True)]
         self.units = counts
-        if self._counts_more(math.prod(over[0] for over in self.over if _same(over))):
+        constant = [over[0] for over in self.over if _same(over)][:_MOST_DIVISORS]
+        candidates = list(self._candidates(counts))
+        if self.choice is not None and self.choice < len(candidates):  # as in another window
+            return (candidates[self.choice],) * 2
+        if self._counts_more(math.prod(constant)):
             return counts, counts
         varying = [over for over in self.over if not _same(over)]
+        if not varying and (units := self._divided_by(candidates, [math.prod(constant)])):
+            return units, units
         for is_sure, overs in ((True, varying), (False, self.over)):  # 4 is often the steps, too
             for units in self._candidates(counts, is_sure=is_sure):
                 for over in overs:
                     if _match(over, units):  # divided by its own units: a mean
                         self.dropped = list(over)
                         return units, [1.0] * len(units)
-        for units in self._candidates(counts):
-            if any(_same(o) and self._is_total(o[0], sum(units)) for o in self.over):
-                return units, units
-        units = next(self._candidates(counts))
+        several = [combinations(constant, n + 1) for n in range(len(constant))]
+        divisors = [math.prod(some) for one in several for some in one]
+        units = self._divided_by(candidates, divisors) or candidates[0]
         return units, units
+
+    def _divided_by(
+        self, candidates: list[list[float]], divisors: Sequence[float]
+    ) -> list[float] | None:
+        """Return the units whose number in the window is one of these divisors."""
+        for choice, units in enumerate(candidates):
+            if any(self._is_total(divisor, sum(units)) for divisor in divisors):
+                self.choice = choice
+                return units
+        return None
 
     def _candidates(self, counts: list[float], is_sure: bool = False) -> Iterator[list[float]]:
         counted = [valid for full, valid in self.labels if full == counts != valid]

@@ -18,14 +18,18 @@ from torch import nn
 from wholebatch.distributed.process_group import world_size
 from wholebatch.errors import OptionError
 from wholebatch.verification.loop_judge import LoopJudge
-from wholebatch.verification.mistakes import NOT_JUDGED, STEPPED_TWICE, MistakeFit
+from wholebatch.verification.loss_weights import TermWeights
+from wholebatch.verification.mistakes import NOT_JUDGED, RIGHT, STEPPED_TWICE, MistakeFit
 from wholebatch.verification.verdicts import LoopTrial, LoopVerdict
-from wholebatch.verification.window_recorder import RecordedWindow, WindowRecorder
+from wholebatch.verification.window_recorder import RecordedWindow, WindowRecorder, filled
 
 _log = logging.getLogger("wholebatch")
 
 _SHORT = ("stepped-every-micro-batch", "nominal-count", "divided-twice", "left-out")
 """The mistakes that a short first window can be taken for: it has fewer micro-batches than K."""
+
+_MOST_PLAYERS = 12
+"""Windows that are watched until each of several optimizers has had its turn."""
 
 
 class WatchIsOver(BaseException):
@@ -42,6 +46,7 @@ class Watch:
         *,
         name: str = "the loop",
         stop_after: int = 0,
+        logs: bool = True,
     ) -> None:
         inner = optimizer
         while isinstance(getattr(inner, "optimizer", None), torch.optim.Optimizer):
@@ -52,9 +57,10 @@ class Watch:
             raise OptionError(f"optimizer={type(optimizer).__name__}: must be a torch optimizer")
         self._recorder = WindowRecorder(model, optimizer=inner, ended=self._ended)
         self._recorder.began = self._began
-        self._name, self._stop_after = name, stop_after
+        self._name, self._stop_after, self._logs = name, stop_after, logs
         self._trials: list[LoopTrial] = []
-        self._windows = self._count = 0
+        self._windows = self._rounds = self._count = 0
+        self._judged: set[frozenset[int]] = set()
         self._first: LoopJudge | None = None
         self._has_short = self._has_others = False
         self.seconds = 0.0
@@ -64,21 +70,28 @@ class Watch:
         self._recorder.__enter__()
         return self
 
-    def __exit__(self, kind: Any, *error: object) -> None:
+    def __exit__(self, kind: Any, error: object, *_: object) -> None:
         left = self._recorder.window
         self._recorder.__exit__()
-        is_known = not self._has_others and not self._recorder.failure
+        is_known = not self._has_others and not self._recorder.failure and not self._recorder.over
         if kind is None and left is not None and self._windows and is_known:
             judge = LoopJudge(left, self._recorder, "after the last step")
             self._trials.append(judge.told("no-update", "no optimizer step after them"))
         nothing = LoopJudge(self._recorder.new_window(), self._recorder, "between two windows")
         if self._recorder.stepped_twice:
             self._trials.append(nothing.told(*STEPPED_TWICE))
+        if self._recorder.left_behind:
+            variant = "an optimizer steps on gradients of the window before, too"
+            self._trials.append(nothing.told("never-cleared", variant))
         if not self._trials:
-            reason = "no optimizer step on gradients that a backward brought was seen"
-            self._trials.append(nothing.not_judged(self._recorder.failure or reason))
+            reason = self._recorder.failure or self._nothing_seen(left)
+            self._trials.append(nothing.not_judged(reason))
+        is_end = isinstance(error, SystemExit) and not error.code
+        if kind not in (None, WatchIsOver) and not is_end:
+            ended = f"the loop ended with {kind.__name__}" + f": {error}" * bool(str(error))
+            self._trials[-1] = replace(self._trials[-1], notes=(*self._trials[-1].notes, ended))
         verdict = self.verdict
-        if kind is None:
+        if kind is None and self._logs:
             _log.log(logging.INFO if verdict.same else logging.WARNING, "%s", verdict.line)
 
     @property
@@ -89,23 +102,43 @@ class Watch:
         trials = tuple(self._trials)
         return LoopVerdict(self._name, trials, precision, world_size(), self.seconds)
 
+    def _nothing_seen(self, left: RecordedWindow | None) -> str:
+        """Return the reason why there was no window to judge."""
+        if left is None and self._recorder.optimizer_steps:
+            return "an optimizer step was seen, and no backward that brought its gradients"
+        if left is None:
+            return "no backward was seen in this process; if it starts others, use torchrun instead"
+        count = len(left.micros)
+        reason = f"{count} backward{'s'[: count - 1]} without a torch optimizer's step after them"
+        if any(micro.weights_moved for micro in left.micros):
+            reason += ": the loop updates the weights by itself, with a rate that is not known"
+        return reason
+
     # ------------------------------------------------------------ called by the observer
 
     def _began(self, window: RecordedWindow) -> None:
         """Go on lightly after the first window, unless the next begins with its gradients."""
+        returns = self._windows > _MOST_PLAYERS or self._returns(window)
         is_clean = not float(window.micros[0].before.abs().sum())
         if window.moved_before and self._windows == 1:
             judge = LoopJudge(self._recorder.new_window(), self._recorder, "between two windows")
             variant = "after the first step, before the next forward"
             self._trials.append(judge.told("moved-beside-the-step", variant))
-        more = self._windows - self._stop_after
-        if self._stop_after and (more > 0 or (more == 0 and is_clean and self._count > 1)):
-            raise WatchIsOver
+        more, is_known = self._rounds - self._stop_after, self._count > 1 and is_clean
+        if returns and self._stop_after and (more > 0 or (more == 0 and is_known)):
+            self._recorder.over = WatchIsOver()
+            raise self._recorder.over
         if self._first is not None and window.micros[0].is_passed_on:  # a generator's loss
             self._has_others |= not self._first.micros[0].is_passed_on
-        is_known = self._count > 1 and is_clean
-        if not self._recorder.light and (is_known or self._windows > 1):
+        if returns and not self._recorder.light and (is_known or self._rounds > 1):
             self._recorder.go_lightly()
+
+    def _returns(self, window: RecordedWindow) -> bool:
+        """True if the optimizer of the first window has its turn again, and each other had one."""
+        if self._first is None or self._recorder.light:
+            return True
+        first, now = (filled(w.micros[0].brought, w.sizes) for w in (self._first.window, window))
+        return not self._recorder.waits_for_others and (first == now or len(self._judged) < 2)
 
     def _ended(self, window: RecordedWindow) -> None:
         self._windows += 1
@@ -122,30 +155,50 @@ class Watch:
 
     def _judge(self, judge: LoopJudge) -> None:
         window, count = judge.window, len(judge.micros)
-        if window.is_whole and not self._recorder.light:  # the first, or it began with gradients
+        light = self._recorder.light
+        is_first = self._first is None or window.places == self._first.window.places
+        self._rounds += light or is_first
+        if window.is_whole and not light:  # the first, or it began with gradients
+            is_clean = not bool(window.micros[0].before.any())
+            if window.places in self._judged and self._count > 1 and is_clean:
+                return  # another optimizer has not had its turn yet
+            self._judged.add(window.places)
             trial = judge.trial()
             self._trials.append(trial)
             if self._first is None:
                 self._first = judge
                 self._count = trial.micro_batches
-            elif self._count < trial.micro_batches:
-                self._was_short(judge.own_weights(), trial.micro_batches)
+            elif is_first and self._count < trial.micro_batches:
+                self._was_short(judge.terms(), trial.micro_batches)
         elif self._first is None or self._first.needs_calls or self._has_others:
             return  # forwards are not watched any more
+        elif window.is_whole and self._is_divided_otherwise(judge):
+            self._trials.append(judge.trial())
+            self._has_short = True
         elif count > self._count == len(self._first.window.micros):
-            self._was_short(judge.own_weights(), count)
+            self._was_short(judge.terms(), count)
         elif window.is_whole and count < self._count and not self._has_short:
             self._has_short = True
-            judge.steps, judge.scales = self._count, self._first.own_weights()
+            judge.steps, judge.like = self._count, self._first.terms()
             trial = judge.trial()
             if trial.found != NOT_JUDGED:
                 self._trials.append(trial)
 
-    def _was_short(self, scales: list[float], count: int) -> None:
+    def _is_divided_otherwise(self, judge: LoopJudge) -> bool:
+        """True if sums are divided by the units of the first window, and not by their own."""
+        if self._has_short or self._first is None or self._trials[0].found != RIGHT:
+            return False
+        judge.like, scale = self._first.terms(), judge.micros[0].loss_scale
+        sums = [sum(term.weights) / scale for term in judge.terms() if term.choice is not None]
+        judge.was_right = world_size() == 1 and any(abs(total - 1) > 1e-2 for total in sums)
+        judge.like, judge.steps = (judge.like, self._count) if judge.was_right else ((), None)
+        return judge.was_right
+
+    def _was_short(self, like: list[TermWeights], count: int) -> None:
         """Judge the first window again: those that follow are longer, and tell more."""
         assert self._first is not None
         first, self._count = self._first, count
-        first.steps, first.scales, first.runs_undivided = count, scales, False
+        first.steps, first.like, first.runs_undivided = count, like, False
         trial = first.trial()
         alone, resumed = trial.micro_batches == 1, first.window.resumed
         if trial.found in _SHORT and (alone or resumed or trial.found != "left-out"):

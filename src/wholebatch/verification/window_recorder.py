@@ -34,7 +34,13 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from wholebatch.core import window
 from wholebatch.core.forward_state import capture_random, same_random
 from wholebatch.core.splitting.samples import flatten
-from wholebatch.coupled.loss_graph import LossTerm, linked_samples, loss_terms, saved_by
+from wholebatch.coupled.loss_graph import (
+    LossTerm,
+    is_normalised,
+    linked_samples,
+    loss_terms,
+    saved_by,
+)
 from wholebatch.verification.observed_window import places_of
 
 _log = logging.getLogger("wholebatch")
@@ -94,6 +100,8 @@ class RecordedMicroBatch:
     """The nodes of the graph that its backwards began at."""
     counts: list[float] = field(default_factory=list)
     """Positive numbers, ones and sums of the constants that its loss was made with: targets."""
+    padded: list[float] = field(default_factory=list)
+    """The sizes of the masks that its loss was made with."""
     is_asked: bool = False
     """True if `torch.autograd.grad` gave the gradient to the loop, and added it nowhere."""
 
@@ -142,8 +150,16 @@ class RecordedWindow:
     used: int = 0
     unused: int = 0
     """Calls of the model whose outputs reached a backward, and those that reached none."""
+    moved_buffers: list[str] = field(default_factory=list)
+    """Buffers that its forwards have changed, and that are no statistics of a BatchNorm."""
+    stepped_inside: bool = False
+    """True if the steps were made by hooks, within its last backward."""
     earlier_pass: int = 0
     """Micro-batches of a pass before, whose gradients only moved the weights for this one (SAM)."""
+    places: frozenset[int] = frozenset()
+    """The places of the parameters that its optimizer steps on."""
+    leaked: bool = False
+    """True if it began with gradients that the window of another optimizer brought."""
     moved_before: bool = False
     """True if the weights went on, or back, along the last step before the first backward."""
 
@@ -190,6 +206,8 @@ class WindowRecorder:
     looks: bool = True
     numbers: int = _NUMBERS
     light: bool = False
+    over: BaseException | None = None
+    """Raised by every backward to come, once the verdict is known and the script is to end."""
 
     def __enter__(self) -> WindowRecorder:
         self.window: RecordedWindow | None = None
@@ -202,7 +220,11 @@ class WindowRecorder:
         self.failure = ""
         self.stepped_twice = False  # by two optimizers, on the same gradients
         self.optimizer_steps = self.skipped_steps = 0
+        self.left_behind = False  # gradients that another optimizer stepped on were never cleared
+        self.stepped_on: frozenset[int] = frozenset()
         self._stepped: frozenset[int] = frozenset()
+        self._before: tuple[frozenset[int], frozenset[int]] = (frozenset(), frozenset())
+        self._hidden: frozenset[int] = frozenset()
         self._stepped_by: Any = None
         self.after_step: Tensor | None = None
         self._weights = torch.zeros(0)
@@ -212,6 +234,7 @@ class WindowRecorder:
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
         self._random: Any = None
         self._inside = False  # a backward, a closure that is evaluated again, a look of our own
+        self._in_backward: dict[int, Tensor] = {}  # what hooks have stepped on in this backward
         self._loss_scale = 1.0
         self._calls: list[Call] = []
         self._parts: dict[int, Tensor] = {}
@@ -420,6 +443,8 @@ class WindowRecorder:
 
     def _backward(self, place: int, original: Any, roots: Any, *args: Any, **kwargs: Any) -> Any:
         """See one backward, whose seeds are at this place of its other arguments."""
+        if self.over is not None and not self._inside:
+            raise self.over
         # Of a checkpoint, inside the model, while a graph is compiled, or a look of our own.
         busy = self._inside or self._depth or self.failure or _get_current_dispatch_mode_stack()
         is_look = bool(place) and not busy and _is_a_look()
@@ -453,33 +478,49 @@ class WindowRecorder:
         terms = [
             replace(t, node="a gradient that the loop gives its outputs", kind="unknown")
             if t.weighed is not None and self._is_output(t.below)
-            else replace(t, below=None)
+            else t
             for t in terms
         ]
-        before, linked = self._grads(), self._look_for_links(listed)
-        micro = RecordedMicroBatch(
-            self._calls_of(listed), before, before, before, terms, linked=linked
-        )
+        before, linked, calls = self._grads(), self._look_for_links(listed), self._calls_of(listed)
+        terms = [
+            replace(t, kind=t.plain) if t.kind == "picked" and self._is_of_one(t, calls) else t
+            for t in terms
+        ]
+        terms = [replace(t, below=None) for t in terms]
+        micro = RecordedMicroBatch(calls, before, before, before, terms, linked=linked)
         micro.roots = [root.grad_fn for root in listed]
         if not self.light and any(term.kind == "sum" and term.over for term in terms):
-            micro.counts = self._counts_in_graph(listed)
+            micro.counts, micro.padded = self._counts_in_graph(listed)
         return micro
 
     @torch.no_grad()
-    def _counts_in_graph(self, roots: Sequence[Tensor]) -> list[float]:
-        """Count in the constants between the losses and the model: a sum may be divided by them."""
+    def _counts_in_graph(self, roots: Sequence[Tensor]) -> tuple[list[float], list[float]]:
+        """Count in the constants between the losses and the model: a sum may be divided by them.
+
+        Return the sizes of the masks apart: they count the padding, too.
+        """
         waiting: list[Any] = [root.grad_fn for root in roots]
-        seen, counts = {None, *self._nodes}, list[float]()
+        seen, counts, padded = {None, *self._nodes}, list[float](), list[float]()
         for node in islice(waiting, _MOST_LOSS_NODES):  # it grows: in the graph's own order
             for one in (saved_by(node, name[7:]) for name in dir(node) if name[:7] == "_saved_"):
                 if not isinstance(one, Tensor) or one.requires_grad or not one.dim():
                     continue
+                if one.dtype is torch.bool:
+                    padded.append(float(one.numel()))
                 if one.dtype is torch.bool or one.is_floating_point():
                     counts += [float((one > 0).sum()), float((one == 1).sum()), float(one.sum())]
             below = [child for child, _ in node.next_functions if child not in seen]
             seen.update(below)
             waiting += below
-        return counts
+        return counts, padded
+
+    def _is_of_one(self, term: LossTerm, calls: list[Call]) -> bool:
+        """True if a term picks among the parts of one sample: the points of a cloud."""
+        reached = self._reached([term.below])
+        if len(calls) > len(reached) == 1 or self.light:  # every call is a sample
+            return True
+        rows = [len(one) for call in reached for one in call.rows.values()]
+        return bool(reached) and term.among not in rows
 
     def _is_output(self, node: Any) -> bool:
         while node is not None and node not in self._nodes and "View" in node.name():
@@ -489,18 +530,31 @@ class WindowRecorder:
     @_never_fails
     def _after_backward(self, micro: RecordedMicroBatch) -> None:
         """Add the micro-batch, if it brought the watched parameters a gradient."""
-        micro.after = self._grads()
+        micro.after = self._after_steps()
         micro.brought = self._row([self._parts.get(i) for i in range(len(self.parameters))])
         brings = bool(self._parts) or (self.sharded and bool(micro.calls))
         if not brings:  # somebody holds the hooks back: what is seen is what was added
             micro.brought = micro.after - micro.before
         if brings or bool(micro.brought.any()):
             self._add(micro)
+        if self._in_backward and self.window is not None:
+            self.window.stepped_inside = True
+            self._see(self.optimizer, frozenset(self._in_backward), micro.after)
+        self._in_backward.clear()
 
-    def _calls_of(self, roots: Sequence[Tensor]) -> list[Call]:
-        """Return the calls whose outputs these losses were made of."""
+    def _after_steps(self) -> Tensor:
+        """Return the gradients now; those that hooks have stepped on, as they were then."""
+        if not self._in_backward:
+            return self._grads()
+        now = list(self._grads().split(self._sizes))
+        for place, part in self._in_backward.items():
+            now[place] = part.to("cpu", torch.float64)
+        return torch.cat(now)
+
+    def _reached(self, nodes: list[Any]) -> dict[Call, None]:
+        """Return the calls whose outputs these nodes of the graph were made of."""
         found: dict[Call, None] = {}
-        waiting: list[Any] = [root.grad_fn for root in roots]
+        waiting = list(nodes)
         seen = {None, *waiting}
         while waiting and len(seen) < _MOST_NODES:
             node = waiting.pop()
@@ -512,6 +566,11 @@ class WindowRecorder:
                 below = [child for child, _ in node.next_functions if child not in seen]
             seen.update(below)
             waiting += below
+        return found
+
+    def _calls_of(self, roots: Sequence[Tensor]) -> list[Call]:
+        """Return the calls whose outputs these losses were made of."""
+        found = self._reached([root.grad_fn for root in roots])
         if self._used is not None:  # None: it cannot be told
             self._used = self._used | set(found) if found else None
         taken = {call for m in self.window.micros for call in m.calls} if self.window else set()
@@ -528,6 +587,11 @@ class WindowRecorder:
         if not units or roots[0].numel() != 1:
             return False
         try:
+            if is_normalised(roots[0], self._outputs):
+                # Of texts it may be normalised within a group that stays together (GRPO).
+                given = [tensor for call in self._calls for tensor in call.given]
+                if not any(t.dim() > 1 and not t.is_floating_point() for t in given):
+                    return True
             return bool(linked_samples(roots[0], self._outputs, max(units)))
         except Exception:  # a graph that cannot be asked tells nothing
             return False
@@ -585,23 +649,23 @@ class WindowRecorder:
             cosine = float(made @ moved) / max(float(made.norm() * moved.norm()), 1e-300)
             self.window.moved_before = abs(cosine) > 0.999
         self._first_weights = self._weights
+        self._buffers = self._buffers_of_calls()
         largest = max(self.parameters, key=lambda p: p.numel(), default=None)
         if self.light or self.optimizer_steps or not self.looks:
             largest = None
         self._averages = [] if largest is None else _averages_of(largest)
+        self._averaged: Tensor = torch.zeros(0) if largest is None else largest
 
     def _look_at_weights(self, micro: RecordedMicroBatch) -> None:
         """Note if weights, or an average of them, have changed since the micro-batch before."""
         if not self.window or not self.window.is_whole:
             return
         weights = self.row_of(list(self.parameters))
-        micro.weights_moved = not torch.equal(weights, self._weights)
+        micro.weights_moved = not self._in_backward and not torch.equal(weights, self._weights)
         self._weights = weights
         now = [(tensor, tensor._version, _few(tensor)) for tensor, *_ in self._averages]
-        micro.average_moved = any(
-            was[1] != new[1] or not torch.equal(was[2], new[2])
-            for was, new in zip(self._averages, now, strict=True)
-        )
+        pairs = zip(self._averages, now, strict=True)
+        micro.average_moved = any(_follows(*pair, _few(self._averaged)) for pair in pairs)
         self._averages = now
 
     @_never_fails
@@ -623,6 +687,17 @@ class WindowRecorder:
             window.earlier_pass = passes[-1] - (passes[-2] if passes[1:] else 0)
             del micros[: passes[-1]]
             micros[0].weights_moved = False
+
+    def _buffers_of_calls(self) -> dict[str, tuple[Tensor, int]]:
+        modules = dict.fromkeys(call.module for call in self._calls) if not self.light else ()
+        return {
+            f"{name}.{own}".lstrip("."): (buffer, buffer._version)
+            for module in modules
+            for name, part in module.named_modules()
+            if not isinstance(part, nn.modules.batchnorm._NormBase)
+            for own, buffer in part.named_buffers(recurse=False)
+            if buffer.is_floating_point()
+        }
 
     def _count_calls(self, window: RecordedWindow) -> None:
         """Count the calls that a backward has reached, and those like them that none has.
@@ -683,6 +758,11 @@ class WindowRecorder:
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if not places:
             return None
+        if self._inside:  # a hook's, within the loop's backward
+            made = [(i, self.parameters[i].grad) for i in places]
+            self._in_backward |= {i: self._part(g).clone() for i, g in made if g is not None}
+            self.optimizer = optimizer
+            return None
         if not callable(closure):
             self._see(optimizer, places)
             return None
@@ -715,20 +795,22 @@ class WindowRecorder:
         return result
 
     @_never_fails
-    def _see(self, optimizer: Any, places: frozenset[int]) -> None:
+    def _see(self, optimizer: Any, places: frozenset[int], gradient: Tensor | None = None) -> None:
         seen = self.window
-        gradient = self._grads()
+        gradient = self._grads() if gradient is None else gradient
         scale = getattr(optimizer, "grad_scale", None)
         if scale is not None:  # a fused optimizer divides by it in its own kernel
             gradient = gradient / float(scale)
         if not self.light:
             self.steps.append(RecordedStep(gradient, places))
         self.optimizer_steps += 1
-        if self.failure:
+        if self.failure or self.over is not None:
             return
         if seen is None:
             again = self._stepped_by is not optimizer and bool(self._stepped & places)
             self.stepped_twice |= again
+            self.left_behind |= bool(self._hidden & places & filled(gradient, self._sizes))
+            self.stepped_on |= places
             return
         self.optimizer, self._stepped_by, self._stepped = optimizer, optimizer, places
         seen.gradient = gradient
@@ -742,6 +824,9 @@ class WindowRecorder:
         if seen.is_whole and not self.light and not self.sharded:
             self._begin_at_last_pass(seen)
             self._count_calls(seen)
+            self._hide_others(seen, places)
+            names = self._buffers.items()
+            seen.moved_buffers = [name for name, (b, version) in names if b._version != version]
         _join_pattern(seen)
         self._forget()
         self._inside = True  # what follows is ours
@@ -750,6 +835,35 @@ class WindowRecorder:
         finally:
             self._inside = False
             self._parts.clear()
+
+    def _hide_others(self, window: RecordedWindow, places: frozenset[int]) -> None:
+        """Leave out gradients of before that this optimizer does not step on: a GAN's other half.
+
+        Another one may step on them next, or clear them.
+        """
+        full = filled(window.micros[0].before, self._sizes)
+        stepped, were_full = self._before
+        window.leaked = bool(full & places) and not were_full & places and stepped != places
+        self._before, hidden = (places, full), full - places
+        self._hidden = hidden & self.stepped_on
+        window.places, self.stepped_on = places, self.stepped_on | places
+        if not places or not hidden or len(window.micros) == 1:
+            return
+        sizes = enumerate(self._sizes)
+        mask = torch.cat([torch.full((n,), float(i not in hidden)) for i, n in sizes]).double()
+        assert window.gradient is not None
+        window.gradient = window.gradient * mask
+        for micro in window.micros:
+            micro.before, micro.after = micro.before * mask, micro.after * mask
+            micro.brought = micro.brought * mask
+        pairs = [(clip, clip.before * mask, clip.after * mask) for clip in window.clips]
+        window.clips = [replace(clip, before=b, after=a) for clip, b, a in pairs]
+
+    @property
+    def waits_for_others(self) -> bool:
+        """True if another optimizer holds parameters of the model that none has stepped on yet."""
+        rest = [p for i, p in enumerate(self.parameters) if i not in self.stepped_on]
+        return bool(rest) and not self.sharded and bool(_optimizers_of(rest))
 
     def updates(self) -> list[Tensor]:
         """Return the gradients of the steps; steps on different parameters make one update."""
@@ -784,6 +898,9 @@ def _join_pattern(window: RecordedWindow) -> None:
     count = len(micros)
     turns = next(n for n in range(1, count + 1) if kinds == kinds[:n] * (count // n))
     is_own = len({micro.is_passed_on for micro in micros}) == 1
+    if len(set(kinds)) < turns and window.sizes:  # an actor's loss and a critic's
+        both = [(k, filled(m.brought, window.sizes)) for k, m in zip(kinds, micros, strict=True)]
+        kinds = both if both == both[:turns] * (count // turns) else kinds
     if not 1 < turns < count or len(set(kinds)) < turns or not is_own:
         return
     window.clips = [replace(c, micro_batches=-(-c.micro_batches // turns)) for c in window.clips]
@@ -835,8 +952,14 @@ def _terms_of(root: Tensor, seed: Tensor | None) -> list[LossTerm]:
     return [replace(term, seed=factor) for term in loss_terms(total.grad_fn)]
 
 
-def _optimizer_of(parameters: Sequence[Tensor]) -> torch.optim.Optimizer | None:
-    """Return the only optimizer that holds one of these parameters."""
+def filled(row: Tensor, sizes: list[int]) -> frozenset[int]:
+    """Return the places of the parameters whose gradient, as it is kept, is not zero."""
+    sizes = sizes if row.numel() else []
+    return frozenset(i for i, part in enumerate(row.split(sizes)) if bool(part.any()))
+
+
+def _optimizers_of(parameters: Sequence[Tensor]) -> list[torch.optim.Optimizer]:
+    """Return the optimizers that hold one of these parameters."""
     wanted = {id(parameter) for parameter in parameters}
     kinds = {torch.optim.Optimizer}
     waiting = list(kinds)
@@ -849,7 +972,12 @@ def _optimizer_of(parameters: Sequence[Tensor]) -> torch.optim.Optimizer | None:
         if any(id(p) in wanted for group in one.param_groups for p in group["params"])
     ]
     inner = {id(getattr(one, name, None)) for one in found for name in ("optimizer", "_optimizer")}
-    found = [one for one in found if id(one) in inner] or found  # not a trainer's wrapper of it
+    return [one for one in found if id(one) in inner] or found  # not a trainer's wrapper of it
+
+
+def _optimizer_of(parameters: Sequence[Tensor]) -> torch.optim.Optimizer | None:
+    """Return the only optimizer that holds one of these parameters."""
+    found = _optimizers_of(parameters)
     return found[0] if len(found) == 1 else None
 
 
@@ -862,8 +990,20 @@ def _few(tensor: Tensor) -> Tensor:
     return tensor.detach().flatten()[:64].clone()
 
 
+_Kept = tuple[Tensor, int, Tensor]
+"""A tensor, its version, and a few of its numbers."""
+
+
+def _follows(was: _Kept, now: _Kept, weights: Tensor) -> bool:
+    """True if an average has changed; one that is far from the weights, if it moved to them."""
+    far, moved = weights - was[2], now[2] - was[2]
+    if float(far.norm()) <= 0.5 * float(weights.norm()):
+        return was[1] != now[1] or bool(moved.any())
+    return float(far @ moved) > 0.99 * float(far.norm() * moved.norm()) > 0
+
+
 @torch.no_grad()
-def _averages_of(parameter: Tensor) -> list[tuple[Tensor, int, Tensor]]:
+def _averages_of(parameter: Tensor) -> list[_Kept]:
     """Return tensors that look like an average of this parameter: alike in shape and values."""
     found = []
     few = _few(parameter)
@@ -875,6 +1015,7 @@ def _averages_of(parameter: Tensor) -> list[tuple[Tensor, int, Tensor]]:
         try:
             aliases = one.data_ptr() == parameter.data_ptr()
             near = float((_few(one) - few).norm()) <= 0.5 * float(few.norm())
+            near |= isinstance(one, nn.Parameter) and not one.requires_grad  # a target network
         except RuntimeError:  # a tensor without numbers
             continue
         found += [(one, one._version, _few(one))] if near and not aliases else []
