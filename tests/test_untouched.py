@@ -54,7 +54,7 @@ def test_a_line_of_the_old_loop_is_found(
 
 @pytest.mark.parametrize("rate", [0.5, 0.0])
 def test_evaluation_mode_that_is_left_on(rate: float) -> None:
-    """Refused if a layer depends on it; validating between two backwards, or before flush, is not."""
+    """Refused if a layer depends on it; an evaluation between two backwards is not."""
     model = nn.Sequential(nn.Linear(5, 3), nn.Dropout(rate), nn.Linear(3, 3)).double()
     acc = wb.Accumulator(model, sgd(model), steps=3)
     acc.backward(summed(model, MICROS[0]), units=5)

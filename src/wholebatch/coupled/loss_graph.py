@@ -742,10 +742,11 @@ def normalised_over_samples(total: Tensor, outputs: Sequence[Tensor], units: flo
         factor = given.detach().double().flatten()
         if is_standard(factor[:, None]):
             return "a factor of the samples in this loss has mean 0 and deviation 1"
-        mean, varies = float(factor.mean()), float(factor.std()) > 1e-3 * float(factor.abs().max())
-        if units == len(factor) and varies and not factor.equal(factor.round()):
-            if min(abs(mean - 1), abs(mean * units - 1)) < 1e-5:
-                return "the factors of the samples in this loss add up to 1, or to their number,"
+        varies = float(factor.std()) > 1e-3 * float(factor.abs().max())
+        mean = float(factor.mean()) if varies and units == len(factor) else 0.0
+        adds_up = min(abs(mean - 1), abs(mean * units - 1)) < 1e-5
+        if adds_up and not factor.equal(factor.round()):
+            return "the factors of the samples in this loss add up to 1, or to their number,"
     return None
 
 
