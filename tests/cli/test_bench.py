@@ -52,6 +52,12 @@ def measured(batches: Callable[[], Any], names: list[str], **options: Any) -> di
     return {row.name: row for row in bench(job, names, seconds=1e-3, least=1).rows}
 
 
+def test_a_loss_that_is_not_finite_is_not_measured() -> None:
+    with pytest.raises(wb.errors.NonFiniteError, match="the loss of the first batch is nan"):
+        measured(lambda: {**equal_labels(), "x": torch.full((24, 6), torch.nan)}, ["loop"])
+    assert LoopRow("ours", (0.1,), off=float("nan")).is_wrong
+
+
 def test_whose_gradient_is_that_of_the_batch() -> None:
     clip_norm = 0.1
     names = ["wholebatch eager", "loop", "whole batch", *INSTALLED]
