@@ -54,7 +54,7 @@ def measured(batches: Callable[[], Any], names: list[str], **options: Any) -> di
 
 def test_a_loss_that_is_not_finite_is_not_measured() -> None:
     with pytest.raises(wb.errors.NonFiniteError, match="the loss of the first batch is nan"):
-        measured(lambda: {**equal_labels(), "x": torch.full((24, 6), torch.nan)}, ["loop"])
+        measured(lambda: {**equal_labels(), "x": torch.full((24, 6), torch.nan).double()}, ["loop"])
     assert LoopRow("ours", (0.1,), off=float("nan")).is_wrong
 
 
