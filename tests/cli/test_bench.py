@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 
 import wholebatch as wb
 from tests.cli.helpers import EXACT, NOISY, Ran
+from wholebatch.cli.recipe_measuring import write_result
 from wholebatch.errors import OptionError
 from wholebatch.tune.loop_comparison import LoopComparison, LoopRow, bench
 from wholebatch.tune.training_loops import LOOPS, Job
@@ -167,3 +169,18 @@ def test_unknown_ways() -> None:
     with pytest.raises(OptionError, match="no way is named"):
         bench(job, [])
     assert set(INSTALLED) <= set(LOOPS)
+
+
+def test_a_disk_that_is_full_at_the_end_loses_nothing(tmp_path: Path) -> None:
+    """What was measured is shown all the same."""
+    shown: list[str] = []
+
+    class Found:
+        def write(self, path: Path) -> None:
+            raise wb.errors.OptionError(f"{path}: cannot be written: No space left on device")
+
+    with pytest.raises(wb.errors.OptionError, match="No space left"):
+        write_result(
+            Found(), tmp_path / "a.json", Console(), lambda: shown.append("all"), as_json=False
+        )
+    assert shown == ["all"]
