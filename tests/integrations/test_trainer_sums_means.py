@@ -21,7 +21,7 @@ SMALL = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 1, "intermedi
 STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
-class OwnStep(transformers.Trainer):  # type: ignore[misc]
+class OwnStep(transformers.Trainer):  # type: ignore[misc, name-defined]
     """A training_step of the user's own: the Trainer makes the backwards."""
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -50,12 +50,12 @@ def llama() -> nn.Module:
     return model
 
 
-def batch(labels: tuple[int, ...]) -> dict[str, Tensor]:
-    """Eleven samples with labels of this shape each; those of tokens are many or few."""
-    made = torch.randint(3, 40 if labels else 6, (11, *labels)) - (0 if labels else 3)
-    for row in range(11 if labels else 0):
+def batch(number: int, labels: tuple[int, ...]) -> dict[str, Tensor]:
+    """So many samples with labels of this shape each; those of tokens are many or few."""
+    made = torch.randint(3, 40 if labels else 6, (number, *labels)) - (0 if labels else 3)
+    for row in range(number if labels else 0):
         made[row, 2 + row * 3 % 6 :] = -100
-    return {"input_ids": torch.randint(3, 40, (11, 8)), "labels": made}
+    return {"input_ids": torch.randint(3, 40, (number, 8)), "labels": made}
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
@@ -71,7 +71,7 @@ def gradient_of(
     """The update by plain SGD of one window of these micro-batches, which is the gradient."""
     torch.manual_seed(0)
     model = MODELS[name][0]().double()
-    samples = batch(MODELS[name][1])
+    samples = batch(sum(sizes), MODELS[name][1])
     cut = {key: leaf.split(list(sizes)) for key, leaf in samples.items()}
     parts = [{key: pieces[i] for key, pieces in cut.items()} for i in range(len(sizes))]
 
