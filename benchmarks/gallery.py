@@ -200,11 +200,11 @@ def run_glue() -> Errors:
 
     with tempfile.TemporaryDirectory() as folder:
         whole, usual, ours = (
-            gradient_of(kind, Path(folder), micro_batches=number).double()
-            for kind, number in (
-                (transformers.Trainer, 1),
-                (transformers.Trainer, 4),
-                (exact(transformers.Trainer), 4),
+            gradient_of(kind, "bert", Path(folder), sizes)
+            for kind, sizes in (
+                (transformers.Trainer, (16,)),
+                (transformers.Trainer, (4,) * 4),
+                (exact(transformers.Trainer), (4,) * 4),
             )
         )
     return tuple(float((one - whole).norm() / whole.norm()) for one in (usual, ours))  # type: ignore[return-value]

@@ -164,7 +164,7 @@ def _break(fault: str, total: Tensor) -> Tensor:
     elif fault == "NaN":
         return total * float("nan")
     elif fault == "full disk at a checkpoint":
-        checkpoint._to_disk = _full  # type: ignore[assignment]
+        checkpoint.to_disk = _full  # type: ignore[assignment, attr-defined]
     elif fault == "SIGTERM":
         signal.raise_signal(signal.SIGTERM)
     elif fault == "SIGKILL":

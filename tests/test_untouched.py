@@ -52,6 +52,28 @@ def test_a_line_of_the_old_loop_is_found(
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+@pytest.mark.parametrize("rate", [0.5, 0.0])
+def test_evaluation_mode_that_is_left_on(rate: float) -> None:
+    """Refused if a layer depends on it; an evaluation between two backwards is not."""
+    model = nn.Sequential(nn.Linear(5, 3), nn.Dropout(rate), nn.Linear(3, 3)).double()
+    acc = wb.Accumulator(model, sgd(model), steps=3)
+    acc.backward(summed(model, MICROS[0]), units=5)
+    model.eval()
+    model.train()
+    acc.backward(summed(model, MICROS[1]), units=3)
+    model.eval()
+    if rate:
+        with pytest.raises(
+            WindowError, match=r"1 \(Dropout\) was put into evaluation mode .*train"
+        ):
+            acc.backward(summed(model, MICROS[2]), units=4)
+        acc.discard()
+        model.train()
+        acc.backward(summed(model, MICROS[0]), units=5)
+        model.eval()
+    assert acc.flush() is not None
+
+
 def test_what_may_be_done_in_a_window() -> None:
     model = mlp()
     whole = Whole(model)

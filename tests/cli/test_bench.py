@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 
 import wholebatch as wb
 from tests.cli.helpers import EXACT, NOISY, Ran
+from wholebatch.cli.recipe_measuring import write_result
 from wholebatch.errors import OptionError
 from wholebatch.tune.loop_comparison import LoopComparison, LoopRow, bench
 from wholebatch.tune.training_loops import LOOPS, Job
@@ -50,6 +52,12 @@ def equal_labels() -> dict[str, torch.Tensor]:
 def measured(batches: Callable[[], Any], names: list[str], **options: Any) -> dict[str, LoopRow]:
     job = Job(make, loss, batches, 6, torch.device("cpu"), **options)
     return {row.name: row for row in bench(job, names, seconds=1e-3, least=1).rows}
+
+
+def test_a_loss_that_is_not_finite_is_not_measured() -> None:
+    with pytest.raises(wb.errors.NonFiniteError, match="the loss of the first batch is nan"):
+        measured(lambda: {**equal_labels(), "x": torch.full((24, 6), torch.nan).double()}, ["loop"])
+    assert LoopRow("ours", (0.1,), off=float("nan")).is_wrong
 
 
 def test_whose_gradient_is_that_of_the_batch() -> None:
@@ -161,3 +169,18 @@ def test_unknown_ways() -> None:
     with pytest.raises(OptionError, match="no way is named"):
         bench(job, [])
     assert set(INSTALLED) <= set(LOOPS)
+
+
+def test_a_disk_that_is_full_at_the_end_loses_nothing(tmp_path: Path) -> None:
+    """What was measured is shown all the same."""
+    shown: list[str] = []
+
+    class Found:
+        def write(self, path: Path) -> None:
+            raise wb.errors.OptionError(f"{path}: cannot be written: No space left on device")
+
+    with pytest.raises(wb.errors.OptionError, match="No space left"):
+        write_result(
+            Found(), tmp_path / "a.json", Console(), lambda: shown.append("all"), as_json=False
+        )
+    assert shown == ["all"]

@@ -15,8 +15,10 @@ from torch import nn
 from tests.cli.helpers import assert_same_bits
 from tests.test_loading import Trap
 from wholebatch.cli import checkpoints as module
-from wholebatch.cli.checkpoints import Checkpoints, check_model, check_optimizer, write_atomically
-from wholebatch.errors import StateError
+from wholebatch.cli.checkpoints import Checkpoints, check_model, check_optimizer
+from wholebatch.core import plain_files
+from wholebatch.core.plain_files import write_atomically
+from wholebatch.errors import OptionError, StateError
 
 
 def state(value: float = 1.0) -> dict[str, Any]:
@@ -154,7 +156,7 @@ def test_a_failure_at_any_moment_leaves_the_last_good_one(
     if moment == "writing":
         monkeypatch.setattr(torch, "save", full)
     elif moment == "flushing":
-        monkeypatch.setattr(module, "_to_disk", full)
+        monkeypatch.setattr(module, "to_disk", full)
     else:
         monkeypatch.setattr(Path, "replace", full)
     with pytest.raises(StateError, match=f"No space left on device; the last good one is {good}"):
@@ -217,9 +219,11 @@ def test_a_full_disk_leaves_the_old_text(tmp_path: Path, monkeypatch: pytest.Mon
     def full(_: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(module, "_to_disk", full)
-    with pytest.raises(StateError, match=r"cannot write .*config.json: No space left on device"):
+    monkeypatch.setattr(plain_files, "to_disk", full)
+    with pytest.raises(StateError, match=r"config.json: cannot be written: No space left on dev"):
         write_atomically(path, "new")
+    with pytest.raises(OptionError, match=r"config.json: cannot be written: No space left on dev"):
+        plain_files.write_json(path, {"new": 1})
     assert [(one.name, one.read_text()) for one in tmp_path.iterdir()] == [("config.json", "old")]
 
 

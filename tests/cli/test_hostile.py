@@ -16,6 +16,7 @@ import pytest
 from tests.cli.helpers import NOISY, Ran, command_line, environment_of, metrics_of
 from tests.cli.test_resume import assert_same_run
 from wholebatch.cli.report.metrics_writers import MetricsFile, writing
+from wholebatch.core import plain_files
 from wholebatch.core import plain_files as files
 
 pytestmark = pytest.mark.timeout(120)  # a FIFO that is waited for would hang
@@ -244,7 +245,9 @@ def test_a_page_on_a_full_disk(
     def full(*_: object, **__: object) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(plain_files, "to_disk", full)
+    (tmp_path / "x.html").write_text("of before")
     ran = command("report", finished, "--out", tmp_path / "x.html")
     assert ran.status != 0
+    assert (tmp_path / "x.html").read_text() == "of before"
     assert "x.html: cannot be written: No space left on device" in ran.err

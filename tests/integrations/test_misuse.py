@@ -103,6 +103,28 @@ def test_a_mean_that_is_given_as_a_sum_is_refused(library: str) -> None:
 
 
 @loops
+def test_windows_that_are_never_given_a_loss(library: str) -> None:
+    """The library's own backward() goes on working; a step from it would not be exact."""
+    loop = Loop(library, steps=1)
+    another = type(loop.windows)(
+        loop.accelerator if library == "accelerate" else loop.windows._fabric,
+        loop.model,
+        loop.optimizer,
+    )
+    loop.optimizer.step()  # without any gradient
+    for parameter in loop.inner.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    with pytest.raises(WindowError, match=r"no window has made.*windows\.backward\(\).*detach\(\)"):
+        loop.optimizer.step()
+    loop.optimizer.zero_grad()
+    loop.add()  # by one of two objects
+    loop.optimizer.step()
+    loop.windows.detach()
+    another.detach()
+    loop.optimizer.step()
+
+
+@loops
 def test_a_contrastive_loss_is_refused(library: str) -> None:
     loop = Loop(library)
     z = loop.model(samples(4)["x"])

@@ -108,3 +108,6 @@ def test_the_range_test_finds_where_it_diverges() -> None:
     assert math.isclose(found.rates[0], 1e-4)
     with pytest.raises(OptionError, match="must be 0 < low < high"):
         range_test(RECIPE, low=1.0, high=0.1)
+    broken = Recipe(make, lambda m, x: wb.Loss(loss(m, x).total * math.nan, 1), source, 32, 64)
+    with pytest.raises(wb.errors.NonFiniteError, match=r"update 1: .* loss that is not finite"):
+        range_test(broken, low=1e-4, high=1.0)

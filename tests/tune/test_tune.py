@@ -180,6 +180,14 @@ def test_a_setting_that_fails_is_not_taken() -> None:
         )
 
 
+def test_a_loss_that_is_not_finite_is_not_measured() -> None:
+    """Windows that are skipped make no update: their time says nothing."""
+    given = {"loss": loss, "batch": {**batch(12), "x": torch.full((12, 32), torch.nan)}}
+    with pytest.raises(WindowError, match=r"the first batch is nan.*nothing can be measured") as it:
+        tune(make, **given, micro_batches=[12, 6], checkpointing=(False,), limits=QUICK)
+    assert str(it.value).count("the first batch is nan") == 1
+
+
 def test_batchnorm_runs_in_lock_step_and_is_tuned_too() -> None:
     def with_norm() -> tuple[nn.Module, torch.optim.Optimizer]:
         model = nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32), nn.Linear(32, 4))

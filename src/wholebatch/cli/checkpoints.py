@@ -43,7 +43,7 @@ from typing import Any, BinaryIO, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from wholebatch.core.plain_files import open_file, reason
+from wholebatch.core.plain_files import folder_to_disk, open_file, reason, to_disk
 from wholebatch.core.safe_loading import hostile, load_tensors
 from wholebatch.errors import StateError
 
@@ -90,7 +90,7 @@ class Checkpoints:
             self.folder.mkdir(parents=True, exist_ok=True)
             _write_file(temporary, content)
             temporary.replace(path)
-            _folder_to_disk(self.folder)
+            folder_to_disk(self.folder)
         except (OSError, RuntimeError) as error:  # torch wraps a full disk in a RuntimeError
             with suppress(OSError):
                 temporary.unlink(missing_ok=True)
@@ -111,9 +111,9 @@ class Checkpoints:
         try:
             files = {file.name: file.stat().st_size for file in written.iterdir()}
             _write_file(written / _REST, {"files": files, **_plain(state, "")})
-            _folder_to_disk(written)
+            folder_to_disk(written)
             written.replace(path)
-            _folder_to_disk(self.folder)
+            folder_to_disk(self.folder)
         except (OSError, RuntimeError) as error:
             raise StateError(f"cannot write checkpoint {path}: {reason(error)}") from error
         self._forget()
@@ -139,7 +139,10 @@ class Checkpoints:
             except StateError as error:
                 damaged.append((path, str(error)))
         if not damaged:
-            raise StateError(f"{self.folder}: there is no checkpoint")
+            raise StateError(
+                f"{self.folder}: there is no checkpoint to go on from; begin a new run: leave out "
+                "--resume, and give another --out"
+            )
         also = f" (and {len(damaged) - 1} older, damaged too)" if len(damaged) > 1 else ""
         raise StateError(f"{damaged[0][1]}{also}; there is no other to go back to")
 
@@ -198,22 +201,6 @@ def check_optimizer(optimizer: torch.optim.Optimizer, *, where: str) -> None:
         )
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Replace a small file: a reader, or a kill, finds the old text or the new, never a part."""
-    temporary = path.with_name(f"{path.name}.writing-{os.getpid()}")
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            _to_disk(file.fileno())
-        temporary.replace(path)
-        _folder_to_disk(path.parent)
-    except OSError as error:
-        with suppress(OSError):
-            temporary.unlink()
-        raise StateError(f"cannot write {path}: {reason(error)}") from error
-
-
 def _read(path: Path) -> dict[str, Any]:
     if not path.is_dir():
         return _read_file(path)
@@ -231,7 +218,7 @@ def _read(path: Path) -> dict[str, Any]:
 def _write_file(path: Path, content: Mapping[str, Any]) -> None:
     with path.open("wb") as file:
         torch.save({"kind": _KIND, "format": _FORMAT, **content}, file)
-        _to_disk(file.fileno())
+        to_disk(file.fileno())
 
 
 def _read_file(path: Path) -> dict[str, Any]:
@@ -279,20 +266,6 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
-
-
-def _to_disk(descriptor: int) -> None:
-    os.fsync(descriptor)
-
-
-def _folder_to_disk(folder: Path) -> None:
-    """Make the rename itself last through a power cut (not every system can)."""
-    with suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            _to_disk(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 def _shape(tensor: Tensor) -> str:

@@ -204,10 +204,14 @@ def write_result(
     """Write the results with their page, then print them, as JSON or by `show()`, and where."""
     from wholebatch.cli.report.html_report import write_report
 
-    result.write(out)
     written = [("results:", out)]
-    with suppress(MissingExtraError):  # without the package that draws it
-        written.append(("page:   ", write_report([out], out.with_suffix(".html"))))
+    try:
+        result.write(out)
+        with suppress(MissingExtraError):  # without the package that draws it
+            written.append(("page:   ", write_report([out], out.with_suffix(".html"))))
+    except OptionError:  # the disk has become full: what was measured is not lost
+        show()
+        raise
     if as_json:
         print(out.read_text(encoding="utf-8"), end="")
         return

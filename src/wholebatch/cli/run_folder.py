@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from wholebatch import __version__
-from wholebatch.cli.checkpoints import Checkpoints, Found, write_atomically
+from wholebatch.cli.checkpoints import Checkpoints, Found
 from wholebatch.cli.parallel_ranks import World
 from wholebatch.cli.recipes import EMBEDDED, Recipe, load_recipe
 from wholebatch.cli.report.terminal_output import path_from_here
@@ -32,7 +32,7 @@ from wholebatch.cli.run_settings import (
     refuse_idle,
     resolve,
 )
-from wholebatch.core.plain_files import reason
+from wholebatch.core.plain_files import reason, write_atomically
 from wholebatch.errors import OptionError, StateError
 from wholebatch.tune.batch_scaling import Arithmetic, BatchSchedule
 

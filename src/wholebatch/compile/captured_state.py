@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextvars
 import dis
 import functools
+import inspect
 import operator
 import os
 import random
@@ -43,6 +44,9 @@ _ITEMS = 1000
 _COMPARED = 10_000
 """Longer containers are compared by length only."""
 _KEPT = 2**16
+_FRAMES = 4
+_COPIES = {"locals", "vars", "dir", "eval", "exec"}
+"""Names by which a function may hold a copy of its own variables."""
 FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 _CODE = (*FUNCTIONS, types.BuiltinFunctionType)
 _FOREIGN = {
@@ -230,7 +234,7 @@ class _Thing:
         self._value = value
         self._look = look
         self._was = look(value)
-        self._version = _version(value) if isinstance(value, Tensor) else 0
+        self._version = version_of(value) if isinstance(value, Tensor) else 0
         self._copy = _copied(value)
 
     def differs(self) -> bool:
@@ -238,10 +242,10 @@ class _Thing:
 
     def accept_tensor(self) -> None:
         if isinstance(self._value, Tensor):
-            self._was, self._version = self._look(self._value), _version(self._value)
+            self._was, self._version = self._look(self._value), version_of(self._value)
 
     def is_written(self) -> bool:
-        return isinstance(self._value, Tensor) and _version(self._value) != self._version
+        return isinstance(self._value, Tensor) and version_of(self._value) != self._version
 
     def restore(self) -> None:
         value, copy = self._value, self._copy
@@ -346,10 +350,10 @@ def _rates(optimizer: torch.optim.Optimizer) -> Any:
 
 
 def _tensor(tensor: Tensor) -> int:
-    return _version(tensor) if tensor.numel() <= SMALL else 0
+    return version_of(tensor) if tensor.numel() <= SMALL else 0
 
 
-def _version(tensor: Tensor) -> int:
+def version_of(tensor: Tensor) -> int:
     """Return the number of writes into a tensor; those of inference mode are not counted."""
     return 0 if tensor.is_inference() else tensor._version
 
@@ -465,6 +469,41 @@ def reached(function: Any) -> Iterator[tuple[str, Any]]:
     )
 
 
+def modules_in_sight() -> list[nn.Module]:
+    """Return the modules that the caller's code, outside of this package, has names for.
+
+    Its own and its callers' variables and globals are read, and what those hold, three levels deep.
+    """
+    frame: types.FrameType | None = sys._getframe(1)
+    waiting: list[Any] = []
+    frames = 0
+    while frame is not None and frames < _FRAMES and sys.gettrace() is None:
+        if not str(frame.f_globals.get("__name__")).startswith(("wholebatch.", "contextlib")):
+            waiting += frame.f_globals.values()
+            if _COPIES.isdisjoint(frame.f_code.co_names):
+                held = frame.f_locals
+                waiting += held.values()
+                if frame.f_code.co_flags & inspect.CO_OPTIMIZED and isinstance(held, dict):
+                    held.clear()  # Before Python 3.13 it is a copy that the frame would keep.
+            frames += 1
+        frame = frame.f_back
+    seen: dict[int, Any] = {}
+    for _ in range(3):
+        inner: list[Any] = []
+        for value in waiting:
+            if id(value) in seen or isinstance(value, PLAIN) or len(seen) > _THINGS:
+                continue
+            seen[id(value)] = value
+            if isinstance(value, FUNCTIONS):
+                inner += [] if _is_foreign(_bare(value)) else [one for _, one in reached(value)]
+            elif isinstance(value, (list, tuple, dict)):
+                inner += [one for _, one in _children(value)] if len(value) <= _ITEMS else []
+            elif not isinstance(value, nn.Module) and _is_own_object(value):
+                inner += _fields(value).values()
+        waiting = inner
+    return [value for value in seen.values() if isinstance(value, nn.Module)]
+
+
 def _methods(kind: type[Any]) -> list[types.FunctionType]:
     """Return a module's forward, if it is not torch's own, and the methods that it names."""
     found: list[types.FunctionType] = []
@@ -517,14 +556,14 @@ class Fingerprint:
 
     def watch(self, tensors: Iterable[Tensor]) -> None:
         """Count a write into one of these tensors as a change from now on."""
-        self._watched += [(tensor, _version(tensor)) for tensor in tensors]
+        self._watched += [(tensor, version_of(tensor)) for tensor in tensors]
 
     def accept_tensors(self) -> None:
         """Take tensors as unchanged: all were put back, which counts as a write into each."""
         for module in self._modules:
             module.accept_tensors()
         self._reach.accept_tensors()
-        self._watched = [(tensor, _version(tensor)) for tensor, _ in self._watched]
+        self._watched = [(tensor, version_of(tensor)) for tensor, _ in self._watched]
 
     def changed(self) -> str | None:
         """Return the name of the first thing that has changed, or None."""
@@ -533,7 +572,7 @@ class Fingerprint:
         for module in self._modules:
             if not module.hold():
                 return module.name
-        if any(_version(tensor) != version for tensor, version in self._watched):
+        if any(version_of(tensor) != version for tensor, version in self._watched):
             return "a tensor on the host"
         return self._reach.changed()
 

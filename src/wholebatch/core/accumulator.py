@@ -415,6 +415,9 @@ class Accumulator(Stream):
         """Enter the place of the current item, at the pace of this rank."""
         if self._places == 0:
             self._open_place()
+        if self._look.active:
+            samples = getattr(getattr(feed.loader, "batch_sampler", None), "batch_size", None)
+            self._look.begin_micro_batch(feed.current, samples)
         full = self._places + 1 >= self._size
         more = shared and full and feed.has_next()
         self._enter_place(is_last=full or not feed.has_next(), has_more=more)

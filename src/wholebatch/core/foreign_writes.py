@@ -6,11 +6,12 @@ plain `loss.backward()` adds what the window does not count. None of them fails 
 are looked for between two backwards: every write to a tensor in place moves its version, and
 reading that costs nothing. Values put back after a write are compared of one small parameter. A
 `scheduler.step()` that the loop has kept changes the learning rate with every micro-batch; that is
-warned of.
+warned of. A model that is put into evaluation mode, and not back again, is refused.
 """
 
 from __future__ import annotations
 
+import inspect
 import logging
 import operator
 from collections.abc import Iterator, Sequence
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from wholebatch.core.gradient_store import DeviceStore
 from wholebatch.errors import WindowError
@@ -32,6 +34,7 @@ _log = logging.getLogger("wholebatch")
 _requires_grad = operator.attrgetter("requires_grad")
 _version = operator.attrgetter("_version")
 _gradient = operator.attrgetter("grad")
+_training = operator.attrgetter("training")
 
 
 class Watch:
@@ -126,6 +129,18 @@ def _norm_of(parameter: nn.Parameter) -> Tensor:
     return norm
 
 
+def _depends_on_mode(module: nn.Module) -> bool:
+    """True if a forward reads whether its module is trained, and not for a dropout of rate 0."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    if code is None or "training" not in code.co_names:
+        return False
+    drops = [module, *(one for one in module.children() if isinstance(one, _DropoutNd))]
+    held = ((name, value) for one in drops for name, value in vars(one).items())
+    rates = [v for name, v in held if "drop" in name or name == "p"]
+    rates = [rate for rate in rates if isinstance(rate, int | float)]
+    return any(rates) if rates else True
+
+
 _WHY = {
     "gradient": (
         "the gradient of {} has changed since the window's last backward. A window makes, clips "
@@ -165,7 +180,15 @@ class Untouched:
         plain = isinstance(window.store, DeviceStore) and not sync.grows_own_graph
         self._looks = plain and window.store.in_grad and sync.keeps_gradients
         self._watch = Watch(window.target.optimizers)
-        self.forget, self.note_rates = self._watch.forget, self._watch.note_rates
+        self.note_rates = self._watch.note_rates
+        modules = [module for model in window.target.models for module in model.modules()]
+        self._by_mode = [module for module in modules if _depends_on_mode(module)]
+        self._modes: list[bool] = []  # of those, in this window
+
+    def forget(self) -> None:
+        """Forget the window: it is over, or another one has been loaded."""
+        self._watch.forget()
+        self._modes = []
 
     @contextmanager
     def backward(self) -> Iterator[None]:
@@ -176,8 +199,27 @@ class Untouched:
 
     def remember(self) -> None:
         """Remember the parameter and its gradient after a backward of the window."""
+        modes = list(map(_training, self._by_mode))
+        self._modes = self._modes or modes
+        if modes != self._modes:
+            self._refuse_mode(modes)
         if self._looks:
             self._watch.remember(self._window.now.inputs)
+
+    def _refuse_mode(self, modes: Sequence[bool]) -> None:
+        """Refuse a micro-batch of a model that is in another mode than for those before."""
+        place = list(map(operator.ne, modes, self._modes)).index(True)
+        models = self._window.target.models
+        names = {module: name for model in models for name, module in model.named_modules()}
+        module = self._by_mode[place]
+        self._window.now.broken = True
+        raise WindowError(
+            f"{names.get(module) or 'the model'} ({type(module).__name__}) was put into "
+            f"{'training' if modes[place] else 'evaluation'} mode in the middle of the window, so "
+            "that its samples do not see the same model: after an evaluation, call model.train() "
+            "(and put layers that are frozen back into eval()) before the next forward; discard() "
+            "drops what this window holds"
+        )
 
     def check(self) -> None:
         """Refuse to go on with a window that is no longer what its backwards made."""

@@ -10,10 +10,11 @@ import math
 import os
 import stat
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from wholebatch.errors import OptionError, WholebatchError
+from wholebatch.errors import OptionError, StateError, WholebatchError
 
 _KINDS = {
     stat.S_IFDIR: "a folder",
@@ -91,8 +92,45 @@ def load_json(path: Path, error: type[WholebatchError], label: str | Path) -> An
 
 def write_json(path: Path, data: Mapping[str, Any]) -> None:
     """Write what a command found where the user wants it, or say why that cannot be."""
+    write_atomically(path, json.dumps(data, indent=1) + "\n", OptionError)
+
+
+def write_atomically(path: Path, text: str, error: type[WholebatchError] = StateError) -> None:
+    """Replace a file: a reader, a kill or a full disk finds the old text or the new, never a part.
+
+    Missing folders are made. `error` says why it cannot be.
+    """
+    target = Path(os.path.realpath(path))  # a link stays one
+    temporary = target.with_name(f"{target.name}.writing-{os.getpid()}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise OptionError(f"{path}: cannot be written: {reason(error)}") from error
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if target.exists() and not (target.is_file() and os.access(target.parent, os.W_OK)):
+            target.write_text(text, encoding="utf-8")  # a device, or a file alone that is ours
+            return
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            to_disk(file.fileno())
+        if target.exists():
+            temporary.chmod(target.stat().st_mode)
+        temporary.replace(target)
+        folder_to_disk(target.parent)
+    except (OSError, ValueError) as problem:  # a NUL in the path
+        with suppress(OSError, ValueError):
+            temporary.unlink()
+        raise error(f"{path}: cannot be written: {reason(problem)}") from problem
+
+
+def to_disk(descriptor: int) -> None:
+    """Wait until a file is on the disk."""
+    os.fsync(descriptor)
+
+
+def folder_to_disk(folder: Path) -> None:
+    """Make a rename in it last through a power cut (not every system can)."""
+    with suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            to_disk(descriptor)
+        finally:
+            os.close(descriptor)

@@ -349,7 +349,7 @@ class _Look:
         """Return the result, or the runs that do not add up: the whole, and its halves."""
         whole = samples.whole()
         if samples.called.outside_norm is not None:
-            return LookResult((outside_norm(samples, samples.called.outside_norm),))
+            return LookResult((outside_norm(samples.name, samples.called.outside_norm),))
         if not whole.terms or not whole.units or not whole.is_finite:
             return LookResult(conclusive=False)
         try:

@@ -32,6 +32,7 @@ from wholebatch.coupled.normalisation_layers import (
     batchnorms,
     evaluation_mode,
     is_spectral_norm,
+    known_norms,
     refuse_new_norms,
     tracked_instance_norms,
     uses_batch_statistics,
@@ -289,6 +290,7 @@ class SplitGuard(LossLook):
         super().__init__(model, sync, looks=looks, loss=loss)
         self._micros: Sequence[Any] = ()
         self._norms = {module for _, module in batchnorms(model)}
+        known_norms.update(self._norms)
         for name, parameter in model.named_parameters():
             if nn.parameter.is_lazy(parameter):
                 raise UnsupportedError(

@@ -52,14 +52,14 @@ class AuditFinding:
 # --------------------------------------------------------------------- the loss
 
 
-def outside_norm(samples: FirstSamples, kind: str) -> AuditFinding:
+def outside_norm(name: str, kind: str, where: str = _LOSS) -> AuditFinding:
     """Return the finding of a BatchNorm in a module that the loss function runs by itself."""
     text = (
         f"runs a {kind} in training mode that is not in the model, so that nobody can make it "
-        "exact: give all modules that it runs (model=[net, other]; loss(model, micro) is then "
-        "given the list), or put that one into evaluation mode"
+        "exact: give all modules that it runs (model=[net, other]; a loss function is then given "
+        "the list), or put that one into evaluation mode (a teacher: teacher.eval())"
     )
-    return AuditFinding(_LOSS, samples.name, "loss", text)
+    return AuditFinding(where, name, "loss", text)
 
 
 def loss_cause(samples: FirstSamples, runs: Sequence[SampleRun]) -> AuditFinding:

@@ -745,20 +745,63 @@ def _has_distances(total: Tensor, until: set[Any]) -> bool:
     return False
 
 
-def is_normalised(total: Tensor, outputs: Sequence[Tensor]) -> bool:
-    """True if a factor of the samples has mean 0 and deviation 1 over exactly these samples."""
+def normalised_over_samples(total: Tensor, outputs: Sequence[Tensor], units: float) -> str | None:
+    """Return what in a loss was normalised over exactly these samples; None if nothing was.
+
+    That are a factor or a target with mean 0 and deviation 1, and weights that add up to 1 or to
+    their number although they are not all the same.
+    """
     for node in graph_nodes([total], {output.grad_fn for output in outputs}):
-        below = [child for child, _ in node.next_functions]
+        below, target = [child for child, _ in node.next_functions], saved_by(node, "target")
+        if isinstance(target, Tensor) and is_standard(target):
+            return "a target in this loss has mean 0 and deviation 1"
         if node.name() != "MulBackward0" or None not in below:
             continue
         given = saved_by(node, "other" if below[1] is None else "self")
         if not isinstance(given, Tensor) or not 4 <= given.numel() == given.shape[0]:
             continue
         factor = given.detach().double().flatten()
-        off = min(abs(float(factor.std(correction=less)) - 1) for less in (0, 1))
-        if off < 1e-3 and abs(float(factor.mean())) < 1e-5 and not factor.equal(factor.round()):
+        if is_standard(factor[:, None]):
+            return "a factor of the samples in this loss has mean 0 and deviation 1"
+        varies = float(factor.std()) > 1e-3 * float(factor.abs().max())
+        mean = float(factor.mean()) if varies and units == len(factor) else 0.0
+        adds_up = min(abs(mean - 1), abs(mean * units - 1)) < 1e-5
+        if adds_up and not factor.equal(factor.round()):
+            return "the factors of the samples in this loss add up to 1, or to their number,"
+    return None
+
+
+@torch.no_grad()
+def is_standard(rows: Tensor) -> bool:
+    """True if a tensor has mean 0 and deviation 1 over its rows: by column, channel or as a whole.
+
+    Not if each row has. Columns that are constant are left out.
+    """
+    wide = rows.dtype in (torch.float32, torch.float64) and rows.layout is torch.strided
+    if not wide or rows.dim() < 2 or len(rows) < 4 or not rows.numel():
+        return False
+    others = tuple(range(1, rows.dim()))
+    for dims in ((0,), (0, *others[1:]), (0, *others)):
+        variance, mean = torch.var_mean(rows, dims, correction=0)
+        varies = variance > 1e-6
+        if not bool(varies.any()) or float(mean.abs().max()) > 1e-5:
+            continue
+        count = rows.numel() / mean.numel()
+        spread = variance[varies].sqrt()
+        off = min(float((spread * s - 1).abs().max()) for s in (1, (count / (count - 1)) ** 0.5))
+        by_row = len(dims) > 1 and float(rows[0].mean([dim - 1 for dim in dims[1:]]).abs().max())
+        if off < 1e-3 and (len(dims) == 1 or by_row > 1e-5) and not rows.equal(rows.round()):
             return True
     return False
+
+
+def links_columns(total: Tensor, outputs: Sequence[Tensor], units: float) -> bool:
+    """True if a loss links what lies in the second dimension of an output: that is not samples."""
+    asked = [_Output(one, 1) for one in outputs if one.dim() > 1 and _can_be_asked(one)]
+    try:
+        return bool(asked and _Links(total, asked).linked_rows(units))
+    except (RuntimeError, NotImplementedError):  # an operation without a second derivative
+        return False
 
 
 class _Links:

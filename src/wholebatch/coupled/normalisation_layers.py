@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakSet
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from wholebatch.errors import UnsupportedError
+
+known_norms: WeakSet[nn.Module] = WeakSet()
+"""The BatchNorms of all models that this package trains."""
 
 
 def batchnorms(model: nn.Module) -> list[tuple[str, nn.Module]]:

@@ -20,7 +20,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from wholebatch.compile.captured_state import Fingerprint, LookAgain
+from wholebatch.compile.captured_state import (
+    Fingerprint,
+    LookAgain,
+    modules_in_sight,
+    version_of,
+)
 from wholebatch.core.forward_state import ForwardState
 from wholebatch.core.loss import Loss, Terms, Units, check_units
 from wholebatch.core.splitting.samples import flatten, layout_of, readable_layout
@@ -29,7 +34,7 @@ from wholebatch.coupled.adds_up import LookResult, check_adds_up
 from wholebatch.coupled.audit import refused_by_type
 from wholebatch.coupled.batchnorm.moments import recomputing
 from wholebatch.coupled.batchnorm.policies import Policy, Statistics
-from wholebatch.coupled.causes import AuditFinding
+from wholebatch.coupled.causes import AuditFinding, outside_norm
 from wholebatch.coupled.contrastive.losses import refuse_in_parts
 from wholebatch.coupled.local_collectives import local_collectives
 from wholebatch.coupled.loss_graph import (
@@ -38,17 +43,31 @@ from wholebatch.coupled.loss_graph import (
     check_parts,
     check_sum,
     divisors,
-    is_normalised,
+    is_standard,
     linked_samples,
+    links_columns,
+    normalised_over_samples,
     refuse_weight,
 )
-from wholebatch.coupled.normalisation_layers import batchnorms, refuse_new_norms
+from wholebatch.coupled.normalisation_layers import (
+    batchnorms,
+    known_norms,
+    refuse_new_norms,
+    running_buffers,
+)
 from wholebatch.errors import LossError, SplitError
 
 _log = logging.getLogger("wholebatch")
 
 _MOST_OUTPUTS = 32
+_MOST_MIXED = 256
 _READS = 3  # of divisors: one may be the size of a micro-batch, and not of the next
+
+
+_TIME = (
+    ". It may read its input as [time, samples, ...], where this loss has [samples, time, ...]: "
+    "give it batch_first=True, or transpose what it is given"
+)
 
 
 def warn_of_divisor(micro_batches: int) -> None:
@@ -109,6 +128,13 @@ class StreamLook:
         self._looking = False
         self._audits = audit
         self._norms = {norm for model in self._models for _, norm in batchnorms(model)}
+        known_norms.update(self._norms)
+        self.samples: int | None = None  # of a micro-batch, where a loader tells it
+        # BatchNorms of others, and writes into their buffers and parameters so far. None before the
+        # first micro-batch is done.
+        self._outside: dict[nn.Module, tuple[int, int]] | None = None
+        self._batch: list[Tensor] = []  # of a loader: tensors with samples, as they were
+        self._prepared: str | None = None  # what was done to samples before the model was called
         self._again = LookAgain()
         self._kinds: set[tuple[type, bool]] = set()  # of the nodes that losses ended with
         self._divisors: set[int] = set()  # what losses were divided by
@@ -137,7 +163,7 @@ class StreamLook:
         """Keep the outputs of the models until they were looked at."""
         if self.over or self._handles:
             return
-        self.active = True
+        self.active, self._outside = True, None
         self._found += [found for model in self._models for found in refused_by_type(model)]
         for module in {m for model in self._models for m in model.modules()}:
             if isinstance(module, torch.jit.ScriptModule):
@@ -147,6 +173,13 @@ class StreamLook:
                 module.register_forward_pre_hook(enter, with_kwargs=True),
                 module.register_forward_hook(leave, with_kwargs=True, always_call=True),
             ]
+
+    def begin_micro_batch(self, batch: Any, samples: int | None) -> None:
+        """Note what a loader gave, and how many samples it says that this is."""
+        self.samples, self._batch = samples, []
+        if self._handles:
+            given = (one for one in _tensors_of(batch) if one.dim() > 1 and one.is_floating_point())
+            self._batch = [one.detach().clone() for one in given]
 
     def at_backward(
         self,
@@ -189,12 +222,17 @@ class StreamLook:
         if self._reads < _READS:
             self._reads += 1
             self._divisors |= divisors(scalar, check_units(units))
+        if in_parts and self._outside:
+            self._refuse_outside_norm(scalar)
         if self._handles and in_parts:
             number = float(check_units(units))
             # One unit owns all rows of its micro-batch: only state can be wrong there.
-            kinds = ("state", "outside", "frequency")
-            of_state = [finding for finding in self._found if finding.kind in kinds]
-            LookResult(tuple(of_state if number == 1 else self._found)).refuse(off="audit=False")
+            kinds = {"state", "outside", "frequency"}
+            if number != 1:
+                kinds = {finding.kind for finding in self._found}
+                if "time" in kinds and not self._is_batch_first(scalar, number):
+                    kinds.remove("time")
+            LookResult(tuple(f for f in self._found if f.kind in kinds)).refuse(off="audit=False")
             self._refuse_comparisons(scalar, number)
             self._refuse_counted_twice(scalar, number, place, mean is not None)
 
@@ -229,8 +267,33 @@ class StreamLook:
         for call in made:
             call.units = units
 
+    def _is_batch_first(self, scalar: Tensor, units: float) -> bool:
+        """True if the first dimension of a model's outputs is the samples, as far as that shows."""
+        shapes = {one.shape[:2] for one in self._outputs if one.dim() > 1}
+        counts = (units, self.samples)
+        if any(rows in counts and columns not in counts for rows, columns in shapes):
+            return True
+        return links_columns(scalar, list(self._outputs), units)
+
+    def _refuse_outside_norm(self, scalar: Tensor) -> None:
+        """Refuse a BatchNorm of another module that has run since the first backward.
+
+        One that the loop trains by itself, and not in this loss, may be of another task.
+        """
+        ran = {n: was for n, was in (self._outside or {}).items() if _writes(n)[0] != was[0]}
+        inputs = {getattr(node, "variable", None) for node in graph_nodes([scalar])} if ran else ()
+        for norm, was in ran.items():
+            parameters = list(norm.parameters())
+            trained = _writes(norm)[1] != was[1] or any(p.grad is not None for p in parameters)
+            if not trained or any(one in inputs for one in parameters):
+                found = outside_norm("the loop", type(norm).__name__, "(the loss)")
+                LookResult((found,)).refuse(off="audit=False")
+
     def done(self) -> None:
         """End a micro-batch, after its backwards: one that was looked at is enough."""
+        if self.active and self._outside is None:
+            norms = (norm for module in modules_in_sight() for _, norm in batchnorms(module))
+            self._outside = {n: _writes(n) for n in norms if n.training and n not in known_norms}
         if self._handles:
             self._outputs.clear()
             self._called.clear()
@@ -241,6 +304,7 @@ class StreamLook:
     def end_window(self, micro_batches: int = 0) -> None:
         """End the first window; warn of losses divided by its number of micro-batches."""
         self.active = False
+        self._outside = {}
         if micro_batches in self._divisors:
             warn_of_divisor(micro_batches)
             self._divisors.clear()
@@ -258,6 +322,7 @@ class StreamLook:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._batch.clear()
         self._outputs.clear()
         self._called.clear()
         self._calls.clear()
@@ -269,12 +334,16 @@ class StreamLook:
         linked = linked_samples(scalar, list(self._outputs), units)
         if not linked:
             self._looked = linked is not None
-            if self._looked and units > 1 and is_normalised(scalar, list(self._outputs)):
-                _log.warning(
-                    "a factor of the samples in this loss has mean 0 and deviation 1 over the "
-                    "micro-batch: if it is normalised there (advantages), and not within groups of "
-                    "samples that stay together, normalise it over the whole batch, before the loop"
-                )
+            if self._looked and units > 1:
+                found = normalised_over_samples(scalar, list(self._outputs), units)
+                found = self._prepared or found
+                if found is not None:
+                    _log.warning(
+                        "%s over the micro-batch: if that is done there (advantages, mixup), and "
+                        "not within groups of samples that stay together, do it over the whole "
+                        "batch, before the loop",
+                        found,
+                    )
             return
         shown = ", ".join(map(str, linked[:5])) + (", ..." if len(linked) > 5 else "")
         raise LossError(
@@ -300,6 +369,11 @@ class StreamLook:
         inner: nn.Module = getattr(module, "module", module) if _is_ddp(module) else module
         known = not self._called.isdisjoint(module.modules()) or module in self._judged
         self._called.update(module.modules())
+        given = _tensors_of((args, kwargs))
+        if any(map(is_standard, given)):
+            self._prepared = "an input of the model has mean 0 and deviation 1"
+        elif any(_mixes_rows(rows, one) for rows in self._batch for one in given):
+            self._prepared = "an input of the model has samples that are mixed with each other"
         collective = any(isinstance(m, nn.SyncBatchNorm) or _is_ddp(m) for m in inner.modules())
         if known or not inner.training or collective:
             return
@@ -387,6 +461,13 @@ def _do_nothing(*given: Any) -> None:
     """Stand for a hook in a copy of the model."""
 
 
+def _writes(norm: nn.Module) -> tuple[int, int]:
+    """Return how often its running statistics were written, and its parameters."""
+    held = running_buffers(norm).values(), norm.parameters()
+    runs, steps = (sum(map(version_of, tensors)) for tensors in held)
+    return runs, steps
+
+
 def _is_ddp(module: nn.Module) -> bool:
     return isinstance(module, nn.parallel.DistributedDataParallel)
 
@@ -400,9 +481,9 @@ def look_at_call(
     """Return what couples the samples of this call, and the state that it moves.
 
     None: the call has one sample, and another may tell more. Every tensor that is given must have
-    the same number of samples in its first dimension; else nothing is found. What is found must
-    also be found where the second dimension is read as the samples, if that is possible: it may
-    have been [time, samples, ...]. The module is left as it was.
+    the same number of samples in its first dimension; else nothing is found. What is not found
+    where the second dimension is read as the samples is of kind "time": the tensors may have been
+    [time, samples, ...]. The module is left as it was.
     """
     given = _tensors_of((args, kwargs))
     if given and all(len(tensor) == 1 for tensor in given):
@@ -413,8 +494,9 @@ def look_at_call(
         found = _looked(module, args, kwargs, dim=0).findings
         if found:
             turned = _looked(module, args, kwargs, dim=1)
-            return () if turned.conclusive and not turned.findings else found
-    return ()
+            if turned.conclusive and not turned.findings:
+                return tuple(replace(f, kind="time", advice=f.advice + _TIME) for f in found)
+        return found
 
 
 def _looked(
@@ -475,6 +557,21 @@ def _plain_autograd() -> Iterator[bool]:
     finally:
         for pack, unpack in reversed(hooks):
             private._push_saved_tensors_default_hooks(pack, unpack)
+
+
+@torch.no_grad()
+def _mixes_rows(rows: Tensor, given: Tensor) -> bool:
+    """True if a row of `given` is a sum of several `rows`, each times a number."""
+    if rows.shape != given.shape or not 1 < len(rows) <= _MOST_MIXED:
+        return False
+    every = max(1, rows[0].numel() // (4 * len(rows)))
+    before, now = (x.flatten(1)[:, ::every].double().cpu() for x in (rows, given))
+    if before.shape[1] < 2 * len(rows) or now.equal(before):
+        return False
+    found = torch.linalg.lstsq(before.T, now.T)
+    several = ((found.solution.abs() > 1e-3).sum(0) > 1).any()
+    gap = float((before.T @ found.solution - now.T).norm())
+    return int(found.rank) == len(rows) and bool(several) and gap <= 1e-4 * float(now.norm())
 
 
 def _swapped(tree: Any, dim: int) -> Any:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeAlias
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -57,6 +58,9 @@ from wholebatch.errors import OptionError, StateError, UnsupportedError, WindowE
 GradientsIn: TypeAlias = Literal["whole", "sharded", "elsewhere"]
 """Where a host's engine keeps gradients between two backwards of a window: whole ones in `.grad`;
 in the engine until the last backward leaves slices in `.grad` (FSDP); nowhere that we see."""
+
+_completed: WeakSet[torch.optim.Optimizer] = WeakSet()
+"""Optimizers of windows that were completed, and that have made no step since."""
 
 
 class HostEngine(Sync):
@@ -180,24 +184,20 @@ class HostGradients(DeviceStore):
         self._strangers: list[nn.Parameter] = []  # parameters of the models that nobody steps
         self._sums: dict[int, Tensor] = {}  # of 16-bit parameters, by id
         self._beside: list[nn.Parameter] = []  # those that the open window trains
-        self._unused = False  # True if a window was completed and no optimizer has stepped since
         if self._adds_beside:
             self.only_eager = "16-bit parameters in DDP, which reduces their gradients in 16 bit"
         for optimizer in self.target.optimizers:
-            optimizer.register_step_post_hook(self._stepped)
+            optimizer.register_step_post_hook(lambda stepped, *_: _completed.discard(stepped))
 
     @property
     def _adds_beside(self) -> bool:
         return bool(self.sync.replicas and self.target.sixteen_bit.parameters)
 
-    def _stepped(self, *_: Any) -> None:
-        self._unused = False
-
     @property
     def stray(self) -> str:  # type: ignore[override]
         why = (
             "the window before was completed, but no optimizer.step() was made from it"
-            if self._unused
+            if _completed.issuperset(self.target.optimizers)
             else "this window did not make it"
         )
         return (
@@ -256,10 +256,6 @@ class HostGradients(DeviceStore):
     def refuse_nothing(self) -> None:
         if self.parameters:
             super().refuse_nothing()
-
-    def hand_over(self, remaining: float) -> None:
-        super().hand_over(remaining)
-        self._unused = True
 
     def skip(self) -> None:
         """With a scaler, leave zeros and NaNs: it finds the NaNs and skips the step itself."""
@@ -539,6 +535,7 @@ class HostWindows(Stream):
             self.discard()
             raise
         step, self.last = self._close_window(steps=self._steps), None
+        _completed.update(self._window.target.optimizers)
         if step.skipped is None:
             self.last = Settled(step.loss, step.units, step.micro_batches)
             self._window.updates += not self._steps
@@ -624,12 +621,25 @@ class LoopWindows(HostWindows):
         **options: Any,
     ) -> None:
         super().__init__(models, optimizers, **options)
-        for optimizer in optimizers:
-            optimizer.register_step_pre_hook(self._refuse_open_window)
+        self._hooks = [one.register_step_pre_hook(self._before_step) for one in optimizers]
 
-    def _refuse_open_window(self, *_: Any) -> None:
+    def detach(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        super().detach()
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Refuse a step from a part of a window, and one from gradients that no window made."""
         if self.open is not None:
             raise WindowError(f"optimizer.step() while the window is open: {self.step_after}")
+        parameters = (one for group in optimizer.param_groups for one in group["params"])
+        if optimizer not in _completed and any(one.grad is not None for one in parameters):
+            raise WindowError(
+                "optimizer.step() with gradients that no window has made, so that nothing makes "
+                f"them those of the whole batch: give every loss to windows.backward() of this "
+                f"{type(self).__name__}, in place of the library's own backward(); to go on "
+                "without it, call windows.detach()"
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for the library's own checkpoints; an open window is kept whole.

@@ -84,7 +84,10 @@ def _lint(options: LintArguments) -> int:
         _write(changes.rstrip("\n"), options.output)
         return FOUND if changes and not options.exit_zero else CLEAN
     if options.fix and any(f.fix for f in findings):
-        repaired = _fixing().fix_files(findings, settings, unsafe=options.unsafe_fixes)
+        try:
+            repaired = _fixing().fix_files(findings, settings, unsafe=options.unsafe_fixes)
+        except OSError as error:
+            raise UsageError(f"--fix: {error.strerror}; no file is half written") from error
         findings = lint_files(files, settings, jobs=options.jobs)
     return _report(options, findings, len(files), repaired)
 

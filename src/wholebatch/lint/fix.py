@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import shutil
 import tokenize
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -35,7 +37,7 @@ def fix_files(findings: Sequence[Finding], settings: Settings, *, unsafe: bool =
             raw = Path(path).read_bytes()
             newline = "\r\n" if b"\r\n" in raw else "\n"
             encoding, _ = tokenize.detect_encoding(io.BytesIO(raw).readline)
-            Path(path).write_bytes(text.replace("\n", newline).encode(encoding))
+            _replace(path, text.replace("\n", newline).encode(encoding))
             fixed += count
     return fixed
 
@@ -97,8 +99,21 @@ def _fix_notebook(path: str, settings: Settings, *, unsafe: bool) -> int:
         else:
             break
     if fixed:
-        Path(path).write_text(json.dumps(notebook, indent=1, ensure_ascii=False) + "\n", "utf-8")
+        _replace(path, (json.dumps(notebook, indent=1, ensure_ascii=False) + "\n").encode())
     return fixed
+
+
+def _replace(path: str, content: bytes) -> None:
+    """Replace a file, whole or not at all: on a full disk, the user's code is still there."""
+    target = Path(path).resolve()
+    temporary = target.with_name(f"{target.name}.writing-{os.getpid()}")
+    try:
+        temporary.write_bytes(content)
+        shutil.copymode(target, temporary)
+        temporary.replace(target)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def _apply_edits(text: str, edits: Sequence[Edit]) -> str | None:

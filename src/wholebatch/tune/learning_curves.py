@@ -241,6 +241,8 @@ def range_test(recipe: Recipe, *, low: float, high: float, updates: int = 100) -
         try:
             loss = train.step(take(recipe.base_batch)).loss
         except NonFiniteError:
+            if not update:  # no rate has made it so
+                raise
             loss = math.inf
         average = 0.8 * average + 0.2 * loss
         found = average / (1 - 0.8 ** (update + 1))

@@ -20,7 +20,7 @@ from wholebatch.core.plain_files import finite, write_json
 from wholebatch.core.splitting import to_device
 from wholebatch.errors import OptionError
 from wholebatch.tune.training_loops import LOOPS, Job, TrainingLoop
-from wholebatch.tune.window_timing import free_device, settle, usual, wait_for
+from wholebatch.tune.window_timing import free_device, refuse_nonfinite, settle, usual, wait_for
 
 _ALIKE = 1e-3
 """Two gradients of one batch that differ by more were made with random numbers."""
@@ -79,6 +79,7 @@ def _whole(job: Job, *, seed: int) -> dict[str, Tensor]:
     torch.manual_seed(seed)
     with job.autocast():
         loss = job.mean(model, to_device(job.first, job.device))
+    refuse_nonfinite(float(loss.detach()))
     loss.backward()
     if job.clip_norm is not None:
         nn.utils.clip_grad_norm_(model.parameters(), job.clip_norm)
@@ -104,7 +105,7 @@ def _distance(found: dict[str, Tensor], right: dict[str, Tensor]) -> float:
         assert difference is not None
         off += float(difference.double().square().sum())
         norm += 0.0 if other is None else float(other.double().square().sum())
-    return float((off / norm) ** 0.5) if norm else float("nan")
+    return float((off / (norm or 1.0)) ** 0.5)
 
 
 WRONG = 0.01
@@ -132,7 +133,7 @@ class LoopRow:
     @property
     def is_wrong(self) -> bool:
         """True if its gradient is not that of the undivided batch."""
-        return self.off is not None and self.off > WRONG
+        return self.off is not None and not self.off <= WRONG  # nor is one that is not finite
 
     def summary(self, first: LoopRow) -> str:
         """Return the speed beside the first loop and the gradient error, in words.

@@ -36,6 +36,7 @@ from wholebatch.tune.window_timing import (
     Workload,
     additions,
     free_device,
+    refuse_nonfinite,
     settle,
     split_of,
     usual,
@@ -196,7 +197,8 @@ class Running:
                 raise TooSlow
 
         alone = self._ranks == 1  # Ranks leave a window together or not at all.
-        self.train.step(self._workload.batches(), after_micro=after_micro if alone else None)
+        after = after_micro if alone else None
+        refuse_nonfinite(self.train.step(self._workload.batches(), after_micro=after).loss)
         wait_for(self.device)
         return largest_over_ranks(time.perf_counter() - began)
 

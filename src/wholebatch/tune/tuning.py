@@ -257,8 +257,10 @@ def _recommendation(search: Search) -> tuple[Trial, tuple[Trial, ...]]:
 def _nothing(trials: Iterable[Trial]) -> str:
     # The smallest first: it shows how much more memory is needed.
     ordered = sorted(trials, key=lambda trial: trial.predicted or 0)
-    reasons = list(dict.fromkeys(f"{t.setting.said()}: {t.why}" for t in ordered))
-    return "no setting could be measured; " + "; ".join(reasons[:3])
+    reasons: dict[str, str] = {}
+    for trial in ordered:
+        reasons.setdefault(trial.why, f"{trial.setting.said()}: {trial.why}")
+    return "no setting could be measured; " + "; ".join([*reasons.values()][:3])
 
 
 def _over_ranks(best: Trial, gradient_bytes: int, link: float, *, measured: bool) -> RanksModel:

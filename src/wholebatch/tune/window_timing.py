@@ -24,7 +24,17 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _push
 
 from wholebatch.core.readable_sizes import PARTS
 from wholebatch.core.window import Step
+from wholebatch.errors import NonFiniteError
 from wholebatch.memory.meter import MemoryMeter, peak_with_recordings
+
+
+def refuse_nonfinite(loss: float) -> None:
+    """Refuse to measure windows that make no update, because their loss is not finite."""
+    if not math.isfinite(loss):
+        raise NonFiniteError(
+            f"the loss of the first batch is {loss:g}, so that windows make no update and nothing "
+            "can be measured: mend the model, the loss function or the data"
+        )
 
 
 @dataclass(eq=False)

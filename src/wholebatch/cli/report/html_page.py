@@ -15,7 +15,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from wholebatch.core.plain_files import finite, reason
+from wholebatch.core.plain_files import finite, write_atomically
 from wholebatch.errors import MissingExtraError, OptionError
 
 SERIES = 8
@@ -142,12 +142,7 @@ def by_row(xaxis: Mapping[str, Any], **more: Any) -> dict[str, Any]:
 
 def write_page(page: HtmlPage, path: Path) -> Path:
     """Write the page and return its path; create missing folders."""
-    text = render(page)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise OptionError(f"{path}: cannot be written: {reason(error)}") from error
+    write_atomically(path, render(page), OptionError)
     return path
 
 

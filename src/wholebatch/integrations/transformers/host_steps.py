@@ -6,6 +6,7 @@ are counted before the first forward, and holds what was announced against what 
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from collections.abc import Sequence
@@ -105,8 +106,8 @@ class HostSteps:
             return
 
         def run(few: Any) -> Loss:
-            with trainer.compute_loss_context_manager():
-                mean: Any = trainer.compute_loss(self._model, few)
+            with trainer.compute_loss_context_manager():  # which may take the labels out of them
+                mean: Any = trainer.compute_loss(self._model, copy.copy(few))
             return mean_loss(mean, trainer.count_units(few))
 
         self._look.at(run, trainer._prepared(inputs), micro_batch=trainer.micro_batch)
