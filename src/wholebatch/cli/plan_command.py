@@ -247,7 +247,6 @@ class _Planned:
 
     @property
     def parameters(self) -> int:
-        """The number of parameters."""
         return sum(parameter.numel() for parameter in self.model.parameters())
 
 

@@ -214,12 +214,10 @@ class Staged:
 
     @property
     def updates(self) -> int:
-        """Updates made so far."""
         return self._pipeline.updates
 
     @property
     def skipped(self) -> int:
-        """Windows that made no update."""
         return self._pipeline.skipped
 
     def choose(self, batch: Any) -> str | None:
@@ -262,7 +260,6 @@ class Staged:
 
     @property
     def about(self) -> dict[str, Any]:
-        """The engine, as a checkpoint names it."""
         return {"name": "pipeline"}
 
     def state_dict(self) -> dict[str, Any]:

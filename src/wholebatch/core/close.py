@@ -352,7 +352,6 @@ class DeferredHooks:
 
     @property
     def calls(self) -> bool:
-        """True if there is an `on_gradient`."""
         return self._on_gradient is not None
 
     @torch.no_grad()

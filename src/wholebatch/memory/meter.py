@@ -348,7 +348,6 @@ class StorageLedger:
         return iter(young)
 
     def current_by_category(self) -> dict[str, int]:
-        """Return the live bytes now, by category, with 0 for empty ones."""
         return by_category(list(self.live.values()))
 
     def peak_by_category(self) -> dict[str, int]:
@@ -356,7 +355,6 @@ class StorageLedger:
         return by_category(self.at_peak())
 
     def at_peak(self) -> list[Record]:
-        """Return the records that were alive at the peak."""
         live = [record for record in list(self.live.values()) if record.born <= self._peak_at]
         return live + self._dead_since_peak
 

@@ -58,7 +58,6 @@ class PlainWindow:
             )
 
     def run(self, micros: Sequence[Any]) -> None:
-        """Train on these micro-batches once."""
         self.add_all(micros)
         self.step()
         self.clear()
@@ -144,7 +143,6 @@ class PlainWindow:
                     (self._offloaded or self.optimizer).step()
 
     def clear(self) -> None:
-        """Drop the gradients."""
         if self.optimizer is not None:
             self.optimizer.zero_grad(set_to_none=True)
         self._sixteen_bit.end()

@@ -111,11 +111,9 @@ class _Planned:
     sharding: Sharding | None
 
     def peaks(self, precision: str, gradients: str = "device") -> _PeaksBySize:
-        """Return the predictions for one way of running."""
         return _PeaksBySize(self, precision, gradients)
 
     def sample(self, size: int = 1) -> Any:
-        """Return a batch of this size."""
         return resize_batch(self.batch, size, static=self.static)
 
 

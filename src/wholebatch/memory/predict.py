@@ -129,7 +129,6 @@ class _Peaks:
         return replace(self, parts=parts)
 
     def highest(self) -> dict[str, int]:
-        """Return the bytes by category of the part that needs most."""
         return max(self.parts.values(), key=lambda one: sum(one.values()))
 
 

@@ -49,7 +49,6 @@ class Correction:
     """The measured bytes beyond the prediction, by samples."""
 
     def __call__(self, samples: int, peak: int) -> int:
-        """Return the corrected peak."""
         return peak + round(self.constant + self.per_sample * samples)
 
 

@@ -57,7 +57,6 @@ _Buckets: TypeAlias = Sequence[tuple[Bucket, list[nn.Parameter]]]
 
 
 def _transfer(device: torch.device, nbytes: int) -> HostTransfer | CudaTransfer:
-    """Return the way of this device's gradients to their sums."""
     return CudaTransfer(device, nbytes) if device.type == "cuda" else HostTransfer()
 
 

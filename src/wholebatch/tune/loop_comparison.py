@@ -217,7 +217,6 @@ class LoopComparison:
         return result
 
     def write(self, path: Path) -> None:
-        """Write `to_dict` as JSON."""
         write_json(path, self.to_dict())
 
 

@@ -88,7 +88,6 @@ class Search:
 
     @property
     def best(self) -> Trial | None:
-        """Return the fastest trial so far."""
         return self._measurements.best
 
     def recommended(self) -> Trial | None:

@@ -92,12 +92,10 @@ class Timing:
     windows: list[tuple[float, float]] = field(default_factory=list)
 
     def add(self, seconds: float, units: float) -> None:
-        """Add one window."""
         self.windows.append((seconds, units))
 
     @property
     def spent(self) -> float:
-        """Return the total seconds."""
         return sum(seconds for seconds, _ in self.windows)
 
     @property
@@ -311,12 +309,10 @@ class SettingMeasurements:
 
     @property
     def best(self) -> Trial | None:
-        """Return the fastest trial so far."""
         measured = [trial for trial in self.trials.values() if trial.is_measured]
         return max(measured, key=rate_of, default=None)
 
     def blank(self, setting: Setting, *, status: str = "failed", why: str = "") -> Trial:
-        """Return a trial without measurements."""
         found = self.predicted.of(setting)
         steps = steps_of(self.samples, setting.micro_batch)
         return Trial(setting, steps, status, why, predicted=None if found is None else found.peak)
@@ -521,7 +517,6 @@ def _split_of(running: Running) -> dict[str, float]:
 
 
 def rate_of(trial: Trial | None) -> float:
-    """Return the units per second; 0 if unknown."""
     return 0.0 if trial is None else trial.units_per_second or 0.0
 
 

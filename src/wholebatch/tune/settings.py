@@ -79,11 +79,9 @@ class Trial:
 
     @property
     def is_measured(self) -> bool:
-        """True if there is a speed to compare."""
         return self.status == "measured"
 
     def with_(self, **changes: Any) -> Trial:
-        """Return a copy with these changes."""
         return replace(self, **changes)
 
     def in_proportion(self) -> Trial:
@@ -106,7 +104,6 @@ class Trial:
 
 
 def steps_of(samples: int, micro_batch: int) -> int:
-    """Return the number of micro-batches in a window."""
     return -(-samples // micro_batch)
 
 

@@ -60,7 +60,6 @@ class Clock:
         return event
 
     def between(self, first: Any, second: Any) -> float:
-        """Return the seconds between two timestamps."""
         if not self.on_cuda:
             return float(second - first)
         second.synchronize()
@@ -116,7 +115,6 @@ class Stamps:
         self.marks.append((what, self.clock.now()))
 
     def after_micro(self, done: int, of: int) -> None:
-        """Record that a micro-batch is done."""
         self.mark("done")
 
 
@@ -242,7 +240,6 @@ class PeakMeter:
 
 
 def wait_for(device: torch.device) -> None:
-    """Wait until the device has finished all work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

@@ -40,11 +40,9 @@ class DividedBatch:
 
     @property
     def samples(self) -> int:
-        """Return the number of samples."""
         return batch_size_of(self.whole, batch_size=self.batch_size, static=self.static)
 
     def micro_batches(self) -> list[Any]:
-        """Return the micro-batches."""
         return split(self.whole, self.micro_batch, batch_size=self.batch_size, static=self.static)
 
     def first(self, samples: int) -> DividedBatch:

@@ -42,7 +42,6 @@ class Numbers:
         return max(unit, _TF32) if torch.float32 in formats and _uses_tf32(model) else unit
 
     def forward(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Return the context of the forward."""
         return self._chosen(model).forward()
 
     def window(self, model: nn.Module) -> AbstractContextManager[Any]:
