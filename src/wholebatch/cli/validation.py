@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import nn
@@ -14,7 +14,7 @@ from wholebatch.cli.run_settings import Config
 from wholebatch.cli.training_engines import Zero
 from wholebatch.cli.training_run import Session
 from wholebatch.core import precision
-from wholebatch.core.loss import Loss, as_loss
+from wholebatch.core.loss import as_loss, terms_of
 from wholebatch.core.splitting import split, to_device
 from wholebatch.errors import UnsupportedError
 
@@ -80,11 +80,11 @@ def held_out_sums(
             for micro in split(batch.like if is_empty else batch, size):
                 with casts.forward():
                     found = as_loss(recipe.loss(model, to_device(micro, device)))
-                for name, part in _parts(found).items():
+                for name, part in terms_of(found).items():
                     total, units, _ = sums.get(name, (0.0, 0.0, 1.0))
                     if not is_empty:
                         total, units = total + float(part.total), units + float(part.units)
-                    sums[name] = total, units, float(getattr(part, "weight", 1.0))
+                    sums[name] = total, units, part.weight
             batches.take()
     return sums
 
@@ -95,10 +95,6 @@ def mean_loss(everyones: Sequence[Sums]) -> float:
         weight * sum(of[name][0] for of in everyones) / sum(of[name][1] for of in everyones)
         for name, (_, _, weight) in everyones[0].items()
     )
-
-
-def _parts(found: Any) -> dict[str, Any]:
-    return {"": found} if isinstance(found, Loss) else dict(found.by_name)
 
 
 @contextmanager

@@ -400,10 +400,6 @@ def check_same_norm(norm: float, largest: Callable[[Tensor], Tensor], device: to
         )
 
 
-Numbers = Mapping[str, Sequence[Tensor | float]]
-"""By the name of a loss term, one number for each micro-batch."""
-
-
 @torch.no_grad()
 def close_ahead(
     window: OpenWindow,

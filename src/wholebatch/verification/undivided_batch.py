@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from wholebatch.core.close import ClipNorm
-from wholebatch.core.loss import Loss, as_loss
+from wholebatch.core.loss import as_loss, terms_of, wide
 from wholebatch.core.precision import Precision, choose
 from wholebatch.core.splitting import to_device
 
@@ -98,19 +98,12 @@ def objective(
     device = next(model.parameters()).device
     with numbers.forward(model):
         result = as_loss(loss(model, to_device(batch, device)))
-    if isinstance(result, Loss):
-        return Objective((_widened(result.total),), (float(result.units),), (1.0,))
-    terms = result.by_name.values()
+    terms = terms_of(result).values()
     return Objective(
-        tuple(_widened(term.total) for term in terms),
+        tuple(wide(term.total) for term in terms),  # its division adds no rounding of its own
         tuple(float(term.units) for term in terms),
         tuple(term.weight for term in terms),
     )
-
-
-def _widened(total: Tensor) -> Tensor:
-    """Return a 16-bit sum in float32, so that its division adds no rounding of its own."""
-    return total.float() if total.dtype in (torch.bfloat16, torch.float16) else total
 
 
 @torch.no_grad()
