@@ -116,9 +116,8 @@ class Search:
         known = self.trials.get(setting)
         if known is not None and known.is_measured:
             return known
-        need = self.predicted.need(setting)
-        if need is not None and need > self.budget:
-            why = f"predicted to need {bytes_said(need)} of {bytes_said(self.budget)}"
+        why = self._too_large(setting)
+        if why is not None:
             return self._measurements.blank(setting, status="pruned", why=why)
         return self._measurements.measure(setting, stops=False)
 
@@ -170,14 +169,17 @@ class Search:
         trial = self.trials.get(setting)
         return self.predicted.fits(setting) and (trial is None or trial.status != "failed")
 
+    def _too_large(self, setting: Setting) -> str | None:
+        need = self.predicted.need(setting)
+        if need is None or need <= self.budget:
+            return None
+        return f"predicted to need {bytes_said(need)} of {bytes_said(self.budget)}"
+
     def _prune(self, mode: RunMode) -> None:
         for size in self.sizes:
-            setting = Setting(size, mode)
-            need = self.predicted.need(setting)
-            if need is not None and need > self.budget and setting not in self.trials:
-                self._leave(
-                    setting, f"predicted to need {bytes_said(need)} of {bytes_said(self.budget)}"
-                )
+            why = self._too_large(Setting(size, mode))
+            if why is not None and Setting(size, mode) not in self.trials:
+                self._leave(Setting(size, mode), why)
 
     def _leave(self, setting: Setting, why: str) -> None:
         self.trials[setting] = self._measurements.blank(setting, status="pruned", why=why)

@@ -293,7 +293,6 @@ class Turns:
     workload: Workload
     made: Sequence[RunsWindows]
     rounds: list[list[float]] = field(default_factory=list)
-    units: list[float] = field(default_factory=list)
 
     def round(self) -> None:
         """Run one more window of each on the same batch; each one's time includes fetching it."""
@@ -301,9 +300,8 @@ class Turns:
         seconds = [0.0] * len(self.made)
         order = range(len(self.made))
         for at in order if len(self.rounds) % 2 else reversed(order):
-            seconds[at], step = self.made[at].window_of(batch, fetched)
+            seconds[at], _ = self.made[at].window_of(batch, fetched)
         self.rounds.append(seconds)
-        self.units.append(step.units)
 
     def spent(self, at: int) -> float:
         """Return the total seconds of one setting."""
