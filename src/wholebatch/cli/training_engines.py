@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -25,6 +25,7 @@ from wholebatch import WholeBatch
 from wholebatch.cli.parallel_ranks import World
 from wholebatch.cli.recipes import Recipe
 from wholebatch.cli.run_settings import Config
+from wholebatch.core.forward_state import replaced_attributes
 from wholebatch.core.loss import Loss
 from wholebatch.core.options import Close, Memory
 from wholebatch.core.safe_loading import load_tensors
@@ -158,20 +159,18 @@ class Zero:
             raise StateError(f"{path}: DeepSpeed finds no state of this rank in it")
 
 
-@contextmanager
-def _loads_without_code(engine: Any) -> Iterator[None]:
+def _loads_without_code(engine: Any) -> AbstractContextManager[None]:
     """Let DeepSpeed read its files as we read ours: it would run whatever their pickles ask for."""
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler  # type: ignore[import-untyped, unused-ignore]
     from deepspeed.runtime.zero.config import ZeroStageEnum  # type: ignore[import-untyped, unused-ignore]
     from deepspeed.utils.tensor_fragment import fragment_address  # type: ignore[import-untyped, unused-ignore]
 
     known = (DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address)
-    reader = engine.checkpoint_engine
-    reader.load = lambda path, map_location=None: load_tensors(Path(path), also=known)
-    try:
-        yield
-    finally:
-        del reader.load  # the class's own
+
+    def load(path: str, map_location: object = None) -> Any:
+        return load_tensors(Path(path), also=known)
+
+    return replaced_attributes(engine.checkpoint_engine, load=load)
 
 
 _FORMAT = 1

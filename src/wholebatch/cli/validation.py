@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import TypeAlias
 
 import torch
@@ -16,6 +15,7 @@ from wholebatch.cli.training_run import Session
 from wholebatch.core import precision
 from wholebatch.core.loss import as_loss, terms_of
 from wholebatch.core.splitting import split, to_device
+from wholebatch.coupled.normalisation_layers import evaluation_mode
 from wholebatch.errors import UnsupportedError
 
 
@@ -73,7 +73,7 @@ def held_out_sums(
     batches = recipe.build_batches(config.batch_size, seed=0, rank=rank, ranks=ranks, held_out=True)
     casts = precision.choose(config.autocast, device.type, keeps=False)
     sums: Sums = {}
-    with torch.random.fork_rng(), _evaluating(model), torch.no_grad():
+    with torch.random.fork_rng(), evaluation_mode(model), torch.no_grad():
         while (batch := batches.peek()) is not None and batches.position.epoch == 0:
             is_empty = isinstance(batch, Nothing)
             # A rank without samples runs too: sharded models gather in their forwards.
@@ -95,15 +95,3 @@ def mean_loss(everyones: Sequence[Sums]) -> float:
         weight * sum(of[name][0] for of in everyones) / sum(of[name][1] for of in everyones)
         for name, (_, _, weight) in everyones[0].items()
     )
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Put every module into evaluation mode, and back into the mode that it was in."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, was in modes:
-            module.training = was

@@ -14,6 +14,7 @@ compute nothing: `memory.predict` uses it that way.
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -233,6 +234,14 @@ def _device_type(model: torch.nn.Module | None, device: torch.device | str | Non
         for tensor in model.parameters():
             return tensor.device.type
     return "cpu"
+
+
+def free_caches() -> None:
+    """Free what is no longer used: cycles of graphs and hooks, cached casts, CUDA's cache."""
+    torch.clear_autocast_cache()
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 def peak_with_recordings(device: torch.device) -> int:

@@ -26,6 +26,7 @@ from wholebatch.distributed.process_group import largest_over_ranks
 from wholebatch.errors import WholebatchError
 from wholebatch.memory.activation_checkpointing import with_checkpoints
 from wholebatch.memory.budget import free_memory
+from wholebatch.memory.meter import free_caches
 from wholebatch.memory.plain_window import PlainWindow
 from wholebatch.tune.settings import Predicted, Setting, Trial, steps_of
 from wholebatch.tune.window_timing import (
@@ -35,7 +36,6 @@ from wholebatch.tune.window_timing import (
     Turns,
     Workload,
     additions,
-    free_device,
     settle,
     split_of,
     usual,
@@ -287,7 +287,7 @@ class Running:
     def close(self) -> None:
         """Release everything before the next setting is made."""
         del self.train, self._runner, self.model, self.optimizer
-        free_device(self.device)
+        free_caches()
 
 
 @dataclass

@@ -8,7 +8,6 @@ ratios within a round compare the settings themselves.
 
 from __future__ import annotations
 
-import gc
 import math
 import statistics
 import time
@@ -242,13 +241,6 @@ class PeakMeter:
 def wait_for(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def free_device(device: torch.device) -> None:
-    """Give back the memory of what is no longer used."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 class RunsWindows(Protocol):
