@@ -26,7 +26,6 @@ from wholebatch.cli.parallel_ranks import World
 from wholebatch.cli.recipes import Recipe
 from wholebatch.cli.run_settings import Config
 from wholebatch.core.forward_state import replaced_attributes
-from wholebatch.core.loss import Loss
 from wholebatch.core.options import Close, Memory
 from wholebatch.core.safe_loading import load_tensors
 from wholebatch.core.splitting import to_device
@@ -204,7 +203,8 @@ class Staged:
         self._pipeline = Pipeline(
             stages if len(stages) > 1 else stages[0],
             self.optimizer,
-            loss=self._loss,
+            # The last stage's output is known: a model that returns it stands for the recipe's.
+            loss=lambda output, micro: recipe.loss(_KnownOutput(output), micro),
             micro_batch=config.micro_batch,
             schedule=config.schedule,  # type: ignore[arg-type]
             clip_norm=config.clip_norm,
@@ -249,11 +249,6 @@ class Staged:
             f"--parallel pipeline: {self.recipe.path}: loss() never calls model(...), so what "
             "goes into the first stage is not known"
         )
-
-    def _loss(self, output: Any, micro: Any) -> Loss | Tensor:
-        """Return the recipe's loss on the last stage: its model returns the known output."""
-        found: Loss | Tensor = self.recipe.loss(_KnownOutput(output), micro)
-        return found
 
     # ------------------------------------------------------------------ state
 

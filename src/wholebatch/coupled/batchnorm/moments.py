@@ -19,7 +19,7 @@ part adds its own. Everything is at least float32, and float64 for float64.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -41,21 +41,21 @@ class Moments:
     var: Tensor
 
 
+@dataclass(eq=False)
 class WholeMoments:
     """The count, mean and variance per channel of the whole batch, with cached derived values."""
 
-    def __init__(self, count: int | Tensor, mean: Tensor, var: Tensor, means: Tensor) -> None:
-        self.count = count
-        self.mean = mean
-        self.var = var
-        """The biased variance, with which the batch is normalised."""
-        self._means = means
-        self._invstd: dict[float, Tensor] = {}
+    count: int | Tensor
+    mean: Tensor
+    var: Tensor
+    """The biased variance, with which the batch is normalised."""
+    means: Tensor
+    _invstd: dict[float, Tensor] = field(default_factory=dict)
 
     @cached_property
     def mean_sums(self) -> Tensor:
         """The sum of each part's mean, to tell several calls of a layer apart."""
-        return self._means.sum(1)
+        return self.means.sum(1)
 
     @cached_property
     def one(self) -> Tensor:
