@@ -310,7 +310,8 @@ class ExactWindows(Callback):
             self._windows.detach()
         self._replaced.close()
 
-    on_exception = on_train_end
+    def on_exception(self, *_: Any) -> None:
+        self.on_train_end()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of windows, and an open one with its gradients (of all ranks)."""

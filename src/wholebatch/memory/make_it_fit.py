@@ -1,7 +1,7 @@
 """Ways to make a micro-batch of one sample fit, and their predicted peaks.
 
 The ways are tried from the cheapest on: compute in 16 bit, checkpoint activations, keep gradients
-on the host. Devices on which a model would fit are the matter of `what_would_fit`.
+on the host. Devices on which a model would fit are the matter of `plan`.
 """
 
 from __future__ import annotations
