@@ -211,6 +211,8 @@ def test_help_takes_a_quarter_of_a_second_and_no_torch(arguments: list[str]) -> 
         seconds, torch = ran.stdout.split()[-2:]
         assert torch == "False"
         least = min(least, float(seconds))
+        if least <= 0.25:
+            break
     assert least <= 0.25
 
 
