@@ -27,8 +27,8 @@ from wholebatch.memory.budget import parse_memory
 from wholebatch.tune import Limits, RunMode, Setting, Trial
 from wholebatch.tune.bottleneck import fixed_cost, name_bottleneck
 from wholebatch.tune.machine_speed import copy_bandwidth, share_of_arithmetic
-from wholebatch.tune.search import Search
 from wholebatch.tune.settings import Predicted
+from wholebatch.tune.tuning import Search
 from wholebatch.tune.window_timing import Workload
 
 NEEDED = 0.95

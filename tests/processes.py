@@ -102,6 +102,13 @@ def run(
         return process.wait(timeout)
 
 
+def run_code(code: str, *, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run Python code to its end, in `folder`; its warnings are errors."""
+    program = folder / "code.py"
+    program.write_text(f"import warnings\nwarnings.simplefilter('error')\n{code}", encoding="utf-8")
+    return run(program, cwd=folder, environment={**os.environ, **ENVIRONMENT}, timeout=120)
+
+
 def _forked_from_the_server() -> context.ForkServerContext:
     made = get_context("forkserver")
     made.set_forkserver_preload(PRELOADED)

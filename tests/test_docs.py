@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -25,15 +23,9 @@ def python_blocks(path: Path) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", path.read_text(encoding="utf-8"), re.M | re.S)
 
 
-def test_readme_example_runs() -> None:
+def test_readme_example_runs(tmp_path: Path) -> None:
     (code,) = python_blocks(ROOT / "README.md")
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code],
-        cwd=ROOT / "src",
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = processes.run_code(code, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     updates = [line.split() for line in done.stdout.splitlines()]
     assert [(line[0], line[2], line[4]) for line in updates] == [

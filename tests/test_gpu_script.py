@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "scripts" / "gpu.py"
@@ -134,11 +135,11 @@ def test_gpu_tests_take_no_arguments_and_no_pytest() -> None:
         assert not any("pytest" in name for name in imports), file.name
 
 
-def test_refuses_without_cuda() -> None:
-    code = (
-        "import torch, runpy, sys; torch.cuda.is_available = lambda: False; "
-        f"sys.argv = ['gpu.py', 'test']; runpy.run_path({str(SCRIPT)!r}, run_name='__main__')"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert "torch sees no CUDA device here; nothing was run" in done.stderr
+def test_refuses_without_cuda(
+    gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "test"])
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    assert gpu.main() == 2
+    assert "torch sees no CUDA device here; nothing was run" in capsys.readouterr().err

@@ -5,12 +5,12 @@ from __future__ import annotations
 import doctest
 import importlib.util
 import re
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from tests import processes
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -83,17 +83,11 @@ def test_the_site_loads_nothing_from_elsewhere() -> None:
     assert not re.search(r"https?://|@import|url\(", (DOCS / "site.css").read_text("utf-8"))
 
 
-def test_examples_of_the_first_page_run() -> None:
+def test_examples_of_the_first_page_run(tmp_path: Path) -> None:
     text = (DOCS / "index.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
     assert len(blocks) == 2
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", "\n".join(blocks)],
-        cwd=ROOT / "src",
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = processes.run_code("\n".join(blocks), folder=tmp_path)
     assert done.returncode == 0, done.stderr
     verdict, step = done.stdout.splitlines()
     assert verdict.startswith("same update: gradient ")

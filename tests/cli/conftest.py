@@ -11,6 +11,12 @@ from tests import processes
 from tests.cli.helpers import NOISY, Ran, environment_of
 
 
+@pytest.fixture(autouse=True)
+def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Do not flush to the disk in this process: on a busy one that takes seconds each time."""
+    monkeypatch.setattr("os.fsync", lambda descriptor: None)
+
+
 @pytest.fixture
 def recipe(tmp_path: Path) -> Callable[..., Path]:
     """Write a recipe: NOISY, or the text given, with `old, new` replaced in it."""

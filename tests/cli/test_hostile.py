@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import errno
 import os
-import resource
 import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.cli.helpers import NOISY, Ran, command_line, environment_of, metrics_of
+from tests import processes
+from tests.cli.helpers import NOISY, Ran, environment_of, metrics_of
 from tests.cli.test_resume import assert_same_run
 from wholebatch.cli.report.metrics_writers import MetricsFile, writing
 from wholebatch.core import plain_files
@@ -185,15 +184,19 @@ def test_a_folder_that_is_removed_while_it_runs(command: Command, recipe: Write)
 
 def limited(tmp_path: Path, recipe: Path, size: int, *options: object) -> Ran:
     """`train` in a process whose files may not grow beyond `size` bytes: as a disk that fills."""
-    done = subprocess.run(
-        command_line("train", recipe, "--out", "run", *options),
+    program = tmp_path / "limited.py"
+    program.write_text(
+        "import resource, sys\n"
+        f"resource.setrlimit(resource.RLIMIT_FSIZE, ({size}, {size}))\n"
+        "from wholebatch.cli import main\n"
+        "sys.exit(main(sys.argv[1:]))\n"
+    )
+    done = processes.run(
+        program,
+        *map(str, ("train", recipe, "--out", "run", *options)),
         cwd=tmp_path,
-        env=environment_of(),
-        capture_output=True,
-        text=True,
+        environment=environment_of(),
         timeout=120,
-        check=False,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size, size)),
     )
     return Ran(done.returncode, done.stdout, done.stderr)
 

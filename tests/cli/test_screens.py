@@ -19,9 +19,11 @@ from rich.console import Console
 
 from tests.cli.helpers import EXACT, command_line, environment_of
 from tests.cli.screens import screen_of, terminal
+from wholebatch import verification
 from wholebatch.cli import main, plan_command, rate_command, tune_command
 from wholebatch.cli.app import COMMANDS, load
 from wholebatch.cli.report.terminal_output import fitting
+from wholebatch.memory import plan
 
 WIDTHS = (60, 80, 120)
 WIDE = 1000  # where nothing needs to be wrapped
@@ -97,6 +99,28 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.fixture
+def computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compute a plan or a proof once: between the widths only what shows it differs."""
+
+    def once(original: Callable[..., Any]) -> Callable[..., Any]:
+        made: list[Any] = []
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            if not made:
+                made.append(original(*args, **kwargs))
+            return made[0]
+
+        return called
+
+    for module, name in (
+        (plan, "make_plan"),
+        (verification, "verify"),
+        (verification, "verify_loop"),
+    ):
+        monkeypatch.setattr(module, name, once(getattr(module, name)))
+
+
 def shown(width: int, arguments: tuple[str, ...]) -> list[str]:
     """The screen after the command, without the shell's continuations."""
     with pytest.MonkeyPatch.context() as patch, terminal(width) as lines:
@@ -113,6 +137,7 @@ def words_of(lines: list[str]) -> set[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCREENS)
+@pytest.mark.usefixtures("computed_once")
 def test_no_word_is_split_and_no_line_is_too_wide(name: str, folder: Path) -> None:
     if name in ("resumed", "report"):
         main([*SCREENS["train"]])
@@ -211,6 +236,8 @@ def test_help_takes_a_quarter_of_a_second_and_no_torch(arguments: list[str]) -> 
         seconds, torch = ran.stdout.split()[-2:]
         assert torch == "False"
         least = min(least, float(seconds))
+        if least <= 0.25:
+            break
     assert least <= 0.25
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -22,7 +23,7 @@ from wholebatch.memory.choose_micro_batch import (
     resize_batch,
     spare,
 )
-from wholebatch.memory.make_it_fit import fit, ladder
+from wholebatch.memory.make_it_fit import ladder, refusal
 from wholebatch.memory.predict import Prediction, predict_peak
 from wholebatch.memory.trial_step import Correction, calibrate, measure_step
 
@@ -219,23 +220,19 @@ def test_the_ladder_says_what_each_rung_gives() -> None:
     assert not any(is_checkpointed(module) for module in model.modules())
 
 
-def test_fit_applies_no_more_than_is_needed() -> None:
+def test_the_first_rung_that_fits_applies_no_more_than_is_needed() -> None:
     model, optimizer = gpt()
-    batch = texts(32)
+    sample = texts(1)
 
-    def peak(precision: str) -> int:
-        micro = resize_batch(batch, 1)
-        return predict_peak(model, loss, micro, optimizer=optimizer, precision=precision).peak
+    def first(budget: int) -> tuple[str, bool]:
+        rungs = ladder(model, loss, sample, budget=budget, optimizer=optimizer)
+        rung = next(one for one in rungs if one.fits)
+        return rung.precision, rung.checkpoints
 
-    full, half = peak("full"), peak("bf16")
-    as_is = fit(model, loss, batch, budget=max(full, half), optimizer=optimizer)
-    assert (as_is.precision, as_is.blocks, as_is.choice.fits) == ("full", [], True)
+    peaks = [one.peak for one in ladder(model, loss, sample, budget=1, optimizer=optimizer)]
+    assert first(max(peaks)) == ("full", False)
+    assert first(peaks[2]) == ("bf16", True)
     assert not any(is_checkpointed(module) for module in model.modules())
-    least = ladder(model, loss, resize_batch(batch, 1), budget=1, optimizer=optimizer)[2].peak
-    found = fit(model, loss, batch, budget=least, optimizer=optimizer)
-    assert (found.precision, len(found.blocks)) == ("bf16", 4)
-    assert found.choice.micro_batch >= 1
-    assert all(is_checkpointed(model.get_submodule(name)) for name in found.blocks)
 
 
 def test_sixteen_bits_that_do_not_help_are_not_applied() -> None:
@@ -248,18 +245,17 @@ def test_sixteen_bits_that_do_not_help_are_not_applied() -> None:
     assert half.peak > as_is.peak > again.peak
     assert again.what == "checkpointing of 4 blocks"
     assert both.what == "bf16 autocast and checkpointing of 4 blocks"
-    found = fit(model, loss, sample, budget=again.peak, optimizer=optimizer)
-    assert (found.precision, len(found.blocks)) == ("full", 4)
+    rungs = ladder(model, loss, sample, budget=again.peak, optimizer=optimizer)
+    found = next(rung for rung in rungs if rung.fits)
+    assert (found.precision, found.checkpoints) == ("full", True)
 
 
-def test_fit_says_what_would_help_where_nothing_here_does() -> None:
+def test_the_refusal_says_what_would_help_where_nothing_here_does() -> None:
     model, optimizer = gpt()
-    batch = texts(4)
-    with pytest.raises(
-        OptionError,
-        match=r"memory=.* one sample needs .*; with bf16 autocast .*, bf16 autocast and "
+    said = refusal(ladder(model, loss, texts(1), budget=1000, optimizer=optimizer), 1000)
+    assert re.match(
+        r"memory=.* one sample needs .*; with bf16 autocast .*, bf16 autocast and "
         r"checkpointing of 4 blocks .*use a smaller model",
-    ):
-        fit(model, loss, batch, budget=1000, optimizer=optimizer)
-    with pytest.raises(OptionError, match="one sample needs"):
-        fit(mlp(), loss, vectors(4), budget=1000)
+        said,
+    )
+    assert "one sample needs" in refusal(ladder(mlp(), loss, vectors(1), budget=1000), 1000)

@@ -21,11 +21,10 @@ from wholebatch.errors import (
     UnsupportedError,
     WholebatchError,
 )
-from wholebatch.memory import alike_blocks
-from wholebatch.memory.alike_blocks import find_alike_blocks
+from wholebatch.memory import predict
 from wholebatch.memory.fsdp_sharding import Sharding, pretended_ranks
 from wholebatch.memory.plan import make_plan
-from wholebatch.memory.predict import Prediction, Predictor, predict_peak
+from wholebatch.memory.predict import Prediction, Predictor, find_alike_blocks, predict_peak
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 
@@ -350,13 +349,13 @@ def test_a_deep_model_is_predicted_from_a_shallow_one(monkeypatch: pytest.Monkey
     def adam(of: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.AdamW(of.parameters())
 
-    monkeypatch.setattr(alike_blocks, "DEEP", 8)
+    monkeypatch.setattr(predict, "DEEP", 8)
     for way in ({}, {"micro_batches": 1, "precision": "bf16"}):
         short = Predictor(model, loss, optimizer=adam(model))
         found: list[Prediction] = [short.peak(tokens(2), depth=d, **way) for d in (None, 10)]
         assert short.elements(10) == sum(p.numel() for p in deeper.parameters())
         with monkeypatch.context() as patch:
-            patch.setattr(alike_blocks, "DEEP", 99)
+            patch.setattr(predict, "DEEP", 99)
             for one, of in zip(found, (model, deeper), strict=True):
                 whole = predict_peak(of, loss, tokens(2), optimizer=adam(of), **way)
                 assert one.by_category == whole.by_category, way

@@ -8,9 +8,9 @@ import torch
 from wholebatch.core.readable_sizes import PARTS
 from wholebatch.errors import OptionError
 from wholebatch.tune.bottleneck import Fixed, accumulation, fixed_cost, name_bottleneck
-from wholebatch.tune.ladder import climb
 from wholebatch.tune.machine_speed import RanksModel, parse_bandwidth
 from wholebatch.tune.settings import RunMode, Setting, Trial
+from wholebatch.tune.tuning import climb
 from wholebatch.tune.window_timing import Busy, Clock, Stamps, _covered, additions, split_of
 
 WAY = RunMode("full", False, "eager", "auto")

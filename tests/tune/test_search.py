@@ -13,9 +13,9 @@ import torch
 from wholebatch.core.window import Step
 from wholebatch.memory.predict import Prediction
 from wholebatch.tune import setting_measurements as bench
-from wholebatch.tune.search import Search
 from wholebatch.tune.setting_measurements import Limits, Timing, TooSlow
 from wholebatch.tune.settings import RunMode, Setting, Trial, sizes_of
+from wholebatch.tune.tuning import Search
 from wholebatch.tune.window_timing import Workload, ratio_of
 
 FULL, BF16 = RunMode("full", False, "eager", "auto"), RunMode("bf16", False, "eager", "auto")

@@ -158,7 +158,6 @@ class Checkpoints:
                 _remove(path)
 
     def clear(self) -> None:
-        """Remove all of them, good and bad."""
         for path in self.folder.glob("window-*"):
             _remove(path)
 

@@ -9,7 +9,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import torch
@@ -19,10 +19,10 @@ from wholebatch.cli.checkpoints import Checkpoints
 from wholebatch.cli.parallel_ranks import World
 from wholebatch.cli.recipes import place_of
 from wholebatch.cli.run_folder import RunFolder, resume_command
+from wholebatch.core.forward_state import replaced_attributes
 
 
-@contextmanager
-def short_warnings(*, shown: bool = True) -> Iterator[None]:
+def short_warnings(*, shown: bool = True) -> AbstractContextManager[None]:
     """Print one line for each warning: some of torch's bring sixty lines of C++ frames along."""
 
     def first_line(
@@ -32,12 +32,7 @@ def short_warnings(*, shown: bool = True) -> Iterator[None]:
             return ""
         return f"warning: {str(message).strip().splitlines()[0]} ({category.__name__})\n"
 
-    before = warnings.formatwarning
-    warnings.formatwarning = first_line
-    try:
-        yield
-    finally:
-        warnings.formatwarning = before
+    return replaced_attributes(warnings, formatwarning=first_line)
 
 
 @contextmanager

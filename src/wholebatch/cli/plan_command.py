@@ -247,7 +247,6 @@ class _Planned:
 
     @property
     def parameters(self) -> int:
-        """The number of parameters."""
         return sum(parameter.numel() for parameter in self.model.parameters())
 
 
@@ -305,7 +304,9 @@ def _from_configuration(path: Path, seq: int | None, *, wide: bool) -> _Planned:
 
     if path.is_dir():  # of a model's repository
         path = path / "config.json"
-    stored = _stored(path)
+    stored = load_json(path, RecipeError, f"hf:{path}")
+    if not isinstance(stored, dict) or not isinstance(stored.get("model_type"), str):
+        raise RecipeError(f"hf:{path}: has no model_type, so it is no Hugging Face configuration")
     try:
         from transformers import AutoConfig  # type: ignore[import-not-found, unused-ignore]
         from transformers.models.auto import modeling_auto  # type: ignore[import-not-found, unused-ignore]
@@ -345,13 +346,6 @@ def _from_configuration(path: Path, seq: int | None, *, wide: bool) -> _Planned:
         batch_size=64,
         precision="full" if config.dtype in (torch.bfloat16, torch.float16) else "bf16",
     )
-
-
-def _stored(path: Path) -> dict[str, Any]:
-    stored = load_json(path, RecipeError, f"hf:{path}")
-    if not isinstance(stored, dict) or not isinstance(stored.get("model_type"), str):
-        raise RecipeError(f"hf:{path}: has no model_type, so it is no Hugging Face configuration")
-    return stored
 
 
 def _purpose(config: Any, auto: Any) -> str | None:

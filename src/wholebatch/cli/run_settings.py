@@ -604,6 +604,5 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def config_text(config: Config, *, recipe: str, digest: str, about: Mapping[str, Any]) -> str:
-    """Return the text of `config.json`."""
     content = {"recipe": recipe, "recipe_sha256": digest, "settings": config.stored, **about}
     return json.dumps(content, indent=2) + "\n"

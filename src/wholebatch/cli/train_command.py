@@ -220,7 +220,9 @@ def _run(
     outcome = run_loop(session, folder, terminal, mid_window=mid_window)
     updates = session.train.updates
     if not outcome.finished:
-        place = f"after update {_updates_text(session)}"
+        auto = session.pace.auto
+        data = "" if auto is None else f" ({auto.done} by the data)"
+        place = f"after update {updates}{data} of {session.config.steps}"
         if outcome.of:
             place += f", {outcome.micro_batches} of {outcome.of} micro-batches into the next"
         terminal.note(f"stopped {place}; checkpoint {path_from_here(outcome.checkpoint)}")
@@ -278,12 +280,6 @@ def head_rows(session: Session, found: Found | None, *, folder: Path, chosen: st
     if found is not None:
         rows.append(("resumed", _resumed_text(found, session)))
     return rows
-
-
-def _updates_text(session: Session) -> str:
-    made, steps, auto = session.train.updates, session.config.steps, session.pace.auto
-    data = "" if auto is None else f" ({auto.done} by the data)"
-    return f"{made}{data} of {steps}"
 
 
 def _model_text(session: Session) -> str:

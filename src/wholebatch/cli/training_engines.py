@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -25,7 +25,7 @@ from wholebatch import WholeBatch
 from wholebatch.cli.parallel_ranks import World
 from wholebatch.cli.recipes import Recipe
 from wholebatch.cli.run_settings import Config
-from wholebatch.core.loss import Loss
+from wholebatch.core.forward_state import replaced_attributes
 from wholebatch.core.options import Close, Memory
 from wholebatch.core.safe_loading import load_tensors
 from wholebatch.core.splitting import to_device
@@ -158,20 +158,18 @@ class Zero:
             raise StateError(f"{path}: DeepSpeed finds no state of this rank in it")
 
 
-@contextmanager
-def _loads_without_code(engine: Any) -> Iterator[None]:
+def _loads_without_code(engine: Any) -> AbstractContextManager[None]:
     """Let DeepSpeed read its files as we read ours: it would run whatever their pickles ask for."""
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler  # type: ignore[import-untyped, unused-ignore]
     from deepspeed.runtime.zero.config import ZeroStageEnum  # type: ignore[import-untyped, unused-ignore]
     from deepspeed.utils.tensor_fragment import fragment_address  # type: ignore[import-untyped, unused-ignore]
 
     known = (DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address)
-    reader = engine.checkpoint_engine
-    reader.load = lambda path, map_location=None: load_tensors(Path(path), also=known)
-    try:
-        yield
-    finally:
-        del reader.load  # the class's own
+
+    def load(path: str, map_location: object = None) -> Any:
+        return load_tensors(Path(path), also=known)
+
+    return replaced_attributes(engine.checkpoint_engine, load=load)
 
 
 _FORMAT = 1
@@ -205,7 +203,8 @@ class Staged:
         self._pipeline = Pipeline(
             stages if len(stages) > 1 else stages[0],
             self.optimizer,
-            loss=self._loss,
+            # The last stage's output is known: a model that returns it stands for the recipe's.
+            loss=lambda output, micro: recipe.loss(_KnownOutput(output), micro),
             micro_batch=config.micro_batch,
             schedule=config.schedule,  # type: ignore[arg-type]
             clip_norm=config.clip_norm,
@@ -214,12 +213,10 @@ class Staged:
 
     @property
     def updates(self) -> int:
-        """Updates made so far."""
         return self._pipeline.updates
 
     @property
     def skipped(self) -> int:
-        """Windows that made no update."""
         return self._pipeline.skipped
 
     def choose(self, batch: Any) -> str | None:
@@ -253,16 +250,10 @@ class Staged:
             "goes into the first stage is not known"
         )
 
-    def _loss(self, output: Any, micro: Any) -> Loss | Tensor:
-        """Return the recipe's loss on the last stage: its model returns the known output."""
-        found: Loss | Tensor = self.recipe.loss(_KnownOutput(output), micro)
-        return found
-
     # ------------------------------------------------------------------ state
 
     @property
     def about(self) -> dict[str, Any]:
-        """The engine, as a checkpoint names it."""
         return {"name": "pipeline"}
 
     def state_dict(self) -> dict[str, Any]:

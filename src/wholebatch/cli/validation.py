@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, TypeAlias
+from collections.abc import Sequence
+from typing import TypeAlias
 
 import torch
 from torch import nn
@@ -14,8 +13,9 @@ from wholebatch.cli.run_settings import Config
 from wholebatch.cli.training_engines import Zero
 from wholebatch.cli.training_run import Session
 from wholebatch.core import precision
-from wholebatch.core.loss import Loss, as_loss
+from wholebatch.core.loss import as_loss, terms_of
 from wholebatch.core.splitting import split, to_device
+from wholebatch.coupled.normalisation_layers import evaluation_mode
 from wholebatch.errors import UnsupportedError
 
 
@@ -73,18 +73,18 @@ def held_out_sums(
     batches = recipe.build_batches(config.batch_size, seed=0, rank=rank, ranks=ranks, held_out=True)
     casts = precision.choose(config.autocast, device.type, keeps=False)
     sums: Sums = {}
-    with torch.random.fork_rng(), _evaluating(model), torch.no_grad():
+    with torch.random.fork_rng(), evaluation_mode(model), torch.no_grad():
         while (batch := batches.peek()) is not None and batches.position.epoch == 0:
             is_empty = isinstance(batch, Nothing)
             # A rank without samples runs too: sharded models gather in their forwards.
             for micro in split(batch.like if is_empty else batch, size):
                 with casts.forward():
                     found = as_loss(recipe.loss(model, to_device(micro, device)))
-                for name, part in _parts(found).items():
+                for name, part in terms_of(found).items():
                     total, units, _ = sums.get(name, (0.0, 0.0, 1.0))
                     if not is_empty:
                         total, units = total + float(part.total), units + float(part.units)
-                    sums[name] = total, units, float(getattr(part, "weight", 1.0))
+                    sums[name] = total, units, part.weight
             batches.take()
     return sums
 
@@ -95,19 +95,3 @@ def mean_loss(everyones: Sequence[Sums]) -> float:
         weight * sum(of[name][0] for of in everyones) / sum(of[name][1] for of in everyones)
         for name, (_, _, weight) in everyones[0].items()
     )
-
-
-def _parts(found: Any) -> dict[str, Any]:
-    return {"": found} if isinstance(found, Loss) else dict(found.by_name)
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Put every module into evaluation mode, and back into the mode that it was in."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, was in modes:
-            module.training = was

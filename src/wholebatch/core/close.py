@@ -352,7 +352,6 @@ class DeferredHooks:
 
     @property
     def calls(self) -> bool:
-        """True if there is an `on_gradient`."""
         return self._on_gradient is not None
 
     @torch.no_grad()
@@ -399,10 +398,6 @@ def check_same_norm(norm: float, largest: Callable[[Tensor], Tensor], device: to
             "another, so their models would drift apart: it must do the same on every rank (draw "
             "noise from a torch.Generator with one seed for all)"
         )
-
-
-Numbers = Mapping[str, Sequence[Tensor | float]]
-"""By the name of a loss term, one number for each micro-batch."""
 
 
 @torch.no_grad()

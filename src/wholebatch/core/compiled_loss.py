@@ -71,7 +71,6 @@ class AddedLoss:
         return self.mean
 
     def item(self) -> float:
-        """Return the mean as a number; this waits for the device."""
         return float(self.mean)
 
     __float__ = item

@@ -83,7 +83,6 @@ class Target:
         return [(names.get(id(p), f"parameter {n}"), p) for n, p in enumerate(self.trained())]
 
     def name_of(self, parameter: nn.Parameter) -> str:
-        """Return the parameter's name in its model, for messages."""
         return name_of(parameter, self.models)
 
     def refuse_hooks(self) -> None:

@@ -194,7 +194,6 @@ class Turn:
 
     @property
     def taken(self) -> bool:
-        """True while a call is running."""
         return self._lock.locked()
 
     def __enter__(self) -> None:

@@ -226,7 +226,6 @@ class LossLook:
 
     @property
     def pending(self) -> bool:
-        """True if the look is still to come."""
         return self._tries > 0
 
     def begin_window(self, changed: bool | None = None) -> None:

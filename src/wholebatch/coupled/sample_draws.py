@@ -368,7 +368,6 @@ class WindowDraws:
         _here.micro = _Micro(self, numbers)
 
     def leave(self) -> None:
-        """End the micro-batch: draws are torch's own again."""
         _here.micro = None
 
     @contextmanager

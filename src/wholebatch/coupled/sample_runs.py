@@ -23,7 +23,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from wholebatch.core.forward_state import ForwardState
-from wholebatch.core.loss import Loss, Term, as_loss
+from wholebatch.core.loss import as_loss, terms_of
 from wholebatch.core.precision import SIXTEEN_BIT
 from wholebatch.core.splitting.samples import Layout, flatten
 from wholebatch.core.window import backward_into, graph_nodes, is_reentrant
@@ -253,9 +253,8 @@ def _loss_terms(result: Any) -> dict[str, tuple[SampledTerm, Tensor]]:
     loss = as_loss(result)
     if isinstance(loss, OfTheBatch):
         raise Uncheckable("a loss of the whole batch, which is refused in parts")
-    by_name = {"": Term(loss.total, loss.units)} if isinstance(loss, Loss) else loss.by_name
     terms = {}
-    for name, term in by_name.items():
+    for name, term in terms_of(loss).items():
         total = float(term.total.detach())
         summed = abs(total) if size is None else size
         made = SampledTerm(total, float(term.units), summed, term.weight, _narrowest(term.total))

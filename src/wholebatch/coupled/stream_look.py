@@ -32,8 +32,8 @@ from wholebatch.core.splitting.samples import flatten, layout_of, readable_layou
 from wholebatch.core.window import graph_nodes
 from wholebatch.coupled.adds_up import LookResult, check_adds_up
 from wholebatch.coupled.audit import refused_by_type
-from wholebatch.coupled.batchnorm.moments import recomputing
 from wholebatch.coupled.batchnorm.policies import Policy, Statistics
+from wholebatch.coupled.batchnorm.whole_batch_norm import recomputing
 from wholebatch.coupled.causes import AuditFinding, outside_norm
 from wholebatch.coupled.contrastive.losses import refuse_in_parts
 from wholebatch.coupled.local_collectives import local_collectives

@@ -110,7 +110,6 @@ class Group:
 
 
 def world_size() -> int:
-    """Return the number of processes that train together."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 

@@ -249,7 +249,6 @@ class Alarm:
             self._store.compare_set(_KEY, "", message)
 
     def check(self) -> None:
-        """Raise if another rank has failed."""
         if self._message is not None and not self._posted:
             self._told = True
             raise RankError(self._words())

@@ -128,7 +128,7 @@ class ExactWindows(LoopWindows):
             options=options,
             gradients=_gradients_in(accelerator),
             scaled_by=accelerator,
-            divided_by=self._divided,
+            divided_by=lambda: float(accelerator.gradient_accumulation_steps),
             window=window,
         )
 
@@ -158,10 +158,6 @@ class ExactWindows(LoopWindows):
             with self.host_backward():
                 accelerator.backward(given.loss, **kwargs)
         return self.settle() if is_last else None
-
-    def _divided(self) -> float:
-        """Return what Accelerate divides every loss by."""
-        return float(self._accelerator.gradient_accumulation_steps)
 
     def _refuse_loop_without_accumulate(self, is_last: bool) -> None:
         """Refuse windows of one micro-batch because nobody counts the micro-batches."""

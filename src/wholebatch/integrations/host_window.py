@@ -314,7 +314,6 @@ class AdapterOptions:
 
     @property
     def close(self) -> CloseOptions:
-        """The options of a window's close."""
         return CloseOptions(nonfinite=self.nonfinite, zero_units=self.zero_units)
 
     def __post_init__(self) -> None:

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, NoReturn
 
 import torch
@@ -149,11 +149,9 @@ class FabricWindows(LoopWindows):
         return self.settle() if last else None
 
 
-@contextmanager
-def _in_fabric_backward() -> Iterator[None]:
+def _in_fabric_backward() -> AbstractContextManager[None]:
     """Let backwards pass that are not made by fabric.backward, whose loss scale a seed has."""
-    with replaced_attributes(fabric_wrappers, _in_fabric_backward=True):
-        yield
+    return replaced_attributes(fabric_wrappers, _in_fabric_backward=True)
 
 
 class ExactWindows(Callback):

@@ -9,14 +9,15 @@ layouts and operations that return numbers go to torch every time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 
+from wholebatch.core.forward_state import replaced_attributes
 from wholebatch.memory.fake_tensors import run_fake
 from wholebatch.memory.meter import MemoryMeter, Record, by_category, storage_id
 
@@ -120,18 +121,13 @@ class FakeMeter(MemoryMeter):
     def _should_skip_dynamo(cls) -> bool:
         return False  # nothing is compiled on fake tensors, and asking torch takes longer
 
-    @contextmanager
-    def answering(self) -> Iterator[None]:
+    def answering(self) -> AbstractContextManager[None]:
         """Answer 1 if a number is read out of a tensor, as optimizers do with their steps.
 
         The memory of an update does not depend on it. That of a loss might, so a loss gets the
         fake tensor's error.
         """
-        self._answers = True
-        try:
-            yield
-        finally:
-            self._answers = False
+        return replaced_attributes(self, _answers=True)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE_OF:  # asked very often, and makes nothing

@@ -1,7 +1,7 @@
-"""Ways to make a micro-batch of one sample fit, their predicted peaks, and applying them.
+"""Ways to make a micro-batch of one sample fit, and their predicted peaks.
 
 The ways are tried from the cheapest on: compute in 16 bit, checkpoint activations, keep gradients
-on the host. Devices on which a model would fit are the matter of `what_would_fit`.
+on the host. Devices on which a model would fit are the matter of `plan`.
 """
 
 from __future__ import annotations
@@ -14,15 +14,12 @@ from typing import Any
 import torch
 
 from wholebatch.core.readable_sizes import bytes_said
-from wholebatch.core.splitting.samples import Static
-from wholebatch.errors import OptionError
 from wholebatch.memory.activation_checkpointing import (
     checkpointed,
     is_checkpointed,
     repeated_blocks,
-    with_checkpoints,
 )
-from wholebatch.memory.choose_micro_batch import Choice, choose_micro_batch, needed, resize_batch
+from wholebatch.memory.choose_micro_batch import needed
 from wholebatch.memory.fsdp_sharding import Sharding
 from wholebatch.memory.predict import Prediction, Predictor
 
@@ -38,56 +35,6 @@ class Rung:
     checkpoints: bool
     gradients: str = "device"
     """The place of the gradients; only ways that make the same update are tried."""
-
-
-@dataclass(frozen=True)
-class Fit:
-    """The changes that make the model fit, and the micro-batch that then fits."""
-
-    choice: Choice
-    precision: str
-    blocks: list[str]
-    """The blocks that are checkpointed from now on; empty if that was not needed."""
-    gradients: str = "device"
-    """The place of the gradients: "host" if nothing else was enough."""
-
-
-def fit(
-    model: torch.nn.Module,
-    loss: Callable[[Any, Any], Any],
-    batch: Any,
-    *,
-    budget: int,
-    precision: str = "full",
-    most: int | None = None,
-    static: Static = (),
-    **options: Any,
-) -> Fit:
-    """Make one sample fit, then choose the micro-batch.
-
-    It tries bf16 autocast, checkpointing and gradients on the host, in this order, and applies only
-    what is needed. Checkpointing changes the model's blocks, but not its results. The caller must
-    apply the returned precision. `options` are `optimizer` and `device`. If nothing helps, an
-    OptionError lists the peak of each way.
-    """
-    options["budget"] = budget
-    sample = resize_batch(batch, 1, static=static)
-    rungs = ladder(model, loss, sample, precision=precision, **options)
-    rung = next((one for one in rungs if one.fits), None)
-    if rung is None:
-        raise OptionError(refusal(rungs, budget))
-    blocks = with_checkpoints(model, _blocks_to_checkpoint(model)) if rung.checkpoints else []
-    choice = choose_micro_batch(
-        model,
-        loss,
-        batch,
-        precision=rung.precision,
-        most=most,
-        static=static,
-        gradients=rung.gradients,
-        **options,
-    )
-    return Fit(choice, rung.precision, blocks, rung.gradients)
 
 
 def ladder(

@@ -14,6 +14,7 @@ compute nothing: `memory.predict` uses it that way.
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -235,6 +236,14 @@ def _device_type(model: torch.nn.Module | None, device: torch.device | str | Non
     return "cpu"
 
 
+def free_caches() -> None:
+    """Free what is no longer used: cycles of graphs and hooks, cached casts, CUDA's cache."""
+    torch.clear_autocast_cache()
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
 def peak_with_recordings(device: torch.device) -> int:
     """Return the allocator's peak of live tensors plus the memory that CUDA graph replays use.
 
@@ -348,7 +357,6 @@ class StorageLedger:
         return iter(young)
 
     def current_by_category(self) -> dict[str, int]:
-        """Return the live bytes now, by category, with 0 for empty ones."""
         return by_category(list(self.live.values()))
 
     def peak_by_category(self) -> dict[str, int]:
@@ -356,7 +364,6 @@ class StorageLedger:
         return by_category(self.at_peak())
 
     def at_peak(self) -> list[Record]:
-        """Return the records that were alive at the peak."""
         live = [record for record in list(self.live.values()) if record.born <= self._peak_at]
         return live + self._dead_since_peak
 

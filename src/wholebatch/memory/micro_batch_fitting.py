@@ -61,7 +61,6 @@ class Sizing:
 
     @property
     def patience(self) -> int:
-        """Windows without a failure before a larger size is tried."""
         return self._patience
 
     def failed(self, samples: int, *, into: int) -> None:
@@ -160,7 +159,6 @@ class Fitting:
 
     @property
     def recovered(self) -> list[Recovered]:
-        """Every recovery from running out of memory so far."""
         return self._recovery.recovered
 
     @property
@@ -220,7 +218,6 @@ class Fitting:
         return self.sizing.size
 
     def largest_of(self, batches: Sequence[Any]) -> Any:
-        """Return the batch with the most samples."""
         if len(batches) == 1:
             return batches[0]
         return max(batches, key=lambda batch: batch_size_of(batch, **self._layout))

@@ -12,7 +12,6 @@ inside: once parameters begin to change there is no way back.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -26,7 +25,7 @@ from wholebatch.core.precision import LossScale
 from wholebatch.core.splitting import batch_size_of, split
 from wholebatch.core.splitting.samples import Static
 from wholebatch.errors import OptionError, SplitError
-from wholebatch.memory.meter import MemoryMeter
+from wholebatch.memory.meter import MemoryMeter, free_caches
 
 
 @dataclass(frozen=True)
@@ -134,7 +133,7 @@ class Recovery:
                 self.scale.load_state_dict(scale)
             if not relieved():
                 parts = self._smaller(parts, attempt.place, attempt.failure, all_alike=tried > 0)
-            _release()
+            free_caches()  # a failed backward leaves cycles between graph and hooks
         raise torch.OutOfMemoryError(
             f"out of memory {self.most + 1} times in one window, the last time with"
             f" {len(parts)} micro-batches: something else is filling the memory; give a smaller"
@@ -182,9 +181,3 @@ def within(
         torch.cuda.set_per_process_memory_fraction(min(1.0, budget / total), device)
         return nullcontext()
     return MemoryMeter(model=model, optimizer=optimizer, limit=budget)
-
-
-def _release() -> None:
-    gc.collect()  # a failed backward leaves cycles between graph and hooks
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        torch.cuda.empty_cache()

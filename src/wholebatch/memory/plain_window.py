@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from wholebatch.core import precision as precisions
-from wholebatch.core.loss import Loss, as_loss
+from wholebatch.core.loss import as_loss, terms_of
 from wholebatch.coupled.batchnorm.lock_step import Hold, LockStep
 from wholebatch.distributed.ddp import Buckets
 from wholebatch.memory.fsdp_sharding import Sharding, reduces_next
@@ -58,7 +58,6 @@ class PlainWindow:
             )
 
     def run(self, micros: Sequence[Any]) -> None:
-        """Train on these micro-batches once."""
         self.add_all(micros)
         self.step()
         self.clear()
@@ -125,8 +124,7 @@ class PlainWindow:
         """Run a forward; return the totals of its loss."""
         with self._casts.forward():
             result = as_loss(self.loss(self.model, micro))
-        parts = [result] if isinstance(result, Loss) else result.by_name.values()
-        return [part.total for part in parts]
+        return [term.total for term in terms_of(result).values()]
 
     def _reducing(self, reduces: bool, *, overlap: bool) -> AbstractContextManager[None]:
         if not reduces:
@@ -144,7 +142,6 @@ class PlainWindow:
                     (self._offloaded or self.optimizer).step()
 
     def clear(self) -> None:
-        """Drop the gradients."""
         if self.optimizer is not None:
             self.optimizer.zero_grad(set_to_none=True)
         self._sixteen_bit.end()

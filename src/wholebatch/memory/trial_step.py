@@ -26,7 +26,7 @@ from wholebatch.core.splitting import batch_size_of, to_device
 from wholebatch.core.splitting.samples import Static
 from wholebatch.memory.choose_micro_batch import Choice, choose_micro_batch, resize_batch
 from wholebatch.memory.fake_tensors import map_tensors
-from wholebatch.memory.meter import MemoryMeter, storage_id, tensors_in
+from wholebatch.memory.meter import MemoryMeter, free_caches, storage_id, tensors_in
 from wholebatch.memory.plain_window import PlainWindow
 from wholebatch.memory.predict import CUDA_WORKSPACES, predict_peak
 
@@ -49,7 +49,6 @@ class Correction:
     """The measured bytes beyond the prediction, by samples."""
 
     def __call__(self, samples: int, peak: int) -> int:
-        """Return the corrected peak."""
         return peak + round(self.constant + self.per_sample * samples)
 
 
@@ -129,7 +128,7 @@ def measure_step(
     try:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-            _empty_caches(on_cuda=True)
+            free_caches()
             # cuBLAS keeps its workspaces. Free them, because the prediction counts them as new.
             torch._C._cuda_clearCublasWorkspaces()
             start = torch.cuda.memory_allocated(device)
@@ -315,14 +314,7 @@ class _Trial:
     def end(self) -> None:
         """Free the memory that steps have left in caches."""
         self._state.clear()
-        _empty_caches(on_cuda=self.on_cuda)
-
-
-def _empty_caches(*, on_cuda: bool) -> None:
-    torch.clear_autocast_cache()
-    gc.collect()
-    if on_cuda:
-        torch.cuda.empty_cache()
+        free_caches()
 
 
 def held_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> int:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -57,7 +57,6 @@ _Buckets: TypeAlias = Sequence[tuple[Bucket, list[nn.Parameter]]]
 
 
 def _transfer(device: torch.device, nbytes: int) -> HostTransfer | CudaTransfer:
-    """Return the way of this device's gradients to their sums."""
     return CudaTransfer(device, nbytes) if device.type == "cuda" else HostTransfer()
 
 
@@ -322,6 +321,7 @@ class _Arriving:
     rounded_from: Tensor | None
 
 
+@dataclass(eq=False)
 class _SumsToDevice:
     """Brings the sums of one bucket after the other back to the device.
 
@@ -329,13 +329,10 @@ class _SumsToDevice:
     Sums that have `stayed` on the device are taken from there.
     """
 
-    def __init__(
-        self, rounds: Callable[[nn.Parameter], bool], factor: float, stayed: dict[int, Tensor]
-    ) -> None:
-        self._rounds = rounds
-        self._factor = factor
-        self._stayed = stayed
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+    rounds: Callable[[nn.Parameter], bool]
+    factor: float
+    stayed: dict[int, Tensor]
+    _streams: dict[torch.device, torch.cuda.Stream] = field(default_factory=dict)
 
     def over(
         self, optimizer: torch.optim.Optimizer, buckets: _Buckets, sums: HostSums
@@ -358,11 +355,11 @@ class _SumsToDevice:
 
     def _sent(self, bucket: Bucket, parameters: list[nn.Parameter], sums: HostSums) -> _Arriving:
         """Start the way back of a bucket, in one piece if all of it comes."""
-        narrow = parameters[0].dtype if self._rounds(parameters[0]) else None
-        flats = {id(p): self._stayed.pop(id(p)) for p in parameters if id(p) in self._stayed}
+        narrow = parameters[0].dtype if self.rounds(parameters[0]) else None
+        flats = {id(p): self.stayed.pop(id(p)) for p in parameters if id(p) in self.stayed}
         if narrow is not None:
             for key, flat in flats.items():
-                flats[key] = flat.mul_(self._factor).to(narrow)
+                flats[key] = flat.mul_(self.factor).to(narrow)
         coming = [p for p in parameters if id(p) not in flats]
         wide = arrived = None
         if coming:
@@ -380,7 +377,7 @@ class _SumsToDevice:
         """Return these sums as one row on the device, its event, and what it was rounded from."""
         if device.type != "cuda":
             whole = rows[0] if len(rows) == 1 else torch.cat(rows)
-            return (whole if narrow is None else whole.mul(self._factor).to(narrow)), None, None
+            return (whole if narrow is None else whole.mul(self.factor).to(narrow)), None, None
         current = torch.cuda.current_stream(device)
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)
@@ -393,7 +390,7 @@ class _SumsToDevice:
             for target, row in zip(whole.split(sizes), rows, strict=True):
                 target.copy_(row, non_blocking=True)
             if small is not None:
-                small.copy_(whole.mul_(self._factor))
+                small.copy_(whole.mul_(self.factor))
             arrived = side.record_event()
         return (whole, arrived, None) if small is None else (small, arrived, whole)
 

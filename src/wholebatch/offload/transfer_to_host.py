@@ -11,13 +11,14 @@ are on the host already. Both add in the order in which gradients were made, as 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from wholebatch.core.forward_state import replaced_attributes
 from wholebatch.offload.parameter_buckets import norm_of_row
 
 _SLOTS = 4
@@ -267,14 +268,9 @@ class HostTransfer:
         self.bytes_out = 0
         self._drop: Tensor | None = None
 
-    @contextmanager
-    def from_graph(self, drop: Tensor) -> Iterator[None]:
+    def from_graph(self, drop: Tensor) -> AbstractContextManager[None]:
         """Take gradients from a graph; if `drop` is set, the sums from before do not count."""
-        self._drop = drop
-        try:
-            yield
-        finally:
-            self._drop = None
+        return replaced_attributes(self, _drop=drop)
 
     def put(self, gradient: Tensor, total: Tensor, *, stays: object = None, **how: Any) -> None:
         """Add a flat gradient to `total`, or let it become that; see `CudaTransfer.put`."""

@@ -57,7 +57,6 @@ class Bottleneck:
 
     @property
     def remedy(self) -> str:
-        """Return what helps against it."""
         return REMEDIES[self.kind]
 
 

@@ -274,7 +274,6 @@ class Curves:
     log_x: bool = False
 
     def write(self, path: Path) -> None:
-        """Write it as JSON."""
         write_json(path, finite(asdict(self)))
 
 

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from wholebatch.core.plain_files import finite, write_json
 from wholebatch.core.splitting import to_device
 from wholebatch.errors import OptionError
+from wholebatch.memory.meter import free_caches
 from wholebatch.tune.training_loops import LOOPS, Job, TrainingLoop
-from wholebatch.tune.window_timing import free_device, refuse_nonfinite, settle, usual, wait_for
+from wholebatch.tune.window_timing import refuse_nonfinite, settle, usual, wait_for
 
 _ALIKE = 1e-3
 """Two gradients of one batch that differ by more were made with random numbers."""
@@ -218,7 +219,6 @@ class LoopComparison:
         return result
 
     def write(self, path: Path) -> None:
-        """Write `to_dict` as JSON."""
         write_json(path, self.to_dict())
 
 
@@ -244,13 +244,13 @@ def bench(
     rows: list[LoopRow] = []
     for loop in loops:
         begin(loop.name)
-        row = _measured(loop, timed, job.device)
+        row = _measured(loop, timed)
         rows.append(row)
         end(row)
     again = None
     if len(rows) > 1 and rows[0].seconds:
         begin(f"{loops[0].name}, once more")
-        again = _measured(loops[0], timed, job.device).window
+        again = _measured(loops[0], timed).window
     return LoopComparison(
         tuple(rows), job.steps, job.micro_batch, again, reference.why, about or {}
     )
@@ -267,9 +267,7 @@ def _chosen(names: Sequence[str] | None) -> list[TrainingLoop]:
     return [LOOPS[name] for name in dict.fromkeys(names)]
 
 
-def _measured(
-    loop: TrainingLoop, timed: Callable[[TrainingLoop], LoopRow], device: torch.device
-) -> LoopRow:
+def _measured(loop: TrainingLoop, timed: Callable[[TrainingLoop], LoopRow]) -> LoopRow:
     if loop.package is not None and not find_spec(loop.package):
         return LoopRow(loop.name, why=f"not installed (pip install {loop.package})")
     try:
@@ -281,7 +279,7 @@ def _measured(
         why = f"failed: {type(error).__name__}: {' '.join(str(error).split())}"
         return LoopRow(loop.name, why=why)
     finally:
-        free_device(device)
+        free_caches()
 
 
 def _timed_row(

@@ -26,6 +26,7 @@ from wholebatch.distributed.process_group import largest_over_ranks
 from wholebatch.errors import WholebatchError
 from wholebatch.memory.activation_checkpointing import with_checkpoints
 from wholebatch.memory.budget import free_memory
+from wholebatch.memory.meter import free_caches
 from wholebatch.memory.plain_window import PlainWindow
 from wholebatch.tune.settings import Predicted, Setting, Trial, steps_of
 from wholebatch.tune.window_timing import (
@@ -35,7 +36,6 @@ from wholebatch.tune.window_timing import (
     Turns,
     Workload,
     additions,
-    free_device,
     refuse_nonfinite,
     settle,
     split_of,
@@ -93,12 +93,10 @@ class Timing:
     windows: list[tuple[float, float]] = field(default_factory=list)
 
     def add(self, seconds: float, units: float) -> None:
-        """Add one window."""
         self.windows.append((seconds, units))
 
     @property
     def spent(self) -> float:
-        """Return the total seconds."""
         return sum(seconds for seconds, _ in self.windows)
 
     @property
@@ -291,7 +289,7 @@ class Running:
     def close(self) -> None:
         """Release everything before the next setting is made."""
         del self.train, self._runner, self.model, self.optimizer
-        free_device(self.device)
+        free_caches()
 
 
 @dataclass
@@ -313,12 +311,10 @@ class SettingMeasurements:
 
     @property
     def best(self) -> Trial | None:
-        """Return the fastest trial so far."""
         measured = [trial for trial in self.trials.values() if trial.is_measured]
         return max(measured, key=rate_of, default=None)
 
     def blank(self, setting: Setting, *, status: str = "failed", why: str = "") -> Trial:
-        """Return a trial without measurements."""
         found = self.predicted.of(setting)
         steps = steps_of(self.samples, setting.micro_batch)
         return Trial(setting, steps, status, why, predicted=None if found is None else found.peak)
@@ -523,7 +519,6 @@ def _split_of(running: Running) -> dict[str, float]:
 
 
 def rate_of(trial: Trial | None) -> float:
-    """Return the units per second; 0 if unknown."""
     return 0.0 if trial is None else trial.units_per_second or 0.0
 
 

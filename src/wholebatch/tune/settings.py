@@ -17,8 +17,8 @@ from wholebatch.memory.activation_checkpointing import (
     is_checkpointed,
     repeated_blocks,
 )
-from wholebatch.memory.choose_micro_batch import resize_batch, spare
-from wholebatch.memory.predict import Prediction, predict_peak
+from wholebatch.memory.choose_micro_batch import needed, resize_batch
+from wholebatch.memory.predict import Prediction, Predictor
 
 
 class RunMode(NamedTuple):
@@ -79,11 +79,9 @@ class Trial:
 
     @property
     def is_measured(self) -> bool:
-        """True if there is a speed to compare."""
         return self.status == "measured"
 
     def with_(self, **changes: Any) -> Trial:
-        """Return a copy with these changes."""
         return replace(self, **changes)
 
     def in_proportion(self) -> Trial:
@@ -106,7 +104,6 @@ class Trial:
 
 
 def steps_of(samples: int, micro_batch: int) -> int:
-    """Return the number of micro-batches in a window."""
     return -(-samples // micro_batch)
 
 
@@ -171,12 +168,13 @@ class Predicted:
     made: dict[tuple[str, bool, str, int], Prediction] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.device = next(self.model.parameters()).device
+        self._predictor = Predictor(self.model, self.loss, optimizer=self.optimizer)
+        self.device = self._predictor.device
 
     def let_go(self) -> None:
         """Stop predicting and drop the model: measurements need the device alone."""
         self.why_not = self.why_not or "measuring has begun"
-        del self.model, self.optimizer, self.batch
+        del self.model, self.optimizer, self.batch, self._predictor
 
     def of(self, setting: Setting) -> Prediction | None:
         """Return the prediction for eager execution, used for every `execute` and `sync`."""
@@ -188,14 +186,10 @@ class Predicted:
 
     def _predict(self, key: tuple[str, bool, str, int]) -> None:
         precision, again, gradients, size = key
-        around = checkpointed(self.model) if again else nullcontext()
         try:
-            with around:
-                self.made[key] = predict_peak(
-                    self.model,
-                    self.loss,
+            with checkpointed(self.model) if again else nullcontext():
+                self.made[key] = self._predictor.peak(
                     resize_batch(self.batch, size, static=self.static),
-                    optimizer=self.optimizer,
                     precision=precision,
                     micro_batches=1 if size == self.samples else 2,
                     gradients=gradients,
@@ -206,9 +200,7 @@ class Predicted:
     def need(self, setting: Setting) -> int | None:
         """Return the peak plus the memory that must stay free."""
         found = self.of(setting)
-        if found is None:
-            return None
-        return found.peak + spare(found, self.device)
+        return None if found is None else needed(found, self.device)
 
     def fits(self, setting: Setting) -> bool:
         """True if it is predicted to fit, or if nothing is predicted."""

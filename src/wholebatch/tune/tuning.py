@@ -1,4 +1,13 @@
-"""`tune`: measure the modes to run one batch in here, and recommend one."""
+"""`tune`: measure the modes to run one batch in here, and recommend one.
+
+A window's time falls as its micro-batches grow, until the device is full. Then it stays, or rises a
+little if caches overflow. So the search follows a mode downwards until two sizes in a row are
+clearly slower than its best. Every other mode is tried at the best size, at sizes that only it can
+hold, and at neighbours. It is abandoned if it is clearly slower there.
+
+The ladder (`climb`) measures precision, checkpointing, accumulation and offload, alone and one on
+top of another: peak, time, how much of the machine each uses and what bounds it.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -20,17 +29,263 @@ from wholebatch.distributed.process_group import largest_over_ranks, world_size
 from wholebatch.errors import OptionError, WindowError
 from wholebatch.memory.budget import Budget, parse_memory, sharing_processes
 from wholebatch.tune.bottleneck import Bottleneck, accumulation, fixed_cost, name_bottleneck
-from wholebatch.tune.ladder import Rung, climb
 from wholebatch.tune.machine_speed import (
     RanksModel,
     copy_bandwidth,
     reduce_bandwidth,
     share_of_arithmetic,
 )
-from wholebatch.tune.search import Search, SearchObserver
-from wholebatch.tune.setting_measurements import Limits, memory_of, rate_of
-from wholebatch.tune.settings import Predicted, Trial, modes_of, sizes_of
+from wholebatch.tune.setting_measurements import (
+    CLEARLY,
+    Limits,
+    SettingMeasurements,
+    memory_of,
+    rate_of,
+)
+from wholebatch.tune.settings import Predicted, RunMode, Setting, Trial, modes_of, sizes_of
 from wholebatch.tune.window_timing import Make, Workload
+
+SAME = 0.99
+"""The fraction of the best speed above which a setting counts as equally fast."""
+
+COMFORTABLE = 0.9
+"""The fraction of the budget up to which saving memory by accumulation is of no use."""
+
+
+class SearchObserver(Protocol):
+    """An observer of the search."""
+
+    def begin(self, setting: Setting, *, of: int) -> None:
+        """Called before a setting is measured; at most `of` are left, this one included."""
+
+    def end(self, trial: Trial) -> None:
+        """Called with the result."""
+
+
+@dataclass
+class Search:
+    """All trials of one tuning, in the order they were made."""
+
+    workload: Workload
+    samples: int
+    sizes: Sequence[int]
+    modes: Sequence[RunMode]
+    predicted: Predicted
+    budget: int
+    limits: Limits = field(default_factory=Limits)
+    watch: SearchObserver | None = None
+    now: Callable[[], float] = time.perf_counter
+
+    def __post_init__(self) -> None:
+        self._began = self.now()
+        self._measurements = SettingMeasurements(
+            self.workload, self.samples, self.predicted, self.budget, self.limits, self.now
+        )
+        self.trials = self._measurements.trials
+        for mode in self.modes:  # Predict before measuring: predictions hold a model.
+            for size in self.sizes:
+                self.predicted.of(Setting(size, mode))
+        self.predicted.let_go()
+
+    # ------------------------------------------------------------------ search
+
+    def run(self) -> None:
+        """Measure the settings that can be best, and prune the rest with a reason."""
+        for mode in self.modes:
+            self._prune(mode)
+            if mode == self.modes[0] or self.best is None:
+                self._downwards(mode)
+            else:
+                self._beside(mode, self.best)
+        self._measurements.again()
+
+    def run_all(self) -> None:
+        """Measure everything that fits, as a check of the search."""
+        for mode in self.modes:
+            self._prune(mode)
+            for size in self.sizes:
+                self._measure(Setting(size, mode), stops=False)
+        self._measurements.again()
+
+    @property
+    def best(self) -> Trial | None:
+        return self._measurements.best
+
+    def recommended(self) -> Trial | None:
+        """Return the trial with the fewest steps among the fastest that leave memory free.
+
+        If none leaves a tenth of the budget free, return the one with the least memory.
+        """
+        best = self.best
+        if best is None:
+            return None
+        same = [
+            trial
+            for trial in self.trials.values()
+            if trial.is_measured
+            and (rate_of(trial) >= SAME * rate_of(best) or trial.setting in self._measurements.tied)
+        ]
+        roomy = [trial for trial in same if memory_of(trial) <= COMFORTABLE * self.budget]
+        fewest = min((trial.steps for trial in roomy), default=0)
+        same = [trial for trial in roomy if trial.steps == fewest] or same
+        least = min(memory_of(trial) for trial in same)
+        lean = [trial for trial in same if memory_of(trial) <= 1.02 * least]
+        return min(lean, key=lambda trial: (trial.steps, -rate_of(trial)))
+
+    def measured(self, setting: Setting) -> Trial:
+        """Return the trial of a setting; if it is new, measure it, but keep it out of `trials`."""
+        known = self.trials.get(setting)
+        if known is not None and known.is_measured:
+            return known
+        why = self._too_large(setting)
+        if why is not None:
+            return self._measurements.blank(setting, status="pruned", why=why)
+        return self._measurements.measure(setting, stops=False)
+
+    def _downwards(self, mode: RunMode) -> None:
+        slower = 0
+        fastest = 0.0
+        for size in self.sizes:
+            setting = Setting(size, mode)
+            if setting in self.trials:
+                continue
+            if slower >= 2:
+                self._leave(setting, "two larger ones in a row were slower than the best")
+                continue
+            trial = self._measure(setting)
+            if trial.status in ("measured", "stopped"):  # A setting that was given up has no rate.
+                slower = slower + 1 if rate_of(trial) < CLEARLY * fastest else 0
+                fastest = max(fastest, rate_of(trial))
+
+    def _beside(self, mode: RunMode, best: Trial) -> None:
+        """Try the best size so far, sizes that only this mode can hold, then neighbours."""
+        sizes = list(self.sizes)
+        at = sizes.index(best.setting.micro_batch)
+        if mode.checkpointing:
+            # Checkpointing computes more. It can only win with a size that does not fit without it.
+            plain = mode._replace(checkpointing=False)
+            for size in self.sizes:
+                if self._holds(Setting(size, plain)):
+                    self._leave(Setting(size, mode), "fits without checkpointing, which costs time")
+        open_sizes = [size for size in self.sizes if Setting(size, mode) not in self.trials]
+        order = sorted(open_sizes, key=lambda size: abs(sizes.index(size) - at))
+        fastest, slower = 0.0, 0
+        for size in order:
+            setting = Setting(size, mode)
+            if slower >= 1 and fastest < CLEARLY * rate_of(self.best):
+                self._leave(setting, "this way is slower at the best size")
+                continue
+            if slower >= 2:
+                self._leave(setting, "further from this way's best size, and slower there")
+                continue
+            trial = self._measure(setting)
+            if trial.status in ("measured", "stopped"):
+                is_best = rate_of(trial) >= fastest
+                worse = rate_of(trial) < CLEARLY * max(fastest, rate_of(self.best))
+                slower = slower + 1 if worse or not is_best else 0
+                fastest = max(fastest, rate_of(trial))
+
+    def _holds(self, setting: Setting) -> bool:
+        """True if the setting fits, as far as is known."""
+        trial = self.trials.get(setting)
+        return self.predicted.fits(setting) and (trial is None or trial.status != "failed")
+
+    def _too_large(self, setting: Setting) -> str | None:
+        need = self.predicted.need(setting)
+        if need is None or need <= self.budget:
+            return None
+        return f"predicted to need {bytes_said(need)} of {bytes_said(self.budget)}"
+
+    def _prune(self, mode: RunMode) -> None:
+        for size in self.sizes:
+            why = self._too_large(Setting(size, mode))
+            if why is not None and Setting(size, mode) not in self.trials:
+                self._leave(Setting(size, mode), why)
+
+    def _leave(self, setting: Setting, why: str) -> None:
+        self.trials[setting] = self._measurements.blank(setting, status="pruned", why=why)
+
+    # ----------------------------------------------------------------- measure
+
+    def _measure(self, setting: Setting, *, stops: bool = True) -> Trial:
+        if setting in self.trials:
+            return self.trials[setting]
+        out_of_time = self._measurements.since(self._began) > self.limits.total
+        if out_of_time and self.best is not None:
+            self._leave(setting, f"not reached in {self.limits.total:.0f} s")
+            return self.trials[setting]
+        left = sum(Setting(s, w) not in self.trials for w in self.modes for s in self.sizes)
+        if self.watch is not None:
+            self.watch.begin(setting, of=left)
+        trial = self._measurements.measure(setting, stops=stops)
+        self.trials[setting] = trial
+        if self.watch is not None:
+            self.watch.end(trial)
+        return trial
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One step of the ladder: with all steps before it, and without them."""
+
+    what: str
+    together: Trial
+    alone: Trial | None
+    bottleneck: Bottleneck | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data, for `tune.json`."""
+        bound = self.bottleneck
+        return {
+            "what": self.what,
+            "together": self.together.to_dict(),
+            "alone": None if self.alone is None else self.alone.to_dict(),
+            "bottleneck": None if bound is None else bound.kind,
+            "utilisation": None if bound is None else bound.utilisation,
+            "remedy": None if bound is None else bound.remedy,
+        }
+
+
+def climb(
+    samples: int,
+    micro_batch: int,
+    *,
+    base: RunMode,
+    precision: str | None,
+    can_checkpoint: bool,
+    offload: str | None,
+    measure: Callable[[Setting], Trial],
+    bound: Callable[[Trial], Bottleneck],
+) -> tuple[Rung, ...]:
+    """Measure the steps that apply here.
+
+    `micro_batch` is that of the accumulation step, `offload` the place of the gradients in the last
+    one. None leaves a step out.
+    """
+    changes: list[tuple[str, dict[str, Any], int]] = [("as it is", {}, samples)]
+    if precision is not None:
+        changes.append((f"{precision} precision", {"precision": precision}, samples))
+    if can_checkpoint:
+        changes.append(("gradient checkpointing", {"checkpointing": True}, samples))
+    steps = -(-samples // micro_batch)
+    changes.append((f"accumulation, {micro_batch} × {steps}", {}, micro_batch))
+    if offload is not None:
+        changes.append((f"gradients: {offload}", {"gradients": offload}, samples))
+    rungs: list[Rung] = []
+    mode, size = base, samples
+    for what, change, own_size in changes:
+        before = mode, size
+        mode, size = mode._replace(**change), min(size, own_size)
+        together = measure(Setting(size, mode))
+        if together.status == "stopped":  # Far too slow here: the next steps do without it.
+            mode, size = before
+        alone = None
+        if len(rungs) > 1:  # The first step is alone.
+            alone = measure(Setting(own_size, base._replace(**change)))
+        found = bound(together) if together.split else None
+        rungs.append(Rung(what, together, alone, found))
+    return tuple(rungs)
+
 
 _RANKS = (2, 4, 8, 16, 32, 64)
 

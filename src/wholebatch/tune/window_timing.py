@@ -8,7 +8,6 @@ ratios within a round compare the settings themselves.
 
 from __future__ import annotations
 
-import gc
 import math
 import statistics
 import time
@@ -70,7 +69,6 @@ class Clock:
         return event
 
     def between(self, first: Any, second: Any) -> float:
-        """Return the seconds between two timestamps."""
         if not self.on_cuda:
             return float(second - first)
         second.synchronize()
@@ -126,7 +124,6 @@ class Stamps:
         self.marks.append((what, self.clock.now()))
 
     def after_micro(self, done: int, of: int) -> None:
-        """Record that a micro-batch is done."""
         self.mark("done")
 
 
@@ -252,16 +249,8 @@ class PeakMeter:
 
 
 def wait_for(device: torch.device) -> None:
-    """Wait until the device has finished all work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def free_device(device: torch.device) -> None:
-    """Give back the memory of what is no longer used."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 class RunsWindows(Protocol):
@@ -306,7 +295,6 @@ class Turns:
     workload: Workload
     made: Sequence[RunsWindows]
     rounds: list[list[float]] = field(default_factory=list)
-    units: list[float] = field(default_factory=list)
 
     def round(self) -> None:
         """Run one more window of each on the same batch; each one's time includes fetching it."""
@@ -314,9 +302,8 @@ class Turns:
         seconds = [0.0] * len(self.made)
         order = range(len(self.made))
         for at in order if len(self.rounds) % 2 else reversed(order):
-            seconds[at], step = self.made[at].window_of(batch, fetched)
+            seconds[at], _ = self.made[at].window_of(batch, fetched)
         self.rounds.append(seconds)
-        self.units.append(step.units)
 
     def spent(self, at: int) -> float:
         """Return the total seconds of one setting."""

@@ -114,7 +114,6 @@ def nearest(
 
 
 def apart(ours: Tensor, right: Tensor) -> float:
-    """Return the relative distance of two flat gradients."""
     return distance([ours], [right])
 
 

@@ -170,7 +170,6 @@ class WindowRun:
 
     @property
     def gradients(self) -> tuple[Tensor | None, ...]:
-        """Return the gradients that the only step saw."""
         return self.steps[0].gradients if self.steps else (None,) * len(self.update)
 
 

@@ -31,11 +31,10 @@ from wholebatch.verification.mistakes import (
     WindowParts,
     apart,
 )
-from wholebatch.verification.model_runs import DividedBatch, ModelRuns, joined
+from wholebatch.verification.model_runs import AUTOCAST, DividedBatch, ModelRuns, Numbers, joined
 from wholebatch.verification.observed_window import StartingState
 from wholebatch.verification.random_numbers import SILENCES
 from wholebatch.verification.run_comparison import TIMES_THE_FLOOR
-from wholebatch.verification.undivided_batch import AUTOCAST, Numbers
 from wholebatch.verification.verdicts import LoopTrial, LoopVerdict
 from wholebatch.verification.window_recorder import RecordedWindow, WindowRecorder
 

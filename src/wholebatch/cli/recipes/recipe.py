@@ -81,7 +81,6 @@ class Recipe:
 
     @property
     def is_embedded(self) -> bool:
-        """True if this is one of the embedded recipes."""
         return self.path.parent == Path(__file__).parent
 
     @property
@@ -90,14 +89,12 @@ class Recipe:
         return self.name if self.is_embedded else str(self.path)
 
     def build_model(self) -> nn.Module:
-        """Return the result of `model()`."""
         model = self._call("model")
         if not isinstance(model, nn.Module):
             raise RecipeError(f"{self.path}: model() returned {_kind(model)}, not an nn.Module")
         return model
 
     def build_data(self) -> Any:
-        """Return the result of `data()`."""
         data = self._call("data")
         if data is None:
             raise RecipeError(f"{self.path}: data() returned None; return a dataset or a loader")

@@ -272,7 +272,6 @@ class WandbRun:
         self._run.define_metric("*", step_metric="window")
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Log the numbers of a record, over its window."""
         self._run.log({"window": record["window"], **scalars_of(record)})
 
     def sync(self) -> None:

@@ -32,7 +32,6 @@ class TrainingRun:
 
     @property
     def settings(self) -> Data:
-        """Return the settings of the run."""
         found: Data = self.config.get("settings", {})
         return found
 

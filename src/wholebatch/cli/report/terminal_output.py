@@ -146,7 +146,6 @@ class Spinner(Progress):
         self._now = self.add_task("", total=None)
 
     def __call__(self, what: str) -> None:
-        """Show that this is happening now."""
         self.reset(self._now, description=escape(what))
         self.start()
 

@@ -11,7 +11,6 @@ from textwrap import wrap
 
 
 def columns() -> int:
-    """Return the width of the terminal."""
     return shutil.get_terminal_size().columns
 
 

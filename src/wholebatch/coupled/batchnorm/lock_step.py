@@ -37,7 +37,6 @@ from wholebatch.coupled.batchnorm.caller_thread_kernels import (
     below_autograd,
     execute_on_caller,
 )
-from wholebatch.coupled.batchnorm.moments import Reduce
 from wholebatch.coupled.batchnorm.recomputed_blocks import (
     BlockInputChanged,
     RecomputedBlocks,
@@ -48,7 +47,7 @@ from wholebatch.coupled.batchnorm.turn_taking_threads import (
     Streams,
     TurnTakingThreads,
 )
-from wholebatch.coupled.batchnorm.whole_batch_norm import WholeBatchNorms
+from wholebatch.coupled.batchnorm.whole_batch_norm import Reduce, WholeBatchNorms
 from wholebatch.coupled.normalisation_layers import (
     batchnorms,
     running_buffers,

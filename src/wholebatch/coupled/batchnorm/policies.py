@@ -35,7 +35,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from wholebatch.core.forward_state import replaced_attributes
-from wholebatch.coupled.batchnorm.moments import (
+from wholebatch.coupled.batchnorm.whole_batch_norm import (
     Moments,
     Reduce,
     layer_input,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from wholebatch.core.splitting.samples import flatten
-from wholebatch.coupled.batchnorm.moments import recomputing
+from wholebatch.coupled.batchnorm.whole_batch_norm import recomputing
 from wholebatch.coupled.normalisation_layers import ReplacedForwards, batchnorms
 
 _MOST_NORMS = 8

@@ -111,7 +111,6 @@ class RecordedStreams:
         return
 
     def close(self) -> None:
-        """Restore the caller's generator."""
         self._default.graphsafe_set_state(self._own)
 
 

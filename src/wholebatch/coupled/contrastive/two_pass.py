@@ -55,7 +55,6 @@ class Representations:
         return cls(tensors, (containers, tuple(leaf is None for leaf in leaves)))
 
     def detached(self) -> Representations:
-        """Return the same structure with detached tensors."""
         return Representations([tensor.detach() for tensor in self.tensors], self.structure)
 
     def is_finite(self) -> Tensor:
