@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 
 from ..model import File, LoopWindow
+from ..model.events import Env
 from ..model.expressions import (
     divisor_of,
     dotted,
@@ -40,8 +41,10 @@ _MASKED_LABELS = re.compile(
 )
 # Sequences that are joined to full length: a collator has nothing to pad.
 _PACKED = re.compile(r"packing\s*=\s*True|group_texts|ConstantLengthDataset")
-# Models with a label or two for each sample: nothing is left out of their mean.
-_ONE_LABEL = re.compile(r"For(QuestionAnswering|SequenceClassif|MultipleChoice)|start_positions")
+# Models with a label or two for each sample, or a loss per sample (CTC): a mean over samples.
+_ONE_LABEL = re.compile(
+    r"For(QuestionAnswering|SequenceClassif|MultipleChoice|CTC\b)|start_positions"
+)
 _IGNORED = re.compile(r"-100(?<![\w.]-100)(?![\w.%])")
 _JAX_MASK_COUNT = re.compile(
     r"loss\w*\([^()\n]*\bmask=|/\s*(jnp\.(maximum|clip)\()?\(?(jnp\.sum\(\w*(mask|valid|weights)|\w*(mask|valid|weights)\w*\.sum\(\))"
@@ -244,21 +247,18 @@ def _is_packed(call: ast.Call, chain: Chain, window: LoopWindow) -> bool:
 
 def _selects(call: ast.Call, chain: Chain) -> bool:
     """True for a mean loss over a masked selection: `criterion(logits[mask], labels[mask])`."""
-    if not _CRITERION.search(text(call.func)) or keyword(call, "reduction") is not None:
+    if not _CRITERION.search(text(call.func)) or not _is_mean(call):
         return False
-    return len(call.args) > 1 and all(_is_selection(a, chain) for a in call.args[:2])
+    return len(call.args) > 1 and all(_is_selection(a, chain.base_env) for a in call.args[:2])
 
 
-def _is_selection(expr: ast.expr, chain: Chain) -> bool:
-    for _ in range(6):
-        expr = unmoved(expr)
-        made = chain.base_env.get(dotted(expr) or "", ())
-        if len(made) != 1:
-            break
-        expr = made[0].expr
+def _is_selection(expr: ast.expr, env: Env, depth: int = 0) -> bool:
+    """True for `x[mask]`, also where an option alone makes `x` of it."""
+    expr = unmoved(expr)
     if not isinstance(expr, ast.Subscript):
-        return False
-    by = [expr.slice, *(d.expr for d in chain.base_env.get(dotted(expr.slice) or "", ()))]
+        made = env.get(dotted(expr) or "", ()) if depth < 6 else ()
+        return any(_is_selection(d.expr, d.env, depth + 1) for d in made)
+    by = [expr.slice, *(d.expr for d in env.get(dotted(expr.slice) or "", ()))]
     return "mask" in (dotted(expr.slice) or "") or any(isinstance(b, ast.Compare) for b in by)
 
 

@@ -98,9 +98,17 @@ def _argument(event: Event) -> str:
 def _logged(window: LoopWindow, bases: set[int], file: File) -> Iterator[Report]:
     reported: set[str] = set()
     for event, shown in _shown(window) if bases else ():
-        for value, env in _values(shown, event.env):
-            words = _wrong(_loss_chains(value, env, window, bases), event, window)
-            if words and words not in reported:
+        values = [
+            (value, env, _loss_chains(value, env, window, bases))
+            for value, env in _values(shown, event.env)
+        ]
+        # Beside the loss itself, the divided one is shown for what it is.
+        plain = [ways for *_, ways in values if all(_scale(c, window) == 0 for c in ways)]
+        whole = {id(c.base) for ways in plain for c in ways}
+        for value, env, chains in values:
+            words = _wrong(chains, event, window)
+            beside = words != _LAST and any(id(c.base) in whole for c in chains)
+            if words and not beside and words not in reported:
                 reported.add(words)
                 yield Report(_where(event, value, env, window, file), words)
                 break
