@@ -6,6 +6,7 @@ import ast
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 
 from .events import Def, Env
 from .expressions import (
@@ -238,17 +239,18 @@ class _Tracer:
     def _definitions(
         self, expr: ast.expr, name: str, env: Env, chain: Chain, depth: int
     ) -> list[Chain]:
-        found: list[Chain] = []
+        found: list[list[Chain]] = []
         # Beside a new value, that of an earlier iteration is an old one of the same kind.
         new = [d for d in env[name] if not (isinstance(d.expr, ast.Name) and "@" in d.expr.id)]
         for definition in new or env[name]:
             # A helper's parameter can have the name of what it is handed.
             again = place(definition.expr) == name and definition.env.get(name) in (None, env[name])
             if again or "@" in text(definition.expr) or _adds_up(definition, name):
-                found.append(replace(chain, base=expr, base_env=env))
+                found.append([replace(chain, base=expr, base_env=env)])
             else:
-                found += self.follow(definition.expr, definition.env, chain, depth + 1)
-        return found[:_MAX_CHAINS]
+                found.append(self.follow(definition.expr, definition.env, chain, depth + 1))
+        # By turns, so that no definition is cut off by another.
+        return [c for turn in zip_longest(*found) for c in turn if c is not None][:_MAX_CHAINS]
 
     def _returned_parts(self, expr: ast.Subscript) -> list[tuple[ast.expr, Env]]:
         """Return the parts of the tuples that a followed helper returns: `helper(x)[0]`."""

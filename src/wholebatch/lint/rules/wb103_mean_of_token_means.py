@@ -49,6 +49,8 @@ _IGNORED = re.compile(r"-100(?<![\w.]-100)(?![\w.%])")
 _JAX_MASK_COUNT = re.compile(
     r"loss\w*\([^()\n]*\bmask=|/\s*(jnp\.(maximum|clip)\()?\(?(jnp\.sum\(\w*(mask|valid|weights)|\w*(mask|valid|weights)\w*\.sum\(\))"
 )
+# Masks that hide the same number of tokens in every batch.
+_FIXED_NUMBER = re.compile(r"randperm\([^\n]*\)\[: *\w+\]")
 _COLLATES = re.compile(r"collat|dataset|loader", re.I)
 # Numbers of tokens that count, by their names.
 _VALID = re.compile(r"n_?valid|num_valid|valid_tok|(\b|\w_)mask_?(sum|count|total)")
@@ -291,4 +293,4 @@ def _is_language_model(call: ast.Call, file: File) -> bool:
         return True
     collators = [c for c in file.facts.calls if _COLLATES.search(last_part(c.func))]
     parts = (part for c in collators for part in file.facts.imported_parts(c))
-    return any(map(_MASKED_LABELS.search, parts))
+    return any(_MASKED_LABELS.search(part) and not _FIXED_NUMBER.search(part) for part in parts)

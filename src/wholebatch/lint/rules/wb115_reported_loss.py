@@ -27,6 +27,7 @@ _MATH = re.compile(r"log_(softmax|prob|sigmoid|every|likelihood|sum)\w*|\w*softm
 _BAR = re.compile(r"p_?bar|prog(ress)?_?bar|progress", re.I)
 _LOSS = re.compile(r"loss|nll|ppl|perplex|err|(?<![a-z])(ce|mse|kl)(?![a-z])", re.I)
 _LENGTH = re.compile(r"len\([\w.]*(loader|iterator|batches|dl|ld)\)")
+_CHECK = re.compile(r"is (not )?None|isinstance\(|isfinite|isnan|isinf")
 _LAST = (
     "reported loss is that of the last micro-batch, not of the window: log the mean over its "
     "micro-batches"
@@ -242,9 +243,18 @@ def _sums(
     for event in window.of("augment") if bases else ():
         name = None if event.receiver is None else dotted(event.receiver)
         # An evaluation has losses of its own.
-        if name is None or event.loops[-1] is not window.loop or window.when(event) != when:
+        if name is None or event.loops[-1] is not window.loop:
+            continue
+        if (_always(event, window) if when == "always" else window.when(event)) != when:
             continue
         yield event, name, _loss_chains(event.argument, event.env, window, bases)
+
+
+def _always(event: Event, window: LoopWindow) -> str:
+    """Return how often an event happens, where a check of the loss itself (`is not None`) is none."""
+    checks = (_CHECK.search(text(g.expr)) for g in event.guards(window.loop) if g.origin == "if")
+    when = window.when(event)
+    return "always" if when == "sometimes" and all(checks) else when
 
 
 def _kept_at_boundary(window: LoopWindow, bases: set[int]) -> Iterator[Report]:
