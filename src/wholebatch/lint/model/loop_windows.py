@@ -482,8 +482,11 @@ def _repeats_micro_batches(window: LoopWindow, args: list[ast.expr]) -> bool:
     size = number(count)
     if size is not None and size <= 1:
         return False
-    if is_accumulation_name(f"{text(count)} {text(times)}") or _MICRO_NAME.search(text(times)):
+    names = f"{text(times)} {text(window.loop.target or times)}"
+    if is_accumulation_name(f"{text(count)} {names}") or _MICRO_NAME.search(names):
         return True
+    if any(d.key == window.every_name for _, chain in window.chains for d in chain.divisors):
+        return True  # The loss is divided by the number of rounds.
     fetched = bool(window.loop.parents) and any(is_call(e.node, *_FETCH) for e in window.events)
     return fetched or _over_slices(window)
 

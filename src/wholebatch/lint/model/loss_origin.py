@@ -16,6 +16,7 @@ from .expressions import (
     is_accumulation_name,
     is_binary,
     is_call,
+    keyword,
     last_part,
     number,
     place,
@@ -175,6 +176,9 @@ class _Tracer:
             if not isinstance(expr.slice, ast.Constant):
                 parts.append((expr.value, env))  # `losses[k]`
             return self._each(parts, chain, depth) or ended
+        if isinstance(expr, ast.Attribute):
+            fields = self._each(self._fields(expr, env), chain, depth)
+            return fields or self._computed(expr, env, chain, depth)
         if isinstance(expr, (ast.GeneratorExp, ast.ListComp, ast.DictComp)):
             return self._comprehension(expr, env, chain, depth)
         return self._computed(expr, env, chain, depth)
@@ -230,6 +234,18 @@ class _Tracer:
                 held += self._returned_parts(made)
             elif (name := place(made)) is not None:
                 held += [(d.expr, d.env) for d in where.get(name, ()) if place(d.expr) != name]
+        return found
+
+    def _fields(self, expr: ast.Attribute, env: Env) -> list[tuple[ast.expr, Env]]:
+        """Return the `loss` of `out = helper(x)` where the helper returns `Output(loss, ...)`."""
+        calls = [d.expr for d in env.get(dotted(expr.value) or "", ())]
+        made = [d for call in calls for d in self.resolver.returns.get(id(call), ())]
+        found = []
+        for d in made:
+            if isinstance(d.expr, ast.Call) and last_part(d.expr.func)[:1].isupper():
+                first = positional(d.expr, 0) if expr.attr == "loss" else None
+                value = keyword(d.expr, expr.attr) or first
+                found += [] if value is None else [(value, d.env)]
         return found
 
     def _each(self, parts: Iterable[tuple[ast.expr, Env]], chain: Chain, depth: int) -> list[Chain]:

@@ -31,13 +31,13 @@ _LANGUAGE_MODEL = re.compile(
     r"|Seq2SeqLM|LMWithValueHead|ForPreTraining|MaskedLM)\b"
 )
 _MASKED_DATA = re.compile(
-    r"(?<![\w.])-100(?![\w.])|ignore_index(?!\s*=\s*-1\b)|label_pad_token_id"
+    r"(?<![\w.])-100(?![\w.:])|ignore_index(?!\s*=\s*-1\b)|label_pad_token_id"
     r"|DataCollatorFor(LanguageModeling|Seq2Seq|TokenClassification|WholeWordMask|Completion\w+)"
 )
 # Labels that are left out, whatever the model is.
 _MASKED_LABELS = re.compile(
-    r"(?<![\w.])-100(?![\w.%])|masked_lm_labels|Loss\(\)\.ignore_index|(label|target)s?\w*\[[^\]\n]*\]\s*=\s*-1\b"
-    r"|label\w*['\"\]]*(\.(extend|append)\(|\s*=)[ (\[]*-1\]?\s*[*)]"
+    r"(?<![\w.])-100(?![\w.%:])|masked_lm_labels|Loss\(\)\.ignore_index|(label|target)s?\w*\[[^\]\n]*\]\s*=\s*-1\b"
+    r"|label\w*['\"\]]*(\.(extend|append)\(|\s*=)[ (\[]*-1(\]?\s*[*)]| for\b)"
 )
 # Sequences that are joined to full length: a collator has nothing to pad.
 _PACKED = re.compile(r"packing\s*=\s*True|group_texts|ConstantLengthDataset")
@@ -45,7 +45,7 @@ _PACKED = re.compile(r"packing\s*=\s*True|group_texts|ConstantLengthDataset")
 _ONE_LABEL = re.compile(
     r"For(QuestionAnswering|SequenceClassif|MultipleChoice|CTC\b)|start_positions"
 )
-_IGNORED = re.compile(r"-100(?<![\w.]-100)(?![\w.%])")
+_IGNORED = re.compile(r"-100(?<![\w.]-100)(?![\w.%:])")
 _JAX_MASK_COUNT = re.compile(
     r"loss\w*\([^()\n]*\bmask=|/\s*(jnp\.(maximum|clip)\()?\(?(jnp\.sum\(\w*(mask|valid|weights)|\w*(mask|valid|weights)\w*\.sum\(\))"
 )
@@ -177,7 +177,23 @@ def _ignores(call: ast.Call, chain: Chain, window: LoopWindow, file: File) -> bo
     made = [call, *(m for m, _ in window.makers(name, chain.base_env))]
     if any(_masks_mean(m) or _ignores_by_default(m, file) for m in made):
         return True
-    return _leaves_out(file.facts.behind(name), functional=bool(_CRITERION.search(name)))
+    functional = bool(_CRITERION.search(name))
+    if _leaves_out(file.facts.behind(name), functional=functional):
+        return True
+    # `model.compute_loss(...)`: that method of the class.
+    owner, _, method = name.rpartition(".")
+    source = file.facts.behind(owner) if owner and functional else ""
+    return _leaves_out(_method(source, method), functional=True)
+
+
+@lru_cache(maxsize=64)
+def _method(source: str, name: str) -> str:
+    """Return the source of a method out of that of its class, or ""."""
+    try:
+        nodes = walk(ast.parse(source)) if f"def {name}(" in source else iter(())
+    except SyntaxError:
+        return ""
+    return next((text(n) for n in nodes if getattr(n, "name", "") == name), "")
 
 
 def _counts_valid(divisor: Divisor, window: LoopWindow) -> bool:
