@@ -258,11 +258,11 @@ def gather(tree: ast.Module, source: str, path: str = "") -> Facts:
 
 
 def flat_env(nodes: Iterable[ast.AST]) -> Env:
-    """Return the assignments among the nodes in any order: enough to follow a name."""
+    """Return the last assignment of each name among the nodes: enough to follow a name."""
     env = Env()
-    for node in nodes:
-        if isinstance(node, ast.Assign):
-            env.bind(dotted(node.targets[0]) or "", (Def(node.value, env, ()),))
+    assigns = [node for node in nodes if isinstance(node, ast.Assign)]
+    for node in sorted(assigns, key=lambda a: a.lineno):
+        env.bind(dotted(node.targets[0]) or "", (Def(node.value, env, ()),))
     return env
 
 

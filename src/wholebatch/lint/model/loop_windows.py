@@ -497,7 +497,9 @@ def _over_slices(window: LoopWindow) -> bool:
     nodes = [*walk(window.loop.node)]
     made = [n for n in nodes if isinstance(n, ast.Assign) and re.search(index, text(n.value))]
     starts = {text(n.targets[0]) for n in made}
-    cuts = [n.slice for n in nodes if isinstance(n, ast.Subscript) and isinstance(n.slice, ast.Slice)]
+    cuts = [
+        n.slice for n in nodes if isinstance(n, ast.Subscript) and isinstance(n.slice, ast.Slice)
+    ]
     lower = [text(c.lower) for c in cuts if c.lower is not None and c.upper is not None]
     return any(low in starts or re.search(index, low) for low in lower)
 

@@ -129,6 +129,8 @@ def counted(
         inner = [(expr.body, env), (expr.orelse, env)]
     elif is_binary(expr, ast.Add) and number(expr.right) is not None:
         inner = [(expr.left, env)]
+    elif is_binary(expr, ast.Sub):
+        inner = [(expr.left, env), (expr.right, env)]
     elif isinstance(expr, ast.Call) and dotted(expr.func) in _LIMITS:
         inner = [(part, env) for part in expr.args[:1]]
     elif is_call(expr, *_SAME_NUMBER) and isinstance(expr.func, ast.Attribute):

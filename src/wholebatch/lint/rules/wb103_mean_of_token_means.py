@@ -56,8 +56,10 @@ _COLLATES = re.compile(r"collat|dataset|loader", re.I)
 _VALID = re.compile(r"n_?valid|num_valid|valid_tok|(\b|\w_)mask_?(sum|count|total)")
 _OF_BATCH = re.compile(r"tok(en)?s\b|valid", re.I)
 _LOSSY = re.compile(r"loss|nll|\bce\b|entropy", re.I)
-# A sum of ones, not of weights or scores.
-_SELECTED = re.compile(r"mask|valid|tok|\bne\(|\beq\(|[!=]=| > |pad|ignor|active|nonzero", re.I)
+# A sum of ones or of lengths, not of weights or scores.
+_SELECTED = re.compile(
+    r"mask|valid|tok|len(gth)?s?\b|\bne\(|\beq\(|[!=]=| > |pad|ignor|active|nonzero", re.I
+)
 # A check that the parts of a batch are equal.
 _WHOLE_PARTS = re.compile(r"(assert|if)\b[^\n]*batch_?size[^\n]*%")
 _MESSAGE = (

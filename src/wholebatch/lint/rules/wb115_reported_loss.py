@@ -331,7 +331,9 @@ class _Means:
             if isinstance(e.stmt, ast.AugAssign) and text(e.stmt.value) == "1"
             if window.when(e) == ("outside" if window.shape == "nested" else "boundary")
         }
-        begun = [e.receiver for e in window.before if e.kind == "assign" and window.shape == "nested"]
+        begun = [
+            e.receiver for e in window.before if e.kind == "assign" and window.shape == "nested"
+        ]
         if any(text(r) == name for r in begun if r is not None):
             # A sum of one window: its number of micro-batches makes it a mean.
             over = window.loop.iterable
