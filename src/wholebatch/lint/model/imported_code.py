@@ -111,7 +111,7 @@ def _locate(folder: str, module: str, level: int) -> str | None:
     parts = module.split(".")
     starts = [here.parents[level - 2] if level > 1 else here] if level else [here, *here.parents]
     starts = starts[: _LEVELS_UP + 1]
-    for start in starts if level else [s for start in starts for s in (start, start / "src")]:
+    for start in starts if level else [f for s in starts for f in (s, s / "src")]:
         stem = start.joinpath(*parts)
         for file in (stem.with_suffix(".py"), stem / "__init__.py") if module else ():
             if file.is_file():

@@ -258,7 +258,7 @@ def _sums(
 
 
 def _always(event: Event, window: LoopWindow) -> str:
-    """Return how often an event happens, where a check of the loss itself (`is not None`) is none."""
+    """Return how often an event happens; a check of the loss (`is not None`) is no condition."""
     checks = (_CHECK.search(text(g.expr)) for g in event.guards(window.loop) if g.origin == "if")
     when = window.when(event)
     return "always" if when == "sometimes" and all(checks) else when
