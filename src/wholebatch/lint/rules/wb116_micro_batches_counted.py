@@ -57,14 +57,10 @@ def check(file: File) -> Iterator[Report]:
 
 def _schedules(window: LoopWindow) -> Iterator[Report]:
     """Yield schedules, and optimizers that schedule themselves, that are as long as the loop."""
-    if window.shape == "boundary":
-        events = [e for e in window.of("sched") if window.when(e) == "boundary"]
-        events += stepped(window)
-    elif window.shape == "accelerate":
-        events = [e for e in window.of("sched") if _waits(e, window)]
-    else:
+    if window.shape != "boundary":
         return
-    for event in events:
+    scheduled = [e for e in window.of("sched") if window.when(e) == "boundary"]
+    for event in (*scheduled, *stepped(window)):
         for call, env in _made(event, window):
             if any(_counts_micro_batches(length, env, window) for length in _lengths(call, window)):
                 yield Report(
@@ -72,15 +68,6 @@ def _schedules(window: LoopWindow) -> Iterator[Report]:
                     f"schedule is as long as the micro-batches but steps once every "
                     f"`{window.count_name}`: divide its length by it",
                 )
-
-
-def _waits(event: Event, window: LoopWindow) -> bool:
-    """True if Accelerate prepared the schedule, which then steps at the window's end alone."""
-    if event.receiver is None or "step_scheduler_with_optimizer" in window.facts.source:
-        return False
-    name = text(event.receiver)
-    prepared = [{text(a) for a in c.args} for c in window.facts.made("prepare") if len(c.args) > 1]
-    return bool(prepared) and all(name in names for names in prepared)
 
 
 def _made(event: Event, window: LoopWindow) -> list[tuple[ast.Call, Env]]:
