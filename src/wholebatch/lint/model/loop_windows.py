@@ -493,7 +493,9 @@ def _repeats_micro_batches(window: LoopWindow, args: list[ast.expr]) -> bool:
 
 def _over_slices(window: LoopWindow) -> bool:
     """True if a loop takes its micro-batches out of one batch: `x[i * n : (i + 1) * n]`."""
-    index = rf"\b{dotted(window.loop.target) if window.loop.target is not None else None}\b"
+    if not isinstance(window.loop.target, ast.Name):
+        return False
+    index = rf"\b{window.loop.target.id}\b"
     nodes = [*walk(window.loop.node)]
     made = [n for n in nodes if isinstance(n, ast.Assign) and re.search(index, text(n.value))]
     starts = {text(n.targets[0]) for n in made}
