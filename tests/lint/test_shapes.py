@@ -477,6 +477,97 @@ def train(model, optimizer, loader, args, accum):
 """,
         "",
     ),
+    "a sum over the sum of lengths": (
+        """
+def train(model, endless, optimizer, accum):
+    for i in range(1000):
+        x, prompts = next(endless)
+        loss = model(x).sum() / (x.shape[0] * x.shape[1] - prompts.lengths.sum())
+        (loss / accum).backward()
+        if (i + 1) % accum == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+""",
+        "WB103",
+    ),
+    "slices of one batch, and their shares": (
+        """
+def train(model, endless, optimizer, size, writer):
+    for step in range(1000):
+        batch = next(endless)
+        total = 0.0
+        for start in range(0, len(batch), size):
+            part = batch[start : start + size]
+            loss = model(part).mean() * len(part) / len(batch)
+            loss.backward()
+            total += loss.item()
+        optimizer.step()
+        optimizer.zero_grad()
+        writer.add_scalar("loss", total, step)
+""",
+        "",
+    ),
+    "a selection by a mask": (
+        """
+def train(model, endless, optimizer, accum):
+    for i in range(1000):
+        x, y = next(endless)
+        mask = y != 0
+        loss = F.cross_entropy(model(x)[mask], y[mask], reduction="mean")
+        (loss / accum).backward()
+        if (i + 1) % accum == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+""",
+        "WB103",
+    ),
+    "a schedule by a function of the loop's limit": (
+        """
+from torch.optim.lr_scheduler import LambdaLR
+def train(model, endless, optimizer, accum, total_steps):
+    def rate(step):
+        return 1 - step / total_steps
+    scheduler = LambdaLR(optimizer, lr_lambda=rate)
+    for i in range(total_steps):
+        (model(next(endless)).mean() / accum).backward()
+        if (i + 1) % accum == 0:
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+""",
+        "WB116",
+    ),
+    "a divided loss beside the whole one": (
+        """
+def train(model, endless, optimizer, accum):
+    for i in range(1000):
+        loss = model(next(endless)).mean()
+        part = loss / accum
+        part.backward()
+        print(f"loss {loss.item()}, part {part.item()}")
+        if (i + 1) % accum == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+""",
+        "",
+    ),
+    "a compile mode that the command line gives": (
+        """
+import argparse
+import torch
+def train(model, endless, optimizer, accum):
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--mode", default="reduce-overhead")
+    args = parser.parse_args()
+    model = torch.compile(model, mode=args.mode)
+    for i in range(1000):
+        (model(next(endless)).mean() / accum).backward()
+        if (i + 1) % accum == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+""",
+        "WB120",
+    ),
 }
 
 

@@ -404,3 +404,29 @@ def test_the_samples_of_a_batch_as_classes(labels: str) -> None:
                     optimizer.zero_grad()
     """
     assert codes(source) == ({"WB114"} if "arange" in labels else set())
+
+
+def test_a_method_of_a_class_under_src(tmp_path: Path) -> None:
+    (tmp_path / "src" / "nets").mkdir(parents=True)
+    (tmp_path / "src" / "nets" / "speech.py").write_text(
+        textwrap.dedent("""
+            import torch.nn.functional as F
+            class Speech:
+                def compute_loss(self, out, mask):
+                    loss = F.l1_loss(out, self.target, reduction="none") * mask
+                    return loss.sum() / mask.sum()
+        """)
+    )
+    source = """
+        from nets.speech import Speech
+        def train(optimizer, batches, accum):
+            model = Speech()
+            for i in range(1000):
+                x, mask = next(batches)
+                loss = model.compute_loss(model(x), mask)
+                (loss / accum).backward()
+                if (i + 1) % accum == 0:
+                    optimizer.step()
+                    optimizer.zero_grad()
+    """
+    assert checked(tmp_path, source) == {"WB103"}

@@ -286,7 +286,7 @@ def classify(call: ast.Call, env: Env) -> Act | None:
     if _CLIPS.fullmatch(name):
         owner = func.value if isinstance(func, ast.Attribute) else None
         return None if _only_measures(call) else Act("clip", owner, detail=name)
-    if name == "optimizer_step":
+    if name.strip("_") == "optimizer_step":
         return Act("step", positional(call, 0), detail="xla")
     if isinstance(func, ast.Name):
         return _plain_call(call, func, env)

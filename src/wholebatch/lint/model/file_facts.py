@@ -37,6 +37,9 @@ _FSDP_HELPER = re.compile(
     r"(wrap|apply|setup|shard|parallelize)\w*(?<!xla)_fsdp2?$|^fsdp2?_(wrap|shard)", re.I
 )
 
+_WRAPS = re.compile(r"parallel|shard|fsdp|wrap|distribut", re.I)
+_SHARDS = re.compile(r"\b(fully_shard|FSDP|FullyShardedDataParallel)\(")
+_REPLICATES = re.compile(r"\b(DDP|DistributedDataParallel)\(")
 
 _TOLD = {
     ast.FunctionDef, ast.AsyncFunctionDef, ast.arg, ast.Assign, ast.ImportFrom, ast.Import,
@@ -152,10 +155,12 @@ class Facts:
     def wraps_fsdp(self) -> bool:
         """True if this file shards a model."""
         asked = [c.args[1] for c in self.made("isinstance") if len(c.args) > 1]
-        return (
-            bool(self.made(*_FSDP))
-            or any(last_part(kind) in _FSDP for kind in asked)
-            or any(_FSDP_HELPER.search(name) for name in self.called)
+        if self.made(*_FSDP) or any(last_part(kind) in _FSDP for kind in asked):
+            return True
+        named = {dotted(c.func) or "" for c in self.calls if _WRAPS.search(last_part(c.func))}
+        helpers = [d.text for d in map(self.imported, named) if d is not None]
+        return any(map(_FSDP_HELPER.search, self.called)) or any(
+            _SHARDS.search(helper) and not _REPLICATES.search(helper) for helper in helpers
         )
 
     @cached_property
@@ -253,11 +258,11 @@ def gather(tree: ast.Module, source: str, path: str = "") -> Facts:
 
 
 def flat_env(nodes: Iterable[ast.AST]) -> Env:
-    """Return the assignments among the nodes in any order: enough to follow a name."""
+    """Return the last assignment of each name among the nodes: enough to follow a name."""
     env = Env()
-    for node in nodes:
-        if isinstance(node, ast.Assign):
-            env.bind(dotted(node.targets[0]) or "", (Def(node.value, env, ()),))
+    assigns = [node for node in nodes if isinstance(node, ast.Assign)]
+    for node in sorted(assigns, key=lambda a: a.lineno):
+        env.bind(dotted(node.targets[0]) or "", (Def(node.value, env, ()),))
     return env
 
 

@@ -70,7 +70,8 @@ def is_local(node: ast.Import | ast.ImportFrom, path: str) -> bool:
 @lru_cache(maxsize=4096)
 def _is_near(folder: str, top: str) -> bool:
     starts = [folder, *map(str, Path(folder).parents)][: _LEVELS_UP + 1]
-    return any({top, f"{top}.py"} & _names(start) for start in starts)
+    near = {top, f"{top}.py"}
+    return any(near & (_names(start) | _names(os.path.join(start, "src"))) for start in starts)
 
 
 @lru_cache(maxsize=4096)
@@ -109,7 +110,8 @@ def _locate(folder: str, module: str, level: int) -> str | None:
     here = Path(folder)
     parts = module.split(".")
     starts = [here.parents[level - 2] if level > 1 else here] if level else [here, *here.parents]
-    for start in starts[: _LEVELS_UP + 1]:
+    starts = starts[: _LEVELS_UP + 1]
+    for start in starts if level else [f for s in starts for f in (s, s / "src")]:
         stem = start.joinpath(*parts)
         for file in (stem.with_suffix(".py"), stem / "__init__.py") if module else ():
             if file.is_file():

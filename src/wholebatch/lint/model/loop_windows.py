@@ -476,15 +476,34 @@ def _repeats_micro_batches(window: LoopWindow, args: list[ast.expr]) -> bool:
     times = _times(args)
     if times is None:
         # `for i in range(0, len(batch), micro_batch_size)`: slices of one batch.
-        return len(args) == 3 and bool(_MICRO_NAME.search(text(args[2])))
+        return len(args) == 3 and (bool(_MICRO_NAME.search(text(args[2]))) or _over_slices(window))
     count = strip_casts(window.resolver.resolve(times, window.loop.entry))
     window.end_every(count, "nested", None)
     size = number(count)
     if size is not None and size <= 1:
         return False
-    if is_accumulation_name(f"{text(count)} {text(times)}") or _MICRO_NAME.search(text(times)):
+    names = f"{text(times)} {text(window.loop.target or times)}"
+    if is_accumulation_name(f"{text(count)} {names}") or _MICRO_NAME.search(names):
         return True
-    return bool(window.loop.parents) and any(is_call(e.node, *_FETCH) for e in window.events)
+    if any(d.key == window.every_name for _, chain in window.chains for d in chain.divisors):
+        return True  # The loss is divided by the number of rounds.
+    fetched = bool(window.loop.parents) and any(is_call(e.node, *_FETCH) for e in window.events)
+    return fetched or _over_slices(window)
+
+
+def _over_slices(window: LoopWindow) -> bool:
+    """True if a loop takes its micro-batches out of one batch: `x[i * n : (i + 1) * n]`."""
+    if not isinstance(window.loop.target, ast.Name):
+        return False
+    index = rf"\b{window.loop.target.id}\b"
+    nodes = [*walk(window.loop.node)]
+    made = [n for n in nodes if isinstance(n, ast.Assign) and re.search(index, text(n.value))]
+    starts = {text(n.targets[0]) for n in made}
+    cuts = [
+        n.slice for n in nodes if isinstance(n, ast.Subscript) and isinstance(n.slice, ast.Slice)
+    ]
+    lower = [text(c.lower) for c in cuts if c.lower is not None and c.upper is not None]
+    return any(low in starts or re.search(index, low) for low in lower)
 
 
 def steps_after(window: LoopWindow) -> list[Event]:

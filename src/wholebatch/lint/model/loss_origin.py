@@ -6,6 +6,7 @@ import ast
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 
 from .events import Def, Env
 from .expressions import (
@@ -15,6 +16,7 @@ from .expressions import (
     is_accumulation_name,
     is_binary,
     is_call,
+    keyword,
     last_part,
     number,
     place,
@@ -127,6 +129,8 @@ def counted(
         inner = [(expr.body, env), (expr.orelse, env)]
     elif is_binary(expr, ast.Add) and number(expr.right) is not None:
         inner = [(expr.left, env)]
+    elif is_binary(expr, ast.Sub):
+        inner = [(expr.left, env), (expr.right, env)]
     elif isinstance(expr, ast.Call) and dotted(expr.func) in _LIMITS:
         inner = [(part, env) for part in expr.args[:1]]
     elif is_call(expr, *_SAME_NUMBER) and isinstance(expr.func, ast.Attribute):
@@ -174,6 +178,9 @@ class _Tracer:
             if not isinstance(expr.slice, ast.Constant):
                 parts.append((expr.value, env))  # `losses[k]`
             return self._each(parts, chain, depth) or ended
+        if isinstance(expr, ast.Attribute):
+            fields = self._each(self._fields(expr, env), chain, depth)
+            return fields or self._computed(expr, env, chain, depth)
         if isinstance(expr, (ast.GeneratorExp, ast.ListComp, ast.DictComp)):
             return self._comprehension(expr, env, chain, depth)
         return self._computed(expr, env, chain, depth)
@@ -231,6 +238,18 @@ class _Tracer:
                 held += [(d.expr, d.env) for d in where.get(name, ()) if place(d.expr) != name]
         return found
 
+    def _fields(self, expr: ast.Attribute, env: Env) -> list[tuple[ast.expr, Env]]:
+        """Return the `loss` of `out = helper(x)` where the helper returns `Output(loss, ...)`."""
+        calls = [d.expr for d in env.get(dotted(expr.value) or "", ())]
+        made = [d for call in calls for d in self.resolver.returns.get(id(call), ())]
+        found = []
+        for d in made:
+            if isinstance(d.expr, ast.Call) and last_part(d.expr.func)[:1].isupper():
+                first = positional(d.expr, 0) if expr.attr == "loss" else None
+                value = keyword(d.expr, expr.attr) or first
+                found += [] if value is None else [(value, d.env)]
+        return found
+
     def _each(self, parts: Iterable[tuple[ast.expr, Env]], chain: Chain, depth: int) -> list[Chain]:
         chains = [c for expr, env in parts for c in self.follow(expr, env, chain, depth + 1)]
         return chains[:_MAX_CHAINS]
@@ -238,17 +257,18 @@ class _Tracer:
     def _definitions(
         self, expr: ast.expr, name: str, env: Env, chain: Chain, depth: int
     ) -> list[Chain]:
-        found: list[Chain] = []
+        found: list[list[Chain]] = []
         # Beside a new value, that of an earlier iteration is an old one of the same kind.
         new = [d for d in env[name] if not (isinstance(d.expr, ast.Name) and "@" in d.expr.id)]
         for definition in new or env[name]:
             # A helper's parameter can have the name of what it is handed.
             again = place(definition.expr) == name and definition.env.get(name) in (None, env[name])
             if again or "@" in text(definition.expr) or _adds_up(definition, name):
-                found.append(replace(chain, base=expr, base_env=env))
+                found.append([replace(chain, base=expr, base_env=env)])
             else:
-                found += self.follow(definition.expr, definition.env, chain, depth + 1)
-        return found[:_MAX_CHAINS]
+                found.append(self.follow(definition.expr, definition.env, chain, depth + 1))
+        # By turns, so that no definition is cut off by another.
+        return [c for turn in zip_longest(*found) for c in turn if c is not None][:_MAX_CHAINS]
 
     def _returned_parts(self, expr: ast.Subscript) -> list[tuple[ast.expr, Env]]:
         """Return the parts of the tuples that a followed helper returns: `helper(x)[0]`."""

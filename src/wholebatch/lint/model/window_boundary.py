@@ -321,7 +321,8 @@ class _LoopConditions:
         # An attribute set in the constructor keeps counting from call to call.
         kept = symbol.name.startswith("self.") and any(d.node is None for d in symbol.init)
         around = self.loop.parents[-1:]
-        outer = [d for loop in around for d in loop.exit.get(symbol.name, ()) if loop in d.loops]
+        set_back = [d for loop in around for d in loop.exit.get(symbol.name, ())]
+        outer = [d for d in set_back if around[0] in d.loops and self.loop not in d.loops]
         if kept and start is not None and any(number(d.expr) == start for d in outer):
             return start, False  # Set back after every round of the outer loop.
         return start, spanning or kept or self.loop.virtual

@@ -156,7 +156,7 @@ def _undivided(chain: Chain, window: LoopWindow) -> bool | None:
     spelled = f"{text(chain.base)} {'' if call is None else text(call)}"
     if is_accumulation_name(spelled) or _divides_inside(chain):
         return False
-    if "mean" in chain.reducers:
+    if "mean" in chain.reducers or is_mean:
         return True
     if call is None:
         return None

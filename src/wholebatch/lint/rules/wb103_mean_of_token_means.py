@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 
 from ..model import File, LoopWindow
+from ..model.events import Env
 from ..model.expressions import (
     divisor_of,
     dotted,
@@ -30,29 +31,35 @@ _LANGUAGE_MODEL = re.compile(
     r"|Seq2SeqLM|LMWithValueHead|ForPreTraining|MaskedLM)\b"
 )
 _MASKED_DATA = re.compile(
-    r"(?<![\w.])-100(?![\w.])|ignore_index(?!\s*=\s*-1\b)|label_pad_token_id"
+    r"(?<![\w.])-100(?![\w.:])|ignore_index(?!\s*=\s*-1\b)|label_pad_token_id"
     r"|DataCollatorFor(LanguageModeling|Seq2Seq|TokenClassification|WholeWordMask|Completion\w+)"
 )
 # Labels that are left out, whatever the model is.
 _MASKED_LABELS = re.compile(
-    r"(?<![\w.])-100(?![\w.%])|masked_lm_labels|Loss\(\)\.ignore_index|(label|target)s?\w*\[[^\]\n]*\]\s*=\s*-1\b"
-    r"|label\w*['\"\]]*(\.(extend|append)\(|\s*=)[ (\[]*-1\]?\s*[*)]"
+    r"(?<![\w.])-100(?![\w.%:])|masked_lm_labels|Loss\(\)\.ignore_index|(label|target)s?\w*\[[^\]\n]*\]\s*=\s*-1\b"
+    r"|label\w*['\"\]]*(\.(extend|append)\(|\s*=)[ (\[]*-1(\]?\s*[*)]| for\b)"
 )
 # Sequences that are joined to full length: a collator has nothing to pad.
 _PACKED = re.compile(r"packing\s*=\s*True|group_texts|ConstantLengthDataset")
-# Models with a label or two for each sample: nothing is left out of their mean.
-_ONE_LABEL = re.compile(r"For(QuestionAnswering|SequenceClassif|MultipleChoice)|start_positions")
-_IGNORED = re.compile(r"-100(?<![\w.]-100)(?![\w.%])")
+# Models with a label or two for each sample, or a loss per sample (CTC): a mean over samples.
+_ONE_LABEL = re.compile(
+    r"For(QuestionAnswering|SequenceClassif|MultipleChoice|CTC\b)|start_positions"
+)
+_IGNORED = re.compile(r"-100(?<![\w.]-100)(?![\w.%:])")
 _JAX_MASK_COUNT = re.compile(
     r"loss\w*\([^()\n]*\bmask=|/\s*(jnp\.(maximum|clip)\()?\(?(jnp\.sum\(\w*(mask|valid|weights)|\w*(mask|valid|weights)\w*\.sum\(\))"
 )
+# Masks that hide the same number of tokens in every batch.
+_FIXED_NUMBER = re.compile(r"randperm\([^\n]*\)\[: *\w+\]")
 _COLLATES = re.compile(r"collat|dataset|loader", re.I)
 # Numbers of tokens that count, by their names.
 _VALID = re.compile(r"n_?valid|num_valid|valid_tok|(\b|\w_)mask_?(sum|count|total)")
 _OF_BATCH = re.compile(r"tok(en)?s\b|valid", re.I)
 _LOSSY = re.compile(r"loss|nll|\bce\b|entropy", re.I)
-# A sum of ones, not of weights or scores.
-_SELECTED = re.compile(r"mask|valid|tok|\bne\(|\beq\(|[!=]=| > |pad|ignor|active|nonzero", re.I)
+# A sum of ones or of lengths, not of weights or scores.
+_SELECTED = re.compile(
+    r"mask|valid|tok|len(gth)?s?\b|\bne\(|\beq\(|[!=]=| > |pad|ignor|active|nonzero", re.I
+)
 # A check that the parts of a batch are equal.
 _WHOLE_PARTS = re.compile(r"(assert|if)\b[^\n]*batch_?size[^\n]*%")
 _MESSAGE = (
@@ -172,7 +179,23 @@ def _ignores(call: ast.Call, chain: Chain, window: LoopWindow, file: File) -> bo
     made = [call, *(m for m, _ in window.makers(name, chain.base_env))]
     if any(_masks_mean(m) or _ignores_by_default(m, file) for m in made):
         return True
-    return _leaves_out(file.facts.behind(name), functional=bool(_CRITERION.search(name)))
+    functional = bool(_CRITERION.search(name))
+    if _leaves_out(file.facts.behind(name), functional=functional):
+        return True
+    # `model.compute_loss(...)`: that method of the class.
+    owner, _, method = name.rpartition(".")
+    source = file.facts.behind(owner) if owner and functional else ""
+    return _leaves_out(_method(source, method), functional=True)
+
+
+@lru_cache(maxsize=64)
+def _method(source: str, name: str) -> str:
+    """Return the source of a method out of that of its class, or ""."""
+    try:
+        nodes = walk(ast.parse(source)) if f"def {name}(" in source else iter(())
+    except SyntaxError:
+        return ""
+    return next((text(n) for n in nodes if getattr(n, "name", "") == name), "")
 
 
 def _counts_valid(divisor: Divisor, window: LoopWindow) -> bool:
@@ -244,21 +267,18 @@ def _is_packed(call: ast.Call, chain: Chain, window: LoopWindow) -> bool:
 
 def _selects(call: ast.Call, chain: Chain) -> bool:
     """True for a mean loss over a masked selection: `criterion(logits[mask], labels[mask])`."""
-    if not _CRITERION.search(text(call.func)) or keyword(call, "reduction") is not None:
+    if not _CRITERION.search(text(call.func)) or not _is_mean(call):
         return False
-    return len(call.args) > 1 and all(_is_selection(a, chain) for a in call.args[:2])
+    return len(call.args) > 1 and all(_is_selection(a, chain.base_env) for a in call.args[:2])
 
 
-def _is_selection(expr: ast.expr, chain: Chain) -> bool:
-    for _ in range(6):
-        expr = unmoved(expr)
-        made = chain.base_env.get(dotted(expr) or "", ())
-        if len(made) != 1:
-            break
-        expr = made[0].expr
+def _is_selection(expr: ast.expr, env: Env, depth: int = 0) -> bool:
+    """True for `x[mask]`, also where an option alone makes `x` of it."""
+    expr = unmoved(expr)
     if not isinstance(expr, ast.Subscript):
-        return False
-    by = [expr.slice, *(d.expr for d in chain.base_env.get(dotted(expr.slice) or "", ()))]
+        made = env.get(dotted(expr) or "", ()) if depth < 6 else ()
+        return any(_is_selection(d.expr, d.env, depth + 1) for d in made)
+    by = [expr.slice, *(d.expr for d in env.get(dotted(expr.slice) or "", ()))]
     return "mask" in (dotted(expr.slice) or "") or any(isinstance(b, ast.Compare) for b in by)
 
 
@@ -291,4 +311,4 @@ def _is_language_model(call: ast.Call, file: File) -> bool:
         return True
     collators = [c for c in file.facts.calls if _COLLATES.search(last_part(c.func))]
     parts = (part for c in collators for part in file.facts.imported_parts(c))
-    return any(map(_MASKED_LABELS.search, parts))
+    return any(_MASKED_LABELS.search(part) and not _FIXED_NUMBER.search(part) for part in parts)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from ..model import File, LoopWindow
 from ..model.expressions import text
 from ..model.window_boundary import Boundary
-from .rule_base import Report, cleared_last, rule, steps_every_micro_batch
+from .rule_base import RESCALED, Report, cleared_last, rule, steps_every_micro_batch
 
 
 @rule("tail of the epoch")
@@ -23,7 +23,7 @@ def check(file: File) -> Iterator[Report]:
         handled = boundary.tail or any(e.loops in around for e in window.after if e.kind == "step")
         if boundary.spanning and not handled and not _cleared_before(window):
             continue
-        if handled and _nominal(window):
+        if handled and _nominal(window) and not file.facts.mentions(RESCALED):
             yield Report(
                 boundary.expr,
                 f"the short last window is divided by the nominal `{window.count_name}`, not "

@@ -69,9 +69,11 @@ def _compares(source: str) -> bool:
     """True if code computes a cross-entropy over the similarities of a batch."""
     source = re.sub(r"(?m)^\s*#.*$", "", source)
     labels = re.search(
-        r"((label|target)\w*\s*=|entropy\()[^\n]*arange\(|torch\.diag\(|CrossEn\(", source
+        r"((label|target)\w*\s*=|entropy\()[^\n]*arange\(|torch\.diag\(|CrossEn\("
+        r"|\b(\w+)\.\w+\([-1, ]+\) == \3\b|\beq\((\w+), \4\.(T\b|t\(\))",  # Of the same class.
+        source,
     )
-    loss = re.search(r"cross_entropy\(|CrossEn(tropyLoss)?\(", source)
+    loss = re.search(r"cross_entropy\w*\(|CrossEn(tropyLoss)?\(", source)
     pairs = re.search(r"sim_matrix|similarit|scores\b|logits_per|logits\b", source)
     return bool(labels and loss and pairs and re.search(r"\bmm\(|matmul\(|@|einsum", source))
 

@@ -27,6 +27,7 @@ _MATH = re.compile(r"log_(softmax|prob|sigmoid|every|likelihood|sum)\w*|\w*softm
 _BAR = re.compile(r"p_?bar|prog(ress)?_?bar|progress", re.I)
 _LOSS = re.compile(r"loss|nll|ppl|perplex|err|(?<![a-z])(ce|mse|kl)(?![a-z])", re.I)
 _LENGTH = re.compile(r"len\([\w.]*(loader|iterator|batches|dl|ld)\)")
+_CHECK = re.compile(r"is (not )?None|isinstance\(|isfinite|isnan|isinf")
 _LAST = (
     "reported loss is that of the last micro-batch, not of the window: log the mean over its "
     "micro-batches"
@@ -98,9 +99,17 @@ def _argument(event: Event) -> str:
 def _logged(window: LoopWindow, bases: set[int], file: File) -> Iterator[Report]:
     reported: set[str] = set()
     for event, shown in _shown(window) if bases else ():
-        for value, env in _values(shown, event.env):
-            words = _wrong(_loss_chains(value, env, window, bases), event, window)
-            if words and words not in reported:
+        values = [
+            (value, env, _loss_chains(value, env, window, bases))
+            for value, env in _values(shown, event.env)
+        ]
+        # Beside the loss itself, the divided one is shown for what it is.
+        plain = [ways for *_, ways in values if all(_scale(c, window) == 0 for c in ways)]
+        whole = {id(c.base) for ways in plain for c in ways}
+        for value, env, chains in values:
+            words = _wrong(chains, event, window)
+            beside = words != _LAST and any(id(c.base) in whole for c in chains)
+            if words and not beside and words not in reported:
                 reported.add(words)
                 yield Report(_where(event, value, env, window, file), words)
                 break
@@ -140,7 +149,7 @@ def _shown(window: LoopWindow) -> Iterator[tuple[Event, list[ast.expr]]]:
         if event.kind == "call" and isinstance(call, ast.Call):
             handed = [*call.args, *(k.value for k in call.keywords)]
             if _is_sink(call):
-                yield event, handed
+                yield event, handed if not _is_summed(call, window) else []
             elif text(event.stmt) == text(call) and "accum" not in last_part(call.func):
                 # Whatever takes a number of the loss and gives nothing back keeps or shows it.
                 yield event, [v for h in handed for v in _numbers(h, event.env)]
@@ -149,6 +158,13 @@ def _shown(window: LoopWindow) -> Iterator[tuple[Event, list[ast.expr]]]:
                 yield event, _numbers(event.argument, event.env)
         elif event.kind == "return" and event.argument is not None:
             yield event, _numbers(event.argument, event.env)
+
+
+def _is_summed(call: ast.Call, window: LoopWindow) -> bool:
+    """True for `kept.append(x)` where `sum(kept)` is used: the sum of a window's shares."""
+    kept = re.escape(text(call.func.value)) if isinstance(call.func, ast.Attribute) else ""
+    pattern = rf"\bsum\({kept}\)(?! */)|\({kept}\)\.sum\(\)(?! */)"
+    return last_part(call.func) == "append" and bool(re.search(pattern, window.facts.source))
 
 
 def _numbers(expr: ast.expr, env: Env) -> list[ast.expr]:
@@ -234,9 +250,18 @@ def _sums(
     for event in window.of("augment") if bases else ():
         name = None if event.receiver is None else dotted(event.receiver)
         # An evaluation has losses of its own.
-        if name is None or event.loops[-1] is not window.loop or window.when(event) != when:
+        if name is None or event.loops[-1] is not window.loop:
+            continue
+        if (_always(event, window) if when == "always" else window.when(event)) != when:
             continue
         yield event, name, _loss_chains(event.argument, event.env, window, bases)
+
+
+def _always(event: Event, window: LoopWindow) -> str:
+    """Return how often an event happens; a check of the loss (`is not None`) is no condition."""
+    checks = (_CHECK.search(text(g.expr)) for g in event.guards(window.loop) if g.origin == "if")
+    when = window.when(event)
+    return "always" if when == "sometimes" and all(checks) else when
 
 
 def _kept_at_boundary(window: LoopWindow, bases: set[int]) -> Iterator[Report]:
@@ -257,7 +282,7 @@ def _averaged(window: LoopWindow, bases: set[int], file: File) -> Iterator[Repor
     """
     function = _function_of(window, file)
     for _, name, chains in _sums(window, "always", bases):
-        scales = [_scale(chain, window) for chain in chains]
+        scales = [-1 if _is_share(c, window) else _scale(c, window) for c in chains]
         # Undivided on one way, it is divided wherever the number is above 1.
         least = min((scale for scale in scales if scale is not None), default=None)
         for node, power in _Means(name, window, function).found() if least is not None else ():
@@ -284,6 +309,14 @@ def _scale(chain: Chain, window: LoopWindow) -> int | None:
     return times - counts if counts or not unknown else None
 
 
+def _is_share(chain: Chain, window: LoopWindow) -> bool:
+    """True for a sum over one micro-batch, divided by the size of the whole batch."""
+    whole = [d for d in chain.divisors if not (d.elementwise or d.unrelated or window.counts(d))]
+    varies = any(window.resolver.varies(d.expr, window.loop) for d in whole)
+    summed = {"sum", "mean"} & chain.reducers == {"sum"}
+    return window.shape == "nested" and bool(whole) and summed and not varies
+
+
 class _Means:
     """The means of a sum over micro-batches that a function computes, with their powers of K."""
 
@@ -298,6 +331,14 @@ class _Means:
             if isinstance(e.stmt, ast.AugAssign) and text(e.stmt.value) == "1"
             if window.when(e) == ("outside" if window.shape == "nested" else "boundary")
         }
+        begun = [
+            e.receiver for e in window.before if e.kind == "assign" and window.shape == "nested"
+        ]
+        if any(text(r) == name for r in begun if r is not None):
+            # A sum of one window: its number of micro-batches makes it a mean.
+            over = window.loop.iterable
+            counts = over.args[-1:] if is_call(over, "range") and len(over.args) < 3 else []
+            self.micro |= {window.every_name, *map(text, counts)}
         outer = window.loop.parents[-1:] if window.shape == "nested" else ()
         self.updates |= {text(loop.target) for loop in outer if isinstance(loop.target, ast.Name)}
         # `if n % every == 0: total / every` is a mean over what `n` counts.

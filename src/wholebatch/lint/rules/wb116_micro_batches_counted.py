@@ -36,6 +36,7 @@ _LENGTH_OPTIONS = (
     "num_training_steps", "t_total", "total_steps", "T_max", "total_iters", "num_steps",
     "steps_per_epoch",
 )  # fmt: skip
+_TOTAL = re.compile(r"(total|max|num)_?(train\w*_)?(steps|iters|iterations)", re.I)
 _POSITIONS = {"CosineAnnealingLR": 1, "OneCycleLR": 2}
 _LENGTH = re.compile(
     r"\blen\([\w.\[\]'\"]*(loader|dataloader|dl|ld|batches|iterator|dataset)\w*\)", re.I
@@ -61,8 +62,7 @@ def _schedules(window: LoopWindow) -> Iterator[Report]:
     scheduled = [e for e in window.of("sched") if window.when(e) == "boundary"]
     for event in (*scheduled, *stepped(window)):
         for call, env in _made(event, window):
-            length = _length(call)
-            if length is not None and _counts_micro_batches(length, env, window):
+            if any(_counts_micro_batches(length, env, window) for length in _lengths(call, window)):
                 yield Report(
                     call,
                     f"schedule is as long as the micro-batches but steps once every "
@@ -91,6 +91,19 @@ def _calls(made: ast.expr) -> list[ast.expr]:
     return made.elts if isinstance(made, ast.List) else [made]
 
 
+def _lengths(call: ast.Call, window: LoopWindow) -> list[ast.expr]:
+    """Return the length of a schedule, or what can be: what its function reads, or the limit."""
+    known = _length(call)
+    if known is not None:
+        return [known]
+    if last_part(call.func) != "LambdaLR":
+        return [a for a in call.args if text(a) in _limits(window)]
+    made = positional(call, 1) or keyword(call, "lr_lambda")
+    named = [f for f in window.facts.every_function if made is not None and f.name == text(made)]
+    nodes = [n for f in (*named, made) if f is not None for n in walk(f)]
+    return [n for n in nodes if isinstance(n, ast.Name) and _TOTAL.fullmatch(n.id)]
+
+
 def _length(call: ast.Call) -> ast.expr | None:
     for name in _LENGTH_OPTIONS:
         given = keyword(call, name)
@@ -113,8 +126,12 @@ def _counts_micro_batches(expr: ast.expr, env: Env, window: LoopWindow) -> bool:
     others = [s for s in spelled if not small or "batch_size" not in s or "len(" in s]
     if any(is_accumulation_name(s) or _has_count(s, window) for s in others):
         return False
-    if _limits(window) & {text(expr), window.resolver.key(expr, env)}:
+    limits = _limits(window)
+    if limits & {text(expr), window.resolver.key(expr, env)}:
         return True
+    words = [rf"(?<![\w.]){re.escape(limit)}(?![\w.(\[])" for limit in limits]
+    if any(re.search(word, s) for word in words for s in spelled):
+        return True  # `steps_per_epoch * epochs`, in a loop over `range(steps_per_epoch)`.
     if small and any(re.search(r"len\(.*\) */+ *[\w.]*batch_size", s) for s in spelled):
         return True
     # A loader that is cut to whole windows already counts updates.
@@ -125,7 +142,8 @@ def _limits(window: LoopWindow) -> set[str]:
     """Return the loop's number of iterations, as text: `range(n)`, or a clock compared with `n`."""
     iterable = peel(window.loop.iterable, window.loop.entry)
     if is_call(iterable, "range", "trange"):
-        return {text(a) for a in iterable.args[-1:] if number(a) is None}
+        last = [a.left if is_binary(a, ast.Add) else a for a in iterable.args[-1:]]
+        return {text(a) for a in last if number(a) is None}
     found: set[str] = set()
     for node in walk(window.loop.node):
         leaves = isinstance(node, ast.If) and isinstance(node.body[-1], ast.Break)

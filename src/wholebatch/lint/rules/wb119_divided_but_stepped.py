@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator
 
 from ..model import Event, File, LoopWindow
-from ..model.expressions import ACCUMULATION_NAME, text
+from ..model.expressions import ACCUMULATION_NAME, text, walk
 from .rule_base import Report, rule
 
 # A condition that may be a boundary: it counts micro-batches, or asks something else.
@@ -37,6 +38,8 @@ def _by_hand(window: LoopWindow) -> Iterator[Report]:
         counts = [d for d in chain.divisors if window.counts(d)]
         off = window.facts.accelerator_divides is False  # By its own number, which is 1.
         counts = [d for d in counts if not (off and "accelerator." in d.key)]
+        # The parts of one loss, added up by a loop inside.
+        counts = [d for d in counts if not _in_inner_loop(d.node, window)]
         if counts and not chain.factors:
             name = counts[0].written
             yield Report(
@@ -45,6 +48,14 @@ def _by_hand(window: LoopWindow) -> Iterator[Report]:
                 f"gradient is `{name}` times too small; step once every `{name}` micro-batches",
             )
             return
+
+
+def _in_inner_loop(node: ast.AST, window: LoopWindow) -> bool:
+    line = getattr(node, "lineno", 0)
+    inner = [n for n in walk(window.loop.node) if isinstance(n, (ast.For, ast.While))]
+    return any(
+        n is not window.loop.node and n.lineno < line <= (n.end_lineno or line) for n in inner
+    )
 
 
 def _by_accelerate(window: LoopWindow, file: File) -> Iterator[Report]:

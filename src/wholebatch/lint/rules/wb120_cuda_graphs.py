@@ -11,6 +11,7 @@ from ..model.expressions import keyword, last_part
 from .rule_base import Report, framework_accumulates, rule
 
 _GRAPHED = {"reduce-overhead", "max-autotune"}
+_DEFAULT = re.compile(r"mode['\"][^)]*default\s*=\s*['\"](reduce-overhead|max-autotune)['\"]")
 _MARKED = re.compile(r"cudagraph_mark_step_begin|triton\.cudagraphs\s*=\s*False")
 
 
@@ -20,7 +21,7 @@ def check(file: File) -> Iterator[Report]:
     if not (file.accumulating or framework_accumulates(file)):
         return
     for call in file.facts.calls:
-        what = _graphs(call)
+        what = _graphs(call, file)
         if what and not file.facts.mentions(_MARKED):
             yield Report(
                 call,
@@ -31,9 +32,13 @@ def check(file: File) -> Iterator[Report]:
             )
 
 
-def _graphs(call: ast.Call) -> str:
+def _graphs(call: ast.Call, file: File) -> str:
     name = last_part(call.func)
     if name == "make_graphed_callables":
         return "`make_graphed_callables`"
-    mode = getattr(keyword(call, "mode"), "value", None) if name == "compile" else None
+    given = keyword(call, "mode") if name == "compile" else None
+    mode = getattr(given, "value", None)
+    asked = isinstance(given, (ast.Name, ast.Attribute)) and "mode" in last_part(given)
+    default = _DEFAULT.search(file.facts.source) if asked else None
+    mode = default.group(1) if default is not None else mode
     return f'`mode="{mode}"`' if mode in _GRAPHED else ""
