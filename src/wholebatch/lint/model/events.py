@@ -288,6 +288,8 @@ def classify(call: ast.Call, env: Env) -> Act | None:
         return None if _only_measures(call) else Act("clip", owner, detail=name)
     if name == "optimizer_step":
         return Act("step", positional(call, 0), detail="xla")
+    if name.endswith("_unscale_"):  # torch's own, by hand.
+        return Act("unscale", positional(call, 0))
     if isinstance(func, ast.Name):
         return _plain_call(call, func, env)
     if not isinstance(func, ast.Attribute):
@@ -368,7 +370,11 @@ def _step(call: ast.Call, owner: ast.expr, env: Env) -> Act | None:
         return Act("step", positional(call, 0), detail="scaler")
     if kind == "optimizer":
         closure = positional(call, 0) or keyword(call, "closure")
-        return Act("step", owner, detail="closure" if closure is not None else "")
+        # Not the rate of `optimizer.step(lr)`.
+        calls = closure is not None and not re.search(
+            r"(^|_)lr($|_)|rate|epoch|^[\d.]+$", text(closure)
+        )
+        return Act("step", owner, detail="closure" if calls else "")
     # A wrapper that is handed the optimizer: `amp.step(model, optimizer)`.
     held = next((a for a in call.args if role(a, env) == "optimizer"), None)
     if held is not None:

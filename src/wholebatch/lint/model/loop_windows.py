@@ -498,7 +498,9 @@ def steps_after(window: LoopWindow) -> list[Event]:
 
 
 def _over_optimizers(loop: Loop) -> bool:
-    return loop.iterable is not None and bool(re.search(r"opt(?!ion)", text(loop.iterable), re.I))
+    if loop.iterable is None or is_call(iterated(loop), "range", "trange"):
+        return False  # `range(opt.accum)`: settings can be called `opt` too.
+    return bool(re.search(r"opt(?!ion)", text(loop.iterable), re.I))
 
 
 def _times(args: list[ast.expr]) -> ast.expr | None:

@@ -223,7 +223,8 @@ class _LoopConditions:
             size = self._range_size()
             if size is not None and text(bound) in {f"{size} - 1", size}:
                 return Boundary("last", ast.parse(size, mode="eval").body, expr, 0, inverse)
-            if _LAST_NAME.search(text(bound)):
+            # `if i < resumed % len(loader): continue` is no end.
+            if _LAST_NAME.search(text(bound)) and "%" not in text(bound):
                 return Boundary("last", None, expr, 0, inverse)
         return None
 

@@ -22,7 +22,8 @@ from ..model.loss_origin import Chain
 from ..model.window_boundary import iterated
 from .rule_base import RESCALED, Edit, Report, cleared_last, replaces_one, rule
 
-_SCALING_FACTOR = re.compile(r"scale|accum|norm|inv|ratio|factor|coef|gas|micro|steps", re.I)
+_SCALING_FACTOR = re.compile(r"scale|accum|norm|inv|ratio|factor|gas|micro|steps", re.I)
+_TERM_WEIGHT = re.compile(r"coef", re.I)
 _LOSS_SCALE = re.compile(r"loss_scale|scaler", re.I)
 _SUMS = re.compile(r"reduction\s*=\s*['\"](sum|none)|size_average\s*=\s*False|\.sum\(", re.I)
 _SUMMED = re.compile(
@@ -145,10 +146,15 @@ def _plain(event: Event, file: File) -> bool:
 
 def _undivided(chain: Chain, window: LoopWindow) -> bool | None:
     """True if a way of the loss is a mean that nothing divides, False if not, None if unknown."""
-    if any(window.counts(d) or not (d.unrelated or window.is_own(d)) for d in chain.divisors):
+    outer = [d for d in chain.divisors if not d.elementwise]
+    if any(map(window.counts, chain.divisors)):
+        return False
+    if any(not (d.unrelated or window.is_own(d)) for d in outer):
         return False
     if any(_SCALING_FACTOR.search(f) and not _LOSS_SCALE.search(f) for f in chain.factors):
         return False
+    if any(map(_TERM_WEIGHT.search, chain.factors)):
+        return None
     is_mean = any(window.is_own(d) for d in chain.divisors)
     if chain.base is None or ({"sum", "mean"} & chain.reducers == {"sum"} and not is_mean):
         return False

@@ -140,6 +140,9 @@ def _masked_mean(chain: Chain, window: LoopWindow, file: File) -> ast.AST | None
         return chain.base
     if any(_EXACT.search(d.key) or not d.unrelated for d in others):
         return None
+    # Weighed by a number of its own, such as its share of the tokens.
+    if any(window.resolver.varies(w, window.loop) for w in chain.weights):
+        return None
     if any(_EXACT.search(f) for f in chain.factors):
         return None
     if masks:

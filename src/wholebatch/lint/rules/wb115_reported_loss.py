@@ -56,7 +56,13 @@ def check(file: File) -> Iterator[Report]:
 
 def _bases(window: LoopWindow) -> set[int]:
     chains = [trace(e.argument, e.env, window.resolver) for e in window.of("backward")]
-    return {id(chain.base) for ways in chains for chain in ways if chain.base is not None}
+    bases = [(c.base, c.base_env) for ways in chains for c in ways if c.base is not None]
+    # A setting in the loss, such as the weight of a term, is no loss.
+    return {
+        id(base)
+        for base, env in bases
+        if dotted(base) is None or window.resolver.symbols_in(window.resolver.resolve(base, env))
+    }
 
 
 def _loss_chains(
