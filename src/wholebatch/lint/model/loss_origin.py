@@ -273,7 +273,7 @@ class _Tracer:
         return [replace(chain, base=expr, base_env=env)]
 
     def _sides(self, expr: ast.BinOp, env: Env) -> tuple[ast.expr, ast.expr]:
-        """Return the loss and the factor of a product: a setting that no loop changes is no loss."""
+        """Return the loss and the factor of a product: a setting that never changes is no loss."""
         loss, factor = _loss_side(expr.left, expr.right)
         if not _LOSSY.search(text(loss)) and dotted(loss) is not None:
             changes = [
