@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
 
-from .expressions import dotted, keyword, last_part, positional, text
+from .expressions import dotted, is_call, keyword, last_part, positional, text
 
 
 @dataclass(frozen=True, eq=False)
@@ -297,6 +297,12 @@ def classify(call: ast.Call, env: Env) -> Act | None:
     owner = func.value
     if name == "backward":
         return _backward(call, owner, env)
+    if name == "gradient" and "tape" in last_part(owner):
+        return Act("backward", owner, positional(call, 0), "tape")
+    if name == "apply_gradients" or (name == "apply" and role(owner, env) == "optimizer"):
+        return Act("step", owner)
+    if name == "assign" and is_call(positional(call, 0), "zeros", "zeros_like"):
+        return Act("zero", owner)  # An accumulator of TensorFlow.
     if name == "manual_backward":
         return Act("backward", owner, positional(call, 0), "lightning")
     if name == "training_step" and dotted(owner) == "self":

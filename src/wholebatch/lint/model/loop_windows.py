@@ -31,6 +31,11 @@ _MICRO_NAME = re.compile(r"micro|chunk|split|mini_?batch|sub_?batch|accum", re.I
 _NEAR = 400
 _DEEPSPEED_ACCUMULATES = re.compile(r"gradient_accumulat|\bgas\b", re.I)
 _ACCUMULATES = re.compile(r"\baccumulate\(")
+# TensorFlow's gradients do not add up by themselves.
+_TAPES_ADD = re.compile(
+    r"assign_add\(\s*\w*g|\+=?\s*\w*grad|grad\w*\s*\+|\[(\w+) \+ (\w+)\b[^]\n]* for \1, \2|add_n\("
+)
+_PARTS_OF_BATCH = re.compile(r"//? *[\w.]*batch|ceil\([^()]*/ *[\w.]*batch", re.I)
 _MOVES = ("to", "cuda", "float", "long", "contiguous", "view", "reshape", "flatten")
 _FETCH = {"next", "get_batch", "next_batch", "sample_batch", "get_next_batch"}
 
@@ -366,6 +371,8 @@ def _within(event: Event, loop: Loop, unread: set[Loop]) -> bool:
 
 
 def _decide(window: LoopWindow, inner: list[Event]) -> bool:
+    if any(e.detail == "tape" for e in inner) and not window.facts.mentions(_TAPES_ADD):
+        return False
     if _accelerate(window, inner) or _deepspeed(window, inner):
         return True
     steps = window.of("step")
@@ -476,13 +483,17 @@ def _repeats_micro_batches(window: LoopWindow, args: list[ast.expr]) -> bool:
     times = _times(args)
     if times is None:
         # `for i in range(0, len(batch), micro_batch_size)`: slices of one batch.
-        return len(args) == 3 and bool(_MICRO_NAME.search(text(args[2])))
+        return len(args) == 3 and bool(
+            _MICRO_NAME.search(text(args[2])) or "batch" in text(args[2])
+        )
     count = strip_casts(window.resolver.resolve(times, window.loop.entry))
     window.end_every(count, "nested", None)
     size = number(count)
     if size is not None and size <= 1:
         return False
     if is_accumulation_name(f"{text(count)} {text(times)}") or _MICRO_NAME.search(text(times)):
+        return True
+    if _PARTS_OF_BATCH.search(text(count)):
         return True
     return bool(window.loop.parents) and any(is_call(e.node, *_FETCH) for e in window.events)
 

@@ -139,11 +139,10 @@ def counted(
 
 def is_whole_sum(expr: ast.expr) -> bool:
     """True for `mask.sum()` and `torch.count_nonzero(x)`: a number that the data decide."""
-    if not is_call(expr, "sum", "count_nonzero", "nansum") or not isinstance(
-        expr.func, ast.Attribute
-    ):
+    names = ("sum", "count_nonzero", "nansum", "reduce_sum")
+    if not is_call(expr, *names) or not isinstance(expr.func, ast.Attribute):
         return False
-    of_torch = dotted(expr.func.value) in {"torch", "np", "numpy", "jnp"}
+    of_torch = dotted(expr.func.value) in {"torch", "np", "numpy", "jnp", "tf", "tf.math"}
     return len(expr.args) == of_torch and not expr.keywords
 
 
@@ -292,7 +291,10 @@ class _Tracer:
             return self._each([(_loss_part(d.expr), d.env) for d in returned], chain, depth)
         inner = _loss_inside(expr)
         if inner is not None:
-            chain = replace(chain, reducers=chain.reducers | ({last_part(expr.func)} & _REDUCERS))
+            reduces = last_part(expr.func)
+            if (dotted(expr.func) or "").startswith("tf."):
+                reduces = reduces.removeprefix("reduce_")
+            chain = replace(chain, reducers=chain.reducers | ({reduces} & _REDUCERS))
             return self.follow(inner, env, chain, depth + 1)
         if dotted(expr.func) == "sum" and len(expr.args) == 1:
             return self.follow(expr.args[0], env, chain, depth + 1)

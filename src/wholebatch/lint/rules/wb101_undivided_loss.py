@@ -24,6 +24,15 @@ from .rule_base import RESCALED, Edit, Report, cleared_last, replaces_one, rule
 
 _SCALING_FACTOR = re.compile(r"scale|accum|norm|inv|ratio|factor|gas|micro|steps", re.I)
 _TERM_WEIGHT = re.compile(r"coef", re.I)
+# TensorFlow's functions return a loss for each sample, which a tape adds up.
+_PER_SAMPLE = re.compile(
+    r"[a-z]_?crossentropy$|_with_logits(_v2)?$|(squared|absolute)_error$|^tf\.nn\."
+)
+_SCALES = re.compile(
+    r"(divide|multiply|reduce_(mean|sum)|scale\w*|np\.mean)\(\s*\w*(grad|loss|ac+um|g\b)"
+    r"|average_loss|grad\w* *\*"
+)
+_SHOWN = re.compile(r"print|avg|average|metric|epoch|time|accura|history|len\(", re.I)
 _LOSS_SCALE = re.compile(r"loss_scale|scaler", re.I)
 _SUMS = re.compile(r"reduction\s*=\s*['\"](sum|none)|size_average\s*=\s*False|\.sum\(", re.I)
 _SUMMED = re.compile(
@@ -141,7 +150,22 @@ def _divides_by_count(window: LoopWindow) -> bool:
 def _plain(event: Event, file: File) -> bool:
     if event.detail == "accelerate":
         return file.facts.accelerator_divides is False
+    if event.detail == "tape":
+        return not _divides_gradients(file)
     return event.detail in {"tensor", "native", "fabric", "lightning", "wrapper"}
+
+
+def _divides_gradients(file: File) -> bool:
+    """True if a file divides anything but what it shows; a quotient that nobody keeps is none."""
+    for stmt in walk(file.tree):
+        if isinstance(stmt, (ast.Assign, ast.AugAssign, ast.Return, ast.Expr)) and not (
+            isinstance(stmt, ast.Expr) and isinstance(stmt.value, ast.BinOp)
+        ):
+            divisors = [by for by in map(divisor_of, walk(stmt)) if by is not None]
+            divides = any(number(by) is None for by in divisors) or _SCALES.search(text(stmt))
+            if divides and not _SHOWN.search(text(stmt)):
+                return True
+    return False
 
 
 def _undivided(chain: Chain, window: LoopWindow) -> bool | None:
@@ -166,6 +190,8 @@ def _undivided(chain: Chain, window: LoopWindow) -> bool | None:
         return True
     if call is None:
         return None
+    if _PER_SAMPLE.search(text(call.func)):
+        return False
     if _SUMS.search(spelled) or not _is_mean(call, chain, window):
         return False
     if any(_WHOLE.search(f"{k.arg}={text(k.value)}") for k in call.keywords):

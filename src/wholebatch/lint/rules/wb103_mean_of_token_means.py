@@ -46,6 +46,10 @@ _IGNORED = re.compile(r"-100(?<![\w.]-100)(?![\w.%])")
 _JAX_MASK_COUNT = re.compile(
     r"loss\w*\([^()\n]*\bmask=|/\s*(jnp\.(maximum|clip)\()?\(?(jnp\.sum\(\w*(mask|valid|weights)|\w*(mask|valid|weights)\w*\.sum\(\))"
 )
+# Gradients of JAX that are added up with equal weight: `tree_map(lambda a, g: a + g / k, ...)`.
+_JAX_BY_HAND = re.compile(
+    r"^(?:import|from) jax\b(?s:.*)lambda [\w, ]+: [^\n]*/ *(?:float\()?[\w.]*(?:ac+um|micro)", re.M
+)
 _COLLATES = re.compile(r"collat|dataset|loader", re.I)
 # Numbers of tokens that count, by their names.
 _VALID = re.compile(r"n_?valid|num_valid|valid_tok|(\b|\w_)mask_?(sum|count|total)")
@@ -94,9 +98,11 @@ def check(file: File) -> Iterator[Report]:
 
 def _in_frameworks(file: File) -> Iterator[Report]:
     """Check losses whose means a framework averages with equal weight."""
-    for call in file.facts.made("MultiSteps")[:1]:
+    by_hand = ("value_and_grad", "grad") if file.facts.mentions(_JAX_BY_HAND) else ()
+    for call in file.facts.made("MultiSteps", *by_hand)[:1]:
         behind = (p for c in file.facts.calls for p in file.facts.imported_parts(c))
-        if file.facts.mentions(_JAX_MASK_COUNT) or any(map(_JAX_MASK_COUNT.search, behind)):
+        masked = file.facts.mentions(_JAX_MASK_COUNT) or any(map(_JAX_MASK_COUNT.search, behind))
+        if masked or any(_leaves_out(source, functional=True) for source in _losses(file)):
             yield Report(call, _MESSAGE)
     for methods, framework in framework_steps(file):
         if framework == "Lightning":
@@ -116,6 +122,14 @@ def _in_frameworks(file: File) -> Iterator[Report]:
             or (isinstance(node, ast.expr) and _is_masked_loss(node, method, file))
         ]
         yield from (Report(node, _MESSAGE) for node in found[:1])
+
+
+def _losses(file: File) -> list[str]:
+    """Return the source of the functions that are called a loss, of this file and imported ones."""
+    facts = file.facts
+    names = {dotted(c.func) or "" for c in facts.calls if _CRITERION.search(last_part(c.func))}
+    own = [text(f) for f in facts.every_function if _CRITERION.search(f.name)]
+    return own + [found.text for name in names if (found := facts.imported(name)) is not None]
 
 
 def _is_masked_loss(node: ast.expr, method: ast.AST, file: File) -> bool:
@@ -213,7 +227,8 @@ def _leaves_out(source: str, *, functional: bool) -> bool:
         return True
     env = flat_env(nodes)
     for stmt in (n for n in nodes if isinstance(n, (ast.Assign, ast.AugAssign, ast.Return))):
-        parts = [*walk(stmt)] if stmt.value is not None and _LOSSY.search(text(stmt)) else []
+        is_loss = _LOSSY.search(text(stmt)) or (functional and isinstance(stmt, ast.Return))
+        parts = [*walk(stmt)] if stmt.value is not None and is_loss else []
         divisors = [by for by in map(divisor_of, parts) if by is not None]
         if any(_is_selection_size(e) for by in divisors for e, _ in counted(by, env)):
             return True

@@ -279,6 +279,31 @@ def _averaged(window: LoopWindow, bases: set[int], file: File) -> Iterator[Repor
                     "over the micro-batches of the losses before the division",
                 )
                 return
+        whole = _shown_whole(name, window, function) if chains and not any(scales) else None
+        if whole is not None and None not in scales:
+            yield Report(
+                whole,
+                f"`{name}` adds up the losses of `{window.count_name}` micro-batches and is shown "
+                "as it is: it is that many times too large; divide it by their number",
+            )
+            return
+
+
+def _shown_whole(name: str, window: LoopWindow, function: ast.AST) -> ast.AST | None:
+    """Return where the sum of one window's undivided losses is logged, if nothing divides it."""
+    parents, counts = window.loop.parents, window.counts
+    fresh = all(d.loops == parents for d in window.loop.entry.get(name, ())) and parents
+    divided = any(counts(d) for _, chain in window.chains for d in chain.divisors)
+    scaled = re.compile(rf"(?<![\w.]){re.escape(name)}(\.\w+\(\))? *[*/]")
+    if window.shape != "nested" or not fresh or not divided or scaled.search(text(function)):
+        return None
+    for event in (e for e in window.after if e.kind == "call" and e.loops == parents):
+        call = event.node
+        if isinstance(call, ast.Call) and _is_sink(call):
+            shown = [*call.args, *(k.value for k in call.keywords)]
+            if any(text(value) == name for value, _ in _values(shown, event.env)):
+                return call
+    return None
 
 
 def _scale(chain: Chain, window: LoopWindow) -> int | None:
