@@ -348,6 +348,68 @@ def test_masked_means_that_jax_averages(count: str, by: str, expected: set[str])
 
 
 @pytest.mark.parametrize(
+    ("loss", "expected"),
+    [
+        ("(1 - ratio) * F.l1_loss(model(x), y) + ratio * F.mse_loss(model(x), y)", {"WB101"}),
+        ("F.cross_entropy(head(h[mask]), y[mask].clone()) / accum", {"WB103"}),
+        ("torch.sum(nll * mask.view(-1)) / torch.sum(mask.view(-1), dim=0) / accum", {"WB103"}),
+        ("(torch.eq(labels, labels.T) * nll).mean() / accum", set()),
+        ("F.mse_loss(model(x), y) / opt.accum", set()),
+    ],
+)
+def test_forms_of_losses_in_public_loops(loss: str, expected: set[str]) -> None:
+    source = f"""
+        restarted = -100
+        def train(model, loader, optimizer, ratio, accum, start):
+            for step, (x, y, labels) in enumerate(loader, start=start + 1):
+                nll, h = forward(model, x)
+                mask = (nll != 0).int()
+                loss = {loss}
+                loss.backward()
+                if step % accum == 0:
+                    optimizer.step(lr)
+                    optimizer.zero_grad()
+    """
+    assert codes(source) - {"WB109"} == expected
+
+
+def test_the_loss_of_a_trainer_in_a_part_of_it() -> None:
+    source = """
+        labels[labels == pad] = -100
+        class Distillation:
+            def __init__(self):
+                self.cross_entropy = torch.nn.CrossEntropyLoss()
+            def total(self, logits, labels):
+                return self.cross_entropy(logits.view(-1, 5), labels.view(-1))
+        class Distilling(Trainer):
+            def __init__(self, config):
+                self.parts = Distillation()
+                self.args = TrainingArguments(gradient_accumulation_steps=config.accum)
+            def compute_loss(self, model, inputs):
+                return self.parts.total(model(**inputs).logits, inputs["labels"])
+    """
+    assert codes(source) == {"WB103"}
+
+
+@pytest.mark.parametrize(
+    ("added", "expected"), [("loss.item()", {"WB115"}), ("loss.item() / accum", set())]
+)
+def test_a_sum_of_losses_that_is_shown_as_it_is(added: str, expected: set[str]) -> None:
+    source = f"""
+        for step in range(steps):
+            optimizer.zero_grad()
+            total = 0.0
+            for _ in range(accum):
+                loss = model.compute_loss(next(data))
+                total += {added}
+                (loss / accum).backward()
+            optimizer.step()
+            pbar.set_postfix(loss=f"{{total:.4f}}")
+    """
+    assert codes(source) == expected
+
+
+@pytest.mark.parametrize(
     ("weight", "expected"),
     [
         ("mask.sum() / whole", set()),  # its share of the batch's tokens

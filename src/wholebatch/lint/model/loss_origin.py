@@ -143,7 +143,9 @@ def is_whole_sum(expr: ast.expr) -> bool:
     if not is_call(expr, *names) or not isinstance(expr.func, ast.Attribute):
         return False
     of_torch = dotted(expr.func.value) in {"torch", "np", "numpy", "jnp", "tf", "tf.math"}
-    return len(expr.args) == of_torch and not expr.keywords
+    # `torch.sum(mask.view(-1), dim=0)`
+    flat = re.search(r"view\(-1\)|reshape\(-1\)|flatten\(\)", text(expr))
+    return len(expr.args) == of_torch and (not expr.keywords or flat is not None)
 
 
 class _Tracer:

@@ -22,8 +22,9 @@ from ..model.loss_origin import Chain
 from ..model.window_boundary import iterated
 from .rule_base import RESCALED, Edit, Report, cleared_last, replaces_one, rule
 
-_SCALING_FACTOR = re.compile(r"scale|accum|norm|inv|ratio|factor|gas|micro|steps", re.I)
-_TERM_WEIGHT = re.compile(r"coef", re.I)
+_SCALING_FACTOR = re.compile(r"scale|accum|norm|inv|factor|gas|micro|steps", re.I)
+# Weights of a term beside others: `(1 - ratio) * a + ratio * b` says nothing about the number.
+_TERM_WEIGHT = re.compile(r"coef|(?<!1 - )(?<![\w.])[\w.]*ratio", re.I)
 # TensorFlow's functions return a loss for each sample, which a tape adds up.
 _PER_SAMPLE = re.compile(
     r"[a-z]_?crossentropy$|_with_logits(_v2)?$|(squared|absolute)_error$|^tf\.nn\."

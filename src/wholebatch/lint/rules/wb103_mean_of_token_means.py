@@ -241,7 +241,7 @@ def _leaves_out(source: str, *, functional: bool) -> bool:
 def _ignores_by_default(call: ast.Call, file: File) -> bool:
     """True for a cross-entropy with its default ignore_index, -100, in a file that uses it."""
     known = last_part(call.func) in {"cross_entropy", "nll_loss", "CrossEntropyLoss", "NLLLoss"}
-    if not known or keyword(call, "ignore_index") is not None or keyword(call, "reduction"):
+    if not known or keyword(call, "ignore_index") is not None or not _is_mean(call):
         return False
     return file.facts.mentions(_IGNORED)
 
@@ -270,6 +270,8 @@ def _selects(call: ast.Call, chain: Chain) -> bool:
 def _is_selection(expr: ast.expr, chain: Chain) -> bool:
     for _ in range(6):
         expr = unmoved(expr)
+        if isinstance(expr, ast.Call):  # `head(features[mask])`, `labels[mask].clone()`
+            expr = expr.args[0] if expr.args else getattr(expr.func, "value", expr)
         made = chain.base_env.get(dotted(expr) or "", ())
         if len(made) != 1:
             break
@@ -296,6 +298,8 @@ def _is_mean(call: ast.Call) -> bool:
 
 
 def _is_language_model(call: ast.Call, file: File) -> bool:
+    if (dotted(call.func) or "").startswith(("torch.", "np.", "jnp.", "tf.")):
+        return False  # An operation on labels is no model.
     handed = any("label" in text(a) for a in (*call.args, *call.keywords))
     if not (re.search(r"model|net|lm\b", text(call.func), re.I) or handed):
         return False
