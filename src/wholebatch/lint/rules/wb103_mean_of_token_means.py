@@ -38,6 +38,8 @@ _MASKED_LABELS = re.compile(
     r"(?<![\w.])-100(?![\w.%])|masked_lm_labels|Loss\(\)\.ignore_index|(label|target)s?\w*\[[^\]\n]*\]\s*=\s*-1\b"
     r"|label\w*['\"\]]*(\.(extend|append)\(|\s*=)[ (\[]*-1\]?\s*[*)]"
 )
+# A model that leaves out labels itself, not one whose page speaks of -100.
+_MASKS_ITSELF = re.compile(r"(full\w*\([^\n]*, |label\w*\[[^\n]*\] = |value=)-100\b")
 # Sequences that are joined to full length: a collator has nothing to pad.
 _PACKED = re.compile(r"packing\s*=\s*True|group_texts|ConstantLengthDataset")
 # Models with a label or two for each sample: nothing is left out of their mean.
@@ -310,6 +312,8 @@ def _is_language_model(call: ast.Call, file: File) -> bool:
     elif file.facts.mentions(_ONE_LABEL):
         return False
     if file.facts.mentions(_MASKED_LABELS):
+        return True
+    if _MASKS_ITSELF.search(file.facts.behind(text(call.func))):
         return True
     collators = [c for c in file.facts.calls if _COLLATES.search(last_part(c.func))]
     parts = (part for c in collators for part in file.facts.imported_parts(c))
