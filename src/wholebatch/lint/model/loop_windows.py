@@ -305,6 +305,8 @@ class File:
         stopped = r"([\w.]+?)(?:\.eval\(\))?\.requires_grad_\(False\)"
         lines = [n for n in self.facts.source.split("\n") if "requires_grad_(False)" in n]
         frozen = {name for line in lines for name in re.findall(stopped, line)}
+        evaluated = re.findall(r"([\w.]+)\.eval\(\)", self.facts.source)
+        frozen |= {*evaluated} - {*re.findall(r"([\w.]+)\.train\(", self.facts.source)}
         return [
             call
             for name, values in self.facts.assigned.items()
@@ -430,7 +432,9 @@ def _boundary(window: LoopWindow, steps: list[Event], inner: list[Event]) -> boo
         return False
     # Another step on every micro-batch: several optimizers, or a loop we do not understand.
     # But `if accum == 1: step() elif boundary: step()` is one optimizer with two spellings.
-    others = [e for e in steps if e not in ends and window.when(e) in {"always", "inside"}]
+    if any(window.when(e) == "inside" for e in steps):
+        return False  # Two optimizers in turn.
+    others = [e for e in steps if e not in ends and window.when(e) == "always"]
     others = [e for e in others if not all(e.excludes(end) for end in ends)]
     return all(
         any(window.every_key in text(guard.expr) for guard in e.guards(window.loop)) for e in others

@@ -178,7 +178,9 @@ def _undivided(chain: Chain, window: LoopWindow) -> bool | None:
         return False
     if any(_SCALING_FACTOR.search(f) and not _LOSS_SCALE.search(f) for f in chain.factors):
         return False
-    if any(map(_TERM_WEIGHT.search, chain.factors)):
+    # Or the share of the micro-batch itself.
+    weighed = any(window.resolver.varies(w, window.loop) for w in chain.weights)
+    if weighed or any(map(_TERM_WEIGHT.search, chain.factors)):
         return None
     is_mean = any(window.is_own(d) for d in chain.divisors)
     if chain.base is None or ({"sum", "mean"} & chain.reducers == {"sum"} and not is_mean):

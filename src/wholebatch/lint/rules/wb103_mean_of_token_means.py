@@ -266,14 +266,21 @@ def _selects(call: ast.Call, chain: Chain) -> bool:
     """True for a mean loss over a masked selection: `criterion(logits[mask], labels[mask])`."""
     if not _CRITERION.search(text(call.func)) or keyword(call, "reduction") is not None:
         return False
-    return len(call.args) > 1 and all(_is_selection(a, chain) for a in call.args[:2])
+    if len(call.args) < 2 or not _is_selection(call.args[1], chain):
+        return False
+    return _is_selection(call.args[0], chain, through=True)
 
 
-def _is_selection(expr: ast.expr, chain: Chain) -> bool:
+def _is_selection(expr: ast.expr, chain: Chain, *, through: bool = False) -> bool:
+    """True for `labels[mask]`, also copied; `through` a head: `head(features[mask])`."""
     for _ in range(6):
         expr = unmoved(expr)
-        if isinstance(expr, ast.Call):  # `head(features[mask])`, `labels[mask].clone()`
-            expr = expr.args[0] if expr.args else getattr(expr.func, "value", expr)
+        if isinstance(expr, ast.Call):
+            known = through or (dotted(expr.func) or "").startswith("torch.")
+            if known and expr.args:
+                expr = expr.args[0]
+            elif is_call(expr, "clone") and isinstance(expr.func, ast.Attribute):
+                expr = expr.func.value
         made = chain.base_env.get(dotted(expr) or "", ())
         if len(made) != 1:
             break

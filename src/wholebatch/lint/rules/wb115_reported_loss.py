@@ -27,6 +27,7 @@ _MATH = re.compile(r"log_(softmax|prob|sigmoid|every|likelihood|sum)\w*|\w*softm
 _BAR = re.compile(r"p_?bar|prog(ress)?_?bar|progress", re.I)
 _LOSS = re.compile(r"loss|nll|ppl|perplex|err|(?<![a-z])(ce|mse|kl)(?![a-z])", re.I)
 _LENGTH = re.compile(r"len\([\w.]*(loader|iterator|batches|dl|ld)\)")
+_NO_NUMBER = re.compile(r"isnan|isinf|not (math|torch|np)\.isfinite")
 _LAST = (
     "reported loss is that of the last micro-batch, not of the window: log the mean over its "
     "micro-batches"
@@ -139,6 +140,9 @@ def _shown(window: LoopWindow) -> Iterator[tuple[Event, list[ast.expr]]]:
     """Yield what is logged, and the numbers that the function returns to its caller."""
     after = [e for e in window.after if e.loops == window.loop.parents and _is_inner(window)]
     for event in (*window.events, *after):
+        # A warning about a loss that is no number.
+        if any(_NO_NUMBER.search(g.key[0]) and g.positive for g in event.guards(window.loop)):
+            continue
         # An inner loop (an evaluation, say) has losses of its own.
         if event.loops[-1:] not in {(window.loop,), window.loop.parents[-1:]}:
             continue
