@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from ..model import Event, File, LoopWindow
-from ..model.events import Env
+from ..model.events import Def, Env
 from ..model.expressions import dotted, is_binary, is_call, last_part, number, text, walk
 from ..model.file_facts import flat_env
 from ..model.loss_origin import Chain, counted, trace
@@ -105,7 +105,7 @@ def _argument(event: Event) -> str:
 def _logged(window: LoopWindow, bases: set[int], file: File) -> Iterator[Report]:
     reported: set[str] = set()
     for event, shown in _shown(window) if bases else ():
-        for value, env in _values(shown, event.env):
+        for value, env in _values(shown, event.env, window.resolver.returns):
             words = _wrong(_loss_chains(value, env, window, bases), event, window)
             if words and words not in reported:
                 reported.add(words)
@@ -193,8 +193,10 @@ def _is_sink(call: ast.Call) -> bool:
     return bool(_WRITER.search(owner))
 
 
-def _values(shown: list[ast.expr], env: Env) -> Iterator[tuple[ast.expr, Env]]:
-    """Yield the values that are shown: through f-strings, dictionaries and `%`."""
+def _values(
+    shown: list[ast.expr], env: Env, returns: Mapping[int, list[Def]] | None = None
+) -> Iterator[tuple[ast.expr, Env]]:
+    """Yield the values that are shown: through f-strings, dictionaries, `%` and helpers."""
     todo = [(a, env, 0) for a in shown]
     while todo:
         expr, where, depth = todo.pop(0)
@@ -207,6 +209,12 @@ def _values(shown: list[ast.expr], env: Env) -> Iterator[tuple[ast.expr, Env]]:
             inner = [(d.expr, d.env) for d in (*held, *slots)]
         else:
             inner = [(part, where) for part in _values_inside(expr)]
+            given = [d for m in made for d in (returns or {}).get(id(m.expr), ())]
+            held_there = len(given) == 1 and (
+                isinstance(given[0].expr, (ast.Dict, ast.Name)) or is_call(given[0].expr, "dict")
+            )
+            if len(made) == 1 and held_there:  # `status = train_micro_batch(x)`
+                inner = [(given[0].expr, given[0].env)]
         if not inner:
             yield expr, where
         todo += [(*part, depth + 1) for part in inner if depth < 5]
