@@ -373,6 +373,60 @@ def test_forms_of_losses_in_public_loops(loss: str, expected: set[str]) -> None:
     assert codes(source) - {"WB109"} == expected
 
 
+def test_two_optimizers_in_turn_are_no_window() -> None:
+    source = """
+        for step, x in enumerate(loader):
+            losses = criterion(model(x))
+            if step % 2 == 0:
+                opt_ae.zero_grad()
+                losses["ae"].backward()
+                opt_ae.step()
+            else:
+                opt_disc.zero_grad()
+                losses["disc"].backward()
+                opt_disc.step()
+    """
+    assert codes(source) == set()
+
+
+@pytest.mark.parametrize(("mode", "expected"), [("eval", set()), ("train", {"WB113"})])
+def test_batchnorm_in_eval_mode_is_frozen(mode: str, expected: set[str], tmp_path: Path) -> None:
+    (tmp_path / "nets.py").write_text(
+        "from torch import nn\nclass Net(nn.Module):\n"
+        "    def __init__(self):\n        self.norm = nn.BatchNorm2d(3)\n"
+    )
+    source = f"""
+        from nets import Net
+        normal_net = Net()
+        normal_net.{mode}()
+        for step in range(steps):
+            for _ in range(accum):
+                (F.mse_loss(model(next(data)), normal_net(x)) / accum).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    """
+    file = tmp_path / "train.py"
+    file.write_text(textwrap.dedent(source))
+    assert {f.code for f in lint_paths([str(file)])} == expected
+
+
+def test_the_last_losses_of_a_helper() -> None:
+    source = """
+        def micro(x, share):
+            loss = F.mse_loss(model(x), x) * share
+            loss.backward()
+            return dict(loss=loss.item())
+        for batch in loader:
+            optimizer.zero_grad()
+            for i in range(0, len(batch), micro_batch_size):
+                part = batch[i : i + micro_batch_size]
+                status = micro(part, part.shape[0] / len(batch))
+            optimizer.step()
+            tracker.log(status)
+    """
+    assert codes(source) == {"WB115"}
+
+
 def test_the_loss_of_a_trainer_in_a_part_of_it() -> None:
     source = """
         labels[labels == pad] = -100
