@@ -133,6 +133,17 @@ LOOPS = {
         """,
     ),
     "WB104": (
+        # Gradients of an earlier use, and micro-batches that the end of an epoch leaves over.
+        """
+                net(batches[0]).backward()
+                for epoch in (batches[: accum + 1], batches[accum:]):
+                    for i, (x, y) in enumerate(epoch):
+                        optimizer.zero_grad()
+                        loss = F.cross_entropy(model(x), y) / accum
+                        loss.backward()
+                        if (i + 1) % accum == 0:
+                            optimizer.step()
+        """,
         """
                 for i, (x, y) in enumerate(batches):
                     optimizer.zero_grad()
@@ -546,6 +557,23 @@ def test_an_unsafe_fix_needs_to_be_asked_for(tmp_path: Path) -> None:
     assert file.read_text() == source
     main([str(file), "--fix", "--unsafe-fixes"])
     assert file.read_text() != source
+
+
+def test_clearing_in_a_helper_is_not_moved_safely() -> None:
+    loop = """
+        def update(i, x, y):
+            optimizer.zero_grad()
+            (F.cross_entropy(model(x), y) / accum).backward()
+            if (i + 1) % accum == 0:
+                optimizer.step()
+        for i, (x, y) in enumerate(batches):
+            update(i, x, y)
+    """
+    source, settings = textwrap.dedent(loop), Settings(select=("WB104",))
+    assert fix_text(source, settings) == (source, 0)  # It may have other callers.
+    fixed, count = fix_text(source, settings, unsafe=True)
+    assert count == 1
+    assert _distance(_trained(fixed), _whole(clip=False, schedule=False)) <= 1e-12
 
 
 def test_a_diff_changes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

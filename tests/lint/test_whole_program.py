@@ -261,13 +261,14 @@ def test_a_schedule_as_long_as_the_clock(length: str, expected: set[str]) -> Non
 @pytest.mark.parametrize(
     ("total", "every", "expected"),
     [
-        ("total = [a + g for a, g in zip(total, found)]", "(step + 1) % n_accum == 0", {"WB003"}),
-        ("total = [a + g for a, g in zip(total, found)]", "step % 4 == 3", {"WB003"}),
-        ("for s, g in zip(total, found): s.assign_add(g)", "not (step + 1) % k", {"WB003"}),
-        ("total = found", "step % n_critic == 0", set()),  # a second network's turn
+        ("total = [a + g for a, g in zip(total, found)]", "(step + 1) % n_accum == 0", "101 109"),
+        ("total = [a + g / k for a, g in zip(total, found)]", "(step + 1) % k == 0", "109"),
+        ("total = [a + g for a, g in zip(total, found)]", "step % 4 == 0", "101 109 110"),
+        ("for s, g in zip(total, found): s.assign_add(g)", "not (step + 1) % k", "101 109"),
+        ("total = found", "step % n_critic == 0", ""),  # a second network's turn
     ],
 )
-def test_a_tape_that_accumulates_is_noted(total: str, every: str, expected: set[str]) -> None:
+def test_a_tape_that_accumulates_is_read(total: str, every: str, expected: str) -> None:
     source = f"""
         import tensorflow as tf
         for step, (x, y) in enumerate(data):
@@ -277,6 +278,209 @@ def test_a_tape_that_accumulates_is_noted(total: str, every: str, expected: set[
             {total}
             if {every}:
                 optimizer.apply_gradients(zip(total, weights))
+    """
+    assert codes(source) - {"WB003"} == {f"WB{code}" for code in expected.split()}
+
+
+@pytest.mark.parametrize(
+    ("divided", "expected"),
+    [
+        ("", {"WB101", "WB113"}),
+        ("self.total[i] / self.k", {"WB101", "WB113"}),  # a quotient that nobody keeps
+        ("self.total[i].assign(self.total[i] / self.k)", {"WB113"}),
+    ],
+)
+def test_a_keras_model_that_accumulates_is_read(divided: str, expected: set[str]) -> None:
+    source = f"""
+        import tensorflow as tf
+        class Accumulating(tf.keras.Model):
+            def __init__(self, k, *args, **kwargs):
+                super().__init__(*args, **kwargs)
+                self.k = tf.constant(k)
+                self.count = tf.Variable(0, trainable=False)
+                self.total = [tf.Variable(tf.zeros_like(v)) for v in self.trainable_variables]
+            def train_step(self, data):
+                self.count.assign_add(1)
+                x, y = data
+                with tf.GradientTape() as tape:
+                    loss = self.compiled_loss(y, self(x, training=True))
+                for i, grad in enumerate(tape.gradient(loss, self.trainable_variables)):
+                    self.total[i].assign_add(grad)
+                tf.cond(tf.equal(self.count, self.k), self.update, lambda: None)
+            def update(self):
+                for i in range(len(self.total)):
+                    {divided or "pass"}
+                self.optimizer.apply_gradients(zip(self.total, self.trainable_variables))
+                self.count.assign(0)
+        layers = [tf.keras.layers.BatchNormalization()]
+    """
+    assert codes(source) - {"WB003"} == expected
+
+
+@pytest.mark.parametrize(
+    ("count", "by", "expected"),
+    [
+        ("jnp.sum(mask)", "accum_steps", {"WB103"}),
+        ("labels.shape[0]", "accum_steps", set()),
+        ("jnp.sum(mask)", "total_tokens", set()),
+    ],
+)
+def test_masked_means_that_jax_averages(count: str, by: str, expected: set[str]) -> None:
+    source = f"""
+        import jax
+        import jax.numpy as jnp
+        import optax
+        def loss_of(params, x, labels):
+            mask = labels != 0
+            number = {count}
+            return -jnp.sum(apply(params, x) * mask) / number
+        def train(params, state, batches, accum_steps, total_tokens):
+            grads_accum = zeros(params)
+            for step, (x, labels) in enumerate(batches):
+                grads = jax.value_and_grad(loss_of)(params, x, labels)[1]
+                grads_accum = jax.tree_util.tree_map(
+                    lambda a, g: a + g / {by}, grads_accum, grads)
+                if (step + 1) % accum_steps == 0:
+                    updates, state = optimizer.update(grads_accum, state)
+                    params = optax.apply_updates(params, updates)
+    """
+    assert codes(source) - {"WB003"} == expected
+
+
+@pytest.mark.parametrize(
+    ("loss", "expected"),
+    [
+        ("(1 - ratio) * F.l1_loss(model(x), y) + ratio * F.mse_loss(model(x), y)", {"WB101"}),
+        ("F.cross_entropy(head(h[mask]), y[mask].clone()) / accum", {"WB103"}),
+        ("torch.sum(nll * mask.view(-1)) / torch.sum(mask.view(-1), dim=0) / accum", {"WB103"}),
+        ("(torch.eq(labels, labels.T) * nll).mean() / accum", set()),
+        ("F.mse_loss(model(x), y) / opt.accum", set()),
+    ],
+)
+def test_forms_of_losses_in_public_loops(loss: str, expected: set[str]) -> None:
+    source = f"""
+        restarted = -100
+        def train(model, loader, optimizer, ratio, accum, start):
+            for step, (x, y, labels) in enumerate(loader, start=start + 1):
+                nll, h = forward(model, x)
+                mask = (nll != 0).int()
+                loss = {loss}
+                loss.backward()
+                if step % accum == 0:
+                    optimizer.step(lr)
+                    optimizer.zero_grad()
+    """
+    assert codes(source) - {"WB109"} == expected
+
+
+def test_two_optimizers_in_turn_are_no_window() -> None:
+    source = """
+        for step, x in enumerate(loader):
+            losses = criterion(model(x))
+            if step % 2 == 0:
+                opt_ae.zero_grad()
+                losses["ae"].backward()
+                opt_ae.step()
+            else:
+                opt_disc.zero_grad()
+                losses["disc"].backward()
+                opt_disc.step()
+    """
+    assert codes(source) == set()
+
+
+@pytest.mark.parametrize(("mode", "expected"), [("eval", set()), ("train", {"WB113"})])
+def test_batchnorm_in_eval_mode_is_frozen(mode: str, expected: set[str], tmp_path: Path) -> None:
+    (tmp_path / "nets.py").write_text(
+        "from torch import nn\nclass Net(nn.Module):\n"
+        "    def __init__(self):\n        self.norm = nn.BatchNorm2d(3)\n"
+    )
+    source = f"""
+        from nets import Net
+        normal_net = Net()
+        normal_net.{mode}()
+        for step in range(steps):
+            for _ in range(accum):
+                (F.mse_loss(model(next(data)), normal_net(x)) / accum).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    """
+    file = tmp_path / "train.py"
+    file.write_text(textwrap.dedent(source))
+    assert {f.code for f in lint_paths([str(file)])} == expected
+
+
+def test_the_last_losses_of_a_helper() -> None:
+    source = """
+        def micro(x, share):
+            loss = F.mse_loss(model(x), x) * share
+            loss.backward()
+            return dict(loss=loss.item())
+        for batch in loader:
+            optimizer.zero_grad()
+            for i in range(0, len(batch), micro_batch_size):
+                part = batch[i : i + micro_batch_size]
+                status = micro(part, part.shape[0] / len(batch))
+            optimizer.step()
+            tracker.log(status)
+    """
+    assert codes(source) == {"WB115"}
+
+
+def test_the_loss_of_a_trainer_in_a_part_of_it() -> None:
+    source = """
+        labels[labels == pad] = -100
+        class Distillation:
+            def __init__(self):
+                self.cross_entropy = torch.nn.CrossEntropyLoss()
+            def total(self, logits, labels):
+                return self.cross_entropy(logits.view(-1, 5), labels.view(-1))
+        class Distilling(Trainer):
+            def __init__(self, config):
+                self.parts = Distillation()
+                self.args = TrainingArguments(gradient_accumulation_steps=config.accum)
+            def compute_loss(self, model, inputs):
+                return self.parts.total(model(**inputs).logits, inputs["labels"])
+    """
+    assert codes(source) == {"WB103"}
+
+
+@pytest.mark.parametrize(
+    ("added", "expected"), [("loss.item()", {"WB115"}), ("loss.item() / accum", set())]
+)
+def test_a_sum_of_losses_that_is_shown_as_it_is(added: str, expected: set[str]) -> None:
+    source = f"""
+        for step in range(steps):
+            optimizer.zero_grad()
+            total = 0.0
+            for _ in range(accum):
+                loss = model.compute_loss(next(data))
+                total += {added}
+                (loss / accum).backward()
+            optimizer.step()
+            pbar.set_postfix(loss=f"{{total:.4f}}")
+    """
+    assert codes(source) == expected
+
+
+@pytest.mark.parametrize(
+    ("weight", "expected"),
+    [
+        ("mask.sum() / whole", set()),  # its share of the batch's tokens
+        ("0.5", {"WB103"}),
+    ],
+)
+def test_a_mean_that_is_weighed_by_its_tokens(weight: str, expected: set[str]) -> None:
+    source = f"""
+        def masked(losses, mask):
+            return (losses * mask).sum() / mask.sum().clamp_min(1.0)
+        for batch in loader:
+            optimizer.zero_grad()
+            for lo in range(0, len(batch), micro_batch_size):
+                losses, mask = forward(model, batch[lo : lo + micro_batch_size])
+                share = {weight}
+                (masked(losses, mask) * share).backward()
+            optimizer.step()
     """
     assert codes(source) == expected
 

@@ -499,7 +499,7 @@ def modules_in_sight() -> list[nn.Module]:
             elif isinstance(value, (list, tuple, dict)):
                 inner += [one for _, one in _children(value)] if len(value) <= _ITEMS else []
             elif not isinstance(value, nn.Module) and _is_own_object(value):
-                inner += _fields(value).values()
+                inner += fields_of(value).values()
         waiting = inner
     return [value for value in seen.values() if isinstance(value, nn.Module)]
 

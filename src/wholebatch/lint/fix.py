@@ -181,9 +181,7 @@ class _Rewriter(cst.CSTTransformer):
         if not edits:
             return updated
         assert isinstance(updated, cst.BaseStatement)
-        if len(getattr(original, "body", ())) != 1 and isinstance(
-            original, cst.SimpleStatementLine
-        ):
+        if isinstance(original, cst.SimpleStatementLine) and len(original.body) != 1:
             return updated  # `a(); b()` on one line: not certain enough.
         lines: list[cst.BaseStatement] = [updated]
         for edit in edits:

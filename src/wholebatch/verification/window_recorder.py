@@ -36,9 +36,9 @@ from wholebatch.core.forward_state import capture_random, same_random
 from wholebatch.core.splitting.samples import flatten
 from wholebatch.coupled.loss_graph import (
     LossTerm,
-    is_normalised,
     linked_samples,
     loss_terms,
+    normalised_over_samples,
     saved_by,
 )
 from wholebatch.verification.observed_window import places_of
@@ -587,7 +587,7 @@ class WindowRecorder:
         if not units or roots[0].numel() != 1:
             return False
         try:
-            if is_normalised(roots[0], self._outputs):
+            if normalised_over_samples(roots[0], self._outputs, 0.0):
                 # Of texts it may be normalised within a group that stays together (GRPO).
                 given = [tensor for call in self._calls for tensor in call.given]
                 if not any(t.dim() > 1 and not t.is_floating_point() for t in given):

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
 
-from .expressions import dotted, keyword, last_part, positional, text
+from .expressions import dotted, is_call, keyword, last_part, positional, text
 
 
 @dataclass(frozen=True, eq=False)
@@ -288,6 +288,8 @@ def classify(call: ast.Call, env: Env) -> Act | None:
         return None if _only_measures(call) else Act("clip", owner, detail=name)
     if name.strip("_") == "optimizer_step":
         return Act("step", positional(call, 0), detail="xla")
+    if name.endswith("_unscale_"):  # torch's own, by hand.
+        return Act("unscale", positional(call, 0))
     if isinstance(func, ast.Name):
         return _plain_call(call, func, env)
     if not isinstance(func, ast.Attribute):
@@ -295,6 +297,12 @@ def classify(call: ast.Call, env: Env) -> Act | None:
     owner = func.value
     if name == "backward":
         return _backward(call, owner, env)
+    if name == "gradient" and "tape" in last_part(owner):
+        return Act("backward", owner, positional(call, 0), "tape")
+    if name == "apply_gradients" or (name == "apply" and role(owner, env) == "optimizer"):
+        return Act("step", owner)
+    if name == "assign" and is_call(positional(call, 0), "zeros", "zeros_like"):
+        return Act("zero", owner)  # An accumulator of TensorFlow.
     if name == "manual_backward":
         return Act("backward", owner, positional(call, 0), "lightning")
     if name == "training_step" and dotted(owner) == "self":
@@ -368,7 +376,11 @@ def _step(call: ast.Call, owner: ast.expr, env: Env) -> Act | None:
         return Act("step", positional(call, 0), detail="scaler")
     if kind == "optimizer":
         closure = positional(call, 0) or keyword(call, "closure")
-        return Act("step", owner, detail="closure" if closure is not None else "")
+        # Not the rate of `optimizer.step(lr)`.
+        calls = closure is not None and not re.search(
+            r"(^|_)lr($|_)|rate|epoch|^[\d.]+$", text(closure)
+        )
+        return Act("step", owner, detail="closure" if calls else "")
     # A wrapper that is handed the optimizer: `amp.step(model, optimizer)`.
     held = next((a for a in call.args if role(a, env) == "optimizer"), None)
     if held is not None:

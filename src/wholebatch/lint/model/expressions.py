@@ -210,5 +210,7 @@ def assigned_names(body: Sequence[ast.stmt]) -> set[str]:
             found.update(_targets(node.target))
         elif isinstance(node, ast.withitem) and node.optional_vars is not None:
             found.update(_targets(node.optional_vars))
+        elif isinstance(node, ast.Expr) and is_call(node.value, "assign", "assign_add"):
+            found.update(_targets(getattr(node.value.func, "value", node.value.func)))
         todo += children(node)
     return found

@@ -26,7 +26,7 @@ from .imported_code import Definition, Imports, imported, is_local, visible
 
 _ACTS = {
     "backward", "training_step", "manual_backward", "loss_scaler", "zero_grad", "unscale_",
-    "clip_grad_norm_", "clip_grad_value_", "optimizer_step",
+    "clip_grad_norm_", "clip_grad_value_", "optimizer_step", "apply_gradients", "gradient",
 }  # fmt: skip
 _FSDP = {"FullyShardedDataParallel", "FSDP", "fully_shard", "FSDPStrategy"}
 # A function of another module that acts on the window; one with a loop of its own is read there.

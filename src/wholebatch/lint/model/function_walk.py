@@ -16,6 +16,7 @@ from .expressions import (
     calls_in,
     children,
     dotted,
+    is_call,
     keyword,
     last_part,
     text,
@@ -113,6 +114,8 @@ class Walker:
             changed = getattr(stmt.value, "func", stmt)
             if isinstance(changed, ast.Attribute) and changed.attr in {"mul_", "div_"}:
                 self._bind(changed.value, stmt.value, env, path)
+            elif is_call(stmt.value, "assign", "assign_add") and stmt.value.args:
+                self._assign_variable(stmt.value, changed, env, path)
         elif isinstance(stmt, ast.If):
             return self._if(stmt, env, path, scope)
         elif isinstance(stmt, (ast.For, ast.AsyncFor, ast.While)):
@@ -215,7 +218,7 @@ class Walker:
         loop.carried = scope.changed_by(loop, body)
         # A setting that another method overwrites is unknown, not the literal of `__init__`.
         for name in frozenset().union(*scope.changed.values()) - loop.carried:
-            if all(isinstance(d.expr, ast.Constant) for d in env.get(name, ())):
+            if all(isinstance(d.expr, ast.Constant) and not d.node for d in env.get(name, ())):
                 env.bind(name, (Def(ast.Name(id=name, ctx=ast.Load()), _EMPTY, ()),))
         for name in loop.carried:
             symbol = self.resolver.new_symbol(name, around, "carried", loop, env.get(name, ()))
@@ -257,6 +260,13 @@ class Walker:
                 env.drop(f"{name}[")
             env.bind(name, (Def(expr, before, _loops(path), target),))
 
+    def _assign_variable(self, call: ast.Call, func: ast.AST, env: Env, path: _Path) -> None:
+        """Record `count.assign_add(1)` and `count.assign(0)`, as TensorFlow's counters are kept."""
+        target, value = func.value, call.args[0]  # type: ignore[attr-defined]
+        if last_part(func) == "assign_add":
+            value = ast.copy_location(ast.BinOp(target, ast.Add(), value), call)
+        self._bind(target, value, env, path)
+
     def _calls(self, expr: ast.expr, env: Env, path: _Path, scope: Scope) -> None:
         """Record the calls of an expression; `step() if last else None` is a condition too."""
         if isinstance(expr, ast.IfExp):
@@ -271,6 +281,13 @@ class Walker:
                 path = (*path, Guard(value, env.frozen(), isinstance(expr.op, ast.And)))
             return
         for call in calls_in(expr):
+            if (
+                last_part(call.func) == "cond" and len(call.args) > 1
+            ):  # `tf.cond(last, update, keep)`
+                inner = (*path, Guard(call.args[0], env.frozen(), True))
+                then = call.args[1]
+                then = then.body if isinstance(then, ast.Lambda) else ast.Call(then, [], [])
+                self._calls(ast.copy_location(then, call), env, inner, scope)
             helper, inside = self._helper(call, scope, env), scope
             if helper is None and _loops(path):
                 helper, inside = self._method(call, scope, env)
@@ -504,7 +521,7 @@ def walk_file(tree: ast.Module, facts: Facts) -> Walker:
     walker = Walker(Resolver(), facts)
     env = Env()
     relevant = frozenset(facts.relevant)
-    if not relevant and not facts.called & {"backward", "loss_scaler", *_BACKWARD}:
+    if not relevant and not facts.called & {"apply_gradients", "loss_scaler", *_BACKWARD}:
         return walker
     walker.block(tree.body, env, (), Scope(dict(facts.functions), relevant=relevant))
     # Functions can rely on the module's names that are set once, outside loops.
@@ -559,11 +576,16 @@ def _steps_outside_loops(function: FunctionNode) -> bool:
     todo: list[ast.AST] = list(function.body)
     while todo:
         node = todo.pop()
-        if isinstance(node, (ast.For, ast.AsyncFor, ast.While, ast.ClassDef, ast.Lambda)):
+        if isinstance(node, (ast.For, ast.AsyncFor)):
+            todo.append(node.iter)
             continue
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        if isinstance(node, (ast.While, ast.ClassDef, ast.Lambda, ast.FunctionDef)):
             continue
-        if isinstance(node, ast.Call) and last_part(node.func) in _BACKWARD:
+        if isinstance(node, ast.AsyncFunctionDef):
+            continue
+        if isinstance(node, ast.Call) and (
+            last_part(node.func) in _BACKWARD or (dotted(node.func) or "").endswith("tape.gradient")
+        ):
             return True
         todo += children(node)
     return False

@@ -31,6 +31,11 @@ _MICRO_NAME = re.compile(r"micro|chunk|split|mini_?batch|sub_?batch|accum", re.I
 _NEAR = 400
 _DEEPSPEED_ACCUMULATES = re.compile(r"gradient_accumulat|\bgas\b", re.I)
 _ACCUMULATES = re.compile(r"\baccumulate\(")
+# TensorFlow's gradients do not add up by themselves.
+_TAPES_ADD = re.compile(
+    r"assign_add\(\s*\w*g|\+=?\s*\w*grad|grad\w*\s*\+|\[(\w+) \+ (\w+)\b[^]\n]* for \1, \2|add_n\("
+)
+_PARTS_OF_BATCH = re.compile(r"//? *[\w.]*batch|ceil\([^()]*/ *[\w.]*batch", re.I)
 _MOVES = ("to", "cuda", "float", "long", "contiguous", "view", "reshape", "flatten")
 _FETCH = {"next", "get_batch", "next_batch", "sample_batch", "get_next_batch"}
 
@@ -300,6 +305,8 @@ class File:
         stopped = r"([\w.]+?)(?:\.eval\(\))?\.requires_grad_\(False\)"
         lines = [n for n in self.facts.source.split("\n") if "requires_grad_(False)" in n]
         frozen = {name for line in lines for name in re.findall(stopped, line)}
+        evaluated = re.findall(r"([\w.]+)\.eval\(\)", self.facts.source)
+        frozen |= {*evaluated} - {*re.findall(r"([\w.]+)\.train\(", self.facts.source)}
         return [
             call
             for name, values in self.facts.assigned.items()
@@ -366,6 +373,8 @@ def _within(event: Event, loop: Loop, unread: set[Loop]) -> bool:
 
 
 def _decide(window: LoopWindow, inner: list[Event]) -> bool:
+    if any(e.detail == "tape" for e in inner) and not window.facts.mentions(_TAPES_ADD):
+        return False
     if _accelerate(window, inner) or _deepspeed(window, inner):
         return True
     steps = window.of("step")
@@ -423,7 +432,9 @@ def _boundary(window: LoopWindow, steps: list[Event], inner: list[Event]) -> boo
         return False
     # Another step on every micro-batch: several optimizers, or a loop we do not understand.
     # But `if accum == 1: step() elif boundary: step()` is one optimizer with two spellings.
-    others = [e for e in steps if e not in ends and window.when(e) in {"always", "inside"}]
+    if any(window.when(e) == "inside" for e in steps):
+        return False  # Two optimizers in turn.
+    others = [e for e in steps if e not in ends and window.when(e) == "always"]
     others = [e for e in others if not all(e.excludes(end) for end in ends)]
     return all(
         any(window.every_key in text(guard.expr) for guard in e.guards(window.loop)) for e in others
@@ -476,7 +487,9 @@ def _repeats_micro_batches(window: LoopWindow, args: list[ast.expr]) -> bool:
     times = _times(args)
     if times is None:
         # `for i in range(0, len(batch), micro_batch_size)`: slices of one batch.
-        return len(args) == 3 and (bool(_MICRO_NAME.search(text(args[2]))) or _over_slices(window))
+        step = text(args[2]) if len(args) == 3 else ""
+        named = bool(_MICRO_NAME.search(step)) or "batch" in step
+        return len(args) == 3 and (named or _over_slices(window))
     count = strip_casts(window.resolver.resolve(times, window.loop.entry))
     window.end_every(count, "nested", None)
     size = number(count)
@@ -484,6 +497,8 @@ def _repeats_micro_batches(window: LoopWindow, args: list[ast.expr]) -> bool:
         return False
     names = f"{text(times)} {text(window.loop.target or times)}"
     if is_accumulation_name(f"{text(count)} {names}") or _MICRO_NAME.search(names):
+        return True
+    if _PARTS_OF_BATCH.search(text(count)):
         return True
     if any(d.key == window.every_name for _, chain in window.chains for d in chain.divisors):
         return True  # The loss is divided by the number of rounds.
@@ -517,7 +532,9 @@ def steps_after(window: LoopWindow) -> list[Event]:
 
 
 def _over_optimizers(loop: Loop) -> bool:
-    return loop.iterable is not None and bool(re.search(r"opt(?!ion)", text(loop.iterable), re.I))
+    if loop.iterable is None or is_call(iterated(loop), "range", "trange"):
+        return False  # `range(opt.accum)`: settings can be called `opt` too.
+    return bool(re.search(r"opt(?!ion)", text(loop.iterable), re.I))
 
 
 def _times(args: list[ast.expr]) -> ast.expr | None:

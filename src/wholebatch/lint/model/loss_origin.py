@@ -88,6 +88,7 @@ class Chain:
     base_env: Env = field(default_factory=lambda: Env())
     reducers: frozenset[str] = frozenset()
     weighted: bool = False  # Multiplied by something on the way: one term of a weighted mean.
+    weights: tuple[ast.expr, ...] = ()  # What the reduced loss is multiplied by, resolved.
 
     @property
     def base_call(self) -> ast.Call | None:
@@ -142,12 +143,13 @@ def counted(
 
 def is_whole_sum(expr: ast.expr) -> bool:
     """True for `mask.sum()` and `torch.count_nonzero(x)`: a number that the data decide."""
-    if not is_call(expr, "sum", "count_nonzero", "nansum") or not isinstance(
-        expr.func, ast.Attribute
-    ):
+    names = ("sum", "count_nonzero", "nansum", "reduce_sum")
+    if not is_call(expr, *names) or not isinstance(expr.func, ast.Attribute):
         return False
-    of_torch = dotted(expr.func.value) in {"torch", "np", "numpy", "jnp"}
-    return len(expr.args) == of_torch and not expr.keywords
+    of_torch = dotted(expr.func.value) in {"torch", "np", "numpy", "jnp", "tf", "tf.math"}
+    # `torch.sum(mask.view(-1), dim=0)`
+    flat = re.search(r"view\(-1\)|reshape\(-1\)|flatten\(\)", text(expr))
+    return len(expr.args) == of_torch and (not expr.keywords or flat is not None)
 
 
 class _Tracer:
@@ -284,12 +286,23 @@ class _Tracer:
             chain = self._divided(chain, expr.right, expr, env)
             return self.follow(expr.left, env, chain, depth + 1)
         if isinstance(expr.op, ast.Mult):
-            loss, factor = _loss_side(expr.left, expr.right)
+            loss, factor = self._sides(expr, env)
             chain = replace(self._multiplied(chain, factor, expr, env), weighted=True)
             return self.follow(loss, env, chain, depth + 1)
         if isinstance(expr.op, (ast.Add, ast.Sub)):
             return self._each([(expr.left, env), (expr.right, env)], chain, depth)
         return [replace(chain, base=expr, base_env=env)]
+
+    def _sides(self, expr: ast.BinOp, env: Env) -> tuple[ast.expr, ast.expr]:
+        """Return the loss and the factor of a product: a setting that never changes is no loss."""
+        loss, factor = _loss_side(expr.left, expr.right)
+        if not _LOSSY.search(text(loss)) and dotted(loss) is not None:
+            changes = [
+                self.resolver.symbols_in(self.resolver.resolve(e, env)) for e in (loss, factor)
+            ]
+            if changes[1] and not changes[0]:
+                return factor, loss
+        return loss, factor
 
     def _call(self, expr: ast.Call, env: Env, chain: Chain, depth: int) -> list[Chain]:
         scaled = self._scaled(expr, env, chain)
@@ -300,7 +313,10 @@ class _Tracer:
             return self._each([(_loss_part(d.expr), d.env) for d in returned], chain, depth)
         inner = _loss_inside(expr)
         if inner is not None:
-            chain = replace(chain, reducers=chain.reducers | ({last_part(expr.func)} & _REDUCERS))
+            reduces = last_part(expr.func)
+            if (dotted(expr.func) or "").startswith("tf."):
+                reduces = reduces.removeprefix("reduce_")
+            chain = replace(chain, reducers=chain.reducers | ({reduces} & _REDUCERS))
             return self.follow(inner, env, chain, depth + 1)
         if dotted(expr.func) == "sum" and len(expr.args) == 1:
             return self.follow(expr.args[0], env, chain, depth + 1)
@@ -329,9 +345,12 @@ class _Tracer:
         return replace(chain, divisors=(*chain.divisors, divisor))
 
     def _multiplied(self, chain: Chain, factor: ast.expr, node: ast.AST, env: Env) -> Chain:
-        inverse = _reciprocal(self.resolver.resolve(factor, env))
+        resolved = self.resolver.resolve(factor, env)
+        inverse = _reciprocal(resolved)
         if inverse is not None:
             return self._divided(chain, inverse, node, env)
+        if chain.reducers.isdisjoint({"mean", "sum"}):
+            chain = replace(chain, weights=(*chain.weights, resolved))
         written = text(factor)
         key = written if is_accumulation_name(written) else self.resolver.key(factor, env)
         return replace(chain, factors=(*chain.factors, key))

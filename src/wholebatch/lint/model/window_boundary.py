@@ -101,6 +101,8 @@ class _LoopConditions:
             return self._modulo(expr, 0.0, expr, inverse=True)
         if isinstance(expr, ast.Call) and dotted(expr.func) == "bool" and expr.args:
             return self.boundary(expr.args[0])
+        if is_call(expr, "equal") and len(expr.args) == 2:
+            return self._comparison(ast.Compare(expr.args[0], [ast.Eq()], expr.args[1:]))
         return _framework_boundary(expr)
 
     def _varies(self, expr: ast.expr) -> bool:
@@ -223,7 +225,8 @@ class _LoopConditions:
             size = self._range_size()
             if size is not None and text(bound) in {f"{size} - 1", size}:
                 return Boundary("last", ast.parse(size, mode="eval").body, expr, 0, inverse)
-            if _LAST_NAME.search(text(bound)):
+            # `if i < resumed % len(loader): continue` is no end.
+            if _LAST_NAME.search(text(bound)) and "%" not in text(bound):
                 return Boundary("last", None, expr, 0, inverse)
         return None
 

@@ -22,7 +22,7 @@ from ..model.expressions import (
     text,
     walk,
 )
-from ..model.file_facts import methods_called
+from ..model.file_facts import ClassFacts, methods_called
 from ..model.loop_windows import steps_after
 from ..model.window_boundary import says_accumulating
 
@@ -195,7 +195,24 @@ def framework_steps(file: File) -> Iterator[tuple[list[FunctionNode], str]]:
             )
             names |= dict.fromkeys(n for n in (*called, *forward) if n in owner.methods)
         if names:
-            yield [owner.methods[name] for name in names], framework
+            methods = [owner.methods[name] for name in names]
+            yield [*methods, *_of_parts(methods, owner, file)], framework
+
+
+def _of_parts(methods: list[FunctionNode], owner: ClassFacts, file: File) -> Iterator[FunctionNode]:
+    """Yield the methods of other classes of the file that `self.part.method()` calls."""
+    made = {
+        name: last_part(v.func) for name, v in owner.attributes.items() if isinstance(v, ast.Call)
+    }
+    classes = {c.node.name: c for c in file.facts.classes}
+    for call in (node for method in methods for node in walk(method)):
+        if not isinstance(call, ast.Call):
+            continue
+        held, _, name = (dotted(call.func) or "").rpartition(".")
+        part = classes.get(made.get(held, "")) or classes.get(made.get(f"{held}.{name}", ""))
+        if part is not None and part is not owner:
+            found = part.methods.get(name) or part.methods.get("forward")
+            yield from [found] if found is not None else []
 
 
 def cleared_last(window: LoopWindow) -> Event | None:

@@ -22,7 +22,18 @@ from ..model.loss_origin import Chain
 from ..model.window_boundary import iterated
 from .rule_base import RESCALED, Edit, Report, cleared_last, replaces_one, rule
 
-_SCALING_FACTOR = re.compile(r"scale|accum|norm|inv|ratio|factor|coef|gas|micro|steps", re.I)
+_SCALING_FACTOR = re.compile(r"scale|accum|norm|inv|factor|gas|micro|steps", re.I)
+# Weights of a term beside others: `(1 - ratio) * a + ratio * b` says nothing about the number.
+_TERM_WEIGHT = re.compile(r"coef|(?<!1 - )(?<![\w.])[\w.]*ratio", re.I)
+# TensorFlow's functions return a loss for each sample, which a tape adds up.
+_PER_SAMPLE = re.compile(
+    r"[a-z]_?crossentropy$|_with_logits(_v2)?$|(squared|absolute)_error$|^tf\.nn\."
+)
+_SCALES = re.compile(
+    r"(divide|multiply|reduce_(mean|sum)|scale\w*|np\.mean)\(\s*\w*(grad|loss|ac+um|g\b)"
+    r"|average_loss|grad\w* *\*"
+)
+_SHOWN = re.compile(r"print|avg|average|metric|epoch|time|accura|history|len\(", re.I)
 _LOSS_SCALE = re.compile(r"loss_scale|scaler", re.I)
 _SUMS = re.compile(r"reduction\s*=\s*['\"](sum|none)|size_average\s*=\s*False|\.sum\(", re.I)
 _SUMMED = re.compile(
@@ -140,15 +151,37 @@ def _divides_by_count(window: LoopWindow) -> bool:
 def _plain(event: Event, file: File) -> bool:
     if event.detail == "accelerate":
         return file.facts.accelerator_divides is False
+    if event.detail == "tape":
+        return not _divides_gradients(file)
     return event.detail in {"tensor", "native", "fabric", "lightning", "wrapper"}
+
+
+def _divides_gradients(file: File) -> bool:
+    """True if a file divides anything but what it shows; a quotient that nobody keeps is none."""
+    for stmt in walk(file.tree):
+        if isinstance(stmt, (ast.Assign, ast.AugAssign, ast.Return, ast.Expr)) and not (
+            isinstance(stmt, ast.Expr) and isinstance(stmt.value, ast.BinOp)
+        ):
+            divisors = [by for by in map(divisor_of, walk(stmt)) if by is not None]
+            divides = any(number(by) is None for by in divisors) or _SCALES.search(text(stmt))
+            if divides and not _SHOWN.search(text(stmt)):
+                return True
+    return False
 
 
 def _undivided(chain: Chain, window: LoopWindow) -> bool | None:
     """True if a way of the loss is a mean that nothing divides, False if not, None if unknown."""
-    if any(window.counts(d) or not (d.unrelated or window.is_own(d)) for d in chain.divisors):
+    outer = [d for d in chain.divisors if not d.elementwise]
+    if any(map(window.counts, chain.divisors)):
+        return False
+    if any(not (d.unrelated or window.is_own(d)) for d in outer):
         return False
     if any(_SCALING_FACTOR.search(f) and not _LOSS_SCALE.search(f) for f in chain.factors):
         return False
+    # Or the share of the micro-batch itself.
+    weighed = any(window.resolver.varies(w, window.loop) for w in chain.weights)
+    if weighed or any(map(_TERM_WEIGHT.search, chain.factors)):
+        return None
     is_mean = any(window.is_own(d) for d in chain.divisors)
     if chain.base is None or ({"sum", "mean"} & chain.reducers == {"sum"} and not is_mean):
         return False
@@ -160,6 +193,8 @@ def _undivided(chain: Chain, window: LoopWindow) -> bool | None:
         return True
     if call is None:
         return None
+    if _PER_SAMPLE.search(text(call.func)):
+        return False
     if _SUMS.search(spelled) or not _is_mean(call, chain, window):
         return False
     if any(_WHOLE.search(f"{k.arg}={text(k.value)}") for k in call.keywords):

@@ -48,6 +48,8 @@ def _by_hand(window: LoopWindow, framework: str) -> Iterator[Report]:
             window.ends_window(e) for e in window.of("engine_step") if window.shape == "boundary"
         )
         by = "DeepSpeed" if engine else framework
+        if "scale_wrt_gas=False" in text(event.node):
+            continue  # Told not to divide.
         if by and event.detail != "tensor" and counts and counts[0].node not in seen:
             seen.add(counts[0].node)
             yield Report(

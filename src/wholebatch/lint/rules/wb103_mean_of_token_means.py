@@ -39,6 +39,8 @@ _MASKED_LABELS = re.compile(
     r"(?<![\w.])-100(?![\w.%:])|masked_lm_labels|Loss\(\)\.ignore_index|(label|target)s?\w*\[[^\]\n]*\]\s*=\s*-1\b"
     r"|label\w*['\"\]]*(\.(extend|append)\(|\s*=)[ (\[]*-1(\]?\s*[*)]| for\b)"
 )
+# A model that leaves out labels itself, not one whose page speaks of -100.
+_MASKS_ITSELF = re.compile(r"(full\w*\([^\n]*, |label\w*\[[^\n]*\] = |value=)-100\b")
 # Sequences that are joined to full length: a collator has nothing to pad.
 _PACKED = re.compile(r"packing\s*=\s*True|group_texts|ConstantLengthDataset")
 # Models with a label or two for each sample, or a loss per sample (CTC): a mean over samples.
@@ -51,6 +53,10 @@ _JAX_MASK_COUNT = re.compile(
 )
 # Masks that hide the same number of tokens in every batch.
 _FIXED_NUMBER = re.compile(r"randperm\([^\n]*\)\[: *\w+\]")
+# Gradients of JAX that are added up with equal weight: `tree_map(lambda a, g: a + g / k, ...)`.
+_JAX_BY_HAND = re.compile(
+    r"^(?:import|from) jax\b(?s:.*)lambda [\w, ]+: [^\n]*/ *(?:float\()?[\w.]*(?:ac+um|micro)", re.M
+)
 _COLLATES = re.compile(r"collat|dataset|loader", re.I)
 # Numbers of tokens that count, by their names.
 _VALID = re.compile(r"n_?valid|num_valid|valid_tok|(\b|\w_)mask_?(sum|count|total)")
@@ -101,9 +107,11 @@ def check(file: File) -> Iterator[Report]:
 
 def _in_frameworks(file: File) -> Iterator[Report]:
     """Check losses whose means a framework averages with equal weight."""
-    for call in file.facts.made("MultiSteps")[:1]:
+    by_hand = ("value_and_grad", "grad") if file.facts.mentions(_JAX_BY_HAND) else ()
+    for call in file.facts.made("MultiSteps", *by_hand)[:1]:
         behind = (p for c in file.facts.calls for p in file.facts.imported_parts(c))
-        if file.facts.mentions(_JAX_MASK_COUNT) or any(map(_JAX_MASK_COUNT.search, behind)):
+        masked = file.facts.mentions(_JAX_MASK_COUNT) or any(map(_JAX_MASK_COUNT.search, behind))
+        if masked or any(_leaves_out(source, functional=True) for source in _losses(file)):
             yield Report(call, _MESSAGE)
     for methods, framework in framework_steps(file):
         if framework == "Lightning":
@@ -123,6 +131,14 @@ def _in_frameworks(file: File) -> Iterator[Report]:
             or (isinstance(node, ast.expr) and _is_masked_loss(node, method, file))
         ]
         yield from (Report(node, _MESSAGE) for node in found[:1])
+
+
+def _losses(file: File) -> list[str]:
+    """Return the source of the functions that are called a loss, of this file and imported ones."""
+    facts = file.facts
+    names = {dotted(c.func) or "" for c in facts.calls if _CRITERION.search(last_part(c.func))}
+    own = [text(f) for f in facts.every_function if _CRITERION.search(f.name)]
+    return own + [found.text for name in names if (found := facts.imported(name)) is not None]
 
 
 def _is_masked_loss(node: ast.expr, method: ast.AST, file: File) -> bool:
@@ -146,6 +162,9 @@ def _masked_mean(chain: Chain, window: LoopWindow, file: File) -> ast.AST | None
     if _is_split(chain, window):
         return chain.base
     if any(_EXACT.search(d.key) or not d.unrelated for d in others):
+        return None
+    # Weighed by a number of its own, such as its share of the tokens.
+    if any(window.resolver.varies(w, window.loop) for w in chain.weights):
         return None
     if any(_EXACT.search(f) for f in chain.factors):
         return None
@@ -233,7 +252,8 @@ def _leaves_out(source: str, *, functional: bool) -> bool:
         return True
     env = flat_env(nodes)
     for stmt in (n for n in nodes if isinstance(n, (ast.Assign, ast.AugAssign, ast.Return))):
-        parts = [*walk(stmt)] if stmt.value is not None and _LOSSY.search(text(stmt)) else []
+        is_loss = _LOSSY.search(text(stmt)) or (functional and isinstance(stmt, ast.Return))
+        parts = [*walk(stmt)] if stmt.value is not None and is_loss else []
         divisors = [by for by in map(divisor_of, parts) if by is not None]
         if any(_is_selection_size(e) for by in divisors for e, _ in counted(by, env)):
             return True
@@ -246,7 +266,7 @@ def _leaves_out(source: str, *, functional: bool) -> bool:
 def _ignores_by_default(call: ast.Call, file: File) -> bool:
     """True for a cross-entropy with its default ignore_index, -100, in a file that uses it."""
     known = last_part(call.func) in {"cross_entropy", "nll_loss", "CrossEntropyLoss", "NLLLoss"}
-    if not known or keyword(call, "ignore_index") is not None or keyword(call, "reduction"):
+    if not known or keyword(call, "ignore_index") is not None or not _is_mean(call):
         return False
     return file.facts.mentions(_IGNORED)
 
@@ -269,15 +289,26 @@ def _selects(call: ast.Call, chain: Chain) -> bool:
     """True for a mean loss over a masked selection: `criterion(logits[mask], labels[mask])`."""
     if not _CRITERION.search(text(call.func)) or not _is_mean(call):
         return False
-    return len(call.args) > 1 and all(_is_selection(a, chain.base_env) for a in call.args[:2])
+    env = chain.base_env
+    if len(call.args) < 2 or not _is_selection(call.args[1], env):
+        return False
+    return _is_selection(call.args[0], env, through=True)
 
 
-def _is_selection(expr: ast.expr, env: Env, depth: int = 0) -> bool:
-    """True for `x[mask]`, also where an option alone makes `x` of it."""
+def _is_selection(expr: ast.expr, env: Env, depth: int = 0, *, through: bool = False) -> bool:
+    """True for `labels[mask]`, copied or made under an option; `through` a head too."""
     expr = unmoved(expr)
+    inner: ast.expr | None = None
+    if isinstance(expr, ast.Call):
+        if (through or (dotted(expr.func) or "").startswith("torch.")) and expr.args:
+            inner = expr.args[0]
+        elif is_call(expr, "clone") and isinstance(expr.func, ast.Attribute):
+            inner = expr.func.value
+    if inner is not None:
+        return depth < 6 and _is_selection(inner, env, depth + 1, through=through)
     if not isinstance(expr, ast.Subscript):
         made = env.get(dotted(expr) or "", ()) if depth < 6 else ()
-        return any(_is_selection(d.expr, d.env, depth + 1) for d in made)
+        return any(_is_selection(d.expr, d.env, depth + 1, through=through) for d in made)
     by = [expr.slice, *(d.expr for d in env.get(dotted(expr.slice) or "", ()))]
     return "mask" in (dotted(expr.slice) or "") or any(isinstance(b, ast.Compare) for b in by)
 
@@ -298,6 +329,8 @@ def _is_mean(call: ast.Call) -> bool:
 
 
 def _is_language_model(call: ast.Call, file: File) -> bool:
+    if (dotted(call.func) or "").startswith(("torch.", "np.", "jnp.", "tf.")):
+        return False  # An operation on labels is no model.
     handed = any("label" in text(a) for a in (*call.args, *call.keywords))
     if not (re.search(r"model|net|lm\b", text(call.func), re.I) or handed):
         return False
@@ -308,6 +341,8 @@ def _is_language_model(call: ast.Call, file: File) -> bool:
     elif file.facts.mentions(_ONE_LABEL):
         return False
     if file.facts.mentions(_MASKED_LABELS):
+        return True
+    if _MASKS_ITSELF.search(file.facts.behind(text(call.func))):
         return True
     collators = [c for c in file.facts.calls if _COLLATES.search(last_part(c.func))]
     parts = (part for c in collators for part in file.facts.imported_parts(c))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator
 
 from ..model import Event, File, LoopWindow
+from ..model.expressions import text, walk
 from .rule_base import Edit, Report, is_optimizer_of, is_right, moved, rule, stepped
 
 
@@ -21,6 +23,7 @@ def check(file: File) -> Iterator[Report]:
                     f"`{window.count_name}`: only the last micro-batch counts; clear once, "
                     "after the step",
                     _fix(window, zero, steps) if is_right(window, zero) else (),
+                    unsafe=not _is_beside(zero, window),
                 )
 
 
@@ -43,4 +46,18 @@ def _fix(window: LoopWindow, zero: Event, steps: list[Event]) -> tuple[Edit, ...
     updates = [u for u in window.of("scaler_update") if window.when(u) == "boundary"]
     edits = moved(zero, window, "after", max([steps[0], *updates], key=lambda e: e.order))
     cleared = any(window.when(z) == "boundary" and z.order > steps[0].order for z in zeros)
-    return edits[:1] if cleared else edits
+    kept = edits[:1] if cleared else edits
+    # Gradients from before the loop, or of an earlier epoch, must not enter its first window.
+    spans = window.boundary is not None and window.boundary.spanning and window.loop.parents
+    if not edits or spans or not _is_beside(zero, window) or _clears(window.before):
+        return kept
+    return (*kept, Edit.at("before", window.loop.node, text(zero.stmt)))
+
+
+def _is_beside(zero: Event, window: LoopWindow) -> bool:
+    """True if it stands in the loop itself; a helper may have other callers."""
+    return not window.loop.virtual and any(n is zero.node for n in walk(window.loop.node))
+
+
+def _clears(before: list[Event]) -> bool:
+    return any(e.kind == "zero" and isinstance(e.stmt, ast.Expr) for e in before)

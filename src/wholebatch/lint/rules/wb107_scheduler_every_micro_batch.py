@@ -13,7 +13,8 @@ from .rule_base import Report, moved, rule
 
 # A schedule that is as long as there are micro-batches: `num_training_steps=updates * accum`.
 _COUNTS_MICRO_BATCHES = re.compile(
-    r"(steps|total)\w* \* [\w.]*(accum|gas\b)|(steps_per_epoch|len\([\w.]*loader\w*\))(?! *//?)",
+    r"(steps|total)\w* \* [\w.]*(accum|gas\b)"
+    r"|(steps_per_epoch|len\([\w.]*(loader|dl|batches)\w*\))(?! *//?)",
     re.I,
 )
 _MAX_NAMES = 20

@@ -19,6 +19,8 @@ _KNOWN_MODEL = re.compile(rf"^({_FAMILIES})$")
 _LAYERS = {"BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "LazyBatchNorm2d"}
 _SEGMENTERS = {"Unet", "UnetPlusPlus", "FPN", "DeepLabV3", "DeepLabV3Plus", "Linknet"}
 _KERAS_ACCUMULATES = re.compile(r"optimizers\.\w+\([^)]*gradient_accumulation_steps\s*=")
+_TAPE = re.compile(r"GradientTape")
+_ADDS_GRADIENTS = re.compile(r"\.\w*ac+um\w*\(\w*grad", re.I)
 _FACTORY = re.compile(r"create_(\w+_)?model$")  # Any model, by its name.
 _CHOICE = re.compile(r"\n\s+if [^\n]*(type|name|arch|model)\b[^\n]*==")
 _FROZEN = re.compile(
@@ -31,8 +33,8 @@ _FROZEN = re.compile(
 @rule("BatchNorm under accumulation")
 def check(file: File) -> Iterator[Report]:
     """Yield one report per file, where the layers are created."""
-    if not file.windows and file.facts.mentions(_KERAS_ACCUMULATES):
-        pass  # The optimizer adds up the gradients of its calls.
+    if not file.windows and _keras_accumulates(file):
+        pass  # The optimizer, or a base class, adds up the gradients of its calls.
     elif not any(w.shape != "deepspeed" for w in file.accumulating) and not framework_accumulates(
         file
     ):
@@ -51,12 +53,18 @@ def check(file: File) -> Iterator[Report]:
             return
 
 
+def _keras_accumulates(file: File) -> bool:
+    """True if Keras's optimizer adds up gradients, or a step hands its own to what does."""
+    taped = file.facts.mentions(_TAPE) and file.facts.mentions(_ADDS_GRADIENTS)
+    return taped or file.facts.mentions(_KERAS_ACCUMULATES)
+
+
 def _batchnorm(call: ast.expr, file: File) -> str:
     if not isinstance(call, ast.Call):
         # `norm_class = nn.BatchNorm2d`
         return f"`{last_part(call)}`" if last_part(call) in _LAYERS else ""
     name = last_part(call.func)
-    if name == "BatchNormalization" and file.facts.mentions(_KERAS_ACCUMULATES):
+    if name == "BatchNormalization" and (_keras_accumulates(file) or file.accumulating):
         return "`BatchNormalization`"
     if name in _LAYERS:
         return f"`{name}`"

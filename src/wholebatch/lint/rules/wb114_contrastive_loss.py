@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 
 from ..model import Event, File, LoopWindow
+from ..model.events import MODEL_NAME
 from ..model.expressions import dotted, keyword, last_part, text, walk
 from .rule_base import Report, framework_accumulates, framework_steps, rule
 
@@ -34,7 +35,10 @@ def check(file: File) -> Iterator[Report]:
     windows = file.accumulating
     if not (windows or framework_accumulates(file)):
         return
+    own = {c.node.name: c.node for c in file.facts.classes}
+    built = [own[name] for m in file.models if (name := last_part(m.func)) in own]
     coupled = any(_compares(p) for m in file.models for p in file.facts.imported_parts(m, 2))
+    coupled = coupled or any(_compares(text(node)) for node in built)
     for window in windows:
         losses = {id(chain.base_call) for _, chain in window.chains if coupled}
         for event in window.of("call", "forward"):
@@ -47,6 +51,7 @@ def check(file: File) -> Iterator[Report]:
         calls = [n for m in methods for n in walk(m) if isinstance(n, ast.Call)]
         coupled_calls = [c for c in calls if any(map(_COUPLED_NAME.search, _made(c, file)))]
         coupled_calls += [c for c in calls if _is_coupled_function(c, file)]
+        coupled_calls += [c for c in calls if coupled and MODEL_NAME.match(last_part(c.func))]
         yield from (r for c in coupled_calls[:1] for r in _reports(c, file))
 
 
@@ -75,7 +80,8 @@ def _compares(source: str) -> bool:
     )
     loss = re.search(r"cross_entropy\w*\(|CrossEn(tropyLoss)?\(", source)
     pairs = re.search(r"sim_matrix|similarit|scores\b|logits_per|logits\b", source)
-    return bool(labels and loss and pairs and re.search(r"\bmm\(|matmul\(|@|einsum", source))
+    products = re.search(r"\bmm\(|matmul\(|[\w)\]] *@ *\w|einsum", source)
+    return bool(labels and loss and pairs and products)
 
 
 def _couples(call: ast.Call, event: Event, window: LoopWindow) -> bool:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from ..model import Event, File, LoopWindow
-from ..model.events import Env
+from ..model.events import Def, Env
 from ..model.expressions import dotted, is_binary, is_call, last_part, number, text, walk
 from ..model.file_facts import flat_env
 from ..model.loss_origin import Chain, counted, trace
@@ -28,6 +28,7 @@ _BAR = re.compile(r"p_?bar|prog(ress)?_?bar|progress", re.I)
 _LOSS = re.compile(r"loss|nll|ppl|perplex|err|(?<![a-z])(ce|mse|kl)(?![a-z])", re.I)
 _LENGTH = re.compile(r"len\([\w.]*(loader|iterator|batches|dl|ld)\)")
 _CHECK = re.compile(r"is (not )?None|isinstance\(|isfinite|isnan|isinf")
+_NO_NUMBER = re.compile(r"isnan|isinf|not (math|torch|np)\.isfinite")
 _LAST = (
     "reported loss is that of the last micro-batch, not of the window: log the mean over its "
     "micro-batches"
@@ -57,7 +58,13 @@ def check(file: File) -> Iterator[Report]:
 
 def _bases(window: LoopWindow) -> set[int]:
     chains = [trace(e.argument, e.env, window.resolver) for e in window.of("backward")]
-    return {id(chain.base) for ways in chains for chain in ways if chain.base is not None}
+    bases = [(c.base, c.base_env) for ways in chains for c in ways if c.base is not None]
+    # A setting in the loss, such as the weight of a term, is no loss.
+    return {
+        id(base)
+        for base, env in bases
+        if dotted(base) is None or window.resolver.symbols_in(window.resolver.resolve(base, env))
+    }
 
 
 def _loss_chains(
@@ -101,7 +108,7 @@ def _logged(window: LoopWindow, bases: set[int], file: File) -> Iterator[Report]
     for event, shown in _shown(window) if bases else ():
         values = [
             (value, env, _loss_chains(value, env, window, bases))
-            for value, env in _values(shown, event.env)
+            for value, env in _values(shown, event.env, window.resolver.returns)
         ]
         # Beside the loss itself, the divided one is shown for what it is.
         plain = [ways for *_, ways in values if all(_scale(c, window) == 0 for c in ways)]
@@ -142,6 +149,9 @@ def _shown(window: LoopWindow) -> Iterator[tuple[Event, list[ast.expr]]]:
     """Yield what is logged, and the numbers that the function returns to its caller."""
     after = [e for e in window.after if e.loops == window.loop.parents and _is_inner(window)]
     for event in (*window.events, *after):
+        # A warning about a loss that is no number.
+        if any(_NO_NUMBER.search(g.key[0]) and g.positive for g in event.guards(window.loop)):
+            continue
         # An inner loop (an evaluation, say) has losses of its own.
         if event.loops[-1:] not in {(window.loop,), window.loop.parents[-1:]}:
             continue
@@ -199,8 +209,10 @@ def _is_sink(call: ast.Call) -> bool:
     return bool(_WRITER.search(owner))
 
 
-def _values(shown: list[ast.expr], env: Env) -> Iterator[tuple[ast.expr, Env]]:
-    """Yield the values that are shown: through f-strings, dictionaries and `%`."""
+def _values(
+    shown: list[ast.expr], env: Env, returns: Mapping[int, list[Def]] | None = None
+) -> Iterator[tuple[ast.expr, Env]]:
+    """Yield the values that are shown: through f-strings, dictionaries, `%` and helpers."""
     todo = [(a, env, 0) for a in shown]
     while todo:
         expr, where, depth = todo.pop(0)
@@ -213,6 +225,12 @@ def _values(shown: list[ast.expr], env: Env) -> Iterator[tuple[ast.expr, Env]]:
             inner = [(d.expr, d.env) for d in (*held, *slots)]
         else:
             inner = [(part, where) for part in _values_inside(expr)]
+            given = [d for m in made for d in (returns or {}).get(id(m.expr), ())]
+            held_there = len(given) == 1 and (
+                isinstance(given[0].expr, (ast.Dict, ast.Name)) or is_call(given[0].expr, "dict")
+            )
+            if len(made) == 1 and held_there:  # `status = train_micro_batch(x)`
+                inner = [(given[0].expr, given[0].env)]
         if not inner:
             yield expr, where
         todo += [(*part, depth + 1) for part in inner if depth < 5]
@@ -298,6 +316,31 @@ def _averaged(window: LoopWindow, bases: set[int], file: File) -> Iterator[Repor
                     "over the micro-batches of the losses before the division",
                 )
                 return
+        whole = _shown_whole(name, window, function) if chains and not any(scales) else None
+        if whole is not None and None not in scales:
+            yield Report(
+                whole,
+                f"`{name}` adds up the losses of `{window.count_name}` micro-batches and is shown "
+                "as it is: it is that many times too large; divide it by their number",
+            )
+            return
+
+
+def _shown_whole(name: str, window: LoopWindow, function: ast.AST) -> ast.AST | None:
+    """Return where the sum of one window's undivided losses is logged, if nothing divides it."""
+    parents, counts = window.loop.parents, window.counts
+    fresh = all(d.loops == parents for d in window.loop.entry.get(name, ())) and parents
+    divided = any(counts(d) for _, chain in window.chains for d in chain.divisors)
+    scaled = re.compile(rf"(?<![\w.]){re.escape(name)}(\.\w+\(\))? *[*/]")
+    if window.shape != "nested" or not fresh or not divided or scaled.search(text(function)):
+        return None
+    for event in (e for e in window.after if e.kind == "call" and e.loops == parents):
+        call = event.node
+        if isinstance(call, ast.Call) and _is_sink(call):
+            shown = [*call.args, *(k.value for k in call.keywords)]
+            if any(text(value) == name for value, _ in _values(shown, event.env)):
+                return call
+    return None
 
 
 def _scale(chain: Chain, window: LoopWindow) -> int | None:
