@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
+import pickle
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +21,7 @@ from torch import Tensor, nn
 import wholebatch as wb
 from tests.execute.nets import Micro, Tagger, loss, mean_of_tokens, mode_of, tagged
 from tests.support import Whole, sgd
-from wholebatch.compile import joint_graph, kept_steps, micro_step
+from wholebatch.compile import compile_workers, joint_graph, kept_steps, micro_step
 from wholebatch.compile.code_digest import CodeDigest, Unknown
 from wholebatch.compile.kept_steps import KEEP, entry_of
 from wholebatch.coupled import audit
@@ -80,10 +82,15 @@ def test_a_second_process_neither_traces_nor_tests(counted: Counted, tmp_path: P
     assert (counted.traces, counted.looks) == (1, 1)
     run_once(batch=tagged(6))  # Other samples of the same kind: only the test is made again.
     assert (counted.traces, counted.looks) == (1, 2)
+    weighty = Tagger().double()
+    with torch.no_grad():
+        weighty.norm.weight.mul_(2.0)  # Other weights, too: a test may find other things with them.
+    run_once(weighty)
+    assert (counted.traces, counted.looks) == (1, 3)
     other = Tagger().double()
     other.norm.eps = 1e-3
     run_once(other)
-    assert (counted.traces, counted.looks) == (2, 3)
+    assert (counted.traces, counted.looks) == (2, 4)
 
 
 def test_it_can_be_switched_off(
@@ -122,6 +129,31 @@ def test_five_restarts_with_a_damaged_entry(
             run_once()
         assert counted.traces == 2 + restart
         assert len(caplog.records) == (kind != "removed")
+
+
+class Hostile:
+    def __init__(self, *call: Any) -> None:
+        self._call = call
+
+    def __reduce__(self) -> Any:
+        return self._call
+
+
+def test_no_code_of_an_entry_is_run(
+    counted: Counted, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run_once()
+    [*_, entry] = entries(tmp_path)
+    of_torch = Hostile(compile_workers._of_torch, ("load",))
+    for hostile in (Hostile(os.mkdir, (str(tmp_path / "made"),)), of_torch):
+        content = pickle.dumps(hostile)
+        entry.write_bytes(kept_steps._checksum(entry, content) + content)
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, logger="wholebatch.compile"):
+            assert kept_steps.load(entry) is None
+        assert "is dropped" in caplog.text
+        assert not (tmp_path / "made").exists()
+        assert not entry.exists()
 
 
 def test_a_step_that_computes_something_else_is_dropped(

@@ -467,7 +467,7 @@ def test_a_sum_of_losses_that_is_shown_as_it_is(added: str, expected: set[str]) 
     ("weight", "expected"),
     [
         ("mask.sum() / whole", set()),  # its share of the batch's tokens
-        ("0.5", {"WB103"}),
+        ("0.5", {"WB101", "WB103"}),
     ],
 )
 def test_a_mean_that_is_weighed_by_its_tokens(weight: str, expected: set[str]) -> None:

@@ -102,7 +102,10 @@ _open_sizes: tuple[Any, dict[str, Any]] = None, {}
 
 
 def _of_torch(name: str) -> Any:
-    return getattr(torch, name)
+    found = getattr(torch, name)
+    if not isinstance(found, (torch.dtype, torch.layout, torch.memory_format)):
+        raise pickle.UnpicklingError(f"torch.{name} is not plain data")
+    return found
 
 
 def _operation(namespace: str, name: str, overload: str) -> Any:
