@@ -199,7 +199,7 @@ def convolutions_of(program: PieceProgram) -> dict[str, Any]:
                 answers[_question(name, (images, kernels, *other), more)] = answer
                 if not other:
                     backends[answer] = None
-        return ask(*args, **kwargs)
+        return answers[_question(name, args, kwargs)]
 
     if any(target in _CONVOLUTIONS for target, _, _ in program.operations):
         from torch._subclasses.fake_tensor import FakeTensorMode

@@ -171,28 +171,24 @@ class Runner:
                 return function(self.model, to_device(few, self._device))
 
         name = getattr(function, "__name__", "a function")
-        entry: list[Path | None] = [None]
+        entry: Path | None = None
 
         def known_to_add_up(samples: Layout | None, size: int | None) -> bool:
+            nonlocal entry
             if samples is not None and not (self.executor.is_eager or encodes):
                 few = samples.take(list(range(min(SAMPLES, samples.size))))
-                options = (
-                    self._device,
-                    self._precision.name,
-                    samples.size,
-                    size,
-                    self._tensor_norms(),
-                )
-                entry[0] = entry_of("look", self._root, function, *options, batch=few)
-            if entry[0] is None or not entry[0].exists():
+                sizes = (samples.size, size)
+                options = (self._device, self._precision.name, *sizes, self._tensor_norms())
+                entry = entry_of("look", self._root, function, *options, batch=few)
+            if entry is None or not entry.exists():
                 return False
             self.executor.expect_load()
             return True
 
         how: dict[str, Any] = {**layout, "outputs": encodes, "name": name}
         adds_up = guard.look(run, batch, micros, **how, known_to_add_up=known_to_add_up)
-        if adds_up and entry[0] is not None and not self._draws.used:
-            leave_mark(entry[0])
+        if adds_up and entry is not None and not self._draws.used:
+            leave_mark(entry)
         self._share_that_draws_are_used()
 
     def _tensor_norms(self) -> list[float]:
