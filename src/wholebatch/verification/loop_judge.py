@@ -608,7 +608,7 @@ class LoopJudge:
         rates = {m.rates for m in self.micros if m.rates}
         averaged = sum(m.average_moved for m in later)
         key, variant = None, ""
-        if largest_over_ranks(any(m.weights_moved for m in later)):
+        if largest_over_ranks(any(m.moved for m in later)):
             key, variant = "moved-in-the-window", "between two backwards"
         elif found is None:
             return None

@@ -121,7 +121,9 @@ def _added(row: Sequence[LossTerm]) -> list[LossTerm]:
     return [
         replace(one, kind="sum", count=float(len(same)), counted=None, sizes=())
         if one.kind == "mean"
-        else replace(one, count=sum(t.count for t in same), weighed=_weights_of(same), sizes=())
+        else replace(
+            one, count=sum(t.count for t in same), weighed=_weights_of(same), sizes=(len(same),)
+        )
         for same in _alike(row)
         for one in same[:1]
     ]
@@ -178,6 +180,7 @@ class _Column:
     def read(self) -> TermWeights:
         self.times = _by_place([term.times for term in self.terms])
         self.over = _by_place([term.over for term in self.terms])
+        self.over = [over for over in self.over if not _match(over, [1.0] * len(over))]
         for times in [one for one in self.times if self._is_of_all_terms(one)]:
             # and divided by it again
             if (over := next((o for o in self.over if _match(o, times)), None)) is not None:
@@ -193,7 +196,9 @@ class _Column:
         weights = self._without(weights)
         for times in self.times:  # 0.5 * loss, where 1 / steps is 0.5 too
             total = sum(weights) / own / self.loss_scale
-            if _same(times) and times[0] < 1 and _close(total, times[0]) and len(units) > 1:
+            # A third or less of the whole loss is the steps, as a divisor would be.
+            is_own = times[0] < 1 and (times[0] > 1 / 3 or not self._is_of_all_terms(times))
+            if _same(times) and is_own and _close(total, times[0]) and len(units) > 1:
                 own *= times[0]
                 break
         made = tuple(w / own for w in weights)
@@ -216,7 +221,9 @@ class _Column:
             if _same(times) and is_own:
                 own *= times[0]
         constant, columns = [over[0] for over in self.over if _same(over)], len(self.columns)
-        if columns > 1 and (len(constant) > 1 or columns != count):
+        divisor, is_sum = math.prod(constant), self.terms[0].kind == "sum"
+        is_known = is_sum and self._is_total(divisor, sum(self.units))
+        if columns > 1 and (len(constant) > 1 or columns != count) and not is_known:
             alike = [column for column in self.columns if _made_alike([column[:1], self.terms[:1]])]
             sizes = (columns, len(alike)) if self.terms[0].kind == "mean" else (columns,)
             for size in sizes:  # the mean of several losses
@@ -226,7 +233,7 @@ class _Column:
                     constant.remove(one)
                     own /= size
                     break
-        if self.terms[0].kind == "sum":
+        if is_sum:
             divisor = math.prod(constant)
             return (own * sum(self.units) / divisor if self._counts_more(divisor) else own), nominal
         for over in constant:
@@ -289,6 +296,8 @@ class _Column:
         for weighed in ([_weights_of([t]) for t in self.terms], [_weights_of(row) for row in rows]):
             if all(weighed):
                 yield [one or 0.0 for one in weighed]
+        if len(alike) > 1 or len(self.terms[0].sizes) == 1:  # images, whatever they hold
+            yield [float(len(row) if len(alike) > 1 else row[0].sizes[0]) for row in rows]
         if self._is_of_labels or is_sure:
             return  # those that are not ignored
         yield from ([float(c) for c in other] for other in self.known)

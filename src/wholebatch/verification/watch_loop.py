@@ -110,7 +110,7 @@ class Watch:
             return "no backward was seen in this process; if it starts others, use torchrun instead"
         count = len(left.micros)
         reason = f"{count} backward{'s'[: count - 1]} without a torch optimizer's step after them"
-        if any(micro.weights_moved for micro in left.micros):
+        if any(micro.moved for micro in left.micros):
             reason += ": the loop updates the weights by itself, with a rate that is not known"
         return reason
 
@@ -172,6 +172,8 @@ class Watch:
                 self._was_short(judge.terms(), trial.micro_batches)
         elif self._first is None or self._first.needs_calls or self._has_others:
             return  # forwards are not watched any more
+        elif len(self._judged) > 1:
+            return  # whose window it is cannot be told by a few parameters
         elif window.is_whole and self._is_divided_otherwise(judge):
             self._trials.append(judge.trial())
             self._has_short = True

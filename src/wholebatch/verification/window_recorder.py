@@ -92,7 +92,8 @@ class RecordedMicroBatch:
     terms: list[LossTerm] = field(default_factory=list)
     loss_scale: float = 1.0
     rates: tuple[float, ...] = ()
-    weights_moved: bool = False
+    moved: frozenset[int] = frozenset()
+    """The places of the parameters that have changed since the micro-batch before."""
     average_moved: bool = False
     linked: bool = False
     """True if its loss compares samples with each other."""
@@ -153,7 +154,7 @@ class RecordedWindow:
     moved_buffers: list[str] = field(default_factory=list)
     """Buffers that its forwards have changed, and that are no statistics of a BatchNorm."""
     stepped_inside: bool = False
-    """True if the steps were made by hooks, within its last backward."""
+    """True if weights were stepped on before its end: by hooks, or by another optimizer."""
     earlier_pass: int = 0
     """Micro-batches of a pass before, whose gradients only moved the weights for this one (SAM)."""
     places: frozenset[int] = frozenset()
@@ -661,7 +662,8 @@ class WindowRecorder:
         if not self.window or not self.window.is_whole:
             return
         weights = self.row_of(list(self.parameters))
-        micro.weights_moved = not self._in_backward and not torch.equal(weights, self._weights)
+        if not self._in_backward:
+            micro.moved = filled((weights != self._weights).double(), self._sizes)
         self._weights = weights
         now = [(tensor, tensor._version, _few(tensor)) for tensor, *_ in self._averages]
         pairs = zip(self._averages, now, strict=True)
@@ -681,12 +683,12 @@ class WindowRecorder:
         if own and all(m.is_passed_on for m in micros[: own[0]]):
             del micros[: own[0]]
             return
-        passes = [i for i in cleared if micros[i].weights_moved]
+        passes = [i for i in cleared if micros[i].moved]
         now, was = self.row_of(list(self.parameters)), self._first_weights
         if passes and float((now - was).norm()) <= 1e-5 * float(was.norm()):
             window.earlier_pass = passes[-1] - (passes[-2] if passes[1:] else 0)
             del micros[: passes[-1]]
-            micros[0].weights_moved = False
+            micros[0].moved = frozenset()
 
     def _buffers_of_calls(self) -> dict[str, tuple[Tensor, int]]:
         modules = dict.fromkeys(call.module for call in self._calls) if not self.light else ()
@@ -821,14 +823,19 @@ class WindowRecorder:
         }
         made = [micro for micro in seen.micros if not micro.is_asked]
         seen.micros[:] = made or seen.micros  # what the loop only asked for is no part of it
+        rest: list[RecordedMicroBatch] = []
         if seen.is_whole and not self.light and not self.sharded:
+            rest = self._set_aside(seen, places)
             self._begin_at_last_pass(seen)
             self._count_calls(seen)
-            self._hide_others(seen, places)
+            self._hide_others(seen, places, bool(rest))
             names = self._buffers.items()
             seen.moved_buffers = [name for name, (b, version) in names if b._version != version]
         _join_pattern(seen)
         self._forget()
+        if rest:
+            self.window = self.new_window()
+            self.window.micros, self.window.stepped_inside = rest, True
         self._inside = True  # what follows is ours
         try:
             self.ended(seen)  # it may stop the script, and that is no failure
@@ -836,7 +843,19 @@ class WindowRecorder:
             self._inside = False
             self._parts.clear()
 
-    def _hide_others(self, window: RecordedWindow, places: frozenset[int]) -> None:
+    def _set_aside(
+        self, window: RecordedWindow, places: frozenset[int]
+    ) -> list[RecordedMicroBatch]:
+        """Take out the micro-batches that bring this optimizer nothing, for the next one's step."""
+        brought = [filled(micro.brought, self._sizes) for micro in window.micros]
+        rest = [m for m, full in zip(window.micros, brought, strict=True) if full - places == full]
+        rest = [m for m in rest if bool(m.brought.any())]
+        if len(rest) == len(window.micros):
+            return []
+        window.micros[:] = [micro for micro in window.micros if micro not in rest]
+        return rest
+
+    def _hide_others(self, window: RecordedWindow, places: frozenset[int], is_part: bool) -> None:
         """Leave out gradients of before that this optimizer does not step on: a GAN's other half.
 
         Another one may step on them next, or clear them.
@@ -847,7 +866,11 @@ class WindowRecorder:
         self._before, hidden = (places, full), full - places
         self._hidden = hidden & self.stepped_on
         window.places, self.stepped_on = places, self.stepped_on | places
-        if not places or not hidden or len(window.micros) == 1:
+        for micro in window.micros:  # another optimizer may step on what is not in this loss
+            micro.moved &= places | filled(micro.brought, self._sizes)
+        if is_part:
+            hidden = frozenset(range(len(self._sizes))) - places
+        elif not places or not hidden or len(window.micros) == 1:
             return
         sizes = enumerate(self._sizes)
         mask = torch.cat([torch.full((n,), float(i not in hidden)) for i, n in sizes]).double()
