@@ -34,6 +34,7 @@ from tests.proof.fixtures import (  # noqa: E402, F401
     round_13,
     round_14,
     round_15,
+    round_16,
 )
 from tests.proof.fixtures.rounds import CASES, is_right  # noqa: E402
 from tests.proof.loops.live import found_in, quiet  # noqa: E402

@@ -232,6 +232,8 @@ class LoopJudge:
                 return rows[0] if alike else None
             if not _alike([c or 0.0 for c in constants], [constants[0]] * len(rows)):
                 return None
+            # All terms are right but for one factor: a micro-batch may be without labels for some.
+            weights, units = next((row for row in rows if all(row[0])), rows[0])
         if len(self._owners) > len(self.micros) and self._constant(self.read[0]) is None:
             return None
         return weights, units
@@ -289,7 +291,9 @@ class LoopJudge:
                 tolerance = TIMES_THE_FLOOR * self.window.unit * math.sqrt(len(self.micros))
                 self.fits = [_right(off, off <= tolerance)]
                 found = RIGHT if off <= tolerance else None
-            lost = None if found == RIGHT else self._lost_on_the_way(gradient)
+            lost = None
+            if found != RIGHT:
+                lost = self._lost_on_the_way(gradient) or self._compared()
             if lost is not None:
                 found, self.fits = lost.key, [lost, *self.fits]
             found = self._beside(found)
@@ -613,8 +617,8 @@ class LoopJudge:
         elif found is None:
             return None
         elif largest_over_ranks(len(rates) > 1):
-            first, last = max(self.micros[0].rates), max(self.micros[-1].rates)
-            key, variant = "scheduled-per-micro-batch", f"from {first:.3g} to {last:.3g}"
+            seen = [max(m.rates) for m in self.micros if m.rates]
+            key, variant = "scheduled-per-micro-batch", f"from {seen[0]:.3g} to {seen[-1]:.3g}"
         elif largest_over_ranks(averaged >= max(1, len(later) - 1)):
             key, variant = "averaged-per-micro-batch", f"{averaged + 1} times in a window"
         elif largest_over_ranks(self.coupled_outputs and bool(self.window.moved_buffers)):

@@ -197,7 +197,9 @@ class _Column:
         for times in self.times:  # 0.5 * loss, where 1 / steps is 0.5 too
             total = sum(weights) / own / self.loss_scale
             # A third or less of the whole loss is the steps, as a divisor would be.
-            is_own = times[0] < 1 and (times[0] > 1 / 3 or not self._is_of_all_terms(times))
+            often = [sum(_close(f, times[0]) for f in column[0].times) for column in self.columns]
+            more = sum(_close(f, times[0]) for f in self.terms[0].times) > min(often)
+            is_own = times[0] < 1 and (times[0] > 1 / 3 or more)
             if _same(times) and is_own and _close(total, times[0]) and len(units) > 1:
                 own *= times[0]
                 break
@@ -223,14 +225,21 @@ class _Column:
         constant, columns = [over[0] for over in self.over if _same(over)], len(self.columns)
         divisor, is_sum = math.prod(constant), self.terms[0].kind == "sum"
         is_known = is_sum and self._is_total(divisor, sum(self.units))
+        is_known |= is_sum and self._counts_more(divisor)
         if columns > 1 and (len(constant) > 1 or columns != count) and not is_known:
             alike = [column for column in self.columns if _made_alike([column[:1], self.terms[:1]])]
             sizes = (columns, len(alike)) if self.terms[0].kind == "mean" else (columns,)
             for size in sizes:  # the mean of several losses
                 numbers = (size, size * count)
-                one = next((c for c in constant for n in numbers if _close(c, n)), None)
-                if one is not None and size > 1:
-                    constant.remove(one)
+                one = next((c for c in constant for n in numbers if _close(c, n)), 0.0)
+                rest = list(constant)
+                if one:
+                    rest.remove(one)
+                is_steps = (
+                    _close(one, count) and rest and not any(map(self._is_of_the_window, rest))
+                )
+                if one and size > 1 and not is_steps:
+                    constant = rest
                     own /= size
                     break
         if is_sum:

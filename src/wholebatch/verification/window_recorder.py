@@ -234,6 +234,7 @@ class WindowRecorder:
         self._depth = 0
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
         self._random: Any = None
+        self._in_step = False  # the first evaluation of its closure
         self._inside = False  # a backward, a closure that is evaluated again, a look of our own
         self._in_backward: dict[int, Tensor] = {}  # what hooks have stepped on in this backward
         self._loss_scale = 1.0
@@ -447,7 +448,8 @@ class WindowRecorder:
         if self.over is not None and not self._inside:
             raise self.over
         # Of a checkpoint, inside the model, while a graph is compiled, or a look of our own.
-        busy = self._inside or self._depth or self.failure or _get_current_dispatch_mode_stack()
+        busy = self._inside or self.failure or _get_current_dispatch_mode_stack()
+        busy = busy or (bool(place) and self._depth)  # Lightning's steps may be within a forward
         is_look = bool(place) and not busy and _is_a_look()
         if busy or is_look:
             self._used = None if is_look else self._used
@@ -603,7 +605,7 @@ class WindowRecorder:
             self._begin_window()
         assert self.window is not None
         micro.loss_scale, self._loss_scale = self._loss_scale, 1.0
-        if self.optimizer is not None:
+        if self.optimizer is not None and not self._in_step:  # there, it is that of this step
             groups = self.optimizer.param_groups
             micro.rates = tuple(float(group.get("lr") or 0.0) for group in groups)
         self._look_at_weights(micro)
@@ -774,7 +776,9 @@ class WindowRecorder:
             nonlocal evaluations
             evaluations += 1
             if evaluations == 1:
+                self._in_step = True
                 loss = closure()
+                self._in_step = False
                 self._see(optimizer, places)
                 return loss
             self._inside = True  # LBFGS evaluates again, at weights of its own
@@ -852,6 +856,11 @@ class WindowRecorder:
         rest = [m for m in rest if bool(m.brought.any())]
         if len(rest) == len(window.micros):
             return []
+        window.clips = [
+            replace(clip, micro_batches=sum(m not in rest for m in window.micros[:place]))
+            for clip in window.clips
+            if (place := clip.micro_batches)
+        ]
         window.micros[:] = [micro for micro in window.micros if micro not in rest]
         return rest
 
