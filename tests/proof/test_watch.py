@@ -29,6 +29,8 @@ from tests.proof.fixtures import (
     round_12,
     round_13,
     round_14,
+    round_15,
+    round_16,
 )
 from tests.proof.fixtures.outsider import RIGHT as OUTSIDERS_RIGHT
 from tests.proof.fixtures.outsider import WRONG as OUTSIDERS_WRONG
@@ -93,6 +95,7 @@ def test_right_loops_are_left_in_peace() -> None:
 
 
 OUTSIDERS = (outsider_right, outsider_wrong, round_7, round_8, round_12, round_13, round_14)
+TRAINERS = (round_15, round_16)
 """Loops of all styles; benchmarks/verify_mistakes.py runs them all, a test those that were hard."""
 HARD_TO_LEAVE_IN_PEACE = """
     deep_supervision_list_of_losses gan_watch_discriminator sam_two_passes_over_window
@@ -133,17 +136,50 @@ HARD_ROUNDS = """
     plain_soft_actor_target_creeps_each
 """
 """Loops of benchmarks/watch_rounds.py that were judged wrongly at first sight, in plain torch."""
+HARD_IN_TRAINERS = {
+    "transformers": "hf_detector_by_positives_of_each hf_two_tasks_each_by_its_own_count",
+    "accelerate": "accelerate_diffusion_divides_too accelerate_diffusion_with_average",
+    "lightning": """
+        lightning_detector_by_images lightning_critic_steps_every_batch lightning_barlow
+        lightning_actor_and_critic lightning_critic_is_not_divided
+        lightning_flow_matching_warms_up_by_hand fabric_hidden_states_of_a_teacher
+        fabric_second_optimizer_is_not_cleared
+    """,
+}
 
 
-def test_loops_that_were_hard_at_first_sight() -> None:
-    for name in HARD_ROUNDS.split():
+@pytest.mark.parametrize("package", ["torch", *HARD_IN_TRAINERS])
+def test_loops_that_were_hard_at_first_sight(package: str) -> None:
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+    for name in HARD_IN_TRAINERS.get(package, HARD_ROUNDS).split():
         _, key, make = CASES[name]
-        assert is_right(make) == (key == "right"), name  # type: ignore[no-untyped-call]
+        with quiet():
+            assert is_right(make) == (key == "right"), name  # type: ignore[no-untyped-call]
         torch.manual_seed(0)
         model, train, _ = make()
         with quiet(), wb.watch(model) as watch:
             train()
         assert found_in(watch.verdict) == key, f"{name}: {watch.verdict}"
+
+
+@pytest.mark.parametrize(("divisor", "found"), [(4, "right"), (1, "not-divided")])
+def test_a_backward_inside_a_forward(divisor: int, found: str) -> None:
+    """Lightning's manual steps run so in DDP."""
+
+    class Step(nn.Linear):
+        def forward(self, x: Any) -> Any:
+            loss = super().forward(x).square().mean()
+            (loss / divisor).backward()
+            return loss.detach()
+
+    model = Step(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with quiet(), wb.watch(model, optimizer) as watch:
+        for x in torch.randn(4, 5, 3):
+            model(x)
+        optimizer.step()
+    assert found_in(watch.verdict) == found, str(watch.verdict)
 
 
 class ComparesInside(nn.Module):
