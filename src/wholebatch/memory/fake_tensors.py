@@ -11,14 +11,15 @@ from __future__ import annotations
 import copy
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional
 
+from wholebatch.core.forward_state import replaced_attributes
 from wholebatch.core.splitting.samples import Leaf, flatten
 from wholebatch.errors import UnsupportedError
 
@@ -191,8 +192,7 @@ def run_fake(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any
     return result
 
 
-@contextmanager
-def as_on_cuda() -> Iterator[None]:
+def as_on_cuda() -> AbstractContextManager[None]:
     """Make dropout need as much memory on a CPU as CUDA's fused kernels do.
 
     CUDA's fused attention keeps q, k, v, the output and the sums of the softmax, with dropout as
@@ -216,11 +216,7 @@ def as_on_cuda() -> Iterator[None]:
             return dropout(input, p, training, inplace)
         return torch.native_dropout(input, p, train=True)[0]
 
-    functional.scaled_dot_product_attention, functional.dropout = attended, dropped
-    try:
-        yield
-    finally:
-        functional.scaled_dot_product_attention, functional.dropout = attention, dropout
+    return replaced_attributes(functional, scaled_dot_product_attention=attended, dropout=dropped)
 
 
 _DROPOUT_P = 4  # The place of dropout_p in the arguments of attention.
@@ -236,8 +232,7 @@ def _attends_in_one_kernel() -> bool:
 # Attention masks
 
 
-@contextmanager
-def masks_as_for(batch: Any) -> Iterator[None]:
+def masks_as_for(batch: Any) -> AbstractContextManager[None]:
     """Make transformers leave out masks of fake tensors if it would leave them out for `batch`.
 
     Its models make no mask if nothing is padded and no sequences are packed, and attention needs
@@ -246,8 +241,7 @@ def masks_as_for(batch: Any) -> Iterator[None]:
     """
     masking: Any = sys.modules.get("transformers.masking_utils")
     if masking is None:
-        yield
-        return
+        return nullcontext()
     leaves, _ = flatten(batch)
     tensors = [leaf for leaf in leaves if isinstance(leaf.value, torch.Tensor)]
     instead: dict[str, Callable[[Any], Any]] = {}
@@ -256,14 +250,10 @@ def masks_as_for(batch: Any) -> Iterator[None]:
             instead[name] = _hidden_if_fake
     if not any(_is_packed(leaf) for leaf in tensors):
         instead["find_packed_sequence_indices"] = _never_packed
-    before = {name: getattr(masking, name) for name in instead if hasattr(masking, name)}
-    for name, function in before.items():
-        setattr(masking, name, instead[name](function))
-    try:
-        yield
-    finally:
-        for name, function in before.items():
-            setattr(masking, name, function)
+    known = {name: made for name, made in instead.items() if hasattr(masking, name)}
+    return replaced_attributes(
+        masking, **{name: made(getattr(masking, name)) for name, made in known.items()}
+    )
 
 
 def _hidden_if_fake(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -375,10 +375,8 @@ class Predictor:
                 self._is_linear = gap <= _ROUNDING * sum(found.values())
             if self._is_linear:
                 return more.of_more(few, (depth or len(blocks.names)) - MORE)
-        except (
-            Exception
-        ):  # A model may count its blocks, and fail with fewer; all of them run then.
-            pass
+        except Exception:
+            pass  # A model may count its blocks, and fail with fewer; all of them run then.
         self._is_uneven = True
         return None
 
