@@ -12,7 +12,7 @@ import statistics
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -86,35 +86,6 @@ class Speed:
     is_stopped: bool
 
 
-@dataclass(frozen=True)
-class Timing:
-    """The timed windows: seconds and units of each."""
-
-    windows: list[tuple[float, float]] = field(default_factory=list)
-
-    def add(self, seconds: float, units: float) -> None:
-        self.windows.append((seconds, units))
-
-    @property
-    def spent(self) -> float:
-        return sum(seconds for seconds, _ in self.windows)
-
-    @property
-    def fastest(self) -> float:
-        """Return the units per second of the fastest window."""
-        return max(units / seconds for seconds, units in self.windows)
-
-    @property
-    def rate(self) -> float:
-        """Return the units per second: the median of the faster half."""
-        return usual(sorted((units / seconds for seconds, units in self.windows), reverse=True))
-
-    @property
-    def seconds(self) -> float:
-        """Return the seconds of a window at that rate."""
-        return statistics.fmean(units for _, units in self.windows) / self.rate
-
-
 class TooSlow(Exception):
     """Raised if the first window shows that a setting is too slow."""
 
@@ -186,6 +157,7 @@ class Running:
             raise TooSlow
         if not (self._is_eager and self.device.type == "cpu"):
             settle(lambda: self.window()[0], most=most)
+        self._meter.reset()
 
     def _first_window(self, patience: float | None) -> float:
         began = time.perf_counter()
@@ -199,20 +171,6 @@ class Running:
         refuse_nonfinite(self.train.step(self._workload.batches(), after_micro=after).loss)
         wait_for(self.device)
         return largest_over_ranks(time.perf_counter() - began)
-
-    def timed(
-        self, *, least: int, seconds: float, most: int, too_slow: float | None = None
-    ) -> Timing:
-        """Time at least `least` windows and `seconds`; stop early if the rate is `too_slow`."""
-        self._meter.reset()
-        timing = Timing()
-        while (made := len(timing.windows)) < most and (made < least or timing.spent < seconds):
-            spent, step = self.window()
-            timing.add(spent, step.units)
-            # Two windows: one alone may have met other work on the machine.
-            if too_slow is not None and made >= 1 and timing.fastest < too_slow:
-                break
-        return timing
 
     def fell_back(self) -> str | None:
         """Return why micro-steps do not run as this setting asks, or None if they do."""
@@ -327,18 +285,14 @@ class SettingMeasurements:
         try:
             running = Running(self.workload, setting)
             running.warm_up(most=self.limits.warm_up, patience=self._patience(partner))
-            if partner is None:
-                speed = self._alone(running, stops=stops)
-            else:
-                speed = self._in_turn(running, partner, stops=stops)
-            return self._result(running, speed, blank)
+            return self._result(running, self._timed(running, partner, stops=stops), blank)
         except TooSlow:
             why = f"stopped in its first window: more than {HOPELESS} times slower"
-            return blank.with_(status="stopped", why=why, windows=1)
+            return replace(blank, status="stopped", why=why, windows=1)
         except torch.OutOfMemoryError:
-            return blank.with_(why="ran out of memory")
+            return replace(blank, why="ran out of memory")
         except (WholebatchError, RuntimeError) as error:
-            return blank.with_(why=str(error).strip().split("\n")[0][:200])
+            return replace(blank, why=str(error).strip().split("\n")[0][:200])
         finally:
             if running is not None and running is not self._lead:
                 running.close()
@@ -346,10 +300,11 @@ class SettingMeasurements:
     def _result(self, running: Running, speed: Speed, blank: Trial) -> Trial:
         """Return the trial of a timed setting; keep it running if it is the fastest so far."""
         if running.train.recoveries:  # It ran with smaller micro-batches than this one.
-            return blank.with_(why="ran out of memory")
+            return replace(blank, why="ran out of memory")
         if (otherwise := running.fell_back()) is not None:
-            return blank.with_(why=otherwise[:200])
-        found = blank.with_(
+            return replace(blank, why=otherwise[:200])
+        found = replace(
+            blank,
             seconds=speed.seconds,
             windows=speed.windows,
             units_per_second=speed.rate,
@@ -357,45 +312,44 @@ class SettingMeasurements:
         )
         if speed.is_stopped:  # A rejected setting need not be known as well.
             why = f"stopped after {speed.windows} windows: clearly slower"
-            return found.with_(status="stopped", why=why)
+            return replace(found, status="stopped", why=why)
         peak = running.peak()
-        found = found.with_(peak=peak, split=_split_of(running))
+        found = replace(found, peak=peak, split=_split_of(running))
         if peak > self.budget:
-            return found.with_(why=f"needs {bytes_said(peak)}, more than {bytes_said(self.budget)}")
+            return replace(
+                found, why=f"needs {bytes_said(peak)}, more than {bytes_said(self.budget)}"
+            )
         best = self.best
         if self._is_shared and (best is None or speed.rate > rate_of(best)):
             self._let_go()
             self._lead = running
-        return found.with_(status="measured", why="measured")
+        return replace(found, status="measured", why="measured")
 
-    def _alone(self, running: Running, *, stops: bool) -> Speed:
-        """Measure by itself."""
+    def _timed(self, running: Running, partner: Running | None, *, stops: bool) -> Speed:
+        """Measure by itself, or in turn with the fastest so far, whose speed is known."""
         best, limits = self.best, self.limits
-        slow = CLEARLY * rate_of(best) if best is not None and stops else None
-        timing = running.timed(
-            least=limits.least, seconds=limits.seconds, most=limits.most, too_slow=slow
-        )
-        is_stopped = slow is not None and timing.fastest < slow
-        return Speed(timing.seconds, timing.rate, len(timing.windows), is_stopped)
+        turns = Turns(self.workload, [running] if partner is None else [partner, running])
 
-    def _in_turn(self, running: Running, partner: Running, *, stops: bool) -> Speed:
-        """Measure in turn with the fastest so far, whose speed is known."""
-        known, limits = self.trials[partner.setting], self.limits
-        assert known.seconds is not None
-        turns = Turns(self.workload, (partner, running))
+        def is_slower() -> bool:
+            if partner is not None:
+                return turns.ratio(-1, 0).high < CLEARLY
+            return turns.rates(-1)[0] < CLEARLY * rate_of(best)
+
+        # Two windows at least: one alone may have met other work on the machine.
+        sure = 2 if partner is None else SURE
         while (made := len(turns.rounds)) < limits.most and (
-            made < limits.least or turns.spent(1) < limits.seconds
+            made < limits.least or turns.spent(-1) < limits.seconds
         ):
             turns.round()
-            if stops and made + 1 >= SURE and turns.ratio(1, 0).high < CLEARLY:
+            if stops and made + 1 >= sure and is_slower():
                 break
-        ratio = turns.ratio(1, 0)
-        return Speed(
-            known.seconds / ratio.median,
-            rate_of(known) * ratio.median,
-            len(turns.rounds),
-            stops and ratio.high < CLEARLY,
-        )
+        rate = usual(turns.rates(-1))
+        seconds = statistics.fmean(turns.units) / rate
+        if partner is not None:
+            known, ratio = self.trials[partner.setting], turns.ratio(-1, 0).median
+            assert known.seconds is not None
+            seconds, rate = known.seconds / ratio, rate_of(known) * ratio
+        return Speed(seconds, rate, len(turns.rounds), stops and is_slower())
 
     # ----------------------------------------------------------- the fastest so far
 
@@ -460,7 +414,8 @@ class SettingMeasurements:
             ratio, beside = turns.ratio(at, 0).median, turns.ratio(at, fastest)
             if beside.median >= TIED and beside.low >= AT_LEAST and beside.high >= 1.0:
                 self.tied.add(trial.setting)
-            self.trials[trial.setting] = trial.with_(
+            self.trials[trial.setting] = replace(
+                trial,
                 seconds=first.seconds / ratio,
                 windows=trial.windows + len(turns.rounds),
                 units_per_second=rate_of(first) * ratio,

@@ -81,9 +81,6 @@ class Trial:
     def is_measured(self) -> bool:
         return self.status == "measured"
 
-    def with_(self, **changes: Any) -> Trial:
-        return replace(self, **changes)
-
     def in_proportion(self) -> Trial:
         """Return a copy with the split scaled to add up to `seconds`.
 
@@ -94,7 +91,7 @@ class Trial:
         if not taken or not self.seconds:
             return self
         factor = self.seconds / taken
-        return self.with_(split={part: factor * value for part, value in self.split.items()})
+        return replace(self, split={part: factor * value for part, value in self.split.items()})
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data, with the parts of the mode beside the rest."""

@@ -504,7 +504,7 @@ def _recommendation(search: Search) -> tuple[Trial, tuple[Trial, ...]]:
     best = search.recommended()
     if best is None:
         raise WindowError(_nothing(search.trials.values()))
-    search.trials[best.setting] = best.with_(recommended=True)
+    search.trials[best.setting] = replace(best, recommended=True)
     trials = tuple(trial.in_proportion() for trial in search.trials.values())
     return next(trial for trial in trials if trial.recommended), trials
 

@@ -295,6 +295,8 @@ class Turns:
     workload: Workload
     made: Sequence[RunsWindows]
     rounds: list[list[float]] = field(default_factory=list)
+    """The seconds of each setting's window, by round."""
+    units: list[float] = field(default_factory=list)
 
     def round(self) -> None:
         """Run one more window of each on the same batch; each one's time includes fetching it."""
@@ -302,12 +304,18 @@ class Turns:
         seconds = [0.0] * len(self.made)
         order = range(len(self.made))
         for at in order if len(self.rounds) % 2 else reversed(order):
-            seconds[at], _ = self.made[at].window_of(batch, fetched)
+            seconds[at], step = self.made[at].window_of(batch, fetched)
         self.rounds.append(seconds)
+        self.units.append(step.units)
 
     def spent(self, at: int) -> float:
         """Return the total seconds of one setting."""
         return sum(seconds[at] for seconds in self.rounds)
+
+    def rates(self, at: int) -> list[float]:
+        """Return the units per second of one setting's windows, the fastest first."""
+        pairs = zip(self.units, self.rounds, strict=True)
+        return sorted((units / seconds[at] for units, seconds in pairs), reverse=True)
 
     def ratio(self, at: int, to: int) -> Ratio:
         """Return the speed of one setting relative to another."""
