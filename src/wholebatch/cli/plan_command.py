@@ -263,7 +263,7 @@ def _from_recipe(name: str | None) -> _Planned:
     """Return a recipe as `wholebatch train` reads it."""
     import torch
 
-    from wholebatch.cli.recipes import load_recipe
+    from wholebatch.cli.recipes.recipe import load_recipe
     from wholebatch.core.splitting import batch_size_of
     from wholebatch.memory.choose_micro_batch import resize_batch
 

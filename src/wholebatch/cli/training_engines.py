@@ -23,7 +23,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from wholebatch import WholeBatch
 from wholebatch.cli.parallel_ranks import World
-from wholebatch.cli.recipes import Recipe
+from wholebatch.cli.recipes.recipe import Recipe
 from wholebatch.cli.run_settings import Config
 from wholebatch.core.forward_state import replaced_attributes
 from wholebatch.core.options import Close, Memory
