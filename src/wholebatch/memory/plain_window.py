@@ -8,7 +8,7 @@ hooks, and those that come back for the optimizer's step are allocated again, bu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -177,13 +177,11 @@ class _OffloadedGradients:
         if self.gradients == "release" and not last:
             yield
             return
-        handles = [p.register_post_accumulate_grad_hook(made) for p in self._parameters]
-        try:
+        with ExitStack() as hooks:
+            for parameter in self._parameters:
+                hooks.enter_context(parameter.register_post_accumulate_grad_hook(made))
             yield
             self._flush()
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _release(self, parameter: Tensor) -> None:
         assert isinstance(parameter, nn.Parameter)

@@ -11,12 +11,13 @@ import logging
 import statistics
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
+from wholebatch.core.forward_state import replaced_attributes
 from wholebatch.core.options import grouped
 from wholebatch.core.readable_sizes import bytes_said
 from wholebatch.core.splitting import to_device
@@ -211,15 +212,12 @@ class Running:
         with clock.watching() as busy:
             for _ in range(windows):
                 stamps = Stamps(clock, tells_apart=is_told_apart)
-                self._stamps = stamps if is_told_apart else None
-                try:
+                with replaced_attributes(self, _stamps=stamps if is_told_apart else None):
                     stamps.mark("data")
                     batch = self._workload.batches()
                     stamps.mark("start")
                     self.train.step(batch, after_micro=stamps.after_micro)
                     stamps.mark("end")
-                finally:
-                    self._stamps = None
                 alone = None
                 if self._ranks > 1 and steps == 1 and is_told_apart:
                     alone = self._backward_alone(batch)
@@ -442,9 +440,10 @@ class SettingMeasurements:
     def _rounds(self, trials: list[Trial]) -> Turns:
         """Run the settings of these trials in turn, for as many rounds as the limits allow."""
         made: list[Running] = []
-        try:
+        with ExitStack() as stack:
             for trial in trials:
                 made.append(Running(self.workload, trial.setting))
+                stack.callback(made[-1].close)
                 made[-1].window()
             turns = Turns(self.workload, made)
             began = self.now()
@@ -455,9 +454,6 @@ class SettingMeasurements:
                     break
                 turns.round()
             return turns
-        finally:
-            for running in made:
-                running.close()
 
     def since(self, moment: float) -> float:
         """Return the seconds since then, on the slowest rank."""

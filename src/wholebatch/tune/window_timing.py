@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _push_mode
 
+from wholebatch.core.forward_state import replaced_attributes
 from wholebatch.core.readable_sizes import PARTS
 from wholebatch.core.window import Step
 from wholebatch.errors import NonFiniteError
@@ -239,12 +240,9 @@ class PeakMeter:
         """Return the peak since the reset; without CUDA, of one more window."""
         if self._device.type == "cuda":
             return peak_with_recordings(self._device)
-        with MemoryMeter(model=model, optimizer=optimizer) as meter:
-            self._meter = meter
-            try:
-                window()
-            finally:
-                self._meter = None
+        meter = MemoryMeter(model=model, optimizer=optimizer)
+        with meter, replaced_attributes(self, _meter=meter):
+            window()
         return meter.peak
 
 
