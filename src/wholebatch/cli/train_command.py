@@ -168,7 +168,7 @@ def _differences(
 def _idle(session: Session) -> Iterator[str]:
     """Yield a note for each option that does little or nothing here."""
     world, precision = session.world, session.config.precision
-    if session.device.type == "cpu" and precision != "full":
+    if session.world.device.type == "cpu" and precision != "full":
         yield f"{precision} is slow on a CPU without hardware for it"
     yield from _unscaled(session)
     if world.asked != world.parallel:
@@ -286,13 +286,13 @@ def head_rows(session: Session, found: Found | None, *, folder: Path, chosen: st
 def _model_text(session: Session) -> str:
     import torch
 
-    model, place = session.model, str(session.device)
+    model, place = session.model, str(session.world.device)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     name = type(model).__name__
     if session.world.is_sharded:  # FSDP2 makes a subclass
         name = name.removeprefix("FSDP")
-    if session.device.type == "cpu":
+    if session.world.device.type == "cpu":
         threads = torch.get_num_threads()
         place += f" ({threads} thread{'' if threads == 1 else 's'})"
     spread = "" if session.world.ranks == 1 else f", {_spread_text(session)}"

@@ -129,10 +129,6 @@ class Session:
     spikes: LossSpikes = field(default_factory=LossSpikes)
 
     @property
-    def device(self) -> torch.device:
-        return self.world.device
-
-    @property
     def windows(self) -> int:
         """Windows closed so far, those without an update too."""
         return self.train.updates + self.train.skipped
