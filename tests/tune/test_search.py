@@ -125,11 +125,11 @@ def searched(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Search]:
         made = Search(
             workload,
             SAMPLES,
-            sizes_of(SAMPLES),
-            modes or (FULL,),
             Known(budget, knows),  # type: ignore[arg-type]
             budget,
             Limits(**limits),  # type: ignore[arg-type]
+            sizes=sizes_of(SAMPLES),
+            modes=modes or (FULL,),
         )
         made.run_all() if every else made.run()
         return made
