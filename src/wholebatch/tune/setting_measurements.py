@@ -29,7 +29,7 @@ from wholebatch.memory.activation_checkpointing import with_checkpoints
 from wholebatch.memory.budget import free_memory
 from wholebatch.memory.meter import free_caches
 from wholebatch.memory.plain_window import PlainWindow
-from wholebatch.tune.settings import Predicted, Setting, Trial, steps_of
+from wholebatch.tune.settings import Predicted, Setting, Trial
 from wholebatch.tune.window_timing import (
     Clock,
     PeakMeter,
@@ -75,16 +75,6 @@ class Limits:
     least: int = 3
     most: int = 30
     warm_up: float = 120.0
-
-
-@dataclass(frozen=True)
-class Speed:
-    """The result of the windows of one setting."""
-
-    seconds: float
-    rate: float
-    windows: int
-    is_stopped: bool
 
 
 class TooSlow(Exception):
@@ -272,7 +262,7 @@ class SettingMeasurements:
 
     def blank(self, setting: Setting, *, status: str = "failed", why: str = "") -> Trial:
         found = self.predicted.of(setting)
-        steps = steps_of(self.samples, setting.micro_batch)
+        steps = -(-self.samples // setting.micro_batch)
         return Trial(setting, steps, status, why, predicted=None if found is None else found.peak)
 
     def measure(self, setting: Setting, *, stops: bool) -> Trial:
@@ -283,7 +273,8 @@ class SettingMeasurements:
         try:
             running = Running(self.workload, setting)
             running.warm_up(most=self.limits.warm_up, patience=self._patience(partner))
-            return self._result(running, self._timed(running, partner, stops=stops), blank)
+            found = self._timed(running, partner, blank, stops=stops)
+            return self._result(running, found, blank)
         except TooSlow:
             why = f"stopped in its first window: more than {HOPELESS} times slower"
             return replace(blank, status="stopped", why=why, windows=1)
@@ -295,22 +286,15 @@ class SettingMeasurements:
             if running is not None and running is not self._lead:
                 running.close()
 
-    def _result(self, running: Running, speed: Speed, blank: Trial) -> Trial:
+    def _result(self, running: Running, found: Trial, blank: Trial) -> Trial:
         """Return the trial of a timed setting; keep it running if it is the fastest so far."""
         if running.train.recoveries:  # It ran with smaller micro-batches than this one.
             return replace(blank, why="ran out of memory")
         if (otherwise := running.fell_back()) is not None:
             return replace(blank, why=otherwise[:200])
-        found = replace(
-            blank,
-            seconds=speed.seconds,
-            windows=speed.windows,
-            units_per_second=speed.rate,
-            update_bytes=running.update_bytes(),
-        )
-        if speed.is_stopped:  # A rejected setting need not be known as well.
-            why = f"stopped after {speed.windows} windows: clearly slower"
-            return replace(found, status="stopped", why=why)
+        found = replace(found, update_bytes=running.update_bytes())
+        if found.status == "stopped":  # A rejected setting need not be known as well.
+            return found
         peak = running.peak()
         found = replace(found, peak=peak, split=_split_of(running))
         if peak > self.budget:
@@ -318,12 +302,14 @@ class SettingMeasurements:
                 found, why=f"needs {bytes_said(peak)}, more than {bytes_said(self.budget)}"
             )
         best = self.best
-        if self._is_shared and (best is None or speed.rate > rate_of(best)):
+        if self._is_shared and (best is None or rate_of(found) > rate_of(best)):
             self._let_go()
             self._lead = running
         return replace(found, status="measured", why="measured")
 
-    def _timed(self, running: Running, partner: Running | None, *, stops: bool) -> Speed:
+    def _timed(
+        self, running: Running, partner: Running | None, blank: Trial, *, stops: bool
+    ) -> Trial:
         """Measure by itself, or in turn with the fastest so far, whose speed is known."""
         best, limits = self.best, self.limits
         turns = Turns(self.workload, [running] if partner is None else [partner, running])
@@ -341,13 +327,19 @@ class SettingMeasurements:
             turns.round()
             if stops and made + 1 >= sure and is_slower():
                 break
-        rate = usual(turns.rates(-1))
-        seconds = statistics.fmean(turns.units) / rate
-        if partner is not None:
+        windows = len(turns.rounds)
+        if partner is None:
+            rate = usual(turns.rates(-1))
+            seconds = statistics.fmean(turns.units) / rate
+        else:
             known, ratio = self.trials[partner.setting], turns.ratio(-1, 0).median
             assert known.seconds is not None
             seconds, rate = known.seconds / ratio, rate_of(known) * ratio
-        return Speed(seconds, rate, len(turns.rounds), stops and is_slower())
+        found = replace(blank, seconds=seconds, units_per_second=rate, windows=windows)
+        if stops and is_slower():
+            why = f"stopped after {windows} windows: clearly slower"
+            return replace(found, status="stopped", why=why)
+        return found
 
     # ----------------------------------------------------------- the fastest so far
 

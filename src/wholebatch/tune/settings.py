@@ -100,10 +100,6 @@ class Trial:
         return {"micro_batch": self.setting.micro_batch, **self.setting.mode._asdict(), **data}
 
 
-def steps_of(samples: int, micro_batch: int) -> int:
-    return -(-samples // micro_batch)
-
-
 def sizes_of(samples: int) -> list[int]:
     """Return micro-batch sizes to try: the batch in 1, 2, 4, … even parts, the largest first.
 
