@@ -13,6 +13,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -244,7 +245,7 @@ def masks_as_for(batch: Any) -> AbstractContextManager[None]:
         return nullcontext()
     leaves, _ = flatten(batch)
     tensors = [leaf for leaf in leaves if isinstance(leaf.value, torch.Tensor)]
-    instead: dict[str, Callable[[Any], Any]] = {}
+    instead: dict[str, Callable[..., Any]] = {}
     if not any(_may_be_padding(leaf.value) for leaf in tensors):
         for name in ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa"):
             instead[name] = _hidden_if_fake
@@ -252,27 +253,21 @@ def masks_as_for(batch: Any) -> AbstractContextManager[None]:
         instead["find_packed_sequence_indices"] = _never_packed
     known = {name: made for name, made in instead.items() if hasattr(masking, name)}
     return replaced_attributes(
-        masking, **{name: made(getattr(masking, name)) for name, made in known.items()}
+        masking, **{name: partial(made, getattr(masking, name)) for name, made in known.items()}
     )
 
 
-def _hidden_if_fake(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Call a function with None for a fake first argument: a padding mask that hides nothing."""
-
-    def called(padding_mask: Any, *args: Any, **kwargs: Any) -> Any:
-        is_fake = isinstance(padding_mask, FakeTensor)
-        return function(None if is_fake else padding_mask, *args, **kwargs)
-
-    return called
+def _hidden_if_fake(
+    function: Callable[..., Any], padding_mask: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Call a function with None for a fake padding mask, which hides nothing."""
+    is_fake = isinstance(padding_mask, FakeTensor)
+    return function(None if is_fake else padding_mask, *args, **kwargs)
 
 
-def _never_packed(function: Callable[..., Any]) -> Callable[..., Any]:
+def _never_packed(function: Callable[[Any], Any], position_ids: Any) -> Any:
     """Return None for fake position ids: no packed sequences."""
-
-    def called(position_ids: Any) -> Any:
-        return None if isinstance(position_ids, FakeTensor) else function(position_ids)
-
-    return called
+    return None if isinstance(position_ids, FakeTensor) else function(position_ids)
 
 
 def _may_be_padding(tensor: torch.Tensor) -> bool:
