@@ -18,13 +18,12 @@ from torch import Tensor, nn
 
 from wholebatch.core import state_dict as state
 from wholebatch.core.close import ClipNorm
-from wholebatch.core.compiled_loss import AddedLoss
 from wholebatch.core.forward_state import ForwardState, restore_random
 from wholebatch.core.lookahead_loader import Feed
 from wholebatch.core.loss import Loss, Terms, Units, terms_of
 from wholebatch.core.model_and_optimizer import Scheduler
 from wholebatch.core.options import BatchNormPolicy, Close, Memory
-from wholebatch.core.stream import GivenLoss, Stream
+from wholebatch.core.stream import AddedLoss, GivenLoss, Stream
 from wholebatch.core.window import Step, Turn, UnitsCount, graph_nodes, make_window
 from wholebatch.errors import EmptyWindowError, LossError, OptionError, RankError, WindowError
 

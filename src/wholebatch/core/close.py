@@ -10,7 +10,8 @@ scale (with the loss scale in it). The gradient that the optimizer must see is
     factor    = normalise × clip
 
 A fused optimizer multiplies by it inside its own kernel (`grad_scale`), so that no pass over the
-gradients is made. Elsewhere it is one `_foreach_mul_`.
+gradients is made. Elsewhere it is one `_foreach_mul_`, as where code of the user's in the step (a
+pre-hook, a subclass, a step that was replaced) would find `.grad` without the factor.
 
 The user's own code sees the whole gradient before it is clipped. A hook on a parameter
 (`parameter.register_hook`) may clip, mask or add noise: run on every micro-batch it would be
@@ -21,17 +22,17 @@ then `on_gradient=`, then clips: the order of a plain loop.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from wholebatch.core.forward_state import replaced_attributes
-from wholebatch.core.optimizer_step import takes_grad_scale
 from wholebatch.errors import LossError, OptionError, RankError
 
 if TYPE_CHECKING:
@@ -317,6 +318,82 @@ def _norms(
         else math.hypot(*read_scalars([norm_of([gradient.double()]) for gradient in group]))
         for norm, was, group in zip(read_scalars(raw), raw, sets, strict=True)
     ]
+
+
+@contextmanager
+def stepping(optimizer: torch.optim.Optimizer, remaining: float) -> Iterator[None]:
+    """Let `optimizer.step()` multiply the gradients by `remaining` in its own kernel."""
+    if remaining == 1.0:
+        yield
+        return
+    device = optimizer.param_groups[0]["params"][0].device
+    scale = torch.full((), 1.0 / remaining, dtype=torch.float32, device=device)
+    with replaced_attributes(optimizer, grad_scale=scale):
+        yield
+
+
+def takes_grad_scale(optimizer: torch.optim.Optimizer) -> bool:
+    """Return True if the optimizer multiplies by a float32 factor in its kernel.
+
+    Code of the user's in the step would read `.grad` without the factor: then it goes in first.
+    """
+    return (
+        getattr(optimizer, "_step_supports_amp_scaling", False)
+        and is_torchs(optimizer)
+        and foreign_code(optimizer) is None
+        and all(
+            group.get("fused")
+            and all(
+                parameter.grad is None
+                or (parameter.grad.dtype is torch.float32 and type(parameter.grad) is Tensor)
+                for parameter in group["params"]
+            )
+            for group in optimizer.param_groups
+        )
+    )
+
+
+def is_torchs(optimizer: torch.optim.Optimizer) -> bool:
+    """Return True for a class of torch.optim whose step is torch's own."""
+    kind: Any = type(optimizer)
+    return kind.__module__.startswith("torch.optim.") and all(
+        map(_is_torchs_code, _layers(kind.step))
+    )
+
+
+def foreign_code(optimizer: torch.optim.Optimizer) -> str | None:
+    """Name what the user has added to the optimizer's step, which may read `.grad`; or None.
+
+    torch's schedulers wrap the step of an optimizer in code of torch's. Hooks of this package know
+    where the factor is.
+    """
+    for where, hooks in (
+        ("a step pre-hook", optimizer._optimizer_step_pre_hooks),
+        ("a step pre-hook for all optimizers", _global_optimizer_pre_hooks),
+    ):
+        for hook in hooks.values():
+            if not str(getattr(hook, "__module__", "")).startswith("wholebatch."):
+                return where
+    replaced = vars(optimizer).get("step")
+    if replaced is not None:
+        kind: Any = type(optimizer)
+        own = list(_layers(kind.step))
+        if not all(layer in own or _is_torchs_code(layer) for layer in _layers(replaced)):
+            return "a step() that was replaced"
+    return None
+
+
+def _layers(function: Any) -> Iterator[Any]:
+    """Yield the function and all that it wraps, from the outside in."""
+    while function is not None:
+        function = getattr(function, "__func__", function)
+        yield function
+        function = getattr(function, "__wrapped__", None)
+
+
+def _is_torchs_code(function: Any) -> bool:
+    home = getattr(function, "__globals__", {}).get("__name__", "")
+    return str(home).startswith("torch.")
 
 
 OnGradient: TypeAlias = Callable[[list[tuple[str, nn.Parameter]]], None]

@@ -35,7 +35,6 @@ from wholebatch.core.close import (
     close_gradients,
     dense_gradients,
 )
-from wholebatch.core.compiled_loss import AddedLoss
 from wholebatch.core.forward_state import attributes_restored
 from wholebatch.core.gradient_store import DeviceStore, Store
 from wholebatch.core.loss import SINGLE, Loss, Terms, check_total
@@ -43,7 +42,7 @@ from wholebatch.core.model_and_optimizer import Target, stand_in
 from wholebatch.core.precision import SIXTEEN_BIT, LossScale, SixteenBit
 from wholebatch.core.splitting.samples import readable_layout
 from wholebatch.core.state_dict import check_window, load_window, window_state
-from wholebatch.core.stream import GivenLoss, Stream
+from wholebatch.core.stream import AddedLoss, GivenLoss, Stream
 from wholebatch.core.window import OpenWindow, Window
 from wholebatch.coupled.audit import LossLook
 from wholebatch.distributed import Sync
