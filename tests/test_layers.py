@@ -38,7 +38,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "core.noise_scale",
         }
     ),
-    frozenset({"core.state_dict", "coupled"}),
+    frozenset({"coupled"}),
     frozenset({"compile", "compile.triton_kernels", "core.foreign_writes", "core.window"}),
     frozenset(
         {

@@ -16,7 +16,6 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from wholebatch.core import state_dict as state
 from wholebatch.core.close import ClipNorm
 from wholebatch.core.forward_state import ForwardState, restore_random
 from wholebatch.core.lookahead_loader import Feed
@@ -483,7 +482,7 @@ class Accumulator(Stream):
     def state_dict(self) -> dict[str, Any]:
         """Return what to resume from, in the middle of a window too (not model and optimizer)."""
         self.pending.refuse()
-        saved = state.progress("Accumulator", self._window)
+        saved = self._window.state_dict("Accumulator")
         feed = self._feed
         saved.update(
             epoch=self.epoch,
@@ -504,7 +503,7 @@ class Accumulator(Stream):
         """
         if self._driver is not None:
             raise WindowError("load_state_dict() inside over(): leave the loop first")
-        state.load_progress("Accumulator", self._window, saved)
+        self._window.load_state_dict("Accumulator", saved)
         self._untouched.forget()
         self.epoch = saved["epoch"]
         self._places = saved["places"]
