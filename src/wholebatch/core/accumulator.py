@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from wholebatch.core.close import ClipNorm
 from wholebatch.core.forward_state import ForwardState, restore_random
-from wholebatch.core.lookahead_loader import Feed
+from wholebatch.core.lookahead_loader import NOTHING, Feed
 from wholebatch.core.loss import Loss, Terms, Units, terms_of
 from wholebatch.core.model_and_optimizer import Scheduler
 from wholebatch.core.options import BatchNormPolicy, Close, Memory
@@ -622,8 +622,7 @@ def _agreed_places(feed: Feed, accumulators: Sequence[Accumulator]) -> Iterator[
     [accumulator] = accumulators
     window = accumulator._window
     device = window.target.device
-    stand_in: Any = None
-    has_stand_in = False
+    stand_in: Any = NOTHING
     while True:
         accumulator._open_place()
         items: list[Any] = []
@@ -633,8 +632,8 @@ def _agreed_places(feed: Feed, accumulators: Sequence[Accumulator]) -> Iterator[
         if count == 0:
             return
         if items:
-            stand_in, has_stand_in = items[-1], True
-        elif not has_stand_in:
+            stand_in = items[-1]
+        elif stand_in is NOTHING:
             raise RankError(
                 f"rank {window.sync.rank} has no data at all, and a sharded model needs every rank "
                 "in every forward: give it at least one micro-batch"

@@ -33,11 +33,10 @@ from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from wholebatch.core.forward_state import replaced_attributes
-from wholebatch.errors import LossError, OptionError, RankError
+from wholebatch.errors import LossError, OptionError
 
 if TYPE_CHECKING:
     from wholebatch.core.window import OpenWindow
-    from wholebatch.distributed import Sync
 
 ClipNorm: TypeAlias = float | Sequence[float | None] | None
 Policy: TypeAlias = Literal["raise", "skip"]
@@ -72,16 +71,14 @@ class CloseOptions:
                 "clip_norm= and clip_value= together: give one (the order of two would matter)"
             )
         groups = sum(len(optimizer.param_groups) for optimizer in optimizers)
-        if isinstance(self.clip_norm, Sequence):
-            if len(self.clip_norm) != groups:
-                raise OptionError(
-                    f"clip_norm={self.clip_norm!r}: {len(self.clip_norm)} values for {groups} "
-                    "parameter groups; give one number for all, or one (or None) for each group"
-                )
-            for norm in self.clip_norm:
-                _check_positive("clip_norm", norm)
-        else:
-            _check_positive("clip_norm", self.clip_norm)
+        norms = self.clip_norm if isinstance(self.clip_norm, Sequence) else [self.clip_norm]
+        if norms is self.clip_norm and len(norms) != groups:
+            raise OptionError(
+                f"clip_norm={norms!r}: {len(norms)} values for {groups} parameter groups; give one "
+                "number for all, or one (or None) for each group"
+            )
+        for norm in norms:
+            _check_positive("clip_norm", norm)
         _check_positive("clip_value", self.clip_value)
         for name in ("nonfinite", "zero_units"):
             if getattr(self, name) not in ("raise", "skip"):
@@ -211,39 +208,6 @@ def scalar_on(device: torch.device, value: Tensor | float, dtype: torch.dtype) -
 def power_of_two_near(value: float) -> float:
     """Return the nearest power of two: a product with it is never rounded."""
     return float(2.0 ** round(math.log2(value)))
-
-
-def first_seed(units: Tensor | float, sync: Sync, device: torch.device) -> float | Tensor:
-    """Return a power of two near 1/units of the first micro-batch, the same on every rank."""
-    if isinstance(units, Tensor):  # stays on the device: no synchronisation
-        largest = sync.largest(units.to(torch.float32)).clamp(min=1.0)
-        return torch.exp2(-torch.log2(largest).round())
-    if sync.ranks > 1:
-        units = float(sync.largest(torch.tensor(float(units), device=device)))
-    return power_of_two_near(1.0 / max(float(units), 1.0))
-
-
-def first_nonfinite(totals: Mapping[str, Sequence[float]], owners: Sequence[int]) -> int | None:
-    """Return the first micro-batch with a total that is not finite, or None."""
-    bad = [
-        owner
-        for values in totals.values()
-        for owner, total in zip(owners, values, strict=False)
-        if not math.isfinite(total)
-    ]
-    return min(bad, default=None)
-
-
-def read_units(units: Sequence[Tensor | float]) -> float:
-    """Return the sum of a window's units, now that those on a device can be checked."""
-    counts = read_scalars(units)
-    for index, count in enumerate(counts):
-        if not 0 <= count < math.inf:
-            raise LossError(
-                f"units={count:g} of the window's backward {index + 1}: must be finite and not "
-                "negative, what the loss is a sum over (samples, tokens, weights)"
-            )
-    return math.fsum(counts)
 
 
 def check_counts(known: Mapping[str, float], returned: Mapping[str, float]) -> None:
@@ -462,19 +426,6 @@ class DeferredHooks:
         for parameter, hooks in self._taken:
             parameter._backward_hooks = hooks  # type: ignore[assignment]
         self._taken.clear()
-
-
-def check_same_norm(norm: float, largest: Callable[[Tensor], Tensor], device: torch.device) -> None:
-    """Refuse an `on_gradient` that has made other gradients here than on another rank."""
-    norm = norm if math.isfinite(norm) else math.inf
-    both = torch.tensor([norm, -norm], dtype=torch.float64, device=device)
-    most, least = largest(both).tolist()
-    if not math.isclose(most, -least, rel_tol=1e-6):
-        raise RankError(
-            f"on_gradient= has made gradients of norm {most:g} on one rank and {-least:g} on "
-            "another, so their models would drift apart: it must do the same on every rank (draw "
-            "noise from a torch.Generator with one seed for all)"
-        )
 
 
 @torch.no_grad()

@@ -17,6 +17,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from typing import Any, NoReturn, TypeAlias
 
 import torch
@@ -29,13 +30,9 @@ from wholebatch.core.close import (
     DeferredHooks,
     OnGradient,
     check_counts,
-    check_same_norm,
     check_terms,
-    first_nonfinite,
-    first_seed,
     power_of_two_near,
     read_scalars,
-    read_units,
     scalar_on,
 )
 from wholebatch.core.forward_state import capture_random, restore_random
@@ -170,14 +167,21 @@ def count_units(units: UnitsFunction, micros: Sequence[Any]) -> dict[str, float]
             )
         for name, count in by_name.items():
             counts.setdefault(name, []).append(check_units(count))
-    return {name: _sum(read_scalars(values)) for name, values in counts.items()}
+    return {name: _read_units(values, counted=True) for name, values in counts.items()}
 
 
-def _sum(counts: Sequence[float]) -> float:
-    """Return the sum; counts that were on a device could not be checked before."""
-    for count in counts:
+def _read_units(units: Sequence[Tensor | float], *, counted: bool = False) -> float:
+    """Return the sum of units, now that those on a device can be checked."""
+    counts = read_scalars(units)
+    for place, count in enumerate(counts, 1):
         if not 0 <= count < math.inf:
-            raise LossError(f"units= counted {count:g}: must be finite and not negative")
+            must = "must be finite and not negative"
+            if counted:
+                raise LossError(f"units= counted {count:g}: {must}")
+            raise LossError(
+                f"units={count:g} of the window's backward {place}: {must}, what the loss is a sum "
+                "over (samples, tokens, weights)"
+            )
     return math.fsum(counts)
 
 
@@ -420,9 +424,18 @@ class Window:
         self.sync.begin(window.inputs)
         self.hooks.take(self.store.parameters)
         if known is None:
-            window.seed = self.next_seed or first_seed(units, self.sync, self.target.device)
+            window.seed = self.next_seed or self._first_seed(units)
         self.open = window
         return window
+
+    def _first_seed(self, units: Units) -> float | Tensor:
+        """Return a power of two near 1/units of the first micro-batch, the same on every rank."""
+        if isinstance(units, Tensor):  # stays on the device: no synchronisation
+            largest = self.sync.largest(units.to(torch.float32)).clamp(min=1.0)
+            return torch.exp2(-torch.log2(largest).round())
+        if self.sync.ranks > 1:
+            units = float(self.sync.largest(torch.tensor(float(units), device=self.target.device)))
+        return power_of_two_near(1.0 / max(float(units), 1.0))
 
     def open_early(self) -> bool:
         """Open the window if its seed is known without a loss; return True if it is open."""
@@ -616,7 +629,7 @@ class Window:
         """
         names = list(totals)
         values = [math.fsum(totals[name]) for name in names]
-        values += [read_units(window.units.get(name, ())) for name in names]
+        values += [_read_units(window.units.get(name, ())) for name in names]
         if self.sync.ranks == 1:
             self.ranks_with_more = int(has_more)
         else:
@@ -653,8 +666,20 @@ class Window:
             return Closed(norm=math.nan, clip=1.0, finite=False)
         closed = self.store.close(window, normalise / window.loss_scale, self.hooks)
         if self.hooks.calls and self.sync.ranks > 1 and self.sync.keeps_gradients:
-            check_same_norm(closed.norm, self.sync.largest, self.target.device)
+            self._refuse_other_norm(closed.norm)
         return closed
+
+    def _refuse_other_norm(self, norm: float) -> None:
+        """Refuse an `on_gradient` that has made other gradients here than on another rank."""
+        norm = norm if math.isfinite(norm) else math.inf
+        both = torch.tensor([norm, -norm], dtype=torch.float64, device=self.target.device)
+        most, least = self.sync.largest(both).tolist()
+        if not math.isclose(most, -least, rel_tol=1e-6):
+            raise RankError(
+                f"on_gradient= has made gradients of norm {most:g} on one rank and {-least:g} on "
+                "another, so their models would drift apart: it must do the same on every rank "
+                "(draw noise from a torch.Generator with one seed for all)"
+            )
 
     def _update(self, closed: Closed, loss: float, steps: bool) -> None:
         """Step the optimizers, schedulers and EMA, or leave the gradients to the user."""
@@ -692,7 +717,9 @@ class Window:
         self, window: OpenWindow, totals: Mapping[str, Sequence[float]], losses_finite: bool
     ) -> str:
         """Return the reason for skipping, or raise the error; the same on all ranks."""
-        culprit = first_nonfinite(totals, window.owners)
+        pairs = (zip(window.owners, values, strict=False) for values in totals.values())
+        bad_ones = [owner for owner, total in chain(*pairs) if not math.isfinite(total)]
+        culprit = min(bad_ones, default=None)
         scaled = self.target.scale is not None and self.target.scale.enabled
         if scaled and losses_finite:
             return f"gradients not finite at loss scale {window.loss_scale:g}"

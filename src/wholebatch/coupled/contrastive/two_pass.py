@@ -12,7 +12,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from itertools import accumulate
 from typing import Any, Literal, TypeAlias, TypeVar
 
@@ -189,6 +189,7 @@ Item: TypeAlias = tuple[int, Any]
 """A micro-batch and its index."""
 
 
+@dataclass(eq=False)
 class TwoPasses:
     """The two passes over the micro-batches of one window.
 
@@ -198,41 +199,36 @@ class TwoPasses:
     forward changes buffers of `modules`. Buffers and random generators end as after one pass.
     """
 
-    def __init__(
-        self,
-        micros: Sequence[Any],
-        encode: Callable[[Any], Any],
-        *,
-        modules: Iterable[nn.Module],
-        before_micro: Callable[[int], None] = lambda index: None,
-        lock_step: LockStep | None = None,
-        keep: int = 0,
-    ) -> None:
-        self._items = list(enumerate(micros))
-        self._encode = encode
-        self._before_micro = before_micro
-        self._lock_step = lock_step
-        self._keep = keep
-        self._buffers = _ModuleBuffers(modules)
+    micros: Sequence[Any]
+    encode: Callable[[Any], Any]
+    _: KW_ONLY
+    modules: Iterable[nn.Module]
+    before_micro: Callable[[int], None] = lambda index: None
+    lock_step: LockStep | None = None
+    keep: int = 0
+    kept: dict[int, Representations] = field(default_factory=dict, init=False)
+    finite: list[Tensor] = field(default_factory=list, init=False)
+    """For each micro-batch, a flag on the device: True if its representations are finite."""
+
+    def __post_init__(self) -> None:
+        self._items = list(enumerate(self.micros))
+        self._buffers = _ModuleBuffers(self.modules)
         self._moves_buffers = False
         self._start = capture_random()
         self._starts: dict[int, dict[str, Any]] = {}
-        self.kept: dict[int, Representations] = {}
-        self.finite: list[Tensor] = []
-        """For each micro-batch, a flag on the device: True if its representations are finite."""
 
     def first(self) -> WholeRepresentations:
         """Encode every micro-batch, without a graph if it is not kept; restore the buffers."""
 
         def forward(item: Item) -> Representations:
             index, micro = item
-            self._before_micro(index)
+            self.before_micro(index)
             self._starts[index] = capture_random()
-            keeps = index >= len(self._items) - self._keep
+            keeps = index >= len(self._items) - self.keep
             if keeps and not self.kept:
                 torch.clear_autocast_cache()  # Casts made without a graph pass no gradient back.
             with torch.set_grad_enabled(keeps):
-                made = Representations.of(self._encode(micro))
+                made = Representations.of(self.encode(micro))
             if keeps:
                 self.kept[index] = made
             return made.detached()
@@ -264,25 +260,25 @@ class TwoPasses:
 
         def forward(item: Item) -> tuple[int, Representations]:
             index, micro = item
-            self._before_micro(index)
+            self.before_micro(index)
             if index in self.kept:
                 return index, self.kept.pop(index)
-            if self._lock_step is None:  # In lock-step, each has its own stream, restarted below.
+            if self.lock_step is None:  # In lock-step, each has its own stream, restarted below.
                 restore_random(self._starts[index])
             with weighing(whole.rows(index)):
-                return index, Representations.of(self._encode(micro))
+                return index, Representations.of(self.encode(micro))
 
         def backward(encoded: tuple[int, Representations]) -> None:
             index, made = encoded
             farthest.extend(whole.distances(index, made))
             inject(index, *whole.gradients(index, made))
 
-        if self._lock_step is not None:
+        if self.lock_step is not None:
             restore_random(self._start)
         # Go from the last to the first. The kept graphs then come first and free their memory for
         # the others, and the order of addition (so every bit) does not depend on how many were
         # kept.
-        backwards = self._lock_step is None and not self._moves_buffers
+        backwards = self.lock_step is None and not self._moves_buffers
         self._run(self._items[::-1] if backwards else self._items, forward, backward)
         restore_random(after)
         if farthest:
@@ -294,8 +290,8 @@ class TwoPasses:
     def _run(
         self, items: Sequence[Item], forward: Callable[[Item], T], backward: Callable[[T], R]
     ) -> list[R]:
-        if self._lock_step is not None:
-            return self._lock_step.run(items, forward=forward, backward=backward)
+        if self.lock_step is not None:
+            return self.lock_step.run(items, forward=forward, backward=backward)
         return [backward(forward(item)) for item in items]
 
 
