@@ -148,33 +148,25 @@ def gather_rows(tensor: Tensor, sync: Sync) -> Tensor:
     counts = [0.0] * sync.ranks
     counts[sync.rank] = float(len(tensor))
     sizes = [int(size) for size in sync.sum(counts)]
-    start = sum(sizes[: sync.rank])
+    wide = tensor.to(torch.int64) if tensor.dtype is torch.bool else tensor
+    others = sum(sizes[: sync.rank]), sum(sizes[sync.rank + 1 :])
+    before, after = (wide.new_zeros((number, *wide.shape[1:])) for number in others)
+    whole = torch.cat([before, wide, after])  # The sum with zeros is exact.
     if not tensor.is_floating_point():
-        wide = tensor.to(torch.int64) if tensor.dtype is torch.bool else tensor
-        return _spread(wide, start, sum(sizes), sync.sum_tensor).to(tensor.dtype)
-    gathered: Tensor = _GatherRows.apply(tensor, start, sum(sizes), sync.sum_tensor)  # type: ignore[no-untyped-call]
+        return sync.sum_tensor(whole).to(tensor.dtype)
+    gathered: Tensor = _SumOverRanks.apply(whole, sync.sum_tensor)  # type: ignore[no-untyped-call]
     return gathered
 
 
-def _spread(tensor: Tensor, start: int, rows: int, summed: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return the rows of all ranks: place own rows among zeros and sum over ranks, exactly."""
-    whole = tensor.new_zeros((rows, *tensor.shape[1:]))
-    whole[start : start + len(tensor)] = tensor
-    return summed(whole)
-
-
-class _GatherRows(torch.autograd.Function):
+class _SumOverRanks(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, tensor: Tensor, start: int, rows: int, summed: Callable[[Tensor], Tensor]
-    ) -> Tensor:
-        ctx.start, ctx.count, ctx.summed = start, len(tensor), summed
-        return _spread(tensor, start, rows, summed)
+    def forward(ctx: Any, tensor: Tensor, summed: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.summed = summed
+        return summed(tensor)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        summed = ctx.summed(gradient.contiguous())
-        return summed[ctx.start : ctx.start + ctx.count], None, None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.summed(gradient.contiguous()), None
 
 
 T = TypeVar("T")
