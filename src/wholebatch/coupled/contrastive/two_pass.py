@@ -194,7 +194,7 @@ class TwoPasses:
     micros: Sequence[Any]
     encode: Callable[[Any], Any]
     _: KW_ONLY
-    modules: Iterable[nn.Module]
+    modules: Sequence[nn.Module]
     before_micro: Callable[[int], None] = lambda index: None
     lock_step: LockStep | None = None
     keep: int = 0
@@ -204,7 +204,7 @@ class TwoPasses:
 
     def __post_init__(self) -> None:
         self._items = list(enumerate(self.micros))
-        self._buffers = _ModuleBuffers(self.modules)
+        self._saved = [(b, b._version, b.detach().clone()) for b in self._buffers()]
         self._moves_buffers = False
         self._start = capture_random()
         self._starts: dict[int, dict[str, Any]] = {}
@@ -229,7 +229,7 @@ class TwoPasses:
             parts = self._run(self._items, forward, lambda made: made)
             self.finite = [part.is_finite() for part in parts]
             whole = WholeRepresentations(parts)
-        self._moves_buffers = self._buffers.put_back()
+        self._moves_buffers = self._put_buffers_back()
         if self._moves_buffers:  # The second pass must change them, so it encodes everything.
             self.kept.clear()
         return whole
@@ -279,31 +279,23 @@ class TwoPasses:
             if not math.isnan(worst) or all(self.finite):
                 _check_replay(worst, [tensor.dtype for tensor in whole.tensors], tolerance)
 
+    def _buffers(self) -> list[Tensor]:
+        return [buffer for module in self.modules for buffer in module.buffers()]
+
+    @torch.no_grad()
+    def _put_buffers_back(self) -> bool:
+        """Restore the buffers of before the first pass; return True if any had changed."""
+        moved = [one for one in self._saved if one[0]._version != one[1]]
+        for buffer, _, before in moved:
+            buffer.copy_(before)
+        return bool(moved) or [id(b) for b in self._buffers()] != [id(b) for b, *_ in self._saved]
+
     def _run(
         self, items: Sequence[Item], forward: Callable[[Item], T], backward: Callable[[T], R]
     ) -> list[R]:
         if self.lock_step is not None:
             return self.lock_step.run(items, forward=forward, backward=backward)
         return [backward(forward(item)) for item in items]
-
-
-class _ModuleBuffers:
-    """A copy of the modules' buffers, taken before the first pass."""
-
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._modules = list(modules)
-        self._saved = [(b, b._version, b.detach().clone()) for b in self._now()]
-
-    def _now(self) -> list[Tensor]:
-        return [buffer for module in self._modules for buffer in module.buffers()]
-
-    @torch.no_grad()
-    def put_back(self) -> bool:
-        """Restore the buffers; return True if any had changed."""
-        moved = [one for one in self._saved if one[0]._version != one[1]]
-        for buffer, _, before in moved:
-            buffer.copy_(before)
-        return bool(moved) or [id(b) for b in self._now()] != [id(b) for b, _, _ in self._saved]
 
 
 def _check_replay(found: float, dtypes: Iterable[torch.dtype], allowed: float | None) -> None:
