@@ -59,6 +59,10 @@ class Quantised(NamedTuple):
         for part, made in zip(self, _both_layouts(weight), strict=True):
             part.copy_(made)
 
+    def linear(self, x: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the outputs of quantised inputs."""
+        return product(x, scales, self.rows, self.row_scales, dtype)
+
     def input_gradient(self, dy: Tensor) -> Tensor:
         """Return the gradient of the input, from that of the output."""
         dx = product(*quantise(rows_of(dy)), self.columns, self.column_scales, dy.dtype)
@@ -184,7 +188,7 @@ class Linear(torch.autograd.Function):
         if isinstance(w, Tensor):
             return functional.linear(x, w, b)
         assert rows is not None
-        y = product(*rows, w.rows, w.row_scales, x.dtype)
+        y = w.linear(*rows, x.dtype)
         return (y if b is None else y + b).reshape(*x.shape[:-1], y.shape[-1])
 
     @staticmethod
