@@ -19,8 +19,7 @@ from torch import Tensor
 from wholebatch.core.readable_sizes import bytes_said
 from wholebatch.core.splitting import batch_size_of
 from wholebatch.core.splitting.samples import Static, layout_of, take
-from wholebatch.coupled.batchnorm.lock_step import Hold
-from wholebatch.coupled.batchnorm.recomputed_blocks import blocks_of
+from wholebatch.coupled.batchnorm.lock_step import Hold, blocks_of
 from wholebatch.errors import OptionError
 from wholebatch.memory.predict import Prediction, Predictor
 
@@ -296,8 +295,5 @@ def resize_batch(batch: Any, samples: int, *, static: Static = ()) -> Any:
         return take(value, [row % layout.size for row in range(samples)])
 
     return layout.structure.build(
-        [
-            resized(leaf.value) if batched else leaf.value
-            for leaf, batched in zip(layout.leaves, layout.batched, strict=True)
-        ]
+        [resized(leaf.value) if leaf.batched else leaf.value for leaf in layout.leaves]
     )

@@ -23,11 +23,11 @@ from wholebatch.core.close import (
     CloseOptions,
     DeferredHooks,
     check_counts,
+    is_torchs,
     read_scalars,
 )
 from wholebatch.core.forward_state import replaced_attributes
 from wholebatch.core.gradient_store import DeviceStore
-from wholebatch.core.optimizer_step import is_torchs
 from wholebatch.core.precision import round_gradient
 from wholebatch.distributed import Sync
 from wholebatch.distributed.ddp import in_buckets
