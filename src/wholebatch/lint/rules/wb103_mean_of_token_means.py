@@ -225,7 +225,8 @@ def _none_ignored(file: File) -> bool:
     own = {c.node.name for c in facts.classes} | {f.name for f in facts.every_function}
     parts = [part for c in calls for part in facts.imported_parts(c)]
     seen = bool(parts) or any(last_part(c.func) in own for c in calls)
-    return seen and "-100" in facts.source and not any(map(_MAKES_IGNORED.search, (facts.source, *parts)))
+    made = any(map(_MAKES_IGNORED.search, (facts.source, *parts)))
+    return seen and "-100" in facts.source and not made
 
 
 @lru_cache(maxsize=64)
