@@ -47,6 +47,10 @@ _PACKED = re.compile(r"packing\s*=\s*True|group_texts|ConstantLengthDataset")
 _ONE_LABEL = re.compile(
     r"For(QuestionAnswering|SequenceClassif|MultipleChoice|CTC\b)|start_positions"
 )
+# Arguments of a model that can hold labels.
+_GIVES_LABELS = re.compile(
+    r"label|target|tgt|answer|batch|inputs$|^y$|sample|data|(loss|response|action)_?mask"
+)
 _IGNORED = re.compile(r"-100(?<![\w.]-100)(?![\w.%:])")
 _JAX_MASK_COUNT = re.compile(
     r"loss\w*\([^()\n]*\bmask=|/\s*(jnp\.(maximum|clip)\()?\(?(jnp\.sum\(\w*(mask|valid|weights)|\w*(mask|valid|weights)\w*\.sum\(\))"
@@ -58,6 +62,7 @@ _JAX_BY_HAND = re.compile(
     r"^(?:import|from) jax\b(?s:.*)lambda [\w, ]+: [^\n]*/ *(?:float\()?[\w.]*(?:ac+um|micro)", re.M
 )
 _COLLATES = re.compile(r"collat|dataset|loader", re.I)
+_LABELS = re.compile(r"mask|label|batch|token|encode", re.I)
 # A label of -100 that is made, not one that is only asked for.
 _MAKES_IGNORED = re.compile(
     r"(?<!ignore_index=)(?<!ignore_index = )(?<![!=]= )(?<![\w.])-100(?![\w.%:])|label_pad_token"
@@ -225,6 +230,8 @@ def _none_ignored(file: File) -> bool:
     own = {c.node.name for c in facts.classes} | {f.name for f in facts.every_function}
     parts = [part for c in calls for part in facts.imported_parts(c)]
     seen = bool(parts) or any(last_part(c.func) in own for c in calls)
+    masks = {dotted(c.func) or "" for c in facts.calls if _LABELS.search(last_part(c.func))}
+    parts += [found.text for name in masks if (found := facts.imported(name)) is not None]
     made = any(map(_MAKES_IGNORED.search, (facts.source, *parts)))
     return seen and "-100" in facts.source and not made
 
@@ -359,6 +366,9 @@ def _is_language_model(call: ast.Call, file: File) -> bool:
         return False
     if _CRITERION.search(name) and file.facts.behind(name):
         return False  # It was read.
+    named = [k.arg or "label" for k in call.keywords]
+    if len(named) > 1 and not call.args and not any(map(_GIVES_LABELS.search, named)):
+        return False  # Nothing to ignore.
     if file.facts.mentions(_LANGUAGE_MODEL):
         packed = file.facts.mentions(_PACKED) and not file.facts.mentions(_IGNORED)
         if file.facts.mentions(_MASKED_DATA) and not packed:
