@@ -230,6 +230,7 @@ def _none_ignored(file: File) -> bool:
     own = {c.node.name for c in facts.classes} | {f.name for f in facts.every_function}
     parts = [part for c in calls for part in facts.imported_parts(c)]
     seen = bool(parts) or any(last_part(c.func) in own for c in calls)
+    seen = seen or any("Dataset" in base for c in facts.classes for base in c.bases)
     masks = {dotted(c.func) or "" for c in facts.calls if _LABELS.search(last_part(c.func))}
     parts += [found.text for name in masks if (found := facts.imported(name)) is not None]
     made = any(map(_MAKES_IGNORED.search, (facts.source, *parts)))
