@@ -47,6 +47,10 @@ _PACKED = re.compile(r"packing\s*=\s*True|group_texts|ConstantLengthDataset")
 _ONE_LABEL = re.compile(
     r"For(QuestionAnswering|SequenceClassif|MultipleChoice|CTC\b)|start_positions"
 )
+# Arguments of a model that can hold labels.
+_GIVES_LABELS = re.compile(
+    r"label|target|tgt|answer|batch|inputs$|^y$|sample|data|(loss|response|action)_?mask"
+)
 _IGNORED = re.compile(r"-100(?<![\w.]-100)(?![\w.%:])")
 _JAX_MASK_COUNT = re.compile(
     r"loss\w*\([^()\n]*\bmask=|/\s*(jnp\.(maximum|clip)\()?\(?(jnp\.sum\(\w*(mask|valid|weights)|\w*(mask|valid|weights)\w*\.sum\(\))"
@@ -58,6 +62,12 @@ _JAX_BY_HAND = re.compile(
     r"^(?:import|from) jax\b(?s:.*)lambda [\w, ]+: [^\n]*/ *(?:float\()?[\w.]*(?:ac+um|micro)", re.M
 )
 _COLLATES = re.compile(r"collat|dataset|loader", re.I)
+_LABELS = re.compile(r"mask|label|batch|token|encode", re.I)
+# A label of -100 that is made, not one that is only asked for.
+_MAKES_IGNORED = re.compile(
+    r"(?<!ignore_index=)(?<!ignore_index = )(?<![!=]= )(?<![\w.])-100(?![\w.%:])|label_pad_token"
+    r"|(?i:ignore|mask)\w*(_index|_id|_label)(?!\s*=)|DataCollatorFor"
+)
 # Numbers of tokens that count, by their names.
 _VALID = re.compile(r"n_?valid|num_valid|valid_tok|(\b|\w_)mask_?(sum|count|total)")
 _OF_BATCH = re.compile(r"tok(en)?s\b|valid", re.I)
@@ -169,7 +179,9 @@ def _masked_mean(chain: Chain, window: LoopWindow, file: File) -> ast.AST | None
     if any(_EXACT.search(f) for f in chain.factors):
         return None
     if masks:
-        return masks[0].node
+        counts = counted(masks[0].by, masks[0].env, window.resolver.returns)
+        asked = any("-100" in text(e) for e, _ in counts) and _none_ignored(file)
+        return None if asked else masks[0].node
     call = chain.base_call
     if call is None:
         return None
@@ -196,6 +208,9 @@ def _ignores(call: ast.Call, chain: Chain, window: LoopWindow, file: File) -> bo
     """True for a cross-entropy with an ignored label and reduction "mean"."""
     name = text(call.func)
     made = [call, *(m for m, _ in window.makers(name, chain.base_env))]
+    asked = [keyword(m, "ignore_index") for m in made]
+    if any(number(a) == -100 for a in asked if a is not None) and _none_ignored(file):
+        return False
     if any(_masks_mean(m) or _ignores_by_default(m, file) for m in made):
         return True
     functional = bool(_CRITERION.search(name))
@@ -205,6 +220,21 @@ def _ignores(call: ast.Call, chain: Chain, window: LoopWindow, file: File) -> bo
     owner, _, method = name.rpartition(".")
     source = file.facts.behind(owner) if owner and functional else ""
     return _leaves_out(_method(source, method), functional=True)
+
+
+def _none_ignored(file: File) -> bool:
+    """True if the data are made here or in an imported module, and nowhere with a label of -100."""
+    facts = file.facts
+    calls = [c for c in facts.calls if _COLLATES.search(last_part(c.func))]
+    calls += [ast.Call(k.value, [], []) for c in calls for k in c.keywords if k.arg == "collate_fn"]
+    own = {c.node.name for c in facts.classes} | {f.name for f in facts.every_function}
+    parts = [part for c in calls for part in facts.imported_parts(c)]
+    seen = bool(parts) or any(last_part(c.func) in own for c in calls)
+    seen = seen or any("Dataset" in base for c in facts.classes for base in c.bases)
+    masks = {dotted(c.func) or "" for c in facts.calls if _LABELS.search(last_part(c.func))}
+    parts += [found.text for name in masks if (found := facts.imported(name)) is not None]
+    made = any(map(_MAKES_IGNORED.search, (facts.source, *parts)))
+    return seen and "-100" in facts.source and not made
 
 
 @lru_cache(maxsize=64)
@@ -332,17 +362,23 @@ def _is_language_model(call: ast.Call, file: File) -> bool:
     if (dotted(call.func) or "").startswith(("torch.", "np.", "jnp.", "tf.")):
         return False  # An operation on labels is no model.
     handed = any("label" in text(a) for a in (*call.args, *call.keywords))
-    if not (re.search(r"model|net|lm\b", text(call.func), re.I) or handed):
+    name = text(call.func)
+    if not (re.search(r"model|net|lm\b", name, re.I) or handed):
         return False
+    if _CRITERION.search(name) and file.facts.behind(name):
+        return False  # It was read.
+    named = [k.arg or "label" for k in call.keywords]
+    if len(named) > 1 and not call.args and not any(map(_GIVES_LABELS.search, named)):
+        return False  # Nothing to ignore.
     if file.facts.mentions(_LANGUAGE_MODEL):
         packed = file.facts.mentions(_PACKED) and not file.facts.mentions(_IGNORED)
         if file.facts.mentions(_MASKED_DATA) and not packed:
             return True
     elif file.facts.mentions(_ONE_LABEL):
         return False
-    if file.facts.mentions(_MASKED_LABELS):
+    if file.facts.mentions(_MASKED_LABELS) and not _none_ignored(file):
         return True
-    if _MASKS_ITSELF.search(file.facts.behind(text(call.func))):
+    if _MASKS_ITSELF.search(file.facts.behind(name)):
         return True
     collators = [c for c in file.facts.calls if _COLLATES.search(last_part(c.func))]
     parts = (part for c in collators for part in file.facts.imported_parts(c))

@@ -43,6 +43,8 @@ _LENGTH = re.compile(
 )
 
 
+_PER_BATCH = re.compile(r"// *\(?[\w.]*batch", re.I)
+
 # A batch size that was divided by the number of micro-batches: it is that of one of them.
 _MICRO_BATCH_SIZE = re.compile(r"batch_size\s*=\s*(int\()?[\w.]*batch_size\s*//?\s*[\w.]*accum")
 
@@ -173,6 +175,8 @@ def _spellings(expr: ast.expr, env: Env, depth: int = 0) -> list[str]:
         return found
     # How a loader was built says nothing about what its length is divided by.
     held = {text(a) for node in walk(expr) if is_call(node, "len") for a in node.args}
+    # Nor does how the owner of a setting was built: `accelerator.num_processes`.
+    held |= {text(node.value) for node in walk(expr) if isinstance(node, ast.Attribute)}
     for node in walk(expr):
         if isinstance(node, (ast.Name, ast.Attribute)) and text(node) not in held:
             for definition in env.get(text(node), ()):
@@ -211,7 +215,15 @@ def _is_compared(name: str, window: LoopWindow) -> bool:
     for node in walk(outer):
         if not isinstance(node, ast.Compare) or len(node.comparators) != 1:
             continue
-        sides = {text(node.left), text(node.comparators[0])}
-        if name in sides and any(_LIMIT.search(s) for s in sides - {name}):
+        sides = {text(side): side for side in (node.left, node.comparators[0])}
+        limits = [side for s, side in sides.items() if s != name and _LIMIT.search(s)]
+        if name in sides and any(not _is_of_micro_batches(limit, window) for limit in limits):
             return True
     return False
+
+
+def _is_of_micro_batches(limit: ast.expr, window: LoopWindow) -> bool:
+    """True for a limit that the file computes as a number of micro-batches."""
+    spelled = _spellings(limit, window.loop.entry)
+    counted = any(_LENGTH.search(s) or _PER_BATCH.search(s) for s in spelled)
+    return counted and not any(is_accumulation_name(s) or _has_count(s, window) for s in spelled)
