@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from ..model import Event, File, LoopWindow
 from ..model.events import Env
 from ..model.expressions import (
+    dotted,
     is_accumulation_name,
     is_binary,
     is_call,
@@ -20,7 +21,7 @@ from ..model.expressions import (
     walk,
 )
 from ..model.window_boundary import peel
-from .rule_base import Report, rule, stepped
+from .rule_base import Report, prepared, rule, stepped
 
 _UPDATES = re.compile(
     r"(^|[._])(global_?steps?|num_updates|n_updates|updates|update_steps?|optim(izer)?_steps?"
@@ -57,10 +58,14 @@ def check(file: File) -> Iterator[Report]:
 
 def _schedules(window: LoopWindow) -> Iterator[Report]:
     """Yield schedules, and optimizers that schedule themselves, that are as long as the loop."""
-    if window.shape != "boundary":
+    if window.shape not in {"boundary", "accelerate"}:
         return
-    scheduled = [e for e in window.of("sched") if window.when(e) == "boundary"]
-    for event in (*scheduled, *stepped(window)):
+    events = [e for e in window.of("sched") if window.when(e) == "boundary"]
+    if window.shape == "boundary":
+        events += stepped(window)
+    else:  # Accelerate steps what it has prepared with the optimizer, once per update.
+        events += [e for e in window.of("sched") if e not in events and prepared(e, window.facts)]
+    for event in events:
         for call, env in _made(event, window):
             if any(_counts_micro_batches(length, env, window) for length in _lengths(call, window)):
                 yield Report(
@@ -94,6 +99,8 @@ def _calls(made: ast.expr) -> list[ast.expr]:
 def _lengths(call: ast.Call, window: LoopWindow) -> list[ast.expr]:
     """Return the length of a schedule, or what can be: what its function reads, or the limit."""
     known = _length(call)
+    if call.args and str(getattr(call.args[0], "value", "")).startswith("constant"):
+        return []  # `get_scheduler("constant", ...)`: its length means nothing.
     if known is not None:
         return [known]
     if last_part(call.func) != "LambdaLR":
@@ -120,6 +127,8 @@ def _length(call: ast.Call) -> ast.expr | None:
 
 def _counts_micro_batches(expr: ast.expr, env: Env, window: LoopWindow) -> bool:
     """True if the length counts batches of a loader and is nowhere divided by the window."""
+    if _times_count(expr, env, window):
+        return True
     spelled = _spellings(expr, env)
     # A batch size that is divided by the window makes more micro-batches, not fewer.
     small = window.facts.mentions(_MICRO_BATCH_SIZE)
@@ -136,6 +145,17 @@ def _counts_micro_batches(expr: ast.expr, env: Env, window: LoopWindow) -> bool:
         return True
     # A loader that is cut to whole windows already counts updates.
     return any(_LENGTH.search(s) and "//" not in s for s in spelled)
+
+
+def _times_count(expr: ast.expr, env: Env, window: LoopWindow, depth: int = 0) -> bool:
+    """True for `max_train_steps * accum`, also through names."""
+    if is_binary(expr, ast.Mult):
+        sides = [expr.left, expr.right]
+        named = [text(s) for s in sides if dotted(s) is not None]
+        counts = any(is_accumulation_name(n) or n == window.every_name for n in named)
+        return counts or any(_times_count(s, env, window, depth) for s in sides)
+    made = env.get(dotted(expr) or "", ()) if depth < 3 else ()
+    return any(_times_count(d.expr, d.env, window, depth + 1) for d in made)
 
 
 def _limits(window: LoopWindow) -> set[str]:
