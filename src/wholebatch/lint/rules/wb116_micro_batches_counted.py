@@ -107,6 +107,9 @@ def _lengths(call: ast.Call, window: LoopWindow) -> list[ast.expr]:
         return [a for a in call.args if text(a) in _limits(window)]
     made = positional(call, 1) or keyword(call, "lr_lambda")
     named = [f for f in window.facts.every_function if made is not None and f.name == text(made)]
+    known = _length(made) if isinstance(made, ast.Call) else None
+    if known is not None:
+        return [known]
     nodes = [n for f in (*named, made) if f is not None for n in walk(f)]
     return [n for n in nodes if isinstance(n, ast.Name) and _TOTAL.fullmatch(n.id)]
 
