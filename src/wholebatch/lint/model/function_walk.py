@@ -37,7 +37,7 @@ _MAX_FOREIGN = 40
 _MAX_TEXT = 6000
 _EMPTY = Env()
 # Names of functions in other modules that make the loss, or log it.
-_PART = re.compile(r"loss|entropy|forward|criterion|normali[sz]e|(train|log)\w*_step|step$", re.I)
+_PART = re.compile(r"loss|forward|criterion|normali[sz]e|(train|log)\w*_step|step$", re.I)
 _BACKWARD = {"backward", "manual_backward", "training_step"}
 # Helpers that log: what they are handed counts, whatever they do with it.
 _SHOWS = re.compile(r"log|print|report")

@@ -38,6 +38,7 @@ _MASKED_DATA = re.compile(
 _MASKED_LABELS = re.compile(
     r"(?<![\w.])-100(?![\w.%:])|masked_lm_labels|Loss\(\)\.ignore_index|(label|target)s?\w*\[[^\]\n]*\]\s*=\s*-1\b"
     r"|label\w*['\"\]]*(\.(extend|append)\(|\s*=)[ (\[]*-1(\]?\s*[*)]| for\b)"
+    r"|\bpad\w*\s*=\s*-1\b|(label\w*\[[^\]\n]*\]|padding_value)\s*=\s*IGNORE_\w+"
 )
 # A model that leaves out labels itself, not one whose page speaks of -100.
 _MASKS_ITSELF = re.compile(r"(full\w*\([^\n]*, |label\w*\[[^\n]*\] = |value=)-100\b")
@@ -251,7 +252,8 @@ def _leaves_out(source: str, *, functional: bool) -> bool:
         return False
     calls = [n for n in nodes if isinstance(n, ast.Call)]
     # A model's own `F.cross_entropy(..., ignore_index=-1)` may meet no such label.
-    if any(_masks_mean(c) and last_part(c.func)[0].isupper() for c in calls):
+    masks = [c for c in calls if _masks_mean(c)]
+    if any(last_part(c.func)[0].isupper() or _pads(c) for c in masks):
         return True
     if functional and any(keyword(c, "ignore_index") and _is_mean(c) for c in calls):
         return True
@@ -331,6 +333,10 @@ def _masks_mean(call: ast.Call, env: Env | None = None) -> bool:
     if number(ignored) is None and not _PADDING.search(text(ignored)):
         return False
     return _is_mean(call, env)
+
+
+def _pads(call: ast.Call) -> bool:
+    return "pad" in text(keyword(call, "ignore_index") or call.func).lower()
 
 
 def _handed(given: ast.expr | None, env: Env | None) -> ast.expr | None:

@@ -141,7 +141,7 @@ def _counts_micro_batches(expr: ast.expr, env: Env, window: LoopWindow) -> bool:
     limits = _limits(window)
     if limits & {text(expr), window.resolver.key(expr, env)}:
         return True
-    words = [rf"(?<![\w.]){re.escape(limit)}(?![\w.(\[])" for limit in limits]
+    words = [rf"(?<![\w.]){re.escape(limit)}(?![\w.(\[]| */)" for limit in limits]
     if any(re.search(word, s) for word in words for s in spelled):
         return True  # `steps_per_epoch * epochs`, in a loop over `range(steps_per_epoch)`.
     if small and any(re.search(r"len\(.*\) */+ *[\w.]*batch_size", s) for s in spelled):
