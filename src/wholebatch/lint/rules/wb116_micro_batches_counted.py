@@ -65,14 +65,14 @@ def _schedules(window: LoopWindow) -> Iterator[Report]:
         events += stepped(window)
     else:  # Accelerate steps what it has prepared with the optimizer, once per update.
         events += [e for e in window.of("sched") if e not in events and prepared(e, window.facts)]
-    for event in events:
-        for call, env in _made(event, window):
-            if any(_counts_micro_batches(length, env, window) for length in _lengths(call, window)):
-                yield Report(
-                    call,
-                    f"schedule is as long as the micro-batches but steps once every "
-                    f"`{window.count_name}`: divide its length by it",
-                )
+    made = [made for event in events for made in _made(event, window)]
+    for call, env in made:
+        if any(_counts_micro_batches(length, env, window) for length in _lengths(call, window)):
+            yield Report(
+                call,
+                f"schedule is as long as the micro-batches but steps once every "
+                f"`{window.count_name}`: divide its length by it",
+            )
 
 
 def _made(event: Event, window: LoopWindow) -> list[tuple[ast.Call, Env]]:
@@ -104,7 +104,8 @@ def _lengths(call: ast.Call, window: LoopWindow) -> list[ast.expr]:
     if known is not None:
         return [known]
     if last_part(call.func) != "LambdaLR":
-        return [a for a in call.args if text(a) in _limits(window)]
+        limits = _limits(window)
+        return [a for a in call.args if text(a) in limits or _TOTAL.fullmatch(last_part(a))]
     made = positional(call, 1) or keyword(call, "lr_lambda")
     named = [f for f in window.facts.every_function if made is not None and f.name == text(made)]
     known = _length(made) if isinstance(made, ast.Call) else None
