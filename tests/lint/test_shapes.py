@@ -575,3 +575,125 @@ def train(model, endless, optimizer, accum):
 def test_spellings_of_public_loops(name: str) -> None:
     source, codes = SPELLINGS[name]
     assert sorted({f.code for f in lint_source(source)}) == codes.split()
+
+
+MASKED = """
+    import torch.nn.functional as F
+    class Tokens(Dataset):
+        def __getitem__(self, i):
+            return {labels}
+    def train(model, optimizer, args):
+        loader = DataLoader(Tokens())
+        for step in range(args.steps):
+            for x, y in take(loader, args.accum):
+                loss = F.cross_entropy(model(x), y, ignore_index=-100) / args.accum
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("labels", "found"), [("self.ids, [-100] * self.n", True), ("self.ids, self.ids", False)]
+)
+def test_an_ignored_label_counts_if_the_data_at_hand_have_it(labels: str, found: bool) -> None:
+    assert ("WB103" in codes(MASKED.replace("{labels}", labels))) is found
+
+
+DEEPSPEED = """
+    import deepspeed
+    config = {"gradient_accumulation_steps": {steps}}
+    def train(engine, loader, args):
+        for step in range(args.steps):
+            for _ in range(args.accum):
+                loss = engine(next(loader)) / args.accum
+                engine.backward(loss)
+            engine.step()
+"""
+
+
+@pytest.mark.parametrize(("steps", "found"), [("args.accum", True), ("1", False)])
+def test_deepspeed_divides_only_by_the_steps_that_it_is_told(steps: str, found: bool) -> None:
+    assert ("WB102" in codes(DEEPSPEED.replace("{steps}", steps))) is found
+
+
+COUNTER = """
+    def train(model, optimizer, loader, args):
+        max_steps = {limit}
+        global_step = 0
+        for i, batch in enumerate(loader):
+            global_step += 1
+            (model(batch).mean() / args.accum).backward()
+            if (i + 1) % args.accum == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+            if global_step >= max_steps:
+                break
+"""
+
+
+@pytest.mark.parametrize(
+    ("limit", "found"),
+    [
+        ("args.max_steps", True),
+        ("len(loader) // args.accum * args.epochs", True),
+        ("args.samples // (args.batch_size * args.ranks) * args.epochs", False),
+    ],
+)
+def test_a_counter_of_micro_batches_may_have_a_limit_of_micro_batches(
+    limit: str, found: bool
+) -> None:
+    assert ("WB116" in codes(COUNTER.replace("{limit}", limit))) is found
+
+
+def test_a_number_of_micro_batches_may_change_from_window_to_window() -> None:
+    found = windows("""
+        def train(model, optimizer, loader, schedule):
+            accum, accum_target, step = 0, schedule(0), 0
+            for batch in loader:
+                (model(batch).mean() / accum_target).backward()
+                accum += 1
+                if accum < accum_target:
+                    continue
+                optimizer.step()
+                optimizer.zero_grad()
+                step += 1
+                accum, accum_target = 0, schedule(step)
+    """)
+    assert found == [("boundary", "accum_target")]
+
+
+def test_hooks_of_ones_own_may_be_held_around_the_backward_alone() -> None:
+    source = """
+        def train(model, optimizer, loader, bucketer, args):
+            for i, batch in enumerate(loader):
+                loss = model(batch).mean() / args.accum
+                with OWNER.no_sync():
+                    loss.backward()
+                if (i + 1) % args.accum == 0:
+                    optimizer.step()
+                    optimizer.zero_grad()
+    """
+    assert "WB111" in codes(source.replace("OWNER", "model"))
+    assert "WB111" not in codes(source.replace("OWNER", "bucketer"))
+
+
+def test_no_division_is_offered_beside_a_short_last_window() -> None:
+    source = """
+        def train(model, optimizer, loader, args):
+            for i, (x, y) in enumerate(loader):
+                loss = F.cross_entropy(model(x), y)
+                loss.backward()
+                if (i + 1) % args.accum == 0TAIL:
+                    optimizer.step()
+                    optimizer.zero_grad()
+    """
+    fixes = [
+        [
+            bool(f.fix)
+            for f in lint_source(textwrap.dedent(source.replace("TAIL", tail)))
+            if f.code == "WB101"
+        ]
+        for tail in ("", " or i + 1 == len(loader)")
+    ]
+    assert fixes == [[True], [False]]

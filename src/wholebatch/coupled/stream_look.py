@@ -30,31 +30,20 @@ from wholebatch.core.forward_state import ForwardState
 from wholebatch.core.loss import Loss, Terms, Units, check_units
 from wholebatch.core.splitting.samples import flatten, layout_of, readable_layout
 from wholebatch.core.window import graph_nodes
+from wholebatch.coupled import loss_graph
 from wholebatch.coupled.adds_up import LookResult, check_adds_up
 from wholebatch.coupled.audit import refused_by_type
 from wholebatch.coupled.batchnorm.policies import Policy, Statistics
 from wholebatch.coupled.batchnorm.whole_batch_norm import recomputing
 from wholebatch.coupled.causes import AuditFinding, outside_norm
 from wholebatch.coupled.contrastive.losses import refuse_in_parts
-from wholebatch.coupled.local_collectives import local_collectives
-from wholebatch.coupled.loss_graph import (
-    TermWeight,
-    check_mean,
-    check_parts,
-    check_sum,
-    divisors,
-    is_standard,
-    linked_samples,
-    links_columns,
-    normalised_over_samples,
-    refuse_weight,
-)
 from wholebatch.coupled.normalisation_layers import (
     batchnorms,
     known_norms,
     refuse_new_norms,
     running_buffers,
 )
+from wholebatch.coupled.sample_runs import local_collectives
 from wholebatch.errors import LossError, SplitError
 
 _log = logging.getLogger("wholebatch")
@@ -80,7 +69,7 @@ def warn_of_divisor(micro_batches: int) -> None:
     )
 
 
-def warn_of_penalty(given: TermWeight) -> None:
+def warn_of_penalty(given: loss_graph.TermWeight) -> None:
     """Warn of a penalty whose factor may or may not hold the units of the micro-batch."""
     _log.warning(
         "a penalty on the weights is added to the sum of every micro-batch, with a factor of %g "
@@ -138,7 +127,7 @@ class StreamLook:
         self._again = LookAgain()
         self._kinds: set[tuple[type, bool]] = set()  # of the nodes that losses ended with
         self._divisors: set[int] = set()  # what losses were divided by
-        self._weights: dict[Any, TermWeight] = {}  # of terms
+        self._weights: dict[Any, loss_graph.TermWeight] = {}  # of terms
         self.shapes: set[Any] = set()  # of losses that were looked at
         self._rows: int | None = None  # of the last call of a model that was seen
         self._calls: list[_Call] = []  # of this micro-batch
@@ -212,20 +201,22 @@ class StreamLook:
         if kind is type(None):
             return  # no loss at all: refused elsewhere
         assert scalar is not None
-        if (kind, mean is None) not in self._kinds:
-            (check_sum if mean is None else check_mean)(scalar, check_units(units))
-            if float(check_units(units)) > 1:  # of one unit, the mean is the sum
-                self._kinds.add((kind, mean is None))
+        is_mean = mean is not None
+        if (kind, is_mean) not in self._kinds:
+            check = loss_graph.check_mean if is_mean else loss_graph.check_sum
+            check(scalar, check_units(units))
+            if float(units) > 1:  # of one unit, the mean is the sum
+                self._kinds.add((kind, is_mean))
         if in_parts:
             self._units = float(check_units(units)) or (self._units if place else 0.0)
-            self._compare_weights((kind, place), scalar, is_mean=mean is not None)
+            self._compare_weights((kind, place), scalar, is_mean=is_mean)
         if self._reads < _READS:
             self._reads += 1
-            self._divisors |= divisors(scalar, check_units(units))
+            self._divisors |= loss_graph.divisors(scalar, check_units(units))
         if in_parts and self._outside:
             self._refuse_outside_norm(scalar)
         if self._handles and in_parts:
-            number = float(check_units(units))
+            number = float(units)
             # One unit owns all rows of its micro-batch: only state can be wrong there.
             kinds = {"state", "outside", "frequency"}
             if number != 1:
@@ -234,18 +225,18 @@ class StreamLook:
                     kinds.remove("time")
             LookResult(tuple(f for f in self._found if f.kind in kinds)).refuse(off="audit=False")
             self._refuse_comparisons(scalar, number)
-            self._refuse_counted_twice(scalar, number, place, mean is not None)
+            self._refuse_counted_twice(scalar, number, place, is_mean)
 
     def _compare_weights(self, loss: Any, scalar: Tensor, *, is_mean: bool) -> None:
         """Refuse a loss whose samples count for more than those of an earlier micro-batch."""
-        found = check_parts(scalar, self._units, is_mean=is_mean, rows=self._rows)
+        found = loss_graph.check_parts(scalar, self._units, is_mean=is_mean, rows=self._rows)
         for (of, *place), weight in found.items():
             if of == "mean" and not self.active:
                 continue  # Nobody looked at the other micro-batches of this window.
             key = (loss, of, *place)
             first = self._weights.setdefault(key, weight)
             if weight.contradicts(first, of):
-                refuse_weight(of, first.value, weight.value, self._units)
+                loss_graph.refuse_weight(of, first.value, weight.value, self._units)
             if of == "regulariser" and weight.count != first.count:  # It grows with the units.
                 self._weights[key] = replace(first, may_differ=True)
 
@@ -273,7 +264,7 @@ class StreamLook:
         counts = (units, self.samples)
         if any(rows in counts and columns not in counts for rows, columns in shapes):
             return True
-        return links_columns(scalar, list(self._outputs), units)
+        return loss_graph.links_columns(scalar, list(self._outputs), units)
 
     def _refuse_outside_norm(self, scalar: Tensor) -> None:
         """Refuse a BatchNorm of another module that has run since the first backward.
@@ -331,11 +322,11 @@ class StreamLook:
     def _refuse_comparisons(self, scalar: Tensor, units: float) -> None:
         if units <= 0 or not self._outputs:
             return
-        linked = linked_samples(scalar, list(self._outputs), units)
+        linked = loss_graph.linked_samples(scalar, list(self._outputs), units)
         if not linked:
             self._looked = linked is not None
             if self._looked and units > 1:
-                found = normalised_over_samples(scalar, list(self._outputs), units)
+                found = loss_graph.normalised_over_samples(scalar, list(self._outputs), units)
                 found = self._prepared or found
                 if found is not None:
                     _log.warning(
@@ -370,7 +361,7 @@ class StreamLook:
         known = not self._called.isdisjoint(module.modules()) or module in self._judged
         self._called.update(module.modules())
         given = _tensors_of((args, kwargs))
-        if any(map(is_standard, given)):
+        if any(map(loss_graph.is_standard, given)):
             self._prepared = "an input of the model has mean 0 and deviation 1"
         elif any(_mixes_rows(rows, one) for rows in self._batch for one in given):
             self._prepared = "an input of the model has samples that are mixed with each other"
@@ -435,7 +426,7 @@ class _Call:
             (
                 tensor.data_ptr() if type(tensor) is Tensor else id(tensor),
                 tensor.shape,
-                0 if tensor.is_inference() else tensor._version,
+                version_of(tensor),
             )
             for tensor in self._held
         ]

@@ -103,6 +103,10 @@ class Facts:
         """Return the source of the classes and functions that made what a name stands for."""
         found = []
         values: list[ast.expr | None] = [*self.assigned.get(name, ())]
+        for value in values[:_LEVELS]:  # `model = base`, `model = torch.compile(base)`
+            inner = value.args[0] if isinstance(value, ast.Call) and value.args else value
+            other = dotted(inner) if inner is not None else None
+            values += self.assigned.get(other, ()) if other and other != name else ()
         handed = {dotted(v) or "" for v in values if v is not None} | {name}
         named = {m for n in handed for m in self.annotated.get(n, ())}
         if any("model_class" in text(v) for v in values if v is not None):

@@ -103,7 +103,8 @@ class Walker:
                 exits.append(leaving)
                 if not leaving.conditions:
                     return exits
-                path = (*path, *_negated(leaving, self.resolver))
+                if leaving.kind != "raise":  # An error is no way of waiting.
+                    path = (*path, *_negated(leaving, self.resolver))
         return exits
 
     def _statement(self, stmt: ast.stmt, env: Env, path: _Path, scope: Scope) -> list[_Exit]:

@@ -23,6 +23,7 @@ from .expressions import (
     positional,
     root,
     text,
+    walk,
 )
 from .name_resolution import Resolver, strip_casts
 
@@ -296,7 +297,7 @@ class _Tracer:
     def _sides(self, expr: ast.BinOp, env: Env) -> tuple[ast.expr, ast.expr]:
         """Return the loss and the factor of a product: a setting that never changes is no loss."""
         loss, factor = _loss_side(expr.left, expr.right)
-        if not _LOSSY.search(text(loss)) and dotted(loss) is not None:
+        if not _LOSSY.search(text(loss)) and not any(isinstance(n, ast.Call) for n in walk(loss)):
             changes = [
                 self.resolver.symbols_in(self.resolver.resolve(e, env)) for e in (loss, factor)
             ]

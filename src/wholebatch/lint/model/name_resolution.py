@@ -7,6 +7,8 @@ Names that change from one iteration to the next stay symbols (`i@3`). So a cond
 from __future__ import annotations
 
 import ast
+import re
+from collections.abc import Sequence
 from typing import Any
 
 from .events import Def, Env, Loop, Symbol
@@ -14,6 +16,7 @@ from .expressions import children, dotted, is_accumulation_name, number, place, 
 
 _PURE_CALLS = {"int", "float", "max", "min", "len", "bool", "abs", "round", "divmod"}
 _OPERATIONS = (ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.Compare, ast.IfExp)
+_OTHER_MODE = re.compile(r"True|[\w.]+\.is_gradient_accumulation_boundary\(\)")
 _MAX_NODES = 80
 _MAX_DEPTH = 40
 
@@ -106,7 +109,11 @@ class Resolver:
 
     def _pure_return(self, call: ast.expr) -> Def | None:
         """Return the one simple value that a followed helper returns to this call, or None."""
-        returned = self.returns.get(id(call), ())
+        returned: Sequence[Def] = self.returns.get(id(call), ())
+        if len(returned) > 1:
+            # `return True` without accumulation, or an engine's own boundary, beside the condition.
+            others = [d for d in returned if not _OTHER_MODE.fullmatch(text(d.expr))]
+            returned = others if len(others) == 1 and _is_flag(others[0].expr) else returned
         return returned[0] if len(returned) == 1 and is_simple(returned[0].expr) else None
 
     def _opaque_key(self, name: str, defs: tuple[Def, ...], loops: tuple[Loop, ...]) -> str:

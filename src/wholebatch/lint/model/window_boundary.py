@@ -246,7 +246,8 @@ class _LoopConditions:
         position = self._position(left)
         if position is not None:
             symbol = position.symbol
-            if symbol.kind != "carried" or self._varies(every) or not self._is_reset(symbol):
+            fixed = not self._varies(every) or is_accumulation_name(text(every))
+            if symbol.kind != "carried" or not fixed or not self._is_reset(symbol):
                 return None
             start, spanning = self._first_value(symbol)
             shift = None if start is None else 1 - start - position.offset + isinstance(op, ast.Gt)

@@ -22,7 +22,7 @@ from ..model.expressions import (
     text,
     walk,
 )
-from ..model.file_facts import ClassFacts, methods_called
+from ..model.file_facts import ClassFacts, Facts, methods_called
 from ..model.loop_windows import steps_after
 from ..model.window_boundary import says_accumulating
 
@@ -172,6 +172,18 @@ def moved(
         return ()
     target = steps[0] if beside is None else beside
     return (Edit.at("delete", event.stmt), Edit.at(where, target.stmt, text(event.stmt)))
+
+
+def prepared(event: Event, facts: Facts) -> bool | None:
+    """True if Accelerate wraps a schedule and so steps it once per update, None if unknown."""
+    calls = facts.made("prepare", "prepare_scheduler")
+    if event.receiver is None or isinstance(event.receiver, ast.Subscript):
+        return None
+    name = text(event.receiver).rpartition(".")[2]
+    if any(re.search(rf"\b{re.escape(name)}\b", text(call)) for call in calls):
+        return True
+    starred = any(isinstance(a, ast.Starred) for call in calls for a in call.args)
+    return None if starred or not any(len(call.args) > 1 for call in calls) else False
 
 
 def framework_steps(file: File) -> Iterator[tuple[list[FunctionNode], str]]:

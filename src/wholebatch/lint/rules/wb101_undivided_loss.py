@@ -238,6 +238,8 @@ def _fix(window: LoopWindow, event: Event) -> tuple[tuple[Edit, ...], bool]:
         return (), False
     if any(map(window.counts, window.chains[0][1].divisors)):
         return (), False  # Divided by a part of the number.
+    if window.boundary is not None and window.boundary.tail:
+        return (), False  # The short last window has fewer: no one number is right.
     # Beside clipping on every micro-batch the division alone would not help.
     often = window.of("zero", "clip")
     if any(window.when(e) != "boundary" for e in often):

@@ -12,6 +12,11 @@ from ..model.loss_origin import Divisor
 from .rule_base import Edit, Report, framework_steps, rule
 
 _DEEPSPEED = re.compile(r"deepspeed(?![^\n]*scale_wrt_gas)", re.I)
+# A configuration that leaves the accumulation to the loop.
+_OF_ONE = re.compile(
+    r"\A(?!(?s:.*)['\"]gradient_accumulation_steps['\"]\]?\s*[:=](?!\s*1\b|=))"
+    r"(?s:.*)['\"]gradient_accumulation_steps['\"]\]?\s*[:=]\s*1\b"
+)
 
 
 @rule("loss divided twice", fixable=True)
@@ -28,6 +33,8 @@ def _framework(window: LoopWindow, file: File) -> str:
         return "Accelerate"
     details = {e.detail for e in window.backwards}
     if window.shape == "deepspeed":
+        if file.facts.mentions(_OF_ONE):
+            return ""
         known = "deepspeed" in details or any("deepspeed" in i for i in file.facts.imports)
         return "DeepSpeed" if known else ""
     if details == {"accelerate"} and file.facts.accelerator_divides:
@@ -43,6 +50,7 @@ def _by_hand(window: LoopWindow, framework: str) -> Iterator[Report]:
     for event, chain in (*window.chains, *chains):
         counts = [d for d in chain.divisors if window.counts(d)]
         engine = event.detail in {"deepspeed", "engine"} and window.facts.mentions(_DEEPSPEED)
+        engine = engine and not window.facts.mentions(_OF_ONE)
         # An engine that is only stepped at the boundary does not count micro-batches itself.
         engine = engine and not any(
             window.ends_window(e) for e in window.of("engine_step") if window.shape == "boundary"

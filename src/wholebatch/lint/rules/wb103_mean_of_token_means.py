@@ -38,6 +38,7 @@ _MASKED_DATA = re.compile(
 _MASKED_LABELS = re.compile(
     r"(?<![\w.])-100(?![\w.%:])|masked_lm_labels|Loss\(\)\.ignore_index|(label|target)s?\w*\[[^\]\n]*\]\s*=\s*-1\b"
     r"|label\w*['\"\]]*(\.(extend|append)\(|\s*=)[ (\[]*-1(\]?\s*[*)]| for\b)"
+    r"|\bpad\w*\s*=\s*-1\b|(label\w*\[[^\]\n]*\]|padding_value)\s*=\s*IGNORE_\w+"
 )
 # A model that leaves out labels itself, not one whose page speaks of -100.
 _MASKS_ITSELF = re.compile(r"(full\w*\([^\n]*, |label\w*\[[^\n]*\] = |value=)-100\b")
@@ -46,6 +47,10 @@ _PACKED = re.compile(r"packing\s*=\s*True|group_texts|ConstantLengthDataset")
 # Models with a label or two for each sample, or a loss per sample (CTC): a mean over samples.
 _ONE_LABEL = re.compile(
     r"For(QuestionAnswering|SequenceClassif|MultipleChoice|CTC\b)|start_positions"
+)
+# Arguments of a model that can hold labels.
+_GIVES_LABELS = re.compile(
+    r"label|target|tgt|answer|batch|inputs$|^y$|sample|data|(loss|response|action)_?mask"
 )
 _IGNORED = re.compile(r"-100(?<![\w.]-100)(?![\w.%:])")
 _JAX_MASK_COUNT = re.compile(
@@ -58,6 +63,12 @@ _JAX_BY_HAND = re.compile(
     r"^(?:import|from) jax\b(?s:.*)lambda [\w, ]+: [^\n]*/ *(?:float\()?[\w.]*(?:ac+um|micro)", re.M
 )
 _COLLATES = re.compile(r"collat|dataset|loader", re.I)
+_LABELS = re.compile(r"mask|label|batch|token|encode", re.I)
+# A label of -100 that is made, not one that is only asked for.
+_MAKES_IGNORED = re.compile(
+    r"(?<!ignore_index=)(?<!ignore_index = )(?<![!=]= )(?<![\w.])-100(?![\w.%:])|label_pad_token"
+    r"|(?i:ignore|mask)\w*(_index|_id|_label)(?!\s*=)|DataCollatorFor"
+)
 # Numbers of tokens that count, by their names.
 _VALID = re.compile(r"n_?valid|num_valid|valid_tok|(\b|\w_)mask_?(sum|count|total)")
 _OF_BATCH = re.compile(r"tok(en)?s\b|valid", re.I)
@@ -81,6 +92,8 @@ _EXACT = re.compile(
 )
 _CRITERION = re.compile(r"criterion|loss|entropy|(?<![a-z])ce(?![a-z])", re.I)
 _OWN_CROSS_ENTROPY = re.compile(r"^(masked_|smooth_)?(ce|cross_entropy|nll)_loss$", re.I)
+_PADDING = re.compile(r"(?i:pad)|IGNORE|-100")
+_DEFAULT_LABEL = re.compile(r"\bignore_index(: int)? ?=")  # In a signature.
 # Helpers of RLHF code: a mean over the mask of one micro-batch.
 _MASKED_MEAN = re.compile(r"masked?_mean|mean_masked|agg_loss")
 _CROSS_ENTROPY = {"cross_entropy", "nll_loss", "CrossEntropyLoss", "NLLLoss", "LabelSmoothingLoss"}
@@ -169,7 +182,9 @@ def _masked_mean(chain: Chain, window: LoopWindow, file: File) -> ast.AST | None
     if any(_EXACT.search(f) for f in chain.factors):
         return None
     if masks:
-        return masks[0].node
+        counts = counted(masks[0].by, masks[0].env, window.resolver.returns)
+        asked = any("-100" in text(e) for e, _ in counts) and _none_ignored(file)
+        return None if asked else masks[0].node
     call = chain.base_call
     if call is None:
         return None
@@ -177,7 +192,7 @@ def _masked_mean(chain: Chain, window: LoopWindow, file: File) -> ast.AST | None
         return chain.base
     if _is_packed(call, chain, window):
         return None
-    is_masked = _ignores(call, chain, window, file) or _selects(call, chain)
+    is_masked = _ignores(call, chain, window, file) or _selects(call, chain.base_env)
     return chain.base if is_masked or _is_language_model(call, file) else None
 
 
@@ -195,16 +210,39 @@ def _is_split(chain: Chain, window: LoopWindow) -> bool:
 def _ignores(call: ast.Call, chain: Chain, window: LoopWindow, file: File) -> bool:
     """True for a cross-entropy with an ignored label and reduction "mean"."""
     name = text(call.func)
-    made = [call, *(m for m, _ in window.makers(name, chain.base_env))]
-    if any(_masks_mean(m) or _ignores_by_default(m, file) for m in made):
+    made = [(call, chain.base_env), *window.makers(name, chain.base_env)]
+    asked = [keyword(m, "ignore_index") for m, _ in made]
+    if any(number(a) == -100 for a in asked if a is not None) and _none_ignored(file):
+        return False
+    if any(_masks_mean(m, env) or _ignores_by_default(m, file) for m, env in made):
         return True
     functional = bool(_CRITERION.search(name))
-    if _leaves_out(file.facts.behind(name), functional=functional):
+    imported = file.facts.imported(name) if functional else None
+    by_default = imported is not None and _DEFAULT_LABEL.search(imported.text.partition(":\n")[0])
+    if by_default and not (keyword(call, "ignore_index") or file.facts.mentions(_MASKED_LABELS)):
+        imported = None  # It would leave labels out, but nothing here makes such labels.
+    sources = [file.facts.behind(name), "" if imported is None else imported.text]
+    if any(_leaves_out(source, functional=functional) for source in sources):
         return True
     # `model.compute_loss(...)`: that method of the class.
     owner, _, method = name.rpartition(".")
     source = file.facts.behind(owner) if owner and functional else ""
     return _leaves_out(_method(source, method), functional=True)
+
+
+def _none_ignored(file: File) -> bool:
+    """True if the data are made here or in an imported module, and nowhere with a label of -100."""
+    facts = file.facts
+    calls = [c for c in facts.calls if _COLLATES.search(last_part(c.func))]
+    calls += [ast.Call(k.value, [], []) for c in calls for k in c.keywords if k.arg == "collate_fn"]
+    own = {c.node.name for c in facts.classes} | {f.name for f in facts.every_function}
+    parts = [part for c in calls for part in facts.imported_parts(c)]
+    seen = bool(parts) or any(last_part(c.func) in own for c in calls)
+    seen = seen or any("Dataset" in base for c in facts.classes for base in c.bases)
+    masks = {dotted(c.func) or "" for c in facts.calls if _LABELS.search(last_part(c.func))}
+    parts += [found.text for name in masks if (found := facts.imported(name)) is not None]
+    made = any(map(_MAKES_IGNORED.search, (facts.source, *parts)))
+    return seen and "-100" in facts.source and not made
 
 
 @lru_cache(maxsize=64)
@@ -244,21 +282,26 @@ def _leaves_out(source: str, *, functional: bool) -> bool:
         return False
     calls = [n for n in nodes if isinstance(n, ast.Call)]
     # A model's own `F.cross_entropy(..., ignore_index=-1)` may meet no such label.
-    if any(_masks_mean(c) and last_part(c.func)[0].isupper() for c in calls):
+    masks = [c for c in calls if _masks_mean(c)]
+    if any(last_part(c.func)[0].isupper() or _pads(c) for c in masks):
         return True
     if functional and any(keyword(c, "ignore_index") and _is_mean(c) for c in calls):
         return True
     if any(is_call(c, "masked_select") and "mask" in text(c) for c in calls) and "loss" in source:
         return True
     env = flat_env(nodes)
+    if any(last_part(c.func) in _CROSS_ENTROPY and _selects(c, env) for c in calls):
+        return True
     for stmt in (n for n in nodes if isinstance(n, (ast.Assign, ast.AugAssign, ast.Return))):
         is_loss = _LOSSY.search(text(stmt)) or (functional and isinstance(stmt, ast.Return))
+        if functional and isinstance(stmt, ast.Assign) and isinstance(stmt.value, ast.Subscript):
+            is_loss = is_loss or text(stmt.value.value) == text(stmt.targets[0])  # `x = x[valid]`
         parts = [*walk(stmt)] if stmt.value is not None and is_loss else []
         divisors = [by for by in map(divisor_of, parts) if by is not None]
         if any(_is_selection_size(e) for by in divisors for e, _ in counted(by, env)):
             return True
         held = [n.slice for n in parts if isinstance(n, ast.Subscript)]
-        if any(re.match(r"active_|\w*mask\w*$", dotted(h) or "") for h in held):
+        if any(re.match(r"active_|\w*(mask|valid)\w*$", dotted(h) or "") for h in held):
             return True
     return False
 
@@ -285,11 +328,10 @@ def _is_packed(call: ast.Call, chain: Chain, window: LoopWindow) -> bool:
     return any(dotted(m.value) in batches - {None} for m in slices)
 
 
-def _selects(call: ast.Call, chain: Chain) -> bool:
+def _selects(call: ast.Call, env: Env) -> bool:
     """True for a mean loss over a masked selection: `criterion(logits[mask], labels[mask])`."""
     if not _CRITERION.search(text(call.func)) or not _is_mean(call):
         return False
-    env = chain.base_env
     if len(call.args) < 2 or not _is_selection(call.args[1], env):
         return False
     return _is_selection(call.args[0], env, through=True)
@@ -313,18 +355,34 @@ def _is_selection(expr: ast.expr, env: Env, depth: int = 0, *, through: bool = F
     return "mask" in (dotted(expr.slice) or "") or any(isinstance(b, ast.Compare) for b in by)
 
 
-def _masks_mean(call: ast.Call) -> bool:
-    ignored = keyword(call, "ignore_index")
+def _masks_mean(call: ast.Call, env: Env | None = None) -> bool:
+    ignored = _handed(keyword(call, "ignore_index"), env)
     name = last_part(call.func)
     if ignored is None or not (name in _CROSS_ENTROPY or _OWN_CROSS_ENTROPY.search(name)):
         return False
-    if number(ignored) is None and not re.search(r"(?i:pad)|IGNORE|-100", text(ignored)):
+    if number(ignored) is None and not _PADDING.search(text(ignored)):
         return False
-    return _is_mean(call)
+    return _is_mean(call, env)
 
 
-def _is_mean(call: ast.Call) -> bool:
-    reduction = keyword(call, "reduction")
+def _pads(call: ast.Call) -> bool:
+    return "pad" in text(keyword(call, "ignore_index") or call.func).lower()
+
+
+def _handed(given: ast.expr | None, env: Env | None) -> ast.expr | None:
+    """Return what a caller hands to a helper's parameter of the same name, or the value itself."""
+    for _ in range(4):
+        if env is None or not isinstance(given, ast.Name) or _PADDING.search(given.id):
+            break
+        made = env.get(given.id, ())
+        if len(made) != 1 or "@" in text(made[0].expr):
+            break
+        given, env = made[0].expr, made[0].env
+    return given
+
+
+def _is_mean(call: ast.Call, env: Env | None = None) -> bool:
+    reduction = _handed(keyword(call, "reduction"), env)
     return reduction is None or getattr(reduction, "value", None) == "mean"
 
 
@@ -332,17 +390,23 @@ def _is_language_model(call: ast.Call, file: File) -> bool:
     if (dotted(call.func) or "").startswith(("torch.", "np.", "jnp.", "tf.")):
         return False  # An operation on labels is no model.
     handed = any("label" in text(a) for a in (*call.args, *call.keywords))
-    if not (re.search(r"model|net|lm\b", text(call.func), re.I) or handed):
+    name = text(call.func)
+    if not (re.search(r"model|net|lm\b", name, re.I) or handed):
         return False
+    if _CRITERION.search(name) and file.facts.behind(name):
+        return False  # It was read.
+    named = [k.arg or "label" for k in call.keywords]
+    if len(named) > 1 and not call.args and not any(map(_GIVES_LABELS.search, named)):
+        return False  # Nothing to ignore.
     if file.facts.mentions(_LANGUAGE_MODEL):
         packed = file.facts.mentions(_PACKED) and not file.facts.mentions(_IGNORED)
         if file.facts.mentions(_MASKED_DATA) and not packed:
             return True
     elif file.facts.mentions(_ONE_LABEL):
         return False
-    if file.facts.mentions(_MASKED_LABELS):
+    if file.facts.mentions(_MASKED_LABELS) and not _none_ignored(file):
         return True
-    if _MASKS_ITSELF.search(file.facts.behind(text(call.func))):
+    if _MASKS_ITSELF.search(file.facts.behind(name)):
         return True
     collators = [c for c in file.facts.calls if _COLLATES.search(last_part(c.func))]
     parts = (part for c in collators for part in file.facts.imported_parts(c))

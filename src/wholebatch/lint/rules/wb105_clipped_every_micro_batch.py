@@ -14,6 +14,8 @@ def check(file: File) -> Iterator[Report]:
     """Yield every clipping call that is not at the boundary."""
     for window in file.accumulating:
         clips = [] if steps_every_micro_batch(window) else window.of("clip")
+        # Not those on a branch without a backward of this window.
+        clips = [c for c in clips if not all(c.excludes(b) for b in window.backwards)]
         for clip in clips:
             # Clipped on both sides of a condition, it is clipped on every micro-batch.
             either = [c for c in clips if window.when(c) == "sometimes" and c.excludes(clip)]

@@ -6,10 +6,10 @@ import ast
 import re
 from collections.abc import Iterator
 
-from ..model import Event, File, LoopWindow
+from ..model import File, LoopWindow
 from ..model.expressions import is_call, text, walk
 from ..model.window_boundary import iterated
-from .rule_base import Report, moved, rule
+from .rule_base import Report, moved, prepared, rule
 
 # A schedule that is as long as there are micro-batches: `num_training_steps=updates * accum`.
 _COUNTS_MICRO_BATCHES = re.compile(
@@ -29,7 +29,7 @@ def check(file: File) -> Iterator[Report]:
             has_argument = isinstance(call, ast.Call) and bool(call.args or call.keywords)
             if window.when(event) != "always" or has_argument:
                 continue
-            if window.shape == "accelerate" and _prepared(event, file):
+            if window.shape == "accelerate" and prepared(event, file.facts) is not False:
                 continue
             made = window.makers(text(event.receiver), event.env) if event.receiver else []
             if any(_counts_micro_batches(call, window) for call, _ in made):
@@ -60,17 +60,3 @@ def _counts_micro_batches(call: ast.Call, window: LoopWindow) -> bool:
         for name in sorted(names):
             todo += [functions[name]] if name in functions else facts.assigned.get(name, [])
     return False
-
-
-def _prepared(event: Event, file: File) -> bool:
-    """True if Accelerate wraps the schedule and so skips inside a window, or if this is unknown."""
-    calls = file.facts.made("prepare")
-    if not calls or event.receiver is None or isinstance(event.receiver, ast.Subscript):
-        return True
-    name = text(event.receiver).rpartition(".")[2]
-    for call in calls:
-        if any(isinstance(a, ast.Starred) for a in call.args):
-            return True
-        if re.search(rf"\b{re.escape(name)}\b", text(call)):
-            return True
-    return not any(len(call.args) > 1 for call in calls)

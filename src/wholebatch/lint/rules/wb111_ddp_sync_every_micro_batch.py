@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from ..model import Event, File, LoopWindow
-from ..model.events import Context, holds_sync
+from ..model.events import MODEL_NAME, Context, holds_sync
 from ..model.expressions import dotted, is_accumulation_name, is_not, last_part, text, walk
 from .rule_base import Report, rule, steps_every_micro_batch
 
@@ -93,7 +93,8 @@ def _late_flag(window: LoopWindow) -> Event | None:
 
 def _late_context(window: LoopWindow) -> Event | None:
     for backward in window.backwards:
-        held = [c for c in backward.contexts(window.loop) if holds_sync(c) and not _of_engine(c)]
+        contexts = [c for c in backward.contexts(window.loop) if holds_sync(c)]
+        held = [c for c in contexts if not _of_engine(c) and not _of_reducer(c)]
         if not held:
             continue
         owner = held[-1]
@@ -111,3 +112,9 @@ def _late_context(window: LoopWindow) -> Event | None:
 def _of_engine(context: Context) -> bool:
     """True for `booster.no_sync(model, optimizer)`, which an engine reads in the backward."""
     return bool(re.search(r"\.no_sync\(\w", context.made))
+
+
+def _of_reducer(context: Context) -> bool:
+    """True for `bucketer.no_sync()`: hooks of one's own, which are read in the backward."""
+    owners = re.findall(r"(\w+)\.no_sync\(\)", context.made)
+    return bool(owners) and not any(MODEL_NAME.match(o) or "ddp" in o.lower() for o in owners)

@@ -5,10 +5,16 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from ..model import File
+from ..model import Event, File, LoopWindow
 from ..model.events import holds_sync
 from ..model.expressions import text
 from .rule_base import Report, rule
+
+
+def _for_replicas(event: Event, window: LoopWindow) -> bool:
+    """True if a setting says that the model is replicated here: `strategy == "ddp"`."""
+    asked = [g.key for g in event.guards(window.loop)]
+    return any(positive and "ddp" in spelled for spelled, positive in asked)
 
 
 @rule("FSDP held", level="note")
@@ -21,7 +27,7 @@ def check(file: File) -> Iterator[Report]:
             context.node
             for backward in window.backwards
             for context in backward.contexts(window.loop)
-            if holds_sync(context)
+            if holds_sync(context) and not _for_replicas(backward, window)
         ]
         held += [
             e.node

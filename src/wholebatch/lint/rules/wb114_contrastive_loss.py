@@ -14,6 +14,7 @@ from .rule_base import Report, framework_accumulates, framework_steps, rule
 _COUPLED_NAME = re.compile(
     r"ClipLoss|CLIPLoss|clip_loss|InfoNCE|info_nce|NTXent|NT_Xent|nt_xent|MultipleNegatives"
     r"|SupConLoss|SigLipLoss|BiEncoderNllLoss|in_batch_neg|SimCLRLoss|ContrastiveLossWithInBatch"
+    r"|(^|_)(MMD|mmd)(_loss|Loss)?$"
 )
 _MESSAGE = (
     "loss uses the other samples of the micro-batch as negatives: accumulation does not give the "

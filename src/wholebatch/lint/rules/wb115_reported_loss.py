@@ -265,14 +265,19 @@ def _sums(
     window: LoopWindow, when: str, bases: set[int]
 ) -> Iterator[tuple[Event, str, list[Chain]]]:
     """Yield `total += loss.item()`, with the name and the derivations of the loss."""
-    for event in window.of("augment") if bases else ():
+    for event in window.of("augment", "assign") if bases else ():
         name = None if event.receiver is None else dotted(event.receiver)
+        added = event.argument
+        if event.kind == "assign":  # `total = total + loss`
+            if not is_binary(added, ast.Add) or text(added.left) != name:
+                continue
+            added = added.right
         # An evaluation has losses of its own.
         if name is None or event.loops[-1] is not window.loop:
             continue
         if (_always(event, window) if when == "always" else window.when(event)) != when:
             continue
-        yield event, name, _loss_chains(event.argument, event.env, window, bases)
+        yield event, name, _loss_chains(added, event.env, window, bases)
 
 
 def _always(event: Event, window: LoopWindow) -> str:
@@ -329,17 +334,29 @@ def _averaged(window: LoopWindow, bases: set[int], file: File) -> Iterator[Repor
 def _shown_whole(name: str, window: LoopWindow, function: ast.AST) -> ast.AST | None:
     """Return where the sum of one window's undivided losses is logged, if nothing divides it."""
     parents, counts = window.loop.parents, window.counts
-    fresh = all(d.loops == parents for d in window.loop.entry.get(name, ())) and parents
-    divided = any(counts(d) for _, chain in window.chains for d in chain.divisors)
     scaled = re.compile(rf"(?<![\w.]){re.escape(name)}(\.\w+\(\))? *[*/]")
-    if window.shape != "nested" or not fresh or not divided or scaled.search(text(function)):
-        return None
-    for event in (e for e in window.after if e.kind == "call" and e.loops == parents):
+    if window.shape == "nested":
+        fresh = all(d.loops == parents for d in window.loop.entry.get(name, ()))
+        divided = any(counts(d) for _, chain in window.chains for d in chain.divisors)
+        after = [e for e in window.after if e.loops == parents]
+        events = after if fresh and parents and divided else []
+    else:
+        ends = [e for e in window.events if window.when(e) == "boundary"]
+        begun = [e for e in ends if e.kind == "assign" and e.receiver is not None]
+        begun = [e for e in begun if text(e.receiver or e.node) == name]
+        # Begun anew by every window, not by every log.
+        fresh = any(len(e.guards(window.loop)) == 1 for e in begun)
+        events = ends if fresh else []
+    same = rf"((self\.)?accelerator\.(gather|reduce)\()?{re.escape(name)}\)?(\.(mean|item)\(\))*"
+    for event in [] if scaled.search(text(function)) else events:
         call = event.node
-        if isinstance(call, ast.Call) and _is_sink(call):
+        if event.kind == "call" and isinstance(call, ast.Call) and _is_sink(call):
             shown = [*call.args, *(k.value for k in call.keywords)]
-            if any(text(value) == name for value, _ in _values(shown, event.env)):
-                return call
+            for value, env in _values(shown, event.env):
+                made = env.get(text(value).removesuffix(".item()"), ())
+                spelled = [text(value), *(text(d.expr) for d in made)]
+                if any(re.fullmatch(same, s) for s in spelled):
+                    return call
     return None
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from ..model import Event, File, LoopWindow
 from ..model.events import Env
 from ..model.expressions import (
+    dotted,
     is_accumulation_name,
     is_binary,
     is_call,
@@ -20,7 +21,7 @@ from ..model.expressions import (
     walk,
 )
 from ..model.window_boundary import peel
-from .rule_base import Report, rule, stepped
+from .rule_base import Report, prepared, rule, stepped
 
 _UPDATES = re.compile(
     r"(^|[._])(global_?steps?|num_updates|n_updates|updates|update_steps?|optim(izer)?_steps?"
@@ -43,6 +44,8 @@ _LENGTH = re.compile(
 )
 
 
+_PER_BATCH = re.compile(r"// *\(?[\w.]*batch", re.I)
+
 # A batch size that was divided by the number of micro-batches: it is that of one of them.
 _MICRO_BATCH_SIZE = re.compile(r"batch_size\s*=\s*(int\()?[\w.]*batch_size\s*//?\s*[\w.]*accum")
 
@@ -57,17 +60,21 @@ def check(file: File) -> Iterator[Report]:
 
 def _schedules(window: LoopWindow) -> Iterator[Report]:
     """Yield schedules, and optimizers that schedule themselves, that are as long as the loop."""
-    if window.shape != "boundary":
+    if window.shape not in {"boundary", "accelerate"}:
         return
-    scheduled = [e for e in window.of("sched") if window.when(e) == "boundary"]
-    for event in (*scheduled, *stepped(window)):
-        for call, env in _made(event, window):
-            if any(_counts_micro_batches(length, env, window) for length in _lengths(call, window)):
-                yield Report(
-                    call,
-                    f"schedule is as long as the micro-batches but steps once every "
-                    f"`{window.count_name}`: divide its length by it",
-                )
+    events = [e for e in window.of("sched") if window.when(e) == "boundary"]
+    if window.shape == "boundary":
+        events += stepped(window)
+    else:  # Accelerate steps what it has prepared with the optimizer, once per update.
+        events += [e for e in window.of("sched") if e not in events and prepared(e, window.facts)]
+    made = [made for event in events for made in _made(event, window)]
+    for call, env in made:
+        if any(_counts_micro_batches(length, env, window) for length in _lengths(call, window)):
+            yield Report(
+                call,
+                f"schedule is as long as the micro-batches but steps once every "
+                f"`{window.count_name}`: divide its length by it",
+            )
 
 
 def _made(event: Event, window: LoopWindow) -> list[tuple[ast.Call, Env]]:
@@ -94,12 +101,18 @@ def _calls(made: ast.expr) -> list[ast.expr]:
 def _lengths(call: ast.Call, window: LoopWindow) -> list[ast.expr]:
     """Return the length of a schedule, or what can be: what its function reads, or the limit."""
     known = _length(call)
+    if call.args and str(getattr(call.args[0], "value", "")).startswith("constant"):
+        return []  # `get_scheduler("constant", ...)`: its length means nothing.
     if known is not None:
         return [known]
     if last_part(call.func) != "LambdaLR":
-        return [a for a in call.args if text(a) in _limits(window)]
+        limits = _limits(window)
+        return [a for a in call.args if text(a) in limits or _TOTAL.fullmatch(last_part(a))]
     made = positional(call, 1) or keyword(call, "lr_lambda")
     named = [f for f in window.facts.every_function if made is not None and f.name == text(made)]
+    known = _length(made) if isinstance(made, ast.Call) else None
+    if known is not None:
+        return [known]
     nodes = [n for f in (*named, made) if f is not None for n in walk(f)]
     return [n for n in nodes if isinstance(n, ast.Name) and _TOTAL.fullmatch(n.id)]
 
@@ -120,6 +133,8 @@ def _length(call: ast.Call) -> ast.expr | None:
 
 def _counts_micro_batches(expr: ast.expr, env: Env, window: LoopWindow) -> bool:
     """True if the length counts batches of a loader and is nowhere divided by the window."""
+    if _times_count(expr, env, window):
+        return True
     spelled = _spellings(expr, env)
     # A batch size that is divided by the window makes more micro-batches, not fewer.
     small = window.facts.mentions(_MICRO_BATCH_SIZE)
@@ -129,13 +144,24 @@ def _counts_micro_batches(expr: ast.expr, env: Env, window: LoopWindow) -> bool:
     limits = _limits(window)
     if limits & {text(expr), window.resolver.key(expr, env)}:
         return True
-    words = [rf"(?<![\w.]){re.escape(limit)}(?![\w.(\[])" for limit in limits]
+    words = [rf"(?<![\w.]){re.escape(limit)}(?![\w.(\[]| */)" for limit in limits]
     if any(re.search(word, s) for word in words for s in spelled):
         return True  # `steps_per_epoch * epochs`, in a loop over `range(steps_per_epoch)`.
     if small and any(re.search(r"len\(.*\) */+ *[\w.]*batch_size", s) for s in spelled):
         return True
     # A loader that is cut to whole windows already counts updates.
     return any(_LENGTH.search(s) and "//" not in s for s in spelled)
+
+
+def _times_count(expr: ast.expr, env: Env, window: LoopWindow, depth: int = 0) -> bool:
+    """True for `max_train_steps * accum`, also through names."""
+    if is_binary(expr, ast.Mult):
+        sides = [expr.left, expr.right]
+        named = [text(s) for s in sides if dotted(s) is not None]
+        counts = any(is_accumulation_name(n) or n == window.every_name for n in named)
+        return counts or any(_times_count(s, env, window, depth) for s in sides)
+    made = env.get(dotted(expr) or "", ()) if depth < 3 else ()
+    return any(_times_count(d.expr, d.env, window, depth + 1) for d in made)
 
 
 def _limits(window: LoopWindow) -> set[str]:
@@ -173,6 +199,8 @@ def _spellings(expr: ast.expr, env: Env, depth: int = 0) -> list[str]:
         return found
     # How a loader was built says nothing about what its length is divided by.
     held = {text(a) for node in walk(expr) if is_call(node, "len") for a in node.args}
+    # Nor does how the owner of a setting was built: `accelerator.num_processes`.
+    held |= {text(node.value) for node in walk(expr) if isinstance(node, ast.Attribute)}
     for node in walk(expr):
         if isinstance(node, (ast.Name, ast.Attribute)) and text(node) not in held:
             for definition in env.get(text(node), ()):
@@ -211,7 +239,15 @@ def _is_compared(name: str, window: LoopWindow) -> bool:
     for node in walk(outer):
         if not isinstance(node, ast.Compare) or len(node.comparators) != 1:
             continue
-        sides = {text(node.left), text(node.comparators[0])}
-        if name in sides and any(_LIMIT.search(s) for s in sides - {name}):
+        sides = {text(side): side for side in (node.left, node.comparators[0])}
+        limits = [side for s, side in sides.items() if s != name and _LIMIT.search(s)]
+        if name in sides and any(not _is_of_micro_batches(limit, window) for limit in limits):
             return True
     return False
+
+
+def _is_of_micro_batches(limit: ast.expr, window: LoopWindow) -> bool:
+    """True for a limit that the file computes as a number of micro-batches."""
+    spelled = _spellings(limit, window.loop.entry)
+    counted = any(_LENGTH.search(s) or _PER_BATCH.search(s) for s in spelled)
+    return counted and not any(is_accumulation_name(s) or _has_count(s, window) for s in spelled)
