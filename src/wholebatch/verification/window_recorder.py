@@ -448,8 +448,8 @@ class WindowRecorder:
         if self.over is not None and not self._inside:
             raise self.over
         # Of a checkpoint, inside the model, while a graph is compiled, or a look of our own.
-        busy = self._inside or self.failure or _get_current_dispatch_mode_stack()
-        busy = busy or (bool(place) and self._depth)  # Lightning's steps may be within a forward
+        within = bool(place and self._depth)  # Lightning's steps may be within a forward
+        busy = self._inside or within or self.failure or _get_current_dispatch_mode_stack()
         is_look = bool(place) and not busy and _is_a_look()
         if busy or is_look:
             self._used = None if is_look else self._used
