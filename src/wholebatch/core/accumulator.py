@@ -372,6 +372,7 @@ class Accumulator(Stream):
     def discard(self) -> None:
         """Drop what the window holds; the next micro-batch begins a new one."""
         super().discard()
+        self._look.leave_loop()
         self._places = 0
 
     def _close(self) -> Step:
@@ -586,6 +587,7 @@ def _drive(loader: Iterable[Any], accumulators: Sequence[Accumulator]) -> Iterat
             accumulator._beside = {}
             accumulator._unguard()
             accumulator._stand_in(False)
+            accumulator._look.leave_loop()
             accumulator._window.sync.restore()
             for model in accumulator._window.target.models:
                 _driven.discard(model)
