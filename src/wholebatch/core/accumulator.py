@@ -26,6 +26,7 @@ from wholebatch.core.model_and_optimizer import Scheduler
 from wholebatch.core.options import BatchNormPolicy, Close, Memory
 from wholebatch.core.stream import GivenLoss, Stream
 from wholebatch.core.window import Step, Turn, UnitsCount, graph_nodes, make_window
+from wholebatch.coupled.loop_trace import not_recording
 from wholebatch.errors import EmptyWindowError, LossError, OptionError, RankError, WindowError
 
 
@@ -214,7 +215,7 @@ class Accumulator(Stream):
         Returns:
             The Step if the window was closed, else None.
         """
-        with self._turn:
+        with self._turn, not_recording():
             return self._backward(total, units, mean, more)
 
     def _backward(

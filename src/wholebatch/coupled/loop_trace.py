@@ -12,15 +12,17 @@ Calls inside of the models are left out: the outputs of the models are data here
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 from weakref import ref
 
 import torch
 from torch import Tensor
+from torch._C import _len_torch_function_stack
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode, _len_torch_function_stack, _pop_mode, _push_mode
+from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from wholebatch.compile.captured_state import version_of
@@ -44,7 +46,7 @@ class _Place:
 class _Call:
     func: Callable[..., Any]
     given: tuple[Any, Any]
-    made: tuple[int | None, ...]  # the numbers of the tensors in its result
+    made: tuple[int, ...]  # the numbers of the tensors in its result
     grad: bool
     autocast: tuple[str, torch.dtype, bool]
     writes: bool
@@ -62,8 +64,20 @@ class Dependence:
     norm: str | None  # a BatchNorm in training mode that the loop runs
 
 
+@contextmanager
+def not_recording() -> Iterator[None]:
+    """Make calls that belong to no loop."""
+    was, LoopTrace.paused = LoopTrace.paused, True
+    try:
+        yield
+    finally:
+        LoopTrace.paused = was
+
+
 class LoopTrace(TorchFunctionMode):
     """The calls of torch from `start()` to `stop()`, without those within `enter` and `leave`."""
+
+    paused: ClassVar[bool] = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,11 +114,13 @@ class LoopTrace(TorchFunctionMode):
         self.on = self._recorded = True
         self._put_on()
 
-    def stop(self) -> None:
-        """Record no more."""
+    def stop(self, *, clear: bool = False) -> None:
+        """Record no more; `clear` what was recorded."""
         if self.on:
             self._take_off()
         self.on = False
+        if clear:
+            self._clear()
 
     def enter(self, given: Sequence[Tensor]) -> None:
         """Leave out what a model does with these tensors, until `leave`."""
@@ -133,7 +149,7 @@ class LoopTrace(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
-        if torch.compiler.is_compiling() or len(self._calls) >= _MOST_CALLS:
+        if torch.compiler.is_compiling() or self.paused or len(self._calls) >= _MOST_CALLS:
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         if name.startswith("__i") or name == "__setitem__" or name[-1:] == "_" != name[-2:-1]:
@@ -215,10 +231,15 @@ class LoopTrace(TorchFunctionMode):
                 break
             for j in range(0, rows if sources else 0, max(1, rows // 8)):
                 now = again.run(sources, j, (j + (rows + 1) // 2) % rows)
-                for of, was, by in zip(("input", "loss"), before, now, strict=True):
-                    moved = _moved(was, by, j, rows, may_scale=may_scale and of == "loss")
-                    if rows - moved < min(number, rows):
-                        return Dependence(of, through, self._norm)
+                moved = [
+                    _moved(was, by, rows, may_scale=may_scale and of == 1)
+                    for of, (was, by) in enumerate(zip(before, now, strict=True))
+                ]
+                # A loop may shuffle its samples: then another row moves, and only that one.
+                own = {j} if through == "outputs" else set()
+                if rows - len(moved[0] | moved[1] | own) + 1 < min(number, rows):
+                    of_input = len(moved[0] | own) > 1
+                    return Dependence("input" if of_input else "loss", through, self._norm)
         return None
 
     def _has_rows(self, number: int, rows: int) -> bool:
@@ -238,13 +259,13 @@ class LoopTrace(TorchFunctionMode):
         derived = {*found, *self._outputs}
         for call in self._calls:  # Rows of a data set, or samples that are stacked.
             given = call.inputs()
-            made = {n for n in call.made if n is not None and self._shapes[n][:1] == (rows,)}
+            made = {n for n in call.made if self._shapes[n][:1] == (rows,)}
             if derived.isdisjoint(given) and made and given:
                 if not any(self._shapes[n][:1] == (rows,) for n in given):
                     found |= made
                     derived |= made
             elif not derived.isdisjoint(given):
-                derived.update(n for n in call.made if n is not None)
+                derived.update(call.made)
         return found
 
 
@@ -302,17 +323,15 @@ class _Again:
 
 
 def _moved(
-    before: Sequence[Tensor], now: Sequence[Tensor], j: int, rows: int, *, may_scale: bool
-) -> int:
-    """Return how many rows beside row j are others; `may_scale`, but for a factor of all."""
+    before: Sequence[Tensor], now: Sequence[Tensor], rows: int, *, may_scale: bool
+) -> set[int]:
+    """Return the rows that are others now; `may_scale`, but for a factor that most of them have."""
     found = torch.zeros(rows, dtype=torch.bool)
     for was, value in zip(before, now, strict=True):
-        if was.shape[:1] != (rows,) or was.shape != value.shape:
+        if was.shape[:1] != (rows,) or was.shape != value.shape or not was.numel():
             continue
-        others = [i for i in range(rows) if i != j]
-        a, b = (one.detach()[others].double().flatten(1).cpu() for one in (was, value))
+        a, b = (one.detach().double().flatten(1).cpu() for one in (was, value))
         exact = was.dtype if was.is_floating_point() else torch.float64
-        factor = float((a * b).sum() / (a * a).sum()) if may_scale and bool(a.any()) else 1.0
-        gap = (b - factor * a).abs().amax(1) > torch.finfo(exact).eps ** 0.5 * a.abs().amax()
-        found[others] |= gap
-    return int(found.sum())
+        factor = float((b[a != 0] / a[a != 0]).median()) if may_scale and bool(a.any()) else 1.0
+        found |= (b - factor * a).abs().amax(1) > torch.finfo(exact).eps ** 0.5 * a.abs().amax()
+    return set(found.nonzero().flatten().tolist())

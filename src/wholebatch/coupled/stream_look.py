@@ -327,10 +327,10 @@ class StreamLook:
 
     def leave_loop(self) -> None:
         """Record no more of the loop: it has ended, or what it has computed is discarded."""
-        self._trace.stop()
+        self._trace.stop(clear=True)
 
     def _remove_hooks(self) -> None:
-        self._trace.stop()
+        self._trace.stop(clear=True)
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
