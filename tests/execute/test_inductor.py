@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 import torch
 from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from wholebatch.compile import compile_workers, inductor, trace
+from wholebatch.compile.cross_entropy import _operation
 from wholebatch.compile.execute_mode import CannotTrace
 from wholebatch.compile.repeated_blocks import PieceProgram
 from wholebatch.compile.value_reads import ValueReads
@@ -68,9 +70,43 @@ def test_products_are_padded_by_their_shapes(
 
     matrices = [torch.empty(one, dtype=torch.bfloat16, device="meta") for one in (first, second)]
     by_torch = pad_mm._should_pad
+    match: Any = SimpleNamespace(output_node=lambda: SimpleNamespace(graph=fx.Graph()))
     with inductor._products_padded_by_rule():
-        assert pad_mm._should_pad(None, *matrices, aten.mm) is padded  # type: ignore[arg-type]
+        assert pad_mm._should_pad(match, *matrices, aten.mm) is padded
     assert pad_mm._should_pad is by_torch
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("through_a_view", [False, True])
+def test_a_padded_product_that_is_written_into_gives_the_same_numbers(
+    through_a_view: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch._inductor.fx_passes import pad_mm
+
+    monkeypatch.setattr(pad_mm, "check_device", lambda *_: True)  # Inductor pads on GPUs alone.
+    monkeypatch.setattr(pad_mm, "has_triton", lambda *_: True)
+    monkeypatch.setattr(inductor, "_INTENSITY", 4)
+    replaced = list[bool]()
+    decided = inductor.reads_memory
+    monkeypatch.setattr(
+        inductor, "reads_memory", lambda graph: replaced.append(decided(graph)) or replaced[-1]
+    )
+    torch.manual_seed(0)
+    labels, seed = torch.randint(0, 257, (128,)), torch.ones(())
+
+    def step(rows: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        logits = rows @ weight.t()
+        if through_a_view:
+            logits = aten._unsafe_view(logits, [2, 64, 257]).view(-1, 257)
+        losses = _operation()(logits, labels, seed, -100)
+        return losses.sum(), logits @ weight, logits.t() @ rows
+
+    given = [torch.randn(128, 64), torch.randn(257, 64)]
+    graph = make_fx(step)(*given)
+    run = inductor.compiled_by_inductor(graph, given, more={}, whole_rows=4096)
+    for found, wanted in zip(run(*given), step(*given), strict=True):
+        torch.testing.assert_close(found, wanted)
+    assert set(replaced) == {through_a_view}
 
 
 def test_what_was_compiled_with_other_choices_is_not_taken_from_a_cache(

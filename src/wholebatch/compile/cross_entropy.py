@@ -46,7 +46,11 @@ def _operation() -> Any:
     It overwrites the logits with their gradient.
     """
 
-    @torch.library.custom_op("wholebatch::cross_entropy_", mutates_args=("logits",))
+    @torch.library.custom_op(
+        "wholebatch::cross_entropy_",
+        mutates_args=("logits",),
+        tags=(torch.Tag.flexible_layout,),  # The rows of a padded product are not copied.
+    )
     def operation(logits: Tensor, labels: Tensor, seed: Tensor, ignored: int) -> Tensor:
         if not logits.is_cuda:
             return _by_operations(logits, labels, seed, ignored)
@@ -226,6 +230,17 @@ def _source(shares: fx.Node) -> fx.Node | None:
     return None
 
 
+def _product(logits: fx.Node) -> fx.Node:
+    """Return the product that the logits are views of.
+
+    Inductor takes an operation that writes into a view of another shape for one on the memory
+    behind it, and reads the wrong numbers if it has padded the rows of the product.
+    """
+    while logits.target in VIEWS:
+        logits = logits.all_input_nodes[0]
+    return logits
+
+
 def _end(node: fx.Node, like: Tensor) -> fx.Node | None:
     """Return the gradient of the logits after views and a cast."""
     while True:
@@ -245,7 +260,9 @@ def _replace(graph: fx.Graph, loss: _Loss, results: list[Any]) -> None:
     classes = value.shape[-1]
     call = graph.call_function
     with graph.inserting_before(loss.loss):
-        flat = call(aten.view.default, (loss.logits, [-1, classes]))
+        flat = _product(loss.logits)
+        if flat.meta["val"].dim() != 2:
+            flat = call(aten.view.default, (loss.logits, [-1, classes]))
         seed, count = loss.seed, None
         if loss.reduction == _MEAN:
             counted = call(aten.ne.Scalar, (loss.labels, loss.ignored))

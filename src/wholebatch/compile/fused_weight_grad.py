@@ -44,7 +44,11 @@ LossFunction = Callable[[Any, Any], Any]
 def add_product() -> Any:
     """Return the op `(buffer, left, right)`: `buffer += left @ right` in one kernel."""
 
-    @torch.library.custom_op("wholebatch::add_product", mutates_args=("buffer",))
+    @torch.library.custom_op(
+        "wholebatch::add_product",
+        mutates_args=("buffer",),
+        tags=(torch.Tag.flexible_layout,),  # cuBLAS takes rows with gaps.
+    )
     def operation(buffer: Tensor, left: Tensor, right: Tensor) -> None:
         torch.addmm(buffer, left, right, out_dtype=torch.float32, out=buffer)
 

@@ -88,7 +88,7 @@ def compiled_by_inductor(
     # micro-batches of 8) by 2 ms of 132.
     # Inductor's cache key includes its options, but neither `_whole_rows` nor
     # `_parts_written_in_place`. This option is for exported models, and does nothing here.
-    ours = {"wholebatch": f"rows of {whole_rows}, parts in place"}
+    ours = {"wholebatch": f"rows of {whole_rows}, parts in place, padded by rule"}
     options = {"triton.mix_order_reduction": False, "aot_inductor.metadata": ours, **more}
     of_this_version = vars(config)["_config"]
     known = {name: value for name, value in options.items() if name in of_this_version}
@@ -162,7 +162,11 @@ def _products_padded_by_rule() -> Iterator[None]:
     if by_itself is None:  # Another version of Inductor.
         yield
         return
-    setattr(pad_mm, name, lambda _, first, second, *__: pads(first, second))
+
+    def decide(match: Any, first: torch.Tensor, second: torch.Tensor, *_: Any) -> bool:
+        return pads(first, second) and not reads_memory(match.output_node().graph)
+
+    setattr(pad_mm, name, decide)
     try:
         yield
     finally:
@@ -183,6 +187,23 @@ def pads(first: torch.Tensor, second: torch.Tensor) -> bool:
     if 0 in sizes or 1 / sum(1 / size for size in sizes) < _INTENSITY:
         return False
     return any(step * first.element_size() % _BOUNDARY for step in (*leading, sizes[2]))
+
+
+def reads_memory(graph: torch.fx.Graph) -> bool:
+    """True if an operation reads the memory behind a result by strides, as if it had no gaps.
+
+    Inductor does so for an operation that changes a view of another shape. After padding, it would
+    read other numbers.
+    """
+    views = graph.find_nodes(op="call_function", target=torch.ops.aten.as_strided.default)
+    sources = [node.args[0] for node in views]
+    changes = torch.ops.higher_order.auto_functionalized_v2
+    for node in graph.find_nodes(op="call_function", target=changes):
+        names = [name.removesuffix("_stride") for name in node.kwargs if name.endswith("_stride")]
+        places = [node.kwargs.get(f"{name}_base_index") for name in names]
+        bases: Any = node.kwargs["_all_bases"]
+        sources += [bases[place] for place in places if isinstance(place, int)]
+    return any(source.op != "placeholder" for source in sources)
 
 
 def _known(size: int | torch.SymInt) -> int:
