@@ -36,8 +36,7 @@ from torch.utils.checkpoint import checkpoint
 import wholebatch as wb
 from wholebatch.core.runner import LockStepRunner
 from wholebatch.coupled import batchnorms
-from wholebatch.coupled.batchnorm.lock_step import Hold
-from wholebatch.coupled.batchnorm.recomputed_blocks import blocks_of
+from wholebatch.coupled.batchnorm.lock_step import Hold, blocks_of
 from wholebatch.coupled.normalisation_layers import ReplacedForwards
 
 Pair = tuple[Tensor, Tensor]

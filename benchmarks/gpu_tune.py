@@ -164,7 +164,9 @@ def check(name: str, made: tuple[Workload, int], seconds: float) -> dict[str, An
     predicted = Predicted(model, optimizer, workload.loss, workload.batches(), samples, budget)
     del model, optimizer
     limits = Limits(total=seconds, seconds=0.15, least=5, most=20, warm_up=15.0)
-    search = Search(workload, samples, sizes, modes, predicted, budget, limits, Lines())
+    search = Search(
+        workload, samples, predicted, budget, limits, sizes=sizes, modes=modes, watch=Lines()
+    )
     search.run()
     best = search.recommended()
     assert best is not None

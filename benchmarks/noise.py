@@ -64,7 +64,7 @@ def points(number: int, inputs: int) -> tuple[Tensor, Tensor]:
 
 
 def on_cpu() -> dict[str, Case]:
-    from wholebatch.cli.recipes import load_recipe
+    from wholebatch.cli.recipes.recipe import load_recipe
 
     recipe = load_recipe("bytes-gpt")
     corpus = recipe.build_data()

@@ -21,7 +21,8 @@ from typing import Any
 
 import torch
 
-from wholebatch.cli.recipes import Batches, Recipe, load_recipe
+from wholebatch.cli.recipes.recipe import Recipe, load_recipe
+from wholebatch.cli.recipes.recipe_batches import Batches
 from wholebatch.tune import Limits, Setting, tune
 from wholebatch.tune.setting_measurements import Running
 from wholebatch.tune.settings import modes_of, sizes_of

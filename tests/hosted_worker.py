@@ -13,8 +13,7 @@ from torch.distributed.fsdp import fully_shard
 
 import wholebatch as wb
 from tests.support import Whole, distance, mean, mlp, pieces, samples
-from wholebatch.core.compiled_loss import CompiledLoss
-from wholebatch.core.stream import GivenLoss
+from wholebatch.core.stream import CompiledLoss, GivenLoss
 from wholebatch.errors import WindowError
 from wholebatch.integrations.host_window import AdapterOptions, HostWindows
 

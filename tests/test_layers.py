@@ -38,7 +38,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "core.noise_scale",
         }
     ),
-    frozenset({"core.compiled_loss", "core.state_dict", "coupled"}),
+    frozenset({"coupled"}),
     frozenset({"compile", "compile.triton_kernels", "core.foreign_writes", "core.window"}),
     frozenset(
         {
@@ -63,7 +63,6 @@ LAYERS: tuple[frozenset[str], ...] = (
         {
             "core.forward_state",
             "core.loss",
-            "core.optimizer_step",
             "core.optional_packages",
             "core.plain_files",
             "core.safe_loading",

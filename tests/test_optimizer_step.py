@@ -18,7 +18,7 @@ from torch.optim.optimizer import (
 
 import wholebatch as wb
 from tests.support import distance, mean, mlp, pieces, samples, summed
-from wholebatch.core.optimizer_step import takes_grad_scale
+from wholebatch.core.close import takes_grad_scale
 from wholebatch.errors import UnsupportedError
 
 KINDS: dict[str, Any] = {

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from wholebatch.cli.recipes import Batches, Nothing, Position
+from wholebatch.cli.recipes.recipe_batches import Batches, Nothing, Position
 from wholebatch.errors import RecipeError, StateError
 
 

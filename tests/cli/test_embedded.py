@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.cli.helpers import Ran, assert_same_bits, metrics_of, newest_checkpoint
-from wholebatch.cli.recipes import load_recipe, source_of
+from wholebatch.cli.recipes.recipe import load_recipe, source_of
 
 Command = Callable[..., Ran]
 

@@ -92,7 +92,7 @@ def test_what_does_not_fit_is_refused_with_what_would_help(
 def test_fit_applies_the_least_and_the_run_keeps_it(
     recipe: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    from wholebatch.cli.recipes import load_recipe
+    from wholebatch.cli.recipes.recipe import load_recipe
     from wholebatch.memory.make_it_fit import ladder
 
     loaded = load_recipe(recipe)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tests.cli.helpers import EXACT, NOISY, Ran
-from wholebatch.cli.recipes import EMBEDDED, load_recipe, source_of
+from wholebatch.cli.recipes.recipe import EMBEDDED, load_recipe, source_of
 from wholebatch.errors import MissingExtraError, RecipeError
 
 Write = Callable[..., Path]

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import wholebatch as wb
 from tests.support import distance, mlp, samples, sgd
-from wholebatch.coupled.local_collectives import LocalCollectiveError, local_collectives
+from wholebatch.coupled.sample_runs import LocalCollectiveError, local_collectives
 from wholebatch.errors import UnsupportedError
 
 

@@ -17,7 +17,7 @@ from tests.execute.nets import loss, mean_of_tokens, mode_of, tagged
 from tests.support import Seen, Whole, sgd
 from wholebatch.compile import joint_graph, repeated_blocks
 from wholebatch.compile.joint_graph import JointStep
-from wholebatch.compile.repeated_blocks import BlockProgram
+from wholebatch.compile.repeated_blocks import BlockProgram, PieceProgram, _Input
 
 
 class Layer(nn.Module):
@@ -216,3 +216,25 @@ def test_compiled_blocks_make_the_update_of_the_undivided_batch() -> None:
         train = trained(Deep(5).double())
     program = blocks_of(train)
     assert program.compiled == 5
+
+
+def test_a_piece_is_tried_on_zeros_if_its_operations_take_any_numbers() -> None:
+    given = []
+
+    def run(inputs: list[Any]) -> list[Any]:
+        given.extend(inputs)
+        return [inputs[0].index_select(0, inputs[1])]
+
+    cpu = torch.device("cpu")
+    rows = ((3, 2), (0, 1), torch.float32, cpu)  # Expanded: all rows are one.
+    numbers = ((4,), (1,), torch.int64, cpu)
+    operation = (torch.ops.aten.index_select.default, (_Input(0), 0, _Input(1)), {})
+    program = PieceProgram([operation], [rows, numbers, 7], [0])
+    assert program.is_safe
+    program.try_out(run)
+    assert not given[0].any()
+    assert given[0].stride() == (0, 1)
+    assert not given[1].any()
+    assert given[2] == 7
+    foreign = (torch.ops.quantized.linear.default, (), {})
+    assert not PieceProgram([operation, foreign], [rows, numbers], [0]).is_safe

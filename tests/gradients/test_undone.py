@@ -74,7 +74,7 @@ class OutOfMemoryAt(TorchFunctionMode):
 @pytest.fixture(autouse=True)
 def _steps_pass_for_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The steps that fail here stand for torch's own, and take the factor as those do."""
-    monkeypatch.setattr("wholebatch.core.optimizer_step._is_torchs_code", lambda function: True)
+    monkeypatch.setattr("wholebatch.core.close._is_torchs_code", lambda function: True)
 
 
 WAYS = {"foreach": {"foreach": True}, "fused": {"fused": True}, "single": {"foreach": False}}

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.memory.models import GPT, loss, mlp, tokens, vectors
 from wholebatch.core.readable_sizes import CATEGORIES
 from wholebatch.memory import MemoryMeter
-from wholebatch.memory.meter import StorageLedger, peak_with_recordings
+from wholebatch.memory.meter import StorageLedger, by_category, peak_with_recordings
 
 KIB = 1024
 
@@ -234,9 +234,9 @@ def test_ledger_remembers_who_was_alive_at_the_peak() -> None:
     del second, third
     assert ledger.peak == 150
     assert ledger.current == 0
-    by_category = ledger.peak_by_category()
-    assert (by_category["inputs"], by_category["activations"]) == (100, 50)
-    assert by_category["temporaries"] == 0
+    at_peak = by_category(ledger.at_peak())
+    assert (at_peak["inputs"], at_peak["activations"]) == (100, 50)
+    assert at_peak["temporaries"] == 0
 
 
 def test_sees_a_storage_that_gets_another_size() -> None:

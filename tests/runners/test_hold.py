@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from tests.coupled.networks import NETWORKS, densenet, resnet, unet
 from tests.runners.windows import Dropped, batch, error, result, split, total, whole
 from wholebatch.coupled.batchnorm.activation_offload import ActivationPages, HostPool, LearnedUse
-from wholebatch.coupled.batchnorm.lock_step import Hold, LockStep
-from wholebatch.coupled.batchnorm.recomputed_blocks import blocks_of
+from wholebatch.coupled.batchnorm.lock_step import Hold, LockStep, blocks_of
 from wholebatch.errors import OptionError
 
 BLOCKLESS = ("inputs", "reused")

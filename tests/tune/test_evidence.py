@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -166,7 +168,7 @@ def test_a_slow_close_is_the_bytes_it_moves_or_its_many_operations() -> None:
     """58% of the window is the optimizer: of large parameters, then of small ones."""
     slow = {"forward": 2.0, "backward": 2.0, "optimizer": 6.0}
     for moved, kind in ((2 * 10**9, "memory"), (10**6, "launch")):
-        one = trial(1, **slow).with_(update_bytes=moved)
+        one = replace(trial(1, **slow), update_bytes=moved)
         found = name_bottleneck(one, fixed=None, used=0.6, bandwidth=1e9)
         assert found.kind == kind
         assert any(line.startswith("an update reads and writes") for line in found.evidence)
@@ -195,14 +197,14 @@ def test_the_cost_of_a_micro_step_needs_two_sizes() -> None:
 
 
 def test_what_more_accumulation_changes() -> None:
-    smaller = trial(8, forward=1.2).with_(peak=600)
+    smaller = replace(trial(8, forward=1.2), peak=600)
     said = accumulation(trial(forward=8.0, optimizer=2.0), fixed=Fixed(0.5, 8, 3), smaller=smaller)
     assert "about 20% more time, and 600 bytes instead of 1000 bytes" in said[0]
     assert "at most 20% less time per unit" in said[1]
 
 
 def test_without_a_split_there_is_less_to_say() -> None:
-    bare = trial(forward=1.0).with_(split={})
+    bare = replace(trial(forward=1.0), split={})
     found = name_bottleneck(bare, fixed=Fixed(0.2, 0.2, 2), used=None)
     assert found.kind == "launch"
     assert len(found.evidence) == 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -13,10 +13,10 @@ import torch
 from wholebatch.core.window import Step
 from wholebatch.memory.predict import Prediction
 from wholebatch.tune import setting_measurements as bench
-from wholebatch.tune.setting_measurements import Limits, Timing, TooSlow
+from wholebatch.tune.setting_measurements import Limits, TooSlow
 from wholebatch.tune.settings import RunMode, Setting, Trial, sizes_of
 from wholebatch.tune.tuning import Search
-from wholebatch.tune.window_timing import Workload, ratio_of
+from wholebatch.tune.window_timing import Turns, Workload, ratio_of, usual
 
 FULL, BF16 = RunMode("full", False, "eager", "auto"), RunMode("bf16", False, "eager", "auto")
 AGAIN = RunMode("full", True, "eager", "auto")
@@ -52,17 +52,6 @@ class Machine:
     def warm_up(self, *, most: float, patience: float | None = None) -> None:
         if patience is not None and self.window()[0] > patience:
             raise TooSlow
-
-    def timed(
-        self, *, least: int, seconds: float, most: int, too_slow: float | None = None
-    ) -> Timing:
-        timing = Timing()
-        while len(timing.windows) < least:
-            spent, step = self.window()
-            timing.add(spent, step.units)
-            if too_slow is not None and len(timing.windows) > 1 and timing.fastest < too_slow:
-                break
-        return timing
 
     def peak(self) -> int:
         mode = self.setting.mode
@@ -136,11 +125,11 @@ def searched(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Search]:
         made = Search(
             workload,
             SAMPLES,
-            sizes_of(SAMPLES),
-            modes or (FULL,),
             Known(budget, knows),  # type: ignore[arg-type]
             budget,
             Limits(**limits),  # type: ignore[arg-type]
+            sizes=sizes_of(SAMPLES),
+            modes=modes or (FULL,),
         )
         made.run_all() if every else made.run()
         return made
@@ -273,15 +262,15 @@ def test_close_ones_are_measured_again_in_turn(searched: Callable[..., Search]) 
 
 
 def test_the_faster_half_says_what_a_setting_can_do() -> None:
-    timing = Timing([(1.0, 10.0), (1.1, 10.0), (5.0, 10.0), (9.0, 10.0)])
-    assert timing.rate == pytest.approx((10 + 10 / 1.1) / 2)
-    assert timing.fastest == 10.0
-    assert timing.seconds == pytest.approx(10 / timing.rate)
+    workload = Workload(lambda: None, lambda *_: None, lambda: None)  # type: ignore[arg-type,return-value]
+    turns = Turns(workload, [], rounds=[[1.1], [9.0], [1.0], [5.0]], units=[10.0] * 4)
+    assert turns.rates(0)[0] == 10.0
+    assert usual(turns.rates(0)) == pytest.approx((10 + 10 / 1.1) / 2)
 
 
 def test_a_trial_as_data() -> None:
     trial = Trial(Setting(8, BF16), 8, "measured", "why", seconds=1.0, units_per_second=64.0)
-    data = trial.with_(recommended=True).to_dict()
+    data = replace(trial, recommended=True).to_dict()
     assert (data["micro_batch"], data["precision"], data["execute"]) == (8, "bf16", "eager")
     assert data["recommended"] is True
     assert "setting" not in data
@@ -296,7 +285,7 @@ def test_a_median_with_the_interval_of_its_order() -> None:
 def test_a_tie_is_left_undivided_where_memory_is_the_same(searched: Callable[..., Search]) -> None:
     made = searched(lambda setting: 100.0)
     for setting, trial in list(made.trials.items()):
-        made.trials[setting] = trial.with_(peak=1000, predicted=1000)
+        made.trials[setting] = replace(trial, peak=1000, predicted=1000)
     found = made.recommended()
     assert found is not None
     assert found.steps == 1

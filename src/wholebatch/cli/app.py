@@ -79,7 +79,7 @@ def run(arguments: Sequence[str]) -> int:
             raise
         return ended.code
     except Exception as error:
-        from wholebatch.cli.recipes import place_of
+        from wholebatch.cli.recipes.recipe import place_of
 
         files = filter(None, map(re.compile(r".+\.py").match, arguments))  # a recipe or a loop
         place = next(filter(None, (place_of(error, Path(one[0]).resolve()) for one in files)), None)

@@ -22,7 +22,7 @@ from wholebatch.errors import OptionError
 if TYPE_CHECKING:
     import torch
 
-    from wholebatch.cli.recipes import Recipe
+    from wholebatch.cli.recipes.recipe import Recipe
     from wholebatch.tune.loop_comparison import LoopComparison, LoopRow
     from wholebatch.tune.training_loops import Job
 
@@ -73,7 +73,7 @@ def bench(options: BenchOptions) -> None:
 
 def _bench(options: BenchOptions, doing: Spinner) -> LoopComparison:
     from wholebatch.cli.parallel_ranks import choose_device
-    from wholebatch.cli.recipes import load_recipe
+    from wholebatch.cli.recipes.recipe import load_recipe
     from wholebatch.cli.run_folder import about_here
     from wholebatch.tune.loop_comparison import bench as measure
     from wholebatch.tune.training_loops import LOOPS

@@ -151,14 +151,9 @@ class Checkpoints:
         for path, _ in found.damaged:
             path.replace(path.with_suffix(".damaged"))
 
-    def clean(self) -> None:
-        """Remove what a killed process left half written."""
-        if self.folder.is_dir():
-            for path in self.folder.glob("window-*.writing-*"):
-                _remove(path)
-
-    def clear(self) -> None:
-        for path in self.folder.glob("window-*"):
+    def clean(self, which: str = "window-*.writing-*") -> None:
+        """Remove what a killed process left half written, or what else the pattern names."""
+        for path in self.folder.glob(which):
             _remove(path)
 
 

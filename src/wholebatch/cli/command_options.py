@@ -68,7 +68,7 @@ def recipe_argument(help: str, metavar: str = "RECIPE") -> Any:
 
     def check(name: str, _: str) -> str:
         if not name.strip():  # a variable of a script that is not set
-            from wholebatch.cli.recipes import load_recipe
+            from wholebatch.cli.recipes.recipe import load_recipe
 
             load_recipe(name)  # says which there are
         return name

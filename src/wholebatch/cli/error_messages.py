@@ -17,7 +17,7 @@ import torch
 from wholebatch import errors
 from wholebatch.cli.checkpoints import Checkpoints
 from wholebatch.cli.parallel_ranks import World
-from wholebatch.cli.recipes import place_of
+from wholebatch.cli.recipes.recipe import place_of
 from wholebatch.cli.run_folder import RunFolder, resume_command
 from wholebatch.core.forward_state import replaced_attributes
 

@@ -263,7 +263,7 @@ def _from_recipe(name: str | None) -> _Planned:
     """Return a recipe as `wholebatch train` reads it."""
     import torch
 
-    from wholebatch.cli.recipes import load_recipe
+    from wholebatch.cli.recipes.recipe import load_recipe
     from wholebatch.core.splitting import batch_size_of
     from wholebatch.memory.choose_micro_batch import resize_batch
 
@@ -424,7 +424,6 @@ _NUMBERS = 36  # columns that stand before a bar
 
 def _show(console: Console, plan: Plan) -> None:
     """Print the table of sizes, the choice, and what other settings would change."""
-
     room = min(_BAR, console.width - _NUMBERS)
     has_bars = room >= 8  # on a narrow terminal they would take the place of the numbers
     scale = max(plan.budget, *(point.peak for point in plan.points)) / max(room, 8)
@@ -512,7 +511,6 @@ def _legend(plan: Plan) -> list[Text]:
 
 
 def _variants(plan: Plan) -> Table:
-
     size = plan.variants[0].micro_batch
     table = plain_table(
         *("precision", "checkpointing", "sharding" if plan.sync else "gradients"),

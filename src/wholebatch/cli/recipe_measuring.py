@@ -22,7 +22,7 @@ from wholebatch.errors import MissingExtraError, OptionError
 if TYPE_CHECKING:
     import torch
 
-    from wholebatch.cli.recipes import Recipe
+    from wholebatch.cli.recipes.recipe import Recipe
     from wholebatch.cli.run_settings import Config
     from wholebatch.tune.learning_curves import Recipe as LearningRecipe
 
@@ -119,7 +119,7 @@ class MeasuringOptions:
 
 def learning_recipe(options: MeasuringOptions) -> tuple[Recipe, LearningRecipe]:
     """Return the recipe, and the parts of its runs: the model, and the data from its start."""
-    from wholebatch.cli.recipes import load_recipe
+    from wholebatch.cli.recipes.recipe import load_recipe
     from wholebatch.cli.run_settings import resolve
 
     recipe = load_recipe(options.recipe)

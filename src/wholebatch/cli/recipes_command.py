@@ -27,7 +27,7 @@ def recipes(options: RecipesOptions) -> None:
     console = console_of()
     with Spinner(console_of(stderr=True)) as doing:
         doing("importing torch")
-        from wholebatch.cli.recipes import EMBEDDED, load_recipe, source_of
+        from wholebatch.cli.recipes.recipe import EMBEDDED, load_recipe, source_of
     from wholebatch.errors import RecipeError
 
     name = options.name

@@ -22,7 +22,7 @@ import torch
 from wholebatch import __version__
 from wholebatch.cli.checkpoints import Checkpoints, Found
 from wholebatch.cli.parallel_ranks import World
-from wholebatch.cli.recipes import EMBEDDED, Recipe, load_recipe
+from wholebatch.cli.recipes.recipe import EMBEDDED, Recipe, load_recipe
 from wholebatch.cli.report.terminal_output import path_from_here
 from wholebatch.cli.run_settings import (
     Config,
@@ -110,7 +110,7 @@ class RunFolder:
 
     def clear_beginning(self) -> None:
         """Remove what a run left that ended before its first update."""
-        Checkpoints(self.checkpoints).clear()
+        Checkpoints(self.checkpoints).clean("window-*")
         self.metrics.unlink(missing_ok=True)
         shutil.rmtree(self.events, ignore_errors=True)
 
@@ -311,11 +311,11 @@ def describe_run(folder: RunFolder, session: Session) -> None:
     """Write `config.json`, which a resume reads, and `manifest.json`, which repeats the run."""
     recipe, config, world = session.recipe, session.config, session.world
     parallel = {"ranks": world.ranks, "sharded": world.is_sharded, "parallel": world.parallel}
-    about = {"device": str(session.device), **parallel, **about_here()}
+    about = {"device": str(session.world.device), **parallel, **about_here()}
     text = config_text(config, recipe=recipe.known_as, digest=recipe.digest, about=about)
     write_atomically(folder.config, text)
     size = session.train.micro_batch_size
-    settings = {**config.stored, "device": session.device.type, "parallel": world.parallel}
+    settings = {**config.stored, "device": session.world.device.type, "parallel": world.parallel}
     if config.micro_batch == "auto" and size is not None:
         settings["micro_batch"] = size  # what "auto" chose
     content = {
@@ -331,7 +331,7 @@ def describe_run(folder: RunFolder, session: Session) -> None:
         ),
         "seeds": {"seed": config.seed, "of_rank": "seed + rank, after the model was made"},
         "versions": versions_here(),
-        "device": {**_device_here(session.device), "ranks": world.ranks},
+        "device": {**_device_here(session.world.device), "ranks": world.ranks},
         "commit": commit_of(recipe.path),
         "began": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }

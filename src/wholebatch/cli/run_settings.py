@@ -48,27 +48,25 @@ Given: TypeAlias = dict[str, Any]
 # --------------------------------------------------------------------- checks of single settings
 
 
-def _micro_batch(value: Any, label: str) -> int | str:
+def _word_or_count(value: Any, label: str, allowed: str, *words: str) -> int | str:
     text = str(value).strip()
-    match = _TOKENS.fullmatch(text)
-    if match and int(match[1]) > 0:
-        return f"{int(match[1])} tokens"
-    if text == "auto":
+    if text in words:
         return text
     with suppress(ValueError):
         return count_of(text)
-    raise OptionError(
-        f'{label} {text}: must be "auto", a number of samples, or a budget such as "4096 tokens"'
-    )
+    raise OptionError(f"{label} {text}: must be {allowed}")
+
+
+def _micro_batch(value: Any, label: str) -> int | str:
+    match = _TOKENS.fullmatch(str(value).strip())
+    if match and int(match[1]) > 0:
+        return f"{int(match[1])} tokens"
+    allowed = '"auto", a number of samples, or a budget such as "4096 tokens"'
+    return _word_or_count(value, label, allowed, "auto")
 
 
 def _noise(value: Any, label: str) -> int | str:
-    text = str(value).strip()
-    if text in ("auto", "off"):
-        return text
-    with suppress(ValueError):
-        return count_of(text)
-    raise OptionError(f'{label} {text}: must be "auto", "off", or every how many windows')
+    return _word_or_count(value, label, '"auto", "off", or every how many windows', "auto", "off")
 
 
 def _schedule(value: Any, label: str) -> str:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from wholebatch.cli.checkpoints import Found
     from wholebatch.cli.parallel_ranks import World
     from wholebatch.cli.run_folder import RunFolder, RunStart
-    from wholebatch.cli.train_loop import Outcome
+    from wholebatch.cli.train_loop import TrainingLoop
     from wholebatch.cli.training_run import Pace, Session
 
 Rows = list[tuple[str, str]]
@@ -168,7 +168,7 @@ def _differences(
 def _idle(session: Session) -> Iterator[str]:
     """Yield a note for each option that does little or nothing here."""
     world, precision = session.world, session.config.precision
-    if session.device.type == "cpu" and precision != "full":
+    if session.world.device.type == "cpu" and precision != "full":
         yield f"{precision} is slow on a CPU without hardware for it"
     yield from _unscaled(session)
     if world.asked != world.parallel:
@@ -223,8 +223,9 @@ def _run(
         auto = session.pace.auto
         data = "" if auto is None else f" ({auto.done} by the data)"
         place = f"after update {updates}{data} of {session.config.steps}"
-        if outcome.of:
-            place += f", {outcome.micro_batches} of {outcome.of} micro-batches into the next"
+        done, of = outcome.stopped_at
+        if of:
+            place += f", {done} of {of} micro-batches into the next"
         terminal.note(f"stopped {place}; checkpoint {path_from_here(outcome.checkpoint)}")
         again = resume_command(folder.path, parallel=world.parallel)
         terminal.command("Continue with:", again)
@@ -239,7 +240,7 @@ def _run(
     else:
         doing("predicting the memory of the whole batch at once")
         memory = session.memory.text(
-            session.recipe.loss, outcome.batch, precision=session.config.autocast
+            session.recipe.loss, outcome.largest[1], precision=session.config.autocast
         )
         doing.stop()
     rows = summary_rows(session, outcome, memory=memory, folder=folder.path)
@@ -285,13 +286,13 @@ def head_rows(session: Session, found: Found | None, *, folder: Path, chosen: st
 def _model_text(session: Session) -> str:
     import torch
 
-    model, place = session.model, str(session.device)
+    model, place = session.model, str(session.world.device)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     name = type(model).__name__
     if session.world.is_sharded:  # FSDP2 makes a subclass
         name = name.removeprefix("FSDP")
-    if session.device.type == "cpu":
+    if session.world.device.type == "cpu":
         threads = torch.get_num_threads()
         place += f" ({threads} thread{'' if threads == 1 else 's'})"
     spread = "" if session.world.ranks == 1 else f", {_spread_text(session)}"
@@ -397,7 +398,7 @@ def schedule_text(session: Session, found: Found) -> str | None:
     return f"{stays};\n  --lr-steps {steps} makes it anew"
 
 
-def summary_rows(session: Session, outcome: Outcome, *, memory: str, folder: Path) -> Rows:
+def summary_rows(session: Session, outcome: TrainingLoop, *, memory: str, folder: Path) -> Rows:
     """Return the results of a run, and the folder they are in."""
     train = session.train
     rows = [("loss", f"{outcome.first_loss:.4f} → {outcome.last_loss:.4f}")]

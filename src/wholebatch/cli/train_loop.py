@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from wholebatch.cli.checkpoints import Checkpoints
-from wholebatch.cli.recipes import Nothing
+from wholebatch.cli.recipes.recipe_batches import Nothing
 from wholebatch.cli.report.metrics_writers import Events, MetricsFile, Sink, WandbRun, record_of
 from wholebatch.cli.report.terminal_output import Terminal
 from wholebatch.cli.run_checkpoint import save_run
@@ -32,33 +32,13 @@ _LOOKED_AT, _SLOW_DATA = 20, 0.25
 """After so many windows, data that takes more than this share of the time is reported."""
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """The end of a run: finished, or stopped with a checkpoint `micro_batches` into a window."""
-
-    finished: bool
-    checkpoint: Path
-    micro_batches: int
-    of: int
-    seconds: float
-    units_per_second: float
-    first_loss: float | None
-    last_loss: float | None
-    batch: Any
-    validation_loss: float | None = None
-
-
 class _Stopped(Exception):
     """Leaves `step()` in the middle of a window, after its checkpoint was written."""
-
-    def __init__(self, checkpoint: Path, done: int, of: int) -> None:
-        super().__init__(f"stopped after micro-batch {done} of {of}")
-        self.checkpoint, self.done, self.of = checkpoint, done, of
 
 
 def run_loop(
     session: Session, folder: RunFolder, terminal: Terminal, *, mid_window: bool
-) -> Outcome:
+) -> TrainingLoop:
     """Train up to the configured number of updates, or until a signal asks to stop."""
     with ExitStack() as stack:
         sinks = open_sinks(stack, session, folder)
@@ -66,24 +46,37 @@ def run_loop(
         stop = stack.enter_context(StopRequest(after=after, told=session.world.is_first))
         terminal.begin(done=session.progress, total=session.config.steps)
         stack.callback(terminal.end)
-        return _Loop(session, folder, terminal, sinks, stop).run(mid_window)
+        loop = TrainingLoop(session, folder, terminal, sinks, stop)
+        began = time.perf_counter()
+        loop.run(mid_window)
+        loop.seconds = time.perf_counter() - began
+        return loop
 
 
 @dataclass(eq=False)
-class _Loop:
+class TrainingLoop:
+    """The loop of a run, and what it has come to."""
+
     session: Session
     folder: RunFolder
     terminal: Terminal
     sinks: Sequence[Sink]  # of the first rank
     stop: StopRequest
-    _first_loss: float | None = None
-    _last_loss: float | None = None
+    finished: bool = False
+    """True if it made all updates; else it was stopped, `stopped_at` a place in a window."""
+    stopped_at: tuple[int, int] = (0, 0)
+    """Micro-batches that are done, of how many; (0, 0) between windows."""
+    checkpoint: Path = Path()
+    seconds: float = 0.0
+    first_loss: float | None = None
+    last_loss: float | None = None
+    validation_loss: float | None = None
+    largest: tuple[int, Any] = (0, None)
+    """The size of a full batch, and the batch: how much memory it would need at once is asked."""
     _units: float = 0.0
     _seconds: float = 0.0
     _metered: bool = True
     _skipped_in_a_row: int = 0
-    _largest: tuple[int, Any] = (0, None)
-    _validation_loss: float | None = None
     _reading: float = 0.0  # seconds of the windows since the meter was off
     _windows: int = 0
 
@@ -92,7 +85,6 @@ class _Loop:
         self._memory = self.session.memory
         self._waited = self.session.train.waited
         self._noise: NoiseScale | None = self.session.train.noise
-        self._began = time.perf_counter()
         for sink in self.sinks:
             if isinstance(sink, MetricsFile):  # of a run that is resumed
                 self._note_losses(sink.first, sink.last)
@@ -101,13 +93,15 @@ class _Loop:
                         f"note: {sink.path.name} does not have windows 1 to {sink.lost}"
                     )
 
-    def run(self, mid_window: bool) -> Outcome:
+    def run(self, mid_window: bool) -> None:
+        """Make the updates; the last thing that is written is a checkpoint."""
         session = self.session
         is_new = session.world.first(lambda: not self._checkpoints.paths())
-        checkpoint = self._save() if is_new else None
+        is_saved = is_new and self._save()
         while session.progress < session.config.steps:
             if session.world.any(self.stop.requested):
-                return self._outcome(self._save(), 0, 0)
+                self._save()
+                return
             began = time.perf_counter()
             batch = session.batches.peek()
             reading = time.perf_counter() - began
@@ -119,13 +113,11 @@ class _Loop:
             try:
                 self._window(batch, rates, whole=not mid_window)
                 self._watch_data(reading)
-            except _Stopped as stopped:
-                return self._outcome(stopped.checkpoint, stopped.done, stopped.of)
+            except _Stopped:
+                return
             mid_window = False
-            checkpoint = None
-            if session.train.updates % session.config.checkpoint_every == 0:
-                checkpoint = self._save()
-        return self._outcome(checkpoint or self._save(), 0, 0, finished=True)
+            is_saved = session.train.updates % session.config.checkpoint_every == 0 and self._save()
+        self.finished = bool(is_saved or self._save())
 
     def _window(self, batch: Any, rates: list[float], *, whole: bool) -> None:
         session = self.session
@@ -157,7 +149,7 @@ class _Loop:
         self.terminal.update(
             updates=session.progress,
             loss=step.loss,
-            units_per_second=self._rate,
+            units_per_second=self.units_per_second,
             doing=getattr(session.train, "compiling", None),
         )
         self._watch_skipped(step.skipped)
@@ -178,9 +170,9 @@ class _Loop:
                 advice=noise.verdict,
             )
         if is_due(session):
-            found["validation_loss"] = self._validation_loss = evaluate(session)
+            found["validation_loss"] = self.validation_loss = evaluate(session)
             self.terminal.note(
-                f"update {train.updates}: validation loss {self._validation_loss:.4f}"
+                f"update {train.updates}: validation loss {self.validation_loss:.4f}"
             )
         found["memory"] = session.memory.measured
         found["recoveries"] = train.recoveries
@@ -209,23 +201,26 @@ class _Loop:
             raise
 
     def _note_losses(self, first: Mapping[str, Any] | None, last: Mapping[str, Any] | None) -> None:
-        if self._first_loss is None and first is not None:
-            self._first_loss = first["loss"]
+        if self.first_loss is None and first is not None:
+            self.first_loss = first["loss"]
         if last is not None:
-            self._last_loss = last["loss"]
+            self.last_loss = last["loss"]
 
     def _after_micro(self, done: int, of: int) -> None:
         self.terminal.micro(done, of)
         # Several ranks stop together, between windows: see `run`.
         if self.stop.requested and done < of and self.session.world.ranks == 1:
-            raise _Stopped(self._save(micro_batches=done), done, of)
+            self._save(micro_batches=done)
+            self.stopped_at = done, of
+            raise _Stopped
 
-    def _save(self, *, micro_batches: int = 0) -> Path:
+    def _save(self, *, micro_batches: int = 0) -> bool:
         if self.session.world.is_first:
             self.folder.check_there()
         for sink in self.sinks:
             sink.sync()
-        return save_run(self.session, self._checkpoints, micro_batches=micro_batches)
+        self.checkpoint = save_run(self.session, self._checkpoints, micro_batches=micro_batches)
+        return True
 
     def _watch_skipped(self, reason: str | None) -> None:
         if reason is None:
@@ -255,10 +250,10 @@ class _Loop:
 
     def _remember(self, batch: Any) -> None:
         """Keep a full batch: how much memory it would have needed at once is asked at the end."""
-        if self._largest[0] < self.session.config.batch_size:
+        if self.largest[0] < self.session.config.batch_size:
             size = batch_size_of(batch)
-            if size > self._largest[0]:
-                self._largest = (size, batch)
+            if size > self.largest[0]:
+                self.largest = (size, batch)
 
     def _is_full(self, batch: Any) -> bool:
         if self._memory.settled or isinstance(batch, Nothing):
@@ -267,22 +262,8 @@ class _Loop:
         return world.ranks > 1 or batch_size_of(batch) >= wanted
 
     @property
-    def _rate(self) -> float:
+    def units_per_second(self) -> float:
         return self._units / self._seconds if self._seconds else 0.0
-
-    def _outcome(self, checkpoint: Path, done: int, of: int, *, finished: bool = False) -> Outcome:
-        return Outcome(
-            finished=finished,
-            checkpoint=checkpoint,
-            micro_batches=done,
-            of=of,
-            seconds=time.perf_counter() - self._began,
-            units_per_second=self._rate,
-            first_loss=self._first_loss,
-            last_loss=self._last_loss,
-            batch=self._largest[1],
-            validation_loss=self._validation_loss,
-        )
 
 
 def open_sinks(stack: ExitStack, session: Session, folder: RunFolder) -> list[Sink]:

@@ -12,10 +12,9 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +22,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from wholebatch import WholeBatch
 from wholebatch.cli.parallel_ranks import World
-from wholebatch.cli.recipes import Recipe
+from wholebatch.cli.recipes.recipe import Recipe
 from wholebatch.cli.run_settings import Config
 from wholebatch.core.forward_state import replaced_attributes
 from wholebatch.core.options import Close, Memory
@@ -175,57 +174,53 @@ def _loads_without_code(engine: Any) -> AbstractContextManager[None]:
 _FORMAT = 1
 
 
-@dataclass(eq=False)
-class Staged:
+class Staged(Pipeline):
     """`wb.Pipeline` with the face of `WholeBatch`, as far as the command looks at it."""
 
     recoveries = 0
     noise = None
     waited = None
+    about: ClassVar[dict[str, Any]] = {"name": "pipeline"}
 
-    recipe: Recipe
-    config: Config
-    world: World
-    model: nn.Module
-    parts: nn.ModuleList
-    optimizer: torch.optim.Optimizer
-
-    def __post_init__(self) -> None:
-        recipe, config, world, parts = self.recipe, self.config, self.world, self.parts
+    def __init__(
+        self,
+        recipe: Recipe,
+        config: Config,
+        world: World,
+        model: nn.Module,
+        parts: nn.ModuleList,
+        optimizer: torch.optim.Optimizer,
+    ) -> None:
         assert isinstance(config.micro_batch, int)
+        self.recipe, self.world, self.model = recipe, world, model
+        self.parts, self.optimizer = parts, optimizer
         self.micro_batch = self.micro_batch_size = config.micro_batch
-        self._order = recipe.build_optimizer(self.model, lr=config.lr)
+        self._order = recipe.build_optimizer(model, lr=config.lr)
         count = len(parts) * world.ranks
         stages = [
             PipelineStage(part, world.rank + place * world.ranks, count, world.device)
             for place, part in enumerate(parts)
         ]
-        self._pipeline = Pipeline(
+        super().__init__(
             stages if len(stages) > 1 else stages[0],
-            self.optimizer,
+            optimizer,
             # The last stage's output is known: a model that returns it stands for the recipe's.
             loss=lambda output, micro: recipe.loss(_KnownOutput(output), micro),
             micro_batch=config.micro_batch,
             schedule=config.schedule,  # type: ignore[arg-type]
             clip_norm=config.clip_norm,
-            scheduler=recipe.build_scheduler(self.optimizer, steps=config.horizon),
+            scheduler=recipe.build_scheduler(optimizer, steps=config.horizon),
         )
-
-    @property
-    def updates(self) -> int:
-        return self._pipeline.updates
-
-    @property
-    def skipped(self) -> int:
-        return self._pipeline.skipped
 
     def choose(self, batch: Any) -> str | None:
         """Choose nothing: the micro-batch was given."""
         return None
 
-    def step(self, batch: Any, *, after_micro: Callable[[int, int], None] | None = None) -> Step:
+    def step(  # type: ignore[override]
+        self, batch: Any, *, after_micro: Callable[[int, int], None] | None = None
+    ) -> Step:
         """Make one update from the whole batch, which every rank has."""
-        step = self._pipeline.step(*self._inputs(batch), target=batch)
+        step = super().step(*self._inputs(batch), target=batch)
         if after_micro is not None:
             after_micro(step.micro_batches, step.micro_batches)
         return step
@@ -252,21 +247,16 @@ class Staged:
 
     # ------------------------------------------------------------------ state
 
-    @property
-    def about(self) -> dict[str, Any]:
-        return {"name": "pipeline"}
-
     def state_dict(self) -> dict[str, Any]:
         """Return the progress as `WholeBatch` has it: another engine may go on from there."""
-        own = self._pipeline.state_dict()
         absent = dict.fromkeys(("window", "scaler", "ema", "sizing", "most", "batchnorm"))
         zeros = {"done": 0, "of": 0, "rest": [], "draws": (False, None), "first_number": 0}
-        return {**own, "format": _FORMAT, "kind": "WholeBatch", **absent, **zeros}
+        return {**super().state_dict(), "format": _FORMAT, "kind": "WholeBatch", **absent, **zeros}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         if saved.get("format") != _FORMAT or saved.get("kind") != "WholeBatch":
             raise StateError("this is not the state of a run of wholebatch train")
-        self._pipeline.load_state_dict({**saved, "kind": "Pipeline"})
+        super().load_state_dict({**saved, "kind": "Pipeline"})
 
     def gathered(self) -> dict[str, Any]:
         """Return model and optimizer of all stages, as one process would have them."""
@@ -304,23 +294,18 @@ class Staged:
                 f"the optimizer has {len(groups)} parameter groups here and "
                 f"{len(saved['param_groups'])} in the checkpoint"
             )
-        packed = self.optimizer.state_dict()
         ordered = [p for group in groups for p in group["params"]]
-        self.optimizer.load_state_dict(
-            {
-                "state": {
-                    index: saved["state"][place[id(parameter)]]
-                    for index, parameter in enumerate(ordered)
-                    if place[id(parameter)] in saved["state"]
-                },
-                "param_groups": [
-                    {**there, "params": here["params"]}
-                    for here, there in zip(
-                        packed["param_groups"], saved["param_groups"], strict=True
-                    )
-                ],
-            }
-        )
+        kept = {
+            index: saved["state"][place[id(parameter)]]
+            for index, parameter in enumerate(ordered)
+            if place[id(parameter)] in saved["state"]
+        }
+        packed = self.optimizer.state_dict()["param_groups"]
+        options = [
+            {**there, "params": here["params"]}
+            for here, there in zip(packed, saved["param_groups"], strict=True)
+        ]
+        self.optimizer.load_state_dict({"state": kept, "param_groups": options})
 
     def _places(self) -> dict[int, int]:
         """Return the number of each parameter in the optimizer of one process."""

@@ -13,8 +13,8 @@ from torch import nn
 from wholebatch import WholeBatch
 from wholebatch.cli.loss_spikes import LossSpikes
 from wholebatch.cli.parallel_ranks import World
-from wholebatch.cli.recipes import Batches, Nothing, Position, Recipe
-from wholebatch.cli.recipes.recipe_batches import reseed
+from wholebatch.cli.recipes.recipe import Recipe
+from wholebatch.cli.recipes.recipe_batches import Batches, Nothing, Position, reseed
 from wholebatch.cli.run_settings import Config
 from wholebatch.cli.training_engines import Staged, Zero, micro_batch_of, move, train_with
 from wholebatch.core.noise_scale import NoiseScale
@@ -127,10 +127,6 @@ class Session:
     fitted: str | None = None  # what --fit has applied
     engine: Zero | Staged | None = None
     spikes: LossSpikes = field(default_factory=LossSpikes)
-
-    @property
-    def device(self) -> torch.device:
-        return self.world.device
 
     @property
     def windows(self) -> int:

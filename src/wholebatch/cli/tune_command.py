@@ -35,7 +35,7 @@ from wholebatch.errors import OptionError
 if TYPE_CHECKING:
     import torch
 
-    from wholebatch.cli.recipes import Recipe
+    from wholebatch.cli.recipes.recipe import Recipe
     from wholebatch.tune import Setting, Trial, Tuned
 
 _HOW = "Search"
@@ -142,7 +142,7 @@ def _measured(options: TuneOptions, doing: Spinner) -> tuple[str, Tuned | None]:
     """Return the recipe's name and what was found; None on all ranks but the first."""
     from wholebatch.cli.error_messages import short_warnings
     from wholebatch.cli.parallel_ranks import process_group
-    from wholebatch.cli.recipes import load_recipe
+    from wholebatch.cli.recipes.recipe import load_recipe
     from wholebatch.memory.budget import parse_memory
     from wholebatch.tune import parse_bandwidth
 

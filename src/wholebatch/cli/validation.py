@@ -8,7 +8,8 @@ from typing import TypeAlias
 import torch
 from torch import nn
 
-from wholebatch.cli.recipes import Nothing, Recipe
+from wholebatch.cli.recipes.recipe import Recipe
+from wholebatch.cli.recipes.recipe_batches import Nothing
 from wholebatch.cli.run_settings import Config
 from wholebatch.cli.training_engines import Zero
 from wholebatch.cli.training_run import Session

@@ -189,7 +189,7 @@ def _verify_recipe(
     """Return the title and the proof on the first batch of a recipe, with its own optimizer."""
     import torch
 
-    from wholebatch.cli.recipes import load_recipe
+    from wholebatch.cli.recipes.recipe import load_recipe
     from wholebatch.cli.training_engines import micro_batch_of
     from wholebatch.cli.training_run import fitted_to
     from wholebatch.verification import verify as prove
@@ -286,7 +286,7 @@ def _show_traceback(error: Exception, script: Path) -> None:
 
 def _verify_loop(loop: str, options: VerifyOptions, device: torch.device) -> LoopVerdict:
     """Return the verdict on `FILE.py:function`."""
-    from wholebatch.cli.recipes import place_of, run_file
+    from wholebatch.cli.recipes.recipe import place_of, run_file
     from wholebatch.verification import verify_loop
 
     path, name = _parsed(loop)
@@ -376,7 +376,7 @@ def _cases(module: ModuleType, path: Path, model: str, seed: int) -> list[Case]:
 def _window(module: ModuleType, path: Path, seed: int) -> Callable[[int, bool, int], list[Any]]:
     import torch
 
-    from wholebatch.cli.recipes import Batches
+    from wholebatch.cli.recipes.recipe_batches import Batches
     from wholebatch.core.splitting import split
     from wholebatch.verification.example_models import thinned
 

@@ -201,7 +201,8 @@ class JointStep:
     def loading(self) -> Iterator[None]:
         """Check and compile it, one kernel or piece at a time; then it is `loaded`.
 
-        What compile workers have compiled is loaded from the disk cache.
+        What compile workers have compiled is loaded from the disk cache. A piece tunes its kernels
+        when it first runs, so each runs once here: the first run of all would take seconds.
         """
         for holds in self.kernels_hold():
             if not holds:
@@ -213,9 +214,14 @@ class JointStep:
         else:
             runs = []
             mode = fake_mode() if self._blocks is None else self._blocks.mode
-            for run in self._plan.compiled(compile_graph, mode):
+            tunes = self._trained[0].is_cuda and not (self.random or self.sizes)
+            made = self._plan.compiled(compile_graph, mode)
+            for program, run in zip(self._plan.programs, made, strict=True):
                 runs.append(run)
                 yield
+                if tunes and program.is_safe:
+                    program.try_out(run)
+                    yield
             constants = () if self._blocks is None else self._blocks.constants
             self._run = BlockProgram(self._plan, runs, constants)
         self._blocks = self._whole = None

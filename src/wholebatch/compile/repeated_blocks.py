@@ -17,6 +17,7 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from inspect import Parameter, signature
 from typing import Any, TypeAlias
@@ -37,6 +38,8 @@ from wholebatch.compile.fusion import (
 
 Compile: TypeAlias = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 
+_OURS = ("aten", "prims", "wholebatch")
+"""The namespaces of operations that take any numbers."""
 _WORTH = 0.7
 """Blocks pay if at most this share of the operations is left to compile."""
 _SHORTEST = 12
@@ -106,6 +109,21 @@ class PieceProgram:
             else one
             for one in self.inputs
         ]
+
+    @property
+    def is_safe(self) -> bool:
+        """True if no operation is of the user, whose kernel may not accept zeros."""
+        targets = [target for target, _, _ in self.operations if target is not operator.getitem]
+        return all(getattr(target, "namespace", "") in _OURS for target in targets)
+
+    def try_out(self, run: Callable[[list[Any]], Any]) -> None:
+        """Run its compiled code on zeros, if there is memory for them."""
+        with suppress(torch.OutOfMemoryError), torch.no_grad():
+            examples = self.examples()
+            for one in examples:
+                if isinstance(one, Tensor):
+                    one.untyped_storage().fill_(0)
+            run(examples)
 
 
 @dataclass

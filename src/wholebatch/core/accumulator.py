@@ -16,15 +16,13 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from wholebatch.core import state_dict as state
 from wholebatch.core.close import ClipNorm
-from wholebatch.core.compiled_loss import AddedLoss
 from wholebatch.core.forward_state import ForwardState, restore_random
-from wholebatch.core.lookahead_loader import Feed
+from wholebatch.core.lookahead_loader import NOTHING, Feed
 from wholebatch.core.loss import Loss, Terms, Units, terms_of
 from wholebatch.core.model_and_optimizer import Scheduler
 from wholebatch.core.options import BatchNormPolicy, Close, Memory
-from wholebatch.core.stream import GivenLoss, Stream
+from wholebatch.core.stream import AddedLoss, GivenLoss, Stream
 from wholebatch.core.window import Step, Turn, UnitsCount, graph_nodes, make_window
 from wholebatch.coupled.loop_trace import not_recording
 from wholebatch.errors import EmptyWindowError, LossError, OptionError, RankError, WindowError
@@ -486,7 +484,7 @@ class Accumulator(Stream):
     def state_dict(self) -> dict[str, Any]:
         """Return what to resume from, in the middle of a window too (not model and optimizer)."""
         self.pending.refuse()
-        saved = state.progress("Accumulator", self._window)
+        saved = self._window.state_dict("Accumulator")
         feed = self._feed
         saved.update(
             epoch=self.epoch,
@@ -507,7 +505,7 @@ class Accumulator(Stream):
         """
         if self._driver is not None:
             raise WindowError("load_state_dict() inside over(): leave the loop first")
-        state.load_progress("Accumulator", self._window, saved)
+        self._window.load_state_dict("Accumulator", saved)
         self._untouched.forget()
         self.epoch = saved["epoch"]
         self._places = saved["places"]
@@ -627,8 +625,7 @@ def _agreed_places(feed: Feed, accumulators: Sequence[Accumulator]) -> Iterator[
     [accumulator] = accumulators
     window = accumulator._window
     device = window.target.device
-    stand_in: Any = None
-    has_stand_in = False
+    stand_in: Any = NOTHING
     while True:
         accumulator._open_place()
         items: list[Any] = []
@@ -638,8 +635,8 @@ def _agreed_places(feed: Feed, accumulators: Sequence[Accumulator]) -> Iterator[
         if count == 0:
             return
         if items:
-            stand_in, has_stand_in = items[-1], True
-        elif not has_stand_in:
+            stand_in = items[-1]
+        elif stand_in is NOTHING:
             raise RankError(
                 f"rank {window.sync.rank} has no data at all, and a sharded model needs every rank "
                 "in every forward: give it at least one micro-batch"

@@ -10,7 +10,8 @@ scale (with the loss scale in it). The gradient that the optimizer must see is
     factor    = normalise × clip
 
 A fused optimizer multiplies by it inside its own kernel (`grad_scale`), so that no pass over the
-gradients is made. Elsewhere it is one `_foreach_mul_`.
+gradients is made. Elsewhere it is one `_foreach_mul_`, as where code of the user's in the step (a
+pre-hook, a subclass, a step that was replaced) would find `.grad` without the factor.
 
 The user's own code sees the whole gradient before it is clipped. A hook on a parameter
 (`parameter.register_hook`) may clip, mask or add noise: run on every micro-batch it would be
@@ -21,22 +22,21 @@ then `on_gradient=`, then clips: the order of a plain loop.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from wholebatch.core.forward_state import replaced_attributes
-from wholebatch.core.optimizer_step import takes_grad_scale
-from wholebatch.errors import LossError, OptionError, RankError
+from wholebatch.errors import LossError, OptionError
 
 if TYPE_CHECKING:
     from wholebatch.core.window import OpenWindow
-    from wholebatch.distributed import Sync
 
 ClipNorm: TypeAlias = float | Sequence[float | None] | None
 Policy: TypeAlias = Literal["raise", "skip"]
@@ -71,16 +71,14 @@ class CloseOptions:
                 "clip_norm= and clip_value= together: give one (the order of two would matter)"
             )
         groups = sum(len(optimizer.param_groups) for optimizer in optimizers)
-        if isinstance(self.clip_norm, Sequence):
-            if len(self.clip_norm) != groups:
-                raise OptionError(
-                    f"clip_norm={self.clip_norm!r}: {len(self.clip_norm)} values for {groups} "
-                    "parameter groups; give one number for all, or one (or None) for each group"
-                )
-            for norm in self.clip_norm:
-                _check_positive("clip_norm", norm)
-        else:
-            _check_positive("clip_norm", self.clip_norm)
+        norms = self.clip_norm if isinstance(self.clip_norm, Sequence) else [self.clip_norm]
+        if norms is self.clip_norm and len(norms) != groups:
+            raise OptionError(
+                f"clip_norm={norms!r}: {len(norms)} values for {groups} parameter groups; give one "
+                "number for all, or one (or None) for each group"
+            )
+        for norm in norms:
+            _check_positive("clip_norm", norm)
         _check_positive("clip_value", self.clip_value)
         for name in ("nonfinite", "zero_units"):
             if getattr(self, name) not in ("raise", "skip"):
@@ -212,39 +210,6 @@ def power_of_two_near(value: float) -> float:
     return float(2.0 ** round(math.log2(value)))
 
 
-def first_seed(units: Tensor | float, sync: Sync, device: torch.device) -> float | Tensor:
-    """Return a power of two near 1/units of the first micro-batch, the same on every rank."""
-    if isinstance(units, Tensor):  # stays on the device: no synchronisation
-        largest = sync.largest(units.to(torch.float32)).clamp(min=1.0)
-        return torch.exp2(-torch.log2(largest).round())
-    if sync.ranks > 1:
-        units = float(sync.largest(torch.tensor(float(units), device=device)))
-    return power_of_two_near(1.0 / max(float(units), 1.0))
-
-
-def first_nonfinite(totals: Mapping[str, Sequence[float]], owners: Sequence[int]) -> int | None:
-    """Return the first micro-batch with a total that is not finite, or None."""
-    bad = [
-        owner
-        for values in totals.values()
-        for owner, total in zip(owners, values, strict=False)
-        if not math.isfinite(total)
-    ]
-    return min(bad, default=None)
-
-
-def read_units(units: Sequence[Tensor | float]) -> float:
-    """Return the sum of a window's units, now that those on a device can be checked."""
-    counts = read_scalars(units)
-    for index, count in enumerate(counts):
-        if not 0 <= count < math.inf:
-            raise LossError(
-                f"units={count:g} of the window's backward {index + 1}: must be finite and not "
-                "negative, what the loss is a sum over (samples, tokens, weights)"
-            )
-    return math.fsum(counts)
-
-
 def check_counts(known: Mapping[str, float], returned: Mapping[str, float]) -> None:
     """Refuse losses that returned other units than were counted before the first backward."""
     for name, counted in known.items():
@@ -319,6 +284,82 @@ def _norms(
     ]
 
 
+@contextmanager
+def stepping(optimizer: torch.optim.Optimizer, remaining: float) -> Iterator[None]:
+    """Let `optimizer.step()` multiply the gradients by `remaining` in its own kernel."""
+    if remaining == 1.0:
+        yield
+        return
+    device = optimizer.param_groups[0]["params"][0].device
+    scale = torch.full((), 1.0 / remaining, dtype=torch.float32, device=device)
+    with replaced_attributes(optimizer, grad_scale=scale):
+        yield
+
+
+def takes_grad_scale(optimizer: torch.optim.Optimizer) -> bool:
+    """Return True if the optimizer multiplies by a float32 factor in its kernel.
+
+    Code of the user's in the step would read `.grad` without the factor: then it goes in first.
+    """
+    return (
+        getattr(optimizer, "_step_supports_amp_scaling", False)
+        and is_torchs(optimizer)
+        and foreign_code(optimizer) is None
+        and all(
+            group.get("fused")
+            and all(
+                parameter.grad is None
+                or (parameter.grad.dtype is torch.float32 and type(parameter.grad) is Tensor)
+                for parameter in group["params"]
+            )
+            for group in optimizer.param_groups
+        )
+    )
+
+
+def is_torchs(optimizer: torch.optim.Optimizer) -> bool:
+    """Return True for a class of torch.optim whose step is torch's own."""
+    kind: Any = type(optimizer)
+    return kind.__module__.startswith("torch.optim.") and all(
+        map(_is_torchs_code, _layers(kind.step))
+    )
+
+
+def foreign_code(optimizer: torch.optim.Optimizer) -> str | None:
+    """Name what the user has added to the optimizer's step, which may read `.grad`; or None.
+
+    torch's schedulers wrap the step of an optimizer in code of torch's. Hooks of this package know
+    where the factor is.
+    """
+    for where, hooks in (
+        ("a step pre-hook", optimizer._optimizer_step_pre_hooks),
+        ("a step pre-hook for all optimizers", _global_optimizer_pre_hooks),
+    ):
+        for hook in hooks.values():
+            if not str(getattr(hook, "__module__", "")).startswith("wholebatch."):
+                return where
+    replaced = vars(optimizer).get("step")
+    if replaced is not None:
+        kind: Any = type(optimizer)
+        own = list(_layers(kind.step))
+        if not all(layer in own or _is_torchs_code(layer) for layer in _layers(replaced)):
+            return "a step() that was replaced"
+    return None
+
+
+def _layers(function: Any) -> Iterator[Any]:
+    """Yield the function and all that it wraps, from the outside in."""
+    while function is not None:
+        function = getattr(function, "__func__", function)
+        yield function
+        function = getattr(function, "__wrapped__", None)
+
+
+def _is_torchs_code(function: Any) -> bool:
+    home = getattr(function, "__globals__", {}).get("__name__", "")
+    return str(home).startswith("torch.")
+
+
 OnGradient: TypeAlias = Callable[[list[tuple[str, nn.Parameter]]], None]
 """Called with the names and parameters whose `.grad` is the whole gradient of the window."""
 
@@ -385,19 +426,6 @@ class DeferredHooks:
         for parameter, hooks in self._taken:
             parameter._backward_hooks = hooks  # type: ignore[assignment]
         self._taken.clear()
-
-
-def check_same_norm(norm: float, largest: Callable[[Tensor], Tensor], device: torch.device) -> None:
-    """Refuse an `on_gradient` that has made other gradients here than on another rank."""
-    norm = norm if math.isfinite(norm) else math.inf
-    both = torch.tensor([norm, -norm], dtype=torch.float64, device=device)
-    most, least = largest(both).tolist()
-    if not math.isclose(most, -least, rel_tol=1e-6):
-        raise RankError(
-            f"on_gradient= has made gradients of norm {most:g} on one rank and {-least:g} on "
-            "another, so their models would drift apart: it must do the same on every rank (draw "
-            "noise from a torch.Generator with one seed for all)"
-        )
 
 
 @torch.no_grad()

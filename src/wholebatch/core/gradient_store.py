@@ -30,9 +30,11 @@ from wholebatch.core.close import (
     close_ahead,
     close_gradients,
     dense_gradients,
+    foreign_code,
     read_scalars,
+    stepping,
+    takes_grad_scale,
 )
-from wholebatch.core.optimizer_step import foreign_code, stepping, takes_grad_scale
 from wholebatch.core.precision import SIXTEEN_BIT
 from wholebatch.distributed import Sync
 from wholebatch.errors import LossError, StateError, UnsupportedError, WindowError

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, TypeAlias
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from wholebatch.core import sliced_cross_entropy
+from wholebatch.core import sliced_cross_entropy as slices
 from wholebatch.errors import LossError
 
 Units: TypeAlias = int | float | Tensor
@@ -314,8 +314,7 @@ def causal_lm(model: Any, micro: Any) -> Loss:
         micro: The micro-batch.
     """
     if isinstance(micro, tuple | list) and len(micro) == 2:
-        inputs, targets = micro
-        return _next_token(model, lambda part: part(inputs), lambda: (inputs[:1, :4],), targets, 0)
+        return _next_token(model, micro[:1], {}, micro[1], 0)
     if not isinstance(micro, Mapping) or "input_ids" not in micro:
         raise LossError(
             f"micro-batch of type {type(micro).__name__}: wb.causal_lm takes a mapping with "
@@ -328,37 +327,24 @@ def causal_lm(model: Any, micro: Any) -> Loss:
         if "attention_mask" in micro:
             labels = labels.masked_fill(micro["attention_mask"] == 0, -100)
     if not _takes_keywords(model):
-        tokens = micro["input_ids"]
-        return _next_token(model, lambda part: part(tokens), lambda: (tokens[:1, :4],), labels, 1)
-
-    def tiny() -> dict[str, Tensor]:
-        return {name: value[:1, :4] for name, value in inputs.items()}
-
-    return _next_token(model, lambda part: part(**inputs), tiny, labels, 1)
+        return _next_token(model, [micro["input_ids"]], {}, labels, 1)
+    return _next_token(model, (), inputs, labels, 1)
 
 
 def _next_token(
-    model: Any,
-    call: Callable[[Any], Any],
-    tiny: sliced_cross_entropy.Tiny,
-    labels: Tensor,
-    shift: int,
+    model: Any, args: Sequence[Any], kwargs: Mapping[str, Any], labels: Tensor, shift: int
 ) -> Loss:
-    """Return the cross-entropy of `call(model)` with shifted labels; in slices if large."""
-    head = (
-        sliced_cross_entropy.output_layer(model, tiny, _logits) if labels.numel() > 1024 else None
-    )
-    if head is not None and labels.numel() > sliced_cross_entropy.rows_at_once(
-        head.weight.shape[0]
-    ):
-        hidden = getattr(out := call(model.base_model), "last_hidden_state", out)
+    """Return the cross-entropy of the model's logits with shifted labels; in slices if large."""
+    head = None
+    if labels.numel() > 1024:
+        head = slices.output_layer(model, args, kwargs, _logits)
+    if head is not None and labels.numel() > slices.rows_at_once(head.weight.shape[0]):
+        hidden = getattr(out := model.base_model(*args, **kwargs), "last_hidden_state", out)
         hidden = hidden[:, : hidden.shape[1] - shift].flatten(0, 1)
         targets = labels[:, shift:].flatten()
-        return Loss(
-            sliced_cross_entropy.sliced_cross_entropy(hidden, head, targets),
-            (targets != -100).sum(),
-        )
-    logits = _logits(call(model))
+        total = slices.sliced_cross_entropy(hidden, head, targets)
+        return Loss(total, (targets != -100).sum())
+    logits = _logits(model(*args, **kwargs))
     return cross_entropy(logits[:, : logits.shape[1] - shift], labels[:, shift:], dim=-1)
 
 

@@ -58,12 +58,7 @@ class Close:
 
     def given(self) -> set[str]:
         """Return the names of the options that are not at their default."""
-        default = Close()
-        return {
-            one.name
-            for one in fields(self)
-            if getattr(self, one.name) != getattr(default, one.name)
-        }
+        return {one.name for one in fields(self) if getattr(self, one.name) != one.default}
 
     @staticmethod
     def of(close: object) -> Close:

@@ -25,13 +25,13 @@ from wholebatch.compile import Execute, Executor, check_execute
 from wholebatch.compile.disk_cache import leave_mark
 from wholebatch.compile.kept_steps import entry_of
 from wholebatch.core.close import read_scalars
-from wholebatch.core.compiled_loss import execute_here
 from wholebatch.core.foreign_writes import Untouched
 from wholebatch.core.forward_state import ForwardState, restore_random
 from wholebatch.core.loss import SINGLE, Loss, Term, Terms, as_loss, terms_of
 from wholebatch.core.precision import Precision
 from wholebatch.core.splitting import Tokens, batch_size_of, to_device
 from wholebatch.core.splitting.samples import Layout, layout_of
+from wholebatch.core.stream import execute_here
 from wholebatch.core.window import Window
 from wholebatch.coupled import choose as choose_batchnorm
 from wholebatch.coupled.adds_up import SAMPLES

@@ -6,17 +6,14 @@ made and used up in slices of tokens, forward and backward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
-
-Tiny: TypeAlias = Callable[[], tuple[Tensor, ...] | dict[str, Tensor]]
-"""A few tokens as the model takes them, positional or by name."""
 
 _AT_ONCE = 1 << 26
 _OUTPUT_LAYERS: WeakKeyDictionary[nn.Module, nn.Linear | None] = WeakKeyDictionary()
@@ -27,22 +24,28 @@ def rows_at_once(vocabulary: int) -> int:
     return max(1024, _AT_ONCE // vocabulary // 128 * 128)
 
 
-def output_layer(model: Any, tiny: Tiny, logits_of: Callable[[Any], Tensor]) -> nn.Linear | None:
+def output_layer(
+    model: Any, args: Sequence[Any], kwargs: Mapping[str, Any], logits_of: Callable[[Any], Tensor]
+) -> nn.Linear | None:
     """Return the linear layer from `base_model`'s hidden states to the logits, or None.
 
     Some models scale or bend their logits afterwards. So it is looked at, once for each model and
-    on a few tokens: the layer's input must be what `base_model` gave, its output the logits.
+    on a few tokens of what the model is called with: the layer's input must be what `base_model`
+    gave, its output the logits.
     """
     if not isinstance(model, nn.Module) or not hasattr(model, "base_model"):
         return None
     if model not in _OUTPUT_LAYERS:
-        _OUTPUT_LAYERS[model] = _find_output_layer(model, tiny, logits_of)
+
+        def logits() -> Tensor:
+            few = {name: value[:1, :4] for name, value in kwargs.items()}
+            return logits_of(model(*(one[:1, :4] for one in args), **few))
+
+        _OUTPUT_LAYERS[model] = _find_output_layer(model, logits)
     return _OUTPUT_LAYERS[model]
 
 
-def _find_output_layer(
-    model: Any, tiny: Tiny, logits_of: Callable[[Any], Tensor]
-) -> nn.Linear | None:
+def _find_output_layer(model: Any, run: Callable[[], Tensor]) -> nn.Linear | None:
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     base = model.base_model
     hooked = model._forward_hooks or model._forward_pre_hooks  # engines that shard live in these
@@ -57,9 +60,8 @@ def _find_output_layer(
     ]
     devices = [head.weight.device] if head.weight.device.type == "cuda" else []
     try:
-        few = tiny()
         with torch.no_grad(), torch.random.fork_rng(devices):
-            logits = logits_of(model(**few) if isinstance(few, dict) else model(*few))
+            logits = run()
         same = logits is seen["out"] and seen["given"].data_ptr() == seen["base"].data_ptr()
         return head if same and seen["given"].shape == seen["base"].shape else None
     except Exception:  # a model that cannot be asked keeps the plain way

@@ -11,7 +11,6 @@ from torch import nn
 
 from wholebatch.compile import Execute
 from wholebatch.core import precision as precisions
-from wholebatch.core import state_dict as state
 from wholebatch.core.close import ClipNorm, read_scalars
 from wholebatch.core.lookahead_loader import NOTHING, Feed
 from wholebatch.core.model_and_optimizer import Scheduler
@@ -461,7 +460,7 @@ class WholeBatch:
                 "state_dict() inside a step with wb.Coupled: the gradient of the whole loss is of "
                 "this window alone; save between steps"
             )
-        saved = state.progress("WholeBatch", self._window)
+        saved = self._window.state_dict("WholeBatch")
         saved.update(
             done=self._done,
             of=self._of,
@@ -476,7 +475,7 @@ class WholeBatch:
         """Go on where `state_dict` was taken; call it after the model and optimizer are loaded."""
         if self._turn.taken:
             raise WindowError("load_state_dict() inside step(): leave it first")
-        state.load_progress("WholeBatch", self._window, saved)
+        self._window.load_state_dict("WholeBatch", saved)
         self._fitting.load_state_dict(saved)
         self._done = 0 if self._window.open is None else saved["done"]
         self._of, self._rest = saved["of"], saved["rest"]

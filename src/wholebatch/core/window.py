@@ -9,12 +9,15 @@ knows the units and multiplies by the one number that makes the difference.
 
 from __future__ import annotations
 
+import copy
 import math
 import threading
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import chain
 from typing import Any, NoReturn, TypeAlias
 
 import torch
@@ -27,15 +30,12 @@ from wholebatch.core.close import (
     DeferredHooks,
     OnGradient,
     check_counts,
-    check_same_norm,
     check_terms,
-    first_nonfinite,
-    first_seed,
     power_of_two_near,
     read_scalars,
-    read_units,
     scalar_on,
 )
+from wholebatch.core.forward_state import capture_random, restore_random
 from wholebatch.core.gradient_store import DeviceStore, Store
 from wholebatch.core.loss import SINGLE, Loss, Terms, Units, check_total, check_units
 from wholebatch.core.model_and_optimizer import Scheduler, Target, build_target, step_scheduler
@@ -48,6 +48,7 @@ from wholebatch.errors import (
     LossError,
     NonFiniteError,
     RankError,
+    StateError,
     UnsupportedError,
     WindowError,
 )
@@ -62,6 +63,9 @@ _SECOND_BACKWARD = (
     "them up, and make one backward of the sum. A state that is carried from one micro-batch into "
     "the next: detach() it. What all micro-batches use (an encoder's output): compute it in each"
 )
+_FORMAT = 1  # of a state dict
+_SAVED = ("micro_batches", "known", "weights", "owners", "loss_scale")  # of an open window, as is
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _transforms: Any = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
 
 
@@ -163,14 +167,21 @@ def count_units(units: UnitsFunction, micros: Sequence[Any]) -> dict[str, float]
             )
         for name, count in by_name.items():
             counts.setdefault(name, []).append(check_units(count))
-    return {name: _sum(read_scalars(values)) for name, values in counts.items()}
+    return {name: _read_units(values, counted=True) for name, values in counts.items()}
 
 
-def _sum(counts: Sequence[float]) -> float:
-    """Return the sum; counts that were on a device could not be checked before."""
-    for count in counts:
+def _read_units(units: Sequence[Tensor | float], *, counted: bool = False) -> float:
+    """Return the sum of units, now that those on a device can be checked."""
+    counts = read_scalars(units)
+    for place, count in enumerate(counts, 1):
         if not 0 <= count < math.inf:
-            raise LossError(f"units= counted {count:g}: must be finite and not negative")
+            must = "must be finite and not negative"
+            if counted:
+                raise LossError(f"units= counted {count:g}: {must}")
+            raise LossError(
+                f"units={count:g} of the window's backward {place}: {must}, what the loss is a sum "
+                "over (samples, tokens, weights)"
+            )
     return math.fsum(counts)
 
 
@@ -413,9 +424,18 @@ class Window:
         self.sync.begin(window.inputs)
         self.hooks.take(self.store.parameters)
         if known is None:
-            window.seed = self.next_seed or first_seed(units, self.sync, self.target.device)
+            window.seed = self.next_seed or self._first_seed(units)
         self.open = window
         return window
+
+    def _first_seed(self, units: Units) -> float | Tensor:
+        """Return a power of two near 1/units of the first micro-batch, the same on every rank."""
+        if isinstance(units, Tensor):  # stays on the device: no synchronisation
+            largest = self.sync.largest(units.to(torch.float32)).clamp(min=1.0)
+            return torch.exp2(-torch.log2(largest).round())
+        if self.sync.ranks > 1:
+            units = float(self.sync.largest(torch.tensor(float(units), device=self.target.device)))
+        return power_of_two_near(1.0 / max(float(units), 1.0))
 
     def open_early(self) -> bool:
         """Open the window if its seed is known without a loss; return True if it is open."""
@@ -609,7 +629,7 @@ class Window:
         """
         names = list(totals)
         values = [math.fsum(totals[name]) for name in names]
-        values += [read_units(window.units.get(name, ())) for name in names]
+        values += [_read_units(window.units.get(name, ())) for name in names]
         if self.sync.ranks == 1:
             self.ranks_with_more = int(has_more)
         else:
@@ -646,8 +666,20 @@ class Window:
             return Closed(norm=math.nan, clip=1.0, finite=False)
         closed = self.store.close(window, normalise / window.loss_scale, self.hooks)
         if self.hooks.calls and self.sync.ranks > 1 and self.sync.keeps_gradients:
-            check_same_norm(closed.norm, self.sync.largest, self.target.device)
+            self._refuse_other_norm(closed.norm)
         return closed
+
+    def _refuse_other_norm(self, norm: float) -> None:
+        """Refuse an `on_gradient` that has made other gradients here than on another rank."""
+        norm = norm if math.isfinite(norm) else math.inf
+        both = torch.tensor([norm, -norm], dtype=torch.float64, device=self.target.device)
+        most, least = self.sync.largest(both).tolist()
+        if not math.isclose(most, -least, rel_tol=1e-6):
+            raise RankError(
+                f"on_gradient= has made gradients of norm {most:g} on one rank and {-least:g} on "
+                "another, so their models would drift apart: it must do the same on every rank "
+                "(draw noise from a torch.Generator with one seed for all)"
+            )
 
     def _update(self, closed: Closed, loss: float, steps: bool) -> None:
         """Step the optimizers, schedulers and EMA, or leave the gradients to the user."""
@@ -685,7 +717,9 @@ class Window:
         self, window: OpenWindow, totals: Mapping[str, Sequence[float]], losses_finite: bool
     ) -> str:
         """Return the reason for skipping, or raise the error; the same on all ranks."""
-        culprit = first_nonfinite(totals, window.owners)
+        pairs = (zip(window.owners, values, strict=False) for values in totals.values())
+        bad_ones = [owner for owner, total in chain(*pairs) if not math.isfinite(total)]
+        culprit = min(bad_ones, default=None)
         scaled = self.target.scale is not None and self.target.scale.enabled
         if scaled and losses_finite:
             return f"gradients not finite at loss scale {window.loss_scale:g}"
@@ -710,6 +744,145 @@ class Window:
         self.sync.discard()
         self.hooks.give_back()
         self.open = self._backward_into = None
+
+    # ------------------------------------------------------------------ state
+
+    def state_dict(self, kind: str) -> dict[str, Any]:
+        """Return what every object of windows saves (`kind`: its class): counters and generators.
+
+        The model and the optimizer are saved by their own `state_dict`, as everywhere in torch.
+        """
+        target = self.target
+        return {
+            "format": _FORMAT,
+            "kind": kind,
+            "updates": self.updates,
+            "skipped": self.skipped,
+            "next_seed": self.next_seed,
+            "window": None if self.open is None else self.open_state(),
+            "scaler": None if target.scale is None else target.scale.state_dict(),
+            "schedulers": [scheduler.state_dict() for scheduler in target.schedulers],
+            "ema": target.ema.state_dict() if isinstance(target.ema, nn.Module) else None,
+            "random": capture_random(),
+        }
+
+    def load_state_dict(self, kind: str, state: dict[str, Any]) -> None:
+        """Load `state_dict`; a StateError, with nothing changed, says that it is not of here."""
+        if not isinstance(state, dict) or "format" not in state:
+            raise StateError("this is not a state dict of wholebatch (it has no 'format')")
+        if state["format"] != _FORMAT:
+            raise StateError(
+                f"state dict of format {state['format']}, this version reads format {_FORMAT}: "
+                "use the version of wholebatch that wrote it"
+            )
+        if state["kind"] != kind:
+            raise StateError(f"state dict of {state['kind']}: cannot be loaded into {kind}")
+        target = self.target
+        if (state["scaler"] is None) != (target.scale is None):
+            raise StateError(
+                "loss scaling differs: the state was saved "
+                f"{'without' if state['scaler'] is None else 'with'} a scaler; use the same "
+                "precision"
+            )
+        if len(state["schedulers"]) != len(target.schedulers):
+            raise StateError(
+                f"the state holds {len(state['schedulers'])} schedulers, and "
+                f"{len(target.schedulers)} are here: pass the same ones"
+            )
+        self.check_open_state(state["window"])
+        if self.open is not None:
+            self.discard()
+
+        self.updates, self.skipped = state["updates"], state["skipped"]
+        self.next_seed = state["next_seed"]
+        if target.scale is not None:
+            target.scale.load_state_dict(state["scaler"])
+        for scheduler, saved in zip(target.schedulers, state["schedulers"], strict=True):
+            scheduler.load_state_dict(saved)
+        if isinstance(target.ema, nn.Module) and state["ema"] is not None:
+            target.ema.load_state_dict(state["ema"])
+        self.load_open_state(state["window"])
+        restore_random(state["random"])
+
+    def open_state(self) -> dict[str, Any]:
+        """Return the open window, with its gradients."""
+        now = self.current
+        now.saved = True
+        if now.broken:
+            raise StateError(
+                "the last backward of this window failed half way: discard() it before saving"
+            )
+        if not self.sync.keeps_gradients:
+            raise StateError(
+                "a sharded model holds the gradients of an open window inside its engine: save "
+                "between windows"
+            )
+        return {
+            **{name: copy.copy(getattr(now, name)) for name in _SAVED},
+            "seed": read_scalars([now.seed])[0],
+            "totals": {name: read_scalars(totals) for name, totals in now.totals.items()},
+            "units": {name: read_scalars(units) for name, units in now.units.items()},
+            "seconds": time.perf_counter() - now.started,
+            "gradients": self.store.saved(),
+            "parameters": self._checksums(),
+        }
+
+    def check_open_state(self, saved: dict[str, Any] | None) -> None:
+        """Raise a StateError if a saved window does not belong here; there may be none."""
+        if saved is None:
+            return
+        gradients = saved["gradients"]
+        self.store.check(gradients)
+        if not isinstance(gradients, list):
+            return  # kept in the optimizer's own state, which checks itself
+        parameters = self.target.trained()
+        if len(gradients) != len(parameters):
+            raise StateError(
+                f"the saved window holds gradients of {len(gradients)} parameters, and "
+                f"{len(parameters)} are trained here: load it into the same model and optimizer"
+            )
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            if gradient is not None and gradient.shape != parameter.shape:
+                raise StateError(
+                    f"the saved gradient of {self.target.name_of(parameter)} has shape "
+                    f"{tuple(gradient.shape)}, and the parameter has {tuple(parameter.shape)}: "
+                    "load it into the same model and optimizer"
+                )
+
+    def load_open_state(self, state: dict[str, Any] | None) -> None:
+        """Open the window that `open_state` has saved, if there was one."""
+        if state is None:
+            return
+        for parameter in self.target.trained():
+            parameter.grad = None
+        now = self.begin(known=state["known"])
+        for name in (*_SAVED, "seed", "totals", "units"):
+            setattr(now, name, copy.deepcopy(state[name]))
+        now.started = time.perf_counter() - state["seconds"]
+        now.resumed = partial(self._refuse_other_parameters, state["parameters"])
+        self.store.load(state["gradients"])
+
+    def _checksums(self) -> list[int]:
+        """Return a number for each parameter that changes with its bits, on every device alike."""
+        found = []
+        for parameter in (p for model in self.target.models for p in model.parameters()):
+            bits = getattr(parameter, "to_local", lambda one=parameter: one)().detach()
+            try:
+                bits = torch.view_as_real(bits) if bits.is_complex() else bits
+                bits = bits.view(_BITS[bits.element_size()])
+                found.append(int(bits.sum(dtype=torch.int64)))
+            except (RuntimeError, TypeError, NotImplementedError):  # a tensor of a kind of its own
+                found.append(0)
+        return found
+
+    def _refuse_other_parameters(self, saved: list[int]) -> None:
+        """Refuse to go on with a window whose first gradients are of other parameters."""
+        if self._checksums() != saved:
+            raise StateError(
+                f"the loaded window holds {self.now.micro_batches} micro-batches, whose gradients "
+                "are of other parameters than those of the model here: load the model and the "
+                "optimizer of the same checkpoint too, or discard() the window"
+            )
 
 
 def make_window(

@@ -34,10 +34,10 @@ from wholebatch.coupled.causes import (
     outside_norm,
     samples_compared,
 )
-from wholebatch.coupled.local_collectives import LocalCollectiveError
 from wholebatch.coupled.normalisation_layers import evaluation_mode, is_spectral_norm
 from wholebatch.coupled.sample_runs import (
     FirstSamples,
+    LocalCollectiveError,
     OwnBackward,
     SampleRun,
     Uncheckable,

@@ -27,7 +27,6 @@ from wholebatch.core.splitting.packing import alone
 from wholebatch.core.splitting.samples import BatchSize, Layout, Static, readable_layout
 from wholebatch.coupled.adds_up import SAMPLES, LookResult, check_adds_up
 from wholebatch.coupled.causes import AuditFinding, layers_that_couple
-from wholebatch.coupled.local_collectives import local_collectives
 from wholebatch.coupled.normalisation_layers import (
     batchnorms,
     evaluation_mode,
@@ -37,7 +36,7 @@ from wholebatch.coupled.normalisation_layers import (
     tracked_instance_norms,
     uses_batch_statistics,
 )
-from wholebatch.coupled.sample_runs import CalledModules, FirstSamples
+from wholebatch.coupled.sample_runs import CalledModules, FirstSamples, local_collectives
 from wholebatch.distributed import Sync
 from wholebatch.errors import LossError, UnsupportedError, WholebatchError
 

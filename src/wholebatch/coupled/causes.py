@@ -256,9 +256,9 @@ def _trace(samples: FirstSamples, count: int, *, change: bool) -> _Traced:
     With `change`, the first sample is another one.
     """
     values = []
-    for leaf, batched in zip(samples.layout.leaves, samples.layout.batched, strict=True):
-        value = take(leaf.value, slice(0, count)) if batched else leaf.value
-        values.append(_replace_first(value) if batched and change else value)
+    for leaf in samples.layout.leaves:
+        value = take(leaf.value, slice(0, count)) if leaf.batched else leaf.value
+        values.append(_replace_first(value) if leaf.batched and change else value)
     batch = samples.layout.structure.build(values)
     traced: _Traced = {}
     calls: dict[str, int] = {}

@@ -391,19 +391,17 @@ def _reduction(node: Any, name: str, below: list[Any], so_far: LossTerm) -> Iter
         count = math.prod(saved_by(node, "self_sym_sizes") or ()) if inner is not node else 1
         picked = replace(so_far, node=inner.name(), kind="picked", count=count, below=inner)
         yield replace(picked, among=among, plain="sum" if name in _SUM else "mean")
-    elif name in _MEAN:
+    elif name in _MEAN + _SUM:
         sizes = tuple(saved_by(node, "self_sym_sizes") or ())
         inner, so_far = _without_factors(below[0], so_far)
+        made = replace(so_far, node=name, kind="mean", count=math.prod(sizes), sizes=sizes)
         if _is_of_parameters(inner):
             yield replace(so_far, node=name, kind="regulariser", below=inner)
-            return
-        of_losses = inner is not None and saved_by(inner, "reduction") == 0
-        counted = _loss_size(inner)[1] if of_losses else None
-        yield replace(
-            so_far, node=name, kind="mean", count=math.prod(sizes), sizes=sizes, counted=counted
-        )
-    elif name in _SUM:
-        yield _sum(node, name, below, so_far)
+        elif name in _SUM:
+            yield _sum(inner, replace(made, kind="sum"), so_far)
+        else:
+            of_losses = saved_by(inner, "reduction") == 0
+            yield replace(made, counted=_loss_size(inner)[1] if of_losses else None)
     elif name == "NansumBackward0" and (given := saved_by(node, "self")) is not None:
         count = float((~given.isnan()).sum())
         yield replace(so_far, node=name, kind="sum", count=count, sizes=tuple(given.shape))
@@ -433,10 +431,7 @@ def _picks_among(node: Any) -> int:
     sizes = tuple(
         given.shape if isinstance(given, Tensor) else saved_by(node, "self_sym_sizes") or ()
     )
-    dims = saved_by(node, "dim")
-    dims = (range(len(sizes)) if dims is None else [dims]) if not isinstance(dims, tuple) else dims
-    wrapped = {(d if d < 1 << 63 else d - (1 << 64)) % len(sizes) for d in dims} if sizes else set()
-    return sizes[0] if sizes and sizes[0] > 1 and (0 in wrapped or dims == ()) else 0
+    return sizes[0] if sizes and sizes[0] > 1 and 0 in (_dims(node, sizes) or [0]) else 0
 
 
 def _not_understood(node: Any, below: list[Any], so_far: LossTerm) -> LossTerm:
@@ -450,31 +445,32 @@ def _not_understood(node: Any, below: list[Any], so_far: LossTerm) -> LossTerm:
     return replace(so_far, node=name, kind="nonlinear" if curved else "unknown")
 
 
-def _sum(node: Any, name: str, below: list[Any], so_far: LossTerm) -> LossTerm:
-    """Return a sum of per-unit losses, or of means over the first dimension (`x.mean(0).sum()`)."""
-    sizes = tuple(saved_by(node, "self_sym_sizes") or ())
-    inner, so_far = _without_factors(below[0], so_far)
-    if _is_of_parameters(inner):
-        return replace(so_far, node=name, kind="regulariser", below=inner)
-    if (rows := _mean_over_rows(inner)) and math.prod(sizes) != rows:
+def _sum(inner: Any, made: LossTerm, so_far: LossTerm) -> LossTerm:
+    """Return a sum of per-unit losses, or of means over the first dimension (`x.mean(0).sum()`).
+
+    `inner` is what is summed, and `made` the sum if nothing more is known of it.
+    """
+    count = math.prod(made.sizes)
+    if (rows := _mean_over_rows(inner)) and count != rows:
         return replace(so_far, node=inner.name(), kind="first", count=rows)
-    of_losses, count = saved_by(inner, "reduction") == 0, math.prod(sizes)
-    so_far = replace(so_far, node=name, kind="sum", count=count, sizes=sizes, is_loss=of_losses)
-    if of_losses:
-        return replace(so_far, count=_loss_size(inner)[1], weighed=_class_weights(inner))
-    below = [child for child, _ in inner.next_functions] if inner is not None else []
-    if inner is not None and inner.name() == "MulBackward0" and None in below:
-        weights = saved_by(inner, "other" if below[1] is None else "self")
+    if saved_by(inner, "reduction") == 0:
+        weights = _class_weights(inner)
+        return replace(made, count=_loss_size(inner)[1], weighed=weights, is_loss=True)
+    if inner is None:
+        return made
+    below = [child for child, _ in inner.next_functions]
+    if inner.name() == "MulBackward0" and None in below:
+        factor = saved_by(inner, "other" if below[1] is None else "self")
         mean = _without_factors(below[0] or below[1], so_far)[0]
-        if weights is not None and (rows := _mean_over_rows(mean)):
-            print_ = float(_mixed(weights.detach()))  # it tells if they change with the batch
-            return replace(so_far, node=mean.name(), kind="first", count=rows, weighed=print_)
-        return _weighed(replace(so_far, below=below[0] or below[1]), weights, count)
-    if inner is not None and inner.name() == "MaskedFillBackward0" and sizes:
-        made = _weighed(so_far, (~saved_by(inner, "mask")).float(), count)
-        whole = math.prod(saved_by(below[0], "self_sym_sizes") or sizes)  # of a sum over classes
-        return replace(made, weighed=made.count * whole / count) if whole > count else made
-    return so_far
+        if factor is not None and (rows := _mean_over_rows(mean)):
+            print_ = float(_mixed(factor.detach()))  # it tells if they change with the batch
+            return replace(made, node=mean.name(), kind="first", count=rows, weighed=print_)
+        return _weighed(replace(made, below=below[0] or below[1]), factor, count)
+    if inner.name() == "MaskedFillBackward0" and made.sizes:
+        masked = _weighed(made, (~saved_by(inner, "mask")).float(), count)
+        whole = math.prod(saved_by(below[0], "self_sym_sizes") or made.sizes)  # over classes, too
+        return replace(masked, weighed=masked.count * whole / count) if whole > count else masked
+    return made
 
 
 def _mean_over_rows(node: Any) -> int:
@@ -482,9 +478,21 @@ def _mean_over_rows(node: Any) -> int:
     if node is None or node.name() != "MeanBackward1":
         return 0
     given = tuple(saved_by(node, "self_sym_sizes") or ())
-    dims = [dim if dim < 1 << 63 else dim - (1 << 64) for dim in saved_by(node, "dim") or ()]
-    wrapped = sorted(dim % len(given) for dim in dims) if given else []
-    return math.prod(given[: len(dims)]) if wrapped == list(range(len(dims))) else 0
+    dims = _dims(node, given)
+    is_leading = bool(given) and dims == list(range(len(dims)))
+    return math.prod(given[: len(dims)]) if is_leading else 0
+
+
+def _dims(node: Any, sizes: Sequence[int]) -> list[int]:
+    """Return the dimensions that a node reduces, in order; none if it reduces all of them."""
+    dims = saved_by(node, "dim")
+    dims = [] if dims is None else dims if isinstance(dims, tuple) else [dims]
+    return sorted(_signed(dim) % len(sizes) for dim in dims) if sizes else []
+
+
+def _signed(number: int) -> int:
+    """Return a number that autograd gives as 64 bits without a sign."""
+    return number if number < 1 << 63 else number - (1 << 64)
 
 
 def _without_factors(node: Any, so_far: LossTerm) -> tuple[Any, LossTerm]:
@@ -622,7 +630,7 @@ def _loss_size(node: Any) -> tuple[tuple[int, ...], float]:
         ignored = saved_by(node, "ignore_index")
         if ignored is None:
             return sizes, target.numel()
-        return sizes, float((target != (ignored + (1 << 63)) % (1 << 64) - (1 << 63)).sum())
+        return sizes, float((target != _signed(ignored)).sum())
     return sizes, (sizes[0] if sizes else 1) if per_row else math.prod(sizes)
 
 

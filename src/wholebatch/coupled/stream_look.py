@@ -20,36 +20,25 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from wholebatch.compile.captured_state import Fingerprint, LookAgain
+from wholebatch.compile.captured_state import Fingerprint, LookAgain, version_of
 from wholebatch.core.forward_state import ForwardState
 from wholebatch.core.loss import Loss, Terms, Units, check_units
 from wholebatch.core.splitting.samples import flatten, layout_of, readable_layout
 from wholebatch.core.window import graph_nodes
+from wholebatch.coupled import loss_graph
 from wholebatch.coupled.adds_up import LookResult, check_adds_up
 from wholebatch.coupled.audit import refused_by_type
 from wholebatch.coupled.batchnorm.policies import Policy, Statistics
 from wholebatch.coupled.batchnorm.whole_batch_norm import recomputing
 from wholebatch.coupled.causes import AuditFinding, outside_norm
 from wholebatch.coupled.contrastive.losses import refuse_in_parts
-from wholebatch.coupled.local_collectives import local_collectives
 from wholebatch.coupled.loop_trace import Dependence, LoopTrace
-from wholebatch.coupled.loss_graph import (
-    TermWeight,
-    check_mean,
-    check_parts,
-    check_sum,
-    divisors,
-    is_standard,
-    linked_samples,
-    links_columns,
-    normalised_over_samples,
-    refuse_weight,
-)
 from wholebatch.coupled.normalisation_layers import (
     batchnorms,
     known_norms,
     refuse_new_norms,
 )
+from wholebatch.coupled.sample_runs import local_collectives
 from wholebatch.errors import LossError, SplitError
 
 _log = logging.getLogger("wholebatch")
@@ -74,7 +63,7 @@ def warn_of_divisor(micro_batches: int) -> None:
     )
 
 
-def warn_of_penalty(given: TermWeight) -> None:
+def warn_of_penalty(given: loss_graph.TermWeight) -> None:
     """Warn of a penalty whose factor may or may not hold the units of the micro-batch."""
     _log.warning(
         "a penalty on the weights is added to the sum of every micro-batch, with a factor of %g "
@@ -131,7 +120,7 @@ class StreamLook:
         self._again = LookAgain()
         self._kinds: set[tuple[type, bool]] = set()  # of the nodes that losses ended with
         self._divisors: set[int] = set()  # what losses were divided by
-        self._weights: dict[Any, TermWeight] = {}  # of terms
+        self._weights: dict[Any, loss_graph.TermWeight] = {}  # of terms
         self.shapes: set[Any] = set()  # of losses that were looked at
         self._rows: int | None = None  # of the last call of a model that was seen
         self._calls: list[_Call] = []  # of this micro-batch
@@ -206,18 +195,20 @@ class StreamLook:
         if kind is type(None):
             return  # no loss at all: refused elsewhere
         assert scalar is not None
-        if (kind, mean is None) not in self._kinds:
-            (check_sum if mean is None else check_mean)(scalar, check_units(units))
-            if float(check_units(units)) > 1:  # of one unit, the mean is the sum
-                self._kinds.add((kind, mean is None))
+        is_mean = mean is not None
+        if (kind, is_mean) not in self._kinds:
+            check = loss_graph.check_mean if is_mean else loss_graph.check_sum
+            check(scalar, check_units(units))
+            if float(units) > 1:  # of one unit, the mean is the sum
+                self._kinds.add((kind, is_mean))
         if in_parts:
             self._units = float(check_units(units)) or (self._units if place else 0.0)
-            self._compare_weights((kind, place), scalar, is_mean=mean is not None)
+            self._compare_weights((kind, place), scalar, is_mean=is_mean)
         if self._reads < _READS:
             self._reads += 1
-            self._divisors |= divisors(scalar, check_units(units))
+            self._divisors |= loss_graph.divisors(scalar, check_units(units))
         if self._handles and in_parts:
-            number = float(check_units(units))
+            number = float(units)
             # One unit owns all rows of its micro-batch: only state can be wrong there.
             kinds = {"state", "outside", "frequency"}
             if number != 1:
@@ -227,19 +218,19 @@ class StreamLook:
             LookResult(tuple(f for f in self._found if f.kind in kinds)).refuse(off="audit=False")
             if not self._looked:
                 self._refuse_comparisons(scalar, number)
-            self._refuse_dependence(scalar, units, is_mean=mean is not None)
-            self._refuse_counted_twice(scalar, number, place, mean is not None)
+            self._refuse_dependence(scalar, units, is_mean=is_mean)
+            self._refuse_counted_twice(scalar, number, place, is_mean)
 
     def _compare_weights(self, loss: Any, scalar: Tensor, *, is_mean: bool) -> None:
         """Refuse a loss whose samples count for more than those of an earlier micro-batch."""
-        found = check_parts(scalar, self._units, is_mean=is_mean, rows=self._rows)
+        found = loss_graph.check_parts(scalar, self._units, is_mean=is_mean, rows=self._rows)
         for (of, *place), weight in found.items():
             if of == "mean" and not self.active:
                 continue  # Nobody looked at the other micro-batches of this window.
             key = (loss, of, *place)
             first = self._weights.setdefault(key, weight)
             if weight.contradicts(first, of):
-                refuse_weight(of, first.value, weight.value, self._units)
+                loss_graph.refuse_weight(of, first.value, weight.value, self._units)
             if of == "regulariser" and weight.count != first.count:  # It grows with the units.
                 self._weights[key] = replace(first, may_differ=True)
 
@@ -267,7 +258,7 @@ class StreamLook:
         counts = (units, self.samples)
         if any(rows in counts and columns not in counts for rows, columns in shapes):
             return True
-        return links_columns(scalar, list(self._outputs), units)
+        return loss_graph.links_columns(scalar, list(self._outputs), units)
 
     def _refuse_dependence(self, scalar: Tensor, units: Units, *, is_mean: bool) -> None:
         """Refuse samples that depend on each other by what the graph of the loss does not show."""
@@ -344,17 +335,17 @@ class StreamLook:
     def _refuse_comparisons(self, scalar: Tensor, units: float) -> None:
         if units <= 0 or not self._outputs or len(self._calls) >= units > 1:  # a call per sample
             return
-        linked = linked_samples(scalar, list(self._outputs), units)
+        linked = loss_graph.linked_samples(scalar, list(self._outputs), units)
         if not linked and not self._norms:  # A router's loss is kept in the model, for one.
             until = {one.grad_fn for one in self._outputs}
             nodes = set(graph_nodes([scalar], until)) - until
             around = [one for one in self._inner if one.grad_fn in nodes]
             around = [one for one in around if one.shape[0] == self._rows]
-            linked = linked_samples(scalar, around, units) if around else linked
+            linked = loss_graph.linked_samples(scalar, around, units) if around else linked
         if not linked:
             self._looked = linked is not None
             if self._looked and units > 1:
-                found = normalised_over_samples(scalar, list(self._outputs), units)
+                found = loss_graph.normalised_over_samples(scalar, list(self._outputs), units)
                 found = self._prepared or found
                 if found is not None:
                     self._warn_of(found)
@@ -390,7 +381,7 @@ class StreamLook:
         known = not self._called.isdisjoint(module.modules()) or module in self._judged
         self._called.update(module.modules())
         given = _tensors_of((args, kwargs))
-        if any(map(is_standard, given)):
+        if any(map(loss_graph.is_standard, given)):
             self._prepared = "an input of the model has mean 0 and deviation 1"
         collective = any(isinstance(m, nn.SyncBatchNorm) or _is_ddp(m) for m in inner.modules())
         if known or not inner.training or collective:
@@ -458,7 +449,7 @@ class _Call:
             (
                 tensor.data_ptr() if type(tensor) is Tensor else id(tensor),
                 tensor.shape,
-                0 if tensor.is_inference() else tensor._version,
+                version_of(tensor),
             )
             for tensor in self._held
         ]

@@ -11,7 +11,7 @@ micro-batches, or zeros. Nothing is averaged, so nothing is undone.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -65,17 +65,13 @@ class Buckets:
         """Reduce around a backward: afterwards every gradient is the sum over the ranks."""
         self._next = 0
         self.filled_in = set()
-        handles = []
-        for bucket in self._buckets:
-            bucket.missing = len(bucket.parameters)
-            if overlap:
+        with ExitStack() as hooks:
+            for bucket in self._buckets:
+                bucket.missing = len(bucket.parameters)
                 ready = partial(self._ready, bucket)
-                handles += [p.register_post_accumulate_grad_hook(ready) for p in bucket.parameters]
-        try:
+                for parameter in bucket.parameters if overlap else ():
+                    hooks.enter_context(parameter.register_post_accumulate_grad_hook(ready))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
         while self._next < len(self._buckets):
             self._send_next()
         for bucket in self._buckets:

@@ -16,7 +16,6 @@ from torch.distributed.pipelining import PipelineStage
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
-from wholebatch.core import state_dict as state
 from wholebatch.core.loss import SINGLE, Loss, Units, as_loss
 from wholebatch.core.model_and_optimizer import Scheduler, build_target
 from wholebatch.core.options import Close
@@ -376,11 +375,11 @@ class Pipeline:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state to resume from between steps, without stages and optimizers."""
-        return state.progress("Pipeline", self._window)
+        return self._window.state_dict("Pipeline")
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Resume from a `state_dict`; call it after the stages and optimizers are loaded."""
-        state.load_progress("Pipeline", self._window, saved)
+        self._window.load_state_dict("Pipeline", saved)
 
 
 def _stages(stage: Any) -> list[PipelineStage]:

@@ -33,11 +33,10 @@ from torch import Tensor, nn
 
 from wholebatch.core.accumulator import Accumulator
 from wholebatch.core.close import Policy
-from wholebatch.core.compiled_loss import AddedLoss
 from wholebatch.core.loss import Loss, Units
 from wholebatch.core.optional_packages import require
 from wholebatch.core.options import Close, Memory
-from wholebatch.core.stream import GivenLoss
+from wholebatch.core.stream import AddedLoss, GivenLoss
 from wholebatch.core.window import Step, make_window
 from wholebatch.errors import OptionError, UnsupportedError, WindowError
 from wholebatch.integrations.host_window import (

@@ -35,15 +35,13 @@ from wholebatch.core.close import (
     close_gradients,
     dense_gradients,
 )
-from wholebatch.core.compiled_loss import AddedLoss
 from wholebatch.core.forward_state import attributes_restored
 from wholebatch.core.gradient_store import DeviceStore, Store
 from wholebatch.core.loss import SINGLE, Loss, Terms, check_total
 from wholebatch.core.model_and_optimizer import Target, stand_in
 from wholebatch.core.precision import SIXTEEN_BIT, LossScale, SixteenBit
 from wholebatch.core.splitting.samples import readable_layout
-from wholebatch.core.state_dict import check_window, load_window, window_state
-from wholebatch.core.stream import GivenLoss, Stream
+from wholebatch.core.stream import AddedLoss, GivenLoss, Stream
 from wholebatch.core.window import OpenWindow, Window
 from wholebatch.coupled.audit import LossLook
 from wholebatch.distributed import Sync
@@ -579,7 +577,7 @@ class HostWindows(Stream):
             "window": None,
         }
         if self.open is not None:
-            window = window_state(self._window)
+            window = self._window.open_state()
             both = [math.fsum(window[name].get(SINGLE, ())) for name in ("totals", "units")]
             total, units = self.sync.sum(both)
             window.update(totals={SINGLE: [total]}, units={SINGLE: [units]}, owners=[0])
@@ -591,14 +589,14 @@ class HostWindows(Stream):
         if not isinstance(saved, dict) or "window" not in saved:
             raise StateError("this is not the state of a window (it has no 'window')")
         window = saved["window"]
-        check_window(self._window, window)
+        self._window.check_open_state(window)
         self.discard()
         self._window.updates, self._window.next_seed = saved["updates"], saved["next_seed"]
         for policy, state in zip(self._batchnorms, saved["batchnorms"], strict=True):
             policy.load_state_dict(state)
         if window is not None and self.sync.rank != 0:
             window = {**window, "totals": {SINGLE: [0.0]}, "units": {SINGLE: [0.0]}}
-        load_window(self._window, window)
+        self._window.load_open_state(window)
         self._divisor = 1.0 if window is None else window["divided_by"]
 
 

@@ -24,11 +24,10 @@ from torch import Tensor, nn
 
 from wholebatch.compile import Execute
 from wholebatch.core.close import Policy
-from wholebatch.core.compiled_loss import AddedLoss
 from wholebatch.core.forward_state import replaced_attributes
 from wholebatch.core.loss import Loss, Units, mean_loss
 from wholebatch.core.optional_packages import require
-from wholebatch.core.stream import GivenLoss
+from wholebatch.core.stream import AddedLoss, GivenLoss
 from wholebatch.errors import LossError, OptionError, UnsupportedError
 from wholebatch.integrations.host_window import (
     AdapterOptions,

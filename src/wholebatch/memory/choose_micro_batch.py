@@ -19,8 +19,7 @@ from torch import Tensor
 from wholebatch.core.readable_sizes import bytes_said
 from wholebatch.core.splitting import batch_size_of
 from wholebatch.core.splitting.samples import Static, layout_of, take
-from wholebatch.coupled.batchnorm.lock_step import Hold
-from wholebatch.coupled.batchnorm.recomputed_blocks import blocks_of
+from wholebatch.coupled.batchnorm.lock_step import Hold, blocks_of
 from wholebatch.errors import OptionError
 from wholebatch.memory.predict import Prediction, Predictor
 
@@ -78,6 +77,33 @@ class Choice:
         )
 
 
+@dataclass
+class PeaksBySize:
+    """Predictions for one way of running by the size of a micro-batch, each made once."""
+
+    predictor: Predictor
+    batch: Any
+    most: int
+    """The samples of an update on one device."""
+    static: Static = ()
+    how: Mapping[str, Any] = field(default_factory=dict)
+    """Options of `Predictor.peak`."""
+    made: dict[int, Prediction] = field(default_factory=dict)
+
+    def at(self, size: int) -> Prediction:
+        if size not in self.made:
+            micro, number = (
+                resize_batch(self.batch, size, static=self.static),
+                -(-self.most // size),
+            )
+            self.made[size] = self.predictor.peak(micro, micro_batches=number, **self.how)
+        return self.made[size]
+
+    def need(self, size: int) -> int:
+        """Return the bytes that a device must have for this size."""
+        return needed(self.at(size), self.predictor.device)
+
+
 def choose_micro_batch(
     model: torch.nn.Module,
     loss: Callable[[Any, Any], Any],
@@ -103,34 +129,20 @@ def choose_micro_batch(
     if most < 1:
         raise OptionError(f"most={most}: must be at least 1 sample")
     predictor = Predictor(model, loss, optimizer=optimizer, device=device)
-
-    predictions: dict[int, Prediction] = {}
+    how = {"precision": precision, "gradients": gradients}
+    peaks = PeaksBySize(predictor, batch, most, static, how)
     tried: dict[int, int] = {}
 
     def need(samples: int) -> int:
-        predicted = predictor.peak(
-            resize_batch(batch, samples, static=static),
-            precision=precision,
-            micro_batches=1 if samples == most else 2,
-            gradients=gradients,
-        )
-        predictions[samples] = _corrected(predicted, samples, correct)
-        return needed(predictions[samples], predictor.device)
+        if correct is not None:  # the bytes measured beyond a prediction are temporaries
+            predicted = peaks.at(samples)
+            peak, by_category = correct(samples, predicted.peak), dict(predicted.by_category)
+            by_category["temporaries"] += peak - predicted.peak
+            peaks.made[samples] = replace(predicted, peak=peak, by_category=by_category)
+        return peaks.need(samples)
 
     size = largest_fitting(need, budget=budget, most=most, tried=tried)
-    return Choice(size, predictions[size], budget, size == most and tried[size] <= budget, tried)
-
-
-def _corrected(
-    prediction: Prediction, samples: int, correct: Callable[[int, int], int] | None
-) -> Prediction:
-    """Return a prediction with the bytes measured beyond it, as temporaries."""
-    if correct is None:
-        return prediction
-    peak = correct(samples, prediction.peak)
-    by_category = dict(prediction.by_category)
-    by_category["temporaries"] = by_category.get("temporaries", 0) + peak - prediction.peak
-    return replace(prediction, peak=peak, by_category=by_category)
+    return Choice(size, peaks.at(size), budget, size == most and tried[size] <= budget, tried)
 
 
 def spare(prediction: Prediction, device: torch.device) -> int:
@@ -232,41 +244,24 @@ def choose_in_lock_step(
     """
     samples = batch_size_of(batch, static=static)
     predictor = Predictor(model, loss, optimizer=optimizer)
-    target = predictor.device
-    found: dict[tuple[Hold | None, int], Prediction] = {}
-
-    def at(size: int, hold: Hold | None) -> int:
-        """Return the bytes that one size needs; for `host`, those of an ordinary window."""
-        if (hold, size) not in found:
-            in_lock_step = hold is not None and hold != "host"
-            found[hold, size] = predictor.peak(
-                resize_batch(batch, size, static=static),
-                precision=precision,
-                micro_batches=-(-samples // size) if hold is not None else 1,
-                lock_step=hold if in_lock_step else None,
-            )
-        return needed(found[hold, size], target)
-
-    whole = at(samples, None)
+    # With "host" a window needs what an ordinary one does.
+    plain = PeaksBySize(predictor, batch, samples, static, {"precision": precision})
+    whole = plain.need(samples)
     if whole <= budget or samples == 1:
-        prediction = found[None, samples]
+        prediction = plain.at(samples)
         return Choice(samples, prediction, budget, whole <= budget, {samples: whole}), "graphs"
     ways: list[Hold] = ["graphs"]
     ways += ["inputs"] if blocks_of(model) else []
-    ways += ["host"] if target.type == "cuda" else []
+    ways += ["host"] if predictor.device.type == "cuda" else []
     least = whole
     for hold in ways:
+        how = {"precision": precision, "lock_step": hold}
+        peaks = plain if hold == "host" else replace(plain, how=how, made={})
         tried = {samples: whole}
-        size = largest_fitting(
-            lambda size, hold=hold: at(size, hold),  # type: ignore[misc]
-            budget=budget,
-            most=samples - 1,
-            tried=tried,
-        )
+        size = largest_fitting(peaks.need, budget=budget, most=samples - 1, tried=tried)
         least = min(least, tried[size])
         if tried[size] <= budget:
-            choice = Choice(size, found[hold, size], budget, False, tried)
-            return replace(choice, way=_SAID[hold]), hold
+            return Choice(size, peaks.at(size), budget, False, tried, way=_SAID[hold]), hold
     raise OptionError(
         f"memory={bytes_said(budget)}: exact BatchNorm has all {samples} samples of a batch in "
         f"memory, which need {bytes_said(whole)} at once and {bytes_said(least)} in micro-batches; "
@@ -300,8 +295,5 @@ def resize_batch(batch: Any, samples: int, *, static: Static = ()) -> Any:
         return take(value, [row % layout.size for row in range(samples)])
 
     return layout.structure.build(
-        [
-            resized(leaf.value) if batched else leaf.value
-            for leaf, batched in zip(layout.leaves, layout.batched, strict=True)
-        ]
+        [resized(leaf.value) if leaf.batched else leaf.value for leaf in layout.leaves]
     )

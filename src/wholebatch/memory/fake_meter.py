@@ -12,34 +12,23 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 
 from wholebatch.core.forward_state import replaced_attributes
 from wholebatch.memory.fake_tensors import run_fake
-from wholebatch.memory.meter import MemoryMeter, Record, by_category, storage_id
+from wholebatch.memory.meter import MemoryMeter, Record, StorageLedger, by_category, storage_id
 
 _MOST = 1 << 14
 """The number of cached results; a model asks for some hundred different ones at each size."""
 
 
-@dataclass(frozen=True)
-class _NewTensor:
-    """A new tensor with its own storage."""
+class _Made(NamedTuple):
+    """A tensor on a new storage, or on that of argument number `of`."""
 
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-
-@dataclass(frozen=True)
-class _View:
-    """A tensor on the storage of an argument."""
-
-    of: int
+    of: int | None
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
@@ -47,14 +36,8 @@ class _View:
     device: torch.device
 
 
-@dataclass(frozen=True)
-class _Same:
-    """An argument itself."""
-
-    argument: int
-
-
-_Part: TypeAlias = _NewTensor | _View | _Same | None
+_Part: TypeAlias = _Made | int | None
+"""A tensor of a result; a number is the argument itself."""
 
 
 @dataclass(frozen=True)
@@ -86,36 +69,27 @@ class FakeMeter(MemoryMeter):
 
         self._place = "0 start"
         self._at_peaks: dict[str, list[Record]] = {}  # of the parts before this one
-        self._largest = 0
 
     def reach(self, place: str) -> None:
         """End a part of a window, whose peak is kept, and begin the one at `place`."""
-        self._keep_part()
+        self._at_peaks[self._place] = self.at_peak()
         count = sum(known.endswith(place) for known in self._at_peaks)
         self._place = f"{count} {place}"  # Several micro-batches come by.
-        self._ledger.reset_peak()
-
-    def _keep_part(self) -> None:
-        self._largest = self.largest
-        self._at_peaks[self._place] = self._ledger.at_peak()
+        largest = self.largest
+        StorageLedger.reset_peak(self)
+        self.largest = largest
 
     def peaks_by_part(self) -> dict[str, dict[str, int]]:
         """Return the bytes by category at the peak of each part since the last reset."""
         self._mark_known()
-        self._keep_part()
+        self._at_peaks[self._place] = self.at_peak()
         return {place: by_category(records) for place, records in self._at_peaks.items()}
 
     def reset_peak(self) -> None:
         """Reset the peak to the bytes that are alive now, and forget the parts before."""
         super().reset_peak()
-        self._largest = 0
         self._at_peaks.clear()
         self._place = "0 start"
-
-    @property
-    def largest(self) -> int:
-        """The bytes of the largest storage made since the start or `reset_peak`."""
-        return max(self._largest, self._ledger.largest)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -170,9 +144,9 @@ class FakeMeter(MemoryMeter):
         """Make a fake tensor as torch would."""
         if part is None:
             return None
-        if isinstance(part, _Same):
-            return given[part.argument]
-        if isinstance(part, _NewTensor):
+        if isinstance(part, int):
+            return given[part]
+        if part.of is None:
             plain = torch.empty_strided(part.shape, part.stride, dtype=part.dtype, device=_META)
         else:
             plain = torch.empty(0, dtype=part.dtype, device=_META)
@@ -190,13 +164,13 @@ class FakeMeter(MemoryMeter):
         return made  # type: ignore[no-any-return, unused-ignore]
 
     def _see_given(self, tensors: Sequence[FakeTensor]) -> None:
-        live, kind = self._ledger.live, self._device_type
+        live, kind = self.live, self._device_type
         for tensor in tensors:  # all of them strided
             if tensor.fake_device.type == kind:
                 storage = tensor.untyped_storage()
                 # The ledger learns of a new size from `resize_`, or from a result.
                 if storage_id(storage) not in live:
-                    self._ledger.see(storage, "inputs")
+                    self.see(storage, "inputs")
 
     def _call(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run an operation that is not cached."""
@@ -281,18 +255,18 @@ def _part(one: Any, given: list[FakeTensor], storages: list[int], new: set[int])
         raise TypeError
     same = next((place for place, tensor in enumerate(given) if tensor is one), None)
     if same is not None:
-        return _Same(same)
+        return same
     _check_usual(one)
     storage = one.untyped_storage()
     shape, stride = tuple(one.shape), one.stride()
     key = storage_id(storage)
     if key in storages:
         offset = int(one.storage_offset())
-        return _View(storages.index(key), shape, stride, offset, one.dtype, one.fake_device)
+        return _Made(storages.index(key), shape, stride, offset, one.dtype, one.fake_device)
     if key in new or storage.nbytes() != _extent(shape, stride, one.element_size()):
         raise TypeError
     new.add(key)
-    return _NewTensor(shape, stride, one.dtype, one.fake_device)
+    return _Made(None, shape, stride, 0, one.dtype, one.fake_device)
 
 
 def _check_usual(tensor: FakeTensor) -> None:

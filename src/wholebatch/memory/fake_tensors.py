@@ -11,14 +11,16 @@ from __future__ import annotations
 import copy
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional
 
+from wholebatch.core.forward_state import replaced_attributes
 from wholebatch.core.splitting.samples import Leaf, flatten
 from wholebatch.errors import UnsupportedError
 
@@ -191,8 +193,7 @@ def run_fake(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any
     return result
 
 
-@contextmanager
-def as_on_cuda() -> Iterator[None]:
+def as_on_cuda() -> AbstractContextManager[None]:
     """Make dropout need as much memory on a CPU as CUDA's fused kernels do.
 
     CUDA's fused attention keeps q, k, v, the output and the sums of the softmax, with dropout as
@@ -216,11 +217,7 @@ def as_on_cuda() -> Iterator[None]:
             return dropout(input, p, training, inplace)
         return torch.native_dropout(input, p, train=True)[0]
 
-    functional.scaled_dot_product_attention, functional.dropout = attended, dropped
-    try:
-        yield
-    finally:
-        functional.scaled_dot_product_attention, functional.dropout = attention, dropout
+    return replaced_attributes(functional, scaled_dot_product_attention=attended, dropout=dropped)
 
 
 _DROPOUT_P = 4  # The place of dropout_p in the arguments of attention.
@@ -236,8 +233,7 @@ def _attends_in_one_kernel() -> bool:
 # Attention masks
 
 
-@contextmanager
-def masks_as_for(batch: Any) -> Iterator[None]:
+def masks_as_for(batch: Any) -> AbstractContextManager[None]:
     """Make transformers leave out masks of fake tensors if it would leave them out for `batch`.
 
     Its models make no mask if nothing is padded and no sequences are packed, and attention needs
@@ -246,43 +242,32 @@ def masks_as_for(batch: Any) -> Iterator[None]:
     """
     masking: Any = sys.modules.get("transformers.masking_utils")
     if masking is None:
-        yield
-        return
+        return nullcontext()
     leaves, _ = flatten(batch)
     tensors = [leaf for leaf in leaves if isinstance(leaf.value, torch.Tensor)]
-    instead: dict[str, Callable[[Any], Any]] = {}
+    instead: dict[str, Callable[..., Any]] = {}
     if not any(_may_be_padding(leaf.value) for leaf in tensors):
         for name in ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa"):
             instead[name] = _hidden_if_fake
     if not any(_is_packed(leaf) for leaf in tensors):
         instead["find_packed_sequence_indices"] = _never_packed
-    before = {name: getattr(masking, name) for name in instead if hasattr(masking, name)}
-    for name, function in before.items():
-        setattr(masking, name, instead[name](function))
-    try:
-        yield
-    finally:
-        for name, function in before.items():
-            setattr(masking, name, function)
+    known = {name: made for name, made in instead.items() if hasattr(masking, name)}
+    return replaced_attributes(
+        masking, **{name: partial(made, getattr(masking, name)) for name, made in known.items()}
+    )
 
 
-def _hidden_if_fake(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Call a function with None for a fake first argument: a padding mask that hides nothing."""
-
-    def called(padding_mask: Any, *args: Any, **kwargs: Any) -> Any:
-        is_fake = isinstance(padding_mask, FakeTensor)
-        return function(None if is_fake else padding_mask, *args, **kwargs)
-
-    return called
+def _hidden_if_fake(
+    function: Callable[..., Any], padding_mask: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Call a function with None for a fake padding mask, which hides nothing."""
+    is_fake = isinstance(padding_mask, FakeTensor)
+    return function(None if is_fake else padding_mask, *args, **kwargs)
 
 
-def _never_packed(function: Callable[..., Any]) -> Callable[..., Any]:
+def _never_packed(function: Callable[[Any], Any], position_ids: Any) -> Any:
     """Return None for fake position ids: no packed sequences."""
-
-    def called(position_ids: Any) -> Any:
-        return None if isinstance(position_ids, FakeTensor) else function(position_ids)
-
-    return called
+    return None if isinstance(position_ids, FakeTensor) else function(position_ids)
 
 
 def _may_be_padding(tensor: torch.Tensor) -> bool:

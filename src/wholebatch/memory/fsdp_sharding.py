@@ -133,12 +133,3 @@ def gathered(model: nn.Module) -> list[torch.Tensor]:
         for parameter in [] if group is None else group.fsdp_params:
             found += [parameter._unsharded_param, *parameter.all_gather_outputs]
     return found
-
-
-def reduces_next(model: nn.Module, reduces: bool) -> None:
-    """Set whether the next backward of a sharded model reduces its gradients over the ranks."""
-    from torch.distributed.fsdp import FSDPModule
-
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_requires_gradient_sync(reduces, recurse=False)

@@ -25,7 +25,128 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from wholebatch.core.readable_sizes import CATEGORIES
 
 
-class MemoryMeter(TorchDispatchMode):
+class Record:
+    """One storage: its bytes, its category, and when it was first seen."""
+
+    __slots__ = ("born", "category", "is_given", "nbytes", "ref")
+
+    def __init__(self, nbytes: int, category: str, born: int) -> None:
+        self.nbytes = nbytes
+        self.is_given = category == "inputs"
+        self.category = category
+        self.born = born
+        self.ref: _StorageRef | None = None
+
+
+class _StorageRef(weakref.ref[torch.UntypedStorage]):
+    """A weak reference that carries the data of its callback, so that it needs no closure."""
+
+    __slots__ = ("key", "record")
+    key: int
+    record: Record
+
+
+class StorageLedger:
+    """The live storages, the peak of their sum with its records, and the largest new storage.
+
+    Memory belongs to storages, not to tensors. Views share a storage, and it outlives its first
+    tensor as long as anything (a graph's saved tensor, a view, `p.grad`) holds it. So each storage
+    counts once, from the moment it is first seen until it is freed. Storages are identified by
+    object and tracked by weak reference: an allocator reuses an address within microseconds.
+
+    The category of a storage may become known late: a tensor turns out to be a saved activation
+    when the backward begins, or a gradient when it has ended. So the peak is kept as the set of
+    records that were alive then, not as numbers by category.
+    """
+
+    def __init__(self, *, granule: int = 1) -> None:
+        self.current = 0
+        """The bytes that are alive now."""
+        self.given = 0  # The part of `current` that was first seen as an input.
+        self.peak = 0
+        """The largest number of bytes alive at one moment."""
+        self.largest = 0
+        """The bytes of the largest storage made since the start or `reset_peak`."""
+        self.clock = 0
+        self._granule = granule
+        self.live: dict[int, Record] = {}  # By the address of the storage object.
+        self._peak_at = 0
+        # Alive at the peak and freed since. They are needed to split the peak by category.
+        self._dead_since_peak: list[Record] = []
+
+    def see(self, storage: torch.UntypedStorage, category: str) -> Record:
+        """Return the record of a storage; a new storage gets this category."""
+        key = storage_id(storage)
+        record = self.live.get(key)
+        if record is not None:
+            if record.nbytes == self._rounded(storage.nbytes()):
+                return record
+            category = record.category  # Resized: end the old record, which may be in the peak.
+            if record.ref is not None:
+                self._died(record.ref)
+        self.clock += 1
+        record = Record(self._rounded(storage.nbytes()), category, self.clock)
+        reference = _StorageRef(storage, self._died)
+        reference.key = key
+        reference.record = record
+        record.ref = reference
+        self.live[key] = record
+        self.largest = max(self.largest, record.nbytes)
+        if record.is_given:
+            self.given += record.nbytes
+        self.current += record.nbytes
+        if self.current > self.peak:
+            self.peak = self.current
+            self._peak_at = self.clock
+            self._dead_since_peak.clear()
+        return record
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Update the size of a storage; ignore one that was never seen."""
+        record = self.live.get(storage_id(storage))
+        if record is not None:
+            self.see(storage, record.category)
+
+    def reset_peak(self) -> None:
+        """Reset the peak to the bytes that are alive now."""
+        self.peak = self.current
+        self.largest = 0
+        self._peak_at = self.clock
+        self._dead_since_peak.clear()
+
+    def since(self, born: int) -> Iterator[Record]:
+        """Return the live records that were first seen after `born`, youngest first."""
+        # A dict keeps insertion order, so this visits only the young records. Copy them to a list:
+        # garbage collection may free a storage while the caller iterates.
+        young: list[Record] = []
+        for record in reversed(self.live.values()):
+            if record.born <= born:
+                break
+            young.append(record)
+        return iter(young)
+
+    def at_peak(self) -> list[Record]:
+        """Return the records of what was alive at the peak."""
+        live = [record for record in list(self.live.values()) if record.born <= self._peak_at]
+        return live + self._dead_since_peak
+
+    def _died(self, reference: weakref.ref[torch.UntypedStorage]) -> None:
+        assert isinstance(reference, _StorageRef)
+        record = reference.record
+        record.ref = None
+        if self.live.get(reference.key) is record:
+            del self.live[reference.key]
+        self.current -= record.nbytes
+        if record.is_given:
+            self.given -= record.nbytes
+        if record.born <= self._peak_at:
+            self._dead_since_peak.append(record)
+
+    def _rounded(self, nbytes: int) -> int:
+        return -(-nbytes // self._granule) * self._granule
+
+
+class MemoryMeter(StorageLedger, TorchDispatchMode):
     """An exact count of the bytes of live tensors, by category, while the context is entered.
 
     - parameters, buffers: of `model`
@@ -55,12 +176,12 @@ class MemoryMeter(TorchDispatchMode):
         limit: int | None = None,
         granule: int = 1,
     ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        TorchDispatchMode.__init__(self)
+        StorageLedger.__init__(self, granule=granule)
         self.limit = limit
         self._model = model
         self._optimizer = optimizer
         self._device_type = _device_type(model, device)
-        self._ledger = StorageLedger(granule=granule)
         self._in_backward = False
         self._forward_began = 0
         self._recompute_began: int | None = None
@@ -68,36 +189,21 @@ class MemoryMeter(TorchDispatchMode):
     # Results
 
     @property
-    def current(self) -> int:
-        """The bytes that are alive now."""
-        return self._ledger.current
-
-    @property
-    def peak(self) -> int:
-        """The largest number of bytes alive at one moment."""
-        return self._ledger.peak
-
-    @property
-    def largest(self) -> int:
-        """The bytes of the largest storage made since the start or `reset_peak`."""
-        return self._ledger.largest
-
-    @property
     def current_by_category(self) -> dict[str, int]:
         """The bytes that are alive now, by category."""
         self._mark_known()
-        return self._ledger.current_by_category()
+        return by_category(list(self.live.values()))
 
     @property
     def peak_by_category(self) -> dict[str, int]:
         """The bytes alive at the peak, by category; they add up to `peak`."""
         self._mark_known()
-        return self._ledger.peak_by_category()
+        return by_category(self.at_peak())
 
     def reset_peak(self) -> None:
         """Reset the peak to the bytes that are alive now."""
         self._mark_known()
-        self._ledger.reset_peak()
+        super().reset_peak()
 
     def mark(self, category: str, tensors: Iterable[torch.Tensor]) -> None:
         """Set the category of tensors outside the model and optimizer, such as gradient buffers."""
@@ -107,7 +213,7 @@ class MemoryMeter(TorchDispatchMode):
             device = getattr(tensor, "fake_device", None) or tensor.device
             if device.type == self._device_type:
                 for storage in storages_of(tensor):
-                    self._ledger.see(storage, category).category = category
+                    self.see(storage, category).category = category
 
     # Counting
 
@@ -116,17 +222,17 @@ class MemoryMeter(TorchDispatchMode):
             self.mark("buffers", self._model.buffers())
             self.mark("parameters", self._model.parameters())
         self._mark_known()
-        self._forward_began = self._ledger.clock
+        self._forward_began = self.clock
         # Report resized storages to the ledger: a resize is not a dispatched operation. FSDP2 frees
         # its gathered parameters this way, and lock-step frees what it sends to the host.
-        _LEDGERS.append(self._ledger)
+        _LEDGERS.append(self)
         torch.UntypedStorage.resize_ = _resize_and_tell  # type: ignore[method-assign, assignment]
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
-        _LEDGERS.remove(self._ledger)
+        _LEDGERS.remove(self)
         if not _LEDGERS:
             del torch.UntypedStorage.resize_  # This uncovers the method of the base class.
         self._follow(in_backward=False, recomputing=False)
@@ -144,7 +250,7 @@ class MemoryMeter(TorchDispatchMode):
         result = self._call(func, args, kwargs)
         self._see((result,), "temporaries")
         if self.limit is not None:
-            used = self._ledger.current - self._ledger.given
+            used = self.current - self.given
             if used > self.limit:
                 del result
                 raise torch.OutOfMemoryError(
@@ -163,7 +269,7 @@ class MemoryMeter(TorchDispatchMode):
                 device = getattr(value, "fake_device", None) or value.device
                 if device.type == self._device_type:
                     for storage in storages_of(value):
-                        self._ledger.see(storage, category)
+                        self.see(storage, category)
             elif isinstance(value, (list, tuple)):
                 self._see(value, category)
 
@@ -175,17 +281,17 @@ class MemoryMeter(TorchDispatchMode):
             self._mark_activations(since=self._forward_began)
         elif self._in_backward and not in_backward:
             self._mark_gradients()
-            self._forward_began = self._ledger.clock
+            self._forward_began = self.clock
         self._in_backward = in_backward
         if recomputing:
             if self._recompute_began is None:
-                self._recompute_began = self._ledger.clock
+                self._recompute_began = self.clock
         elif self._recompute_began is not None:
             self._mark_activations(since=self._recompute_began)
             self._recompute_began = None
 
     def _mark_activations(self, *, since: int) -> None:
-        for record in self._ledger.since(since):
+        for record in self.since(since):
             if record.category == "temporaries":
                 record.category = "activations"
 
@@ -257,130 +363,6 @@ def peak_with_recordings(device: torch.device) -> int:
         if segment["device"] == index and tuple(segment["segment_pool_id"]) != (0, 0)
     )
     return int(torch.cuda.max_memory_allocated(device)) + idle
-
-
-class Record:
-    """One storage: its bytes, its category, and when it was first seen."""
-
-    __slots__ = ("born", "category", "is_given", "nbytes", "ref")
-
-    def __init__(self, nbytes: int, category: str, born: int) -> None:
-        self.nbytes = nbytes
-        self.is_given = category == "inputs"
-        self.category = category
-        self.born = born
-        self.ref: _StorageRef | None = None
-
-
-class _StorageRef(weakref.ref[torch.UntypedStorage]):
-    """A weak reference that carries the data of its callback, so that it needs no closure."""
-
-    __slots__ = ("key", "record")
-    key: int
-    record: Record
-
-
-class StorageLedger:
-    """The live storages, the peak of their sum with its records, and the largest new storage.
-
-    Memory belongs to storages, not to tensors. Views share a storage, and it outlives its first
-    tensor as long as anything (a graph's saved tensor, a view, `p.grad`) holds it. So each storage
-    counts once, from the moment it is first seen until it is freed. Storages are identified by
-    object and tracked by weak reference: an allocator reuses an address within microseconds.
-
-    The category of a storage may become known late: a tensor turns out to be a saved activation
-    when the backward begins, or a gradient when it has ended. So the peak is kept as the set of
-    records that were alive then, not as numbers by category.
-    """
-
-    def __init__(self, *, granule: int = 1) -> None:
-        self.current = 0
-        self.given = 0  # The part of `current` that was first seen as an input.
-        self.peak = 0
-        self.largest = 0
-        self.clock = 0
-        self._granule = granule
-        self.live: dict[int, Record] = {}  # By the address of the storage object.
-        self._peak_at = 0
-        # Alive at the peak and freed since. They are needed to split the peak by category.
-        self._dead_since_peak: list[Record] = []
-
-    def see(self, storage: torch.UntypedStorage, category: str) -> Record:
-        """Return the record of a storage; a new storage gets this category."""
-        key = storage_id(storage)
-        record = self.live.get(key)
-        if record is not None:
-            if record.nbytes == self._rounded(storage.nbytes()):
-                return record
-            category = record.category  # Resized: end the old record, which may be in the peak.
-            if record.ref is not None:
-                self._died(record.ref)
-        self.clock += 1
-        record = Record(self._rounded(storage.nbytes()), category, self.clock)
-        reference = _StorageRef(storage, self._died)
-        reference.key = key
-        reference.record = record
-        record.ref = reference
-        self.live[key] = record
-        self.largest = max(self.largest, record.nbytes)
-        if record.is_given:
-            self.given += record.nbytes
-        self.current += record.nbytes
-        if self.current > self.peak:
-            self.peak = self.current
-            self._peak_at = self.clock
-            self._dead_since_peak.clear()
-        return record
-
-    def resized(self, storage: torch.UntypedStorage) -> None:
-        """Update the size of a storage; ignore one that was never seen."""
-        record = self.live.get(storage_id(storage))
-        if record is not None:
-            self.see(storage, record.category)
-
-    def reset_peak(self) -> None:
-        """Reset the peak to the bytes that are alive now."""
-        self.peak = self.current
-        self.largest = 0
-        self._peak_at = self.clock
-        self._dead_since_peak.clear()
-
-    def since(self, born: int) -> Iterator[Record]:
-        """Return the live records that were first seen after `born`, youngest first."""
-        # A dict keeps insertion order, so this visits only the young records. Copy them to a list:
-        # garbage collection may free a storage while the caller iterates.
-        young: list[Record] = []
-        for record in reversed(self.live.values()):
-            if record.born <= born:
-                break
-            young.append(record)
-        return iter(young)
-
-    def current_by_category(self) -> dict[str, int]:
-        return by_category(list(self.live.values()))
-
-    def peak_by_category(self) -> dict[str, int]:
-        """Return the bytes alive at the peak, by category; they add up to `peak`."""
-        return by_category(self.at_peak())
-
-    def at_peak(self) -> list[Record]:
-        live = [record for record in list(self.live.values()) if record.born <= self._peak_at]
-        return live + self._dead_since_peak
-
-    def _died(self, reference: weakref.ref[torch.UntypedStorage]) -> None:
-        assert isinstance(reference, _StorageRef)
-        record = reference.record
-        record.ref = None
-        if self.live.get(reference.key) is record:
-            del self.live[reference.key]
-        self.current -= record.nbytes
-        if record.is_given:
-            self.given -= record.nbytes
-        if record.born <= self._peak_at:
-            self._dead_since_peak.append(record)
-
-    def _rounded(self, nbytes: int) -> int:
-        return -(-nbytes // self._granule) * self._granule
 
 
 def by_category(records: list[Record]) -> dict[str, int]:

@@ -55,25 +55,21 @@ class Sizing:
             raise OptionError(f"size={size}: must be from 1 to most={most} samples")
         self.size = size
         self.most = most
-        self._patience = patience
+        self.patience = patience
         self._returns = returns
         self._well = 0
-
-    @property
-    def patience(self) -> int:
-        return self._patience
 
     def failed(self, samples: int, *, into: int) -> None:
         """A micro-batch of so many samples ran out of memory and was cut into parts of `into`."""
         if samples <= self.size:
             self.size = into
-        self._patience = min(_MOST_PATIENCE, 2 * self._patience)
+        self.patience = min(_MOST_PATIENCE, 2 * self.patience)
         self._well = 0
 
     def went_well(self, *, peak: int | None = None, budget: int | None = None) -> None:
         """A window ended without a failure; `peak` is the memory that it took."""
         self._well += 1
-        if self._well < self._patience or self.size == self.most:
+        if self._well < self.patience or self.size == self.most:
             return
         self._well = 0
         if self._returns:
@@ -86,12 +82,12 @@ class Sizing:
 
     def state_dict(self) -> dict[str, int]:
         """To resume with the same splits."""
-        return {"size": self.size, "patience": self._patience, "well": self._well}
+        return {"size": self.size, "patience": self.patience, "well": self._well}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Go on as `state_dict` says."""
         self.size = min(self.most, state["size"])
-        self._patience = state["patience"]
+        self.patience = state["patience"]
         self._well = state["well"]
 
 

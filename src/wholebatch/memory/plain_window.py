@@ -8,7 +8,7 @@ hooks, and those that come back for the optimizer's step are allocated again, bu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from wholebatch.core import precision as precisions
 from wholebatch.core.loss import as_loss, terms_of
 from wholebatch.coupled.batchnorm.lock_step import Hold, LockStep
-from wholebatch.distributed.ddp import Buckets
-from wholebatch.memory.fsdp_sharding import Sharding, reduces_next
+from wholebatch.distributed.ddp import Buckets, in_buckets
+from wholebatch.memory.fsdp_sharding import Sharding
 from wholebatch.memory.zero_stages import FlatSlices
 from wholebatch.offload.parameter_buckets import BUCKET_BYTES, bucket_bytes, only
 from wholebatch.offload.transfer_to_host import ring_bytes
@@ -113,7 +113,8 @@ class PlainWindow:
             totals = self.totals(micro)
             is_last = place == len(micros) - 1
             if self.sharding is not None:
-                reduces_next(self.model, is_last or self.sharding.sync == "every")
+                model: Any = self.model  # an FSDPModule
+                model.set_requires_gradient_sync(is_last or self.sharding.sync == "every")
             leaving = self._offloaded.backward(last=is_last) if self._offloaded else nullcontext()
             overlaps = self.reduction == "overlap" and is_last
             with self._reducing(overlaps, overlap=True), leaving:
@@ -176,13 +177,11 @@ class _OffloadedGradients:
         if self.gradients == "release" and not last:
             yield
             return
-        handles = [p.register_post_accumulate_grad_hook(made) for p in self._parameters]
-        try:
+        with ExitStack() as hooks:
+            for parameter in self._parameters:
+                hooks.enter_context(parameter.register_post_accumulate_grad_hook(made))
             yield
             self._flush()
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _release(self, parameter: Tensor) -> None:
         assert isinstance(parameter, nn.Parameter)
@@ -208,7 +207,7 @@ class _OffloadedGradients:
         """Step all parameters in buckets, with the gradients of one bucket at a time."""
         if self.optimizer is None or self.gradients == "release":
             return
-        for bucket in _buckets(self._parameters, self._most):
+        for bucket in in_buckets(self._parameters, self._most):
             kept = [getattr(parameter, "grad_dtype", None) for parameter in bucket]
             for parameter in bucket:
                 parameter.grad_dtype = parameter.dtype  # Sums are rounded to it before the step.
@@ -222,16 +221,3 @@ class _OffloadedGradients:
 
 def _leave(parameter: Tensor) -> None:
     parameter.grad = None
-
-
-def _buckets(parameters: Sequence[nn.Parameter], most: int) -> list[list[nn.Parameter]]:
-    buckets: list[list[nn.Parameter]] = []
-    filled = 0
-    for parameter in parameters:
-        size = parameter.numel() * parameter.element_size()
-        if not buckets or filled + size > most:
-            buckets.append([])
-            filled = 0
-        buckets[-1].append(parameter)
-        filled += size
-    return buckets

@@ -23,7 +23,7 @@ from wholebatch.memory.activation_checkpointing import (
     is_checkpointed,
     repeated_blocks,
 )
-from wholebatch.memory.choose_micro_batch import largest_fitting, needed, resize_batch
+from wholebatch.memory.choose_micro_batch import PeaksBySize, largest_fitting, needed, resize_batch
 from wholebatch.memory.fsdp_sharding import Sharding, pretended_ranks
 from wholebatch.memory.make_it_fit import Rung, ladder, lower_precisions
 from wholebatch.memory.predict import Prediction, Predictor
@@ -247,77 +247,36 @@ class Plan:
         return f"{product} = {samples}{uneven}"
 
 
-@dataclass(frozen=True)
-class _Planned:
-    """The model and the batch of a plan, and the devices that it is for."""
+@dataclass
+class _Way(PeaksBySize):
+    """One way of running, and the bytes of the device that it must fit."""
 
-    predictor: Predictor
-    model: torch.nn.Module
-    batch: Any
-    static: Static
-    budget: int
-    ranks: int
-    most: int
-    """The samples of a batch on one rank."""
-    sharding: Sharding | None
+    budget: int = 0
 
-    def peaks(self, precision: str, gradients: str = "device") -> _PeaksBySize:
-        return _PeaksBySize(self, precision, gradients)
-
-    def sample(self, size: int = 1) -> Any:
-        return resize_batch(self.batch, size, static=self.static)
-
-
-@dataclass(eq=False)
-class _PeaksBySize:
-    """Cached predictions for one way of running, by the size of the micro-batch."""
-
-    planned: _Planned
-    precision: str
-    gradients: str
-    made: dict[int, Prediction] = field(default_factory=dict)
-
-    def at(self, size: int) -> Prediction:
-        planned = self.planned
-        if size not in self.made:
-            # Data-parallel ranks all-reduce buckets of gradients during the last backward.
-            reduces = planned.ranks > 1 and planned.sharding is None
-            self.made[size] = planned.predictor.peak(
-                planned.sample(size),
-                precision=self.precision,
-                micro_batches=1 if size == planned.most else 2,
-                gradients=self.gradients,
-                reduction="overlap" if reduces else None,
-                sharding=planned.sharding,
-            )
-        return self.made[size]
-
-    def need(self, size: int) -> int:
-        """Return the bytes that a device must have for this size."""
-        return needed(self.at(size), self.planned.predictor.device)
+    def other(self, **how: Any) -> _Way:
+        """Return the same model and batch in another way."""
+        return replace(self, how={**self.how, **how}, made={})
 
     def fits(self, size: int) -> bool:
-        return self.need(size) <= self.planned.budget
+        return self.need(size) <= self.budget
 
     def point(self, size: int) -> Point:
         found = self.at(size)
         return Point(size, found.peak, found.by_category, self.fits(size))
 
-    def variant(
-        self, size: int, *, checkpointing: bool, like: _PeaksBySize | None = None
-    ) -> Variant:
+    def variant(self, size: int, *, checkpointing: bool, like: _Way | None = None) -> Variant:
         """Return this way of running; `like` has the same slope and saves a prediction."""
-        size, budget = min(size, self.planned.most), self.planned.budget
+        size, budget = min(size, self.most), self.budget
         high = self.need(size)
         low = self.need(1) if like is None else high - like.need(size) + like.need(1)
         if low > budget:  # Never report "nothing fits" from an estimate.
             low = self.need(1)
-        elif size == 1 < self.planned.most:
+        elif size == 1 < self.most:
             return replace(self.variant(2, checkpointing=checkpointing), micro_batch=1, peak=high)
         slope = max(1.0, (high - low) / max(1, size - 1))
-        about = 0 if low > budget else min(self.planned.most, 1 + int((budget - low) / slope))
-        peak = self.at(size).peak
-        return Variant(self.precision, checkpointing, size, peak, about, self.gradients)
+        about = 0 if low > budget else min(self.most, 1 + int((budget - low) / slope))
+        peak, how = self.at(size).peak, self.how
+        return Variant(how["precision"], checkpointing, size, peak, about, how["gradients"])
 
 
 def make_plan(
@@ -346,8 +305,11 @@ def make_plan(
     _check_sizes(batch_size, ranks, budget)
     predictor = Predictor(model, loss, optimizer=optimizer, device=device)
     most = -(-batch_size // ranks)
-    planned = _Planned(predictor, model, batch, static, budget, ranks, most, sharding)
-    here = planned.peaks(precision)
+    sample = resize_batch(batch, 1, static=static)
+    how: dict[str, Any] = {"precision": precision, "gradients": "device", "sharding": sharding}
+    # Data-parallel ranks all-reduce buckets of gradients during the last backward.
+    how["reduction"] = "overlap" if ranks > 1 and sharding is None else None
+    here = _Way(predictor, batch, most, static, how, budget=budget)
     # Use one group for all predictions, so that they can share copies of the model.
     shards = sharding is not None and sharding.shards_parameters
     with pretended_ranks(ranks) if shards else nullcontext():
@@ -357,13 +319,13 @@ def make_plan(
         even = -(-most // steps)
         points = _points(here, even, largest, most)
         at = max(2, largest) if fits else 1
-        others = _variants(planned, here, at, optimizer) if variants else []
+        others = _variants(model, here, at, optimizer) if variants else []
         rungs: list[Rung] = []
         if not fits:
             rungs = ladder(
                 model,
                 loss,
-                planned.sample(),
+                sample,
                 budget=budget,
                 optimizer=optimizer,
                 precision=precision,
@@ -377,7 +339,7 @@ def make_plan(
             found = answer(
                 predictor,
                 model,
-                planned.sample(),
+                sample,
                 precision=next(iter(lower_precisions(model, precision)), precision),
                 budget=budget,
                 ranks=ranks,
@@ -413,7 +375,7 @@ def _check_sizes(batch_size: int, ranks: int, budget: int) -> None:
         )
 
 
-def _points(here: _PeaksBySize, even: int, largest: int, most: int) -> tuple[Point, ...]:
+def _points(here: _Way, even: int, largest: int, most: int) -> tuple[Point, ...]:
     """Return the sizes to show: powers of two, the choice, the largest, and the next above it."""
     # Add a few powers of two, up to the first size that does not fit.
     beyond = min((size for size in here.made if not here.fits(size)), default=most + 1)
@@ -429,33 +391,33 @@ def _points(here: _PeaksBySize, even: int, largest: int, most: int) -> tuple[Poi
 
 
 def _variants(
-    planned: _Planned, here: _PeaksBySize, size: int, optimizer: torch.optim.Optimizer | None
+    model: torch.nn.Module, here: _Way, size: int, optimizer: torch.optim.Optimizer | None
 ) -> list[Variant]:
     """Return other ways to run: precisions, with checkpointing, and other places of gradients."""
-    model, precision = planned.model, here.precision
+    precision, sharding = here.how["precision"], here.how["sharding"]
     is_on = any(is_checkpointed(module) for module in model.modules())
     precisions = dict.fromkeys((precision, "full", *lower_precisions(model, "full")))
     found = [
-        (here if one == precision else planned.peaks(one)).variant(size, checkpointing=is_on)
+        (here if one == precision else here.other(precision=one)).variant(size, checkpointing=is_on)
         for one in precisions
     ]
     if not is_on and repeated_blocks(model):
         with checkpointed(model):
-            found += [planned.peaks(one).variant(size, checkpointing=True) for one in precisions]
-    if planned.sharding is not None:
-        found = [replace(one, sync=_way(planned.sharding)) for one in found]
-        for other in _other_ways(planned.sharding):
-            peaks = replace(planned, sharding=other).peaks(precision)
-            row = peaks.variant(size, checkpointing=is_on)
+            again = [here.other(precision=one) for one in precisions]
+            found += [way.variant(size, checkpointing=True) for way in again]
+    if sharding is not None:
+        found = [replace(one, sync=_way(sharding)) for one in found]
+        for other in _other_ways(sharding):
+            row = here.other(sharding=other).variant(size, checkpointing=is_on)
             found.append(replace(row, sync=_way(other)))
         return found
-    if optimizer is not None and planned.predictor.device.type == "cuda":
+    if optimizer is not None and here.predictor.device.type == "cuda":
         # Two of these need Adam's moments (AdamW is a subclass).
         adam = isinstance(optimizer, torch.optim.Adam)
         places = ("host", "swap", "release", "moments") if adam else ("host", "release")
         for gradients in places:
-            peaks = planned.peaks(precision, gradients)
-            found.append(peaks.variant(size, checkpointing=is_on, like=here))
+            way = here.other(gradients=gradients)
+            found.append(way.variant(size, checkpointing=is_on, like=here))
     return found
 
 

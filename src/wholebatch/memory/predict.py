@@ -90,6 +90,9 @@ class AlikeBlocks:
     ) -> Iterator[None]:
         """Call `reached(place)` where the forward or backward of a block near an end begins."""
 
+        def input_hook(place: str, module: nn.Module, args: Any) -> None:
+            reached(f"forward {place}")
+
         def output_hook(place: str, module: nn.Module, args: Any, output: Any) -> None:
             parts = output if isinstance(output, tuple | list) else [output]
             first = next((one for one in parts if isinstance(one, torch.Tensor)), None)
@@ -97,19 +100,14 @@ class AlikeBlocks:
                 first.register_hook(lambda gradient: reached(f"backward {place}"))
 
         blocks = [model.get_submodule(f"{self.inside}.{n}") for n in self.names[:number]]
-        handles = []
-        for at, block in enumerate(blocks):
-            place = str(at if at < _ENDS else at - number)
-            if _ENDS <= at < number - _ENDS:
-                place = "between"
-            start = f"forward {place}"
-            handles.append(block.register_forward_pre_hook(lambda *_, at=start: reached(at)))
-            handles.append(block.register_forward_hook(partial(output_hook, place)))
-        try:
+        with ExitStack() as hooks:
+            for at, block in enumerate(blocks):
+                place = str(at if at < _ENDS else at - number)
+                if _ENDS <= at < number - _ENDS:
+                    place = "between"
+                hooks.enter_context(block.register_forward_pre_hook(partial(input_hook, place)))
+                hooks.enter_context(block.register_forward_hook(partial(output_hook, place)))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
 
 def find_alike_blocks(model: nn.Module) -> AlikeBlocks | None:
@@ -375,10 +373,8 @@ class Predictor:
                 self._is_linear = gap <= _ROUNDING * sum(found.values())
             if self._is_linear:
                 return more.of_more(few, (depth or len(blocks.names)) - MORE)
-        except (
-            Exception
-        ):  # A model may count its blocks, and fail with fewer; all of them run then.
-            pass
+        except Exception:
+            pass  # A model may count its blocks, and fail with fewer; all of them run then.
         self._is_uneven = True
         return None
 
@@ -656,16 +652,15 @@ def _gradients_checked(copy: _Copy, there: Sequence[torch.nn.Parameter]) -> Iter
         if gradient.untyped_storage().nbytes() > gradient.numel() * gradient.element_size():
             views.append(gradient.shape)
 
-    handles = [parameter.register_hook(look) for parameter in there]
-    handles += [
-        parameter.register_post_accumulate_grad_hook(lambda one: reached.add(id(one)))
-        for parameter in ([] if copy.trained is not None else there)
-    ]
-    try:
+    def note(parameter: torch.Tensor) -> None:
+        reached.add(id(parameter))
+
+    with ExitStack() as hooks:
+        for parameter in there:
+            hooks.enter_context(parameter.register_hook(look))
+            if copy.trained is None:
+                hooks.enter_context(parameter.register_post_accumulate_grad_hook(note))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
     if copy.trained is None and there:
         copy.trained = [parameter for parameter in there if id(parameter) in reached]
         if len(copy.trained) < len(there):

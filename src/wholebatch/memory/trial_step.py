@@ -14,7 +14,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -136,15 +136,14 @@ def measure_step(
             window.run([to_device(micro, device)] * micro_batches)
             torch.cuda.synchronize(device)
             used = torch.cuda.max_memory_allocated(device) - start
-            if then is not None:
-                then()
-            return used
-        with MemoryMeter(model=model, limit=limit) as meter:
-            start = meter.current
-            window.run([micro] * micro_batches)
-            if then is not None:
-                then()
-        return meter.peak - start
+        else:
+            with MemoryMeter(model=model, limit=limit) as meter:
+                start = meter.current
+                window.run([micro] * micro_batches)
+            used = meter.peak - start
+        if then is not None:
+            then()
+        return used
     finally:
         for parameter, gradient in gradients:
             parameter.grad = gradient
@@ -179,60 +178,42 @@ def try_out(
         kept=max(0, state - _state_bytes(optimizer)),
         limit=choice.budget - state,
     )
-    failed = list(choice.failed)
     begin = _first_size(choice) if trial.on_cuda else choice.micro_batch
-    size, used = _first_fitting(trial, choice, begin, failed)
-    if used is None:
-        return replace(
-            choice, micro_batch=1, measured=None, failed=tuple(failed), is_whole_batch=False
-        )
+    found = _first_fitting(trial, choice, begin)
+    if found is None:
+        failed = (*choice.failed, *trial.failed)
+        return replace(choice, micro_batch=1, measured=None, failed=failed, is_whole_batch=False)
+    size, used = found
     if size == begin < choice.micro_batch:
         chosen = _by_the_slope(size, trial.reserved, choice)
         if chosen > size:
-            size, used = _larger_if_it_fits(trial, chosen, size, used, failed)
-    if not failed:
+            size, used = trial.tried(chosen) or found
+    if not (choice.failed or trial.failed):
         most = batch_size_of(batch, static=static) if most is None else most
         # As if all memory grew with the size: too small rather than too large.
         full = int(size * _FULL * choice.budget / trial.reserved) if trial.reserved else size
         larger = min(most, full)
         if larger > size * _WORTH_IT:
-            size, used = _larger_if_it_fits(trial, larger, size, used, failed)
+            size, used = trial.tried(larger) or (size, used)
     trial.end()
     return replace(
         choice,
         micro_batch=size,
         measured=held_bytes(model, optimizer) + trial.kept + used,
-        failed=tuple(failed),
+        failed=(*choice.failed, *trial.failed),
         is_whole_batch=choice.is_whole_batch and size == choice.micro_batch,
     )
 
 
-def _first_fitting(
-    trial: _Trial, choice: Choice, begin: int, failed: list[int]
-) -> tuple[int, int | None]:
-    """Return the first size that fits, from `begin` downwards, and its bytes; None if none does."""
-    size = begin
+def _first_fitting(trial: _Trial, choice: Choice, size: int) -> tuple[int, int] | None:
+    """Return the first size that fits, from `size` downwards, and its bytes; None if none does."""
     for _ in range(_MOST_TRIALS):
         is_whole = choice.is_whole_batch and size == choice.micro_batch
-        used = trial.run(size, micro_batches=1 if is_whole else 2)
-        if used is not None:
-            return size, used
-        failed.append(size)
-        if size == 1:
-            break
+        found = trial.tried(size, micro_batches=1 if is_whole else 2)
+        if found is not None or size == 1:
+            return found
         size = _smaller(size)
-    return size, None
-
-
-def _larger_if_it_fits(
-    trial: _Trial, larger: int, size: int, used: int, failed: list[int]
-) -> tuple[int, int]:
-    """Return the larger size and its bytes if it fits, else the size that is known to."""
-    more = trial.run(larger, micro_batches=2)
-    if more is None:
-        failed.append(larger)
-        return size, used
-    return larger, more
+    return None
 
 
 def _first_size(choice: Choice) -> int:
@@ -276,6 +257,8 @@ class _Trial:
     batch_of: Callable[[int], Any]
     kept: int
     limit: int
+    failed: list[int] = field(default_factory=list)
+    """The sizes that ran out of memory."""
     reserved: int = 0
     """The bytes that CUDA's allocator reserved at the peak of the last step; else 0."""
 
@@ -283,6 +266,13 @@ class _Trial:
         self._device = next(self.model.parameters()).device
         self._state: list[Tensor] = []
         self.on_cuda = self._device.type == "cuda"
+
+    def tried(self, size: int, *, micro_batches: int = 2) -> tuple[int, int] | None:
+        """Return this size and the bytes of its step; None if it runs out of memory."""
+        used = self.run(size, micro_batches=micro_batches)
+        if used is None:
+            self.failed.append(size)
+        return None if used is None else (size, used)
 
     def run(self, size: int, *, micro_batches: int) -> int | None:
         """Run a step of this size and return the bytes used, or None if it ran out of memory."""

@@ -26,9 +26,9 @@ from wholebatch.core.close import (
     DeferredHooks,
     close_gradients,
     read_scalars,
+    stepping,
 )
 from wholebatch.core.gradient_store import Store
-from wholebatch.core.optimizer_step import stepping
 from wholebatch.distributed import Sync
 from wholebatch.errors import UnsupportedError
 from wholebatch.offload.graph_sums import GraphSums

@@ -23,11 +23,11 @@ from wholebatch.core.close import (
     CloseOptions,
     DeferredHooks,
     check_counts,
+    is_torchs,
     read_scalars,
 )
 from wholebatch.core.forward_state import replaced_attributes
 from wholebatch.core.gradient_store import DeviceStore
-from wholebatch.core.optimizer_step import is_torchs
 from wholebatch.core.precision import round_gradient
 from wholebatch.distributed import Sync
 from wholebatch.distributed.ddp import in_buckets
@@ -188,7 +188,11 @@ class ReleaseStore(DeviceStore):
         self, optimizer: torch.optim.Optimizer, ready: list[nn.Parameter], bad: Tensor
     ) -> None:
         self._bad.append(bad)
-        fused = _is_fused(optimizer)
+        fused = (
+            getattr(optimizer, "_step_supports_amp_scaling", False)
+            and is_torchs(optimizer)
+            and all(group.get("fused") for group in optimizer.param_groups)
+        )
         if not fused and bool(bad):
             return  # leave them as they are; a fused step finds that out on the device
         for parameter in ready:
@@ -278,15 +282,6 @@ def check_release(target: Target, options: CloseOptions, *, counts_units: bool) 
         )
 
 
-def _is_fused(optimizer: torch.optim.Optimizer) -> bool:
-    """True if a step leaves everything as it was where `found_inf` says so, on the device."""
-    return (
-        getattr(optimizer, "_step_supports_amp_scaling", False)
-        and is_torchs(optimizer)
-        and all(group.get("fused") for group in optimizer.param_groups)
-    )
-
-
 def _layout(
     optimizers: Sequence[torch.optim.Optimizer], parameters: Sequence[nn.Parameter], most: int
 ) -> list[_SteppedTogether]:
@@ -298,8 +293,6 @@ def _layout(
         for p in group["params"]
     }
     buckets = in_buckets(
-        reversed(parameters),
-        most,
-        lambda p: (id(owners[id(p)]), p.dtype, p.device),
+        reversed(parameters), most, lambda p: (id(owners[id(p)]), p.dtype, p.device)
     )
     return [_SteppedTogether(owners[id(some[0])], some, len(some)) for some in buckets]

@@ -21,9 +21,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from wholebatch.core.close import Closed, CloseOptions, DeferredHooks
+from wholebatch.core.close import Closed, CloseOptions, DeferredHooks, stepping
 from wholebatch.core.gradient_store import DeviceStore
-from wholebatch.core.optimizer_step import stepping
 from wholebatch.core.precision import SIXTEEN_BIT, round_gradient
 from wholebatch.distributed import Sync
 from wholebatch.offload.adam_accumulation import adam_state_of, check_adam

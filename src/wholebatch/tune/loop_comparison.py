@@ -68,11 +68,8 @@ class Reference:
                 return (given[0], watched, *given[2:]), named
             return given, {**named, "closure": watched}
 
-        handle = optimizer.register_step_pre_hook(before_step)
-        try:
+        with optimizer.register_step_pre_hook(before_step):
             yield found
-        finally:
-            handle.remove()
 
 
 def _whole(job: Job, *, seed: int) -> dict[str, Tensor]:

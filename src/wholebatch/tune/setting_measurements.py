@@ -11,12 +11,13 @@ import logging
 import statistics
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
-from dataclasses import dataclass, field
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
+from wholebatch.core.forward_state import replaced_attributes
 from wholebatch.core.options import grouped
 from wholebatch.core.readable_sizes import bytes_said
 from wholebatch.core.splitting import to_device
@@ -28,7 +29,7 @@ from wholebatch.memory.activation_checkpointing import with_checkpoints
 from wholebatch.memory.budget import free_memory
 from wholebatch.memory.meter import free_caches
 from wholebatch.memory.plain_window import PlainWindow
-from wholebatch.tune.settings import Predicted, Setting, Trial, steps_of
+from wholebatch.tune.settings import Predicted, Setting, Trial
 from wholebatch.tune.window_timing import (
     Clock,
     PeakMeter,
@@ -74,45 +75,6 @@ class Limits:
     least: int = 3
     most: int = 30
     warm_up: float = 120.0
-
-
-@dataclass(frozen=True)
-class Speed:
-    """The result of the windows of one setting."""
-
-    seconds: float
-    rate: float
-    windows: int
-    is_stopped: bool
-
-
-@dataclass(frozen=True)
-class Timing:
-    """The timed windows: seconds and units of each."""
-
-    windows: list[tuple[float, float]] = field(default_factory=list)
-
-    def add(self, seconds: float, units: float) -> None:
-        self.windows.append((seconds, units))
-
-    @property
-    def spent(self) -> float:
-        return sum(seconds for seconds, _ in self.windows)
-
-    @property
-    def fastest(self) -> float:
-        """Return the units per second of the fastest window."""
-        return max(units / seconds for seconds, units in self.windows)
-
-    @property
-    def rate(self) -> float:
-        """Return the units per second: the median of the faster half."""
-        return usual(sorted((units / seconds for seconds, units in self.windows), reverse=True))
-
-    @property
-    def seconds(self) -> float:
-        """Return the seconds of a window at that rate."""
-        return statistics.fmean(units for _, units in self.windows) / self.rate
 
 
 class TooSlow(Exception):
@@ -186,6 +148,7 @@ class Running:
             raise TooSlow
         if not (self._is_eager and self.device.type == "cpu"):
             settle(lambda: self.window()[0], most=most)
+        self._meter.reset()
 
     def _first_window(self, patience: float | None) -> float:
         began = time.perf_counter()
@@ -199,20 +162,6 @@ class Running:
         refuse_nonfinite(self.train.step(self._workload.batches(), after_micro=after).loss)
         wait_for(self.device)
         return largest_over_ranks(time.perf_counter() - began)
-
-    def timed(
-        self, *, least: int, seconds: float, most: int, too_slow: float | None = None
-    ) -> Timing:
-        """Time at least `least` windows and `seconds`; stop early if the rate is `too_slow`."""
-        self._meter.reset()
-        timing = Timing()
-        while (made := len(timing.windows)) < most and (made < least or timing.spent < seconds):
-            spent, step = self.window()
-            timing.add(spent, step.units)
-            # Two windows: one alone may have met other work on the machine.
-            if too_slow is not None and made >= 1 and timing.fastest < too_slow:
-                break
-        return timing
 
     def fell_back(self) -> str | None:
         """Return why micro-steps do not run as this setting asks, or None if they do."""
@@ -253,15 +202,12 @@ class Running:
         with clock.watching() as busy:
             for _ in range(windows):
                 stamps = Stamps(clock, tells_apart=is_told_apart)
-                self._stamps = stamps if is_told_apart else None
-                try:
+                with replaced_attributes(self, _stamps=stamps if is_told_apart else None):
                     stamps.mark("data")
                     batch = self._workload.batches()
                     stamps.mark("start")
                     self.train.step(batch, after_micro=stamps.after_micro)
                     stamps.mark("end")
-                finally:
-                    self._stamps = None
                 alone = None
                 if self._ranks > 1 and steps == 1 and is_told_apart:
                     alone = self._backward_alone(batch)
@@ -316,7 +262,7 @@ class SettingMeasurements:
 
     def blank(self, setting: Setting, *, status: str = "failed", why: str = "") -> Trial:
         found = self.predicted.of(setting)
-        steps = steps_of(self.samples, setting.micro_batch)
+        steps = -(-self.samples // setting.micro_batch)
         return Trial(setting, steps, status, why, predicted=None if found is None else found.peak)
 
     def measure(self, setting: Setting, *, stops: bool) -> Trial:
@@ -327,75 +273,73 @@ class SettingMeasurements:
         try:
             running = Running(self.workload, setting)
             running.warm_up(most=self.limits.warm_up, patience=self._patience(partner))
-            if partner is None:
-                speed = self._alone(running, stops=stops)
-            else:
-                speed = self._in_turn(running, partner, stops=stops)
-            return self._result(running, speed, blank)
+            found = self._timed(running, partner, blank, stops=stops)
+            return self._result(running, found, blank)
         except TooSlow:
             why = f"stopped in its first window: more than {HOPELESS} times slower"
-            return blank.with_(status="stopped", why=why, windows=1)
+            return replace(blank, status="stopped", why=why, windows=1)
         except torch.OutOfMemoryError:
-            return blank.with_(why="ran out of memory")
+            return replace(blank, why="ran out of memory")
         except (WholebatchError, RuntimeError) as error:
-            return blank.with_(why=str(error).strip().split("\n")[0][:200])
+            return replace(blank, why=str(error).strip().split("\n")[0][:200])
         finally:
             if running is not None and running is not self._lead:
                 running.close()
 
-    def _result(self, running: Running, speed: Speed, blank: Trial) -> Trial:
+    def _result(self, running: Running, found: Trial, blank: Trial) -> Trial:
         """Return the trial of a timed setting; keep it running if it is the fastest so far."""
         if running.train.recoveries:  # It ran with smaller micro-batches than this one.
-            return blank.with_(why="ran out of memory")
+            return replace(blank, why="ran out of memory")
         if (otherwise := running.fell_back()) is not None:
-            return blank.with_(why=otherwise[:200])
-        found = blank.with_(
-            seconds=speed.seconds,
-            windows=speed.windows,
-            units_per_second=speed.rate,
-            update_bytes=running.update_bytes(),
-        )
-        if speed.is_stopped:  # A rejected setting need not be known as well.
-            why = f"stopped after {speed.windows} windows: clearly slower"
-            return found.with_(status="stopped", why=why)
+            return replace(blank, why=otherwise[:200])
+        found = replace(found, update_bytes=running.update_bytes())
+        if found.status == "stopped":  # A rejected setting need not be known as well.
+            return found
         peak = running.peak()
-        found = found.with_(peak=peak, split=_split_of(running))
+        found = replace(found, peak=peak, split=_split_of(running))
         if peak > self.budget:
-            return found.with_(why=f"needs {bytes_said(peak)}, more than {bytes_said(self.budget)}")
+            return replace(
+                found, why=f"needs {bytes_said(peak)}, more than {bytes_said(self.budget)}"
+            )
         best = self.best
-        if self._is_shared and (best is None or speed.rate > rate_of(best)):
+        if self._is_shared and (best is None or rate_of(found) > rate_of(best)):
             self._let_go()
             self._lead = running
-        return found.with_(status="measured", why="measured")
+        return replace(found, status="measured", why="measured")
 
-    def _alone(self, running: Running, *, stops: bool) -> Speed:
-        """Measure by itself."""
+    def _timed(
+        self, running: Running, partner: Running | None, blank: Trial, *, stops: bool
+    ) -> Trial:
+        """Measure by itself, or in turn with the fastest so far, whose speed is known."""
         best, limits = self.best, self.limits
-        slow = CLEARLY * rate_of(best) if best is not None and stops else None
-        timing = running.timed(
-            least=limits.least, seconds=limits.seconds, most=limits.most, too_slow=slow
-        )
-        is_stopped = slow is not None and timing.fastest < slow
-        return Speed(timing.seconds, timing.rate, len(timing.windows), is_stopped)
+        turns = Turns(self.workload, [running] if partner is None else [partner, running])
 
-    def _in_turn(self, running: Running, partner: Running, *, stops: bool) -> Speed:
-        """Measure in turn with the fastest so far, whose speed is known."""
-        known, limits = self.trials[partner.setting], self.limits
-        assert known.seconds is not None
-        turns = Turns(self.workload, (partner, running))
+        def is_slower() -> bool:
+            if partner is not None:
+                return turns.ratio(-1, 0).high < CLEARLY
+            return turns.rates(-1)[0] < CLEARLY * rate_of(best)
+
+        # Two windows at least: one alone may have met other work on the machine.
+        sure = 2 if partner is None else SURE
         while (made := len(turns.rounds)) < limits.most and (
-            made < limits.least or turns.spent(1) < limits.seconds
+            made < limits.least or turns.spent(-1) < limits.seconds
         ):
             turns.round()
-            if stops and made + 1 >= SURE and turns.ratio(1, 0).high < CLEARLY:
+            if stops and made + 1 >= sure and is_slower():
                 break
-        ratio = turns.ratio(1, 0)
-        return Speed(
-            known.seconds / ratio.median,
-            rate_of(known) * ratio.median,
-            len(turns.rounds),
-            stops and ratio.high < CLEARLY,
-        )
+        windows = len(turns.rounds)
+        if partner is None:
+            rate = usual(turns.rates(-1))
+            seconds = statistics.fmean(turns.units) / rate
+        else:
+            known, ratio = self.trials[partner.setting], turns.ratio(-1, 0).median
+            assert known.seconds is not None
+            seconds, rate = known.seconds / ratio, rate_of(known) * ratio
+        found = replace(blank, seconds=seconds, units_per_second=rate, windows=windows)
+        if stops and is_slower():
+            why = f"stopped after {windows} windows: clearly slower"
+            return replace(found, status="stopped", why=why)
+        return found
 
     # ----------------------------------------------------------- the fastest so far
 
@@ -460,7 +404,8 @@ class SettingMeasurements:
             ratio, beside = turns.ratio(at, 0).median, turns.ratio(at, fastest)
             if beside.median >= TIED and beside.low >= AT_LEAST and beside.high >= 1.0:
                 self.tied.add(trial.setting)
-            self.trials[trial.setting] = trial.with_(
+            self.trials[trial.setting] = replace(
+                trial,
                 seconds=first.seconds / ratio,
                 windows=trial.windows + len(turns.rounds),
                 units_per_second=rate_of(first) * ratio,
@@ -487,9 +432,10 @@ class SettingMeasurements:
     def _rounds(self, trials: list[Trial]) -> Turns:
         """Run the settings of these trials in turn, for as many rounds as the limits allow."""
         made: list[Running] = []
-        try:
+        with ExitStack() as stack:
             for trial in trials:
                 made.append(Running(self.workload, trial.setting))
+                stack.callback(made[-1].close)
                 made[-1].window()
             turns = Turns(self.workload, made)
             began = self.now()
@@ -500,9 +446,6 @@ class SettingMeasurements:
                     break
                 turns.round()
             return turns
-        finally:
-            for running in made:
-                running.close()
 
     def since(self, moment: float) -> float:
         """Return the seconds since then, on the slowest rank."""

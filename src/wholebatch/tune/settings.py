@@ -81,9 +81,6 @@ class Trial:
     def is_measured(self) -> bool:
         return self.status == "measured"
 
-    def with_(self, **changes: Any) -> Trial:
-        return replace(self, **changes)
-
     def in_proportion(self) -> Trial:
         """Return a copy with the split scaled to add up to `seconds`.
 
@@ -94,17 +91,13 @@ class Trial:
         if not taken or not self.seconds:
             return self
         factor = self.seconds / taken
-        return self.with_(split={part: factor * value for part, value in self.split.items()})
+        return replace(self, split={part: factor * value for part, value in self.split.items()})
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data, with the parts of the mode beside the rest."""
         data = asdict(self)
         del data["setting"]
         return {"micro_batch": self.setting.micro_batch, **self.setting.mode._asdict(), **data}
-
-
-def steps_of(samples: int, micro_batch: int) -> int:
-    return -(-samples // micro_batch)
 
 
 def sizes_of(samples: int) -> list[int]:

@@ -63,25 +63,16 @@ class SearchObserver(Protocol):
 
 
 @dataclass
-class Search:
+class Search(SettingMeasurements):
     """All trials of one tuning, in the order they were made."""
 
-    workload: Workload
-    samples: int
-    sizes: Sequence[int]
-    modes: Sequence[RunMode]
-    predicted: Predicted
-    budget: int
-    limits: Limits = field(default_factory=Limits)
+    sizes: Sequence[int] = field(kw_only=True)
+    modes: Sequence[RunMode] = field(kw_only=True)
     watch: SearchObserver | None = None
-    now: Callable[[], float] = time.perf_counter
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self._began = self.now()
-        self._measurements = SettingMeasurements(
-            self.workload, self.samples, self.predicted, self.budget, self.limits, self.now
-        )
-        self.trials = self._measurements.trials
         for mode in self.modes:  # Predict before measuring: predictions hold a model.
             for size in self.sizes:
                 self.predicted.of(Setting(size, mode))
@@ -97,7 +88,7 @@ class Search:
                 self._downwards(mode)
             else:
                 self._beside(mode, self.best)
-        self._measurements.again()
+        self.again()
 
     def run_all(self) -> None:
         """Measure everything that fits, as a check of the search."""
@@ -105,11 +96,7 @@ class Search:
             self._prune(mode)
             for size in self.sizes:
                 self._measure(Setting(size, mode), stops=False)
-        self._measurements.again()
-
-    @property
-    def best(self) -> Trial | None:
-        return self._measurements.best
+        self.again()
 
     def recommended(self) -> Trial | None:
         """Return the trial with the fewest steps among the fastest that leave memory free.
@@ -123,7 +110,7 @@ class Search:
             trial
             for trial in self.trials.values()
             if trial.is_measured
-            and (rate_of(trial) >= SAME * rate_of(best) or trial.setting in self._measurements.tied)
+            and (rate_of(trial) >= SAME * rate_of(best) or trial.setting in self.tied)
         ]
         roomy = [trial for trial in same if memory_of(trial) <= COMFORTABLE * self.budget]
         fewest = min((trial.steps for trial in roomy), default=0)
@@ -139,8 +126,8 @@ class Search:
             return known
         why = self._too_large(setting)
         if why is not None:
-            return self._measurements.blank(setting, status="pruned", why=why)
-        return self._measurements.measure(setting, stops=False)
+            return self.blank(setting, status="pruned", why=why)
+        return self.measure(setting, stops=False)
 
     def _downwards(self, mode: RunMode) -> None:
         slower = 0
@@ -203,21 +190,21 @@ class Search:
                 self._leave(Setting(size, mode), why)
 
     def _leave(self, setting: Setting, why: str) -> None:
-        self.trials[setting] = self._measurements.blank(setting, status="pruned", why=why)
+        self.trials[setting] = self.blank(setting, status="pruned", why=why)
 
     # ----------------------------------------------------------------- measure
 
     def _measure(self, setting: Setting, *, stops: bool = True) -> Trial:
         if setting in self.trials:
             return self.trials[setting]
-        out_of_time = self._measurements.since(self._began) > self.limits.total
+        out_of_time = self.since(self._began) > self.limits.total
         if out_of_time and self.best is not None:
             self._leave(setting, f"not reached in {self.limits.total:.0f} s")
             return self.trials[setting]
         left = sum(Setting(s, w) not in self.trials for w in self.modes for s in self.sizes)
         if self.watch is not None:
             self.watch.begin(setting, of=left)
-        trial = self._measurements.measure(setting, stops=stops)
+        trial = self.measure(setting, stops=stops)
         self.trials[setting] = trial
         if self.watch is not None:
             self.watch.end(trial)
@@ -369,7 +356,10 @@ def tune(
         predicted.why_not = "a batch that does not show its samples cannot be resized"
     del model, optimizer, inner
     workload = Workload(make, loss, fetch, options, clock)
-    search = Search(workload, samples, sizes, modes, predicted, budget, limits or Limits(), watch)
+    limits = limits or Limits()
+    search = Search(
+        workload, samples, predicted, budget, limits, sizes=sizes, modes=modes, watch=watch
+    )
     search.run_all() if exhaustive else search.run()
     found = _result(search, facts, first, unit=unit, bandwidth=bandwidth, ranks=ranks, began=began)
     return found if not ladder else replace(found, ladder=_ladder(search, facts, first, found))
@@ -504,7 +494,7 @@ def _recommendation(search: Search) -> tuple[Trial, tuple[Trial, ...]]:
     best = search.recommended()
     if best is None:
         raise WindowError(_nothing(search.trials.values()))
-    search.trials[best.setting] = best.with_(recommended=True)
+    search.trials[best.setting] = replace(best, recommended=True)
     trials = tuple(trial.in_proportion() for trial in search.trials.values())
     return next(trial for trial in trials if trial.recommended), trials
 

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _push_mode
 
+from wholebatch.core.forward_state import replaced_attributes
 from wholebatch.core.readable_sizes import PARTS
 from wholebatch.core.window import Step
 from wholebatch.errors import NonFiniteError
@@ -239,12 +240,9 @@ class PeakMeter:
         """Return the peak since the reset; without CUDA, of one more window."""
         if self._device.type == "cuda":
             return peak_with_recordings(self._device)
-        with MemoryMeter(model=model, optimizer=optimizer) as meter:
-            self._meter = meter
-            try:
-                window()
-            finally:
-                self._meter = None
+        meter = MemoryMeter(model=model, optimizer=optimizer)
+        with meter, replaced_attributes(self, _meter=meter):
+            window()
         return meter.peak
 
 
@@ -295,6 +293,8 @@ class Turns:
     workload: Workload
     made: Sequence[RunsWindows]
     rounds: list[list[float]] = field(default_factory=list)
+    """The seconds of each setting's window, by round."""
+    units: list[float] = field(default_factory=list)
 
     def round(self) -> None:
         """Run one more window of each on the same batch; each one's time includes fetching it."""
@@ -302,12 +302,18 @@ class Turns:
         seconds = [0.0] * len(self.made)
         order = range(len(self.made))
         for at in order if len(self.rounds) % 2 else reversed(order):
-            seconds[at], _ = self.made[at].window_of(batch, fetched)
+            seconds[at], step = self.made[at].window_of(batch, fetched)
         self.rounds.append(seconds)
+        self.units.append(step.units)
 
     def spent(self, at: int) -> float:
         """Return the total seconds of one setting."""
         return sum(seconds[at] for seconds in self.rounds)
+
+    def rates(self, at: int) -> list[float]:
+        """Return the units per second of one setting's windows, the fastest first."""
+        pairs = zip(self.units, self.rounds, strict=True)
+        return sorted((units / seconds[at] for units, seconds in pairs), reverse=True)
 
     def ratio(self, at: int, to: int) -> Ratio:
         """Return the speed of one setting relative to another."""

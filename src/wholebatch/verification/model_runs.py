@@ -211,7 +211,7 @@ def joined(micros: Sequence[Any], sizes: Sequence[int] | None = None) -> Any | N
         leaves = []
         for index, leaf in enumerate(layouts[0].leaves):
             values = [layout.leaves[index].value for layout in layouts]
-            if not layouts[0].batched[index]:
+            if not leaf.batched:
                 if isinstance(leaf.value, Tensor) and not all(map(leaf.value.equal, values)):
                     return None  # such as the edges of a graph, which count its own nodes
                 leaves.append(leaf.value)

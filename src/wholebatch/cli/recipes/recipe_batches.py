@@ -47,7 +47,7 @@ class Nothing:
     like: Any
 
 
-class Batches:
+class Batches(Dataset[Any]):
     """The batches of a recipe, one per `take()`, over any number of epochs.
 
     `build` makes the data: a dataset (a length and an index), an iterable of samples, or a
@@ -164,7 +164,7 @@ class Batches:
             self._next_epoch()
         if self._ahead is None:
             loader: DataLoader[Any] = DataLoader(
-                _AtPosition(copy.copy(self)),
+                copy.copy(self),
                 sampler=self._positions(),
                 batch_size=None,
                 num_workers=self._workers,
@@ -183,8 +183,8 @@ class Batches:
                 yield Position(epoch, place)
             epoch, batch = epoch + 1, 0
 
-    def at(self, position: Position) -> Any:
-        """Return the batch at a position of a dataset; all before it have the usual size."""
+    def __getitem__(self, position: Position) -> Any:
+        """Return the batch at a position of a dataset, for workers; all before have one size."""
         if position.epoch != self.position.epoch:
             self._order = None
         self.position = position
@@ -322,16 +322,6 @@ class Batches:
             random.setstate(python)
             if numpy_before is not None:
                 sys.modules["numpy"].random.set_state(numpy_before)
-
-
-class _AtPosition(Dataset[Any]):
-    """The batches of a dataset by position, for workers."""
-
-    def __init__(self, batches: Batches) -> None:
-        self._batches = batches
-
-    def __getitem__(self, position: Position) -> Any:
-        return self._batches.at(position)
 
 
 def _unchanged(batch: Any) -> Any:

@@ -18,6 +18,7 @@ from typing import Any
 from wholebatch.core.plain_files import finite, write_atomically
 from wholebatch.errors import MissingExtraError, OptionError
 
+_SIGNS = {"good": "✓", "bad": "✗", "plain": "›"}
 SERIES = 8
 """The number of series colours; `assets/page.css` defines each for light and dark."""
 
@@ -28,6 +29,9 @@ class Text:
 
     text: str
 
+    def html(self) -> str:
+        return f"<p>{escape(self.text)}</p>"
+
 
 @dataclass(frozen=True)
 class Callout:
@@ -36,6 +40,12 @@ class Callout:
     head: str
     lines: tuple[str, ...] = ()
     mood: str = "plain"
+
+    def html(self) -> str:
+        lines = "".join(f"<p>{escape(line)}</p>" for line in self.lines)
+        sign = f'<span class="sign" aria-hidden="true">{_SIGNS[self.mood]}</span>'
+        head = f"<p>{sign}<strong>{escape(self.head)}</strong></p>"
+        return f'<div class="callout {self.mood}">{head}{lines}</div>'
 
 
 @dataclass(frozen=True)
@@ -52,6 +62,26 @@ class Table:
     wrong: frozenset[int] = frozenset()
     folded: bool = False
     """Folded until opened: the numbers of a chart, for those who cannot see it."""
+
+    def html(self) -> str:
+        head = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in self.head)
+        rows = []
+        for number, row in enumerate(self.rows):
+            first, *others = row
+            cells = f'<th scope="row">{escape(first)}</th>'
+            cells += "".join(f"<td>{escape(cell)}</td>" for cell in others)
+            kinds = [name for name in ("bold", "wrong") if number in getattr(self, name)]
+            mark = f' class="{" ".join(kinds)}"' if kinds else ""
+            rows.append(f"<tr{mark}>{cells}</tr>")
+        caption = f"<caption>{escape(self.caption)}</caption>" if self.caption else ""
+        inside = "".join(rows)
+        made = (
+            '<div class="scroll" tabindex="0"><table>'
+            f"{caption}<thead><tr>{head}</tr></thead><tbody>{inside}</tbody></table></div>"
+        )
+        if self.folded:
+            return f"<details><summary>the numbers</summary>{made}</details>"
+        return made
 
 
 @dataclass(frozen=True)
@@ -70,6 +100,15 @@ class Chart:
     wide: bool = False
     """True to take the whole width of the page instead of half."""
 
+    def html(self) -> str:
+        caption = f"<p>{escape(self.caption)}</p>" if self.caption else ""
+        wide = " wide" if self.wide else ""
+        return (
+            f'<figure class="chart{wide}"><figcaption><h3>{escape(self.title)}</h3>{caption}'
+            f'</figcaption><div class="plot" id="{escape(self.name)}" role="img" '
+            f'aria-label="{escape(self.title)}" style="height:{self.height}px"></div></figure>'
+        )
+
 
 @dataclass(frozen=True)
 class Section:
@@ -78,6 +117,40 @@ class Section:
     name: str
     title: str
     parts: tuple[Text | Callout | Table | Chart, ...]
+
+    def html(self) -> str:
+        parts: list[str] = []
+        in_grid = False
+        for part in self.parts:
+            narrow = isinstance(part, Chart) and not part.wide
+            if narrow != in_grid:  # Consecutive narrow charts stand side by side.
+                parts.append('<div class="grid">' if narrow else "</div>")
+                in_grid = narrow
+            parts.append(part.html())
+        if in_grid:
+            parts.append("</div>")
+        chooser = self._axes()
+        head = f"<h2>{escape(self.title)}</h2>{chooser}"
+        inside = "\n".join(parts)
+        return (
+            f'<section id="{escape(self.name)}"><div class="head">{head}</div>\n{inside}</section>'
+        )
+
+    def _axes(self) -> str:
+        """Return buttons to choose the x axis, if the charts of a section offer more than one."""
+        names: list[str] = []
+        for part in self.parts:
+            if isinstance(part, Chart):
+                for trace in part.data:
+                    names += [name for name in trace.get("xs", ()) if name not in names]
+        if len(names) < 2:
+            return ""
+        buttons = "".join(
+            f'<button type="button" data-axis="{escape(name)}" aria-pressed="{pressed}">'
+            f"{escape(name)}</button>"
+            for name, pressed in zip(names, ("true", *["false"] * len(names)), strict=False)
+        )
+        return f'<div class="axes" role="group" aria-label="along the x axis">{buttons}</div>'
 
 
 @dataclass(frozen=True)
@@ -106,7 +179,6 @@ def series_color(index: int) -> str:
 
 
 _ASSETS = Path(__file__).parent / "assets"
-_SIGNS = {"good": "✓", "bad": "✗", "plain": "›"}
 
 
 def curve(name: str, x: Any, y: Any, color: str, **more: Any) -> dict[str, Any]:
@@ -162,7 +234,7 @@ def render(page: HtmlPage) -> str:
         f'<a href="#{escape(section.name)}">{escape(section.title)}</a>'
         for section in page.sections
     )
-    body = "\n".join(_section(section) for section in page.sections)
+    body = "\n".join(section.html() for section in page.sections)
     plotting = f"<script>{_plotly()}</script>" if charts else ""
     return Template(_asset("page.html")).substitute(
         title=escape(page.title),
@@ -200,86 +272,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(one) for one in value]
     return value
-
-
-# --- the parts --------------------------------------------------------------------------------
-
-
-def _section(section: Section) -> str:
-    parts: list[str] = []
-    in_grid = False
-    for part in section.parts:
-        narrow = isinstance(part, Chart) and not part.wide
-        if narrow != in_grid:  # Consecutive narrow charts stand side by side.
-            parts.append('<div class="grid">' if narrow else "</div>")
-            in_grid = narrow
-        parts.append(_part(part))
-    if in_grid:
-        parts.append("</div>")
-    chooser = _axes(section)
-    head = f"<h2>{escape(section.title)}</h2>{chooser}"
-    inside = "\n".join(parts)
-    return (
-        f'<section id="{escape(section.name)}"><div class="head">{head}</div>\n{inside}</section>'
-    )
-
-
-def _axes(section: Section) -> str:
-    """Return buttons to choose the x axis, if the charts of a section offer more than one."""
-    names: list[str] = []
-    for part in section.parts:
-        if isinstance(part, Chart):
-            for trace in part.data:
-                names += [name for name in trace.get("xs", ()) if name not in names]
-    if len(names) < 2:
-        return ""
-    buttons = "".join(
-        f'<button type="button" data-axis="{escape(name)}" aria-pressed="{str(at == 0).lower()}">'
-        f"{escape(name)}</button>"
-        for at, name in enumerate(names)
-    )
-    return f'<div class="axes" role="group" aria-label="along the x axis">{buttons}</div>'
-
-
-def _part(part: Text | Callout | Table | Chart) -> str:
-    if isinstance(part, Text):
-        return f"<p>{escape(part.text)}</p>"
-    if isinstance(part, Callout):
-        lines = "".join(f"<p>{escape(line)}</p>" for line in part.lines)
-        sign = f'<span class="sign" aria-hidden="true">{_SIGNS[part.mood]}</span>'
-        head = f"<p>{sign}<strong>{escape(part.head)}</strong></p>"
-        return f'<div class="callout {part.mood}">{head}{lines}</div>'
-    if isinstance(part, Table):
-        return _table(part)
-    return _chart(part)
-
-
-def _table(table: Table) -> str:
-    head = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in table.head)
-    rows = []
-    for number, row in enumerate(table.rows):
-        first, *others = row
-        cells = f'<th scope="row">{escape(first)}</th>'
-        cells += "".join(f"<td>{escape(cell)}</td>" for cell in others)
-        kinds = [name for name in ("bold", "wrong") if number in getattr(table, name)]
-        mark = f' class="{" ".join(kinds)}"' if kinds else ""
-        rows.append(f"<tr{mark}>{cells}</tr>")
-    caption = f"<caption>{escape(table.caption)}</caption>" if table.caption else ""
-    inside = "".join(rows)
-    made = (
-        '<div class="scroll" tabindex="0"><table>'
-        f"{caption}<thead><tr>{head}</tr></thead><tbody>{inside}</tbody></table></div>"
-    )
-    if table.folded:
-        return f"<details><summary>the numbers</summary>{made}</details>"
-    return made
-
-
-def _chart(chart: Chart) -> str:
-    caption = f"<p>{escape(chart.caption)}</p>" if chart.caption else ""
-    wide = " wide" if chart.wide else ""
-    return (
-        f'<figure class="chart{wide}"><figcaption><h3>{escape(chart.title)}</h3>{caption}'
-        f'</figcaption><div class="plot" id="{escape(chart.name)}" role="img" '
-        f'aria-label="{escape(chart.title)}" style="height:{chart.height}px"></div></figure>'
-    )

@@ -29,8 +29,17 @@ class Terminal:
         self._name = name
         self._unit = unit
         self._live = console.is_terminal
-        self._progress: Progress | None = None
-        self._task: TaskID | None = None
+        self._progress = Progress(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(bar_width=None),
+            TextColumn("{task.fields[place]}"),
+            TextColumn("[green]{task.fields[saying]}"),
+            console=console,
+            expand=True,
+            transient=True,
+            disable=not self._live,
+        )
+        self._task = TaskID(0)
         self._total = 0
         self._done = 0
         self._began = 0.0
@@ -70,29 +79,15 @@ class Terminal:
         """Start the progress at `done` of `total` updates."""
         self._total, self._done, self._began_at = total, done, done
         self._began = time.perf_counter()
-        if self._live:
-            self._progress = Progress(
-                TextColumn("[bold]{task.description}"),
-                BarColumn(bar_width=None),
-                TextColumn("{task.fields[place]}"),
-                TextColumn("[green]{task.fields[saying]}"),
-                console=self._console,
-                expand=True,
-                transient=True,
-            )
-            self._task = self._progress.add_task(
-                escape(self._name),
-                total=total,
-                completed=done,
-                place=f"{done}/{total}",
-                saying="first update …",
-            )
-            self._progress.start()
+        place, saying = f"{done}/{total}", "first update …"
+        self._task = self._progress.add_task(
+            escape(self._name), total=total, completed=done, place=place, saying=saying
+        )
+        self._progress.start()
 
     def micro(self, done: int, of: int) -> None:
         """Show that `done` of the `of` micro-batches of the next update are done."""
-        if self._progress is not None and self._task is not None:
-            self._progress.update(self._task, completed=self._done + done / of)
+        self._progress.update(self._task, completed=self._done + done / of)
 
     def update(
         self, *, updates: int, loss: float, units_per_second: float, doing: str | None = None
@@ -103,22 +98,19 @@ class Terminal:
         saying = f"loss {loss:.3f}  {short_count(units_per_second)} {self._unit}/s"
         saying += f"  {left} left" if left else ""
         saying += f"  ({doing})" if doing else ""
-        if self._progress is not None and self._task is not None:
-            self._progress.update(
-                self._task, completed=updates, place=f"{updates}/{self._total}", saying=saying
-            )
+        place = f"{updates}/{self._total}"
+        if self._live:
+            self._progress.update(self._task, completed=updates, place=place, saying=saying)
             return
         now = time.perf_counter()
         is_edge = updates >= self._total or updates == self._began_at + 1
         if is_edge or now - self._last_line >= _SECONDS_BETWEEN_LINES:
             self._last_line = now
-            self._line(f"update {updates}/{self._total}  {saying}")
+            self._line(f"update {place}  {saying}")
 
     def end(self) -> None:
         """Stop the progress: remove the bar and restore the cursor."""
-        if self._progress is not None:
-            self._progress.stop()
-            self._progress = None
+        self._progress.stop()
 
     def _time_left(self, updates: int) -> str:
         made = updates - self._began_at

@@ -104,16 +104,15 @@ def joined(
     """
     layouts = [layout_of(one, batch_size=batch_size, static=static) for one in batches]
     first, *others = layouts
-    names = [leaf.name for leaf in first.leaves]
-    for other in others:
-        if first.batched != other.batched or names != [leaf.name for leaf in other.leaves]:
-            return None
+    kinds = [(leaf.name, leaf.batched) for leaf in first.leaves]
+    if any(kinds != [(leaf.name, leaf.batched) for leaf in other.leaves] for other in others):
+        return None
     lengths = [(None, None) if by is None else lengths_of(layout, by) for layout in layouts]
     widths = [None if known is None else width for known, width in lengths]  # of padded ones
     values = []
-    for index, (leaf, batched) in enumerate(zip(first.leaves, first.batched, strict=True)):
+    for index, leaf in enumerate(first.leaves):
         found = [layout.leaves[index].value for layout in layouts]
-        if not batched:
+        if not leaf.batched:
             if any(value is not leaf.value and not _is_equal(value, leaf.value) for value in found):
                 return None
             values.append(leaf.value)
@@ -413,11 +412,8 @@ def _counted_labels(layout: Layout, by: Tokens, width: int | None) -> Tensor | N
 
 
 def _sequences(layout: Layout) -> list[Leaf]:
-    return [
-        leaf
-        for leaf, batched in zip(layout.leaves, layout.batched, strict=True)
-        if batched and is_array(leaf.value) and leaf.value.ndim >= 2
-    ]
+    batched = (leaf for leaf in layout.leaves if leaf.batched)
+    return [leaf for leaf in batched if is_array(leaf.value) and leaf.value.ndim >= 2]
 
 
 def _width(layout: Layout) -> int | None:
@@ -543,11 +539,11 @@ def _micro_batch(
     run = rows == list(range(rows[0], rows[0] + len(rows)))
     picked: Rows = slice(rows[0], rows[0] + len(rows)) if run else rows
     values = []
-    for index, (leaf, batched) in enumerate(zip(layout.leaves, layout.batched, strict=True)):
+    for index, leaf in enumerate(layout.leaves):
         value = leaf.value
         for dim in cuts.get(index, ()):
             value = _narrow(value, dim, width)
-        values.append(take(value, picked) if batched else value)
+        values.append(take(value, picked) if leaf.batched else value)
     return layout.structure.build(values)
 
 
@@ -566,21 +562,21 @@ def _cuts(layout: Layout, by: Tokens, width: int) -> dict[int, tuple[int, ...]]:
     for name in trim:
         named(layout, name, "trim")
     cuts = {}
-    for index, (leaf, batched) in enumerate(zip(layout.leaves, layout.batched, strict=True)):
+    for index, leaf in enumerate(layout.leaves):
         if not is_array(leaf.value):
             continue
         shape = tuple(leaf.value.shape)
         dims = trim.get(leaf.name)
         if dims is not None:
             for dim in dims:
-                if dim >= len(shape) or shape[dim] != width or (batched and dim == 0):
+                if dim >= len(shape) or shape[dim] != width or (leaf.batched and dim == 0):
                     raise SplitError(
                         f"tokens(trim={{{leaf.name!r}: {dims}}}): dimension {dim} of {shape} is "
                         f"not the {width} tokens of the batch"
                     )
         else:
             dims = tuple(dim for dim in range(1, len(shape)) if shape[dim] == width)
-            if not batched or width < 2:
+            if not leaf.batched or width < 2:
                 dims = ()
             elif dims not in ((), (1,)):
                 raise SplitError(

@@ -48,6 +48,8 @@ class Leaf:
 
     name: str
     value: Any
+    batched: bool = False
+    """True if it holds one entry per sample; known in a `Layout`."""
 
 
 @dataclass(frozen=True)
@@ -250,20 +252,16 @@ _BATCH_SIZE = "must be a positive number of samples, or a function of the batch 
 
 @dataclass(frozen=True)
 class Layout:
-    """The leaves of a batch, with a flag for each that holds one entry per sample."""
+    """The number of samples of a batch, and its leaves."""
 
     size: int
     leaves: tuple[Leaf, ...]
-    batched: tuple[bool, ...]
     structure: Structure
 
     def take(self, rows: Rows) -> Any:
         """Return a batch of the samples `rows`: views for a slice, copies for a list of indices."""
         return self.structure.build(
-            [
-                take(leaf.value, rows) if batched else leaf.value
-                for leaf, batched in zip(self.leaves, self.batched, strict=True)
-            ]
+            [take(leaf.value, rows) if leaf.batched else leaf.value for leaf in self.leaves]
         )
 
 
@@ -294,14 +292,16 @@ def layout_of(batch: Any, *, batch_size: BatchSize = None, static: Static = ()) 
             return False
         return _is_samples(name, node, size)
 
-    leaves, structure = flatten(batch, is_leaf)
-    batched = tuple(x.name not in fixed and _has_samples(x.value, size) for x in leaves)
-    if not any(batched):
+    found, structure = flatten(batch, is_leaf)
+    leaves = tuple(
+        Leaf(x.name, x.value, x.name not in fixed and _has_samples(x.value, size)) for x in found
+    )
+    if not any(leaf.batched for leaf in leaves):
         raise SplitError(
             f"batch_size={size}: no leaf of the batch has so many samples; first dimensions and "
             f"lengths found: {_listed(ballot, ballot) or 'none'}"
         )
-    return Layout(size, tuple(leaves), batched, structure)
+    return Layout(size, leaves, structure)
 
 
 def readable_layout(batch: Any, batch_size: BatchSize, static: Static) -> Layout | None:

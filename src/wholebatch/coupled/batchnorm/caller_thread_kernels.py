@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -154,13 +155,13 @@ class CallerThreadLayers:
         return self._casts[key]
 
 
+@dataclass(eq=False)
 class _CastGradients:
     """Summed gradients of weights that were cast for all micro-batches, in the weights' dtypes."""
 
-    def __init__(self, threads: TurnTakingThreads[Any], pages: ActivationPages | None) -> None:
-        self._threads = threads
-        self._pages = pages
-        self._held: dict[int, tuple[Tensor, Tensor]] = {}
+    threads: TurnTakingThreads[Any]
+    pages: ActivationPages | None
+    _held: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def add(self, parameter: Tensor, gradient: Tensor) -> Tensor | None:
         """Add a gradient; return the sum if this is the last micro-batch, else None."""
@@ -168,9 +169,9 @@ class _CastGradients:
             buffer = self._held.pop(id(parameter))[1].add_(gradient)
         else:
             buffer = gradient.to(parameter.dtype)
-            if self._pages is not None:
-                self._pages.keep_sum(buffer)
-        if self._threads.party == self._threads.parties - 1:
+            if self.pages is not None:
+                self.pages.keep_sum(buffer)
+        if self.threads.party == self.threads.parties - 1:
             return buffer
         self._held[id(parameter)] = parameter, buffer
         return None

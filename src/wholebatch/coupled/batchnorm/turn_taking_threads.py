@@ -44,10 +44,8 @@ class Streams:
         # Look the generators up once: their states are swapped at every meeting.
         self._generators = [torch.default_generator]
         for device in self._devices:
-            index = device.index
-            if index is None:
-                index = torch.get_device_module(device.type).current_device()
-            self._generators.append(torch.get_device_module(device.type).default_generators[index])
+            module = torch.get_device_module(device.type)
+            self._generators.append(module.default_generators[device.index])
         self._before = self._get()
         self.seed = draw()
         self._after = self._get()

@@ -254,32 +254,27 @@ _Norm = Callable[[Tensor, Tensor | None, Tensor | None, float, _Move], Tensor]
 """A function that normalises: of the input, weight, bias, eps and the running statistics."""
 
 
+@dataclass(eq=False)
 class WholeBatchNorms:
     """A context in which the given layers normalise with the merged moments of all parties.
 
     Their `forward` is replaced on the instance, and restored on exit.
     """
 
-    def __init__(
-        self,
-        norms: Sequence[tuple[str, nn.Module]],
-        threads: TurnTakingThreads[Any],
-        *,
-        reduce: Reduce | None = None,
-    ) -> None:
-        self._norms = norms
-        self._threads = threads
-        self._reduce = reduce
-        self._replaced = ReplacedForwards()
-        self._open = False
-        # The merged moments by party and layer. A checkpointed block that is recomputed in the
-        # backward pass takes its moments from here, without a meeting.
-        self._met: dict[tuple[int | None, str], list[WholeMoments]] = {}
-        self.sizes: dict[str, int] = {}  # The first party's input bytes, by layer.
+    norms: Sequence[tuple[str, nn.Module]]
+    threads: TurnTakingThreads[Any]
+    reduce: Reduce | None = None
+    sizes: dict[str, int] = field(default_factory=dict)
+    """The first party's input bytes, by layer."""
+    _met: dict[tuple[int | None, str], list[WholeMoments]] = field(default_factory=dict)
+    """The merged moments by party and layer. A checkpointed block that is recomputed in the
+    backward pass takes its moments from here, without a meeting."""
+    _replaced: ReplacedForwards = field(default_factory=ReplacedForwards)
+    _open: bool = False
 
     def __enter__(self) -> WholeBatchNorms:
         self._open = True
-        for name, module in self._norms:
+        for name, module in self.norms:
             kind = self._batchnorm if isinstance(module, _BatchNorm) else self._instancenorm
             self._replaced.replace(module, kind(name, module, module.forward))
         return self
@@ -335,8 +330,8 @@ class WholeBatchNorms:
                 _fill(buffers, before)
             if not recomputing():
                 mine = Moments(samples_in(module, layer_input(args, kwargs)), *after)
-                whole = self._threads.meet(
-                    f"InstanceNorm {name!r}", mine, lambda p: mean_over_samples(p, self._reduce)
+                whole = self.threads.meet(
+                    f"InstanceNorm {name!r}", mine, lambda p: mean_over_samples(p, self.reduce)
                 )
                 if self._first:
                     _fill(buffers, whole)
@@ -347,18 +342,18 @@ class WholeBatchNorms:
     @property
     def _first(self) -> bool:
         """True if this thread belongs to the first party."""
-        return self._threads.party == 0
+        return self.threads.party == 0
 
     def _moments(self, name: str, x: Tensor, running: _Move) -> WholeMoments:
         """Return the whole batch's moments; the last party to bring its own calls `running`."""
-        met = self._met.setdefault((self._threads.party, name), [])
+        met = self._met.setdefault((self.threads.party, name), [])
         if recomputing():
             return met[0] if len(met) == 1 else self._earlier(name, moments(x), met)
         if self._first:
             self.sizes[name] = self.sizes.get(name, 0) + x.numel() * x.element_size()
 
         def merged(parts: list[Moments]) -> WholeMoments:
-            whole = merge(parts, self._reduce)
+            whole = merge(parts, self.reduce)
             if isinstance(whole.count, int) and whole.count < 2:
                 raise ValueError(
                     f"BatchNorm {name!r}: the whole batch has one value per channel, and "
@@ -367,7 +362,7 @@ class WholeBatchNorms:
             running(whole)
             return whole
 
-        met.append(self._threads.meet(f"BatchNorm {name!r}", moments(x), merged))
+        met.append(self.threads.meet(f"BatchNorm {name!r}", moments(x), merged))
         return met[-1]
 
     def _earlier(self, name: str, mine: Moments, met: list[WholeMoments]) -> WholeMoments:
@@ -377,7 +372,7 @@ class WholeBatchNorms:
                 f"BatchNorm {name!r} was called in the backward pass and never before, in the "
                 "forward: exact BatchNorm does not know its statistics"
             )
-        party, mark = self._threads.party or 0, mine.mean.sum()
+        party, mark = self.threads.party or 0, mine.mean.sum()
         gaps = torch.stack([(then.mean_sums[party] - mark).abs() for then in met])
         return met[int(gaps.argmin())]
 
@@ -401,11 +396,11 @@ class WholeBatchNorms:
         def total(parts: list[tuple[Tensor, Tensor]]) -> tuple[InputGradient, Tensor]:
             whole = torch.stack([each for part in parts for each in part])
             own = whole = whole.view(len(parts), 2, -1).sum(0)
-            if self._reduce is not None:
-                whole = self._reduce(whole)
+            if self.reduce is not None:
+                whole = self.reduce(whole)
             return make(whole / count), own
 
-        made, sums = self._threads.meet(f"the backward of BatchNorm {name!r}", mine, total)
+        made, sums = self.threads.meet(f"the backward of BatchNorm {name!r}", mine, total)
         return made, sums if self._first else None
 
 
@@ -457,6 +452,7 @@ class _Normalise(torch.autograd.Function):
 _normalise: Callable[..., Tensor] = _Normalise.apply
 
 
+@dataclass(eq=False)
 class FixedNorms:
     """A context in which `norms` normalise every batch with the moments of their first one.
 
@@ -465,14 +461,13 @@ class FixedNorms:
     stay.
     """
 
-    def __init__(self, norms: Sequence[tuple[str, nn.Module]]) -> None:
-        self._norms = norms
-        self._first: dict[str, list[WholeMoments]] = {}
-        self._calls: dict[str, int] = {}
-        self._replaced = ReplacedForwards()
+    norms: Sequence[tuple[str, nn.Module]]
+    _first: dict[str, list[WholeMoments]] = field(default_factory=dict)
+    _calls: dict[str, int] = field(default_factory=dict)
+    _replaced: ReplacedForwards = field(default_factory=ReplacedForwards)
 
     def __enter__(self) -> FixedNorms:
-        for name, module in self._norms:
+        for name, module in self.norms:
             self._replaced.replace(module, self._fixed(name, module, module.forward))
         return self
 

@@ -12,7 +12,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from itertools import accumulate
 from typing import Any, Literal, TypeAlias, TypeVar
 
@@ -148,33 +148,25 @@ def gather_rows(tensor: Tensor, sync: Sync) -> Tensor:
     counts = [0.0] * sync.ranks
     counts[sync.rank] = float(len(tensor))
     sizes = [int(size) for size in sync.sum(counts)]
-    start = sum(sizes[: sync.rank])
+    wide = tensor.to(torch.int64) if tensor.dtype is torch.bool else tensor
+    others = sum(sizes[: sync.rank]), sum(sizes[sync.rank + 1 :])
+    before, after = (wide.new_zeros((number, *wide.shape[1:])) for number in others)
+    whole = torch.cat([before, wide, after])  # The sum with zeros is exact.
     if not tensor.is_floating_point():
-        wide = tensor.to(torch.int64) if tensor.dtype is torch.bool else tensor
-        return _spread(wide, start, sum(sizes), sync.sum_tensor).to(tensor.dtype)
-    gathered: Tensor = _GatherRows.apply(tensor, start, sum(sizes), sync.sum_tensor)  # type: ignore[no-untyped-call]
+        return sync.sum_tensor(whole).to(tensor.dtype)
+    gathered: Tensor = _SumOverRanks.apply(whole, sync.sum_tensor)  # type: ignore[no-untyped-call]
     return gathered
 
 
-def _spread(tensor: Tensor, start: int, rows: int, summed: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return the rows of all ranks: place own rows among zeros and sum over ranks, exactly."""
-    whole = tensor.new_zeros((rows, *tensor.shape[1:]))
-    whole[start : start + len(tensor)] = tensor
-    return summed(whole)
-
-
-class _GatherRows(torch.autograd.Function):
+class _SumOverRanks(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, tensor: Tensor, start: int, rows: int, summed: Callable[[Tensor], Tensor]
-    ) -> Tensor:
-        ctx.start, ctx.count, ctx.summed = start, len(tensor), summed
-        return _spread(tensor, start, rows, summed)
+    def forward(ctx: Any, tensor: Tensor, summed: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.summed = summed
+        return summed(tensor)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        summed = ctx.summed(gradient.contiguous())
-        return summed[ctx.start : ctx.start + ctx.count], None, None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.summed(gradient.contiguous()), None
 
 
 T = TypeVar("T")
@@ -189,6 +181,7 @@ Item: TypeAlias = tuple[int, Any]
 """A micro-batch and its index."""
 
 
+@dataclass(eq=False)
 class TwoPasses:
     """The two passes over the micro-batches of one window.
 
@@ -198,41 +191,36 @@ class TwoPasses:
     forward changes buffers of `modules`. Buffers and random generators end as after one pass.
     """
 
-    def __init__(
-        self,
-        micros: Sequence[Any],
-        encode: Callable[[Any], Any],
-        *,
-        modules: Iterable[nn.Module],
-        before_micro: Callable[[int], None] = lambda index: None,
-        lock_step: LockStep | None = None,
-        keep: int = 0,
-    ) -> None:
-        self._items = list(enumerate(micros))
-        self._encode = encode
-        self._before_micro = before_micro
-        self._lock_step = lock_step
-        self._keep = keep
-        self._buffers = _ModuleBuffers(modules)
+    micros: Sequence[Any]
+    encode: Callable[[Any], Any]
+    _: KW_ONLY
+    modules: Sequence[nn.Module]
+    before_micro: Callable[[int], None] = lambda index: None
+    lock_step: LockStep | None = None
+    keep: int = 0
+    kept: dict[int, Representations] = field(default_factory=dict, init=False)
+    finite: list[Tensor] = field(default_factory=list, init=False)
+    """For each micro-batch, a flag on the device: True if its representations are finite."""
+
+    def __post_init__(self) -> None:
+        self._items = list(enumerate(self.micros))
+        self._saved = [(b, b._version, b.detach().clone()) for b in self._buffers()]
         self._moves_buffers = False
         self._start = capture_random()
         self._starts: dict[int, dict[str, Any]] = {}
-        self.kept: dict[int, Representations] = {}
-        self.finite: list[Tensor] = []
-        """For each micro-batch, a flag on the device: True if its representations are finite."""
 
     def first(self) -> WholeRepresentations:
         """Encode every micro-batch, without a graph if it is not kept; restore the buffers."""
 
         def forward(item: Item) -> Representations:
             index, micro = item
-            self._before_micro(index)
+            self.before_micro(index)
             self._starts[index] = capture_random()
-            keeps = index >= len(self._items) - self._keep
+            keeps = index >= len(self._items) - self.keep
             if keeps and not self.kept:
                 torch.clear_autocast_cache()  # Casts made without a graph pass no gradient back.
             with torch.set_grad_enabled(keeps):
-                made = Representations.of(self._encode(micro))
+                made = Representations.of(self.encode(micro))
             if keeps:
                 self.kept[index] = made
             return made.detached()
@@ -241,7 +229,7 @@ class TwoPasses:
             parts = self._run(self._items, forward, lambda made: made)
             self.finite = [part.is_finite() for part in parts]
             whole = WholeRepresentations(parts)
-        self._moves_buffers = self._buffers.put_back()
+        self._moves_buffers = self._put_buffers_back()
         if self._moves_buffers:  # The second pass must change them, so it encodes everything.
             self.kept.clear()
         return whole
@@ -264,25 +252,25 @@ class TwoPasses:
 
         def forward(item: Item) -> tuple[int, Representations]:
             index, micro = item
-            self._before_micro(index)
+            self.before_micro(index)
             if index in self.kept:
                 return index, self.kept.pop(index)
-            if self._lock_step is None:  # In lock-step, each has its own stream, restarted below.
+            if self.lock_step is None:  # In lock-step, each has its own stream, restarted below.
                 restore_random(self._starts[index])
             with weighing(whole.rows(index)):
-                return index, Representations.of(self._encode(micro))
+                return index, Representations.of(self.encode(micro))
 
         def backward(encoded: tuple[int, Representations]) -> None:
             index, made = encoded
             farthest.extend(whole.distances(index, made))
             inject(index, *whole.gradients(index, made))
 
-        if self._lock_step is not None:
+        if self.lock_step is not None:
             restore_random(self._start)
         # Go from the last to the first. The kept graphs then come first and free their memory for
         # the others, and the order of addition (so every bit) does not depend on how many were
         # kept.
-        backwards = self._lock_step is None and not self._moves_buffers
+        backwards = self.lock_step is None and not self._moves_buffers
         self._run(self._items[::-1] if backwards else self._items, forward, backward)
         restore_random(after)
         if farthest:
@@ -291,31 +279,23 @@ class TwoPasses:
             if not math.isnan(worst) or all(self.finite):
                 _check_replay(worst, [tensor.dtype for tensor in whole.tensors], tolerance)
 
-    def _run(
-        self, items: Sequence[Item], forward: Callable[[Item], T], backward: Callable[[T], R]
-    ) -> list[R]:
-        if self._lock_step is not None:
-            return self._lock_step.run(items, forward=forward, backward=backward)
-        return [backward(forward(item)) for item in items]
-
-
-class _ModuleBuffers:
-    """A copy of the modules' buffers, taken before the first pass."""
-
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._modules = list(modules)
-        self._saved = [(b, b._version, b.detach().clone()) for b in self._now()]
-
-    def _now(self) -> list[Tensor]:
-        return [buffer for module in self._modules for buffer in module.buffers()]
+    def _buffers(self) -> list[Tensor]:
+        return [buffer for module in self.modules for buffer in module.buffers()]
 
     @torch.no_grad()
-    def put_back(self) -> bool:
-        """Restore the buffers; return True if any had changed."""
+    def _put_buffers_back(self) -> bool:
+        """Restore the buffers of before the first pass; return True if any had changed."""
         moved = [one for one in self._saved if one[0]._version != one[1]]
         for buffer, _, before in moved:
             buffer.copy_(before)
-        return bool(moved) or [id(b) for b in self._now()] != [id(b) for b, _, _ in self._saved]
+        return bool(moved) or [id(b) for b in self._buffers()] != [id(b) for b, *_ in self._saved]
+
+    def _run(
+        self, items: Sequence[Item], forward: Callable[[Item], T], backward: Callable[[T], R]
+    ) -> list[R]:
+        if self.lock_step is not None:
+            return self.lock_step.run(items, forward=forward, backward=backward)
+        return [backward(forward(item)) for item in items]
 
 
 def _check_replay(found: float, dtypes: Iterable[torch.dtype], allowed: float | None) -> None:

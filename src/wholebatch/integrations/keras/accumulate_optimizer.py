@@ -495,16 +495,6 @@ class GradientAccumulateOptimizer(keras.optimizers.Optimizer):  # type: ignore[m
         return [*self._variables, *self.inner_optimizer.variables]
 
     @property
-    def own_variables(self) -> list[Any]:
-        """The variables of the window, without those of the inner optimizer."""
-        return list(self._variables)
-
-    @property
-    def trained(self) -> list[Any]:
-        """The variables that the inner optimizer updates."""
-        return list(self._trainable_variables)
-
-    @property
     def learning_rate(self) -> Any:
         return self.inner_optimizer.learning_rate
 

@@ -96,7 +96,7 @@ def _into_window(
             if not optimizer.scaled:
                 optimizer.count_skipped(finite)
             optimizer.clear()
-    own = [scope.get_current_value(v) for v in optimizer.own_variables]
+    own = [scope.get_current_value(v) for v in optimizer._variables]
     inner = list(variables[len(own) :])
     if not closes:
         return trainable, [*own, *inner]
@@ -150,12 +150,9 @@ def flush(optimizer: Any) -> None:
             optimizer, variables, trainable, [], [], closes=True
         )
     )
-    trainable, variables = close(
-        [v.value for v in optimizer.variables], [v.value for v in optimizer.trained]
-    )
-    for variable, value in zip(optimizer.trained, trainable, strict=True):
-        variable.assign(value)
-    for variable, value in zip(optimizer.variables, variables, strict=True):
+    own, trained = optimizer.variables, optimizer._trainable_variables
+    trainable, variables = close([v.value for v in own], [v.value for v in trained])
+    for variable, value in zip([*trained, *own], [*trainable, *variables], strict=True):
         variable.assign(value)
 
 

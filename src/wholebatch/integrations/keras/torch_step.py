@@ -6,14 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
+import torch
 
 from wholebatch.integrations.keras.loss_units import look_with_variables, run_losses, samples_in
 
 
 def micro_step(model: Any, data: Any) -> Any:
     """Run Keras's own `train_step`, except that the gradient goes into the window."""
-    import torch
-
     if model.must_look:
         with torch.no_grad():
             model.must_look = not look_with_variables(model, data)
@@ -41,8 +40,6 @@ def micro_step(model: Any, data: Any) -> Any:
 
 
 def train_function(model: Any) -> Callable[[Any], Any]:
-    import torch
-
     if model.steps_per_execution > 1:
         raise ValueError(
             "`steps_per_execution` must be 1 with the PyTorch backend. "
