@@ -248,9 +248,9 @@ def _varied_order(layout: Layout, size: int) -> Sequence[int]:
     """
     groups = min(layout.size // size, _MOST_GROUPS)
     found, alive = [], torch.ones(groups, dtype=torch.bool)
-    for leaf, batched in zip(layout.leaves, layout.batched, strict=True):
+    for leaf in layout.leaves:
         value = leaf.value
-        if not batched or not isinstance(value, Tensor) or value.layout is not torch.strided:
+        if not leaf.batched or not isinstance(value, Tensor) or value.layout is not torch.strided:
             continue
         rows = value[: groups * size].detach().reshape(groups, -1)
         if rows.is_complex() or not rows.numel():

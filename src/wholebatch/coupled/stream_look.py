@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
-from weakref import WeakMethod
+from weakref import WeakMethod, finalize
 
 import torch
 from torch import Tensor, nn
@@ -114,6 +114,7 @@ class StreamLook:
         known_norms.update(self._norms)
         self.samples: int | None = None  # of a micro-batch, where a loader tells it
         self._trace = LoopTrace()
+        finalize(self, self._trace.stop, clear=True)  # of a window that is never closed
         self._traced = False  # the body of a micro-batch was recorded, and made again
         self._warned = False
         self._prepared: str | None = None  # what was done to samples before the model was called
