@@ -84,8 +84,8 @@ def test_the_look_costs_one_micro_batch_once() -> None:
     model.register_forward_pre_hook(lambda _, args: calls.append(len(args[0])))
     train = wb.WholeBatch(model, sgd(model), loss=loss, micro_batch=10)
     train.step(samples(20))
-    # Four samples beside their halves, with backwards but for the last.
-    assert calls == [4, 2, 2, 2, 10, 10]
+    # Four samples beside their halves, with backwards but for the last; then four of other labels.
+    assert calls == [4, 2, 2, 2, 4, 2, 2, 10, 10]
     calls.clear()
     train.step(samples(20))
     assert calls == [10, 10]

@@ -112,3 +112,9 @@ def test_what_is_impossible_is_one_line(
     ran = command("scale", *options)
     assert ran.status == 2
     assert message in ran.err
+
+
+def test_more_ranks_than_samples_are_refused(command: Command) -> None:
+    ran = command("scale", "--batch-size", 4, "--micro-batch", 1, "--ranks", 8)
+    assert ran.status == 2
+    assert "--ranks 8 with --batch-size 4: some ranks would have no sample" in ran.err

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -274,10 +275,34 @@ def test_samples_without_units_are_looked_at_in_a_later_window() -> None:
 
     model, batch = mlp(), samples(20)
     train = wb.WholeBatch(model, sgd(model), loss=loss, micro_batch=8)
-    ignored = {**batch, "y": torch.cat([torch.full((8,), -100), batch["y"][8:]])}
+    ignored = {**batch, "y": torch.cat([torch.full((19,), -100), batch["y"][19:]])}
     assert train.step(ignored).update == 1
     with pytest.raises(wb.errors.UnsupportedError, match="the loss of some samples"):
         train.step(batch)
+
+
+@pytest.mark.parametrize("micro_batch", [5, 20])
+@pytest.mark.parametrize("ignored", [[0, 1, 2, 13], [0, 5, 17, 18], [19], range(11)])
+def test_a_mean_over_other_units_is_found_wherever_the_ignored_labels_are(
+    micro_batch: int, ignored: Sequence[int]
+) -> None:
+    def loss(model: nn.Module, micro: Any, units: Any = len) -> wb.Loss:
+        mean = F.cross_entropy(model(micro["x"]), micro["y"])
+        return wb.mean_loss(mean.nan_to_num(), units(micro["y"]))
+
+    model, batch = mlp(dtype=torch.float64), samples(40)
+    batch = {"x": batch["x"].double(), "y": batch["y"].clone()}
+    batch["y"][list(ignored)] = -100
+    train = wb.WholeBatch(model, sgd(model), loss=loss, micro_batch=micro_batch)
+    with pytest.raises(wb.errors.UnsupportedError, match="a mean over other units"):
+        train.step(batch)
+    right = partial(loss, units=lambda labels: int((labels != -100).sum()))
+    whole = copy.deepcopy(model)
+    F.cross_entropy(whole(batch["x"]), batch["y"]).backward()
+    sgd(whole).step()
+    wb.WholeBatch(model, sgd(model), loss=right, micro_batch=micro_batch).step(batch)
+    for one, other in zip(model.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
 def test_the_entry_for_other_doors() -> None:

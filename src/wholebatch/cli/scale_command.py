@@ -106,6 +106,11 @@ def _solved(
             "give two of --batch-size, --micro-batch and --steps; the rest follows "
             "(--ranks: 1, 2, 4 and 8 unless given)"
         )
+    if batch is not None and ranks and max(ranks) > batch:
+        raise OptionError(
+            f"--ranks {max(ranks)} with --batch-size {batch}: some ranks would have no sample; "
+            f"give at most {batch} ranks, or a larger batch"
+        )
     over: Sequence[int | None] = ranks or ((None,) if known == 3 else (1, 2, 4, 8))
     return [
         scaling.solve(global_batch=batch, micro_batch=micro, steps=steps, ranks=one) for one in over

@@ -122,7 +122,8 @@ class PieceProgram:
             examples = self.examples()
             for one in examples:
                 if isinstance(one, Tensor):
-                    one.untyped_storage().fill_(0)
+                    held = one.untyped_storage().nbytes() // one.element_size()
+                    one.as_strided((held,), (1,)).zero_()  # Expanded tensors, too.
             run(examples)
 
 

@@ -283,7 +283,8 @@ def check_adds_up(
     `outputs=True` a structure of tensors that have a row for each sample). 2 to 8 samples are run
     with their gradient, so many that all runs cost no more than a micro-batch of `micro_batch`
     samples (default: the batch is one). Where these are only 2, up to 8 are run without their
-    gradient too. `name` is how findings call the function.
+    gradient too; and so are 4 to 8 whose labels and masks differ most. `name` is how findings call
+    the function.
 
     `model` holds all modules that are trained. It is left as found: parameters, gradients, buffers,
     attributes and random generators. A DDP model must be in `no_sync`; a model whose forwards run
@@ -326,16 +327,30 @@ class _Look:
             _release(thoroughly=True)
             made = self._looked(self._samples(self._count, graph=False))
         more = _power_of_two(self._more)
-        if made.findings or not made.conclusive or self._count >= min(more, _ENOUGH):
-            return made
+        if not made.findings and made.conclusive and self._count < min(more, _ENOUGH):
+            # Two samples may have nothing to do with each other; of eight some have.
+            made = self._looked_at_more(more, again=True) or made
+        if not made.findings and more > 1:  # Two halves may have equally many labels, or none.
+            few = min(more, max(self._count, _ENOUGH)) if made.conclusive else more
+            other = self._looked_at_more(few, varied=True, again=made.conclusive)
+            made = other if other and (other.findings or not made.conclusive) else made
+        return made
+
+    def _looked_at_more(
+        self, count: int, *, again: bool, varied: bool = False
+    ) -> LookResult | None:
+        """Look at the loss of `count` samples; None if it cannot be, or these were seen `again`."""
         for graph in (False, True):
-            try:  # Two samples may have nothing to do with each other; of eight some have.
-                return self._looked(self._samples(more, graph=graph), again=True)
+            try:
+                samples = self._samples(count, graph=graph, varied=varied)
+                if again and varied and not samples.is_varied:
+                    return None
+                return self._looked(samples, again=again)
             except OwnBackward:
                 continue
             except (torch.OutOfMemoryError, Uncheckable):
                 break
-        return made
+        return None
 
     def _looked(self, samples: FirstSamples, *, again: bool = False) -> LookResult:
         """Look at these samples; `again` if nothing was found in fewer of them."""

@@ -35,6 +35,7 @@ from wholebatch.distributed.process_group import world_size
 
 _DROPOUTS = ("aten::native_dropout", "aten::_fused_dropout")
 _DRAWS_BY_INPUT = ("aten::rrelu_with_noise", "aten::rrelu_with_noise_", "aten::randperm")
+_MOST_GROUPS = 64
 _LINEAR = 3  # so many numbers of a digest are linear in the gradient; the last is its norm
 
 
@@ -94,6 +95,7 @@ class SampleRun:
 class FirstSamples:
     """The first `count` samples of a batch, for a model and a function that runs it.
 
+    With `varied=True` they are two groups of neighbours whose labels and masks differ most.
     `run(batch)` returns a Loss, Terms or a tensor of per-unit losses; with `outputs=True` whatever
     tensors have a row for each sample. Findings call it by `name`. Use it within `looking()`, which
     leaves no trace. With `graph=False` runs keep nothing for a backward.
@@ -108,9 +110,13 @@ class FirstSamples:
         *,
         graph: bool,
         outputs: bool = False,
+        varied: bool = False,
         name: str = "the loss function",
     ) -> None:
         self.model, self.run, self.layout = model, run, layout
+        self._order: Sequence[int] = range(layout.size)
+        if varied and not outputs:
+            self._order = _varied_order(layout, count // 2)
         self.count, self.graph, self.name = count, graph, name
         self.reads_outputs = outputs
         named = [(n, p) for n, p in model.named_parameters() if _is_plain(p)]
@@ -126,6 +132,11 @@ class FirstSamples:
         self.tolerance = Tolerance(1e-3, 1e-5, 1e-5, 1e-5)  # until a run tells the precision
         self._fixed = FixedNorms([n for n in batchnorms(model) if uses_batch_statistics(n[1])])
         self._seeds: dict[str, float] = {}
+
+    @property
+    def is_varied(self) -> bool:
+        """True if these are not the first samples of the batch."""
+        return list(self._order[: self.count]) != list(range(self.count))
 
     @contextmanager
     def looking(self) -> Iterator[None]:
@@ -201,7 +212,7 @@ class FirstSamples:
         self, rows: Sequence[int], start: int = 0, *, backward: bool = False, scale: float = 1.0
     ) -> SampleRun:
         # Copies, so that a function that changes its batch in place does not change the user's.
-        batch = self.layout.take(list(rows))
+        batch = self.layout.take([self._order[row] for row in rows])
         with nullcontext() if self.graph else saved_tensors_hooks(lambda _: None, _refuse_backward):
             result = self.run(batch)
             made = _output_terms(result, start) if self.reads_outputs else _loss_terms(result)
@@ -227,6 +238,41 @@ class FirstSamples:
         made = gradient_digests(self.model, parameters, list(totals.values()), seeds) / factor
         made[:, 2] /= self._parameter_sizes  # of the size of a sum of random signs, as the others
         return made
+
+
+@torch.no_grad()
+def _varied_order(layout: Layout, size: int) -> Sequence[int]:
+    """Return all rows, first two groups of `size` neighbours whose labels and masks differ most.
+
+    A mean over other units than those given adds up where both halves have equally many of them.
+    """
+    groups = min(layout.size // size, _MOST_GROUPS)
+    found, alive = [], torch.ones(groups, dtype=torch.bool)
+    for leaf in layout.leaves:
+        value = leaf.value
+        if not leaf.batched or not isinstance(value, Tensor) or value.layout is not torch.strided:
+            continue
+        rows = value[: groups * size].detach().reshape(groups, -1)
+        if rows.is_complex() or not rows.numel():
+            continue
+        if (
+            rows.is_floating_point()
+            and value.dim() > 1
+            and not bool(((rows == 0) | (rows == 1)).all())
+        ):
+            continue
+        none = (rows < 0) | ((rows == 0) & (rows.amax() <= 1))  # ignored, or masked
+        found += [t.double().sum(1).cpu() for t in (rows, rows == 0, none)]
+        alive &= ~none.all(1).cpu()  # A group without units tells nothing.
+    order = list(range(layout.size))
+    if groups < 2 or not found or int(alive.sum()) < 2:
+        return order
+    numbers = torch.stack(found, 1)
+    numbers = (numbers - numbers.mean(0)) / numbers.std(0).clamp_min(1e-30)
+    apart = torch.cdist(numbers, numbers, p=1) * (alive[:, None] & alive)
+    first, second = sorted(divmod(int(apart.argmax()), groups))
+    chosen = [g * size + i for g in (first, second) for i in range(size)] if first != second else []
+    return chosen + [row for row in order if row not in chosen]
 
 
 def _output_terms(result: Any, start: int) -> dict[str, tuple[SampledTerm, Tensor]]:
