@@ -134,6 +134,7 @@ def define_operations() -> None:
         biased_attention._backward_operation,
         cross_entropy._operation,
         fused_weight_grad.add_product,
+        partial(fused_weight_grad.add_product, gaps=True),
         gelu._operation,
         grouped_products.grouped_product,
         layer_norm._operation,

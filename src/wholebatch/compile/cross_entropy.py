@@ -8,7 +8,7 @@ tensor of that size, often the largest of all, is never allocated.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from wholebatch.compile.fusion import (
+    ANY_STRIDES,
     PRODUCTS,
     VIEWS,
     computes_rightly,
@@ -46,11 +47,7 @@ def _operation() -> Any:
     It overwrites the logits with their gradient.
     """
 
-    @torch.library.custom_op(
-        "wholebatch::cross_entropy_",
-        mutates_args=("logits",),
-        tags=(torch.Tag.flexible_layout,),  # The rows of a padded product are not copied.
-    )
+    @torch.library.custom_op("wholebatch::cross_entropy_", mutates_args=("logits",), **ANY_STRIDES)
     def operation(logits: Tensor, labels: Tensor, seed: Tensor, ignored: int) -> Tensor:
         if not logits.is_cuda:
             return _by_operations(logits, labels, seed, ignored)
@@ -286,7 +283,7 @@ def _replace(graph: fx.Graph, loss: _Loss, results: list[Any]) -> None:
     loss.gradient.replace_all_uses_with(gradient)
 
 
-def bring_products_forward(graph: fx.Graph, add_product: Any) -> None:
+def bring_products_forward(graph: fx.Graph, additions: Sequence[Any]) -> None:
     """Move what only the gradient of a loss's logits waits for up to that loss.
 
     A loss in slices has several. With its products at its side, the logits of a slice are freed
@@ -303,7 +300,7 @@ def bring_products_forward(graph: fx.Graph, add_product: Any) -> None:
         for node in list(nodes):
             if made.isdisjoint(node.all_input_nodes):
                 continue
-            if node.target not in (add_product, *_FOLLOWERS):
+            if node.target not in (*additions, *_FOLLOWERS):
                 continue
             late = [one for one in node.all_input_nodes if one not in known]  # a view of a weight
             if all(one.target in _VIEWS and known.issuperset(one.all_input_nodes) for one in late):

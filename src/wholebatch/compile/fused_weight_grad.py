@@ -25,7 +25,7 @@ from torch.autograd import forward_ad
 from torch.nn import functional
 
 from wholebatch.compile.cross_entropy import entropy_in_place
-from wholebatch.compile.fusion import once_per_machine
+from wholebatch.compile.fusion import ANY_STRIDES, once_per_machine
 from wholebatch.core.loss import Loss, Terms
 from wholebatch.core.precision import SIXTEEN_BIT, Precision
 
@@ -41,13 +41,15 @@ LossFunction = Callable[[Any, Any], Any]
 
 
 @cache
-def add_product() -> Any:
-    """Return the op `(buffer, left, right)`: `buffer += left @ right` in one kernel."""
+def add_product(*, gaps: bool = False) -> Any:
+    """Return the op `(buffer, left, right)`: `buffer += left @ right` in one kernel.
+
+    With `gaps`, it takes matrices of any strides from Inductor: the rows of a padded product.
+    """
+    name = "add_product_with_gaps" if gaps else "add_product"
 
     @torch.library.custom_op(
-        "wholebatch::add_product",
-        mutates_args=("buffer",),
-        tags=(torch.Tag.flexible_layout,),  # cuBLAS takes rows with gaps.
+        f"wholebatch::{name}", mutates_args=("buffer",), **(ANY_STRIDES if gaps else {})
     )
     def operation(buffer: Tensor, left: Tensor, right: Tensor) -> None:
         torch.addmm(buffer, left, right, out_dtype=torch.float32, out=buffer)
@@ -57,7 +59,7 @@ def add_product() -> Any:
         return
 
     del _
-    return torch.ops.wholebatch.add_product.default
+    return getattr(torch.ops.wholebatch, name).default
 
 
 @once_per_machine

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cache, wraps
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from inspect import signature
 from operator import getitem
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,13 @@ _EXTERNAL = (*PRODUCTS, aten.baddbmm.default, aten.convolution.default)
 """Operations that are kernels of a library: nothing is fused across them."""
 _CHEAP = (aten._to_copy.default, aten._unsafe_view.default)
 """Operations without torch's tag for pointwise ones that compute each number from one number."""
+
+ANY_STRIDES: dict[str, Any] = (
+    {"tags": (torch.Tag.flexible_layout,)}
+    if "tags" in signature(torch.library.custom_op).parameters
+    else {}
+)
+"""The option of an operation that takes tensors of any strides: Inductor copies none for it."""
 
 
 def cast_to(node: fx.Node) -> torch.dtype | None:

@@ -22,6 +22,7 @@ from wholebatch.compile.cross_entropy import bring_products_forward, fuse_entrop
 from wholebatch.compile.fusion import base_of, cast_to, fixed, is_cheap, same_shape, written_by
 from wholebatch.compile.gelu import fuse_gelu, simplify_gelu
 from wholebatch.compile.gradient_buffers import Cast
+from wholebatch.compile.inductor import aligned
 from wholebatch.compile.layer_norm import fuse_norms
 from wholebatch.compile.shared_input import SharedInputs, Weight
 from wholebatch.compile.trace import Traced
@@ -117,7 +118,7 @@ def rewrite(
     graph.output(tuple(results[:kept]))
     graph.eliminate_dead_code()
     if made["losses"] > 1:
-        bring_products_forward(graph, fused.add_product())
+        bring_products_forward(graph, [fused.add_product(), fused.add_product(gaps=True)])
     _merge_equal(graph, inputs[:trained])
     weights = _weights(casts, inputs[:trained], traced, buffers)
     shared = SharedInputs(graph, weights, casts.values())
@@ -253,7 +254,9 @@ class _Adder:
         left, right = node.args
         its = node.meta["val"].dtype
         if its in SIXTEEN_BIT and dtype is torch.float32 and self._options.products:
-            target: Any = fused.add_product()
+            # Inductor pads the product that made such rows.
+            gaps = not all(aligned(one.meta["val"]) for one in node.all_input_nodes)
+            target: Any = fused.add_product(gaps=True) if gaps else fused.add_product()
         elif its is dtype and self._options.products_in_full:
             target = aten.addmm_.default
         else:

@@ -183,10 +183,16 @@ def pads(first: torch.Tensor, second: torch.Tensor) -> bool:
     """True if the product of these matrices is probably faster after padding."""
     (rows, inner), columns = first.shape[-2:], second.shape[-1]
     sizes = [_known(size) for size in (rows, inner, columns)]
-    leading = [_known(max(one.stride()[-2:], key=_known)) for one in (first, second)]
     if 0 in sizes or 1 / sum(1 / size for size in sizes) < _INTENSITY:
         return False
-    return any(step * first.element_size() % _BOUNDARY for step in (*leading, sizes[2]))
+    made = sizes[2] * first.element_size() % _BOUNDARY == 0
+    return not (made and aligned(first) and aligned(second))
+
+
+def aligned(matrix: torch.Tensor) -> bool:
+    """True if every row of this matrix, or every column, begins at such a boundary."""
+    step = _known(max(matrix.stride()[-2:], key=_known))
+    return step * matrix.element_size() % _BOUNDARY == 0
 
 
 def reads_memory(graph: torch.fx.Graph) -> bool:

@@ -215,6 +215,9 @@ class JointStep:
             runs = []
             mode = fake_mode() if self._blocks is None else self._blocks.mode
             tunes = self._trained[0].is_cuda and not (self.random or self.sizes)
+            tunes = (
+                tunes and type(self._gradients) is Gradients
+            )  # Others receive what a graph makes.
             made = self._plan.compiled(compile_graph, mode)
             for program, run in zip(self._plan.programs, made, strict=True):
                 runs.append(run)
