@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 
 import wholebatch as wb
 from tests.support import mlp, pieces, samples, sgd
+from wholebatch.coupled.loop_trace import LoopTrace
 from wholebatch.errors import LossError, UnsupportedError
 
 Micro = dict[str, Tensor]
@@ -163,6 +164,36 @@ def corners(model: nn.Module, micro: Micro) -> tuple[Tensor, int]:
 def test_what_only_looks_like_it_is_not(line: Line, caplog: pytest.LogCaptureFixture) -> None:
     window(line)
     assert not caplog.records
+
+
+def test_a_loop_without_a_loader_may_sort_its_samples(caplog: pytest.LogCaptureFixture) -> None:
+    batch = samples(16)
+    model, whole = (mlp() for _ in range(2))
+    whole.load_state_dict(model.state_dict())
+    acc = wb.Accumulator(model, sgd(model), steps=3)
+    for micro in pieces(batch, [5, 8, 3]):
+        order = micro["x"][:, 0].argsort()
+        z = model(micro["x"][order])
+        acc.backward(F.cross_entropy(z, micro["y"][order], reduction="sum"), units=len(order))
+    F.cross_entropy(whole(batch["x"]), batch["y"]).backward()
+    sgd(whole).step()
+    for a, b in zip(model.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+    assert not caplog.records
+
+
+def test_a_loop_that_has_failed_holds_no_tensors_for_long() -> None:
+    trace = LoopTrace()
+    trace.start()
+    try:
+        for _ in range(5000):
+            torch.ones(2) + torch.ones(2)
+        kept = weakref.ref(torch.ones(3) + 1)
+        assert kept() is None
+        assert not trace._held
+    finally:
+        trace.stop(clear=True)
+    assert _len_torch_function_stack() == 0
 
 
 def centred_by_detached_mean(z: Tensor, micro: Micro) -> Tensor:
