@@ -64,6 +64,8 @@ def findings(files: Sequence[Labelled], folder: Path) -> dict[Labelled, set[str]
     places = {str(folder / f.repository / f.path): f for f in files}
     found: dict[Labelled, set[str]] = {f: set() for f in files}
     for finding in lint_files(list(places), Settings()):
+        if "could not be checked" in finding.message:
+            raise SystemExit(f"{finding.path}: {finding.message}")
         if finding.code.startswith("WB1"):
             found[places[finding.path]].add(finding.code)
     return found

@@ -254,6 +254,9 @@ def test_the_line_that_is_being_written_is_left_out(tmp_path: Path) -> None:
     (run / "metrics.jsonl").write_text('{"loss": 3}\n')
     with pytest.raises(StateError, match="line 1: is not the record of a window"):
         read_sources([run])
+    (run / "metrics.jsonl").write_bytes(b"\x00noise\n\xff\xfe\nmore\n")
+    with pytest.raises(StateError, match="none of its 3 lines is the record of a window"):
+        read_sources([run])
 
 
 def test_names_tell_runs_apart(tmp_path: Path) -> None:

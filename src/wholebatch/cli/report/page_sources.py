@@ -135,6 +135,8 @@ def _records(path: Path) -> list[Data]:
         if not isinstance(record, dict) or not isinstance(record.get("window"), int):
             raise StateError(f"{path}, line {number}: is not the record of a window")
         records.append(record)
+    if len(lines) > 1 and not records:
+        raise StateError(f"{path}: none of its {len(lines)} lines is the record of a window")
     return records
 
 
