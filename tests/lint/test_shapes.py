@@ -697,3 +697,52 @@ def test_no_division_is_offered_beside_a_short_last_window() -> None:
         for tail in ("", " or i + 1 == len(loader)")
     ]
     assert fixes == [[True], [False]]
+
+
+ENGINE = """
+    import deepspeed
+
+    def train(model, loader, args, batches):
+        settings = {"gradient_accumulation_steps": args.accum}
+        engine, _, _, _ = deepspeed.initialize(model=model, config=settings)
+        global_step = 0
+        while global_step < args.max_iterations:
+            for batch in loader:
+                engine.backward(engine(batch).mean())
+                engine.step()
+                {counted}global_step += 1
+"""
+
+
+@pytest.mark.parametrize("counted", ["", "if engine.is_gradient_accumulation_boundary(): "])
+def test_a_counter_of_updates_beside_an_engine_waits_for_its_boundary(counted: str) -> None:
+    assert ("WB116" in codes(ENGINE.replace("{counted}", counted))) is (counted == "")
+
+
+@pytest.mark.parametrize("indent", ["", "    "])
+def test_an_engine_that_steps_once_per_window_does_not_count_it(indent: str) -> None:
+    found = codes(f"""
+        import deepspeed
+
+        def train(model, batches, cfg):
+            engine, _, _, _ = deepspeed.initialize(model=model, config=cfg.deepspeed)
+            while True:
+                for _ in range(cfg.gradient_accumulation_steps):
+                    loss = engine(next(batches)).mean() / cfg.gradient_accumulation_steps
+                    engine.backward(loss)
+                {indent}engine.step()
+    """)
+    assert ("WB102" in found) is (indent != "")
+
+
+@pytest.mark.parametrize(("rounds", "found"), [("2", False), ("args.steps", True)])
+def test_a_few_rounds_warm_up_and_do_not_train(rounds: str, found: bool) -> None:
+    reported = codes(f"""
+        def warm_up(model, optimizer, batch, args):
+            for _ in range({rounds}):
+                loss = model(batch).mean() / args.gradient_accumulation_steps
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    """)
+    assert ("WB119" in reported) is found

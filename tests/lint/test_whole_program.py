@@ -634,3 +634,70 @@ def test_a_method_of_a_class_under_src(tmp_path: Path) -> None:
                     optimizer.zero_grad()
     """
     assert checked(tmp_path, source) == {"WB103"}
+
+
+@pytest.mark.parametrize(
+    ("given", "place", "expected"),
+    [
+        ("len(loader) * args.epochs", "loop", set()),
+        ("args.updates", "loop", {"WB107"}),
+        ("args.updates", "boundary", set()),
+    ],
+)
+def test_a_schedule_of_another_module_may_read_its_length_from_the_settings(
+    given: str, place: str, expected: set[str], tmp_path: Path
+) -> None:
+    (tmp_path / "parts.py").write_text(
+        "def build(args, model):\n"
+        "    optimizer = AdamW(model.parameters())\n"
+        "    return optimizer, LinearLR(optimizer, total_iters=args.training_steps)\n"
+    )
+    found = checked(
+        tmp_path,
+        f"""
+        from parts import build
+
+        def train(model, loader, args):
+            args.training_steps = {given}
+            optimizer, scheduler = build(args, model)
+            for i, batch in enumerate(loader):
+                (model(batch).mean() / args.accum).backward()
+                if (i + 1) % args.accum == 0 or i + 1 == len(loader):
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    {"scheduler.step()" if place == "boundary" else ""}
+                {"scheduler.step()" if place == "loop" else ""}
+        """,
+    )
+    assert found & {"WB107"} == expected
+
+
+@pytest.mark.parametrize("divided", ["", " // accum"])
+def test_a_factory_of_another_module_is_handed_the_length_of_a_schedule(
+    divided: str, tmp_path: Path
+) -> None:
+    (tmp_path / "parts.py").write_text(
+        "def build(model, batches, epochs, accum=4):\n"
+        "    optimizer = AdamW(model.parameters())\n"
+        f"    return optimizer, LinearLR(optimizer, total_iters=batches{divided} * epochs)\n"
+        if divided
+        else "def build(model, batches, epochs):\n"
+        "    optimizer = AdamW(model.parameters())\n"
+        "    return optimizer, LinearLR(optimizer, total_iters=batches * epochs)\n"
+    )
+    found = checked(
+        tmp_path,
+        """
+        from parts import build
+
+        def train(model, loader, args):
+            optimizer, scheduler = build(model, len(loader), args.epochs)
+            for i, batch in enumerate(loader):
+                (model(batch).mean() / args.accum).backward()
+                if (i + 1) % args.accum == 0:
+                    optimizer.step()
+                    scheduler.step()
+                    optimizer.zero_grad()
+        """,
+    )
+    assert ("WB116" in found) is (divided == "")

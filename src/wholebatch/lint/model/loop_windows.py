@@ -236,10 +236,13 @@ class LoopWindow:
     def makers(self, name: str, env: Env) -> list[tuple[ast.Call, Env]]:
         """Return the calls that made what a name stands for, here or wherever the file sets it."""
         known = [(unmoved(d.expr), d.env) for d in env.get(name, ())]
+        # `optimizer, scheduler = build(...)`
+        pairs = [(m.value, w) for m, w in known if isinstance(m, ast.Subscript)]
         if not any(isinstance(made, ast.Call) for made, _ in known):
             values = self.facts.assigned.get(name, ())
             known = [(unmoved(value), self.facts.env_around(value)) for value in values]
-        return [(made, where) for made, where in known if isinstance(made, ast.Call)]
+        calls = [(made, where) for made, where in known if isinstance(made, ast.Call)]
+        return calls or [(made, where) for made, where in pairs if isinstance(made, ast.Call)]
 
     @cached_property
     def finite(self) -> bool:

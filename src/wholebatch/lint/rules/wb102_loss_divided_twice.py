@@ -17,6 +17,7 @@ _OF_ONE = re.compile(
     r"\A(?!(?s:.*)['\"]gradient_accumulation_steps['\"]\]?\s*[:=](?!\s*1\b|=))"
     r"(?s:.*)['\"]gradient_accumulation_steps['\"]\]?\s*[:=]\s*1\b"
 )
+_TOLD = re.compile(r"['\"]gradient_accumulation_steps['\"]\]?\s*[:=]")
 
 
 @rule("loss divided twice", fixable=True)
@@ -33,7 +34,7 @@ def _framework(window: LoopWindow, file: File) -> str:
         return "Accelerate"
     details = {e.detail for e in window.backwards}
     if window.shape == "deepspeed":
-        if file.facts.mentions(_OF_ONE):
+        if file.facts.mentions(_OF_ONE) or _steps_once(window):
             return ""
         known = "deepspeed" in details or any("deepspeed" in i for i in file.facts.imports)
         return "DeepSpeed" if known else ""
@@ -52,9 +53,7 @@ def _by_hand(window: LoopWindow, framework: str) -> Iterator[Report]:
         engine = event.detail in {"deepspeed", "engine"} and window.facts.mentions(_DEEPSPEED)
         engine = engine and not window.facts.mentions(_OF_ONE)
         # An engine that is only stepped at the boundary does not count micro-batches itself.
-        engine = engine and not any(
-            window.ends_window(e) for e in window.of("engine_step") if window.shape == "boundary"
-        )
+        engine = engine and not _steps_once(window)
         by = "DeepSpeed" if engine else framework
         if "scale_wrt_gas=False" in text(event.node):
             continue  # Told not to divide.
@@ -73,6 +72,17 @@ def _by_hand(window: LoopWindow, framework: str) -> Iterator[Report]:
             )
         elif counts and not by:
             yield from _gradients_too(window, counts[0], seen)
+
+
+def _steps_once(window: LoopWindow) -> bool:
+    """True if the loop steps the engine once per window, and nothing here tells it their size."""
+    steps = window.of("engine_step")
+    if window.shape == "boundary":
+        return any(window.ends_window(e) for e in steps)
+    steps += [e for e in window.after if e.kind == "engine_step"]
+    depth = min((len(e.loops) for e in window.backwards), default=0)
+    once = bool(steps) and all(len(e.loops) < depth for e in steps)
+    return once and not window.facts.mentions(_TOLD)
 
 
 def _gradients_too(window: LoopWindow, divisor: Divisor, seen: set[ast.AST]) -> Iterator[Report]:

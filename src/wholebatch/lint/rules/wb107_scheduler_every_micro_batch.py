@@ -17,6 +17,7 @@ _COUNTS_MICRO_BATCHES = re.compile(
     r"|(steps_per_epoch|len\([\w.]*(loader|dl|batches)\w*\))(?! *//?)",
     re.I,
 )
+_READ = re.compile(r"\.(\w*steps)\b")
 _MAX_NAMES = 20
 
 
@@ -56,6 +57,10 @@ def _counts_micro_batches(call: ast.Call, window: LoopWindow) -> bool:
         spelled = text(node)
         if _COUNTS_MICRO_BATCHES.search(spelled) or (limit[:1].isalpha() and limit in spelled):
             return True
+        if isinstance(node, ast.Call):  # Settings that a function of another module reads.
+            read = {n for part in facts.imported_parts(node, 0) for n in _READ.findall(part)}
+            set_here = [n for n in facts.assigned if "." in n and n.rpartition(".")[2] in read]
+            todo += [value for n in set_here for value in facts.assigned[n]]
         names = {n.id for n in walk(node) if isinstance(n, ast.Name)} - {getattr(node, "name", "")}
         for name in sorted(names):
             todo += [functions[name]] if name in functions else facts.assigned.get(name, [])

@@ -30,7 +30,7 @@ _UPDATES = re.compile(
 )
 _LIMIT = re.compile(
     r"max_(train_)?steps|t_total|total_steps|num_train(ing)?_(optimization_)?steps|max_updates"
-    r"|num_updates|train_steps|total_updates|max_train_steps",
+    r"|num_updates|train_steps|total_updates|max_train_steps|max_iter(ation)?s",
     re.I,
 )
 _LENGTH_OPTIONS = (
@@ -107,7 +107,15 @@ def _lengths(call: ast.Call, window: LoopWindow) -> list[ast.expr]:
         return [known]
     if last_part(call.func) != "LambdaLR":
         limits = _limits(window)
-        return [a for a in call.args if text(a) in limits or _TOTAL.fullmatch(last_part(a))]
+        read = [*window.facts.imported_parts(call, levels=0)]  # A factory of another module.
+        whole = bool(read) and not is_accumulation_name(read[0] + text(call))
+        return [
+            a
+            for a in call.args
+            if text(a) in limits
+            or _TOTAL.fullmatch(last_part(a))
+            or (whole and _LENGTH.fullmatch(text(a)))
+        ]
     made = positional(call, 1) or keyword(call, "lr_lambda")
     named = [f for f in window.facts.every_function if made is not None and f.name == text(made)]
     known = _length(made) if isinstance(made, ast.Call) else None
@@ -123,7 +131,7 @@ def _length(call: ast.Call) -> ast.expr | None:
         if given is not None:
             return given
     name = last_part(call.func)
-    if re.match(r"get_\w*schedule|\w*Warmup\w*(Scheduler|Schedule|LR)$", name):
+    if re.match(r"get_(?!\w*optim)\w*schedule|\w*Warmup\w*(Scheduler|Schedule|LR)$", name):
         return positional(call, 2)  # The usual signature: (optimizer, warm-up, length).
     if not name and "sched" in text(call.func):
         return call.args[-1] if len(call.args) > 2 else None  # `schedulers[kind](optimizer, ...)`
@@ -218,7 +226,7 @@ def _counters(window: LoopWindow) -> Iterator[Report]:
             continue
         if _is_the_clock(name, window) or not _is_compared(name, window):
             continue
-        if all(event.excludes(step) for step in window.of("step")):
+        if all(event.excludes(step) for step in window.of("step", "engine_step")):
             continue  # On a branch of its own, without the optimizer.
         yield Report(
             event.node,

@@ -12,6 +12,8 @@ from .rule_base import Report, rule
 
 # A condition that may be a boundary: it counts micro-batches, or asks something else.
 _WAITS = re.compile(rf"{ACCUMULATION_NAME.pattern}|update\w*\(|step\w*\(", re.I)
+# A loop of a few rounds measures or warms up; it does not train.
+_WARMS_UP = re.compile(r"range\(\d\)$")
 
 
 @rule("divided but stepped")
@@ -20,6 +22,8 @@ def check(file: File) -> Iterator[Report]:
     for window in file.shaped("plain"):
         steps = window.of("step")
         if window.loop.virtual or not steps or any(_may_wait(s, window) for s in steps):
+            continue
+        if _WARMS_UP.match(text(window.loop.iterable or ast.Pass())):
             continue
         yield from _by_hand(window)
         yield from _by_accelerate(window, file)
