@@ -746,3 +746,24 @@ def test_a_few_rounds_warm_up_and_do_not_train(rounds: str, found: bool) -> None
                 optimizer.zero_grad()
     """)
     assert ("WB119" in reported) is found
+
+
+@pytest.mark.parametrize(("place", "found"), [("            ", True), ("        ", False)])
+def test_a_flag_that_the_boundary_sets_is_the_boundary(place: str, found: bool) -> None:
+    # Before the loop, the flag stays set after the first window.
+    start = f"{place}updated = False"
+    source = f"""
+    def train(model, optimizer, loader, args):
+{start if not found else ""}
+        for i, batch in enumerate(loader):
+{start if found else ""}
+            loss = model(batch).mean()
+            (loss / args.accum).backward()
+            if (i + 1) % args.accum == 0 or i + 1 == len(loader):
+                optimizer.step()
+                optimizer.zero_grad()
+                updated = True
+            if updated and args.main:
+                print("loss", loss.item())
+"""
+    assert ("WB115" in codes(source)) is found

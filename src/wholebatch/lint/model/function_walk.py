@@ -169,8 +169,8 @@ class Walker:
             exits = [_Exit("both", ())] if exits else exits
         alive = [r for r, gone in zip(results, ended, strict=True) if not gone] or results
         _join(env, alive)
-        # `if n == k: last = True` and `else: last = False`: the flag is the condition.
-        for name in assigned_names(stmt.body) & assigned_names(stmt.orelse) if stmt.orelse else ():
+        # `if n == k: last = True`, and False otherwise or before: the flag is the condition.
+        for name in assigned_names(stmt.body):
             values = [_constant(result.get(name, ())) for result in results]
             if values in ([True, False], [False, True]):
                 test = stmt.test if values[0] else ast.UnaryOp(ast.Not(), stmt.test)
