@@ -767,3 +767,19 @@ def test_a_flag_that_the_boundary_sets_is_the_boundary(place: str, found: bool) 
                 print("loss", loss.item())
 """
     assert ("WB115" in codes(source)) is found
+
+
+@pytest.mark.parametrize(("part", "found"), [("encoder", False), ("decoder", True)])
+def test_a_frozen_part_gets_no_gradients_from_a_cuda_graph(part: str, found: bool) -> None:
+    reported = codes(f"""
+        def train(model, optimizer, loader, args):
+            for p in model.{part}.parameters():
+                p.requires_grad = False
+            model.encoder = torch.compile(model.encoder, mode="reduce-overhead")
+            for i, batch in enumerate(loader):
+                (model(batch).mean() / args.accum).backward()
+                if (i + 1) % args.accum == 0:
+                    optimizer.step()
+                    optimizer.zero_grad()
+    """)
+    assert ("WB120" in reported) is found

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from ..model import File
-from ..model.expressions import keyword, last_part
+from ..model.expressions import keyword, last_part, text
 from .rule_base import Report, framework_accumulates, rule
 
 _GRAPHED = {"reduce-overhead", "max-autotune"}
@@ -22,7 +22,7 @@ def check(file: File) -> Iterator[Report]:
         return
     for call in file.facts.calls:
         what = _graphs(call, file)
-        if what and not file.facts.mentions(_MARKED):
+        if what and not file.facts.mentions(_MARKED) and not _is_frozen(call, file):
             yield Report(
                 call,
                 f"{what} records CUDA graphs, whose gradients are overwritten by the next replay: "
@@ -30,6 +30,14 @@ def check(file: File) -> Iterator[Report]:
                 "`torch.compiler.cudagraph_mark_step_begin()` before every micro-batch, or use "
                 '`mode="max-autotune-no-cudagraphs"`',
             )
+
+
+def _is_frozen(call: ast.Call, file: File) -> bool:
+    """True if the file freezes what is compiled, so that it gets no gradients."""
+    part = re.escape(text(call.args[0])) if call.args else "$"
+    every = rf"in {part}\.parameters\(\):\s+\w+\.requires_grad(_\(| = )False"
+    pattern = rf"(?<![\w.]){part}\.requires_grad_\(False\)|{every}"
+    return re.search(pattern, file.facts.source) is not None
 
 
 def _graphs(call: ast.Call, file: File) -> str:
