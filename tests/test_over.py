@@ -179,18 +179,18 @@ def test_a_window_of_two_models_is_refused(order: str) -> None:
     judges = wb.Accumulator(judge, sgd(judge), steps=2)
 
     def loop() -> None:
-        for z in wb.over(torch.randn(4, 5, 3).double(), makers, judges):
+        for z in wb.over(torch.randn(4, 2, 3).double(), makers, judges):
             real, fooled = judge(make(z).detach()).square().sum(), judge(make(z)).square().sum()
             if order == "detached":
-                makers.backward(fooled, units=5)
-                judges.backward(judge(make(z).detach()).square().sum(), units=5)
+                makers.backward(fooled, units=2)
+                judges.backward(judge(make(z).detach()).square().sum(), units=2)
                 continue
             if order == "earlier item":
-                makers.backward(fooled, units=5)
-            judges.backward(real, units=5)
+                makers.backward(fooled, units=2)
+            judges.backward(real, units=2)
             if order != "earlier item":
                 late = judge(make(z)).square().sum() if order == "loss after" else fooled
-                makers.backward(late, units=5)
+                makers.backward(late, units=2)
 
     with pytest.raises(wb.errors.WindowError, match="of two models"):
         loop()

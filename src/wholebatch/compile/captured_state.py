@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextvars
 import dis
 import functools
+import inspect
 import operator
 import os
 import random
@@ -43,6 +44,9 @@ _ITEMS = 1000
 _COMPARED = 10_000
 """Longer containers are compared by length only."""
 _KEPT = 2**16
+_FRAMES = 4
+_COPIES = {"locals", "vars", "dir", "eval", "exec"}
+"""Names by which a function may hold a copy of its own variables."""
 FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 _CODE = (*FUNCTIONS, types.BuiltinFunctionType)
 _FOREIGN = {
@@ -463,6 +467,41 @@ def reached(function: Any) -> Iterator[tuple[str, Any]]:
     yield from (
         (f"default {n}", v) for n, v in enumerate(getattr(bare, "__defaults__", None) or ())
     )
+
+
+def modules_in_sight() -> list[nn.Module]:
+    """Return the modules that the caller's code, outside of this package, has names for.
+
+    Its own and its callers' variables and globals are read, and what those hold, three levels deep.
+    """
+    frame: types.FrameType | None = sys._getframe(1)
+    waiting: list[Any] = []
+    frames = 0
+    while frame is not None and frames < _FRAMES and sys.gettrace() is None:
+        if not str(frame.f_globals.get("__name__")).startswith(("wholebatch.", "contextlib")):
+            waiting += frame.f_globals.values()
+            if _COPIES.isdisjoint(frame.f_code.co_names):
+                held = frame.f_locals
+                waiting += held.values()
+                if frame.f_code.co_flags & inspect.CO_OPTIMIZED and isinstance(held, dict):
+                    held.clear()  # Before Python 3.13 it is a copy that the frame would keep.
+            frames += 1
+        frame = frame.f_back
+    seen: dict[int, Any] = {}
+    for _ in range(3):
+        inner: list[Any] = []
+        for value in waiting:
+            if id(value) in seen or isinstance(value, PLAIN) or len(seen) > _THINGS:
+                continue
+            seen[id(value)] = value
+            if isinstance(value, FUNCTIONS):
+                inner += [] if _is_foreign(_bare(value)) else [one for _, one in reached(value)]
+            elif isinstance(value, (list, tuple, dict)):
+                inner += [one for _, one in _children(value)] if len(value) <= _ITEMS else []
+            elif not isinstance(value, nn.Module) and _is_own_object(value):
+                inner += fields_of(value).values()
+        waiting = inner
+    return [value for value in seen.values() if isinstance(value, nn.Module)]
 
 
 def _methods(kind: type[Any]) -> list[types.FunctionType]:

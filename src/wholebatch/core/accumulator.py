@@ -24,7 +24,6 @@ from wholebatch.core.model_and_optimizer import Scheduler
 from wholebatch.core.options import BatchNormPolicy, Close, Memory
 from wholebatch.core.stream import AddedLoss, GivenLoss, Stream
 from wholebatch.core.window import Step, Turn, UnitsCount, graph_nodes, make_window
-from wholebatch.coupled.loop_trace import not_recording
 from wholebatch.errors import EmptyWindowError, LossError, OptionError, RankError, WindowError
 
 
@@ -213,7 +212,7 @@ class Accumulator(Stream):
         Returns:
             The Step if the window was closed, else None.
         """
-        with self._turn, not_recording():
+        with self._turn:
             return self._backward(total, units, mean, more)
 
     def _backward(
@@ -371,7 +370,6 @@ class Accumulator(Stream):
     def discard(self) -> None:
         """Drop what the window holds; the next micro-batch begins a new one."""
         super().discard()
-        self._look.leave_loop()
         self._places = 0
 
     def _close(self) -> Step:
@@ -586,7 +584,6 @@ def _drive(loader: Iterable[Any], accumulators: Sequence[Accumulator]) -> Iterat
             accumulator._beside = {}
             accumulator._unguard()
             accumulator._stand_in(False)
-            accumulator._look.leave_loop()
             accumulator._window.sync.restore()
             for model in accumulator._window.target.models:
                 _driven.discard(model)

@@ -13,14 +13,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, NoReturn
-from weakref import WeakMethod, finalize
+from typing import Any
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from wholebatch.compile.captured_state import Fingerprint, LookAgain, version_of
+from wholebatch.compile.captured_state import (
+    Fingerprint,
+    LookAgain,
+    modules_in_sight,
+    version_of,
+)
 from wholebatch.core.forward_state import ForwardState
 from wholebatch.core.loss import Loss, Terms, Units, check_units
 from wholebatch.core.splitting.samples import flatten, layout_of, readable_layout
@@ -32,11 +37,11 @@ from wholebatch.coupled.batchnorm.policies import Policy, Statistics
 from wholebatch.coupled.batchnorm.whole_batch_norm import recomputing
 from wholebatch.coupled.causes import AuditFinding, outside_norm
 from wholebatch.coupled.contrastive.losses import refuse_in_parts
-from wholebatch.coupled.loop_trace import Dependence, LoopTrace
 from wholebatch.coupled.normalisation_layers import (
     batchnorms,
     known_norms,
     refuse_new_norms,
+    running_buffers,
 )
 from wholebatch.coupled.sample_runs import local_collectives
 from wholebatch.errors import LossError, SplitError
@@ -44,6 +49,7 @@ from wholebatch.errors import LossError, SplitError
 _log = logging.getLogger("wholebatch")
 
 _MOST_OUTPUTS = 32
+_MOST_MIXED = 256
 _READS = 3  # of divisors: one may be the size of a micro-batch, and not of the next
 
 
@@ -113,10 +119,10 @@ class StreamLook:
         self._norms = {norm for model in self._models for _, norm in batchnorms(model)}
         known_norms.update(self._norms)
         self.samples: int | None = None  # of a micro-batch, where a loader tells it
-        self._trace = LoopTrace()
-        finalize(self, self._trace.stop, clear=True)  # of a window that is never closed
-        self._traced = False  # the body of a micro-batch was recorded, and made again
-        self._warned = False
+        # BatchNorms of others, and writes into their buffers and parameters so far. None before the
+        # first micro-batch is done.
+        self._outside: dict[nn.Module, tuple[int, int]] | None = None
+        self._batch: list[Tensor] = []  # of a loader: tensors with samples, as they were
         self._prepared: str | None = None  # what was done to samples before the model was called
         self._again = LookAgain()
         self._kinds: set[tuple[type, bool]] = set()  # of the nodes that losses ended with
@@ -130,7 +136,6 @@ class StreamLook:
         self._handles: list[Any] = []
         self._depth = 0
         self._outputs: deque[Tensor] = deque(maxlen=_MOST_OUTPUTS)
-        self._inner: deque[Tensor] = deque(maxlen=_MOST_OUTPUTS)
         self._looked = False
         self.over = not audit  # True once there was a look: nothing follows
         self.active = audit  # False after the first window: nothing more is to be seen
@@ -147,7 +152,7 @@ class StreamLook:
         """Keep the outputs of the models until they were looked at."""
         if self.over or self._handles:
             return
-        self.active, self._traced = True, False
+        self.active, self._outside = True, None
         self._found += [found for model in self._models for found in refused_by_type(model)]
         for module in {m for model in self._models for m in model.modules()}:
             if isinstance(module, torch.jit.ScriptModule):
@@ -160,9 +165,10 @@ class StreamLook:
 
     def begin_micro_batch(self, batch: Any, samples: int | None) -> None:
         """Note what a loader gave, and how many samples it says that this is."""
-        self.samples = samples
+        self.samples, self._batch = samples, []
         if self._handles:
-            self._trace.start(_tensors_of(batch))
+            given = (one for one in _tensors_of(batch) if one.dim() > 1 and one.is_floating_point())
+            self._batch = [one.detach().clone() for one in given]
 
     def at_backward(
         self,
@@ -181,7 +187,6 @@ class StreamLook:
         """
         if not self._audits:
             return
-        self._trace.stop()
         if in_parts:
             refuse_in_parts(total)
         if isinstance(total, Terms):
@@ -208,6 +213,8 @@ class StreamLook:
         if self._reads < _READS:
             self._reads += 1
             self._divisors |= loss_graph.divisors(scalar, check_units(units))
+        if in_parts and self._outside:
+            self._refuse_outside_norm(scalar)
         if self._handles and in_parts:
             number = float(units)
             # One unit owns all rows of its micro-batch: only state can be wrong there.
@@ -217,9 +224,7 @@ class StreamLook:
                 if "time" in kinds and not self._is_batch_first(scalar, number):
                     kinds.remove("time")
             LookResult(tuple(f for f in self._found if f.kind in kinds)).refuse(off="audit=False")
-            if not self._looked:
-                self._refuse_comparisons(scalar, number)
-            self._refuse_dependence(scalar, units, is_mean=is_mean)
+            self._refuse_comparisons(scalar, number)
             self._refuse_counted_twice(scalar, number, place, is_mean)
 
     def _compare_weights(self, loss: Any, scalar: Tensor, *, is_mean: bool) -> None:
@@ -261,49 +266,36 @@ class StreamLook:
             return True
         return loss_graph.links_columns(scalar, list(self._outputs), units)
 
-    def _refuse_dependence(self, scalar: Tensor, units: Units, *, is_mean: bool) -> None:
-        """Refuse samples that depend on each other by what the graph of the loss does not show."""
-        shapes = [one.shape[:2] for one in self._outputs if one.dim() > 1]
-        counts = (float(check_units(units)), self.samples)
-        by_time = any(shape[1] in counts and shape[0] not in counts for shape in shapes)
-        if by_time or len(self._calls) >= counts[0] > 1:
-            return  # [time, samples, ...], or a call for each sample
-        found = self._trace.dependence(scalar, units, self._rows or 0, is_mean=is_mean)
-        # Two samples may stay where they are when a loop shuffles them.
-        self._traced = self._traced or (found is not False and (self._rows or 0) > 3)
-        if not isinstance(found, Dependence):
-            return
-        if found.through == "data" and found.norm is not None:
-            norm = outside_norm("the loop", found.norm, "(the loss)")
-            LookResult((norm,)).refuse(off="audit=False")
-        elif found.through == "data":
-            what = "an input of the model" if found.of == "input" else "the loss of a sample"
-            self._warn_of(f"{what} depends on the data of other samples, by what is computed")
-        else:
-            self._raise_compared("it has numbers that were computed from their outputs (detached)")
+    def _refuse_outside_norm(self, scalar: Tensor) -> None:
+        """Refuse a BatchNorm of another module that has run since the first backward.
 
-    def _warn_of(self, found: str) -> None:
-        if not self._warned:
-            self._warned = True
-            _log.warning(
-                "%s over the micro-batch: if that is done there (advantages, mixup), and not "
-                "within groups of samples that stay together, do it over the whole batch, before "
-                "the loop",
-                found,
-            )
+        One that the loop trains by itself, and not in this loss, may be of another task.
+        """
+        ran = {n: was for n, was in (self._outside or {}).items() if _writes(n)[0] != was[0]}
+        inputs = {getattr(node, "variable", None) for node in graph_nodes([scalar])} if ran else ()
+        for norm, was in ran.items():
+            parameters = list(norm.parameters())
+            trained = _writes(norm)[1] != was[1] or any(p.grad is not None for p in parameters)
+            if not trained or any(one in inputs for one in parameters):
+                found = outside_norm("the loop", type(norm).__name__, "(the loss)")
+                LookResult((found,)).refuse(off="audit=False")
 
     def done(self) -> None:
         """End a micro-batch, after its backwards: one that was looked at is enough."""
+        if self.active and self._outside is None:
+            norms = (norm for module in modules_in_sight() for _, norm in batchnorms(module))
+            self._outside = {n: _writes(n) for n in norms if n.training and n not in known_norms}
         if self._handles:
-            self._clear_calls()
-            if self._looked and self._traced:
+            self._outputs.clear()
+            self._called.clear()
+            self._calls.clear()
+            if self._looked:
                 self._remove_hooks()
-            else:
-                self._trace.start()
 
     def end_window(self, micro_batches: int = 0) -> None:
         """End the first window; warn of losses divided by its number of micro-batches."""
         self.active = False
+        self._outside = {}
         if micro_batches in self._divisors:
             warn_of_divisor(micro_batches)
             self._divisors.clear()
@@ -317,52 +309,41 @@ class StreamLook:
         if self.over and self._audits and not self._again.seen:
             self._again.seen = [Fingerprint(model, _do_nothing) for model in self._models]
 
-    def leave_loop(self) -> None:
-        """Record no more of the loop: it has ended, or what it has computed is discarded."""
-        self._trace.stop(clear=True)
-
     def _remove_hooks(self) -> None:
-        self._trace.stop(clear=True)
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._clear_calls()
+        self._batch.clear()
+        self._outputs.clear()
+        self._called.clear()
+        self._calls.clear()
         self.over = True
 
-    def _clear_calls(self) -> None:
-        for held in (self._outputs, self._inner, self._called, self._calls):
-            held.clear()
-
     def _refuse_comparisons(self, scalar: Tensor, units: float) -> None:
-        if units <= 0 or not self._outputs or len(self._calls) >= units > 1:  # a call per sample
+        if units <= 0 or not self._outputs:
             return
         linked = loss_graph.linked_samples(scalar, list(self._outputs), units)
-        if not linked and not self._norms:  # A router's loss is kept in the model, for one.
-            until = {one.grad_fn for one in self._outputs}
-            nodes = set(graph_nodes([scalar], until)) - until
-            around = [one for one in self._inner if one.grad_fn in nodes]
-            around = [one for one in around if one.shape[0] == self._rows]
-            linked = loss_graph.linked_samples(scalar, around, units) if around else linked
         if not linked:
             self._looked = linked is not None
             if self._looked and units > 1:
                 found = loss_graph.normalised_over_samples(scalar, list(self._outputs), units)
                 found = self._prepared or found
                 if found is not None:
-                    self._warn_of(found)
+                    _log.warning(
+                        "%s over the micro-batch: if that is done there (advantages, mixup), and "
+                        "not within groups of samples that stay together, do it over the whole "
+                        "batch, before the loop",
+                        found,
+                    )
             return
         shown = ", ".join(map(str, linked[:5])) + (", ..." if len(linked) > 5 else "")
-        self._raise_compared(
-            f"it links {len(linked)} of the model's output rows ({shown}), and units={units:g} "
-            "says that it is a sum over so many independent parts"
-        )
-
-    def _raise_compared(self, how: str) -> NoReturn:
         raise LossError(
-            f"this loss compares samples with each other: {how}. Of a micro-batch it is not a part "
-            "of the whole batch's loss. What to do: WholeBatch with loss=wb.Coupled(encode, loss), "
-            "which sees the whole batch; where several rows make one unit (pairs, lists), give "
-            "units= their number; audit=False accepts it of each micro-batch by itself"
+            f"this loss compares samples with each other: it links {len(linked)} of the model's "
+            f"output rows ({shown}), and units={units:g} says that it is a sum over so many "
+            "independent parts. Of a micro-batch it is not a part of the whole batch's loss. What "
+            "to do: WholeBatch with loss=wb.Coupled(encode, loss), which sees the whole batch; "
+            "where several rows make one unit (pairs, lists), give units= their number; "
+            "audit=False accepts it of each micro-batch by itself"
         )
 
     # -------------------------------------------------------------- hooks
@@ -370,8 +351,6 @@ class StreamLook:
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self._looking:
             return
-        if self._depth == 0 and not recomputing():
-            self._trace.enter(_tensors_of((args, kwargs)))
         if self._depth == 0 and torch.is_grad_enabled() and not recomputing():
             self._look_at(module, args, kwargs)
         self._depth += 1
@@ -384,6 +363,8 @@ class StreamLook:
         given = _tensors_of((args, kwargs))
         if any(map(loss_graph.is_standard, given)):
             self._prepared = "an input of the model has mean 0 and deviation 1"
+        elif any(_mixes_rows(rows, one) for rows in self._batch for one in given):
+            self._prepared = "an input of the model has samples that are mixed with each other"
         collective = any(isinstance(m, nn.SyncBatchNorm) or _is_ddp(m) for m in inner.modules())
         if known or not inner.training or collective:
             return
@@ -424,12 +405,7 @@ class StreamLook:
         if self._looking:
             return
         self._depth -= 1
-        if not self._depth and not recomputing():
-            self._trace.leave(_tensors_of(output))
-        if not torch.is_grad_enabled() or recomputing():
-            return
-        if self._depth:
-            self._inner += [one for one in _tensors_of(output) if one.requires_grad]
+        if self._depth or not torch.is_grad_enabled() or recomputing():
             return
         given = _tensors_of((args, kwargs))
         if not given or output is None:
@@ -474,6 +450,13 @@ class _Hook:
 
 def _do_nothing(*given: Any) -> None:
     """Stand for a hook in a copy of the model."""
+
+
+def _writes(norm: nn.Module) -> tuple[int, int]:
+    """Return how often its running statistics were written, and its parameters."""
+    held = running_buffers(norm).values(), norm.parameters()
+    runs, steps = (sum(map(version_of, tensors)) for tensors in held)
+    return runs, steps
 
 
 def _is_ddp(module: nn.Module) -> bool:
@@ -525,7 +508,8 @@ def _looked(
 
     batch = _swapped((tuple(args), dict(kwargs)), dim)
     try:
-        rows = _outputs_with_rows(module, call, batch, max(sizes))
+        with ForwardState(module):
+            rows = _outputs_with_rows(call, batch, max(sizes))
         layout = readable_layout(batch, None, ())
         with local_collectives():
             return check_adds_up(module, run, layout, outputs=True, name="forward")
@@ -536,14 +520,13 @@ def _looked(
 
 @torch.no_grad()
 def _outputs_with_rows(
-    module: nn.Module, call: Callable[[Any], Mapping[str, Tensor]], batch: Any, size: int
+    call: Callable[[Any], Mapping[str, Tensor]], batch: Any, size: int
 ) -> set[str]:
     """Return the outputs that have a row for each sample, for two numbers of samples."""
     layout = layout_of(batch, batch_size=size)
     found = []
     for count in (2, 3) if size > 2 else (1, 2):  # of one sample, a BatchNorm knows no variance
-        with ForwardState(module, results=True):
-            made = call(layout.take(list(range(count))))
+        made = call(layout.take(list(range(count))))
         found.append({name for name, tensor in made.items() if len(tensor) == count})
     return found[0] & found[1]
 
@@ -565,6 +548,21 @@ def _plain_autograd() -> Iterator[bool]:
     finally:
         for pack, unpack in reversed(hooks):
             private._push_saved_tensors_default_hooks(pack, unpack)
+
+
+@torch.no_grad()
+def _mixes_rows(rows: Tensor, given: Tensor) -> bool:
+    """True if a row of `given` is a sum of several `rows`, each times a number."""
+    if rows.shape != given.shape or not 1 < len(rows) <= _MOST_MIXED:
+        return False
+    every = max(1, rows[0].numel() // (4 * len(rows)))
+    before, now = (x.flatten(1)[:, ::every].double().cpu() for x in (rows, given))
+    if before.shape[1] < 2 * len(rows) or now.equal(before):
+        return False
+    found = torch.linalg.lstsq(before.T, now.T)
+    several = ((found.solution.abs() > 1e-3).sum(0) > 1).any()
+    gap = float((before.T @ found.solution - now.T).norm())
+    return int(found.rank) == len(rows) and bool(several) and gap <= 1e-4 * float(now.norm())
 
 
 def _swapped(tree: Any, dim: int) -> Any:
