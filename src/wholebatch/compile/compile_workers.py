@@ -37,12 +37,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from wholebatch.compile.disk_cache import claimed, marks, trim
-from wholebatch.compile.fusion import versions_of
+from wholebatch.compile.fusion import OURS, versions_of
 from wholebatch.compile.inductor import compiled_by_inductor, import_compiler, wait_for_import
 from wholebatch.compile.repeated_blocks import PieceProgram, mapped
 
-_OURS = ("aten", "prims", "wholebatch")
-"""Namespaces of operations that every worker has."""
 _MOST = 8
 """The most workers."""
 _PATIENCE = 300.0
@@ -61,7 +59,7 @@ class PlainPickler(pickle.Pickler):
 
     def reducer_override(self, part: Any) -> Any:
         if isinstance(part, torch._ops.OpOverload):
-            if part.namespace not in _OURS:
+            if part.namespace not in OURS:
                 raise pickle.PicklingError(f"{part} belongs to another library")
             return _operation, (part.namespace, part._opname, part._overloadname)
         if isinstance(part, (torch.dtype, torch.layout, torch.memory_format)):

@@ -20,6 +20,7 @@ from wholebatch.compile.fusion import (
     ANY_STRIDES,
     PRODUCTS,
     VIEWS,
+    base_of,
     computes_rightly,
     once_per_machine,
     same_shape,
@@ -227,17 +228,6 @@ def _source(shares: fx.Node) -> fx.Node | None:
     return None
 
 
-def _product(logits: fx.Node) -> fx.Node:
-    """Return the product that the logits are views of.
-
-    Inductor takes an operation that writes into a view of another shape for one on the memory
-    behind it, and reads the wrong numbers if it has padded the rows of the product.
-    """
-    while logits.target in VIEWS:
-        logits = logits.all_input_nodes[0]
-    return logits
-
-
 def _end(node: fx.Node, like: Tensor) -> fx.Node | None:
     """Return the gradient of the logits after views and a cast."""
     while True:
@@ -257,7 +247,9 @@ def _replace(graph: fx.Graph, loss: _Loss, results: list[Any]) -> None:
     classes = value.shape[-1]
     call = graph.call_function
     with graph.inserting_before(loss.loss):
-        flat = _product(loss.logits)
+        # Inductor takes an operation that writes into a view of another shape for one on the memory
+        # behind it, and reads the wrong numbers if it has padded the rows of the product.
+        flat = base_of(loss.logits)
         if flat.meta["val"].dim() != 2:
             flat = call(aten.view.default, (loss.logits, [-1, classes]))
         seed, count = loss.seed, None

@@ -26,6 +26,8 @@ PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten._scaled_
 """Operations that return a matrix in newly allocated memory."""
 _EXTERNAL = (*PRODUCTS, aten.baddbmm.default, aten.convolution.default)
 """Operations that are kernels of a library: nothing is fused across them."""
+OURS = ("aten", "prims", "wholebatch")
+"""The namespaces of operations that are not the user's own."""
 _CHEAP = (aten._to_copy.default, aten._unsafe_view.default)
 """Operations without torch's tag for pointwise ones that compute each number from one number."""
 

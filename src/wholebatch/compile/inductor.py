@@ -86,8 +86,8 @@ def compiled_by_inductor(
     # Inductor would compute the gradients of a layer norm's weights, as partial sums, in the kernel
     # of its input's gradient. On an H200 that slowed a window of a GPT (64 sequences in
     # micro-batches of 8) by 2 ms of 132.
-    # Inductor's cache key includes its options, but neither `_whole_rows` nor
-    # `_parts_written_in_place`. This option is for exported models, and does nothing here.
+    # Inductor's cache key includes its options, but none of the choices below. This option is for
+    # exported models, and does nothing here.
     ours = {"wholebatch": f"rows of {whole_rows}, parts in place, padded by rule"}
     options = {"triton.mix_order_reduction": False, "aot_inductor.metadata": ours, **more}
     of_this_version = vars(config)["_config"]

@@ -214,10 +214,9 @@ class JointStep:
         else:
             runs = []
             mode = fake_mode() if self._blocks is None else self._blocks.mode
-            tunes = self._trained[0].is_cuda and not (self.random or self.sizes)
-            tunes = (
-                tunes and type(self._gradients) is Gradients
-            )  # Others receive what a graph makes.
+            # Generators, and stores that receive gradients, would notice a run on zeros.
+            unnoticed = type(self._gradients) is Gradients and not self.random
+            tunes = unnoticed and self._trained[0].is_cuda and self.sizes is None
             made = self._plan.compiled(compile_graph, mode)
             for program, run in zip(self._plan.programs, made, strict=True):
                 runs.append(run)

@@ -31,13 +31,12 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from wholebatch.compile.fusion import fixed, written_by
+from wholebatch.compile.fusion import OURS, fixed, written_by
 from wholebatch.compile.patched_calls import replaced
 from wholebatch.compile.repeated_blocks import mapped
 from wholebatch.compile.value_reads import NODE, SMALL, node_of
 
 aten = torch.ops.aten
-_OURS = ("aten", "prims", "wholebatch")
 _LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy"}
 """Compiled libraries that reach a tensor's memory through its operations and methods alone."""
 _MEMORY = ("tolist", "numpy", "__array__", "__dlpack__", "data_ptr", "untyped_storage", "storage")
@@ -118,7 +117,7 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func.namespace not in _OURS or torch.Tag.inplace_view in func.tags:
+        if func.namespace not in OURS or torch.Tag.inplace_view in func.tags:
             raise NotRecorded(str(func))
         watch = sys.getprofile()
         sys.setprofile(None)

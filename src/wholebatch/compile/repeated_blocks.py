@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, fx
 
 from wholebatch.compile.fusion import (
+    OURS,
     base_of,
     expression_of,
     fixed,
@@ -38,8 +39,6 @@ from wholebatch.compile.fusion import (
 
 Compile: TypeAlias = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 
-_OURS = ("aten", "prims", "wholebatch")
-"""The namespaces of operations that take any numbers."""
 _WORTH = 0.7
 """Blocks pay if at most this share of the operations is left to compile."""
 _SHORTEST = 12
@@ -114,7 +113,7 @@ class PieceProgram:
     def is_safe(self) -> bool:
         """True if no operation is of the user, whose kernel may not accept zeros."""
         targets = [target for target, _, _ in self.operations if target is not operator.getitem]
-        return all(getattr(target, "namespace", "") in _OURS for target in targets)
+        return all(getattr(target, "namespace", "") in OURS for target in targets)
 
     def try_out(self, run: Callable[[list[Any]], Any]) -> None:
         """Run its compiled code on zeros, if there is memory for them."""
