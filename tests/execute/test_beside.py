@@ -36,6 +36,7 @@ from wholebatch.compile.execute_mode import ExecutePlan
 from wholebatch.compile.joint_graph import JointStep
 from wholebatch.compile.layer_norm import can_fuse_norms
 from wholebatch.compile.repeated_blocks import PieceProgram, _Input, _Result
+from wholebatch.coupled import adds_up, audit
 
 # Inductor's own imports warn; a compiled piece is collected late.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -183,6 +184,48 @@ def test_asked_for_it_waits_for_the_workers(
     monkeypatch.setattr(compile_workers, "serve", WORKERS["fails"])
     train = trained(Tagger().double(), execute="compile", patience=30.0)
     assert mode_of(train) == "compile"
+
+
+@pytest.mark.parametrize("kind", ["one total", "32-bit total", "makes a table"])
+def test_the_pieces_are_sent_before_the_first_test_of_the_model(
+    kind: str, beside: None, as_traced: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+    by_itself = CompileWorkers.compile
+
+    def sent(self: CompileWorkers, jobs: Any) -> Pending:
+        order.append("sent")
+        return by_itself(self, jobs)
+
+    def looked(*args: Any, **options: Any) -> Any:
+        order.append("first test")
+        return adds_up.check_adds_up(*args, **options)
+
+    def own_loss(model: nn.Module, micro: Any) -> Any:
+        one = loss(model, micro)
+        if kind == "32-bit total":
+            return wb.Loss(one.total.float(), one.units)
+        if kind == "makes a table" and not hasattr(model, "table"):
+            model.table = torch.ones(3)
+        return one
+
+    monkeypatch.setattr(compile_workers, "serve", WORKERS["fails"])
+    monkeypatch.setattr(CompileWorkers, "compile", sent)
+    monkeypatch.setattr(audit, "check_adds_up", looked)
+    model = Tagger().double()
+    whole = Whole(model, loss=mean_of_tokens)
+    optimizer = sgd(model)
+    seen = Seen(model, optimizer)
+    train = wb.WholeBatch(model, optimizer, loss=own_loss, micro_batch=3, execute="compile")
+    for number in (6, 7, 9):
+        whole.step(tagged(number))
+        train.step(tagged(number))
+    if kind == "one total":
+        assert order == ["sent", "first test"]
+    else:
+        assert order[:2] == ["first test", "sent"]
+    assert mode_of(train) == "compile"
+    whole.assert_same(model, seen, 1e-7 if kind == "32-bit total" else 1e-12)
 
 
 def test_windows_do_not_wait(

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from copy import deepcopy
 from importlib import import_module
+from importlib.util import find_spec
 from pickle import UnpicklingError
 from typing import Any
 
@@ -60,6 +61,7 @@ def import_compiler(with_processes: bool) -> None:
     sys.setswitchinterval(1e-4)
     # Another version of Inductor, or a warning that is an error: `wait_for_import` tries again.
     with suppress(Exception):
+        hashing = _hashing_triton()
         # torch.compile enters here too: a user's own call of it just waits for this import.
         for name in ("compile_fx", "choices"):
             import_module(f"torch._inductor.{name}")
@@ -69,7 +71,23 @@ def import_compiler(with_processes: bool) -> None:
         if with_processes:
             maybe_warm_pool()
         torch_key()  # A hash of all of torch's files.
+        hashing.join()
     sys.setswitchinterval(interval)
+
+
+def _hashing_triton() -> threading.Thread:
+    """Return a thread that hashes Triton's files, of which every cache key of Inductor has a hash.
+
+    These are hundreds of megabytes, and Python runs on meanwhile.
+    """
+    thread = threading.Thread(target=lambda: None)
+    if find_spec("triton") is not None:
+        import_module("triton")
+        from torch._inductor.runtime.triton_compat import triton_key
+
+        thread = threading.Thread(target=triton_key)
+    thread.start()
+    return thread
 
 
 def compiled_by_inductor(

@@ -148,6 +148,7 @@ class JointStep:
             return None
         return KeptStep(
             self._plan,
+            self.form,
             self.used,
             self.sixteen_bit,
             self._casts,
@@ -165,7 +166,7 @@ class JointStep:
     ) -> JointStep | None:
         """Return the step of another process, to be compiled; None if it does not fit here."""
         tail = _tail(kept.casts, kept.joined, kept.used, gradients, casts)
-        if tail is None or not _wrong.isdisjoint(kept.kernels):
+        if tail is None or kept.form != form or not _wrong.isdisjoint(kept.kernels):
             return None
         step = cls.__new__(cls)
         step.form, step.used, step.sixteen_bit = form, kept.used, kept.sixteen_bit
@@ -311,6 +312,7 @@ class KeptStep:
     """A joint step as plain data, for another process with the same code, values and kinds."""
 
     plan: BlockPlan
+    form: Form
     used: tuple[int, ...]
     sixteen_bit: bool
     casts: tuple[Cast, ...]

@@ -111,6 +111,7 @@ def load(entry: Path) -> KeptStep | None:
 
 _KNOWN = {
     "wholebatch.compile.joint_graph": {"KeptStep"},
+    "wholebatch.compile.trace": {"Form"},
     "wholebatch.compile.repeated_blocks": {
         "BlockPlan",
         "Call",

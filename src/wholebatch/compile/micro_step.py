@@ -193,12 +193,17 @@ class Executor:
             return
         empty_cache(self._device)  # The buffers must not fill gaps left by earlier work either.
         take_workspace(self._device)
-        self._parameters = self._window.target.trained()
-        self._fingerprint = Fingerprint(self._model, self._loss)
+        self._look_at_parameters()
         self._make_buffers(State.of(self._model, self._parameters))
         self._gradients.of(range(len(self._gradients.parameters)))
         sparse = any(getattr(one, "sparse", False) is True for one in self._model.modules())
         self._gradients.lends = self._window.lends_buffers and not sparse
+
+    def _look_at_parameters(self) -> None:
+        """Note which parameters are trained, and what the code reads."""
+        if self._fingerprint is None:
+            self._parameters = list(self._window.target.trained())
+            self._fingerprint = Fingerprint(self._model, self._loss)
 
     def _settle(self, *, always: bool = False) -> None:
         """In the first window, move the gradients into their buffers and release cached memory."""
@@ -229,7 +234,7 @@ class Executor:
         if prepared is None:
             self._start_compiler()
             if inputs.key in self._coming:
-                compiled = self._has_come(inputs.key)
+                compiled = not self._plan.auto or self._has_come(inputs.key)
                 # Until it has come, replay the operations as traced.
                 if self._window.now.micro_batches or not (compiled or self._plan.captures):
                     return None
@@ -366,6 +371,41 @@ class Executor:
         if self._device.type == "cuda" and self._plan.compiles and not self._plan.auto:
             start_compiler(with_processes=False)
 
+    def compile_ahead(self, micro: Any) -> None:
+        """Have the graph of the first micro-batch compiled beside the first test of the model.
+
+        Both take seconds. What cannot be done here is tried again, and explained, in the first
+        micro-step.
+        """
+        starts = self._workers is not None and self._window.store.in_grad
+        if self._plan.auto or self._plan.eager or not starts or self._precision.name == "fp8":
+            return
+        if self._steps or self._coming or self._window.open is not None or self._is_tight():
+            return
+        try:
+            inputs = take_apart(self._copies(micro))
+            self._reserve()
+            self._look_at_parameters()
+            state = State.of(self._model, self._parameters)
+            entry = self._entry(inputs.key, state)
+            if entry is not None and entry.exists():
+                return
+            traced = self._trace(inputs, None, state)
+            if not traced.random:
+                if not self._gradients.parameters:
+                    self._make_buffers(state)
+                self._send(self._made_of(traced, state, inputs, compiled=True), inputs)
+                self._traced[inputs.key] = traced
+        except Exception as problem:  # The model's own code may raise anything.
+            self.notes.tell(f"not compiled ahead: {reason_of(problem)}")
+
+    def _is_tight(self) -> bool:
+        """True if the first test of the model could lack the memory of the gradients."""
+        if self._device.type != "cuda":
+            return False
+        free, all_of_it = torch.cuda.mem_get_info(self._device)
+        return free < all_of_it / 2
+
     def _send(self, joint: JointStep, inputs: Inputs) -> None:
         """Have the pieces of this joint step compiled beside the run."""
         pending = self._pending(joint)
@@ -489,7 +529,7 @@ class Executor:
         if inputs.key not in self._traced:
             made = self._kept(done, state)
             if made is None:
-                self._traced[inputs.key] = self._trace(done, state)
+                self._traced[inputs.key] = self._trace(inputs, done.form, state)
                 return  # The next window does the rest.
         self._send(
             made or self._made_of(self._traced[inputs.key], state, inputs, compiled=True), inputs
@@ -507,9 +547,11 @@ class Executor:
             self._make_buffers(state)
         return state
 
-    def _trace(self, done: EagerResult, state: State, sizes: Sizes | None = None) -> Traced:
+    def _trace(
+        self, inputs: Inputs, form: Form | None, state: State, sizes: Sizes | None = None
+    ) -> Traced:
         parts = (self._model, self._loss, self._precision, state)
-        made = trace(*parts, done.inputs, done.form, self._single, sizes)
+        made = trace(*parts, inputs, form, self._single, sizes)
         empty_cache(self._device)
         if self._fingerprint is not None:
             self._fingerprint.watch(made.sources)
@@ -525,9 +567,13 @@ class Executor:
         """Make the graph for this kind, shared with other sizes if possible, and check it."""
         inputs, form = done.inputs, done.form
         state = self._state_for(done)
+        ahead = self._traced.get(inputs.key)
+        if ahead is not None and ahead.sizes is None and ahead.form != form:
+            del self._traced[inputs.key]
+            self._coming.pop(inputs.key, None)
 
         def traced(sizes: Sizes | None = None) -> Traced:
-            return self._trace(done, state, sizes)
+            return self._trace(inputs, form, state, sizes)
 
         def make(traced: Traced, *, compiled: bool) -> JointStep:
             coming = self._coming.get(inputs.key) if compiled else None
@@ -571,18 +617,23 @@ class Executor:
 
     def _kept(self, done: EagerResult, state: State) -> JointStep | None:
         """Return the joint step that another process has kept for this kind, if there is one."""
-        key = done.inputs.key
         if self._steps or not done.alone or self._precision.name == "fp8":
             return None
-        tensors = [list(state.trained), list(state.others), self._single, done.form]
-        options = [vars(JointStep)[name] for name in ("fusions", "blocks")]
-        options += [can_add_products(self._device), find_spec("triton") is not None]
-        parts = (self._precision.name, key, tensors, options)
-        self._entries[key] = entry = entry_of("step", self._model, self._loss, self._device, *parts)
+        entry = self._entry(done.inputs.key, state)
         kept = None if entry is None else load(entry)
         if kept is None:
             return None
         return JointStep.of_kept(kept, done.form, state, self._gradients, self._casts)
+
+    def _entry(self, key: Key, state: State) -> Path | None:
+        """Return the file of the joint step for this kind; None if its key cannot be known."""
+        if key not in self._entries:
+            tensors = [list(state.trained), list(state.others), self._single]
+            options = [vars(JointStep)[name] for name in ("fusions", "blocks")]
+            options += [can_add_products(self._device), find_spec("triton") is not None]
+            parts = (self._precision.name, key, tensors, options)
+            self._entries[key] = entry_of("step", self._model, self._loss, self._device, *parts)
+        return self._entries[key]
 
     def _loaded(self, done: EagerResult, state: State) -> Prepared | None:
         """Return the step that another process has kept, if it gives what eager code gives."""

@@ -181,6 +181,8 @@ class Runner:
                 options = (self._device, self._precision.name, *sizes, self._tensor_norms())
                 entry = entry_of("look", self._root, function, *options, batch=few)
             if entry is None or not entry.exists():
+                if self._drop is None and self.policy is None:
+                    self.executor.compile_ahead(micros[0])
                 return False
             self.executor.expect_load()
             return True
