@@ -197,7 +197,7 @@ class Runner:
         """Return the norm of each tensor of the model: a look may find other things with others."""
         tensors = (*self._root.parameters(), *self._root.buffers())
         local = [getattr(one.detach(), "_local_tensor", one.detach()) for one in tensors]
-        return [float(torch.linalg.vector_norm(one)) for one in local if one.is_floating_point()]
+        return read_scalars(torch._foreach_norm([one for one in local if one.is_floating_point()]))
 
     def look_at_padding(self, batch: Any, by: Tokens, layout: Mapping[str, Any]) -> None:
         """Refuse a loss that is another one without padding, or in a row of several sequences."""
