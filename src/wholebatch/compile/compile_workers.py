@@ -37,9 +37,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from wholebatch.compile.disk_cache import claimed, marks, trim
+from wholebatch.compile.fake_results import mapped
 from wholebatch.compile.fusion import OURS, versions_of
 from wholebatch.compile.inductor import compiled_by_inductor, import_compiler, wait_for_import
-from wholebatch.compile.repeated_blocks import PieceProgram, mapped
+from wholebatch.compile.repeated_blocks import PieceProgram
 
 _MOST = 8
 """The most workers."""

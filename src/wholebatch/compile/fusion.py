@@ -98,25 +98,40 @@ def expression_of(size: Any) -> Any:
 
 def is_view(node: fx.Node) -> bool:
     """True if the result lies in the memory of an argument, and nothing is written."""
-    target = node.target
+    return _makes_view(node.target)
+
+
+def is_cheap(node: fx.Node) -> bool:
+    """True if a compiler computes it within the kernel that needs it."""
+    return _makes_cheaply(node.target)
+
+
+def is_external(node: fx.Node) -> bool:
+    """True if it is a kernel of a library."""
+    return _is_of_library(node.target)
+
+
+# To ask torch for the properties of an operation is slow, and a graph asks for them often.
+
+
+@cache
+def _makes_view(target: Any) -> bool:
     if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
         return False
     return target is aten._unsafe_view.default or target.is_view
 
 
-def is_cheap(node: fx.Node) -> bool:
-    """True if a compiler computes it within the kernel that needs it."""
-    target = node.target
+@cache
+def _makes_cheaply(target: Any) -> bool:
     if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
         return False
     if torch.Tag.nondeterministic_seeded in target.tags:
         return False
-    return torch.Tag.pointwise in target.tags or target in _CHEAP or is_view(node)
+    return torch.Tag.pointwise in target.tags or target in _CHEAP or _makes_view(target)
 
 
-def is_external(node: fx.Node) -> bool:
-    """True if it is a kernel of a library."""
-    target = node.target
+@cache
+def _is_of_library(target: Any) -> bool:
     if not isinstance(target, torch._ops.OpOverload):
         return False
     return (
@@ -124,6 +139,17 @@ def is_external(node: fx.Node) -> bool:
         or target.namespace not in ("aten", "prims")
         or "attention" in target.name()
         or "convolution" in target.name()
+    )
+
+
+@cache
+def _written_arguments(target: Any) -> tuple[tuple[int, str], ...]:
+    """Return the place and the name of each argument that this operation writes."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return ()
+    arguments = enumerate(target._schema.arguments)
+    return tuple(
+        (place, one.name) for place, one in arguments if one.alias_info and one.alias_info.is_write
     )
 
 
@@ -139,13 +165,20 @@ def readers_of(node: fx.Node) -> Iterator[fx.Node]:
 
 def written_by(node: fx.Node) -> Iterator[fx.Node]:
     """Yield the nodes whose memory this operation writes."""
-    target = node.target
-    if isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable:
-        for position, argument in enumerate(target._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                given = node.args[position] if position < len(node.args) else None
-                given = node.kwargs.get(argument.name, given)
-                yield from (one for one in _leaves(given) if isinstance(one, fx.Node))
+    for place, name in _written_arguments(node.target):
+        given = node.args[place] if place < len(node.args) else None
+        given = node.kwargs.get(name, given)
+        yield from (one for one in _leaves(given) if isinstance(one, fx.Node))
+
+
+def drop_unused(graph: fx.Graph) -> None:
+    """Remove the operations whose results nothing reads, and that change nothing else.
+
+    torch's own pass would also check the whole graph, and asks for the effects of every operation.
+    """
+    for node in reversed(graph.nodes):
+        if not node.users and not node.is_impure():
+            graph.erase_node(node)
 
 
 def _leaves(part: Any) -> list[Any]:

@@ -19,7 +19,15 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 from wholebatch.compile import fused_weight_grad as fused
 from wholebatch.compile.biased_attention import fuse_attention
 from wholebatch.compile.cross_entropy import bring_products_forward, fuse_entropy
-from wholebatch.compile.fusion import base_of, cast_to, fixed, is_cheap, same_shape, written_by
+from wholebatch.compile.fusion import (
+    base_of,
+    cast_to,
+    drop_unused,
+    fixed,
+    is_cheap,
+    same_shape,
+    written_by,
+)
 from wholebatch.compile.gelu import fuse_gelu, simplify_gelu
 from wholebatch.compile.gradient_buffers import Cast
 from wholebatch.compile.inductor import aligned
@@ -86,10 +94,8 @@ def rewrite(
     `buffer_dtypes` are the dtypes of the buffers of `traced.used`, in that order.
     """
     graph = fx.Graph()
-    output = graph.graph_copy(traced.graph.graph, {})
-    results = list(output) if isinstance(output, (list, tuple)) else [output]
+    results = _copied_into(graph, traced.graph.graph)
     sizes = 0 if traced.sizes is None else traced.sizes.as_inputs(graph)
-    _drop_detach(graph, results)
     inputs = [node for node in graph.nodes if node.op == "placeholder"][sizes:]
     made = {"losses": fuse_entropy(graph, results) if options.entropy else 0}
     kept = len(results) - len(traced.used)
@@ -116,7 +122,7 @@ def rewrite(
     for buffer, gradient, dtype in zip(buffers, gradients, buffer_dtypes, strict=True):
         adder.add(buffer, gradient, dtype)
     graph.output(tuple(results[:kept]))
-    graph.eliminate_dead_code()
+    drop_unused(graph)
     if made["losses"] > 1:
         bring_products_forward(graph, [fused.add_product(), fused.add_product(gaps=True)])
     _merge_equal(graph, inputs[:trained])
@@ -129,7 +135,7 @@ def rewrite(
     made["gelus"] = fuse_gelu(graph) if options.gelu_sums else 0
     if options.gelu:
         simplify_gelu(graph)
-    graph.eliminate_dead_code()
+    drop_unused(graph)
     _views_of_any_strides(graph)
     graph.lint()
     tail = {node: place for place, node in enumerate((*casts.values(), *buffers))}
@@ -167,16 +173,21 @@ def _casts_of(parameter: fx.Node) -> Iterator[tuple[torch.dtype | int, fx.Node]]
             yield from ((part.args[1], part) for part in user.users)  # type: ignore[misc]
 
 
-def _drop_detach(graph: fx.Graph, results: list[Any]) -> None:
-    """Remove detach nodes: nothing is differentiated when the graph runs."""
-    for node in list(graph.nodes):
+def _copied_into(graph: fx.Graph, source: fx.Graph) -> list[Any]:
+    """Copy the nodes of a graph without `detach`; return its results.
+
+    Nothing is differentiated when the graph runs.
+    """
+    made: dict[fx.Node, fx.Node] = {}
+    for node in source.nodes:
+        if node.op == "output":
+            break
         if node.target is aten.detach.default:
-            source = node.args[0]
-            node.replace_all_uses_with(source)
-            for position, result in enumerate(results):
-                if result is node:
-                    results[position] = source
-            graph.erase_node(node)
+            made[node] = made[node.args[0]]  # type: ignore[index]
+        else:
+            made[node] = graph.node_copy(node, made.__getitem__)
+    results = fx.node.map_arg(source.output_node().args[0], made.__getitem__)
+    return list(results) if isinstance(results, (list, tuple)) else [results]
 
 
 def _views_of_any_strides(graph: fx.Graph) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from wholebatch.compile.fusion import drop_unused
 from wholebatch.compile.value_reads import computed
 
 _NEEDS_HOST = (torch.ops.aten._pack_padded_sequence.default,)
@@ -42,7 +43,7 @@ def lift_host_constants(module: fx.GraphModule, device: torch.device) -> tuple[T
             if source in lifted:
                 node.replace_input_with(source, lifted[source])
     if lifted:
-        module.graph.eliminate_dead_code()
+        drop_unused(module.graph)
         module.recompile()
     return tuple(sources)
 

@@ -21,6 +21,7 @@ from wholebatch.compile.biased_attention import can_fuse_attention
 from wholebatch.compile.compile_workers import Job, check_of, job_of
 from wholebatch.compile.cross_entropy import can_fuse_entropy
 from wholebatch.compile.cuda_graph import Results, Runnable
+from wholebatch.compile.fake_results import fake_mode
 from wholebatch.compile.fused_weight_grad import can_add_products
 from wholebatch.compile.fusion import collection_paused, is_checked
 from wholebatch.compile.gelu import can_fuse_gelu
@@ -33,7 +34,6 @@ from wholebatch.compile.repeated_blocks import (
     BlockProgram,
     Blocks,
     calls_other_graphs,
-    fake_mode,
 )
 from wholebatch.compile.trace import Form, State, Traced
 

@@ -22,8 +22,9 @@ import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from threading import get_ident
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx, nn
@@ -31,10 +32,10 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from wholebatch.compile.fusion import OURS, fixed, written_by
+from wholebatch.compile.fake_results import FakeResults
+from wholebatch.compile.fusion import OURS, written_by
 from wholebatch.compile.patched_calls import replaced
-from wholebatch.compile.repeated_blocks import mapped
-from wholebatch.compile.value_reads import NODE, SMALL, node_of
+from wholebatch.compile.value_reads import NODE, SMALL
 
 aten = torch.ops.aten
 _LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy"}
@@ -47,19 +48,33 @@ class NotRecorded(Exception):
     """Raised where a real run might hide something from the recording."""
 
 
+class Answers(Protocol):
+    """Other things to do in place of some operations."""
+
+    def may_answer(self, func: Any) -> bool:
+        """True if the answer to this operation may be another one than its own."""
+
+    def answer(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return the result of an operation; NotImplemented if it is to run as it is."""
+
+
 def recorded(
-    step: Callable[..., Sequence[Tensor]], flat: Sequence[Tensor], buffers: Iterable[Tensor] = ()
+    step: Callable[..., Sequence[Tensor]],
+    flat: Sequence[Tensor],
+    buffers: Iterable[Tensor] = (),
+    answers: Answers | None = None,
 ) -> fx.GraphModule:
     """Run the step on these tensors; return its operations as a graph of its arguments.
 
-    Only `buffers` among the tensors may be written into: the caller puts them back.
+    Only `buffers` among the tensors may be written into: the caller puts them back. `answers` may
+    do another thing in place of an operation.
     """
     with torch.no_grad(), _disable_current_modes():
         given = [tensor.detach() for tensor in flat]  # Each is one of its own, and not the user's.
     from torch.fx.experimental.proxy_tensor import disable_autocast_cache
 
     kept = {id(buffer) for buffer in buffers}
-    recorder = _Recorder(given, [one for one in flat if id(one) not in kept])
+    recorder = _Recorder(given, [one for one in flat if id(one) not in kept], answers)
     with (
         disable_autocast_cache(),  # A weight that is used twice is cast, and summed, twice.
         torch.autograd.set_multithreading_enabled(False),  # One thread sees the backward too.
@@ -82,23 +97,29 @@ def without_memory(gradient: Tensor) -> Tensor | None:
 
 
 class _Recorder(TorchDispatchMode):
-    """Writes down every operation; the node of a tensor is an attribute of the tensor."""
+    """Writes down every operation; the node of a tensor is an attribute of the tensor.
 
-    def __init__(self, given: Sequence[Tensor], read_only: Sequence[Tensor]) -> None:
+    It is the only mode of a recording: each costs 10 µs for every operation.
+    """
+
+    def __init__(
+        self, given: Sequence[Tensor], read_only: Sequence[Tensor], answers: Answers | None
+    ) -> None:
         from torch._subclasses.fake_tensor import FakeTensorMode
 
         super().__init__()  # type: ignore[no-untyped-call]
         self.inside = False
         """True while an operation runs."""
         self.foreign: str | None = None
+        self._answers = answers
         self._read_only = {one.untyped_storage().data_ptr() for one in read_only} - {0}
         self._root = nn.Module()
         self._graph = fx.Graph()
-        self._fakes = FakeTensorMode()
-        self._kinds: dict[Any, Tensor] = {}
+        self._fakes = FakeResults(FakeTensorMode())
         self._known: dict[Any, Any] = {}
         for number, tensor in enumerate(given):
-            self._mark(tensor, self._graph.placeholder(f"input_{number}"), self._fake(tensor))
+            node = self._graph.placeholder(f"input_{number}")
+            self._mark(tensor, node, self._fakes.like(tensor))
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -117,27 +138,59 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func.namespace not in OURS or torch.Tag.inplace_view in func.tags:
-            raise NotRecorded(str(func))
         watch = sys.getprofile()
         sys.setprofile(None)
-        self.inside = True
         try:
-            if func is aten.lift_fresh.default:
-                self._literal(args[0])
-            nodes = mapped((args, kwargs), self._node)
-            key = func, fixed(mapped((args, kwargs), self._kind))
-            if func._schema.is_mutable:
-                self._refuse_write(func._schema.arguments, args, kwargs)
-            if key not in self._known:
-                self._known[key] = self._predicted(func, *nodes)
-            results = func(*args, **kwargs)
-            made = self._graph.call_function(func, *nodes)
-            self._note(made, results, self._known[key])
-            return results
+            answer = self._answer(func, args, kwargs)
+            return self._run(func, args, kwargs) if answer is NotImplemented else answer
         finally:
             self.inside = False
             sys.setprofile(watch)
+
+    def _answer(self, func: Any, args: Any, kwargs: Any) -> Any:
+        answers = self._answers
+        if answers is None or not answers.may_answer(func):
+            return NotImplemented
+        self._answers = None  # The operations of the answer itself are recorded as they are.
+        try:
+            with self:
+                return answers.answer(func, args, kwargs)
+        finally:
+            self._answers = answers
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if not _is_plain(func):
+            raise NotRecorded(str(func))
+        self.inside = True
+        if func is aten.lift_fresh.default:
+            self._literal(args[0])
+        args, kwargs = _without_nothing(func, args, kwargs)
+        key = [id(func)]
+        nodes = self._read(args, key), self._read(kwargs, key)
+        alike = tuple(key)
+        if func._schema.is_mutable:
+            self._refuse_write(func._schema.arguments, args, kwargs)
+        if alike not in self._known:
+            self._known[alike] = self._predicted(func, *nodes)
+        results = func(*args, **kwargs)
+        self._note(self._graph.call_function(func, *nodes), results, self._known[alike])
+        return results
+
+    def _read(self, part: Any, key: list[Any]) -> Any:
+        """Return arguments with nodes for tensors; add to the key what its results depend on."""
+        if isinstance(part, Tensor):
+            node = self._node(part)
+            key.append(id(node.meta["val"]))  # There is one fake of each kind.
+            return node
+        key.append(type(part))  # It tells 1 from 1.0 and True.
+        if isinstance(part, (list, tuple)):
+            key.append(len(part))
+            return type(part)([self._read(one, key) for one in part])
+        if isinstance(part, dict):
+            key.extend(part)
+            return {name: self._read(one, key) for name, one in part.items()}
+        key.append(part)
+        return part
 
     def _refuse_write(self, arguments: Any, args: Any, kwargs: Any) -> None:
         given = dict(zip((one.name for one in arguments), args, strict=False)) | kwargs
@@ -149,12 +202,8 @@ class _Recorder(TorchDispatchMode):
 
     def _predicted(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Return the fake result of an operation on the nodes' fake values."""
-        args, kwargs = mapped(
-            (args, kwargs), lambda part: part.meta["val"] if isinstance(part, fx.Node) else part
-        )
         try:
-            with self._fakes, torch.no_grad():
-                return mapped(func(*args, **kwargs), self._fake)
+            return self._fakes.of(func, args, kwargs)
         except Exception as problem:  # It has no fake result, or one that depends on values.
             raise NotRecorded(str(func)) from problem
 
@@ -181,37 +230,45 @@ class _Recorder(TorchDispatchMode):
         elif NODE in vars(tensor):
             delattr(tensor, NODE)
 
-    def _node(self, part: Any) -> Any:
-        if not isinstance(part, Tensor):
-            return part
-        node, root = node_of(part)
+    def _node(self, tensor: Any) -> fx.Node:
+        node, root = vars(tensor).get(NODE, (None, None))
         if node is None or root is not self._root:
             raise NotRecorded("a tensor comes from elsewhere")
-        return node
-
-    def _kind(self, part: Any) -> Any:
-        if isinstance(part, Tensor):
-            return "kind", id(self._node(part).meta["val"])  # There is one fake of each kind.
-        return part
-
-    def _fake(self, tensor: Any) -> Any:
-        """Return the one fake tensor of this kind."""
-        if not isinstance(tensor, Tensor):
-            return tensor
-        kind = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
-        if kind not in self._kinds:
-            with self._fakes:
-                self._kinds[kind] = torch.empty_strided(
-                    kind[0], kind[1], dtype=kind[2], device=kind[3]
-                )
-        return self._kinds[kind]
+        found: fx.Node = node
+        return found
 
     def _literal(self, tensor: Tensor) -> None:
         """Make a small literal of the code a constant of the graph."""
-        if node_of(tensor)[0] is None and tensor.numel() <= SMALL and not tensor.requires_grad:
+        if NODE not in vars(tensor) and tensor.numel() <= SMALL and not tensor.requires_grad:
             name = f"_tensor_constant{len(self._root._buffers)}"
             self._root.register_buffer(name, tensor)
-            self._mark(tensor, self._graph.get_attr(name), self._fake(tensor))
+            self._mark(tensor, self._graph.get_attr(name), self._fakes.like(tensor))
+
+
+@cache
+def _is_plain(func: Any) -> bool:
+    """True if it is an operation of torch or ours, and changes no tensor's shape in place."""
+    return func.namespace in OURS and torch.Tag.inplace_view not in func.tags
+
+
+def _without_nothing(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Leave out tensors that are not given: autograd gives None for them, and Python code nothing."""
+    optional = _optional_tensors(func)
+    if optional:
+        kwargs = {k: one for k, one in kwargs.items() if one is not None or k not in optional}
+        while args and args[-1] is None and func._schema.arguments[len(args) - 1].name in optional:
+            args = args[:-1]
+    return args, kwargs
+
+
+@cache
+def _optional_tensors(func: Any) -> frozenset[str]:
+    """Return the names of the tensors that need not be given."""
+    return frozenset(
+        one.name
+        for one in func._schema.arguments
+        if one.has_default_value() and one.default_value is None and "Tensor" in str(one.type)
+    )
 
 
 @contextmanager

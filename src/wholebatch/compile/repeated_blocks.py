@@ -25,10 +25,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, fx
 
+from wholebatch.compile.fake_results import FakeResults, fake_mode, kind_of, mapped
 from wholebatch.compile.fusion import (
     OURS,
     base_of,
-    expression_of,
     fixed,
     is_cheap,
     is_external,
@@ -141,7 +141,7 @@ class _Piece:
     def key(self) -> tuple[Any, ...]:
         """Return a key that is equal for pieces that may share their compiled code."""
         return (
-            tuple(_kind(node.meta["val"]) for node in self.inputs),
+            tuple(kind_of(node.meta["val"]) for node in self.inputs),
             tuple((target, fixed(args), fixed(kwargs)) for target, args, kwargs in self.operations),
         )
 
@@ -333,58 +333,19 @@ def _outputs(
     return {key: sorted(numbers) for key, numbers in outputs.items()}
 
 
-def fake_mode() -> Any:
-    """Return a new mode for fake tensors."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv
-
-    return FakeTensorMode(shape_env=ShapeEnv())
-
-
 def fill_values(graph: fx.Graph, arguments: dict[fx.Node, Tensor]) -> Any:
     """Give a fake value to every node that has none; return their mode."""
     from torch._subclasses.fake_tensor import FakeTensor
 
-    def fake(part: Any) -> Any:
-        return mapped(part.meta["val"], _alike) if isinstance(part, fx.Node) else part
-
     fakes = (one for one in arguments.values() if isinstance(one, FakeTensor))
     given = next(fakes, None)
-    mode = fake_mode() if given is None else given.fake_mode
-    with mode, torch.no_grad():
-        for node in graph.nodes:
-            if node in arguments:
-                node.meta["val"] = _alike(arguments[node])
-            elif node.op == "call_function" and "val" not in node.meta:
-                args, kwargs = mapped((node.args, dict(node.kwargs)), fake)
-                node.meta["val"] = node.target(*args, **kwargs)
-    return mode
-
-
-def _alike(value: Any) -> Any:
-    """Return a tensor of the same kind in memory of its own."""
-    if not isinstance(value, Tensor):
-        return value
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
-
-
-def mapped(part: Any, function: Callable[[Any], Any]) -> Any:
-    """Apply the function to every leaf of lists, tuples, dictionaries and slices."""
-    if isinstance(part, (list, tuple)):
-        return type(part)([mapped(one, function) for one in part])
-    if isinstance(part, dict):
-        return {name: mapped(one, function) for name, one in part.items()}
-    if isinstance(part, slice):
-        return slice(*(mapped(one, function) for one in (part.start, part.stop, part.step)))
-    return function(part)
-
-
-def _kind(value: Any) -> Any:
-    """Return what must agree for two tensors to be exchanged in compiled code."""
-    if isinstance(value, Tensor):
-        shape, strides = map(expression_of, value.shape), map(expression_of, value.stride())
-        return tuple(shape), tuple(strides), value.dtype, value.device
-    return tuple(map(_kind, value)) if isinstance(value, (list, tuple)) else repr(value)
+    results = FakeResults(fake_mode() if given is None else given.fake_mode)
+    for node in graph.nodes:
+        if node in arguments:
+            node.meta["val"] = results.like(arguments[node])
+        elif node.op == "call_function" and "val" not in node.meta:
+            results.fill(node)
+    return results.mode
 
 
 def _size(value: Any) -> int:
@@ -450,7 +411,7 @@ def _labels(nodes: Sequence[fx.Node]) -> list[int]:
             (node.args, node.kwargs),
             lambda part: f"<{part.op}>" if isinstance(part, fx.Node) else part,
         )
-        label = (node.target, fixed(arguments), _kind(node.meta["val"]))
+        label = (node.target, fixed(arguments), kind_of(node.meta["val"]))
         labels.append(known.setdefault(label, len(known)))
     return labels
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from wholebatch.compile.fake_results import FakeResults
 from wholebatch.compile.fused_weight_grad import add_product
 from wholebatch.compile.fusion import VIEWS, cast_to, is_view, readers_of, same_shape
 from wholebatch.compile.gradient_buffers import ALIGNED
@@ -61,6 +62,12 @@ class SharedInputs:
     def join(self) -> int:
         """Join what can be joined; return the number of products saved in the forward."""
         groups = [run for layers in self._by_input() for run in _runs(layers)]
+        if not groups:
+            return 0
+        self._results = FakeResults(groups[0][0].weight.cast.meta["val"].fake_mode)
+        self._last_input = self._graph.find_nodes(op="placeholder")[-1]
+        additions = self._graph.find_nodes(op="call_function", target=add_product())
+        self._backward = additions[0] if additions else None  # Here it begins.
         used: dict[fx.Node | None, list[tuple[fx.Node, ...]]] = {}
         for run in groups:
             for layer in run:
@@ -98,11 +105,11 @@ class SharedInputs:
         """Return the input of the graph that holds the rows of all these inputs."""
         key = tuple(parts)
         if key not in self.joined:
-            last = self._graph.find_nodes(op="placeholder")[-1]
-            with self._graph.inserting_after(last):
+            with self._graph.inserting_after(self._last_input):
                 made = self._graph.placeholder("_and_".join(one.name for one in parts))
+            self._last_input = made
             if "val" in parts[0].meta:  # Buffers get theirs later.
-                made.meta["val"] = torch.cat([one.meta["val"] for one in parts])
+                made.meta["val"] = self._results.of(aten.cat.default, ([*parts],))
             self.joined[key] = made
         return self.joined[key]
 
@@ -122,14 +129,14 @@ class SharedInputs:
                 if is_kept and not all(kept):  # As a view, it would hold the others' memory too.
                     part = self._call(aten.clone.default, part)
                 one.product.replace_all_uses_with(part)
-                _refresh_views(part)
+                self._refresh_views(part)
         for one in run:
             self._graph.erase_node(one.product)
 
     def _is_kept(self, product: fx.Node) -> bool:
         """True if the backward reads this result of the forward."""
-        additions = self._graph.find_nodes(op="call_function", target=add_product())
-        return bool(additions) and any(one > additions[0] for one in readers_of(product))
+        start = self._backward
+        return start is not None and any(one > start for one in readers_of(product))
 
     def _bias(self, biases: list[Any]) -> fx.Node:
         if all(one in self._casts and _can_adjoin(one) for one in biases):
@@ -175,8 +182,15 @@ class SharedInputs:
 
     def _call(self, target: Any, *args: Any) -> fx.Node:
         node = self._graph.call_function(target, args)
-        _evaluate(node)
+        self._results.fill(node)
         return node
+
+    def _refresh_views(self, node: fx.Node) -> None:
+        """Compute the values of the views of a node again, since its strides have changed."""
+        for user in node.users:
+            if is_view(user):
+                self._results.fill(user)
+                self._refresh_views(user)
 
 
 def _casts(run: Sequence[_Layer]) -> tuple[fx.Node, ...]:
@@ -253,16 +267,3 @@ def _is_summed(addend: fx.Node) -> bool:
         one.dtype is values[0].dtype and same_shape(one.shape, values[0].shape) for one in values
     )
 
-
-def _refresh_views(node: fx.Node) -> None:
-    """Evaluate the views of a node again, since its strides have changed."""
-    for user in node.users:
-        if is_view(user):
-            _evaluate(user)
-            _refresh_views(user)
-
-
-def _evaluate(node: fx.Node) -> None:
-    """Give the node a fake value."""
-    args = fx.node.map_arg(node.args, lambda one: one.meta["val"])
-    node.meta["val"] = node.target(*args)  # type: ignore[operator]

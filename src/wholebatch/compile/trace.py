@@ -13,6 +13,7 @@ import logging
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -231,11 +232,22 @@ class _MicroStep:
 
         tensors = dict(zip(self.state.trained, leaves, strict=True)) | held
         named = {f"model.{place}": tensors[name] for place, name in _places(self.model)}
-        with traceable_calls(), self.repeated.as_generator(), _EveryOperation(self):
+        with traceable_calls(), self.repeated.as_generator():
             made: list[Tensor] = torch.func.functional_call(
                 _Within(self.model), named, (run,), tie_weights=False
             )
         return made
+
+    def may_answer(self, func: Any) -> bool:
+        """True if the trace may record another thing than this operation."""
+        return _is_special(func)
+
+    def answer(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return what the trace records in place of this operation, or NotImplemented."""
+        answer = grouped(func, args, kwargs)
+        if answer is NotImplemented:
+            answer = self.repeated.answer(func, args, kwargs)
+        return self.reads.answer(func, args) if answer is NotImplemented else answer
 
     def _forward(self, micro: Any, held: dict[str, Tensor]) -> list[Term]:
         with torch.enable_grad(), self.precision.forward():
@@ -273,8 +285,17 @@ class _MicroStep:
         ]
 
 
+@cache
+def _is_special(func: Any) -> bool:
+    """True for grouped products, random draws and reads of values."""
+    name = getattr(func, "__name__", "")
+    if name in ("_grouped_mm.default", "_local_scalar_dense.default"):
+        return True
+    return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+
+
 class _EveryOperation(TorchDispatchMode):
-    """Sees every operation that is traced. One mode for all purposes: each costs 10 µs a call."""
+    """Sees every operation that runs on fake tensors."""
 
     def __init__(self, step: _MicroStep) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -288,11 +309,7 @@ class _EveryOperation(TorchDispatchMode):
         if func is _DEVICE and (device := getattr(args[0], "fake_device", None)) is not None:
             return device  # Two of three calls: autograd asks for the device of every tensor.
         kwargs = kwargs or {}
-        answer = grouped(func, args, kwargs)
-        if answer is NotImplemented:
-            answer = self._step.repeated.answer(func, args, kwargs)
-        if answer is NotImplemented:
-            answer = self._step.reads.answer(func, args)
+        answer = self._step.answer(func, args, kwargs)
         return func(*args, **kwargs) if answer is NotImplemented else answer
 
 
@@ -365,7 +382,7 @@ def _recorded(step: _MicroStep, flat: list[Tensor]) -> tuple[_MicroStep, fx.Grap
     known = step.form
     try:
         with ForwardState(step.model), only_reads(step.model, step.loss), torch.no_grad():
-            graph = recorded(step, flat, step.model.buffers())
+            graph = recorded(step, flat, step.model.buffers(), step)
     except Exception as problem:  # Whatever it is, the run on fake tensors says what it means.
         if known is None:
             raise
@@ -390,11 +407,15 @@ def _written_down(step: _MicroStep, flat: list[Tensor]) -> fx.GraphModule:
     from torch._dispatch.python import enable_python_dispatcher
     from torch.fx.experimental.proxy_tensor import make_fx
 
+    def watched(*flat: Tensor) -> list[Tensor]:
+        with _EveryOperation(step):
+            return step(*flat)
+
     try:
         with only_reads(step.model, step.loss), enable_python_dispatcher(), torch.no_grad():
-            graph = make_fx(step, tracing_mode="fake", _allow_non_fake_inputs=True, **_NO_NAMES)(
-                *flat
-            )
+            graph = make_fx(
+                watched, tracing_mode="fake", _allow_non_fake_inputs=True, **_NO_NAMES
+            )(*flat)
     except (CannotTrace, torch.OutOfMemoryError):
         raise
     # A model's own code may raise anything when it meets fake tensors.

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, fx
 from torch.utils._python_dispatch import _disable_current_modes
 
+from wholebatch.compile.fusion import drop_unused
+
 aten = torch.ops.aten
 
 SMALL = 16
@@ -51,7 +53,7 @@ class ValueReads:
 
     def drop_from(self, graph: fx.Graph) -> None:
         """Remove what was computed for the answers alone, random numbers included."""
-        graph.eliminate_dead_code()
+        drop_unused(graph)
         for node in reversed(graph.nodes):
             if node.name in self.settled and not node.users and node.op == "call_function":
                 graph.erase_node(node)

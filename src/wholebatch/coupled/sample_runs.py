@@ -6,6 +6,7 @@ its gradient a few numbers are kept. `Tolerance` tells rounding from another los
 
 from __future__ import annotations
 
+import gc
 import math
 import sys
 import warnings
@@ -145,7 +146,7 @@ class FirstSamples:
         if "torch._dynamo" in sys.modules:  # the look is not to make modules compile again
             eagerly = torch.compiler.set_stance("force_eager")
         try:
-            with warnings.catch_warnings(), eagerly, self._fixed, self.called, torch.enable_grad():
+            with warnings.catch_warnings(), eagerly, self._fixed, torch.enable_grad():
                 warnings.simplefilter("ignore")
                 yield
         finally:
@@ -168,11 +169,12 @@ class FirstSamples:
         run = None
         if not any(map(_is_dropout, self.model.modules())):
             self.restore()
-            run = self._run(range(self.count), backward=self.graph)
+            with self.called:
+                run = self._run(range(self.count), backward=self.graph)
             self._draws_nothing = self.start.draws_same(run.after, host=False)
         if run is None or not self._draws_nothing:
             self.restore()
-            with self.draws.recording():
+            with self.called, self.draws.recording():
                 run = self._run(range(self.count), backward=self.graph)
         self.tolerance = Tolerance.of(self, run)
         return run
@@ -213,7 +215,8 @@ class FirstSamples:
     ) -> SampleRun:
         # Copies, so that a function that changes its batch in place does not change the user's.
         batch = self.layout.take([self._order[row] for row in rows])
-        with nullcontext() if self.graph else saved_tensors_hooks(lambda _: None, _refuse_backward):
+        # Of a saved tensor, its id is kept: a function of C, since every operation calls it.
+        with nullcontext() if self.graph else saved_tensors_hooks(id, _refuse_backward):
             result = self.run(batch)
             made = _output_terms(result, start) if self.reads_outputs else _loss_terms(result)
         del result
@@ -225,6 +228,7 @@ class FirstSamples:
         if backward and totals and self.parameters:
             digests = self._digests(totals, scale)
         del made, totals
+        gc.collect(0)  # What a forward leaves in cycles; the look pauses the collector.
         return SampleRun(terms, digests, ForwardState(self.model, results=True))
 
     def _digests(self, totals: Mapping[str, Tensor], scale: float) -> Tensor:
@@ -333,10 +337,12 @@ def weight_norms(model: nn.Module) -> dict[nn.Parameter, float]:
     """Return the norm of every parameter, to see whether a forward changes it."""
     found = [p for p in model.parameters() if _is_plain(p)]
     norms = torch._foreach_norm([p.detach() for p in found]) if found else []
+    if len({(norm.dtype, norm.device) for norm in norms}) == 1:
+        norms = torch.stack(list(norms)).tolist()  # One copy to the host, not one for each.
     return {parameter: float(norm) for parameter, norm in zip(found, norms, strict=True)}
 
 
-def _refuse_backward(nothing: None) -> Tensor:
+def _refuse_backward(_: int) -> Tensor:
     raise OwnBackward
 
 
