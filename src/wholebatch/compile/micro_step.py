@@ -366,38 +366,41 @@ class Executor:
             if self._device.type == "cuda" and self._workers is None:
                 start_compiler(with_processes=True)
 
-    def expect_load(self) -> None:
-        """Import the compiler beside the first micro-step: another process has left its graph."""
-        if self._device.type == "cuda" and self._plan.compiles and not self._plan.auto:
-            start_compiler(with_processes=False)
+    def look_ahead(self, micro: Any, *, known: bool) -> None:
+        """Find or make the graph of the first micro-batch before the first test of the model.
 
-    def compile_ahead(self, micro: Any) -> None:
-        """Have the graph of the first micro-batch compiled beside the first test of the model.
-
-        Both take seconds. What cannot be done here is tried again, and explained, in the first
-        micro-step.
+        `known`: another process has left the outcome of that test, and probably its graph: the
+        compiler is imported beside the first micro-step. Otherwise the graph is compiled beside the
+        test. What cannot be done here is tried again, and explained, in the first micro-step.
         """
-        starts = self._workers is not None and self._window.store.in_grad
-        if self._plan.auto or self._plan.eager or not starts or self._precision.name == "fp8":
+        if self._plan.eager or self._steps or self._coming or self._window.open is not None:
             return
-        if self._steps or self._coming or self._window.open is not None or self._is_tight():
+        if self._precision.name == "fp8" or not self._window.store.in_grad:
             return
         try:
             inputs = take_apart(self._copies(micro))
-            self._reserve()
             self._look_at_parameters()
             state = State.of(self._model, self._parameters)
             entry = self._entry(inputs.key, state)
-            if entry is not None and entry.exists():
-                return
-            traced = self._trace(inputs, None, state)
-            if not traced.random:
-                if not self._gradients.parameters:
-                    self._make_buffers(state)
-                self._send(self._made_of(traced, state, inputs, compiled=True), inputs)
-                self._traced[inputs.key] = traced
+            if known:
+                if self._device.type == "cuda" and self._plan.compiles and not self._plan.auto:
+                    start_compiler(with_processes=False)
+            elif entry is None or not entry.exists():
+                self._compile_ahead(inputs, state)
         except Exception as problem:  # The model's own code may raise anything.
-            self.notes.tell(f"not compiled ahead: {reason_of(problem)}")
+            self.notes.tell(f"no graph before the first micro-step: {reason_of(problem)}")
+
+    def _compile_ahead(self, inputs: Inputs, state: State) -> None:
+        """Trace the graph of the first micro-batch, and have it compiled."""
+        if self._plan.auto or self._workers is None or self._is_tight():
+            return
+        self._reserve()
+        traced = self._trace(inputs, None, state)
+        if not traced.random:
+            if not self._gradients.parameters:
+                self._make_buffers(state)
+            self._send(self._made_of(traced, state, inputs, compiled=True), inputs)
+            self._traced[inputs.key] = traced
 
     def _is_tight(self) -> bool:
         """True if the first test of the model could lack the memory of the gradients."""

@@ -175,17 +175,16 @@ class Runner:
 
         def known_to_add_up(samples: Layout | None, size: int | None) -> bool:
             nonlocal entry
-            if samples is not None and not (self.executor.is_eager or encodes):
-                few = samples.take(list(range(min(SAMPLES, samples.size))))
-                sizes = (samples.size, size)
-                options = (self._device, self._precision.name, *sizes, self._tensor_norms())
-                entry = entry_of("look", self._root, function, *options, batch=few)
-            if entry is None or not entry.exists():
-                if self._drop is None and self.policy is None:
-                    self.executor.compile_ahead(micros[0])
+            if samples is None or self.executor.is_eager or encodes:
                 return False
-            self.executor.expect_load()
-            return True
+            few = samples.take(list(range(min(SAMPLES, samples.size))))
+            sizes = (samples.size, size)
+            options = (self._device, self._precision.name, *sizes, self._tensor_norms())
+            entry = entry_of("look", self._root, function, *options, batch=few)
+            known = entry is not None and entry.exists()
+            if self._drop is None and self.policy is None and function is self._loss:
+                self.executor.look_ahead(micros[0], known=known)
+            return known
 
         how: dict[str, Any] = {**layout, "outputs": encodes, "name": name}
         adds_up = guard.look(run, batch, micros, **how, known_to_add_up=known_to_add_up)
