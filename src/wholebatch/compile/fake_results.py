@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from wholebatch.compile.fusion import expression_of, fixed
+from wholebatch.compile.fusion import expression_of
 
 
 class FakeResults:
@@ -22,35 +22,48 @@ class FakeResults:
     def __init__(self, mode: Any) -> None:
         self.mode = mode
         self._fakes: dict[Any, Tensor] = {}
+        self._own: set[int] = set()
         self._known: dict[Any, Any] = {}
 
     def like(self, value: Any) -> Any:
         """Return the one fake tensor of the kind of this tensor, and another value as it is."""
-        if not isinstance(value, Tensor):
+        if id(value) in self._own or not isinstance(value, Tensor):
             return value
         kind = kind_of(value)
         if kind not in self._fakes:
+            shape, strides, dtype, device = value.shape, value.stride(), value.dtype, value.device
             with self.mode:
-                self._fakes[kind] = torch.empty_strided(
-                    value.shape, value.stride(), dtype=value.dtype, device=value.device
-                )
+                made = torch.empty_strided(shape, strides, dtype=dtype, device=device)
+            self._fakes[kind] = made
+            self._own.add(id(made))
         return self._fakes[kind]
 
     def of(self, target: Any, args: Any, kwargs: Mapping[str, Any] | None = None) -> Any:
         """Return the result of this operation on nodes that have their values."""
-
-        def fake(part: Any) -> Any:
-            return mapped(part.meta["val"], self.like) if isinstance(part, fx.Node) else part
-
-        def mark(part: Any) -> Any:
-            return ("kind", id(part)) if isinstance(part, Tensor) else part
-
-        given = mapped((args, dict(kwargs or {})), fake)
-        key = target, fixed(mapped(given, mark))
-        if key not in self._known:
+        key: list[Any] = [id(target)]
+        given = self._given((args, dict(kwargs or {})), key)
+        alike = tuple(key)
+        if alike not in self._known:
             with self.mode, torch.no_grad():
-                self._known[key] = mapped(target(*given[0], **given[1]), self.like)
-        return self._known[key]
+                self._known[alike] = mapped(target(*given[0], **given[1]), self.like)
+        return self._known[alike]
+
+    def _given(self, part: Any, key: list[Any]) -> Any:
+        """Return arguments with fakes for nodes; add to the key what the result depends on."""
+        if isinstance(part, fx.Node):
+            part = mapped(part.meta["val"], self.like)
+        if isinstance(part, Tensor):
+            key.append(id(part))
+            return part
+        key.append(type(part))  # It tells 1 from 1.0 and True.
+        if isinstance(part, (list, tuple)):
+            key.append(len(part))
+            return type(part)([self._given(one, key) for one in part])
+        if isinstance(part, dict):
+            key.extend(part)
+            return {name: self._given(one, key) for name, one in part.items()}
+        key.append(repr(part))
+        return part
 
     def fill(self, node: fx.Node) -> None:
         """Give the node its value."""

@@ -96,42 +96,33 @@ def expression_of(size: Any) -> Any:
     return size.node.expr if isinstance(size, (torch.SymInt, torch.SymFloat)) else size
 
 
-def is_view(node: fx.Node) -> bool:
+def _by_target(about: Callable[[Any], bool]) -> Callable[[fx.Node], bool]:
+    """Answer for the operation of a node, and ask torch once for each: to ask is slow."""
+    known = cache(about)
+    return wraps(about)(lambda node: known(node.target))
+
+
+@_by_target
+def is_view(target: Any) -> bool:
     """True if the result lies in the memory of an argument, and nothing is written."""
-    return _makes_view(node.target)
-
-
-def is_cheap(node: fx.Node) -> bool:
-    """True if a compiler computes it within the kernel that needs it."""
-    return _makes_cheaply(node.target)
-
-
-def is_external(node: fx.Node) -> bool:
-    """True if it is a kernel of a library."""
-    return _is_of_library(node.target)
-
-
-# To ask torch for the properties of an operation is slow, and a graph asks for them often.
-
-
-@cache
-def _makes_view(target: Any) -> bool:
     if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
         return False
     return target is aten._unsafe_view.default or target.is_view
 
 
-@cache
-def _makes_cheaply(target: Any) -> bool:
+@_by_target
+def is_cheap(target: Any) -> bool:
+    """True if a compiler computes it within the kernel that needs it."""
     if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
         return False
     if torch.Tag.nondeterministic_seeded in target.tags:
         return False
-    return torch.Tag.pointwise in target.tags or target in _CHEAP or _makes_view(target)
+    return torch.Tag.pointwise in target.tags or target in _CHEAP or target.is_view
 
 
-@cache
-def _is_of_library(target: Any) -> bool:
+@_by_target
+def is_external(target: Any) -> bool:
+    """True if it is a kernel of a library."""
     if not isinstance(target, torch._ops.OpOverload):
         return False
     return (
@@ -139,17 +130,6 @@ def _is_of_library(target: Any) -> bool:
         or target.namespace not in ("aten", "prims")
         or "attention" in target.name()
         or "convolution" in target.name()
-    )
-
-
-@cache
-def _written_arguments(target: Any) -> tuple[tuple[int, str], ...]:
-    """Return the place and the name of each argument that this operation writes."""
-    if not isinstance(target, torch._ops.OpOverload):
-        return ()
-    arguments = enumerate(target._schema.arguments)
-    return tuple(
-        (place, one.name) for place, one in arguments if one.alias_info and one.alias_info.is_write
     )
 
 
@@ -163,19 +143,24 @@ def readers_of(node: fx.Node) -> Iterator[fx.Node]:
                 yield user
 
 
+@cache
+def _written(target: Any) -> list[tuple[int, str]]:
+    """Return the place and the name of each argument that this operation writes."""
+    schema = getattr(target, "_schema", None)
+    arguments = enumerate(() if schema is None else schema.arguments)
+    return [(at, a.name) for at, a in arguments if a.alias_info and a.alias_info.is_write]
+
+
 def written_by(node: fx.Node) -> Iterator[fx.Node]:
     """Yield the nodes whose memory this operation writes."""
-    for place, name in _written_arguments(node.target):
+    for place, name in _written(node.target):
         given = node.args[place] if place < len(node.args) else None
         given = node.kwargs.get(name, given)
         yield from (one for one in _leaves(given) if isinstance(one, fx.Node))
 
 
 def drop_unused(graph: fx.Graph) -> None:
-    """Remove the operations whose results nothing reads, and that change nothing else.
-
-    torch's own pass would also check the whole graph, and asks for the effects of every operation.
-    """
+    """Remove operations without effects whose results nothing reads; torch's pass is slower."""
     for node in reversed(graph.nodes):
         if not node.users and not node.is_impure():
             graph.erase_node(node)

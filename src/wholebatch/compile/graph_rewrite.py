@@ -183,7 +183,7 @@ def _copied_into(graph: fx.Graph, source: fx.Graph) -> list[Any]:
         if node.op == "output":
             break
         if node.target is aten.detach.default:
-            made[node] = made[node.args[0]]  # type: ignore[index]
+            made[node] = made[node.args[0]]
         else:
             made[node] = graph.node_copy(node, made.__getitem__)
     results = fx.node.map_arg(source.output_node().args[0], made.__getitem__)

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from threading import get_ident
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -32,7 +32,7 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from wholebatch.compile.fake_results import FakeResults
+from wholebatch.compile.fake_results import FakeResults, mapped
 from wholebatch.compile.fusion import OURS, written_by
 from wholebatch.compile.patched_calls import replaced
 from wholebatch.compile.value_reads import NODE, SMALL
@@ -48,33 +48,23 @@ class NotRecorded(Exception):
     """Raised where a real run might hide something from the recording."""
 
 
-class Answers(Protocol):
-    """Other things to do in place of some operations."""
-
-    def may_answer(self, func: Any) -> bool:
-        """True if the answer to this operation may be another one than its own."""
-
-    def answer(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Return the result of an operation; NotImplemented if it is to run as it is."""
-
-
 def recorded(
     step: Callable[..., Sequence[Tensor]],
     flat: Sequence[Tensor],
     buffers: Iterable[Tensor] = (),
-    answers: Answers | None = None,
+    answer: Callable[..., Any] | None = None,
 ) -> fx.GraphModule:
     """Run the step on these tensors; return its operations as a graph of its arguments.
 
-    Only `buffers` among the tensors may be written into: the caller puts them back. `answers` may
-    do another thing in place of an operation.
+    Only `buffers` among the tensors may be written into: the caller puts them back.
+    `answer(func, args, kwargs)` may do another thing than a special operation.
     """
     with torch.no_grad(), _disable_current_modes():
         given = [tensor.detach() for tensor in flat]  # Each is one of its own, and not the user's.
     from torch.fx.experimental.proxy_tensor import disable_autocast_cache
 
     kept = {id(buffer) for buffer in buffers}
-    recorder = _Recorder(given, [one for one in flat if id(one) not in kept], answers)
+    recorder = _Recorder(given, [one for one in flat if id(one) not in kept], answer)
     with (
         disable_autocast_cache(),  # A weight that is used twice is cast, and summed, twice.
         torch.autograd.set_multithreading_enabled(False),  # One thread sees the backward too.
@@ -103,7 +93,7 @@ class _Recorder(TorchDispatchMode):
     """
 
     def __init__(
-        self, given: Sequence[Tensor], read_only: Sequence[Tensor], answers: Answers | None
+        self, given: Sequence[Tensor], read_only: Sequence[Tensor], answer: Any = None
     ) -> None:
         from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -111,12 +101,11 @@ class _Recorder(TorchDispatchMode):
         self.inside = False
         """True while an operation runs."""
         self.foreign: str | None = None
-        self._answers = answers
+        self._answer = answer
         self._read_only = {one.untyped_storage().data_ptr() for one in read_only} - {0}
         self._root = nn.Module()
         self._graph = fx.Graph()
         self._fakes = FakeResults(FakeTensorMode())
-        self._known: dict[Any, Any] = {}
         for number, tensor in enumerate(given):
             node = self._graph.placeholder(f"input_{number}")
             self._mark(tensor, node, self._fakes.like(tensor))
@@ -140,23 +129,16 @@ class _Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         watch = sys.getprofile()
         sys.setprofile(None)
+        answer, made = self._answer, NotImplemented
         try:
-            answer = self._answer(func, args, kwargs)
-            return self._run(func, args, kwargs) if answer is NotImplemented else answer
+            if answer is not None and _is_special(func):
+                self._answer = None  # The operations of the answer are recorded as they are.
+                with self:
+                    made = answer(func, args, kwargs)
+            return self._run(func, args, kwargs) if made is NotImplemented else made
         finally:
-            self.inside = False
+            self._answer, self.inside = answer, False
             sys.setprofile(watch)
-
-    def _answer(self, func: Any, args: Any, kwargs: Any) -> Any:
-        answers = self._answers
-        if answers is None or not answers.may_answer(func):
-            return NotImplemented
-        self._answers = None  # The operations of the answer itself are recorded as they are.
-        try:
-            with self:
-                return answers.answer(func, args, kwargs)
-        finally:
-            self._answers = answers
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         if not _is_plain(func):
@@ -164,33 +146,18 @@ class _Recorder(TorchDispatchMode):
         self.inside = True
         if func is aten.lift_fresh.default:
             self._literal(args[0])
-        args, kwargs = _without_nothing(func, args, kwargs)
-        key = [id(func)]
-        nodes = self._read(args, key), self._read(kwargs, key)
-        alike = tuple(key)
+        if optional := _optional_tensors(func):  # Autograd gives None, where Python gives nothing.
+            kwargs = {k: one for k, one in kwargs.items() if one is not None or k not in optional}
+        nodes = mapped((args, kwargs), self._node)
         if func._schema.is_mutable:
             self._refuse_write(func._schema.arguments, args, kwargs)
-        if alike not in self._known:
-            self._known[alike] = self._predicted(func, *nodes)
+        try:
+            predicted = self._fakes.of(func, *nodes)
+        except Exception as problem:  # It has no fake result, or one that depends on values.
+            raise NotRecorded(str(func)) from problem
         results = func(*args, **kwargs)
-        self._note(self._graph.call_function(func, *nodes), results, self._known[alike])
+        self._note(self._graph.call_function(func, *nodes), results, predicted)
         return results
-
-    def _read(self, part: Any, key: list[Any]) -> Any:
-        """Return arguments with nodes for tensors; add to the key what its results depend on."""
-        if isinstance(part, Tensor):
-            node = self._node(part)
-            key.append(id(node.meta["val"]))  # There is one fake of each kind.
-            return node
-        key.append(type(part))  # It tells 1 from 1.0 and True.
-        if isinstance(part, (list, tuple)):
-            key.append(len(part))
-            return type(part)([self._read(one, key) for one in part])
-        if isinstance(part, dict):
-            key.extend(part)
-            return {name: self._read(one, key) for name, one in part.items()}
-        key.append(part)
-        return part
 
     def _refuse_write(self, arguments: Any, args: Any, kwargs: Any) -> None:
         given = dict(zip((one.name for one in arguments), args, strict=False)) | kwargs
@@ -199,13 +166,6 @@ class _Recorder(TorchDispatchMode):
                 for part in tree_leaves(given.get(one.name)):
                     if part is not None and part.untyped_storage().data_ptr() in self._read_only:
                         raise NotRecorded("it writes into a parameter or an input")
-
-    def _predicted(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Return the fake result of an operation on the nodes' fake values."""
-        try:
-            return self._fakes.of(func, args, kwargs)
-        except Exception as problem:  # It has no fake result, or one that depends on values.
-            raise NotRecorded(str(func)) from problem
 
     def _note(self, node: fx.Node, results: Any, values: Any) -> None:
         if isinstance(results, Tensor):
@@ -230,12 +190,13 @@ class _Recorder(TorchDispatchMode):
         elif NODE in vars(tensor):
             delattr(tensor, NODE)
 
-    def _node(self, tensor: Any) -> fx.Node:
-        node, root = vars(tensor).get(NODE, (None, None))
-        if node is None or root is not self._root:
+    def _node(self, part: Any) -> Any:
+        if not isinstance(part, Tensor):
+            return part
+        node, root = vars(part).get(NODE, (None, None))
+        if root is not self._root:
             raise NotRecorded("a tensor comes from elsewhere")
-        found: fx.Node = node
-        return found
+        return node
 
     def _literal(self, tensor: Tensor) -> None:
         """Make a small literal of the code a constant of the graph."""
@@ -251,24 +212,18 @@ def _is_plain(func: Any) -> bool:
     return func.namespace in OURS and torch.Tag.inplace_view not in func.tags
 
 
-def _without_nothing(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Leave out tensors that are not given: autograd gives None for them, and Python code nothing."""
-    optional = _optional_tensors(func)
-    if optional:
-        kwargs = {k: one for k, one in kwargs.items() if one is not None or k not in optional}
-        while args and args[-1] is None and func._schema.arguments[len(args) - 1].name in optional:
-            args = args[:-1]
-    return args, kwargs
+@cache
+def _is_special(func: Any) -> bool:
+    """True for grouped products, random draws and reads of values."""
+    special = func.__name__ in ("_grouped_mm.default", "_local_scalar_dense.default")
+    return special or torch.Tag.nondeterministic_seeded in func.tags
 
 
 @cache
-def _optional_tensors(func: Any) -> frozenset[str]:
+def _optional_tensors(func: Any) -> set[str]:
     """Return the names of the tensors that need not be given."""
-    return frozenset(
-        one.name
-        for one in func._schema.arguments
-        if one.has_default_value() and one.default_value is None and "Tensor" in str(one.type)
-    )
+    given = (one for one in func._schema.arguments if one.has_default_value())
+    return {one.name for one in given if str(one.type) == "Optional[Tensor]"}
 
 
 @contextmanager

@@ -405,13 +405,17 @@ def find_pieces(nodes: Sequence[fx.Node]) -> list[Part]:
 def _labels(nodes: Sequence[fx.Node]) -> list[int]:
     """Return a number for each node that is equal for operations of one kind."""
     known: dict[Any, int] = {}
+    kinds: dict[int, Any] = {}  # by the value, which many nodes share
     labels = []
     for node in nodes:
+        value = node.meta["val"]
+        if id(value) not in kinds:
+            kinds[id(value)] = kind_of(value)
         arguments = mapped(
             (node.args, node.kwargs),
             lambda part: f"<{part.op}>" if isinstance(part, fx.Node) else part,
         )
-        label = (node.target, fixed(arguments), kind_of(node.meta["val"]))
+        label = (node.target, fixed(arguments), kinds[id(value)])
         labels.append(known.setdefault(label, len(known)))
     return labels
 
@@ -452,9 +456,9 @@ def _best_run(labels: Sequence[int], start: int, end: int) -> _Run:
         began = start
         for at in range(start, end - period + 1):
             if at == end - period or labels[at] != labels[at + period]:
-                run = _Run(began, at + period, period)
-                if (run.saved, -run.period) > (best.saved, -best.period):
-                    best = run
+                if at - began >= period:  # It saves something.
+                    run = _Run(began, at + period, period)
+                    best = max(best, run, key=lambda one: (one.saved, -one.period))
                 began = at + 1
     return best
 

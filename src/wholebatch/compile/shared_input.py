@@ -266,4 +266,3 @@ def _is_summed(addend: fx.Node) -> bool:
     return len(values) == 3 and all(
         one.dtype is values[0].dtype and same_shape(one.shape, values[0].shape) for one in values
     )
-

@@ -13,7 +13,6 @@ import logging
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -238,10 +237,6 @@ class _MicroStep:
             )
         return made
 
-    def may_answer(self, func: Any) -> bool:
-        """True if the trace may record another thing than this operation."""
-        return _is_special(func)
-
     def answer(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Return what the trace records in place of this operation, or NotImplemented."""
         answer = grouped(func, args, kwargs)
@@ -283,15 +278,6 @@ class _MicroStep:
             *(extra.detach().clone() for extra in self.extras),
             *(gradient for gradient in gradients if gradient is not None),
         ]
-
-
-@cache
-def _is_special(func: Any) -> bool:
-    """True for grouped products, random draws and reads of values."""
-    name = getattr(func, "__name__", "")
-    if name in ("_grouped_mm.default", "_local_scalar_dense.default"):
-        return True
-    return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
 
 
 class _EveryOperation(TorchDispatchMode):
@@ -382,7 +368,7 @@ def _recorded(step: _MicroStep, flat: list[Tensor]) -> tuple[_MicroStep, fx.Grap
     known = step.form
     try:
         with ForwardState(step.model), only_reads(step.model, step.loss), torch.no_grad():
-            graph = recorded(step, flat, step.model.buffers(), step)
+            graph = recorded(step, flat, step.model.buffers(), step.answer)
     except Exception as problem:  # Whatever it is, the run on fake tensors says what it means.
         if known is None:
             raise
@@ -413,9 +399,9 @@ def _written_down(step: _MicroStep, flat: list[Tensor]) -> fx.GraphModule:
 
     try:
         with only_reads(step.model, step.loss), enable_python_dispatcher(), torch.no_grad():
-            graph = make_fx(
-                watched, tracing_mode="fake", _allow_non_fake_inputs=True, **_NO_NAMES
-            )(*flat)
+            graph = make_fx(watched, tracing_mode="fake", _allow_non_fake_inputs=True, **_NO_NAMES)(
+                *flat
+            )
     except (CannotTrace, torch.OutOfMemoryError):
         raise
     # A model's own code may raise anything when it meets fake tensors.

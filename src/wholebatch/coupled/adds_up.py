@@ -24,7 +24,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.utils.stateless import _reparametrize_module
 
-from wholebatch.compile.fusion import collection_paused
 from wholebatch.core.forward_state import Key
 from wholebatch.core.splitting.samples import Layout
 from wholebatch.coupled.causes import (
@@ -300,8 +299,7 @@ def check_adds_up(
     more = min(layout.size, SAMPLES, 3 * micro_batch)
     samples = partial(FirstSamples, model, run, layout, outputs=outputs, name=name)
     try:
-        with collection_paused():
-            return _Look(samples, _power_of_two(count), more).result()
+        return _Look(samples, _power_of_two(count), more).result()
     except Uncheckable as reason:
         _log.debug("the loss was not looked at: %s", reason)
         return LookResult(checked=False)

@@ -6,7 +6,6 @@ its gradient a few numbers are kept. `Tolerance` tells rounding from another los
 
 from __future__ import annotations
 
-import gc
 import math
 import sys
 import warnings
@@ -228,7 +227,6 @@ class FirstSamples:
         if backward and totals and self.parameters:
             digests = self._digests(totals, scale)
         del made, totals
-        gc.collect(0)  # What a forward leaves in cycles; the look pauses the collector.
         return SampleRun(terms, digests, ForwardState(self.model, results=True))
 
     def _digests(self, totals: Mapping[str, Tensor], scale: float) -> Tensor:
