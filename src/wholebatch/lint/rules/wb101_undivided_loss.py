@@ -18,7 +18,7 @@ from ..model.expressions import (
     text,
     walk,
 )
-from ..model.loss_origin import Chain
+from ..model.loss_origin import Chain, trace
 from ..model.window_boundary import iterated
 from .rule_base import RESCALED, Edit, Report, cleared_last, replaces_one, rule
 
@@ -69,8 +69,18 @@ def check(file: File) -> Iterator[Report]:
     for window in file.accumulating:
         if not _judged(window, file) or replaces_one(window) or cleared_last(window):
             continue
+        if any(map(file.facts.mentions, (RESCALED, _ELSEWHERE))):
+            continue
+        part = _undivided_term(window)
+        if part is not None:
+            yield Report(
+                part.node,
+                f"only a part of the loss is divided by `{window.count_name}`: the gradient of the "
+                f"other term is `{window.count_name}` times too large; divide the whole sum",
+            )
+            continue
         event = _first_undivided(window)
-        if event is not None and not any(map(file.facts.mentions, (RESCALED, _ELSEWHERE))):
+        if event is not None:
             yield Report(
                 event.node,
                 f"loss is not divided by `{window.count_name}`: gradients of the micro-batches add "
@@ -96,6 +106,28 @@ def _first_undivided(window: LoopWindow) -> Event | None:
         if certain and (not divided or _is_extra(event, window)):
             return event
     return None
+
+
+def _undivided_term(window: LoopWindow) -> Event | None:
+    """Return the backward of `loss / k + other`, where nothing divides the other term."""
+    for event in window.backwards:
+        for made in window.of("assign"):
+            total, name = made.argument, text(made.receiver or ast.Pass())
+            if not is_binary(total, ast.Add) or not re.search(rf"\b{name}\b", text(event.argument)):
+                continue
+            ways = [trace(side, made.env, window.resolver) for side in (total.left, total.right)]
+            divided = [[any(map(window.counts, c.divisors)) for c in way] for way in ways]
+            for (whole, other), way in ((divided, ways[1]), (divided[::-1], ways[0])):
+                plain = [c for c in way if not c.factors or c.weighted]
+                if all(whole) and not any(other) and plain and _is_made(plain[0]):
+                    return event
+    return None
+
+
+def _is_made(chain: Chain) -> bool:
+    """True if a term is computed here, not a number or what earlier micro-batches have left."""
+    call = chain.base_call
+    return call is not None and not is_accumulation_name(f"{text(call)} {' '.join(chain.factors)}")
 
 
 def _divided_by_less(chain: Chain, window: LoopWindow) -> bool:
