@@ -277,4 +277,4 @@ def _is_of_updates(limit: ast.expr, window: LoopWindow) -> bool:
     lengths = [text(length) for call in made for length in _lengths(call, window)]
     name = re.escape(last_part(limit) or text(limit))
     is_length = any(re.search(rf"\b{name}\b", length) for length in lengths)
-    return is_length or bool(_LIMIT_OF_UPDATES.search(text(limit)))
+    return is_length or any(map(_LIMIT_OF_UPDATES.search, spelled))
