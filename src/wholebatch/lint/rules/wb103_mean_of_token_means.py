@@ -38,7 +38,7 @@ _MASKED_DATA = re.compile(
 _MASKED_LABELS = re.compile(
     r"(?<![\w.])-100(?![\w.%:])|masked_lm_labels|Loss\(\)\.ignore_index|(label|target)s?\w*\[[^\]\n]*\]\s*=\s*-1\b"
     r"|label\w*['\"\]]*(\.(extend|append)\(|\s*=)[ (\[]*-1(\]?\s*[*)]| for\b)"
-    r"|\bpad\w*\s*=\s*-1\b|(label\w*\[[^\]\n]*\]|padding_value)\s*=\s*IGNORE_\w+"
+    r"|\bpad\w*\s*=\s*-1\b|(\w\[[^\]\n]*\]|padding_value)\s*=\s*IGNORE_\w+"
 )
 # A model that leaves out labels itself, not one whose page speaks of -100.
 _MASKS_ITSELF = re.compile(r"(full\w*\([^\n]*, |label\w*\[[^\n]*\] = |value=)-100\b")
@@ -77,6 +77,8 @@ _LOSSY = re.compile(r"loss|nll|\bce\b|entropy", re.I)
 _SELECTED = re.compile(
     r"mask|valid|tok|len(gth)?s?\b|\bne\(|\beq\(|[!=]=| > |pad|ignor|active|nonzero", re.I
 )
+# A sample of its own for each backward: its mean is the sample's, however many tokens it has.
+_ONE_SAMPLE = re.compile(r"(sample|example|item|response|completion|episode|traj\w*)$")
 # A check that the parts of a batch are equal.
 _WHOLE_PARTS = re.compile(r"(assert|if)\b[^\n]*batch_?size[^\n]*%")
 _MESSAGE = (
@@ -110,6 +112,8 @@ def check(file: File) -> Iterator[Report]:
     ):
         return
     for window in file.accumulating:
+        if _ONE_SAMPLE.search(dotted(window.loop.target or ast.Pass()) or ""):
+            continue
         for event, chain in window.chains:
             place = _masked_mean(chain, window, file)
             if place is not None:
