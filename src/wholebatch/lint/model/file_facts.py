@@ -46,7 +46,7 @@ _TOLD = {
     ast.ClassDef,
 }  # fmt: skip
 _USED = re.compile(r"(?<![\w.])(?:[a-z_]\w*\.)?(?:[a-z_]\w*(?=\()|[A-Z]\w+)\b")
-_DATA = re.compile(r"collat|dataset|loader", re.I)
+DATA = re.compile(r"collat|dataset|loader", re.I)
 _MAX_PARTS = 20
 _LEVELS = 4
 
@@ -152,7 +152,7 @@ class Facts:
     @cached_property
     def data_parts(self) -> list[str]:
         """Return the source of the imported loaders, datasets and collators, and what they use."""
-        calls = [c for c in self.calls if _DATA.search(last_part(c.func))]
+        calls = [c for c in self.calls if DATA.search(last_part(c.func))]
         handed = [k.value for c in calls for k in c.keywords if k.arg == "collate_fn"]
         calls += [ast.Call(collate, [], []) for collate in handed]
         return [part for call in calls for part in self.imported_parts(call)]

@@ -71,20 +71,19 @@ def check(file: File) -> Iterator[Report]:
             continue
         if any(map(file.facts.mentions, (RESCALED, _ELSEWHERE))):
             continue
-        part = _undivided_term(window)
+        part, name = _undivided_term(window), window.count_name
+        event = _first_undivided(window) if part is None else None
         if part is not None:
             yield Report(
                 part.node,
-                f"only a part of the loss is divided by `{window.count_name}`: the gradient of the "
-                f"other term is `{window.count_name}` times too large; divide the whole sum",
+                f"only a part of the loss is divided by `{name}`: the gradient of the other term "
+                f"is `{name}` times too large; divide the whole sum",
             )
-            continue
-        event = _first_undivided(window)
-        if event is not None:
+        elif event is not None:
             yield Report(
                 event.node,
-                f"loss is not divided by `{window.count_name}`: gradients of the micro-batches add "
-                f"up to `{window.count_name}` times the mean; divide it before the backward",
+                f"loss is not divided by `{name}`: gradients of the micro-batches add up to "
+                f"`{name}` times the mean; divide it before the backward",
                 *_fix(window, event),
             )
 
@@ -113,21 +112,17 @@ def _undivided_term(window: LoopWindow) -> Event | None:
     for event in window.backwards:
         for made in window.of("assign"):
             total, name = made.argument, text(made.receiver or ast.Pass())
-            if not is_binary(total, ast.Add) or not re.search(rf"\b{name}\b", text(event.argument)):
-                continue
-            ways = [trace(side, made.env, window.resolver) for side in (total.left, total.right)]
-            divided = [[any(map(window.counts, c.divisors)) for c in way] for way in ways]
-            for (whole, other), way in ((divided, ways[1]), (divided[::-1], ways[0])):
-                plain = [c for c in way if not c.factors or c.weighted]
-                if all(whole) and not any(other) and plain and _is_made(plain[0]):
-                    return event
+            if is_binary(total, ast.Add) and name in re.findall(r"[\w.]+", text(event.argument)):
+                sides = (total.left, total.right)
+                ways = [trace(side, made.env, window.resolver) for side in sides]
+                divided = [{any(map(window.counts, c.divisors)) for c in way} for way in ways]
+                if {True} in divided and {False} in divided:
+                    # Not a number, what earlier micro-batches have left, or scaled otherwise.
+                    other = ways[divided.index({False})][0]
+                    spelled = f"{text(other.base_call or total)} {other.factors}"
+                    if other.base_call is not None and not is_accumulation_name(spelled):
+                        return event
     return None
-
-
-def _is_made(chain: Chain) -> bool:
-    """True if a term is computed here, not a number or what earlier micro-batches have left."""
-    call = chain.base_call
-    return call is not None and not is_accumulation_name(f"{text(call)} {' '.join(chain.factors)}")
 
 
 def _divided_by_less(chain: Chain, window: LoopWindow) -> bool:

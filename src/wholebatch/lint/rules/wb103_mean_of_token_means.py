@@ -20,7 +20,7 @@ from ..model.expressions import (
     text,
     walk,
 )
-from ..model.file_facts import flat_env
+from ..model.file_facts import DATA, flat_env
 from ..model.loop_windows import unmoved
 from ..model.loss_origin import Chain, Divisor, counted, is_whole_sum
 from ..model.window_boundary import iterated
@@ -62,7 +62,6 @@ _FIXED_NUMBER = re.compile(r"randperm\([^\n]*\)\[: *\w+\]")
 _JAX_BY_HAND = re.compile(
     r"^(?:import|from) jax\b(?s:.*)lambda [\w, ]+: [^\n]*/ *(?:float\()?[\w.]*(?:ac+um|micro)", re.M
 )
-_COLLATES = re.compile(r"collat|dataset|loader", re.I)
 _LABELS = re.compile(r"mask|label|batch|token|encode", re.I)
 # A label of -100 that is made, not one that is only asked for.
 _MAKES_IGNORED = re.compile(
@@ -238,7 +237,7 @@ def _none_ignored(file: File) -> bool:
     """True if the data are made here or in an imported module, and nowhere with a label of -100."""
     facts = file.facts
     own = {c.node.name for c in facts.classes} | {f.name for f in facts.every_function}
-    seen = bool(facts.data_parts) or any(map(_COLLATES.search, own & facts.called))
+    seen = bool(facts.data_parts) or any(map(DATA.search, own & facts.called))
     seen = seen or any("Dataset" in base for c in facts.classes for base in c.bases)
     masks = [found.text for _, found in facts.helpers(_LABELS)]
     made = any(map(_MAKES_IGNORED.search, (facts.source, *facts.data_parts, *masks)))

@@ -83,7 +83,9 @@ def _late_flag(window: LoopWindow) -> Event | None:
     for flag in window.of("ddp_flag"):
         # Only forwards of the same model count, and none may follow the flag.
         model = flag.receiver_text
-        forwards = [f for f in window.of("forward") if f"{f.receiver_text}.".startswith(f"{model}.")]
+        forwards = [
+            f for f in window.of("forward") if f"{f.receiver_text}.".startswith(f"{model}.")
+        ]
         is_late = bool(forwards) and all(f.order < flag.order for f in forwards)
         if is_late and any(b.order > flag.order for b in window.backwards):
             return flag

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from ..model import File
-from ..model.expressions import children, dotted, is_call, last_part, text, walk
+from ..model.expressions import children, dotted, is_call, last_part, text
 from .rule_base import Report, framework_accumulates, rule
 
 _FAMILIES = (
@@ -21,8 +21,7 @@ _SEGMENTERS = {"Unet", "UnetPlusPlus", "FPN", "DeepLabV3", "DeepLabV3Plus", "Lin
 _KERAS_ACCUMULATES = re.compile(r"optimizers\.\w+\([^)]*gradient_accumulation_steps\s*=")
 _TAPE = re.compile(r"GradientTape")
 _ADDS_GRADIENTS = re.compile(r"\.\w*ac+um\w*\(\w*grad", re.I)
-_FACTORY = re.compile(r"(create|get|build|make|load)_(\w+_)?(model|network)$")  # Any, by its name.
-_ASKS = re.compile(r"sync|bn\b|norm", re.I)
+_FACTORY = re.compile(r"(create|get|build|make|load)_(\w+_)?model$")  # Any model, by its name.
 _CHOICE = re.compile(r"\n\s+if [^\n]*(type|name|arch|model)\b[^\n]*==")
 _FROZEN = re.compile(
     r"FrozenBatchNorm|freeze_?bn|freeze_batch_?norm|bn_?eval|BatchNorm\w*\)?:?\s*\n?\s*\w+\.eval\(\)"
@@ -69,7 +68,7 @@ def _batchnorm(call: ast.expr, file: File) -> str:
         return "`BatchNormalization`"
     if name in _LAYERS:
         return f"`{name}`"
-    if name == "convert_sync_batchnorm" and not _is_optional(call, file):
+    if name == "convert_sync_batchnorm" and not any(map(_FACTORY.match, file.facts.called)):
         return "the model's BatchNorm"
     model = _known_model(call, name, dotted(call.func) or "", file)
     is_model = not model and call in file.models
@@ -81,13 +80,6 @@ def _batchnorm(call: ast.expr, file: File) -> str:
     if not chosen and any(map(_always_built, parts)):
         model = name
     return f"`{model}` has BatchNorm, which" if model else ""
-
-
-def _is_optional(call: ast.Call, file: File) -> bool:
-    """True if a setting asks for the conversion, or the model can be any: it may have no layer."""
-    options = [n for n in walk(file.tree) if isinstance(n, ast.If) and _ASKS.search(text(n.test))]
-    asked = any(inner is call for option in options for inner in walk(option))
-    return asked or any(map(_FACTORY.search, file.facts.called))
 
 
 def _always_built(part: str) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from ..model import Event, File, LoopWindow
 from ..model.events import Env
 from ..model.expressions import (
+    children,
     dotted,
     is_accumulation_name,
     is_binary,
@@ -60,23 +61,18 @@ def _schedules(window: LoopWindow) -> Iterator[Report]:
     """Yield schedules, and optimizers that schedule themselves, that are as long as the loop."""
     if window.shape not in {"boundary", "accelerate"}:
         return
-    for call, env in [made for event in _per_update(window) for made in _made(event, window)]:
+    events = [e for e in window.of("sched") if window.when(e) == "boundary"]
+    if window.shape == "boundary":
+        events += stepped(window)
+    else:  # Accelerate steps what it has prepared with the optimizer, once per update.
+        events += [e for e in window.of("sched") if e not in events and prepared(e, window.facts)]
+    for call, env in [made for event in events for made in _made(event, window)]:
         if any(_counts_micro_batches(length, env, window) for length in _lengths(call, window)):
             yield Report(
                 call,
                 f"schedule is as long as the micro-batches but steps once every "
                 f"`{window.count_name}`: divide its length by it",
             )
-
-
-def _per_update(window: LoopWindow) -> list[Event]:
-    """Return the steps of schedules, and of optimizers, that happen once per update."""
-    events = [e for e in window.of("sched") if window.when(e) == "boundary"]
-    if window.shape == "boundary":
-        return events + stepped(window)
-    # Accelerate steps what it has prepared with the optimizer, once per update.
-    others = [e for e in window.of("sched") if e not in events]
-    return events + [e for e in others if prepared(e, window.facts)]
 
 
 def _made(event: Event, window: LoopWindow) -> list[tuple[ast.Call, Env]]:
@@ -92,19 +88,15 @@ def _made(event: Event, window: LoopWindow) -> list[tuple[ast.Call, Env]]:
     return [call for made, env in known for call in _calls(made, env)]
 
 
-def _calls(made: ast.expr, env: Env) -> Iterator[tuple[ast.Call, Env]]:
+def _calls(made: ast.AST, env: Env) -> Iterator[tuple[ast.Call, Env]]:
     """Yield the schedules of a list, those of which another is made, or the one schedule."""
-    if isinstance(made, ast.ListComp):
-        yield from _calls(made.elt, env)
-    elif isinstance(made, ast.List):
-        for part in made.elts:
+    several = isinstance(made, (ast.List, ast.ListComp, ast.keyword))
+    if several or is_call(made, "SequentialLR", "ChainedScheduler"):
+        for part in children(made):
             yield from _calls(part, env)
-    elif is_call(made, "SequentialLR", "ChainedScheduler"):
-        first = positional(made, 1) if is_call(made, "SequentialLR") else positional(made, 0)
-        yield from _calls(keyword(made, "schedulers") or first or ast.Constant(None), env)
     elif isinstance(made, ast.Call):
         yield made, env
-    elif dotted(made):
+    else:
         for definition in env.get(dotted(made) or "", ()):
             if isinstance(definition.expr, (ast.Call, ast.List)):
                 yield from _calls(definition.expr, definition.env)
@@ -267,14 +259,9 @@ def _is_compared(name: str, window: LoopWindow) -> bool:
 
 
 def _is_of_updates(limit: ast.expr, window: LoopWindow) -> bool:
-    """True if the file computes, names or uses a limit as a number of updates."""
+    """True if the file computes a limit as a number of updates, or its name says so."""
     spelled = _spellings(limit, window.loop.entry)
     if any(is_accumulation_name(s) or _has_count(s, window) for s in spelled):
         return True
-    if any(_LENGTH.search(s) or _PER_BATCH.search(s) for s in spelled):
-        return False
-    made = [call for event in _per_update(window) for call, _ in _made(event, window)]
-    lengths = [text(length) for call in made for length in _lengths(call, window)]
-    name = re.escape(last_part(limit) or text(limit))
-    is_length = any(re.search(rf"\b{name}\b", length) for length in lengths)
-    return is_length or any(map(_LIMIT_OF_UPDATES.search, spelled))
+    counted = any(_LENGTH.search(s) or _PER_BATCH.search(s) for s in spelled)
+    return not counted and any(map(_LIMIT_OF_UPDATES.search, spelled))
