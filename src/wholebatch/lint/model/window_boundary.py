@@ -363,7 +363,7 @@ class _LoopConditions:
 
     def _carried_start(self, init: tuple[Def, ...], depth: int = 0) -> tuple[int | None, bool]:
         # What a method may set meanwhile, as when it resumes a run, does not change a fresh one.
-        init = tuple(d for d in init if "." not in getattr(d.expr, "id", ""))
+        init = tuple(d for d in init if not re.fullmatch(r"self\.\w+", getattr(d.expr, "id", "")))
         if len(init) != 1 or depth > 6:
             return None, True
         resolved = self.resolver.resolve(init[0].expr, init[0].env)
