@@ -45,9 +45,7 @@ _TOLD = {
     ast.FunctionDef, ast.AsyncFunctionDef, ast.arg, ast.Assign, ast.ImportFrom, ast.Import,
     ast.ClassDef,
 }  # fmt: skip
-_USED = re.compile(
-    r"(?<![\w.])(?:[a-z_]\w*\.)?(?:[a-z_]\w*(?=\()|[A-Z]\w+)\b|(?<=collate_fn=)\w+"
-)
+_USED = re.compile(r"(?<![\w.])(?:[a-z_]\w*\.)?(?:[a-z_]\w*(?=\()|[A-Z]\w+)\b|(?<=collate_fn=)\w+")
 DATA = re.compile(r"collat|dataset|loader", re.I)
 _MAX_PARTS = 20
 _LEVELS = 4
