@@ -110,9 +110,10 @@ def _first_undivided(window: LoopWindow) -> Event | None:
 def _undivided_term(window: LoopWindow) -> Event | None:
     """Return the backward of `loss / k + other`, where nothing divides the other term."""
     for event in window.backwards:
+        shown = re.findall(r"[\w.]+", text(event.argument or ast.Pass()))
         for made in window.of("assign"):
             total, name = made.argument, text(made.receiver or ast.Pass())
-            if is_binary(total, ast.Add) and name in re.findall(r"[\w.]+", text(event.argument)):
+            if is_binary(total, ast.Add) and name in shown:
                 sides = (total.left, total.right)
                 ways = [trace(side, made.env, window.resolver) for side in sides]
                 divided = [{any(map(window.counts, c.divisors)) for c in way} for way in ways]
