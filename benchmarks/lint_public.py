@@ -50,7 +50,7 @@ def labelled() -> Iterator[Labelled]:
         named = _SET.search(line)
         later = named.group(1) if named else later
         if line and not line.startswith("#"):
-            repository, _, path, *codes = line.split()
+            repository, _, path, *codes = re.sub(r":\d+", "", line).split()  # WB103:148
             added = {c[1:] for c in codes if c.startswith("+")}
             removed = {c[1:] for c in codes if c.startswith("-")}
             first = {c for c in codes if c.startswith("WB")} | removed

@@ -635,7 +635,8 @@ COUNTER = """
 @pytest.mark.parametrize(
     ("limit", "found"),
     [
-        ("args.max_steps", True),
+        ("args.max_steps", False),
+        ("args.max_train_steps", True),
         ("len(loader) // args.accum * args.epochs", True),
         ("args.samples // (args.batch_size * args.ranks) * args.epochs", False),
     ],
@@ -706,7 +707,7 @@ ENGINE = """
         settings = {"gradient_accumulation_steps": args.accum}
         engine, _, _, _ = deepspeed.initialize(model=model, config=settings)
         global_step = 0
-        while global_step < args.max_iterations:
+        while global_step < args.max_train_steps:
             for batch in loader:
                 engine.backward(engine(batch).mean())
                 engine.step()

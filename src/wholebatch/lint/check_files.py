@@ -181,7 +181,7 @@ def _check_rule(rule: Rule, file: File, source: Source, lines: list[str]) -> lis
     """Return the first finding of a rule at each place."""
     found: dict[tuple[int, int], Finding] = {}
     for report in rule.check(file):
-        line, column, end = _position(report.node)
+        line, column, end, end_column = _position(report.node)
         if _is_silenced(lines, line, end, rule.code):
             continue
         cell, inside = source.place(line)
@@ -195,7 +195,7 @@ def _check_rule(rule: Rule, file: File, source: Source, lines: list[str]) -> lis
             rule.name,
             cell,
             end_line=end - line + inside,
-            end_column=_end_column(report.node, line),
+            end_column=end_column,
             fix=report.fix if all(e.line for e in report.fix) else (),
             unsafe=report.unsafe,
             source_line=lines[line - 1] if line <= len(lines) else "",
@@ -204,22 +204,15 @@ def _check_rule(rule: Rule, file: File, source: Source, lines: list[str]) -> lis
     return list(found.values())
 
 
-def _position(node: ast.AST) -> tuple[int, int, int]:
+def _position(node: ast.AST) -> tuple[int, int, int, int | None]:
+    """Return line, column, last line, and the column behind a node that ends on its first line."""
     line = int(getattr(node, "lineno", 1))
     column = int(getattr(node, "col_offset", 0)) + 1
-    end = int(getattr(node, "end_lineno", line) or line)
     # Report the first line of a compound statement, not its whole body.
     if isinstance(node, (ast.For, ast.While, ast.With, ast.AsyncWith, ast.If)):
-        end = line
-    return line, column, end
-
-
-def _end_column(node: ast.AST, line: int) -> int | None:
-    """Return the column behind the node if it ends on its first line."""
-    if isinstance(node, (ast.For, ast.While, ast.With, ast.AsyncWith, ast.If)):
-        return None
-    end = getattr(node, "end_col_offset", None)
-    return end + 1 if end is not None and getattr(node, "end_lineno", line) == line else None
+        return line, column, line, None
+    last, end = getattr(node, "end_lineno", None) or line, getattr(node, "end_col_offset", None)
+    return line, column, last, end + 1 if end is not None and last == line else None
 
 
 def _is_silenced(lines: list[str], first: int, last: int, code: str) -> bool:

@@ -45,7 +45,8 @@ _TOLD = {
     ast.FunctionDef, ast.AsyncFunctionDef, ast.arg, ast.Assign, ast.ImportFrom, ast.Import,
     ast.ClassDef,
 }  # fmt: skip
-_USED = re.compile(r"(?<![\w.])(?:[a-z_]\w*\.)?(?:[a-z_]\w*(?=\()|[A-Z]\w+)\b")
+_USED = re.compile(r"(?<![\w.])(?:[a-z_]\w*\.)?(?:[a-z_]\w*(?=\()|[A-Z]\w+)\b|(?<=collate_fn=)\w+")
+DATA = re.compile(r"collat|dataset|loader", re.I)
 _MAX_PARTS = 20
 _LEVELS = 4
 
@@ -142,6 +143,20 @@ class Facts:
                         parts[name] = used
         return [part.text for part in parts.values()]
 
+    def helpers(self, pattern: re.Pattern[str]) -> list[tuple[ast.Call, Definition]]:
+        """Return the calls of imported functions and classes whose last name matches a pattern."""
+        calls = [c for c in self.calls if pattern.search(last_part(c.func))]
+        known = [(call, self.imported(dotted(call.func) or "")) for call in calls]
+        return [(call, found) for call, found in known if found is not None]
+
+    @cached_property
+    def data_parts(self) -> list[str]:
+        """Return the source of the imported loaders, datasets and collators, and what they use."""
+        calls = [c for c in self.calls if DATA.search(last_part(c.func))]
+        handed = [k.value for c in calls for k in c.keywords if k.arg == "collate_fn"]
+        calls += [ast.Call(collate, [], []) for collate in handed]
+        return [part for call in calls for part in self.imported_parts(call)]
+
     def made(self, *names: str) -> list[ast.Call]:
         """Return the calls whose last name is one of these: `DDP(...)`, `nn.BatchNorm2d(...)`."""
         return [c for c in self.calls if last_part(c.func) in names]
@@ -161,10 +176,9 @@ class Facts:
         asked = [c.args[1] for c in self.made("isinstance") if len(c.args) > 1]
         if self.made(*_FSDP) or any(last_part(kind) in _FSDP for kind in asked):
             return True
-        named = {dotted(c.func) or "" for c in self.calls if _WRAPS.search(last_part(c.func))}
-        helpers = [d.text for d in map(self.imported, named) if d is not None]
         return any(map(_FSDP_HELPER.search, self.called)) or any(
-            _SHARDS.search(helper) and not _REPLICATES.search(helper) for helper in helpers
+            _SHARDS.search(helper.text) and not _REPLICATES.search(helper.text)
+            for _, helper in self.helpers(_WRAPS)
         )
 
     @cached_property

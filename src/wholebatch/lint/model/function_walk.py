@@ -249,8 +249,8 @@ class Walker:
             name = dotted(target) or ""
             if name.endswith(".grad") and isinstance(stmt.value, ast.Constant):
                 self._emit(Act("zero", target, detail="grad=None"), stmt, stmt, env, path)
-            elif name.endswith("require_backward_grad_sync"):
-                self._emit(Act("ddp_flag", target, stmt.value), stmt, stmt, env, path)
+            elif isinstance(target, ast.Attribute) and target.attr == "require_backward_grad_sync":
+                self._emit(Act("ddp_flag", target.value, stmt.value), stmt, stmt, env, path)
             self._bind(target, stmt.value, env, path)
         self._emit(Act("assign", targets[0], stmt.value), stmt, stmt, env, path)
 

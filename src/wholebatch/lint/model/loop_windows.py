@@ -235,7 +235,11 @@ class LoopWindow:
 
     def makers(self, name: str, env: Env) -> list[tuple[ast.Call, Env]]:
         """Return the calls that made what a name stands for, here or wherever the file sets it."""
-        known = [(unmoved(d.expr), d.env) for d in env.get(name, ())]
+        known = [
+            # An attribute was set in another method, which sees its own names.
+            (unmoved(d.expr), d.env if d.node is not None else self.facts.env_around(d.expr))
+            for d in env.get(name, ())
+        ]
         # `optimizer, scheduler = build(...)`
         pairs = [(m.value, w) for m, w in known if isinstance(m, ast.Subscript)]
         if not any(isinstance(made, ast.Call) for made, _ in known):

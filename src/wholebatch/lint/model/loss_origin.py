@@ -89,6 +89,7 @@ class Chain:
     base_env: Env = field(default_factory=lambda: Env())
     reducers: frozenset[str] = frozenset()
     weighted: bool = False  # Multiplied by something on the way: one term of a weighted mean.
+    selected: bool = False  # Some elements of it, by a mask: `loss[mask]`.
     weights: tuple[ast.expr, ...] = ()  # What the reduced loss is multiplied by, resolved.
 
     @property
@@ -180,6 +181,7 @@ class _Tracer:
             parts = [*self._returned_parts(expr), *self._entries(expr, env)]
             if not isinstance(expr.slice, ast.Constant):
                 parts.append((expr.value, env))  # `losses[k]`
+                chain = replace(chain, selected=chain.selected or _is_mask(expr.slice))
             return self._each(parts, chain, depth) or ended
         if isinstance(expr, ast.Attribute):
             fields = self._each(self._fields(expr, env), chain, depth)
@@ -355,6 +357,11 @@ class _Tracer:
         written = text(factor)
         key = written if is_accumulation_name(written) else self.resolver.key(factor, env)
         return replace(chain, factors=(*chain.factors, key))
+
+
+def _is_mask(index: ast.expr) -> bool:
+    index = index.operand if isinstance(index, ast.UnaryOp) else index
+    return isinstance(index, ast.Compare) or "mask" in (dotted(index) or "")
 
 
 def _adds_up(definition: Def, name: str) -> bool:

@@ -24,7 +24,6 @@ from .expressions import (
     number,
     positional,
     text,
-    walk,
 )
 from .name_resolution import Resolver, strip_casts
 
@@ -179,7 +178,6 @@ class _LoopConditions:
         left, op, right = expr.left, expr.ops[0], expr.comparators[0]
         if is_binary(right, ast.Mod) and number(left) is not None:
             left, right = right, left
-        left = _remainder(left)
         if is_binary(left, ast.Mod):
             if not isinstance(op, (ast.Eq, ast.Is, ast.NotEq, ast.Gt)):
                 return None
@@ -267,8 +265,6 @@ class _LoopConditions:
             if symbol is None or symbol.kind == "opaque" or symbol.loop is not self.loop:
                 return None
             return _Position(symbol)
-        if isinstance(expr, ast.Call) and dotted(expr.func) == "len" and len(expr.args) == 1:
-            return self._list_length(expr.args[0])
         if isinstance(expr, ast.Attribute) and self.loop.virtual:
             return self._attribute(expr)
         return self._sum(expr) if is_binary(expr, ast.Add, ast.Sub) else None
@@ -299,18 +295,6 @@ class _LoopConditions:
         symbol = self.resolver.symbols.get(owner.id)
         if symbol is not None and symbol.loop is self.loop and symbol.kind == "carried":
             return _Position(replace(symbol, init=()))
-        return None
-
-    def _list_length(self, kept: ast.expr) -> _Position | None:
-        """Return the position of `len(losses)` after `losses.append(...)`: a list as a counter."""
-        name = dotted(kept)
-        for node in walk(self.loop.node):
-            if (
-                isinstance(node, ast.Attribute)
-                and node.attr == "append"
-                and dotted(node.value) == name
-            ):
-                return _Position(Symbol(name or "", (self.loop,), "carried", self.loop), 0, True)
         return None
 
     # -- counters ----------------------------------------------------------------------------
@@ -362,6 +346,8 @@ class _LoopConditions:
         return None if value is None else int(value)
 
     def _carried_start(self, init: tuple[Def, ...], depth: int = 0) -> tuple[int | None, bool]:
+        # What a method may set meanwhile, as when it resumes a run, does not change a fresh one.
+        init = tuple(d for d in init if not re.fullmatch(r"self\.\w+", getattr(d.expr, "id", "")))
         if len(init) != 1 or depth > 6:
             return None, True
         resolved = self.resolver.resolve(init[0].expr, init[0].env)
@@ -398,17 +384,6 @@ class _LoopConditions:
     def _is_reset(self, symbol: Symbol) -> bool:
         """True if the loop resets a counter to a literal on some path."""
         return any(isinstance(d.expr, ast.Constant) for d in self.loop.exit.get(symbol.name, ()))
-
-
-def _remainder(expr: ast.expr) -> ast.expr:
-    """Return `a % b` for `divmod(a, b)[1]`, and any other expression as it is."""
-    if (
-        isinstance(expr, ast.Subscript)
-        and number(expr.slice) == 1
-        and is_call(expr.value, "divmod")
-    ):
-        return ast.BinOp(expr.value.args[0], ast.Mod(), expr.value.args[1])
-    return expr
 
 
 def _framework_boundary(expr: ast.expr) -> Boundary | None:

@@ -18,7 +18,7 @@ from ..model.expressions import (
     text,
     walk,
 )
-from ..model.loss_origin import Chain
+from ..model.loss_origin import Chain, trace
 from ..model.window_boundary import iterated
 from .rule_base import RESCALED, Edit, Report, cleared_last, replaces_one, rule
 
@@ -69,12 +69,21 @@ def check(file: File) -> Iterator[Report]:
     for window in file.accumulating:
         if not _judged(window, file) or replaces_one(window) or cleared_last(window):
             continue
-        event = _first_undivided(window)
-        if event is not None and not any(map(file.facts.mentions, (RESCALED, _ELSEWHERE))):
+        if any(map(file.facts.mentions, (RESCALED, _ELSEWHERE))):
+            continue
+        part, name = _undivided_term(window), window.count_name
+        event = _first_undivided(window) if part is None else None
+        if part is not None:
+            yield Report(
+                part.node,
+                f"only a part of the loss is divided by `{name}`: the gradient of the other term "
+                f"is `{name}` times too large; divide the whole sum",
+            )
+        elif event is not None:
             yield Report(
                 event.node,
-                f"loss is not divided by `{window.count_name}`: gradients of the micro-batches add "
-                f"up to `{window.count_name}` times the mean; divide it before the backward",
+                f"loss is not divided by `{name}`: gradients of the micro-batches add up to "
+                f"`{name}` times the mean; divide it before the backward",
                 *_fix(window, event),
             )
 
@@ -95,6 +104,25 @@ def _first_undivided(window: LoopWindow) -> Event | None:
         certain = True in verdicts and False not in verdicts
         if certain and (not divided or _is_extra(event, window)):
             return event
+    return None
+
+
+def _undivided_term(window: LoopWindow) -> Event | None:
+    """Return the backward of `loss / k + other`, where nothing divides the other term."""
+    for event in window.backwards:
+        shown = re.findall(r"[\w.]+", text(event.argument or ast.Pass()))
+        for made in window.of("assign"):
+            total, name = made.argument, text(made.receiver or ast.Pass())
+            if is_binary(total, ast.Add) and name in shown:
+                sides = (total.left, total.right)
+                ways = [trace(side, made.env, window.resolver) for side in sides]
+                divided = [{any(map(window.counts, c.divisors)) for c in way} for way in ways]
+                if {True} in divided and {False} in divided:
+                    # Not a number, what earlier micro-batches have left, or scaled otherwise.
+                    other = ways[divided.index({False})][0]
+                    spelled = f"{text(other.base_call or total)} {other.factors}"
+                    if other.base_call is not None and not is_accumulation_name(spelled):
+                        return event
     return None
 
 

@@ -20,7 +20,7 @@ from ..model.expressions import (
     text,
     walk,
 )
-from ..model.file_facts import flat_env
+from ..model.file_facts import DATA, flat_env
 from ..model.loop_windows import unmoved
 from ..model.loss_origin import Chain, Divisor, counted, is_whole_sum
 from ..model.window_boundary import iterated
@@ -38,7 +38,7 @@ _MASKED_DATA = re.compile(
 _MASKED_LABELS = re.compile(
     r"(?<![\w.])-100(?![\w.%:])|masked_lm_labels|Loss\(\)\.ignore_index|(label|target)s?\w*\[[^\]\n]*\]\s*=\s*-1\b"
     r"|label\w*['\"\]]*(\.(extend|append)\(|\s*=)[ (\[]*-1(\]?\s*[*)]| for\b)"
-    r"|\bpad\w*\s*=\s*-1\b|(label\w*\[[^\]\n]*\]|padding_value)\s*=\s*IGNORE_\w+"
+    r"|\bpad\w*\s*=\s*-1\b|(\w\[[^\]\n]*\]|padding_value)\s*=\s*IGNORE_\w+"
 )
 # A model that leaves out labels itself, not one whose page speaks of -100.
 _MASKS_ITSELF = re.compile(r"(full\w*\([^\n]*, |label\w*\[[^\n]*\] = |value=)-100\b")
@@ -62,7 +62,6 @@ _FIXED_NUMBER = re.compile(r"randperm\([^\n]*\)\[: *\w+\]")
 _JAX_BY_HAND = re.compile(
     r"^(?:import|from) jax\b(?s:.*)lambda [\w, ]+: [^\n]*/ *(?:float\()?[\w.]*(?:ac+um|micro)", re.M
 )
-_COLLATES = re.compile(r"collat|dataset|loader", re.I)
 _LABELS = re.compile(r"mask|label|batch|token|encode", re.I)
 # A label of -100 that is made, not one that is only asked for.
 _MAKES_IGNORED = re.compile(
@@ -77,6 +76,8 @@ _LOSSY = re.compile(r"loss|nll|\bce\b|entropy", re.I)
 _SELECTED = re.compile(
     r"mask|valid|tok|len(gth)?s?\b|\bne\(|\beq\(|[!=]=| > |pad|ignor|active|nonzero", re.I
 )
+# A sample of its own for each backward: its mean is the sample's, however many tokens it has.
+_ONE_SAMPLE = re.compile(r"(sample|example|item|response|completion|episode|traj\w*)$")
 # A check that the parts of a batch are equal.
 _WHOLE_PARTS = re.compile(r"(assert|if)\b[^\n]*batch_?size[^\n]*%")
 _MESSAGE = (
@@ -110,6 +111,8 @@ def check(file: File) -> Iterator[Report]:
     ):
         return
     for window in file.accumulating:
+        if _ONE_SAMPLE.search(dotted(window.loop.target or ast.Pass()) or ""):
+            continue
         for event, chain in window.chains:
             place = _masked_mean(chain, window, file)
             if place is not None:
@@ -148,10 +151,8 @@ def _in_frameworks(file: File) -> Iterator[Report]:
 
 def _losses(file: File) -> list[str]:
     """Return the source of the functions that are called a loss, of this file and imported ones."""
-    facts = file.facts
-    names = {dotted(c.func) or "" for c in facts.calls if _CRITERION.search(last_part(c.func))}
-    own = [text(f) for f in facts.every_function if _CRITERION.search(f.name)]
-    return own + [found.text for name in names if (found := facts.imported(name)) is not None]
+    own = [text(f) for f in file.facts.every_function if _CRITERION.search(f.name)]
+    return own + [found.text for _, found in file.facts.helpers(_CRITERION)]
 
 
 def _is_masked_loss(node: ast.expr, method: ast.AST, file: File) -> bool:
@@ -185,6 +186,8 @@ def _masked_mean(chain: Chain, window: LoopWindow, file: File) -> ast.AST | None
         counts = counted(masks[0].by, masks[0].env, window.resolver.returns)
         asked = any("-100" in text(e) for e, _ in counts) and _none_ignored(file)
         return None if asked else masks[0].node
+    if chain.selected and "mean" in chain.reducers:
+        return chain.base
     call = chain.base_call
     if call is None:
         return None
@@ -233,15 +236,11 @@ def _ignores(call: ast.Call, chain: Chain, window: LoopWindow, file: File) -> bo
 def _none_ignored(file: File) -> bool:
     """True if the data are made here or in an imported module, and nowhere with a label of -100."""
     facts = file.facts
-    calls = [c for c in facts.calls if _COLLATES.search(last_part(c.func))]
-    calls += [ast.Call(k.value, [], []) for c in calls for k in c.keywords if k.arg == "collate_fn"]
     own = {c.node.name for c in facts.classes} | {f.name for f in facts.every_function}
-    parts = [part for c in calls for part in facts.imported_parts(c)]
-    seen = bool(parts) or any(last_part(c.func) in own for c in calls)
+    seen = bool(facts.data_parts) or any(map(DATA.search, own & facts.called))
     seen = seen or any("Dataset" in base for c in facts.classes for base in c.bases)
-    masks = {dotted(c.func) or "" for c in facts.calls if _LABELS.search(last_part(c.func))}
-    parts += [found.text for name in masks if (found := facts.imported(name)) is not None]
-    made = any(map(_MAKES_IGNORED.search, (facts.source, *parts)))
+    masks = [found.text for _, found in facts.helpers(_LABELS)]
+    made = any(map(_MAKES_IGNORED.search, (facts.source, *facts.data_parts, *masks)))
     return seen and "-100" in facts.source and not made
 
 
@@ -311,12 +310,13 @@ def _ignores_by_default(call: ast.Call, file: File) -> bool:
     known = last_part(call.func) in {"cross_entropy", "nll_loss", "CrossEntropyLoss", "NLLLoss"}
     if not known or keyword(call, "ignore_index") is not None or not _is_mean(call):
         return False
-    return file.facts.mentions(_IGNORED)
+    return file.facts.mentions(_IGNORED) or _data_mask(_IGNORED, file)
 
 
 def _is_packed(call: ast.Call, chain: Chain, window: LoopWindow) -> bool:
     """True if the labels are a slice of the data and ignore_index a literal: none is left out."""
-    if len(call.args) < 2:
+    ignored = keyword(call, "ignore_index")
+    if len(call.args) < 2 or (ignored is not None and number(ignored) is None):
         return False
     labels = unmoved(call.args[1])
     made = [unmoved(d.expr) for d in chain.base_env.get(dotted(labels) or "", ())]
@@ -408,6 +408,10 @@ def _is_language_model(call: ast.Call, file: File) -> bool:
         return True
     if _MASKS_ITSELF.search(file.facts.behind(name)):
         return True
-    collators = [c for c in file.facts.calls if _COLLATES.search(last_part(c.func))]
-    parts = (part for c in collators for part in file.facts.imported_parts(c))
-    return any(_MASKED_LABELS.search(part) and not _FIXED_NUMBER.search(part) for part in parts)
+    return _data_mask(_MASKED_LABELS, file)
+
+
+def _data_mask(pattern: re.Pattern[str], file: File) -> bool:
+    """True if data of other modules leave labels out, not the same number in every batch."""
+    parts = [part for part in file.facts.data_parts if pattern.search(part)]
+    return any(not _FIXED_NUMBER.search(part) for part in parts)

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from ..model import File, LoopWindow
-from ..model.expressions import is_call, text, walk
+from ..model.expressions import is_accumulation_name, is_call, text, walk
 from ..model.window_boundary import iterated
 from .rule_base import Report, moved, prepared, rule
 
@@ -17,6 +17,8 @@ _COUNTS_MICRO_BATCHES = re.compile(
     r"|(steps_per_epoch|len\([\w.]*(loader|dl|batches)\w*\))(?! *//?)",
     re.I,
 )
+# A number of batches that is not divided by the number of micro-batches per update.
+_BATCHES = re.compile(r"// *\(?[\w.]*batch_?size", re.I)
 _READ = re.compile(r"\.(\w*steps)\b")
 _MAX_NAMES = 20
 
@@ -57,8 +59,11 @@ def _counts_micro_batches(call: ast.Call, window: LoopWindow) -> bool:
         spelled = text(node)
         if _COUNTS_MICRO_BATCHES.search(spelled) or (limit[:1].isalpha() and limit in spelled):
             return True
-        if isinstance(node, ast.Call):  # Settings that a function of another module reads.
-            read = {n for part in facts.imported_parts(node, 0) for n in _READ.findall(part)}
+        parts = facts.imported_parts(node, 0) if isinstance(node, ast.Call) else []
+        if any(_BATCHES.search(s) and not is_accumulation_name(s) for s in (spelled, *parts)):
+            return True
+        if parts:  # Settings that a function of another module reads.
+            read = {n for part in parts for n in _READ.findall(part)}
             set_here = [n for n in facts.assigned if "." in n and n.rpartition(".")[2] in read]
             todo += [value for n in set_here for value in facts.assigned[n]]
         names = {n.id for n in walk(node) if isinstance(n, ast.Name)} - {getattr(node, "name", "")}

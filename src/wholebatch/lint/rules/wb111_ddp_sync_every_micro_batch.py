@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from ..model import Event, File, LoopWindow
 from ..model.events import MODEL_NAME, Context, holds_sync
-from ..model.expressions import dotted, is_accumulation_name, is_not, last_part, text, walk
+from ..model.expressions import is_accumulation_name, is_not, last_part, text, walk
 from .rule_base import Report, rule, steps_every_micro_batch
 
 _HELD = re.compile(
@@ -63,9 +63,8 @@ def _belongs(call: ast.Call, window: LoopWindow) -> bool:
 def _wraps(file: File) -> list[ast.Call]:
     """Return the calls that wrap a model, except where nothing is accumulated (as with apex)."""
     wraps = [c for c in file.facts.calls if _WRAPS.fullmatch(last_part(c.func))]
-    helpers = [c for c in file.facts.calls if _HELPER.search(last_part(c.func)) and not wraps]
-    known = [(c, file.facts.imported(dotted(c.func) or "")) for c in helpers]
-    wraps += [c for c, d in known if d is not None and _WRAPPED.search(d.text)]
+    helpers = [] if wraps else file.facts.helpers(_HELPER)
+    wraps += [call for call, helper in helpers if _WRAPPED.search(helper.text)]
     # A teacher is wrapped but not trained.
     trained = [c for c in wraps if not (c.args and "teacher" in text(c.args[0]).lower())]
     otherwise = {
@@ -83,8 +82,10 @@ def _wraps(file: File) -> list[ast.Call]:
 def _late_flag(window: LoopWindow) -> Event | None:
     for flag in window.of("ddp_flag"):
         # Only forwards of the same model count, and none may follow the flag.
-        model = flag.receiver_text.rpartition(".")[0].partition(".")[0]
-        forwards = [f for f in window.of("forward") if f.receiver_text.partition(".")[0] == model]
+        model = flag.receiver_text
+        forwards = [
+            f for f in window.of("forward") if f"{f.receiver_text}.".startswith(f"{model}.")
+        ]
         is_late = bool(forwards) and all(f.order < flag.order for f in forwards)
         if is_late and any(b.order > flag.order for b in window.backwards):
             return flag

@@ -21,7 +21,7 @@ _SEGMENTERS = {"Unet", "UnetPlusPlus", "FPN", "DeepLabV3", "DeepLabV3Plus", "Lin
 _KERAS_ACCUMULATES = re.compile(r"optimizers\.\w+\([^)]*gradient_accumulation_steps\s*=")
 _TAPE = re.compile(r"GradientTape")
 _ADDS_GRADIENTS = re.compile(r"\.\w*ac+um\w*\(\w*grad", re.I)
-_FACTORY = re.compile(r"create_(\w+_)?model$")  # Any model, by its name.
+_FACTORY = re.compile(r"(create|get|build|make|load)_(\w+_)?model$")  # Any model, by its name.
 _CHOICE = re.compile(r"\n\s+if [^\n]*(type|name|arch|model)\b[^\n]*==")
 _FROZEN = re.compile(
     r"FrozenBatchNorm|freeze_?bn|freeze_batch_?norm|bn_?eval|BatchNorm\w*\)?:?\s*\n?\s*\w+\.eval\(\)"

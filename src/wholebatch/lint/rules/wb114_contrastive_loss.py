@@ -76,11 +76,12 @@ def _compares(source: str) -> bool:
     source = re.sub(r"(?m)^\s*#.*$", "", source)
     labels = re.search(
         r"((label|target)\w*\s*=|entropy\()[^\n]*arange\(|torch\.diag\(|CrossEn\("
+        r"|\beye\([^\n]*(size\(0\)|batch|shape\[0\])"
         r"|\b(\w+)\.\w+\([-1, ]+\) == \3\b|\beq\((\w+), \4\.(T\b|t\(\))",  # Of the same class.
         source,
     )
-    loss = re.search(r"cross_entropy\w*\(|CrossEn(tropyLoss)?\(", source)
-    pairs = re.search(r"sim_matrix|similarit|scores\b|logits_per|logits\b", source)
+    loss = re.search(r"cross_entropy\w*\(|CrossEn(tropyLoss)?\(|log_softmax\(", source)
+    pairs = re.search(r"sim_matrix|similarit|scores\b|logits_per|logits\b|dot_product", source)
     products = re.search(r"\bmm\(|matmul\(|[\w)\]] *@ *\w|einsum", source)
     return bool(labels and loss and pairs and products)
 

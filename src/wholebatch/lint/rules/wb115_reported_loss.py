@@ -63,7 +63,9 @@ def _bases(window: LoopWindow) -> set[int]:
     return {
         id(base)
         for base, env in bases
-        if dotted(base) is None or window.resolver.symbols_in(window.resolver.resolve(base, env))
+        if dotted(base) is None
+        or last_part(base).endswith("loss")
+        or window.resolver.symbols_in(window.resolver.resolve(base, env))
     }
 
 

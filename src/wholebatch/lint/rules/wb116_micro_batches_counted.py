@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from ..model import Event, File, LoopWindow
 from ..model.events import Env
 from ..model.expressions import (
+    children,
     dotted,
     is_accumulation_name,
     is_binary,
@@ -28,11 +29,9 @@ _UPDATES = re.compile(
     r"|opt_steps?|total_updates|completed_steps)$",
     re.I,
 )
-_LIMIT = re.compile(
-    r"max_(train_)?steps|t_total|total_steps|num_train(ing)?_(optimization_)?steps|max_updates"
-    r"|num_updates|train_steps|total_updates|max_train_steps|max_iter(ation)?s",
-    re.I,
-)
+_LIMIT = re.compile(r"(max|total|num|train|n)\w*_(steps|updates|iter(ation)?s)|t_total", re.I)
+# Limits whose name says that they count updates. Others count whatever the user counts.
+_LIMIT_OF_UPDATES = re.compile(r"update|optim|max_train_steps|t_total", re.I)
 _LENGTH_OPTIONS = (
     "num_training_steps", "t_total", "total_steps", "T_max", "total_iters", "num_steps",
     "steps_per_epoch",
@@ -67,8 +66,7 @@ def _schedules(window: LoopWindow) -> Iterator[Report]:
         events += stepped(window)
     else:  # Accelerate steps what it has prepared with the optimizer, once per update.
         events += [e for e in window.of("sched") if e not in events and prepared(e, window.facts)]
-    made = [made for event in events for made in _made(event, window)]
-    for call, env in made:
+    for call, env in [made for event in events for made in _made(event, window)]:
         if any(_counts_micro_batches(length, env, window) for length in _lengths(call, window)):
             yield Report(
                 call,
@@ -87,15 +85,21 @@ def _made(event: Event, window: LoopWindow) -> list[tuple[ast.Call, Env]]:
         lists = [n for n in endings.get(f"{own}s", ()) if n.endswith(f".{own}s")]
         names = [*endings.get(own, ()), *lists]
         known = [(value, Env()) for other in names for value in assigned[other]]
-    calls = [(call, env) for made, env in known for call in _calls(made)]
-    return [(call, env) for call, env in calls if isinstance(call, ast.Call)]
+    return [call for made, env in known for call in _calls(made, env)]
 
 
-def _calls(made: ast.expr) -> list[ast.expr]:
-    """Return the elements of a list of schedules, or the one schedule."""
-    if isinstance(made, ast.ListComp):
-        return [made.elt]
-    return made.elts if isinstance(made, ast.List) else [made]
+def _calls(made: ast.AST, env: Env) -> Iterator[tuple[ast.Call, Env]]:
+    """Yield the schedules of a list, those of which another is made, or the one schedule."""
+    several = isinstance(made, (ast.List, ast.ListComp, ast.keyword))
+    if several or is_call(made, "SequentialLR", "ChainedScheduler"):
+        for part in children(made):
+            yield from _calls(part, env)
+    elif isinstance(made, ast.Call):
+        yield made, env
+    else:
+        for definition in env.get(dotted(made) or "", ()):
+            if isinstance(definition.expr, (ast.Call, ast.List)):
+                yield from _calls(definition.expr, definition.env)
 
 
 def _lengths(call: ast.Call, window: LoopWindow) -> list[ast.expr]:
@@ -249,13 +253,15 @@ def _is_compared(name: str, window: LoopWindow) -> bool:
             continue
         sides = {text(side): side for side in (node.left, node.comparators[0])}
         limits = [side for s, side in sides.items() if s != name and _LIMIT.search(s)]
-        if name in sides and any(not _is_of_micro_batches(limit, window) for limit in limits):
+        if name in sides and any(_is_of_updates(limit, window) for limit in limits):
             return True
     return False
 
 
-def _is_of_micro_batches(limit: ast.expr, window: LoopWindow) -> bool:
-    """True for a limit that the file computes as a number of micro-batches."""
+def _is_of_updates(limit: ast.expr, window: LoopWindow) -> bool:
+    """True if the file computes a limit as a number of updates, or its name says so."""
     spelled = _spellings(limit, window.loop.entry)
+    if any(is_accumulation_name(s) or _has_count(s, window) for s in spelled):
+        return True
     counted = any(_LENGTH.search(s) or _PER_BATCH.search(s) for s in spelled)
-    return counted and not any(is_accumulation_name(s) or _has_count(s, window) for s in spelled)
+    return not counted and any(map(_LIMIT_OF_UPDATES.search, spelled))
