@@ -191,7 +191,8 @@ def framework_steps(file: File) -> Iterator[tuple[list[FunctionNode], str]]:
     for owner in file.facts.classes:
         if any(base.endswith("Trainer") for base in owner.bases):
             first, framework = "compute_loss", "the Trainer"
-            if "training_step" in owner.methods:
+            own = owner.methods.get("training_step")
+            if own is not None and "super().training_step(" not in text(own):
                 continue
         elif any("Module" in b for b in owner.bases) and not _MANUAL.search(text(owner.node)):
             first, framework = "training_step", "Lightning"

@@ -131,10 +131,11 @@ def _in_frameworks(file: File) -> Iterator[Report]:
             counted = not framework_accumulates(file)
         else:  # transformers passes the window's tokens to `compute_loss`.
             counted = "gradient_accumulation_steps" not in file.facts.source
-            counted = counted or "num_items_in_batch" in text(methods[0])
+            counted = counted or any("num_items_in_batch" in text(s) for s in methods[0].body)
+        read = () if counted else methods
         found = [
             node
-            for method in (() if counted else methods)
+            for method in read
             for node in walk(method)
             if (
                 isinstance(node, ast.Call)
@@ -143,7 +144,31 @@ def _in_frameworks(file: File) -> Iterator[Report]:
             or (isinstance(node, ast.Attribute) and node.attr == "ignore_index")
             or (isinstance(node, ast.expr) and _is_masked_loss(node, method, file))
         ]
+        found += [node for method in read for node in _means_over_mask(method)]
         yield from (Report(node, _MESSAGE) for node in found[:1])
+
+
+def _means_over_mask(method: ast.AST) -> Iterator[ast.AST]:
+    """Yield the means over a mask, `(loss * mask).sum() / mask.sum()`, that a method returns."""
+    nodes = [*walk(method)]
+    env = flat_env(nodes)
+    wanted = {n.id for r in nodes if isinstance(r, ast.Return) for n in _names(r)}
+    stmts = [n for n in nodes if isinstance(n, (ast.Assign, ast.AugAssign, ast.Return))]
+    for stmt in reversed(sorted(stmts, key=lambda s: s.lineno)):
+        targets = getattr(stmt, "targets", [getattr(stmt, "target", stmt)])
+        if not (isinstance(stmt, ast.Return) or any(dotted(t) in wanted for t in targets)):
+            continue
+        wanted |= {n.id for n in _names(stmt)}
+        for node in walk(stmt) if _LOSSY.search(text(stmt)) else ():
+            by = divisor_of(node)
+            if by is not None and any(_is_selection_size(e) for e, _ in counted(by, env)):
+                yield node
+            elif isinstance(node, ast.Call) and _MASKED_MEAN.fullmatch(last_part(node.func)):
+                yield from [node] if len(node.args) == 2 and not node.keywords else []
+
+
+def _names(node: ast.AST) -> list[ast.Name]:
+    return [n for n in walk(node) if isinstance(n, ast.Name)]
 
 
 def _losses(file: File) -> list[str]:
@@ -391,7 +416,7 @@ def _is_language_model(call: ast.Call, file: File) -> bool:
         return False  # An operation on labels is no model.
     handed = any("label" in text(a) for a in (*call.args, *call.keywords))
     name = text(call.func)
-    if not (re.search(r"model|net|lm\b", name, re.I) or handed):
+    if not (re.search(r"model|net|lm\b|^self$", name, re.I) or handed):
         return False
     if _CRITERION.search(name) and file.facts.behind(name):
         return False  # It was read.
