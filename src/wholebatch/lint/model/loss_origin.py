@@ -26,6 +26,7 @@ from .expressions import (
     walk,
 )
 from .name_resolution import Resolver, strip_casts
+from .window_boundary import says_accumulating
 
 _THROUGH = {
     "scale", "float", "double", "half", "to", "cuda", "cpu", "mean", "sum", "squeeze", "view",
@@ -48,6 +49,7 @@ _SAME_NUMBER = {
 }  # fmt: skip
 _LIMITS = {"max", "int", "float", "torch.clamp", "torch.clip", "torch.clamp_min", "torch.maximum"}
 _REDUCERS = {"item", "detach", "mean", "sum"}
+_MASK = re.compile(r"mask|valid")
 _LOSSY = re.compile(r"loss|nll|criterion|objective|ce$|mse", re.I)
 _WEIGHT = re.compile(r"\w*(scale|weight|coeff?|lambda|factor|ratio)\w*", re.I)
 # Divisors that are unrelated to the number of micro-batches of a window.
@@ -168,7 +170,11 @@ class _Tracer:
         if isinstance(expr, ast.BinOp):
             return self._operation(expr, env, chain, depth)
         if isinstance(expr, ast.IfExp):
-            return self._each([(expr.body, env), (expr.orelse, env)], chain, depth)
+            # `loss * k if k > 1 else loss`: the branch that accumulates.
+            accumulates = says_accumulating(expr.test, "")
+            branches = {True: (expr.body,), False: (expr.orelse,)}
+            ways = branches.get(accumulates, (expr.body, expr.orelse))  # type: ignore[arg-type]
+            return self._each([(way, env) for way in ways], chain, depth)
         if isinstance(expr, ast.UnaryOp):
             return self.follow(expr.operand, env, chain, depth + 1)
         name = place(expr)
@@ -180,6 +186,8 @@ class _Tracer:
             parts = [*self._returned_parts(expr), *self._entries(expr, env)]
             if not isinstance(expr.slice, ast.Constant):
                 parts.append((expr.value, env))  # `losses[k]`
+            if "mean" in chain.reducers and _MASK.search(dotted(expr.slice) or ""):
+                chain = replace(chain, reducers=chain.reducers | {"selected"})
             return self._each(parts, chain, depth) or ended
         if isinstance(expr, ast.Attribute):
             fields = self._each(self._fields(expr, env), chain, depth)

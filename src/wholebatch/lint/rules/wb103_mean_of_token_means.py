@@ -215,6 +215,8 @@ def _masked_mean(chain: Chain, window: LoopWindow, file: File) -> ast.AST | None
         return None
     if _MASKED_MEAN.fullmatch(last_part(call.func)) or keyword(call, "loss_mask") is not None:
         return chain.base
+    if "selected" in chain.reducers:  # `losses[mask].mean()`
+        return chain.base
     if _is_packed(call, chain, window):
         return None
     is_masked = _ignores(call, chain, window, file) or _selects(call, chain.base_env)

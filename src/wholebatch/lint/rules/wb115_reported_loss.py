@@ -59,11 +59,12 @@ def check(file: File) -> Iterator[Report]:
 def _bases(window: LoopWindow) -> set[int]:
     chains = [trace(e.argument, e.env, window.resolver) for e in window.of("backward")]
     bases = [(c.base, c.base_env) for ways in chains for c in ways if c.base is not None]
-    # A setting in the loss, such as the weight of a term, is no loss.
+    # A setting in the loss, such as the weight of a term, is no loss; `model.last_loss` is one.
     return {
         id(base)
         for base, env in bases
-        if dotted(base) is None or window.resolver.symbols_in(window.resolver.resolve(base, env))
+        if re.search(r"loss$", dotted(base) or "loss")
+        or window.resolver.symbols_in(window.resolver.resolve(base, env))
     }
 
 
