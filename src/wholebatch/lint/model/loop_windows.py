@@ -193,6 +193,9 @@ class LoopWindow:
 
     def counts(self, divisor: Divisor) -> bool:
         """True if a divisor of the loss is the number of micro-batches of a window."""
+        over = iterated(self.loop) if self.shape == "nested" else None
+        if over is not None and divisor.key == f"len({text(over)})":
+            return True  # `for part in parts: (loss / len(parts)).backward()`
         return is_accumulation_name(divisor.written) or self.is_count(divisor.key)
 
     def is_own(self, divisor: Divisor) -> bool:

@@ -35,7 +35,9 @@ RESCALED = re.compile(
 
 _MANUAL = re.compile(r"automatic_optimization = False")
 _CALLS_ITSELF = re.compile(r"\bself\(")
+_HANDS_ON = re.compile(r"super\(\)\.training_step\(|self\.compute_loss\(")
 _STEPS_DEEP = 3
+_JAX_ADDS = re.compile(r"lambda (\w+), (\w+): \1 \+ \2$|(jnp|operator|lax|jax\.numpy|jax\.lax)\.add$")
 
 
 @dataclass(frozen=True)
@@ -192,7 +194,7 @@ def framework_steps(file: File) -> Iterator[tuple[list[FunctionNode], str]]:
         if any(base.endswith("Trainer") for base in owner.bases):
             first, framework = "compute_loss", "the Trainer"
             own = owner.methods.get("training_step")
-            if own is not None and "super().training_step(" not in text(own):
+            if own is not None and not _HANDS_ON.search(text(own)):
                 continue
         elif any("Module" in b for b in owner.bases) and not _MANUAL.search(text(owner.node)):
             first, framework = "training_step", "Lightning"
@@ -226,6 +228,12 @@ def _of_parts(methods: list[FunctionNode], owner: ClassFacts, file: File) -> Ite
         if part is not None and part is not owner:
             found = part.methods.get(name) or part.methods.get("forward")
             yield from [found] if found is not None else []
+
+
+def jax_sums(file: File) -> list[ast.Call]:
+    """Return the calls that add up gradients with JAX: `tree_map(jnp.add, total, grads)`."""
+    calls = file.facts.made("tree_map", "map") if "jax" in file.facts.source else []
+    return [c for c in calls if c.args and _JAX_ADDS.match(text(c.args[0])) and "g" in text(c)]
 
 
 def cleared_last(window: LoopWindow) -> Event | None:

@@ -24,7 +24,7 @@ from ..model.file_facts import flat_env
 from ..model.loop_windows import unmoved
 from ..model.loss_origin import Chain, Divisor, counted, is_whole_sum
 from ..model.window_boundary import iterated
-from .rule_base import RESCALED, Report, framework_accumulates, framework_steps, rule
+from .rule_base import RESCALED, Report, framework_accumulates, framework_steps, jax_sums, rule
 
 _LANGUAGE_MODEL = re.compile(
     r"\w*(CausalLM|LMHeadModel|ForConditionalGeneration|ForMaskedLM|ForTokenClassification"
@@ -120,7 +120,8 @@ def check(file: File) -> Iterator[Report]:
 
 def _in_frameworks(file: File) -> Iterator[Report]:
     """Check losses whose means a framework averages with equal weight."""
-    by_hand = ("value_and_grad", "grad") if file.facts.mentions(_JAX_BY_HAND) else ()
+    added = file.facts.mentions(_JAX_BY_HAND) or jax_sums(file)
+    by_hand = ("value_and_grad", "grad") if added else ()
     for call in file.facts.made("MultiSteps", *by_hand)[:1]:
         behind = (p for c in file.facts.calls for p in file.facts.imported_parts(c))
         masked = file.facts.mentions(_JAX_MASK_COUNT) or any(map(_JAX_MASK_COUNT.search, behind))
