@@ -37,7 +37,7 @@ _MANUAL = re.compile(r"automatic_optimization = False")
 _CALLS_ITSELF = re.compile(r"\bself\(")
 _HANDS_ON = re.compile(r"super\(\)\.training_step\(|self\.compute_loss\(")
 _STEPS_DEEP = 3
-_JAX_ADDS = re.compile(r"lambda (\w+), (\w+): \1 \+ \2$|(jnp|operator|lax|jax\.numpy|jax\.lax)\.add$")
+_JAX_ADDS = re.compile(r"lambda (\w+), (\w+): \1 \+ \(?\2( / [\w.]+)?\)?$|([\w.]+\.)?add$")
 
 
 @dataclass(frozen=True)
@@ -233,7 +233,8 @@ def _of_parts(methods: list[FunctionNode], owner: ClassFacts, file: File) -> Ite
 def jax_sums(file: File) -> list[ast.Call]:
     """Return the calls that add up gradients with JAX: `tree_map(jnp.add, total, grads)`."""
     calls = file.facts.made("tree_map", "map") if "jax" in file.facts.source else []
-    return [c for c in calls if c.args and _JAX_ADDS.match(text(c.args[0])) and "g" in text(c)]
+    adds = [c for c in calls if c.args and _JAX_ADDS.match(text(c.args[0]))]
+    return [c for c in adds if "tree" in text(c.func)]
 
 
 def cleared_last(window: LoopWindow) -> Event | None:

@@ -58,10 +58,6 @@ _JAX_MASK_COUNT = re.compile(
 )
 # Masks that hide the same number of tokens in every batch.
 _FIXED_NUMBER = re.compile(r"randperm\([^\n]*\)\[: *\w+\]")
-# Gradients of JAX that are added up with equal weight: `tree_map(lambda a, g: a + g / k, ...)`.
-_JAX_BY_HAND = re.compile(
-    r"^(?:import|from) jax\b(?s:.*)lambda [\w, ]+: [^\n]*/ *(?:float\()?[\w.]*(?:ac+um|micro)", re.M
-)
 _COLLATES = re.compile(r"collat|dataset|loader", re.I)
 _LABELS = re.compile(r"mask|label|batch|token|encode", re.I)
 # A label of -100 that is made, not one that is only asked for.
@@ -120,8 +116,7 @@ def check(file: File) -> Iterator[Report]:
 
 def _in_frameworks(file: File) -> Iterator[Report]:
     """Check losses whose means a framework averages with equal weight."""
-    added = file.facts.mentions(_JAX_BY_HAND) or jax_sums(file)
-    by_hand = ("value_and_grad", "grad") if added else ()
+    by_hand = ("value_and_grad", "grad") if jax_sums(file) else ()
     for call in file.facts.made("MultiSteps", *by_hand)[:1]:
         behind = (p for c in file.facts.calls for p in file.facts.imported_parts(c))
         masked = file.facts.mentions(_JAX_MASK_COUNT) or any(map(_JAX_MASK_COUNT.search, behind))
