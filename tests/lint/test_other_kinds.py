@@ -225,7 +225,8 @@ def test_a_module_that_calls_itself_is_the_model(labels: str, found: bool) -> No
                 return self.lm(**inputs)
 
             def training_step(self, batch, batch_idx):
-                inputs = dict(input_ids=batch[0], labels=batch[0].masked_fill(batch[1] == 0, {labels}))
+                inputs = dict(input_ids=batch[0])
+                inputs["labels"] = batch[0].masked_fill(batch[1] == 0, {labels})
                 outputs = self(**inputs)
                 return outputs[0]
 

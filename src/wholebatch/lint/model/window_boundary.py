@@ -246,7 +246,7 @@ class _LoopConditions:
         position = self._position(left)
         early = 0
         if is_binary(every, ast.Sub) and number(every.right) is not None:  # `n == k - 1`
-            every, early = every.left, _constant_part(every.right)
+            early, every = _constant_part(every.right), every.left
         if position is not None:
             symbol = position.symbol
             fixed = not self._varies(every) or is_accumulation_name(text(every))

@@ -66,7 +66,7 @@ _MODELISH = re.compile(
 _ACCUMULATES = re.compile(r"grad\w*_?ac+um|ac+um\w*_?(grad|step|iter)|micro_?(step|batch)", re.I)
 # Gradients, or the loss, that are divided or weighed somewhere.
 _JAX_SCALES = re.compile(
-    r"lambda [\w, ]+: [^\n]*[/*]|\b(\w*grad\w*|g|\w*loss\w*)\)? */|scale\(|\b1(\.0)? */|/=|mean\([^\n]*grad"
+    r"lambda [\w, ]+: [^\n]*[/*]|\b(\w*grad\w*|g|\w*loss\w*)\)? */|scale\(|\b1(\.0)? */|/="
 )
 _JAX_MESSAGE = (
     "gradients of the micro-batches are added up and never divided by their number: divide the "

@@ -129,7 +129,7 @@ def _in_frameworks(file: File) -> Iterator[Report]:
             counted = "gradient_accumulation_steps" not in file.facts.source
             counted = counted or any("num_items_in_batch" in text(s) for s in methods[0].body)
         read = () if counted else methods
-        found = [
+        found: list[ast.AST] = [
             node
             for method in read
             for node in walk(method)
@@ -150,7 +150,7 @@ def _means_over_mask(method: ast.AST) -> Iterator[ast.AST]:
     env = flat_env(nodes)
     wanted = {n.id for r in nodes if isinstance(r, ast.Return) for n in _names(r)}
     stmts = [n for n in nodes if isinstance(n, (ast.Assign, ast.AugAssign, ast.Return))]
-    for stmt in reversed(sorted(stmts, key=lambda s: s.lineno)):
+    for stmt in sorted(stmts, key=lambda s: s.lineno, reverse=True):
         targets = getattr(stmt, "targets", [getattr(stmt, "target", stmt)])
         if not (isinstance(stmt, ast.Return) or any(dotted(t) in wanted for t in targets)):
             continue

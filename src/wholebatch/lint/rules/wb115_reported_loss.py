@@ -178,8 +178,9 @@ def _shown(window: LoopWindow) -> Iterator[tuple[Event, list[ast.expr]]]:
 def _entries(loop: Loop) -> ast.expr | None:
     """Return the dictionary of `for k, v in metrics.items()`, or None for another loop."""
     over = loop.iterable
-    shown = is_call(over, "items", "values") and isinstance(over.func, ast.Attribute)
-    return over.func.value if shown and not over.args else None
+    if not is_call(over, "items", "values") or not isinstance(over.func, ast.Attribute):
+        return None
+    return over.func.value
 
 
 def _is_summed(call: ast.Call, window: LoopWindow) -> bool:
