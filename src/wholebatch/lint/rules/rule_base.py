@@ -37,7 +37,9 @@ _MANUAL = re.compile(r"automatic_optimization = False")
 _CALLS_ITSELF = re.compile(r"\bself\(")
 _HANDS_ON = re.compile(r"super\(\)\.training_step\(|self\.compute_loss\(")
 _STEPS_DEEP = 3
-_JAX_ADDS = re.compile(r"lambda (\w+), (\w+): \1 \+ \(?\2( / [\w.]+)?\)?$|([\w.]+\.)?add$")
+_JAX_ADDS = re.compile(
+    r"lambda (\w+), (\w+): \1 \+ \2( / (float\()?[\w.]*(ac+um|micro)[\w.)]*)?$|([\w.]+\.)?add$"
+)
 
 
 @dataclass(frozen=True)
