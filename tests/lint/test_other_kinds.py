@@ -169,3 +169,137 @@ def test_an_error_is_no_boundary() -> None:
             optimizer.zero_grad()
     """
     assert codes(source) == {"WB119"}
+
+
+@pytest.mark.parametrize(
+    ("mean", "found"),
+    [
+        ("(per_token * mask).sum() / mask.sum()", True),
+        ("((per_token * mask).sum(dim=1) / mask.sum(dim=1)).mean()", False),
+        ("(per_token * mask).sum() / num_items_in_batch", False),
+    ],
+)
+def test_a_trainer_may_ignore_the_tokens_that_it_is_given(mean: str, found: bool) -> None:
+    reported = codes(f"""
+        class PolicyTrainer(Trainer):
+            def __init__(self, args):
+                self.buffer = [None] * args.gradient_accumulation_steps
+
+            def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+                mask = inputs["mask"]
+                per_token = self.per_token(model, inputs)
+                loss = {mean}
+                share = (per_token.detach() * mask).sum() / mask.sum()
+                self.metrics.append(share)
+                return loss
+    """)
+    assert ("WB103" in reported) is found
+
+
+@pytest.mark.parametrize(
+    ("own", "found"), [("self.compute_loss(model, inputs)", True), ("model(inputs).loss", False)]
+)
+def test_a_training_step_of_ones_own_may_call_compute_loss(own: str, found: bool) -> None:
+    reported = codes(f"""
+        class TokenTrainer(Trainer):
+            def training_step(self, model, inputs, num_items_in_batch=None):
+                loss = {own} / self.args.gradient_accumulation_steps
+                self.accelerator.backward(loss)
+                return loss.detach()
+
+            def compute_loss(self, model, inputs):
+                logits = model(inputs["x"])
+                return F.cross_entropy(logits, inputs["y"], ignore_index=-100)
+    """)
+    assert ("WB103" in reported) is found
+
+
+@pytest.mark.parametrize(("labels", "found"), [("-100", True), ("0", False)])
+def test_a_module_that_calls_itself_is_the_model(labels: str, found: bool) -> None:
+    reported = codes(f"""
+        class Tuned(LightningModule):
+            def __init__(self):
+                self.lm = AutoModelForCausalLM.from_pretrained("gpt2")
+
+            def forward(self, **inputs):
+                return self.lm(**inputs)
+
+            def training_step(self, batch, batch_idx):
+                inputs = dict(input_ids=batch[0])
+                inputs["labels"] = batch[0].masked_fill(batch[1] == 0, {labels})
+                outputs = self(**inputs)
+                return outputs[0]
+
+        trainer = Trainer(accumulate_grad_batches=steps)
+    """)
+    assert ("WB103" in reported) is found
+
+
+@pytest.mark.parametrize(
+    ("length", "found"),
+    [
+        ("len(self.trainer.datamodule.train_dataloader()) * self.epochs", True),
+        ("len(self.loader) * self.epochs // self.trainer.accumulate_grad_batches", False),
+        ("self.trainer.estimated_stepping_batches", False),
+    ],
+)
+def test_lightning_steps_a_schedule_once_per_update(length: str, found: bool) -> None:
+    reported = codes(f"""
+        class Net(LightningModule):
+            def training_step(self, batch, batch_idx):
+                return self.loss(self.net(batch))
+
+            def configure_optimizers(self):
+                optimizer = AdamW(self.parameters())
+                total = {length}
+                schedule = get_linear_schedule_with_warmup(optimizer, 100, total)
+                return [optimizer], [dict(scheduler=schedule, interval="step")]
+
+        trainer = Trainer(accumulate_grad_batches=8)
+    """)
+    assert ("WB116" in reported) is found
+
+
+@pytest.mark.parametrize(
+    ("update", "found"),
+    [
+        ("grads", True),
+        ("jax.tree_util.tree_map(lambda g: g / accum_steps, grads)", False),
+    ],
+)
+def test_gradients_that_jax_adds_up_are_divided_once(update: str, found: bool) -> None:
+    source = f"""
+        import jax
+        import jax.numpy as jnp
+        import optax
+
+        def train(params, state, loader, tx, accum_steps):
+            grads = None
+            for i, batch in enumerate(loader):
+                loss, new = grad_fn(params, batch)
+                grads = new if grads is None else jax.tree_util.tree_map(jnp.add, grads, new)
+                if (i + 1) % accum_steps == 0:
+                    updates, state = tx.update({update}, state, params)
+                    params = optax.apply_updates(params, updates)
+                    grads = None
+            return params
+    """
+    assert ("WB101" in codes(source)) is found
+
+
+def test_a_masked_mean_that_jax_adds_up_by_hand() -> None:
+    source = """
+        import jax, optax
+
+        def loss_fn(params, batch):
+            losses = optax.softmax_cross_entropy_with_integer_labels(f(params, batch.x), batch.y)
+            return (losses * batch.mask).sum() / batch.mask.sum()
+
+        def accumulate(params, batches, grad_accum):
+            total = jax.grad(loss_fn)(params, batches[0])
+            for batch in batches[1:]:
+                new = jax.grad(loss_fn)(params, batch)
+                total = jax.tree.map(lambda a, g: a + g, total, new)
+            return optax.apply_updates(params, jax.tree.map(lambda g: g / grad_accum, total))
+    """
+    assert {"WB101", "WB103"} & codes(source) == {"WB103"}

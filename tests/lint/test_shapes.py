@@ -784,3 +784,152 @@ def test_a_frozen_part_gets_no_gradients_from_a_cuda_graph(part: str, found: boo
                     optimizer.zero_grad()
     """)
     assert ("WB120" in reported) is found
+
+
+@pytest.mark.parametrize(("place", "found"), [("    " * 5, True), ("    " * 4, False)])
+def test_a_dictionary_of_losses_is_shown_entry_by_entry(place: str, found: bool) -> None:
+    # Inside the window's condition it shows one micro-batch; outside, every one of them.
+    source = f"""
+        def train(model, optimizer, loader, writer, args):
+            for i, batch in enumerate(loader):
+                loss = model(batch).mean()
+                metrics = {{"loss": loss.clone().detach(), "size": len(batch)}}
+                (loss / args.accum).backward()
+                if (i + 1) % args.accum == 0:
+                    optimizer.step()
+                    optimizer.zero_grad()
+{place}for key, value in metrics.items():
+{place}    writer.add_scalar(key, value, i)
+    """
+    assert ("WB115" in codes(source)) is found
+
+
+@pytest.mark.parametrize(("stop", "found"), [("stop = True", False), ("print(step)", True)])
+def test_a_flag_can_end_a_loop_after_a_number_of_updates(stop: str, found: bool) -> None:
+    source = f"""
+        def train(model, optimizer, stream, args):
+            step, stop = 0, False
+            for i, batch in enumerate(stream):
+                (model(batch).mean() / args.accum).backward()
+                if (i + 1) % args.accum == 0:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    step += 1
+                    if step >= args.max_steps:
+                        {stop}
+                    if stop:
+                        break
+    """
+    assert ("WB109" in codes(source)) is found
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"),
+    [("args.accum - 1", set()), ("args.accum", {"WB110"}), ("args.accum - 2", {"WB110"})],
+)
+def test_a_counter_may_be_compared_before_it_goes_up(limit: str, expected: set[str]) -> None:
+    source = f"""
+        def train(model, optimizer, loader, args):
+            n = 0
+            for batch in loader:
+                last = n == {limit}
+                (model(batch).mean() / args.accum).backward()
+                n += 1
+                if last:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    n = 0
+    """
+    assert {*codes(source)} & {"WB110"} == expected
+
+
+@pytest.mark.parametrize(("chosen", "found"), [("loss_mask", True), ("order", False)])
+def test_a_mean_over_the_losses_that_a_mask_selects(chosen: str, found: bool) -> None:
+    source = f"""
+        def train(model, optimizer, loader, args):
+            criterion = torch.nn.L1Loss(reduction="none")
+            for i, batch in enumerate(loader):
+                {chosen} = batch["{chosen}"]
+                loss = criterion(model(batch["x"]), batch["y"])
+                loss = loss[{chosen}]
+                loss = loss.mean()
+                (loss / args.accum).backward()
+                if (i + 1) % args.accum == 0:
+                    optimizer.step()
+                    optimizer.zero_grad()
+    """
+    assert ("WB103" in codes(source)) is found
+
+
+def test_the_loss_that_a_model_keeps_is_a_loss() -> None:
+    source = """
+        def train(model, optimizer, batches, args):
+            while True:
+                for micro in range(args.accum):
+                    model(next(batches))
+                    loss = model.last_loss / args.accum
+                    loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                print("loss", loss.item() * args.accum)
+    """
+    assert "WB115" in codes(source)
+
+
+@pytest.mark.parametrize(
+    ("shown", "found"), [("loss.item() * accum if accum > 1 else loss.item()", False),
+                         ("loss.item()", True)]
+)  # fmt: skip
+def test_a_choice_shows_the_branch_that_accumulates(shown: str, found: bool) -> None:
+    source = f"""
+        def train(model, optimizer, loader, accum):
+            for i, batch in enumerate(loader):
+                loss = model(batch).mean()
+                if accum > 1:
+                    loss = loss / accum
+                loss.backward()
+                if (i + 1) % accum == 0:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                raw = {shown}
+                print("loss", raw)
+    """
+    assert ("WB115" in codes(source)) is found
+
+
+@pytest.mark.parametrize(
+    ("by", "found"), [("mask.sum()", True), ("part.mask.sum()", True), ("total_tokens", False)]
+)
+def test_masked_means_over_the_parts_of_a_list(by: str, found: bool) -> None:
+    source = f"""
+        def update(model, optimizer, batch, args, total_tokens):
+            optimizer.zero_grad()
+            parts = batch.split(args.micro_batch_size)
+            for part in parts:
+                mask = part.mask
+                loss = (losses(model, part) * mask).sum() / {by}
+                (loss / len(parts)).backward()
+            optimizer.step()
+    """
+    assert ("WB103" in codes(source)) is found
+
+
+def test_updates_since_a_mark_make_a_sum_of_micro_batches_too_large() -> None:
+    source = """
+        accelerator = Accelerator(gradient_accumulation_steps=args.accum)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        done, total = resumed // args.accum, 0
+        for epoch in range(args.epochs):
+            for batch in loader:
+                with accelerator.accumulate(model):
+                    loss = model(batch).mean()
+                    total += loss.detach().float()
+                    accelerator.backward(loss)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                if accelerator.sync_gradients:
+                    done += 1
+                if done % args.every == 0:
+                    accelerator.log({"loss": total.item() / (done - epoch * len(loader))})
+    """
+    assert "WB115" in codes(source)

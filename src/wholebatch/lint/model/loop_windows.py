@@ -11,6 +11,7 @@ from functools import cached_property
 
 from .events import MODEL_NAME, Env, Event, Guard, Loop, holds_sync
 from .expressions import (
+    assigned_names,
     dotted,
     is_accumulation_name,
     is_binary,
@@ -192,6 +193,9 @@ class LoopWindow:
 
     def counts(self, divisor: Divisor) -> bool:
         """True if a divisor of the loss is the number of micro-batches of a window."""
+        over = iterated(self.loop) if self.shape == "nested" else None
+        if over is not None and divisor.key == f"len({text(over)})":
+            return True  # `for part in parts: (loss / len(parts)).backward()`
         return is_accumulation_name(divisor.written) or self.is_count(divisor.key)
 
     def is_own(self, divisor: Divisor) -> bool:
@@ -276,14 +280,19 @@ class LoopWindow:
         around = self.facts.functions_around(self.loop.node.lineno)
         if any("epoch" in f"{f.name} {text(f.args)}" for f in around):
             return False  # Called once per epoch.
-        return any(
-            isinstance(node, ast.If)
-            and isinstance(node.test, ast.Compare)
-            and isinstance(node.test.ops[0], (ast.GtE, ast.Gt, ast.Eq))
-            and re.search(r"step|iter|update", text(node.test.left))
-            and any(isinstance(inner, ast.Break) for inner in node.body)
-            for node in walk(self.loop.node)
-        )
+        tests = [node for node in walk(self.loop.node) if isinstance(node, ast.If)]
+        limits = [
+            test
+            for test in tests
+            if isinstance(test.test, ast.Compare)
+            and isinstance(test.test.ops[0], (ast.GtE, ast.Gt, ast.Eq))
+            and re.search(r"step|iter|update", text(test.test.left))
+        ]
+        # `if step >= limit: stop = True`, and `if stop: break`
+        said = [stmt for limit in limits for stmt in limit.body if text(stmt).endswith(" = True")]
+        flags = "|".join(map(re.escape, assigned_names(said)))
+        limits += [t for t in tests if flags and re.search(rf"\b({flags})", text(t.test))]
+        return any(isinstance(inner, ast.Break) for limit in limits for inner in limit.body)
 
 
 def unmoved(made: ast.expr) -> ast.expr:

@@ -26,6 +26,7 @@ from .expressions import (
     walk,
 )
 from .name_resolution import Resolver, strip_casts
+from .window_boundary import says_accumulating
 
 _THROUGH = {
     "scale", "float", "double", "half", "to", "cuda", "cpu", "mean", "sum", "squeeze", "view",
@@ -169,7 +170,11 @@ class _Tracer:
         if isinstance(expr, ast.BinOp):
             return self._operation(expr, env, chain, depth)
         if isinstance(expr, ast.IfExp):
-            return self._each([(expr.body, env), (expr.orelse, env)], chain, depth)
+            # `loss * k if k > 1 else loss`: the branch that accumulates.
+            accumulates = says_accumulating(expr.test, "")
+            branches = {True: (expr.body,), False: (expr.orelse,)}
+            ways = branches.get(accumulates, (expr.body, expr.orelse))  # type: ignore[arg-type]
+            return self._each([(way, env) for way in ways], chain, depth)
         if isinstance(expr, ast.UnaryOp):
             return self.follow(expr.operand, env, chain, depth + 1)
         name = place(expr)

@@ -242,13 +242,17 @@ class _LoopConditions:
         inverse = isinstance(op, (ast.NotEq, ast.Lt))
         every = strip_casts(expr.comparators[0])
         position = self._position(left)
+        early = 0
+        if is_binary(every, ast.Sub) and number(every.right) is not None:  # `n == k - 1`
+            early, every = _constant_part(every.right), every.left
         if position is not None:
             symbol = position.symbol
             fixed = not self._varies(every) or is_accumulation_name(text(every))
             if symbol.kind != "carried" or not fixed or not self._is_reset(symbol):
                 return None
             start, spanning = self._first_value(symbol)
-            shift = None if start is None else 1 - start - position.offset + isinstance(op, ast.Gt)
+            first = position.offset + early - isinstance(op, ast.Gt)
+            shift = None if start is None else 1 - start - first
             return Boundary("reset", every, expr, shift, inverse, spanning=spanning)
         if not is_binary(left, ast.Sub) or not self._varies(left):
             return None

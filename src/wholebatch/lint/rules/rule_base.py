@@ -35,7 +35,11 @@ RESCALED = re.compile(
 
 _MANUAL = re.compile(r"automatic_optimization = False")
 _CALLS_ITSELF = re.compile(r"\bself\(")
+_HANDS_ON = re.compile(r"super\(\)\.training_step\(|self\.compute_loss\(")
 _STEPS_DEEP = 3
+_JAX_ADDS = re.compile(
+    r"lambda (\w+), (\w+): \1 \+ \2( / (float\()?[\w.]*(ac+um|micro)[\w.)]*)?$|([\w.]+\.)?add$"
+)
 
 
 @dataclass(frozen=True)
@@ -191,7 +195,8 @@ def framework_steps(file: File) -> Iterator[tuple[list[FunctionNode], str]]:
     for owner in file.facts.classes:
         if any(base.endswith("Trainer") for base in owner.bases):
             first, framework = "compute_loss", "the Trainer"
-            if "training_step" in owner.methods:
+            own = owner.methods.get("training_step")
+            if own is not None and not _HANDS_ON.search(text(own)):
                 continue
         elif any("Module" in b for b in owner.bases) and not _MANUAL.search(text(owner.node)):
             first, framework = "training_step", "Lightning"
@@ -225,6 +230,13 @@ def _of_parts(methods: list[FunctionNode], owner: ClassFacts, file: File) -> Ite
         if part is not None and part is not owner:
             found = part.methods.get(name) or part.methods.get("forward")
             yield from [found] if found is not None else []
+
+
+def jax_sums(file: File) -> list[ast.Call]:
+    """Return the calls that add up gradients with JAX: `tree_map(jnp.add, total, grads)`."""
+    calls = file.facts.made("tree_map", "map") if "jax" in file.facts.source else []
+    adds = [c for c in calls if c.args and _JAX_ADDS.match(text(c.args[0]))]
+    return [c for c in adds if "tree" in text(c.func)]
 
 
 def cleared_last(window: LoopWindow) -> Event | None:

@@ -20,7 +20,7 @@ from ..model.expressions import (
 )
 from ..model.loss_origin import Chain, trace
 from ..model.window_boundary import iterated
-from .rule_base import RESCALED, Edit, Report, cleared_last, replaces_one, rule
+from .rule_base import RESCALED, Edit, Report, cleared_last, jax_sums, replaces_one, rule
 
 _SCALING_FACTOR = re.compile(r"scale|accum|norm|inv|factor|gas|micro|steps", re.I)
 # Weights of a term beside others: `(1 - ratio) * a + ratio * b` says nothing about the number.
@@ -63,9 +63,22 @@ _MODELISH = re.compile(
 )
 
 
+_ACCUMULATES = re.compile(r"grad\w*_?ac+um|ac+um\w*_?(grad|step|iter)|micro_?(step|batch)", re.I)
+# Gradients, or the loss, that are divided or weighed somewhere.
+_JAX_SCALES = re.compile(
+    r"lambda [\w, ]+: [^\n]*[/*]|\b(\w*grad\w*|g|\w*loss\w*)\)? */|scale\(|\b1(\.0)? */|/="
+)
+_JAX_MESSAGE = (
+    "gradients of the micro-batches are added up and never divided by their number: divide the "
+    "sum before the update"
+)
+
+
 @rule("loss not divided", fixable=True)
 def check(file: File) -> Iterator[Report]:
     """Yield one report per window whose loss is never divided."""
+    if file.facts.mentions(_ACCUMULATES) and not file.facts.mentions(_JAX_SCALES):
+        yield from (Report(call, _JAX_MESSAGE) for call in jax_sums(file)[:1])
     for window in file.accumulating:
         if not _judged(window, file) or replaces_one(window) or cleared_last(window):
             continue

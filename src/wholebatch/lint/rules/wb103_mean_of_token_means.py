@@ -24,7 +24,7 @@ from ..model.file_facts import DATA, flat_env
 from ..model.loop_windows import unmoved
 from ..model.loss_origin import Chain, Divisor, counted, is_whole_sum
 from ..model.window_boundary import iterated
-from .rule_base import RESCALED, Report, framework_accumulates, framework_steps, rule
+from .rule_base import RESCALED, Report, framework_accumulates, framework_steps, jax_sums, rule
 
 _LANGUAGE_MODEL = re.compile(
     r"\w*(CausalLM|LMHeadModel|ForConditionalGeneration|ForMaskedLM|ForTokenClassification"
@@ -58,10 +58,6 @@ _JAX_MASK_COUNT = re.compile(
 )
 # Masks that hide the same number of tokens in every batch.
 _FIXED_NUMBER = re.compile(r"randperm\([^\n]*\)\[: *\w+\]")
-# Gradients of JAX that are added up with equal weight: `tree_map(lambda a, g: a + g / k, ...)`.
-_JAX_BY_HAND = re.compile(
-    r"^(?:import|from) jax\b(?s:.*)lambda [\w, ]+: [^\n]*/ *(?:float\()?[\w.]*(?:ac+um|micro)", re.M
-)
 _LABELS = re.compile(r"mask|label|batch|token|encode", re.I)
 # A label of -100 that is made, not one that is only asked for.
 _MAKES_IGNORED = re.compile(
@@ -123,7 +119,7 @@ def check(file: File) -> Iterator[Report]:
 
 def _in_frameworks(file: File) -> Iterator[Report]:
     """Check losses whose means a framework averages with equal weight."""
-    by_hand = ("value_and_grad", "grad") if file.facts.mentions(_JAX_BY_HAND) else ()
+    by_hand = ("value_and_grad", "grad") if jax_sums(file) else ()
     for call in file.facts.made("MultiSteps", *by_hand)[:1]:
         behind = (p for c in file.facts.calls for p in file.facts.imported_parts(c))
         masked = file.facts.mentions(_JAX_MASK_COUNT) or any(map(_JAX_MASK_COUNT.search, behind))
@@ -134,10 +130,11 @@ def _in_frameworks(file: File) -> Iterator[Report]:
             counted = not framework_accumulates(file)
         else:  # transformers passes the window's tokens to `compute_loss`.
             counted = "gradient_accumulation_steps" not in file.facts.source
-            counted = counted or "num_items_in_batch" in text(methods[0])
-        found = [
+            counted = counted or any("num_items_in_batch" in text(s) for s in methods[0].body)
+        read = () if counted else methods
+        found: list[ast.AST] = [
             node
-            for method in (() if counted else methods)
+            for method in read
             for node in walk(method)
             if (
                 isinstance(node, ast.Call)
@@ -146,7 +143,31 @@ def _in_frameworks(file: File) -> Iterator[Report]:
             or (isinstance(node, ast.Attribute) and node.attr == "ignore_index")
             or (isinstance(node, ast.expr) and _is_masked_loss(node, method, file))
         ]
+        found += [node for method in read for node in _means_over_mask(method)]
         yield from (Report(node, _MESSAGE) for node in found[:1])
+
+
+def _means_over_mask(method: ast.AST) -> Iterator[ast.AST]:
+    """Yield the means over a mask, `(loss * mask).sum() / mask.sum()`, that a method returns."""
+    nodes = [*walk(method)]
+    env = flat_env(nodes)
+    wanted = {n.id for r in nodes if isinstance(r, ast.Return) for n in _names(r)}
+    stmts = [n for n in nodes if isinstance(n, (ast.Assign, ast.AugAssign, ast.Return))]
+    for stmt in sorted(stmts, key=lambda s: s.lineno, reverse=True):
+        targets = getattr(stmt, "targets", [getattr(stmt, "target", stmt)])
+        if not (isinstance(stmt, ast.Return) or any(dotted(t) in wanted for t in targets)):
+            continue
+        wanted |= {n.id for n in _names(stmt)}
+        for node in walk(stmt) if _LOSSY.search(text(stmt)) else ():
+            by = divisor_of(node)
+            if by is not None and any(_is_selection_size(e) for e, _ in counted(by, env)):
+                yield node
+            elif isinstance(node, ast.Call) and _MASKED_MEAN.fullmatch(last_part(node.func)):
+                yield from [node] if len(node.args) == 2 and not node.keywords else []
+
+
+def _names(node: ast.AST) -> list[ast.Name]:
+    return [n for n in walk(node) if isinstance(n, ast.Name)]
 
 
 def _losses(file: File) -> list[str]:
@@ -391,7 +412,7 @@ def _is_language_model(call: ast.Call, file: File) -> bool:
         return False  # An operation on labels is no model.
     handed = any("label" in text(a) for a in (*call.args, *call.keywords))
     name = text(call.func)
-    if not (re.search(r"model|net|lm\b", name, re.I) or handed):
+    if not (re.search(r"model|net|lm\b|^self$", name, re.I) or handed):
         return False
     if _CRITERION.search(name) and file.facts.behind(name):
         return False  # It was read.

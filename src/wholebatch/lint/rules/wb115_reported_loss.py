@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 from ..model import Event, File, LoopWindow
-from ..model.events import Def, Env
+from ..model.events import Def, Env, Loop
 from ..model.expressions import dotted, is_binary, is_call, last_part, number, text, walk
 from ..model.file_facts import flat_env
 from ..model.loss_origin import Chain, counted, trace
@@ -59,7 +59,7 @@ def check(file: File) -> Iterator[Report]:
 def _bases(window: LoopWindow) -> set[int]:
     chains = [trace(e.argument, e.env, window.resolver) for e in window.of("backward")]
     bases = [(c.base, c.base_env) for ways in chains for c in ways if c.base is not None]
-    # A setting in the loss, such as the weight of a term, is no loss.
+    # A setting in the loss, such as the weight of a term, is no loss; `model.last_loss` is one.
     return {
         id(base)
         for base, env in bases
@@ -154,12 +154,16 @@ def _shown(window: LoopWindow) -> Iterator[tuple[Event, list[ast.expr]]]:
         # A warning about a loss that is no number.
         if any(_NO_NUMBER.search(g.key[0]) and g.positive for g in event.guards(window.loop)):
             continue
-        # An inner loop (an evaluation, say) has losses of its own.
-        if event.loops[-1:] not in {(window.loop,), window.loop.parents[-1:]}:
+        # An inner loop (an evaluation, say) has losses of its own, unless it shows some entries.
+        inner = event.loops[-1:] if event.loops[-1:] != (window.loop,) else ()
+        entries = _entries(inner[0]) if inner else None
+        loops = event.loops if entries is None else event.loops[:-1]
+        if loops[-1:] not in {(window.loop,), window.loop.parents[-1:]}:
             continue
         call = event.node
         if event.kind == "call" and isinstance(call, ast.Call):
             handed = [*call.args, *(k.value for k in call.keywords)]
+            handed = handed if entries is None else [entries]
             if _is_sink(call):
                 yield event, handed if not _is_summed(call, window) else []
             elif text(event.stmt) == text(call) and "accum" not in last_part(call.func):
@@ -170,6 +174,14 @@ def _shown(window: LoopWindow) -> Iterator[tuple[Event, list[ast.expr]]]:
                 yield event, _numbers(event.argument, event.env)
         elif event.kind == "return" and event.argument is not None:
             yield event, _numbers(event.argument, event.env)
+
+
+def _entries(loop: Loop) -> ast.expr | None:
+    """Return the dictionary of `for k, v in metrics.items()`, or None for another loop."""
+    over = loop.iterable
+    if not is_call(over, "items", "values") or not isinstance(over.func, ast.Attribute):
+        return None
+    return over.func.value
 
 
 def _is_summed(call: ast.Call, window: LoopWindow) -> bool:
@@ -441,13 +453,14 @@ class _Means:
             return None
         right = strip_casts(expr.right)
         right = right.left if is_binary(right, ast.Add) and number(right.right) else right
-        by = {text(right), *(text(e) for e, _ in counted(right, self.env))}
+        begun = right.left if is_binary(right, ast.Sub) else right  # `steps - steps_before`
+        by = {text(right), text(begun), *(text(e) for e, _ in counted(right, self.env))}
         is_mean = sign == -1 and not left[1]
         if is_mean and (by & self.micro or any(map(_LENGTH.fullmatch, by))):
             return left[0], True
-        if any(map(self.window.is_count, by)):
-            return left[0] + sign, left[1]
-        return (left[0] + 1, True) if is_mean and by & self.updates else None
+        if is_mean and by & self.updates:
+            return left[0] + 1, True
+        return (left[0] + sign, left[1]) if any(map(self.window.is_count, by)) else None
 
 
 def _micro_counters(window: LoopWindow) -> set[str]:

@@ -21,8 +21,9 @@ from ..model.expressions import (
     text,
     walk,
 )
+from ..model.file_facts import flat_env
 from ..model.window_boundary import peel
-from .rule_base import Report, prepared, rule, stepped
+from .rule_base import Report, framework_accumulates, prepared, rule, stepped
 
 _UPDATES = re.compile(
     r"(^|[._])(global_?steps?|num_updates|n_updates|updates|update_steps?|optim(izer)?_steps?"
@@ -39,7 +40,7 @@ _LENGTH_OPTIONS = (
 _TOTAL = re.compile(r"(total|max|num)_?(train\w*_)?(steps|iters|iterations)", re.I)
 _POSITIONS = {"CosineAnnealingLR": 1, "OneCycleLR": 2}
 _LENGTH = re.compile(
-    r"\blen\([\w.\[\]'\"]*(loader|dataloader|dl|ld|batches|iterator|dataset)\w*\)", re.I
+    r"\blen\([\w.\[\]'\"]*(loader|dataloader|dl|ld|batches|iterator|dataset)\w*(\(\))?\)", re.I
 )
 
 
@@ -55,6 +56,25 @@ def check(file: File) -> Iterator[Report]:
     for window in file.accumulating:
         yield from _schedules(window)
         yield from _counters(window)
+    for owner in file.facts.classes if framework_accumulates(file) else ():
+        method = owner.methods.get("configure_optimizers")
+        if method is not None and "automatic_optimization = False" not in text(owner.node):
+            yield from _of_lightning(method)
+
+
+def _of_lightning(method: ast.AST) -> Iterator[Report]:
+    """Yield schedules as long as the loader: Lightning steps them once per update."""
+    nodes = [*walk(method)]
+    env = flat_env(nodes)
+    for call in (node for node in nodes if isinstance(node, ast.Call)):
+        length = _length(call)
+        spelled = [] if length is None else _spellings(length, env)
+        if any(map(_LENGTH.search, spelled)) and not any(map(is_accumulation_name, spelled)):
+            yield Report(
+                call,
+                "schedule is as long as the micro-batches, but Lightning steps it once per update: "
+                "use `self.trainer.estimated_stepping_batches`",
+            )
 
 
 def _schedules(window: LoopWindow) -> Iterator[Report]:
