@@ -143,6 +143,9 @@ class LoopJudge:
         if any(passed_on) and not all(passed_on):
             return self.told("other-loss", f"{sum(passed_on)} of {len(passed_on)} backwards")
         window, count = self.window, len(self.micros)
+        empty = [i + 1 for i, m in enumerate(self.micros) if {t.kind for t in m.terms} == {"zero"}]
+        if empty:
+            return self.told("left-out", f"the loss of number {empty[0]} is multiplied by 0")
         used, unused = window.used or count, max(window.unused, window.earlier_pass - 1)
         if used == 1 and unused > 1:
             return self.told("only-the-last", f"{unused} others reach no backward")
@@ -502,12 +505,17 @@ class LoopJudge:
         if len(set(scales)) > 1:
             variant = f"from {scales[0]:g} to {scales[-1]:g} in the window"
             return MistakeFit("loss-scale", variant, 0.0, True)
+        pairs = [(clip.after, self._at_step()) for clip in self._last_clips()[-1:]]
+        rows = [zip(*(one.split(self.window.sizes) for one in pair), strict=True) for pair in pairs]
+        factors = [float(a.norm() / b.norm()) for row in rows for a, b in row if b.any()]
+        if scales[0] != 1 and any(math.isclose(f, scales[0], rel_tol=_WEIGHTS) for f in factors):
+            variant = f"clipped while {scales[0]:.4g} times as large"
+            return MistakeFit("clipped-while-scaled", variant, 0.0, True)
         if gradient is not self._at_step():
             factor = float(self._last_clips()[-1].after.norm() / self._at_step().norm())
             if abs(factor - 1) > _WEIGHTS:
-                is_scale = scales[0] != 1 and math.isclose(factor, scales[0], rel_tol=_WEIGHTS)
-                key = "clipped-while-scaled" if is_scale else "clipped-too-early"
-                return MistakeFit(key, f"clipped while {factor:.4g} times as large", 0.0, True)
+                variant = f"clipped while {factor:.4g} times as large"
+                return MistakeFit("clipped-too-early", variant, 0.0, True)
         if scales[0] != 1 and apart(gradient, right * scales[0]) <= self.tolerance:
             return MistakeFit("loss-scale", f"{scales[0]:g} times too large", 0.0, True)
         return None
@@ -571,6 +579,8 @@ class LoopJudge:
         if not factors or set(factors) == {1}:
             return None
         most = max(factors)
+        if set(factors) == {world_size()}:
+            return MistakeFit("ranks-added", f"{most} ranks, and nobody divides by them", 0.0, True)
         where = factors[most][:3] if len(factors) > 1 else ["all parameters"]
         return MistakeFit("two-owners", f"{', '.join(where)}: {most} times", 0.0, True)
 
@@ -792,11 +802,10 @@ def _alike(ours: Sequence[float], others: Sequence[float]) -> bool:
 
 
 def _is_cut(whole: Tensor, left: Tensor) -> bool:
-    """Tell if one gradient is the other, clipped by value or by norm."""
-    limit = float(left.abs().max())
-    by_value = apart(whole.clamp(-limit, limit), left) <= _WEIGHTS
-    by_norm = bool(left.norm() < whole.norm()) and _parallel(left, whole, _WEIGHTS)
-    return bool(limit) and (by_value or by_norm) and apart(whole, left) > _WEIGHTS
+    """Tell if one gradient is the other, clipped: by value, by norm, or each parameter by its own."""
+    size, kept = whole.abs(), left * whole.sign()
+    shrinks = bool((kept >= 0).all() and (kept <= size * (1 + _WEIGHTS)).all())
+    return shrinks and bool(((kept > 0) & (kept < size * (1 - _WEIGHTS))).any())
 
 
 def _parallel(ours: Tensor, other: Tensor, tolerance: float) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations
+from itertools import combinations, product
 
 from wholebatch.coupled.loss_graph import LossTerm
 
@@ -72,7 +72,8 @@ def read_weights(
     `like` are the terms of another window of the same loop.
     """
     rows = [
-        [term for term in terms if term.kind not in ("joined", "regulariser")] for terms in losses
+        [term for term in terms if term.kind not in ("joined", "regulariser", "zero")]
+        for terms in losses
     ]
     for term in (term for row in rows for term in row):
         if term.kind == "nonlinear":
@@ -88,6 +89,7 @@ def read_weights(
             return Unreadable(f"{reason} ({column[0].node})", True)
     if not rows or not rows[0]:
         return Unreadable("its graph has no mean and no sum over samples")
+    rows = _means_of_samples(_with_weights(rows))
     if not _made_alike(rows) or _is_mean_of_samples(rows):
         rows = [_added(row) for row in rows]
     if not _made_alike(rows):
@@ -106,6 +108,41 @@ def read_weights(
 def _made_alike(rows: Sequence[Sequence[LossTerm]]) -> bool:
     kinds = [[(term.node, term.kind) for term in row] for row in rows]
     return all(kind == kinds[0] for kind in kinds)
+
+
+def _with_weights(rows: list[list[LossTerm]]) -> list[list[LossTerm]]:
+    """Take a weight that all units of a micro-batch have as theirs, if it differs in the others."""
+    by_place = len({len(row) for row in rows}) == 1
+    found: dict[tuple[int, str], set[float | None]] = {}
+    for place, term in ((i * by_place, t) for row in rows for i, t in enumerate(row)):
+        if term.equal is not None or term.weighed is not None:
+            found.setdefault((place, term.node), set()).add(term.equal)
+
+    def apart(place: int, term: LossTerm) -> LossTerm:
+        if term.equal is None or len(found[place * by_place, term.node]) == 1:
+            return term
+        times = tuple(factor for factor in term.times if factor != term.equal)
+        return replace(term, times=times, weighed=term.equal * term.count)
+
+    return [[apart(place, term) for place, term in enumerate(row)] for row in rows]
+
+
+def _means_of_samples(rows: list[list[LossTerm]]) -> list[list[LossTerm]]:
+    """Return sums as means if each is divided by a number of its own: a detector's images."""
+    kinds = {(t.node, t.kind, t.times, t.seed, len(t.over)) for row in rows for t in row}
+    if len(kinds) > 1 or rows[0][0].kind != "sum":
+        return rows
+    overs = [list(zip(*(term.over for term in row), strict=True)) for row in rows]
+    own = {place for row in overs for place, one in enumerate(row) if not _same(one)}
+    if len(own) != 1:
+        return rows
+    (place,) = own
+
+    def mean(term: LossTerm) -> LossTerm:
+        over = term.over[:place] + term.over[place + 1 :]
+        return replace(term, kind="mean", over=over, count=term.over[place])
+
+    return [[mean(term) for term in row] for row in rows]
 
 
 def _alike(row: Sequence[LossTerm]) -> list[list[LossTerm]]:
@@ -274,9 +311,9 @@ class _Column:
             return units, units
         for is_sure, overs in ((True, varying), (False, self.over)):  # 4 is often the steps, too
             for units in self._candidates(counts, is_sure=is_sure):
-                for over in overs:
-                    if _match(over, units):  # divided by its own units: a mean
-                        self.dropped = list(over)
+                for over, steps in product(overs, (1, len(units))):
+                    if _match(over, [unit * steps for unit in units]):
+                        self.dropped = units  # divided by its own units: a mean
                         return units, [1.0] * len(units)
         several = [combinations(constant, n + 1) for n in range(len(constant))]
         divisors = [math.prod(some) for one in several for some in one]
@@ -300,8 +337,11 @@ class _Column:
             return
         yield counts
         alike = [column for column in self.columns if _made_alike([column[:1], self.terms[:1]])]
-        rows = list(zip(*alike, strict=True))  # a loss per image
-        yield [sum(term.count for term in row) for row in rows]
+        one = self.terms[0]
+        same = [c for c in alike if (c[0].times, not c[0].weighed) == (one.times, not one.weighed)]
+        for group in (same, alike) if len(same) < len(alike) else (alike,):  # a loss per image
+            rows = list(zip(*group, strict=True))
+            yield [sum(term.count for term in row) for row in rows]
         for weighed in ([_weights_of([t]) for t in self.terms], [_weights_of(row) for row in rows]):
             if all(weighed):
                 yield [one or 0.0 for one in weighed]

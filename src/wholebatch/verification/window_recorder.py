@@ -20,6 +20,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.amp.grad_scaler import OptState
 from torch.nn.modules.module import (
     _global_forward_hooks_with_kwargs,
     register_module_forward_hook,
@@ -238,6 +239,7 @@ class WindowRecorder:
         self._inside = False  # a backward, a closure that is evaluated again, a look of our own
         self._in_backward: dict[int, Tensor] = {}  # what hooks have stepped on in this backward
         self._loss_scale = 1.0
+        self._scaler: Any = None
         self._calls: list[Call] = []
         self._parts: dict[int, Tensor] = {}
         self._nodes: dict[Any, Call] = {}
@@ -595,7 +597,7 @@ class WindowRecorder:
                 given = [tensor for call in self._calls for tensor in call.given]
                 if not any(t.dim() > 1 and not t.is_floating_point() for t in given):
                     return True
-            return bool(linked_samples(roots[0], self._outputs, max(units)))
+            return bool(linked_samples(roots[0], self._outputs, min(units)))
         except Exception:  # a graph that cannot be asked tells nothing
             return False
 
@@ -739,6 +741,7 @@ class WindowRecorder:
     def _scaler_scale(self, original: Any, scaler: Any, *args: Any, **kwargs: Any) -> Any:
         scaled = original(scaler, *args, **kwargs)
         self._loss_scale = float(scaler.get_scale()) if scaler.is_enabled() else 1.0
+        self._scaler = scaler if scaler.is_enabled() and not self.light else None
         return scaled
 
     def _scaler_step(self, original: Any, scaler: Any, *args: Any, **kwargs: Any) -> Any:
@@ -807,6 +810,7 @@ class WindowRecorder:
         scale = getattr(optimizer, "grad_scale", None)
         if scale is not None:  # a fused optimizer divides by it in its own kernel
             gradient = gradient / float(scale)
+        gradient = self._without_scale(gradient, places)
         if not self.light:
             self.steps.append(RecordedStep(gradient, places))
         self.optimizer_steps += 1
@@ -846,6 +850,19 @@ class WindowRecorder:
         finally:
             self._inside = False
             self._parts.clear()
+
+    def _without_scale(self, gradient: Tensor, places: frozenset[int]) -> Tensor:
+        """Divide out the loss scale that the next optimizer's step will divide out."""
+        rest = [p for i, p in enumerate(self.parameters) if i not in places]
+        if self._scaler is None or not rest or self.sharded:
+            return gradient
+        states, ready = self._scaler._per_optimizer_states, OptState.READY
+        rows = list(gradient.split(self._sizes))
+        for other in _optimizers_of(rest):
+            if states.get(id(other), {}).get("stage", ready) is ready:
+                for place in places_of(other, self.parameters) - places:
+                    rows[place] = rows[place] / self._scaler.get_scale()
+        return torch.cat(rows)
 
     def _set_aside(
         self, window: RecordedWindow, places: frozenset[int]
