@@ -694,7 +694,7 @@ def linked_samples(total: Tensor, outputs: Sequence[Tensor], units: float) -> li
     if not watched or not _can_run_again(total, nodes):
         return []
     hooks = [output.tensor._backward_hooks for output in watched]  # of Fabric's, for one
-    if _has_distances(total, nodes):
+    if _has_distances(total, nodes) or _sorts_samples(total, nodes, watched):
         return list(range(watched[0].rows))
     for cut in (False, True):
         try:
@@ -755,6 +755,13 @@ def _has_distances(total: Tensor, until: set[Any]) -> bool:
             if ours and made and len(made[0]) == (2 if node.name().startswith("C") else 1):
                 return len(samples) == (2 if node.name().startswith("C") else 1)
     return False
+
+
+def _sorts_samples(total: Tensor, until: set[Any], outputs: Sequence[_Output]) -> bool:
+    """True if a loss sorts a number of every sample, or of every pair: it compares their places."""
+    rows = {size for output in outputs for size in (output.rows, output.rows / 2)} - {1}
+    sorts = [node for node in graph_nodes([total], until) if node.name() == "SortBackward0"]
+    return any(tuple(saved_by(node, "self_sym_sizes") or ()) in {(n,) for n in rows} for node in sorts)
 
 
 def normalised_over_samples(total: Tensor, outputs: Sequence[Tensor], units: float) -> str | None:

@@ -636,6 +636,8 @@ class LoopJudge:
             key, variant = "moved-in-the-window", f"a forward changes {moved}"
         elif largest_over_ranks(self._linked() or self._couples()):
             key, variant = "coupled", self._coupling()
+        elif largest_over_ranks(bool(self._statistic())):
+            key, variant = self._statistic() or ("coupled", "another rank's loss")
         elif largest_over_ranks(self._adds_penalty()):
             key, variant = "not-divided", f"a penalty on the weights, with each of {len(later) + 1}"
         elif largest_over_ranks(self._clipped_early() is not None):
@@ -645,6 +647,20 @@ class LoopJudge:
             return found
         self.fits = [MistakeFit(key, variant, 0.0, True), *self.fits]
         return key
+
+    def _statistic(self) -> tuple[str, str] | None:
+        """Return the mistake of a loss with a number of its own micro-batch, or of one before."""
+        for micro in self.micros[1:]:
+            one, calls = micro.statistic, micro.calls
+            rows = [len(row) for call in calls for row in call.rows.values()]
+            if one is None or one.born <= self.micros[0].number or one.rows > max(rows, default=0):
+                continue  # taken before the window's first backward, or of more than this loss
+            if len(one.calls) == 1 < len(calls):
+                continue  # every call is a sample
+            if one.seen < micro.number:
+                return "moved-in-the-window", "a statistic of the micro-batches before is in a loss"
+            return "coupled", "a statistic of each micro-batch, without a gradient, is in its loss"
+        return None
 
     def _adds_penalty(self) -> bool:
         """True if a penalty on the weights comes with each loss and is not divided as it is."""

@@ -42,6 +42,7 @@ from wholebatch.coupled.loss_graph import (
     normalised_over_samples,
     saved_by,
 )
+from wholebatch.verification.batch_statistics import BatchStatistics, Statistic
 from wholebatch.verification.observed_window import places_of
 
 _log = logging.getLogger("wholebatch")
@@ -104,6 +105,10 @@ class RecordedMicroBatch:
     """Positive numbers, ones and sums of the constants that its loss was made with: targets."""
     padded: list[float] = field(default_factory=list)
     """The sizes of the masks that its loss was made with."""
+    number: int = 0
+    """How many backwards there were before it."""
+    statistic: Statistic | None = None
+    """A number over samples that its loss has in it, and that no gradient goes through."""
     is_asked: bool = False
     """True if `torch.autograd.grad` gave the gradient to the loop, and added it nowhere."""
 
@@ -249,7 +254,11 @@ class WindowRecorder:
         self._eager = ExitStack()
         if hasattr(torch.compiler, "set_stance"):
             self._eager.enter_context(torch.compiler.set_stance("force_eager"))
+        self._statistics = BatchStatistics()
+        if self.looks:
+            self._statistics.__enter__()
         self._undo: list[Callable[[], None]] = [
+            self._statistics.remove,
             self._eager.close,
             register_optimizer_step_pre_hook(self._before_step).remove,
             register_optimizer_step_post_hook(self._note_weights).remove,
@@ -408,6 +417,8 @@ class WindowRecorder:
         return self._own is None or id(module) in self._own
 
     def _enter_call(self, module: nn.Module, args: Any) -> None:
+        if not self._inside:
+            self._statistics.enter(module)
         if self._is_ours(module):
             if torch.is_autocast_enabled(self._device):
                 self.autocast.add(torch.get_autocast_dtype(self._device))
@@ -419,6 +430,8 @@ class WindowRecorder:
     def _leave_call(self, module: nn.Module, args: Any, *rest: Any) -> None:
         # Torch leaves the keywords out where the call has failed.
         kwargs, result = rest if len(rest) == 2 else ({}, None)
+        if not self._inside:
+            self._statistics.leave(lambda: tensors_of(result))
         if not self._is_ours(module):
             return
         self._depth = max(0, self._depth - 1)
@@ -469,6 +482,7 @@ class WindowRecorder:
             self._after_backward(micro)
         self._parts.clear()
         self._outputs.clear()
+        self._statistics.backwards += 1
         return result
 
     @_never_fails
@@ -494,6 +508,7 @@ class WindowRecorder:
         terms = [replace(t, below=None) for t in terms]
         micro = RecordedMicroBatch(calls, before, before, before, terms, linked=linked)
         micro.roots = [root.grad_fn for root in listed]
+        micro.number, micro.statistic = self._statistics.backwards, self._statistics.of(listed)
         if not self.light and any(term.kind == "sum" and term.over for term in terms):
             micro.counts, micro.padded = self._counts_in_graph(listed)
         return micro
@@ -676,6 +691,7 @@ class WindowRecorder:
 
     @_never_fails
     def _note_weights(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self._statistics.remove()
         if not self.light and not self.sharded and places_of(optimizer, self.parameters):
             self.after_step = self.row_of(list(self.parameters))
 
@@ -798,6 +814,8 @@ class WindowRecorder:
         """End the window at a step of DeepSpeed's whose gradients are not in `.grad`."""
         is_last, made = engine.is_gradient_accumulation_boundary(), self.optimizer_steps
         result = original(engine, *args, **kwargs)
+        if is_last:
+            self._statistics.remove()
         if is_last and made == self.optimizer_steps and self.window is not None:
             self.window.sizes = []
             self._see(self.optimizer, frozenset())
