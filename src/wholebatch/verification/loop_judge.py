@@ -205,9 +205,7 @@ class LoopJudge:
         if ranks == 1 or largest_over_ranks(isinstance(read, Unreadable)):
             return read
         assert not isinstance(read, Unreadable)
-        own = sum(read[0].units)
-        everywhere = float(sum_over_ranks(torch.tensor([own], dtype=torch.float64)))
-        return read_weights(losses, totals=[everywhere], labels=labels, **known)
+        return read_weights(losses, over_ranks=_over_ranks, labels=labels, **known)
 
     def _samples(self) -> int:
         """Return the rows of the tokens that the model was given; 0 where they are not known."""
@@ -803,6 +801,15 @@ def _labels(micros: Sequence[RecordedMicroBatch]) -> list[tuple[list[float], lis
             for full in (cut, tensors):
                 counts.append(([float(t.numel()) for t in full], valid))
     return counts
+
+
+def _over_ranks(numbers: list[float]) -> list[float]:
+    """Return each number added over the ranks; none if they do not have equally many."""
+    most = largest_over_ranks(len(numbers))
+    if largest_over_ranks(-len(numbers)) != -most:
+        return list(numbers)
+    added: list[float] = sum_over_ranks(torch.tensor(numbers, dtype=torch.float64)).tolist()
+    return added
 
 
 def _right(distance: float, fits: bool = False) -> MistakeFit:

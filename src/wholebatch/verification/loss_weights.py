@@ -10,7 +10,7 @@ loss tells both numbers. Right is `weight = units / units of the window`, for ev
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, product
 
@@ -18,6 +18,9 @@ from wholebatch.coupled.loss_graph import LossTerm
 
 _MOST_DIVISORS = 4
 _CLOSE = 4e-3  # one step of bfloat16: a factor may have been rounded to it
+
+
+OverRanks = Callable[[list[float]], list[float]]
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,7 @@ def read_weights(
     *,
     loss_scale: float = 1.0,
     ranks: int = 1,
-    totals: Sequence[float] = (),
+    over_ranks: OverRanks | None = None,
     labels: Sequence[tuple[list[float], list[float]]] = (),
     samples: int = 0,
     counts: Sequence[float] = (),
@@ -66,10 +69,10 @@ def read_weights(
 ) -> list[TermWeights] | Unreadable:
     """Return the weights of every term; `losses` are the terms of each micro-batch's loss.
 
-    `totals` are numbers that the loop may divide by besides those of this rank's window. `labels`
-    are numbers of all labels of each micro-batch, and of those that count; `samples` are all
-    samples of the window. `counts` are other numbers that were counted in it, such as positives.
-    `like` are the terms of another window of the same loop.
+    `over_ranks` adds numbers of this rank's window to those of the others. `labels` are numbers of
+    all labels of each micro-batch, and of those that count; `samples` are all samples of the
+    window. `counts` are other numbers that were counted in it, such as positives. `like` are the
+    terms of another window of the same loop.
     """
     rows = [
         [term for term in terms if term.kind not in ("joined", "regulariser", "zero")]
@@ -96,10 +99,16 @@ def read_weights(
         return Unreadable("the micro-batches' losses are made in different ways")
     columns = [list(column) for column in zip(*rows, strict=True)]
     known = [[t.count for t in column] for column in columns if column[0].kind == "mean"]
-    more = (columns, loss_scale, ranks, totals, labels, samples, counts)
+    more = (columns, loss_scale, ranks, labels, samples, counts)
     choices = [term.choice for term in like] if len(like) == len(columns) else [None] * len(columns)
     pairs = zip(columns, choices, strict=True)
-    read = [_Column(column, known, *more, choice=choice).read() for column, choice in pairs]
+    made = [_Column(column, known, *more, choice=choice) for column, choice in pairs]
+    if over_ranks is not None:
+        sums = [total for column in made for total in column.totals()]
+        everywhere = list(zip(sums, over_ranks(sums), strict=True))
+        for column in made:
+            column.everywhere = everywhere
+    read = [column.read() for column in made]
     if len(like) == len(read):
         read = [term.scaled_as(other.scale) for term, other in zip(read, like, strict=True)]
     return _together(read)
@@ -208,13 +217,14 @@ class _Column:
     columns: Sequence[Sequence[LossTerm]]  # all terms, this one too
     loss_scale: float
     ranks: int
-    totals: Sequence[float]
     labels: Sequence[tuple[list[float], list[float]]]
     samples: int
     counts: Sequence[float]
     choice: int | None = None
+    everywhere: Sequence[tuple[float, float]] = ()
+    """Numbers of units in this rank's window, each with that of all ranks."""
 
-    def read(self) -> TermWeights:
+    def __post_init__(self) -> None:
         self.times = _by_place([term.times for term in self.terms])
         self.over = _by_place([term.over for term in self.terms])
         self.over = [over for over in self.over if not _match(over, [1.0] * len(over))]
@@ -223,6 +233,14 @@ class _Column:
             if (over := next((o for o in self.over if _match(o, times)), None)) is not None:
                 self.times.remove(times)
                 self.over.remove(over)
+
+    def totals(self) -> list[float]:
+        """Return the numbers of units in this window that the loop may divide by."""
+        is_sum = self.terms[0].kind == "sum"
+        return list(map(sum, self._candidates(self._counts()) if is_sum else [self._counts()]))
+
+    def read(self) -> TermWeights:
+        """Return the weights and units of this term."""
         units, base = self._units()
         self.units = units
         own, nominal = self._of_the_loss()
@@ -292,10 +310,12 @@ class _Column:
                 own /= over
         return own, nominal
 
+    def _counts(self) -> list[float]:
+        return [float(t.count if t.counted is None else t.counted) for t in self.terms]
+
     def _units(self) -> tuple[list[float], list[float]]:
         """Return the units of each micro-batch, and the weight of their mean before any factor."""
-        terms = self.terms
-        counts = [float(t.count if t.counted is None else t.counted) for t in terms]
+        terms, counts = self.terms, self._counts()
         self.dropped: list[float] | None = None
         if terms[0].kind != "sum":
             return counts, [c / (t.count or 1.0) for c, t in zip(counts, terms, strict=True)]
@@ -366,9 +386,9 @@ class _Column:
         return [weight * over for weight, over in zip(weights, self.dropped, strict=True)]
 
     def _is_total(self, value: float, total: float) -> bool:
-        return any(
-            _close(value, t) for one in (total, *self.totals) for t in (one, one / self.ranks)
-        )
+        everywhere = [all_ for own, all_ in self.everywhere if own == total]
+        totals = (total, *everywhere, *(all_ / self.ranks for all_ in everywhere))
+        return any(_close(value, one) for one in totals)
 
     def _counts_more(self, divisor: float) -> bool:
         """True if a sum is divided by labels before a shift, or by the samples' longest length.
