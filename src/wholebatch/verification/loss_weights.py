@@ -146,6 +146,8 @@ def _means_of_samples(rows: list[list[LossTerm]]) -> list[list[LossTerm]]:
     if len(own) != 1:
         return rows
     (place,) = own
+    if all(_same([t.over[place] for t in column]) for column in zip(*rows, strict=False)):
+        return rows  # the units of the window, of several terms
 
     def mean(term: LossTerm) -> LossTerm:
         over = term.over[:place] + term.over[place + 1 :]
