@@ -6,8 +6,8 @@
 Such a number couples the samples of its micro-batch, and the graph of the loss does not show it. So
 every torch function that the loop calls outside of its models is followed in the first window:
 what is made of a model's outputs, which of that is a statistic over samples, and which losses have
-a statistic without a gradient in them. Counts (sums of bools and integers) are units of the loss,
-and the largest number of a batch is often subtracted without any effect: neither is a statistic.
+a statistic without a gradient in them. Counts (sums of zeros and ones) are units of the loss, and
+the largest number of a batch is often subtracted without any effect: neither is a statistic.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 _STATISTICS = {"mean", "nanmean", "sum", "nansum", "std", "var", "std_mean", "var_mean", "norm"}
 _STATISTICS |= {"median", "nanmedian", "quantile", "nanquantile", "logsumexp", "vector_norm"}
+_OF_THE_FIRST = {"to", "type_as", "view_as", "expand_as", "reshape_as"}
+"""Functions that take a type or a shape from their other arguments, and no numbers."""
 _SAMPLES, _STATISTIC, _CONSTANT = range(3)
 
 
@@ -108,8 +110,9 @@ class BatchStatistics(TorchFunctionMode):
 
     def _follow(self, name: str, args: Any, kwargs: Any, made: Any) -> None:
         given = list(_tensors((*args, *kwargs.values())))
+        given = given[:1] if name in _OF_THE_FIRST else given
         origins = [one for tensor in given if (one := self._origins.get(tensor)) is not None]
-        if not origins:
+        if not origins or name.endswith("_like") or name.startswith("new_"):
             return
         calls = {call: seen for one in origins for call, seen in one.calls.items()}
         rows, level = max(one.rows for one in origins), max(one.level for one in origins)
@@ -117,13 +120,19 @@ class BatchStatistics(TorchFunctionMode):
         last = max(old, key=lambda one: one.born, default=None)
         for result in _tensors((args[0],) if name == "__setitem__" else (made,)):
             own = level
-            if name in _STATISTICS and given[0].is_floating_point() and _over_rows(given[0], result):
+            if name in _STATISTICS and _over_rows(given[0], result) and not _counts(name, given[0]):
                 own = max(own, _STATISTIC)
                 if last is None or level == _SAMPLES:
                     last = Statistic(frozenset(calls), rows, max(calls.values()), self.backwards)
             if own >= _STATISTIC and not result.requires_grad:
                 own = _CONSTANT
             self._origins[result] = _Origin(own, calls, rows, last)
+
+
+def _counts(name: str, given: Tensor) -> bool:
+    """True for a sum of integers, or of zeros and ones."""
+    whole = not given.is_floating_point() or bool(((given == 0) | (given == 1)).all())
+    return whole and name in ("sum", "nansum")
 
 
 def _over_rows(given: Tensor, result: Tensor) -> bool:
