@@ -77,8 +77,8 @@ class LossTerm:
 
     node: str
     # "mean", "sum", "first" (`x.mean(0).sum()`), "joined" (`stack(losses).mean()`), "unknown" (not
-    # understood), "zero" (times 0), "nonlinear" (a curve of a whole reduction, such as its root), "regulariser" (of
-    # parameters alone), "picked" (the largest of a batch)
+    # understood), "zero" (times 0), "nonlinear" (a curve of a whole reduction, such as its root),
+    # "regulariser" (of parameters alone), "picked" (the largest of a batch)
     kind: str
     count: float  # elements that the mean (or the sum) is over
     times: tuple[float, ...] = ()
@@ -361,7 +361,9 @@ def loss_terms(root: Any) -> Iterator[LossTerm]:
             scaled = _scaled(node, name, below, so_far)
             if scaled is not None:
                 waiting.append(scaled)
-            elif name[:3] == "Mul" and 0.0 in [_number(saved_by(node, s)) for s in ("self", "other")]:
+            elif name[:3] == "Mul" and 0.0 in [
+                _number(saved_by(node, s)) for s in ("self", "other")
+            ]:
                 yield replace(so_far, node=name, kind="zero")
             else:
                 yield _not_understood(node, below, so_far)
@@ -759,9 +761,9 @@ def _has_distances(total: Tensor, until: set[Any]) -> bool:
 
 def _sorts_samples(total: Tensor, until: set[Any], outputs: Sequence[_Output]) -> bool:
     """True if a loss sorts a number of every sample, or of every pair: it compares their places."""
-    rows = {size for output in outputs for size in (output.rows, output.rows / 2)} - {1}
+    rows = {(size,) for o in outputs for size in (o.rows, o.rows // 2) if size > 1}
     sorts = [node for node in graph_nodes([total], until) if node.name() == "SortBackward0"]
-    return any(tuple(saved_by(node, "self_sym_sizes") or ()) in {(n,) for n in rows} for node in sorts)
+    return any(tuple(saved_by(node, "self_sym_sizes") or ()) in rows for node in sorts)
 
 
 def normalised_over_samples(total: Tensor, outputs: Sequence[Tensor], units: float) -> str | None:

@@ -13,10 +13,10 @@ the largest number of a batch is often subtracted without any effect: neither is
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -102,10 +102,8 @@ class BatchStatistics(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        try:
+        with suppress(Exception):  # a tensor that cannot be asked is not followed
             self._follow(getattr(func, "__name__", ""), args, kwargs or {}, made)
-        except Exception:  # a tensor that cannot be asked is not followed
-            pass
         return made
 
     def _follow(self, name: str, args: Any, kwargs: Any, made: Any) -> None:

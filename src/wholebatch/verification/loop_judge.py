@@ -825,7 +825,7 @@ def _alike(ours: Sequence[float], others: Sequence[float]) -> bool:
 
 
 def _is_cut(whole: Tensor, left: Tensor) -> bool:
-    """Tell if one gradient is the other, clipped: by value, by norm, or each parameter by its own."""
+    """Tell if one gradient is the other, clipped: by value, by norm, or by parameter."""
     size, kept = whole.abs(), left * whole.sign()
     shrinks = bool((kept >= 0).all() and (kept <= size * (1 + _WEIGHTS)).all())
     return shrinks and bool(((kept > 0) & (kept < size * (1 - _WEIGHTS))).any())

@@ -691,7 +691,6 @@ class WindowRecorder:
 
     @_never_fails
     def _note_weights(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        self._statistics.remove()
         if not self.light and not self.sharded and places_of(optimizer, self.parameters):
             self.after_step = self.row_of(list(self.parameters))
 
@@ -814,8 +813,6 @@ class WindowRecorder:
         """End the window at a step of DeepSpeed's whose gradients are not in `.grad`."""
         is_last, made = engine.is_gradient_accumulation_boundary(), self.optimizer_steps
         result = original(engine, *args, **kwargs)
-        if is_last:
-            self._statistics.remove()
         if is_last and made == self.optimizer_steps and self.window is not None:
             self.window.sizes = []
             self._see(self.optimizer, frozenset())
@@ -824,6 +821,7 @@ class WindowRecorder:
     @_never_fails
     def _see(self, optimizer: Any, places: frozenset[int], gradient: Tensor | None = None) -> None:
         seen = self.window
+        self._statistics.remove()
         gradient = self._grads() if gradient is None else gradient
         scale = getattr(optimizer, "grad_scale", None)
         if scale is not None:  # a fused optimizer divides by it in its own kernel
