@@ -26,6 +26,7 @@ from tests.proof.fixtures import (
     outsider_wrong,
     round_7,
     round_8,
+    round_11,
     round_12,
     round_13,
     round_14,
@@ -95,7 +96,16 @@ def test_right_loops_are_left_in_peace() -> None:
         assert found_in(verdict) == wanted, f"{loop.__name__}: {verdict}"
 
 
-OUTSIDERS = (outsider_right, outsider_wrong, round_7, round_8, round_12, round_13, round_14)
+OUTSIDERS = (
+    outsider_right,
+    outsider_wrong,
+    round_7,
+    round_8,
+    round_11,
+    round_12,
+    round_13,
+    round_14,
+)
 TRAINERS = (round_15, round_16, round_17)
 """Loops of all styles; benchmarks/verify_mistakes.py runs them all, a test those that were hard."""
 HARD_TO_LEAVE_IN_PEACE = """
