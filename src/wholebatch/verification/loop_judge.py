@@ -503,8 +503,8 @@ class LoopJudge:
         if len(set(scales)) > 1:
             variant = f"from {scales[0]:g} to {scales[-1]:g} in the window"
             return MistakeFit("loss-scale", variant, 0.0, True)
-        pairs = [(clip.after, self._at_step()) for clip in self._last_clips()[-1:]]
-        rows = [zip(*(one.split(self.window.sizes) for one in pair), strict=True) for pair in pairs]
+        last = [(clip.after, self._at_step()) for clip in self._last_clips()[-1:]]
+        rows = [zip(*(one.split(self.window.sizes) for one in pair), strict=True) for pair in last]
         factors = [float(a.norm() / b.norm()) for row in rows for a, b in row if b.any()]
         if scales[0] != 1 and any(math.isclose(f, scales[0], rel_tol=_WEIGHTS) for f in factors):
             variant = f"clipped while {scales[0]:.4g} times as large"

@@ -104,11 +104,11 @@ def read_weights(
     pairs = zip(columns, choices, strict=True)
     made = [_Column(column, known, *more, choice=choice) for column, choice in pairs]
     if over_ranks is not None:
-        sums = [total for column in made for total in column.totals()]
+        sums = [total for one in made for total in one.totals()]
         everywhere = list(zip(sums, over_ranks(sums), strict=True))
-        for column in made:
-            column.everywhere = everywhere
-    read = [column.read() for column in made]
+        for one in made:
+            one.everywhere = everywhere
+    read = [one.read() for one in made]
     if len(like) == len(read):
         read = [term.scaled_as(other.scale) for term, other in zip(read, like, strict=True)]
     return _together(read)

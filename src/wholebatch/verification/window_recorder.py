@@ -256,7 +256,7 @@ class WindowRecorder:
             self._eager.enter_context(torch.compiler.set_stance("force_eager"))
         self._statistics = BatchStatistics()
         if self.looks:
-            self._statistics.__enter__()
+            self._statistics.__enter__()  # type: ignore[no-untyped-call]
         self._undo: list[Callable[[], None]] = [
             self._statistics.remove,
             self._eager.close,
