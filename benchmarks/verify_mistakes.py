@@ -5,7 +5,8 @@
     python benchmarks/verify_mistakes.py --door Lightning --page
 
 Every cell is one training run of three windows (the last one short), watched. A mistake must be
-told by its name, and a right loop must be called right. `--time` prints what a watch costs instead.
+told by its name, and a right loop must be called right. `--time` prints what a watch costs instead,
+as multiples of the window.
 `--page` writes the rows of this run into docs/benchmarks/verify-mistakes.md.
 """
 
@@ -17,14 +18,16 @@ import importlib
 import os
 import sys
 import time
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 os.environ |= {"HF_HUB_OFFLINE": "1", "CI": "1"}
 
 import torch  # noqa: E402
-from torch import nn  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 
 import wholebatch as wb  # noqa: E402
@@ -139,18 +142,61 @@ def write(made: dict[str, str]) -> None:
     )
 
 
-def cost() -> str:
-    """Return what a watch takes: a window without it, the same window watched, and its verdict."""
+def _tokens(model: Any, x: Tensor, y: Tensor, total: int) -> list[Tensor]:
+    """A mean over tokens."""
+    return [F.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="sum") / total]
+
+
+def _pairs(model: Any, x: Tensor, y: Tensor, total: int) -> list[Tensor]:
+    """A mean over pairs, of which one answer is preferred."""
+    made = model(x).log_softmax(-1).gather(-1, y[..., None]).sum((1, 2))
+    return [-F.logsigmoid(made[::2] - made[1::2]).sum() * y.shape[1] * 2 / total]
+
+
+def _views(model: Any, x: Tensor, y: Tensor, total: int) -> list[Tensor]:
+    """A mean over tokens, of two calls of the model."""
+    both = (model(x).flatten(0, 1), model(x.flip(-1)).flatten(0, 1))
+    return [sum(F.cross_entropy(out, y.flatten(), reduction="sum") for out in both) / total]
+
+
+def _contrasts(model: Any, x: Tensor, y: Tensor, total: int) -> list[Tensor]:
+    """A loss that compares samples: a mistake."""
+    rows = F.normalize(model(x).mean(1), dim=-1)
+    return [F.cross_entropy(rows @ rows.T * 5, torch.arange(len(x))) / 4]
+
+
+def _turns(model: Any, x: Tensor, y: Tensor, total: int) -> list[Tensor]:
+    """Two backwards of every micro-batch."""
+    out = model(x).flatten(0, 1)
+    other = out.logsumexp(-1).square().sum() * 1e-4 / total
+    return [F.cross_entropy(out, y.flatten(), reduction="sum") / total, other]
+
+
+COSTS = {
+    "mean over tokens": (_tokens, (4, 6, 2, 8)),
+    "16 micro-batches": (_tokens, (2, 1) * 8),
+    "pairs of answers": (_pairs, (4, 6, 2, 8)),
+    "two calls": (_views, (4, 6, 2, 8)),
+    "two backwards": (_turns, (4, 6, 2, 8)),
+    "contrastive": (_contrasts, (5, 5, 5, 5)),
+}
+
+
+def cost(name: str) -> str:
+    """Return what a watch of this loop takes beside the window: samples run, and processor time."""
     torch.manual_seed(0)
+    losses, sizes = COSTS[name]
     layer = nn.TransformerEncoderLayer(256, 4, 1024, 0.0, batch_first=True)
-    model = nn.Sequential(nn.TransformerEncoder(layer, 4), nn.Linear(256, 1000))
+    model = nn.Sequential(nn.TransformerEncoder(layer, 2), nn.Linear(256, 200))
     optimizer = torch.optim.AdamW(model.parameters())
-    micros = [(torch.randn(n, 64, 256), torch.randint(0, 1000, (n, 64))) for n in (4, 6, 3, 5)]
+    micros = [(torch.randn(n, 64, 256), torch.randint(0, 200, (n, 64))) for n in sizes]
+    total = sum(y.numel() for _, y in micros)
+    ran = Counter[str]()
 
     def window() -> None:
         for x, y in micros:
-            loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="sum")
-            (loss / sum(y.numel() for _, y in micros)).backward()
+            for loss in (made := losses(model, x, y, total)):
+                loss.backward(retain_graph=loss is not made[-1])  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
 
@@ -159,21 +205,33 @@ def cost() -> str:
         window()
         return time.process_time() - began
 
+    def count(module: nn.Module, args: Any, out: Tensor) -> None:
+        ran["forward"] += len(out)
+        if out.requires_grad:
+            out.register_hook(lambda slope: ran.update(backward=len(slope)))
+
     window()
-    plain = min(timed() for _ in range(5))
+    plain = min(timed() for _ in range(3))
     watched = []
     for _ in range(3):
-        with quiet(), wb.watch(model, optimizer) as watch:
+        with quiet(), wb.watch(model, optimizer):
             watched.append(timed())
-        assert watch.verdict.same, watch.verdict
+    counts = []
+    with model[0].register_forward_hook(count):
+        window()
+        counts.append(Counter(ran))
+        ran.clear()
+        with quiet(), wb.watch(model, optimizer) as watch:
+            window()
+        counts.append(Counter(ran))
     with quiet(), wb.watch(model, optimizer):
         window()
         window()
-        after = min(timed() for _ in range(5))
-    return (
-        f"window {plain:.2f} s; with its verdict {min(watched):.2f} s "
-        f"({min(watched) / plain:.1f} times); windows after it {after:.2f} s"
-    )
+        after = min(timed() for _ in range(3))
+    passes = [f"{counts[1][one] / counts[0][one]:.1f}" for one in ("forward", "backward")]
+    found = found_in(watch.verdict)
+    times = f"{min(watched) / plain:.1f} | {after / plain:.2f}"
+    return f"| {name} | {found} | {passes[0]} | {passes[1]} | {times} |"
 
 
 def main() -> None:
@@ -183,7 +241,10 @@ def main() -> None:
     parser.add_argument("--time", action="store_true")
     options = parser.parse_args()
     if options.time:
-        print(cost())
+        print("| loop | found | samples forwards | samples backwards | time | windows after it |")
+        print("|---|---|---|---|---|---|")
+        for name in COSTS:
+            print(cost(name), flush=True)
         return
     made = rows(list(DOORS) if options.door == "all" else [options.door])
     print("\n" + "\n".join(made.values()))

@@ -77,8 +77,8 @@ class LossTerm:
 
     node: str
     # "mean", "sum", "first" (`x.mean(0).sum()`), "joined" (`stack(losses).mean()`), "unknown" (not
-    # understood), "nonlinear" (a curve of a whole reduction, such as its root), "regulariser" (of
-    # parameters alone), "picked" (the largest of a batch)
+    # understood), "zero" (times 0), "nonlinear" (a curve of a whole reduction, such as its root),
+    # "regulariser" (of parameters alone), "picked" (the largest of a batch)
     kind: str
     count: float  # elements that the mean (or the sum) is over
     times: tuple[float, ...] = ()
@@ -89,6 +89,7 @@ class LossTerm:
     seed: float = 1.0  # of the backward that begins at it
     counted: float | None = None  # labels that are not ignored, where the mean is over all of them
     weighed: float | None = None  # the weights of the units, added, where they have some
+    equal: float | None = None  # the one weight of all units, which is among `times`
     target: float | None = None  # where all labels are one number: a GAN's 1 and 0
     below: Any = None  # the node that has weights, that picks, or that a regulariser ends with
     among: int = 0  # of a "picked" term: the rows that it picks among
@@ -272,7 +273,7 @@ def divisors(scalar: Tensor, units: Units) -> set[int]:
     """
     found = set()
     for term in loss_terms(scalar.grad_fn):
-        if term.kind in ("unknown", "nonlinear", "regulariser"):
+        if term.kind in ("unknown", "nonlinear", "regulariser", "zero"):
             continue
         counts = (term.count, *term.sizes, _number(units) or 0.0)
         for value in (*term.over, *(1 / factor for factor in term.times if factor)):
@@ -360,6 +361,10 @@ def loss_terms(root: Any) -> Iterator[LossTerm]:
             scaled = _scaled(node, name, below, so_far)
             if scaled is not None:
                 waiting.append(scaled)
+            elif name[:3] == "Mul" and 0.0 in [
+                _number(saved_by(node, s)) for s in ("self", "other")
+            ]:
+                yield replace(so_far, node=name, kind="zero")
             else:
                 yield _not_understood(node, below, so_far)
         elif name in _MEAN + _SUM and not saved_by(node, "self_sym_sizes"):
@@ -525,7 +530,8 @@ def _weighed(term: LossTerm, weights: Tensor | None, count: int) -> LossTerm:
     times, rows = weights[weights != 0], count / max(weights.numel(), 1)
     if not times.numel() or bool((times == times[0]).all()):
         term = _times(term, float(times[0])) if times.numel() else term
-        return replace(term, count=float(times.numel()) * rows)
+        equal = abs(float(times[0])) if times.numel() else None
+        return replace(term, count=float(times.numel()) * rows, equal=equal)
     return replace(term, count=count, weighed=float(weights.sum(dtype=torch.float64)) * rows)
 
 
@@ -690,7 +696,7 @@ def linked_samples(total: Tensor, outputs: Sequence[Tensor], units: float) -> li
     if not watched or not _can_run_again(total, nodes):
         return []
     hooks = [output.tensor._backward_hooks for output in watched]  # of Fabric's, for one
-    if _has_distances(total, nodes):
+    if _has_distances(total, nodes) or _sorts_samples(total, nodes, watched):
         return list(range(watched[0].rows))
     for cut in (False, True):
         try:
@@ -751,6 +757,13 @@ def _has_distances(total: Tensor, until: set[Any]) -> bool:
             if ours and made and len(made[0]) == (2 if node.name().startswith("C") else 1):
                 return len(samples) == (2 if node.name().startswith("C") else 1)
     return False
+
+
+def _sorts_samples(total: Tensor, until: set[Any], outputs: Sequence[_Output]) -> bool:
+    """True if a loss sorts a number of every sample, or of every pair: it compares their places."""
+    rows = {(size,) for o in outputs for size in (o.rows, o.rows // 2) if size > 1}
+    sorts = [node for node in graph_nodes([total], until) if node.name() == "SortBackward0"]
+    return any(tuple(saved_by(node, "self_sym_sizes") or ()) in rows for node in sorts)
 
 
 def normalised_over_samples(total: Tensor, outputs: Sequence[Tensor], units: float) -> str | None:

@@ -143,6 +143,9 @@ class LoopJudge:
         if any(passed_on) and not all(passed_on):
             return self.told("other-loss", f"{sum(passed_on)} of {len(passed_on)} backwards")
         window, count = self.window, len(self.micros)
+        empty = [i + 1 for i, m in enumerate(self.micros) if {t.kind for t in m.terms} == {"zero"}]
+        if empty:
+            return self.told("left-out", f"the loss of number {empty[0]} is multiplied by 0")
         used, unused = window.used or count, max(window.unused, window.earlier_pass - 1)
         if used == 1 and unused > 1:
             return self.told("only-the-last", f"{unused} others reach no backward")
@@ -202,9 +205,7 @@ class LoopJudge:
         if ranks == 1 or largest_over_ranks(isinstance(read, Unreadable)):
             return read
         assert not isinstance(read, Unreadable)
-        own = sum(read[0].units)
-        everywhere = float(sum_over_ranks(torch.tensor([own], dtype=torch.float64)))
-        return read_weights(losses, totals=[everywhere], labels=labels, **known)
+        return read_weights(losses, over_ranks=_over_ranks, labels=labels, **known)
 
     def _samples(self) -> int:
         """Return the rows of the tokens that the model was given; 0 where they are not known."""
@@ -502,12 +503,17 @@ class LoopJudge:
         if len(set(scales)) > 1:
             variant = f"from {scales[0]:g} to {scales[-1]:g} in the window"
             return MistakeFit("loss-scale", variant, 0.0, True)
+        last = [(clip.after, self._at_step()) for clip in self._last_clips()[-1:]]
+        rows = [zip(*(one.split(self.window.sizes) for one in pair), strict=True) for pair in last]
+        factors = [float(a.norm() / b.norm()) for row in rows for a, b in row if b.any()]
+        if scales[0] != 1 and any(math.isclose(f, scales[0], rel_tol=_WEIGHTS) for f in factors):
+            variant = f"clipped while {scales[0]:.4g} times as large"
+            return MistakeFit("clipped-while-scaled", variant, 0.0, True)
         if gradient is not self._at_step():
             factor = float(self._last_clips()[-1].after.norm() / self._at_step().norm())
             if abs(factor - 1) > _WEIGHTS:
-                is_scale = scales[0] != 1 and math.isclose(factor, scales[0], rel_tol=_WEIGHTS)
-                key = "clipped-while-scaled" if is_scale else "clipped-too-early"
-                return MistakeFit(key, f"clipped while {factor:.4g} times as large", 0.0, True)
+                variant = f"clipped while {factor:.4g} times as large"
+                return MistakeFit("clipped-too-early", variant, 0.0, True)
         if scales[0] != 1 and apart(gradient, right * scales[0]) <= self.tolerance:
             return MistakeFit("loss-scale", f"{scales[0]:g} times too large", 0.0, True)
         return None
@@ -571,6 +577,8 @@ class LoopJudge:
         if not factors or set(factors) == {1}:
             return None
         most = max(factors)
+        if set(factors) == {world_size()}:
+            return MistakeFit("ranks-added", f"{most} ranks, and nobody divides by them", 0.0, True)
         where = factors[most][:3] if len(factors) > 1 else ["all parameters"]
         return MistakeFit("two-owners", f"{', '.join(where)}: {most} times", 0.0, True)
 
@@ -626,6 +634,8 @@ class LoopJudge:
             key, variant = "moved-in-the-window", f"a forward changes {moved}"
         elif largest_over_ranks(self._linked() or self._couples()):
             key, variant = "coupled", self._coupling()
+        elif largest_over_ranks(bool(self._statistic())):
+            key, variant = self._statistic() or ("coupled", "another rank's loss")
         elif largest_over_ranks(self._adds_penalty()):
             key, variant = "not-divided", f"a penalty on the weights, with each of {len(later) + 1}"
         elif largest_over_ranks(self._clipped_early() is not None):
@@ -635,6 +645,20 @@ class LoopJudge:
             return found
         self.fits = [MistakeFit(key, variant, 0.0, True), *self.fits]
         return key
+
+    def _statistic(self) -> tuple[str, str] | None:
+        """Return the mistake of a loss with a number of its own micro-batch, or of one before."""
+        for micro in self.micros[1:]:
+            one, calls = micro.statistic, micro.calls
+            rows = [len(row) for call in calls for row in call.rows.values()]
+            if one is None or one.born <= self.micros[0].number or one.rows > max(rows, default=0):
+                continue  # taken before the window's first backward, or of more than this loss
+            if len(one.calls) == 1 < len(calls):
+                continue  # every call is a sample
+            if one.seen < micro.number:
+                return "moved-in-the-window", "a statistic of the micro-batches before is in a loss"
+            return "coupled", "a statistic of each micro-batch, without a gradient, is in its loss"
+        return None
 
     def _adds_penalty(self) -> bool:
         """True if a penalty on the weights comes with each loss and is not divided as it is."""
@@ -779,6 +803,15 @@ def _labels(micros: Sequence[RecordedMicroBatch]) -> list[tuple[list[float], lis
     return counts
 
 
+def _over_ranks(numbers: list[float]) -> list[float]:
+    """Return each number added over the ranks; none if they do not have equally many."""
+    most = largest_over_ranks(len(numbers))
+    if largest_over_ranks(-len(numbers)) != -most:
+        return list(numbers)
+    added: list[float] = sum_over_ranks(torch.tensor(numbers, dtype=torch.float64)).tolist()
+    return added
+
+
 def _right(distance: float, fits: bool = False) -> MistakeFit:
     return MistakeFit(RIGHT, "the undivided batch", distance, fits)
 
@@ -792,11 +825,10 @@ def _alike(ours: Sequence[float], others: Sequence[float]) -> bool:
 
 
 def _is_cut(whole: Tensor, left: Tensor) -> bool:
-    """Tell if one gradient is the other, clipped by value or by norm."""
-    limit = float(left.abs().max())
-    by_value = apart(whole.clamp(-limit, limit), left) <= _WEIGHTS
-    by_norm = bool(left.norm() < whole.norm()) and _parallel(left, whole, _WEIGHTS)
-    return bool(limit) and (by_value or by_norm) and apart(whole, left) > _WEIGHTS
+    """Tell if one gradient is the other, clipped: by value, by norm, or by parameter."""
+    size, kept = whole.abs(), left * whole.sign()
+    shrinks = bool((kept >= 0).all() and (kept <= size * (1 + _WEIGHTS)).all())
+    return shrinks and bool(((kept > 0) & (kept < size * (1 - _WEIGHTS))).any())
 
 
 def _parallel(ours: Tensor, other: Tensor, tolerance: float) -> bool:

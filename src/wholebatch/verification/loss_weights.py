@@ -10,14 +10,17 @@ loss tells both numbers. Right is `weight = units / units of the window`, for ev
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations
+from itertools import combinations, product
 
 from wholebatch.coupled.loss_graph import LossTerm
 
 _MOST_DIVISORS = 4
 _CLOSE = 4e-3  # one step of bfloat16: a factor may have been rounded to it
+
+
+OverRanks = Callable[[list[float]], list[float]]
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,7 @@ def read_weights(
     *,
     loss_scale: float = 1.0,
     ranks: int = 1,
-    totals: Sequence[float] = (),
+    over_ranks: OverRanks | None = None,
     labels: Sequence[tuple[list[float], list[float]]] = (),
     samples: int = 0,
     counts: Sequence[float] = (),
@@ -66,13 +69,14 @@ def read_weights(
 ) -> list[TermWeights] | Unreadable:
     """Return the weights of every term; `losses` are the terms of each micro-batch's loss.
 
-    `totals` are numbers that the loop may divide by besides those of this rank's window. `labels`
-    are numbers of all labels of each micro-batch, and of those that count; `samples` are all
-    samples of the window. `counts` are other numbers that were counted in it, such as positives.
-    `like` are the terms of another window of the same loop.
+    `over_ranks` adds numbers of this rank's window to those of the others. `labels` are numbers of
+    all labels of each micro-batch, and of those that count; `samples` are all samples of the
+    window. `counts` are other numbers that were counted in it, such as positives. `like` are the
+    terms of another window of the same loop.
     """
     rows = [
-        [term for term in terms if term.kind not in ("joined", "regulariser")] for terms in losses
+        [term for term in terms if term.kind not in ("joined", "regulariser", "zero")]
+        for terms in losses
     ]
     for term in (term for row in rows for term in row):
         if term.kind == "nonlinear":
@@ -88,16 +92,23 @@ def read_weights(
             return Unreadable(f"{reason} ({column[0].node})", True)
     if not rows or not rows[0]:
         return Unreadable("its graph has no mean and no sum over samples")
+    rows = _means_of_samples(_with_weights(rows))
     if not _made_alike(rows) or _is_mean_of_samples(rows):
         rows = [_added(row) for row in rows]
     if not _made_alike(rows):
         return Unreadable("the micro-batches' losses are made in different ways")
     columns = [list(column) for column in zip(*rows, strict=True)]
     known = [[t.count for t in column] for column in columns if column[0].kind == "mean"]
-    more = (columns, loss_scale, ranks, totals, labels, samples, counts)
+    more = (columns, loss_scale, ranks, labels, samples, counts)
     choices = [term.choice for term in like] if len(like) == len(columns) else [None] * len(columns)
     pairs = zip(columns, choices, strict=True)
-    read = [_Column(column, known, *more, choice=choice).read() for column, choice in pairs]
+    made = [_Column(column, known, *more, choice=choice) for column, choice in pairs]
+    if over_ranks is not None:
+        sums = [total for one in made for total in one.totals()]
+        everywhere = list(zip(sums, over_ranks(sums), strict=True))
+        for one in made:
+            one.everywhere = everywhere
+    read = [one.read() for one in made]
     if len(like) == len(read):
         read = [term.scaled_as(other.scale) for term, other in zip(read, like, strict=True)]
     return _together(read)
@@ -106,6 +117,43 @@ def read_weights(
 def _made_alike(rows: Sequence[Sequence[LossTerm]]) -> bool:
     kinds = [[(term.node, term.kind) for term in row] for row in rows]
     return all(kind == kinds[0] for kind in kinds)
+
+
+def _with_weights(rows: list[list[LossTerm]]) -> list[list[LossTerm]]:
+    """Take a weight that all units of a micro-batch have as theirs, if it differs in the others."""
+    by_place = len({len(row) for row in rows}) == 1
+    found: dict[tuple[int, str], set[float | None]] = {}
+    for place, term in ((i * by_place, t) for row in rows for i, t in enumerate(row)):
+        if term.equal is not None or term.weighed is not None:
+            found.setdefault((place, term.node), set()).add(term.equal)
+
+    def apart(place: int, term: LossTerm) -> LossTerm:
+        if term.equal is None or len(found[place * by_place, term.node]) == 1:
+            return term
+        times = tuple(factor for factor in term.times if factor != term.equal)
+        return replace(term, times=times, weighed=term.equal * term.count)
+
+    return [[apart(place, term) for place, term in enumerate(row)] for row in rows]
+
+
+def _means_of_samples(rows: list[list[LossTerm]]) -> list[list[LossTerm]]:
+    """Return sums as means if each is divided by a number of its own: a detector's images."""
+    kinds = {(t.node, t.kind, t.times, t.seed, len(t.over)) for row in rows for t in row}
+    if len(kinds) > 1 or rows[0][0].kind != "sum":
+        return rows
+    overs = [list(zip(*(term.over for term in row), strict=True)) for row in rows]
+    own = {place for row in overs for place, one in enumerate(row) if not _same(one)}
+    if len(own) != 1:
+        return rows
+    (place,) = own
+    if all(_same([t.over[place] for t in column]) for column in zip(*rows, strict=False)):
+        return rows  # the units of the window, of several terms
+
+    def mean(term: LossTerm) -> LossTerm:
+        over = term.over[:place] + term.over[place + 1 :]
+        return replace(term, kind="mean", over=over, count=term.over[place])
+
+    return [[mean(term) for term in row] for row in rows]
 
 
 def _alike(row: Sequence[LossTerm]) -> list[list[LossTerm]]:
@@ -171,13 +219,14 @@ class _Column:
     columns: Sequence[Sequence[LossTerm]]  # all terms, this one too
     loss_scale: float
     ranks: int
-    totals: Sequence[float]
     labels: Sequence[tuple[list[float], list[float]]]
     samples: int
     counts: Sequence[float]
     choice: int | None = None
+    everywhere: Sequence[tuple[float, float]] = ()
+    """Numbers of units in this rank's window, each with that of all ranks."""
 
-    def read(self) -> TermWeights:
+    def __post_init__(self) -> None:
         self.times = _by_place([term.times for term in self.terms])
         self.over = _by_place([term.over for term in self.terms])
         self.over = [over for over in self.over if not _match(over, [1.0] * len(over))]
@@ -186,6 +235,14 @@ class _Column:
             if (over := next((o for o in self.over if _match(o, times)), None)) is not None:
                 self.times.remove(times)
                 self.over.remove(over)
+
+    def totals(self) -> list[float]:
+        """Return the numbers of units in this window that the loop may divide by."""
+        is_sum = self.terms[0].kind == "sum"
+        return list(map(sum, self._candidates(self._counts()) if is_sum else [self._counts()]))
+
+    def read(self) -> TermWeights:
+        """Return the weights and units of this term."""
         units, base = self._units()
         self.units = units
         own, nominal = self._of_the_loss()
@@ -255,10 +312,12 @@ class _Column:
                 own /= over
         return own, nominal
 
+    def _counts(self) -> list[float]:
+        return [float(t.count if t.counted is None else t.counted) for t in self.terms]
+
     def _units(self) -> tuple[list[float], list[float]]:
         """Return the units of each micro-batch, and the weight of their mean before any factor."""
-        terms = self.terms
-        counts = [float(t.count if t.counted is None else t.counted) for t in terms]
+        terms, counts = self.terms, self._counts()
         self.dropped: list[float] | None = None
         if terms[0].kind != "sum":
             return counts, [c / (t.count or 1.0) for c, t in zip(counts, terms, strict=True)]
@@ -274,9 +333,9 @@ class _Column:
             return units, units
         for is_sure, overs in ((True, varying), (False, self.over)):  # 4 is often the steps, too
             for units in self._candidates(counts, is_sure=is_sure):
-                for over in overs:
-                    if _match(over, units):  # divided by its own units: a mean
-                        self.dropped = list(over)
+                for over, steps in product(overs, (1, len(units))):
+                    if _match(over, [unit * steps for unit in units]):
+                        self.dropped = units  # divided by its own units: a mean
                         return units, [1.0] * len(units)
         several = [combinations(constant, n + 1) for n in range(len(constant))]
         divisors = [math.prod(some) for one in several for some in one]
@@ -300,8 +359,11 @@ class _Column:
             return
         yield counts
         alike = [column for column in self.columns if _made_alike([column[:1], self.terms[:1]])]
-        rows = list(zip(*alike, strict=True))  # a loss per image
-        yield [sum(term.count for term in row) for row in rows]
+        one = self.terms[0]
+        same = [c for c in alike if (c[0].times, not c[0].weighed) == (one.times, not one.weighed)]
+        for group in (same, alike) if len(same) < len(alike) else (alike,):  # a loss per image
+            rows = list(zip(*group, strict=True))
+            yield [sum(term.count for term in row) for row in rows]
         for weighed in ([_weights_of([t]) for t in self.terms], [_weights_of(row) for row in rows]):
             if all(weighed):
                 yield [one or 0.0 for one in weighed]
@@ -326,9 +388,9 @@ class _Column:
         return [weight * over for weight, over in zip(weights, self.dropped, strict=True)]
 
     def _is_total(self, value: float, total: float) -> bool:
-        return any(
-            _close(value, t) for one in (total, *self.totals) for t in (one, one / self.ranks)
-        )
+        everywhere = [all_ for own, all_ in self.everywhere if own == total]
+        totals = (total, *everywhere, *(all_ / self.ranks for all_ in everywhere))
+        return any(_close(value, one) for one in totals)
 
     def _counts_more(self, divisor: float) -> bool:
         """True if a sum is divided by labels before a shift, or by the samples' longest length.

@@ -20,6 +20,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.amp.grad_scaler import OptState
 from torch.nn.modules.module import (
     _global_forward_hooks_with_kwargs,
     register_module_forward_hook,
@@ -41,6 +42,7 @@ from wholebatch.coupled.loss_graph import (
     normalised_over_samples,
     saved_by,
 )
+from wholebatch.verification.batch_statistics import BatchStatistics, Statistic
 from wholebatch.verification.observed_window import places_of
 
 _log = logging.getLogger("wholebatch")
@@ -103,6 +105,10 @@ class RecordedMicroBatch:
     """Positive numbers, ones and sums of the constants that its loss was made with: targets."""
     padded: list[float] = field(default_factory=list)
     """The sizes of the masks that its loss was made with."""
+    number: int = 0
+    """How many backwards there were before it."""
+    statistic: Statistic | None = None
+    """A number over samples that its loss has in it, and that no gradient goes through."""
     is_asked: bool = False
     """True if `torch.autograd.grad` gave the gradient to the loop, and added it nowhere."""
 
@@ -238,6 +244,7 @@ class WindowRecorder:
         self._inside = False  # a backward, a closure that is evaluated again, a look of our own
         self._in_backward: dict[int, Tensor] = {}  # what hooks have stepped on in this backward
         self._loss_scale = 1.0
+        self._scaler: Any = None
         self._calls: list[Call] = []
         self._parts: dict[int, Tensor] = {}
         self._nodes: dict[Any, Call] = {}
@@ -247,7 +254,11 @@ class WindowRecorder:
         self._eager = ExitStack()
         if hasattr(torch.compiler, "set_stance"):
             self._eager.enter_context(torch.compiler.set_stance("force_eager"))
+        self._statistics = BatchStatistics()
+        if self.looks:
+            self._statistics.__enter__()  # type: ignore[no-untyped-call]
         self._undo: list[Callable[[], None]] = [
+            self._statistics.remove,
             self._eager.close,
             register_optimizer_step_pre_hook(self._before_step).remove,
             register_optimizer_step_post_hook(self._note_weights).remove,
@@ -406,6 +417,8 @@ class WindowRecorder:
         return self._own is None or id(module) in self._own
 
     def _enter_call(self, module: nn.Module, args: Any) -> None:
+        if not self._inside:
+            self._statistics.enter(module)
         if self._is_ours(module):
             if torch.is_autocast_enabled(self._device):
                 self.autocast.add(torch.get_autocast_dtype(self._device))
@@ -417,6 +430,8 @@ class WindowRecorder:
     def _leave_call(self, module: nn.Module, args: Any, *rest: Any) -> None:
         # Torch leaves the keywords out where the call has failed.
         kwargs, result = rest if len(rest) == 2 else ({}, None)
+        if not self._inside:
+            self._statistics.leave(lambda: tensors_of(result))
         if not self._is_ours(module):
             return
         self._depth = max(0, self._depth - 1)
@@ -467,6 +482,7 @@ class WindowRecorder:
             self._after_backward(micro)
         self._parts.clear()
         self._outputs.clear()
+        self._statistics.backwards += 1
         return result
 
     @_never_fails
@@ -492,6 +508,7 @@ class WindowRecorder:
         terms = [replace(t, below=None) for t in terms]
         micro = RecordedMicroBatch(calls, before, before, before, terms, linked=linked)
         micro.roots = [root.grad_fn for root in listed]
+        micro.number, micro.statistic = self._statistics.backwards, self._statistics.of(listed)
         if not self.light and any(term.kind == "sum" and term.over for term in terms):
             micro.counts, micro.padded = self._counts_in_graph(listed)
         return micro
@@ -595,7 +612,7 @@ class WindowRecorder:
                 given = [tensor for call in self._calls for tensor in call.given]
                 if not any(t.dim() > 1 and not t.is_floating_point() for t in given):
                     return True
-            return bool(linked_samples(roots[0], self._outputs, max(units)))
+            return bool(linked_samples(roots[0], self._outputs, min(units)))
         except Exception:  # a graph that cannot be asked tells nothing
             return False
 
@@ -739,6 +756,7 @@ class WindowRecorder:
     def _scaler_scale(self, original: Any, scaler: Any, *args: Any, **kwargs: Any) -> Any:
         scaled = original(scaler, *args, **kwargs)
         self._loss_scale = float(scaler.get_scale()) if scaler.is_enabled() else 1.0
+        self._scaler = scaler if scaler.is_enabled() and not self.light else None
         return scaled
 
     def _scaler_step(self, original: Any, scaler: Any, *args: Any, **kwargs: Any) -> Any:
@@ -803,10 +821,12 @@ class WindowRecorder:
     @_never_fails
     def _see(self, optimizer: Any, places: frozenset[int], gradient: Tensor | None = None) -> None:
         seen = self.window
+        self._statistics.remove()
         gradient = self._grads() if gradient is None else gradient
         scale = getattr(optimizer, "grad_scale", None)
         if scale is not None:  # a fused optimizer divides by it in its own kernel
             gradient = gradient / float(scale)
+        gradient = self._without_scale(gradient, places)
         if not self.light:
             self.steps.append(RecordedStep(gradient, places))
         self.optimizer_steps += 1
@@ -846,6 +866,19 @@ class WindowRecorder:
         finally:
             self._inside = False
             self._parts.clear()
+
+    def _without_scale(self, gradient: Tensor, places: frozenset[int]) -> Tensor:
+        """Divide out the loss scale that the next optimizer's step will divide out."""
+        rest = [p for i, p in enumerate(self.parameters) if i not in places]
+        if self._scaler is None or not rest or self.sharded:
+            return gradient
+        states, ready = self._scaler._per_optimizer_states, OptState.READY
+        rows = list(gradient.split(self._sizes))
+        for other in _optimizers_of(rest):
+            if states.get(id(other), {}).get("stage", ready) is ready:
+                for place in places_of(other, self.parameters) - places:
+                    rows[place] = rows[place] / self._scaler.get_scale()
+        return torch.cat(rows)
 
     def _set_aside(
         self, window: RecordedWindow, places: frozenset[int]
