@@ -381,11 +381,10 @@ class OpenWindow:
 
     def normalise(self, units: float, units_of: Mapping[str, float]) -> float:
         """Return the factor from the gradients as they are to those of the mean loss."""
-        seed = read_scalars([self.seed])[0]
-        if self.known is None:
-            return 1.0 / (units * seed)
-        check_counts(self.known, units_of)
-        return 1.0 / seed
+        if self.known is not None:
+            check_counts(self.known, units_of)
+            units = 1.0
+        return 1.0 / (units * read_scalars([self.seed])[0])
 
 
 _NO_WINDOW = OpenWindow([])

@@ -315,9 +315,8 @@ class StreamLook:
             held.clear()
 
     def _refuse_comparisons(self, scalar: Tensor, units: float) -> None:
-        # Of a model that is called once per sample, rows are parts of a sample.
-        by_sample = len(self._calls) >= units > 1 and self._rows != units
-        if units <= 0 or not self._outputs or by_sample:
+        called_by_sample = len(self._calls) >= units > 1 and self._rows != units
+        if units <= 0 or not self._outputs or called_by_sample:
             return
         linked = loss_graph.linked_samples(scalar, list(self._outputs), units)
         if not linked:
