@@ -175,6 +175,38 @@ def test_what_only_looks_like_it_is_not(line: Line, caplog: pytest.LogCaptureFix
     assert not caplog.records
 
 
+@pytest.mark.parametrize("driven", [True, False])
+def test_a_model_that_is_called_once_per_sample(driven: bool) -> None:
+    model = mlp()
+    acc = wb.Accumulator(model, sgd(model), steps=2)
+    micros: Any = [[torch.randn(2 + i % 3, 5).double() for i in range(n)] for n in (3, 5)]
+    for micro in acc.over(micros) if driven else micros:
+        rows = torch.stack([model(x).mean(0) for x in micro])
+        acc.backward(
+            F.cross_entropy(rows, torch.ones(len(rows)).long(), reduction="sum"), len(rows)
+        )
+    assert acc.updates == 1
+
+
+class Carried(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.state = nn.GRU(3, 4, batch_first=True), None
+
+    def forward(self, x: Tensor) -> Tensor:
+        made, state = self.layer(x, self.state)
+        self.state = state.detach()
+        return made  # type: ignore[no-any-return]
+
+
+def test_a_hidden_state_that_a_model_carries_over_is_refused() -> None:
+    model = Carried().double()
+    acc = wb.Accumulator(model, sgd(model), steps=2)
+    made = model(torch.randn(5, 7, 3).double())
+    with pytest.raises(UnsupportedError, match=r"state .*moves once per micro-batch"):
+        acc.backward(made.square().sum(), units=35)
+
+
 # ---------------------------------------------------------- [time, samples] or [samples, time]
 
 

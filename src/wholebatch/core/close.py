@@ -468,7 +468,8 @@ def close_ahead(
     columns = [torch.stack([norm, clip, bad.double(), seed]), *totals, *units]
     reading = _Reading(torch.cat(columns))
     # With a factor torch's kernel writes the gradients back, so leave out a factor of 1.
-    is_one = window.known is not None and window.loss_scale == 1.0 and options.clip_norm is None
+    is_one = window.known is not None and window.loss_scale == window.seed == 1.0
+    is_one = is_one and options.clip_norm is None
     scale = None if is_one else (1.0 / (normalise * clip)).float()  # not read if it is bad
     for optimizer in optimizers:
         with replaced_attributes(optimizer, grad_scale=scale, found_inf=bad.float()):
@@ -499,7 +500,7 @@ def _normalise(
     known = torch.tensor([window.known[name] for name in names], dtype=torch.float64)
     known = known.to(seed.device, non_blocking=True)
     good = good & torch.isclose(count, known, rtol=1e-6, atol=0.0).all()
-    return torch.ones((), dtype=torch.float64, device=seed.device) / window.loss_scale, good
+    return 1.0 / seed / window.loss_scale, good
 
 
 def _column(values: Sequence[Tensor | float], device: torch.device) -> Tensor:

@@ -28,16 +28,7 @@ from wholebatch.compile.captured_state import FUNCTIONS, reached
 from wholebatch.core.close import check_terms
 from wholebatch.core.foreign_writes import Untouched
 from wholebatch.core.forward_state import replaced_attributes
-from wholebatch.core.loss import (
-    SINGLE,
-    Loss,
-    Terms,
-    Units,
-    as_loss,
-    check_units,
-    mean_loss,
-    wide,
-)
+from wholebatch.core.loss import SINGLE, Loss, Terms, Units, as_loss, check_units, mean_loss, wide
 from wholebatch.core.precision import Full
 from wholebatch.core.window import Step, Window
 from wholebatch.coupled import choose as choose_batchnorm

@@ -37,7 +37,7 @@ from wholebatch.core.close import (
 )
 from wholebatch.core.forward_state import capture_random, restore_random
 from wholebatch.core.gradient_store import DeviceStore, Store
-from wholebatch.core.loss import SINGLE, Loss, Terms, Units, check_total, check_units
+from wholebatch.core.loss import SINGLE, Loss, Term, Terms, Units, check_total, check_units
 from wholebatch.core.model_and_optimizer import Scheduler, Target, build_target, step_scheduler
 from wholebatch.core.options import Close, Memory
 from wholebatch.core.precision import SIXTEEN_BIT, LossScale
@@ -337,7 +337,7 @@ class OpenWindow:
             seed = 0.0
         elif self.known is not None:
             counted = self.known[name]
-            seed = weight / counted if counted else 0.0
+            seed = self.seed * weight / counted if counted else 0.0
         value = scalar_on(total.device, seed, total.dtype)
         if self.averaged_by != 1:
             value = value * self.averaged_by
@@ -367,12 +367,24 @@ class OpenWindow:
         if self.known is not None and total.dtype in SIXTEEN_BIT:
             self.seed, self.known = power_of_two_near(1.0 / (self.known[SINGLE] or 1.0)), None
 
+    def round_seeds(self, terms: Mapping[str, Term]) -> None:
+        """Choose a factor of all seeds by which 16-bit totals round none of them by much.
+
+        The close can undo one factor, and each term has another 1 / units.
+        """
+        factors, gaps = 1 + torch.arange(4096, dtype=torch.float64) / 4096, []
+        for name, term in terms.items():
+            if term.total.dtype in SIXTEEN_BIT and self.known and self.known[name] and term.weight:
+                seeds = factors * term.weight / self.known[name]
+                gaps.append((seeds.to(term.total.dtype) / seeds - 1).abs())
+        self.seed = float(factors[torch.stack(gaps).amax(0).argmin()]) if gaps else 1.0
+
     def normalise(self, units: float, units_of: Mapping[str, float]) -> float:
         """Return the factor from the gradients as they are to those of the mean loss."""
-        if self.known is None:
-            return 1.0 / (units * read_scalars([self.seed])[0])
-        check_counts(self.known, units_of)
-        return 1.0
+        if self.known is not None:
+            check_counts(self.known, units_of)
+            units = 1.0
+        return 1.0 / (units * read_scalars([self.seed])[0])
 
 
 _NO_WINDOW = OpenWindow([])
@@ -499,6 +511,8 @@ class Window:
             return
         check_terms(self.now.known, loss.by_name)
         terms, window = loss.by_name.items(), self.current
+        if not window.owners and self.sync.ranks == 1 and type(self.store) is DeviceStore:
+            window.round_seeds(loss.by_name)
         window.record(
             {name: term.total.detach() for name, term in terms},
             {name: term.units for name, term in terms},

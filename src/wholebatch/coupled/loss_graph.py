@@ -201,6 +201,8 @@ def check_parts(
             if is_mean and len(term.over) == (term.kind == "sum"):
                 share = number / (count * math.prod(term.over))
                 found["share", len(terms), place] = replace(made, value=share)
+        elif is_mean and term.kind == "sum" and term.sizes[:1] == (number,) and number > 1:
+            found["mean", len(terms), place] = TermWeight(factor * number)  # a sum over samples
     return found
 
 

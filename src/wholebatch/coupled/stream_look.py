@@ -20,12 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from wholebatch.compile.captured_state import (
-    Fingerprint,
-    LookAgain,
-    modules_in_sight,
-    version_of,
-)
+from wholebatch.compile.captured_state import Fingerprint, LookAgain, modules_in_sight, version_of
 from wholebatch.core.forward_state import ForwardState
 from wholebatch.core.loss import Loss, Terms, Units, check_units
 from wholebatch.core.splitting.samples import flatten, layout_of, readable_layout
@@ -286,9 +281,7 @@ class StreamLook:
             norms = (norm for module in modules_in_sight() for _, norm in batchnorms(module))
             self._outside = {n: _writes(n) for n in norms if n.training and n not in known_norms}
         if self._handles:
-            self._outputs.clear()
-            self._called.clear()
-            self._calls.clear()
+            self._clear_calls()
             if self._looked:
                 self._remove_hooks()
 
@@ -314,13 +307,16 @@ class StreamLook:
             handle.remove()
         self._handles.clear()
         self._batch.clear()
-        self._outputs.clear()
-        self._called.clear()
-        self._calls.clear()
+        self._clear_calls()
         self.over = True
 
+    def _clear_calls(self) -> None:
+        for held in (self._outputs, self._called, self._calls):
+            held.clear()
+
     def _refuse_comparisons(self, scalar: Tensor, units: float) -> None:
-        if units <= 0 or not self._outputs:
+        called_by_sample = len(self._calls) >= units > 1 and self._rows != units
+        if units <= 0 or not self._outputs or called_by_sample:
             return
         linked = loss_graph.linked_samples(scalar, list(self._outputs), units)
         if not linked:
@@ -410,11 +406,10 @@ class StreamLook:
         given = _tensors_of((args, kwargs))
         if not given or output is None:
             return
-        self._rows, made = given[0].shape[0], _tensors_of(output)
+        rows, made = len(given[0]), _tensors_of(output)
+        self._rows = rows
         self._calls.append(_Call(given, [tensor.grad_fn for tensor in made]))
-        for tensor in made:
-            if tensor.requires_grad and tensor.shape[0] == self._rows:
-                self._outputs.append(tensor)
+        self._outputs += [one for one in made if one.requires_grad and len(one) == rows]
 
 
 class _Call:
@@ -508,8 +503,7 @@ def _looked(
 
     batch = _swapped((tuple(args), dict(kwargs)), dim)
     try:
-        with ForwardState(module):
-            rows = _outputs_with_rows(call, batch, max(sizes))
+        rows = _outputs_with_rows(module, call, batch, max(sizes))
         layout = readable_layout(batch, None, ())
         with local_collectives():
             return check_adds_up(module, run, layout, outputs=True, name="forward")
@@ -520,13 +514,14 @@ def _looked(
 
 @torch.no_grad()
 def _outputs_with_rows(
-    call: Callable[[Any], Mapping[str, Tensor]], batch: Any, size: int
+    module: nn.Module, call: Callable[[Any], Mapping[str, Tensor]], batch: Any, size: int
 ) -> set[str]:
     """Return the outputs that have a row for each sample, for two numbers of samples."""
     layout = layout_of(batch, batch_size=size)
     found = []
     for count in (2, 3) if size > 2 else (1, 2):  # of one sample, a BatchNorm knows no variance
-        made = call(layout.take(list(range(count))))
+        with ForwardState(module, results=True):
+            made = call(layout.take(list(range(count))))
         found.append({name for name, tensor in made.items() if len(tensor) == count})
     return found[0] & found[1]
 
