@@ -20,6 +20,7 @@ from wholebatch.errors import UnsupportedError
 Micro = dict[str, Tensor]
 Line = Callable[[nn.Module, Micro], tuple[Tensor, int]]
 MICROS = pieces(samples(14, features=24), [5, 4, 5])
+EVERY = torch.cat([one["x"] for one in MICROS])
 
 
 def window(line: Line, *, features: int = 24) -> None:
@@ -98,16 +99,6 @@ def inputs_standardised_as_a_whole(model: nn.Module, micro: Micro) -> tuple[Tens
     return losses(model, micro, (x - x.mean()) / x.std()).sum(), len(x)
 
 
-def weights_by_a_softmax(model: nn.Module, micro: Micro) -> tuple[Tensor, int]:
-    each = losses(model, micro)
-    return (each * each.detach().softmax(0)).sum() * len(each), len(each)
-
-
-def weights_by_their_mean(model: nn.Module, micro: Micro) -> tuple[Tensor, int]:
-    each = losses(model, micro)
-    return (each * (each / each.mean()).detach()).sum(), len(each)
-
-
 def standardised_targets(model: nn.Module, micro: Micro) -> tuple[Tensor, int]:
     goal = micro["x"][:, :3]
     goal = (goal - goal.mean(0)) / goal.std(0)
@@ -124,10 +115,8 @@ def mixed_inputs(model: nn.Module, micro: Micro) -> tuple[Tensor, int]:
     [
         (standardised_inputs, "an input of the model has mean 0 and deviation 1"),
         (inputs_standardised_as_a_whole, "an input of the model has mean 0 and deviation 1"),
-        (weights_by_a_softmax, "factors of the samples in this loss add up to 1, or to their"),
-        (weights_by_their_mean, "factors of the samples in this loss add up to 1, or to their"),
         (standardised_targets, "a target in this loss has mean 0 and deviation 1"),
-        (mixed_inputs, "an input of the model has samples that are mixed with each other"),
+        (mixed_inputs, "an input of the model depends on the data of other samples"),
     ],
 )
 def test_what_is_done_over_a_micro_batch_is_told(
@@ -156,8 +145,8 @@ def normalised_in_each_sample(model: nn.Module, micro: Micro) -> tuple[Tensor, i
 
 
 def normalised_by_the_dataset(model: nn.Module, micro: Micro) -> tuple[Tensor, int]:
-    every = torch.cat([one["x"] for one in MICROS])
-    return losses(model, micro, (micro["x"] - every.mean(0)) / every.std(0)).sum(), len(micro["x"])
+    x = (micro["x"] - EVERY.mean(0)) / EVERY.std(0)
+    return losses(model, micro, x).sum(), len(x)
 
 
 def corners(model: nn.Module, micro: Micro) -> tuple[Tensor, int]:

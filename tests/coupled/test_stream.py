@@ -315,7 +315,7 @@ def test_hooks_are_gone_after_the_first_micro_batch() -> None:
     model = mlp()
     acc = accumulator(model)
     assert hooks_of(model) > 0
-    acc.backward(summed(model, samples(3)), units=3)
+    acc.backward(summed(model, samples(4)), units=4)
     assert hooks_of(model) == 0
     assert hooks_of(mlp()) == 0
 

@@ -584,6 +584,7 @@ def _drive(loader: Iterable[Any], accumulators: Sequence[Accumulator]) -> Iterat
             accumulator._beside = {}
             accumulator._unguard()
             accumulator._stand_in(False)
+            accumulator._look.leave_loop()
             accumulator._window.sync.restore()
             for model in accumulator._window.target.models:
                 _driven.discard(model)

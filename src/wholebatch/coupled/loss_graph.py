@@ -734,11 +734,15 @@ def _can_be_asked(tensor: Tensor) -> bool:
 
 def _time_first(output: _Output, units: float) -> _Output:
     """Return the output read as [time, samples, ...], where its shape and the units allow that."""
-    shape = output.tensor.shape
+    return _Output(output.tensor, 1) if may_be_time_first(output.tensor.shape, units) else output
+
+
+def may_be_time_first(shape: Sequence[int], units: float) -> bool:
+    """True if an output of this shape may be [time, samples, ...], by the number of units."""
     if len(shape) < 3 or shape[1] < 2:
-        return output
+        return False
     by_units = shape[1] == units or (len(shape) == 3 and shape[0] < units <= shape[0] * shape[1])
-    return _Output(output.tensor, 1) if by_units or shape[0] == shape[1] else output
+    return by_units or shape[0] == shape[1]
 
 
 def _can_run_again(total: Tensor, until: set[Any]) -> bool:

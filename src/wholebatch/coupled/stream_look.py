@@ -13,14 +13,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from wholebatch.compile.captured_state import Fingerprint, LookAgain, modules_in_sight, version_of
+from wholebatch.compile.captured_state import (
+    Fingerprint,
+    LookAgain,
+    modules_in_sight,
+    version_of,
+)
 from wholebatch.core.forward_state import ForwardState
 from wholebatch.core.loss import Loss, Terms, Units, check_units
 from wholebatch.core.splitting.samples import flatten, layout_of, readable_layout
@@ -32,6 +37,7 @@ from wholebatch.coupled.batchnorm.policies import Policy, Statistics
 from wholebatch.coupled.batchnorm.whole_batch_norm import recomputing
 from wholebatch.coupled.causes import AuditFinding, outside_norm
 from wholebatch.coupled.contrastive.losses import refuse_in_parts
+from wholebatch.coupled.loop_variants import Dependence, LoopVariants, plain_autograd
 from wholebatch.coupled.normalisation_layers import (
     batchnorms,
     known_norms,
@@ -44,7 +50,6 @@ from wholebatch.errors import LossError, SplitError
 _log = logging.getLogger("wholebatch")
 
 _MOST_OUTPUTS = 32
-_MOST_MIXED = 256
 _READS = 3  # of divisors: one may be the size of a micro-batch, and not of the next
 
 
@@ -117,7 +122,8 @@ class StreamLook:
         # BatchNorms of others, and writes into their buffers and parameters so far. None before the
         # first micro-batch is done.
         self._outside: dict[nn.Module, tuple[int, int]] | None = None
-        self._batch: list[Tensor] = []  # of a loader: tensors with samples, as they were
+        self._variants = LoopVariants()
+        self._followed = False  # a micro-batch was followed, and judged
         self._prepared: str | None = None  # what was done to samples before the model was called
         self._again = LookAgain()
         self._kinds: set[tuple[type, bool]] = set()  # of the nodes that losses ended with
@@ -147,7 +153,7 @@ class StreamLook:
         """Keep the outputs of the models until they were looked at."""
         if self.over or self._handles:
             return
-        self.active, self._outside = True, None
+        self.active, self._outside, self._followed = True, None, False
         self._found += [found for model in self._models for found in refused_by_type(model)]
         for module in {m for model in self._models for m in model.modules()}:
             if isinstance(module, torch.jit.ScriptModule):
@@ -160,10 +166,9 @@ class StreamLook:
 
     def begin_micro_batch(self, batch: Any, samples: int | None) -> None:
         """Note what a loader gave, and how many samples it says that this is."""
-        self.samples, self._batch = samples, []
+        self.samples = samples
         if self._handles:
-            given = (one for one in _tensors_of(batch) if one.dim() > 1 and one.is_floating_point())
-            self._batch = [one.detach().clone() for one in given]
+            self._variants.start(_tensors_of(batch))
 
     def at_backward(
         self,
@@ -182,6 +187,7 @@ class StreamLook:
         """
         if not self._audits:
             return
+        self._variants.stop()
         if in_parts:
             refuse_in_parts(total)
         if isinstance(total, Terms):
@@ -219,7 +225,9 @@ class StreamLook:
                 if "time" in kinds and not self._is_batch_first(scalar, number):
                     kinds.remove("time")
             LookResult(tuple(f for f in self._found if f.kind in kinds)).refuse(off="audit=False")
-            self._refuse_comparisons(scalar, number)
+            if not self._looked:
+                self._refuse_comparisons(scalar, number)
+            self._refuse_dependence(scalar, units, is_mean=is_mean)
             self._refuse_counted_twice(scalar, number, place, is_mean)
 
     def _compare_weights(self, loss: Any, scalar: Tensor, *, is_mean: bool) -> None:
@@ -261,6 +269,40 @@ class StreamLook:
             return True
         return loss_graph.links_columns(scalar, list(self._outputs), units)
 
+    def _refuse_dependence(self, scalar: Tensor, units: Units, *, is_mean: bool) -> None:
+        """Refuse samples that depend on each other by what the graph of the loss does not show."""
+        number, rows = float(check_units(units)), self._rows or 0
+        shapes = [one.shape for one in self._outputs]
+        is_clear = self.samples == rows or not any(
+            loss_graph.may_be_time_first(shape, number) for shape in shapes
+        )
+        if not is_clear or self._is_called_by_sample(number):
+            return  # The rows may be steps in time, or parts of one sample.
+        found = self._variants.dependence(scalar, units, rows, is_mean=is_mean)
+        # Two samples may stay where they are when a loop shuffles them.
+        self._followed = self._followed or (found is not False and rows > 3)
+        if not isinstance(found, Dependence):
+            return
+        if found.through == "outputs":
+            self._raise_compared("it has numbers that were computed from their outputs (detached)")
+        if found.norm is not None:
+            norm = outside_norm("the loop", found.norm, "(the loss)")
+            LookResult((norm,)).refuse(off="audit=False")
+        what = "an input of the model" if found.of == "input" else "the loss of a sample"
+        self._warn_of(f"{what} depends on the data of other samples, by what is computed")
+
+    def _is_called_by_sample(self, units: float) -> bool:
+        """True if the rows of the outputs are parts of one sample: the model is called for each."""
+        return len(self._calls) >= units > 1 and self._rows != units
+
+    def _warn_of(self, found: str) -> None:
+        _log.warning(
+            "%s over the micro-batch: if that is done there (advantages, mixup), and not "
+            "within groups of samples that stay together, do it over the whole batch, before "
+            "the loop",
+            found,
+        )
+
     def _refuse_outside_norm(self, scalar: Tensor) -> None:
         """Refuse a BatchNorm of another module that has run since the first backward.
 
@@ -282,7 +324,7 @@ class StreamLook:
             self._outside = {n: _writes(n) for n in norms if n.training and n not in known_norms}
         if self._handles:
             self._clear_calls()
-            if self._looked:
+            if self._looked and self._followed:
                 self._remove_hooks()
 
     def end_window(self, micro_batches: int = 0) -> None:
@@ -302,21 +344,24 @@ class StreamLook:
         if self.over and self._audits and not self._again.seen:
             self._again.seen = [Fingerprint(model, _do_nothing) for model in self._models]
 
+    def leave_loop(self) -> None:
+        """Follow the loop no more: it has ended."""
+        self._variants.stop(clear=True)
+
     def _remove_hooks(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._batch.clear()
         self._clear_calls()
         self.over = True
 
     def _clear_calls(self) -> None:
+        self._variants.stop(clear=True)
         for held in (self._outputs, self._called, self._calls):
             held.clear()
 
     def _refuse_comparisons(self, scalar: Tensor, units: float) -> None:
-        called_by_sample = len(self._calls) >= units > 1 and self._rows != units
-        if units <= 0 or not self._outputs or called_by_sample:
+        if units <= 0 or not self._outputs or self._is_called_by_sample(units):
             return
         linked = loss_graph.linked_samples(scalar, list(self._outputs), units)
         if not linked:
@@ -325,21 +370,20 @@ class StreamLook:
                 found = loss_graph.normalised_over_samples(scalar, list(self._outputs), units)
                 found = self._prepared or found
                 if found is not None:
-                    _log.warning(
-                        "%s over the micro-batch: if that is done there (advantages, mixup), and "
-                        "not within groups of samples that stay together, do it over the whole "
-                        "batch, before the loop",
-                        found,
-                    )
+                    self._warn_of(found)
             return
         shown = ", ".join(map(str, linked[:5])) + (", ..." if len(linked) > 5 else "")
+        self._raise_compared(
+            f"it links {len(linked)} of the model's output rows ({shown}), and units={units:g} "
+            "says that it is a sum over so many independent parts"
+        )
+
+    def _raise_compared(self, how: str) -> NoReturn:
         raise LossError(
-            f"this loss compares samples with each other: it links {len(linked)} of the model's "
-            f"output rows ({shown}), and units={units:g} says that it is a sum over so many "
-            "independent parts. Of a micro-batch it is not a part of the whole batch's loss. What "
-            "to do: WholeBatch with loss=wb.Coupled(encode, loss), which sees the whole batch; "
-            "where several rows make one unit (pairs, lists), give units= their number; "
-            "audit=False accepts it of each micro-batch by itself"
+            f"this loss compares samples with each other: {how}. Of a micro-batch it is not a part "
+            "of the whole batch's loss. What to do: WholeBatch with loss=wb.Coupled(encode, loss), "
+            "which sees the whole batch; where several rows make one unit (pairs, lists), give "
+            "units= their number; audit=False accepts it of each micro-batch by itself"
         )
 
     # -------------------------------------------------------------- hooks
@@ -347,6 +391,8 @@ class StreamLook:
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self._looking:
             return
+        if self._depth == 0 and not recomputing():
+            self._variants.enter(_tensors_of((args, kwargs)))
         if self._depth == 0 and torch.is_grad_enabled() and not recomputing():
             self._look_at(module, args, kwargs)
         self._depth += 1
@@ -359,8 +405,6 @@ class StreamLook:
         given = _tensors_of((args, kwargs))
         if any(map(loss_graph.is_standard, given)):
             self._prepared = "an input of the model has mean 0 and deviation 1"
-        elif any(_mixes_rows(rows, one) for rows in self._batch for one in given):
-            self._prepared = "an input of the model has samples that are mixed with each other"
         collective = any(isinstance(m, nn.SyncBatchNorm) or _is_ddp(m) for m in inner.modules())
         if known or not inner.training or collective:
             return
@@ -401,15 +445,19 @@ class StreamLook:
         if self._looking:
             return
         self._depth -= 1
-        if self._depth or not torch.is_grad_enabled() or recomputing():
+        if self._depth or recomputing():
             return
         given = _tensors_of((args, kwargs))
         if not given or output is None:
             return
         rows, made = len(given[0]), _tensors_of(output)
-        self._rows = rows
-        self._calls.append(_Call(given, [tensor.grad_fn for tensor in made]))
-        self._outputs += [one for one in made if one.requires_grad and len(one) == rows]
+        if torch.is_grad_enabled():
+            self._rows = rows
+            self._calls.append(_Call(given, [tensor.grad_fn for tensor in made]))
+            self._outputs += [one for one in made if one.requires_grad and len(one) == rows]
+        if (torch.is_grad_enabled() or module.training) and not self._variants.on:
+            self._variants.start()
+        self._variants.leave(made, rows)
 
 
 class _Call:
@@ -474,9 +522,9 @@ def look_at_call(
     given = _tensors_of((args, kwargs))
     if given and all(len(tensor) == 1 for tensor in given):
         return None
-    with _plain_autograd() as is_plain:
-        if not is_plain:
-            return ()
+    if _get_current_dispatch_mode_stack():  # It would see our calls: a selective checkpoint.
+        return ()
+    with plain_autograd():
         found = _looked(module, args, kwargs, dim=0).findings
         if found:
             turned = _looked(module, args, kwargs, dim=1)
@@ -524,40 +572,6 @@ def _outputs_with_rows(
             made = call(layout.take(list(range(count))))
         found.append({name for name, tensor in made.items() if len(tensor) == count})
     return found[0] & found[1]
-
-
-@contextmanager
-def _plain_autograd() -> Iterator[bool]:
-    """Keep what a look saves for its backwards from a checkpoint or offload that is being made.
-
-    False: a mode that sees every operation is active (a selective checkpoint), and would see ours.
-    """
-    private = torch._C._autograd
-    hooks = []
-    topmost = getattr(private, "_top_saved_tensors_default_hooks", None)  # since torch 2.7
-    while topmost is not None and (top := topmost(True)) is not None:
-        private._pop_saved_tensors_default_hooks()
-        hooks.append(top)
-    try:
-        yield not _get_current_dispatch_mode_stack()
-    finally:
-        for pack, unpack in reversed(hooks):
-            private._push_saved_tensors_default_hooks(pack, unpack)
-
-
-@torch.no_grad()
-def _mixes_rows(rows: Tensor, given: Tensor) -> bool:
-    """True if a row of `given` is a sum of several `rows`, each times a number."""
-    if rows.shape != given.shape or not 1 < len(rows) <= _MOST_MIXED:
-        return False
-    every = max(1, rows[0].numel() // (4 * len(rows)))
-    before, now = (x.flatten(1)[:, ::every].double().cpu() for x in (rows, given))
-    if before.shape[1] < 2 * len(rows) or now.equal(before):
-        return False
-    found = torch.linalg.lstsq(before.T, now.T)
-    several = ((found.solution.abs() > 1e-3).sum(0) > 1).any()
-    gap = float((before.T @ found.solution - now.T).norm())
-    return int(found.rank) == len(rows) and bool(several) and gap <= 1e-4 * float(now.norm())
 
 
 def _swapped(tree: Any, dim: int) -> Any:

@@ -1,0 +1,339 @@
+"""Compute what a loop computes around its models also with one sample in the place of another.
+
+The graph of a loss does not show what was detached: a mean over the micro-batch, a threshold, a
+teacher's BatchNorm. So every call of torch on the micro-batch, or on outputs of the models, is made
+again with sample k in the place of sample j. If each sample counts by itself,
+
+    the inputs of the models, and d loss / d outputs, stay the same in every row but j
+
+No mode is switched on. The tensors themselves get a class that follows the calls with them, and so
+do the results, until the backward. Whatever else runs is not seen. A loop that is left early leaves
+a few such tensors behind, which get their own class back at their next use once the loop is gone.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, ClassVar
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from wholebatch.compile.captured_state import version_of
+from wholebatch.core.forward_state import capture_random, restore_random, same_random
+from wholebatch.coupled.normalisation_layers import known_norms
+
+_log = logging.getLogger("wholebatch")
+
+_MOST_CALLS = 4096
+_MOST_ELEMENTS = 1 << 24  # of a tensor that has variants
+_MANY = 1 << 20  # Above it, a tensor has few of them.
+
+_Key = tuple[str, int, int]  # what has another sample, where, and which one
+_SAME: _Key = ("", 0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Dependence:
+    """What depends on other samples than its own."""
+
+    of: str  # "loss", or "input" of a model
+    through: str  # "outputs" of a model, or "data" of the micro-batch
+    norm: str | None  # a BatchNorm in training mode that the loop runs
+
+
+class FollowedTensor(Tensor):
+    """A tensor with variants; so are the results of calls with it."""
+
+    loop: ClassVar[Callable[[], LoopVariants | None]] = staticmethod(lambda: None)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.compiler.is_compiling():
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if func == Tensor.__iter__:
+            return iter(args[0].unbind())
+        loop = cls.loop()
+        followed = [one for one in _tensors(args, kwargs) if type(one) is cls]
+        _set_class(followed, Tensor)
+        try:
+            with torch._C.DisableTorchFunctionSubclass():
+                follows = loop is not None and loop.follows()
+                return loop.call(func, args, kwargs) if loop and follows else func(*args, **kwargs)
+        finally:
+            if loop is not None and loop.on:
+                _set_class(followed, cls)
+
+
+class LoopVariants:
+    """Follows the tensors of one micro-batch, but not between `enter` and `leave`."""
+
+    def __init__(self) -> None:
+        self.on = False
+        self._thread = 0
+        self._followed: list[ref[Tensor]] = []
+        self.stop(clear=True)
+
+    # ------------------------------------------------------------------ following
+
+    def start(self, batch: Sequence[Tensor] = ()) -> None:
+        """Follow these tensors of the micro-batch, and what models give back.
+
+        One loop is followed at a time: this ends the one before.
+        """
+        if (before := FollowedTensor.loop()) is not None:
+            before.stop(clear=True)
+        self.stop(clear=True)
+        FollowedTensor.loop = staticmethod(ref(self))
+        self.on, self._thread = True, threading.get_ident()
+        size = max((one.numel() for one in batch), default=0)
+        for one in batch if size <= _MOST_ELEMENTS else ():
+            keys = _keys("data", len(batch[0]), size) if len(one) == len(batch[0]) else ()
+            self._follow(one, {key: _replaced(one, key) for key in keys})
+
+    def stop(self, *, clear: bool = False) -> None:
+        """Follow no more, and give all tensors their class back; `clear` what was found."""
+        self.on = False
+        _set_class(self._alive(), Tensor)
+        if clear:
+            for one in self._alive():
+                vars(one).pop("variants", None)
+            self._followed = []
+            self._calls = 0
+            self._moved: dict[_Key, set[int]] = {}  # rows of inputs of the models
+            self._reordered: set[_Key] = set()
+            self._outputs = 0
+            self._leaves: dict[_Key, dict[int, Tensor]] = {}  # the outputs, by their number
+            self._norm: str | None = None
+            self._foreign = False  # a BatchNorm has run that another window makes exact
+
+    def enter(self, given: Sequence[Tensor]) -> None:
+        """Leave out what a model does with these tensors, until `leave`."""
+        if not self.on:
+            return
+        for one in given:
+            for key, value in _variants(one).items():
+                rows = _moved_rows(one, value, len(given[0])) if key != _SAME else set()
+                self._moved.setdefault(key, set()).update(rows)
+                if len(rows) > 1 and _is_reordered(one, value):
+                    self._reordered.add(key)
+        _set_class(self._alive(), Tensor)
+
+    def leave(self, outputs: Sequence[Tensor], rows: int) -> None:
+        """Go on: a model has given these tensors back, for so many samples."""
+        if not self.on:
+            return
+        _set_class(self._alive(), FollowedTensor)
+        earlier = {key for one in self._alive() for key in _variants(one)}
+        for one in outputs:
+            self._outputs += 1
+            if not one.is_floating_point() or one.numel() > _MOST_ELEMENTS:
+                continue
+            keys = _keys("outputs", rows, one.numel()) if len(one) == rows else []
+            variants = {}
+            for key in {_SAME, *earlier, *keys}:
+                leaf = _replaced(one, key) if key in keys else one.detach().clone()
+                self._leaves.setdefault(key, {})[self._outputs] = leaf.requires_grad_()
+                variants[key] = leaf.view_as(leaf)  # A loop may write into it.
+            self._follow(one, variants)
+
+    def follows(self) -> bool:
+        """True if calls are followed here and now."""
+        self._calls += 1
+        captures = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+        if self._calls > _MOST_CALLS or captures or _get_current_dispatch_mode_stack():
+            self.stop(clear=True)  # The loop may have been left long ago.
+        return self.on and threading.get_ident() == self._thread
+
+    def _alive(self) -> list[Tensor]:
+        return [one for held in self._followed if (one := held()) is not None]
+
+    def _follow(self, tensor: Tensor, variants: dict[_Key, Tensor]) -> None:
+        if type(tensor) is Tensor:
+            vars(tensor)["variants"] = variants
+            self._followed.append(ref(tensor))
+            _set_class([tensor], FollowedTensor)
+
+    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Make a call, and make it again with the variants of its tensors."""
+        name = getattr(func, "__name__", "")
+        if name == "__get__" and not isinstance(func(*args), Tensor):  # a shape, for one
+            return func(*args)
+        given = _tensors(args, kwargs)
+        keys = {key for one in given for key in _variants(one)}
+        writes = name.startswith("__i") or name == "__setitem__" or name[-1:] == "_" != name[-2:-1]
+        targets = _tensors(args[:1]) if writes else []
+        for one in targets:
+            missing = {key: one.detach().clone() for key in keys - _variants(one).keys()}
+            vars(one)["variants"] = missing | _variants(one)
+        versions, random = [version_of(one) for one in given], capture_random(every=False)
+        result = func(*args, **kwargs)
+        made = _tensors(result)
+        written = {
+            id(one) for one, was in zip(given, versions, strict=True) if version_of(one) != was
+        }
+        if not (made or written) or name == "grad" or func == Tensor.grad.__get__:  # type: ignore[union-attr]
+            return result  # The gradients of a model need the model.
+        if func is F.batch_norm and (*args, *[kwargs.get("training", False)] * 6)[5]:
+            self._norm = f"BatchNorm{max(1, given[0].dim() - 2)}d"
+            buffers = {id(norm.running_mean) for norm in known_norms}
+            self._foreign = self._foreign or any(id(one) in buffers for one in given[1:])
+        if "norm" in name:  # Running statistics are written, and their version stays.
+            written |= {id(one) for one in given if not _variants(one)}
+        found: list[dict[_Key, Tensor]] = [{} for _ in made]
+        after = capture_random(every=False)
+        drawn = not same_random(random, after)
+        try:
+            with torch._C.DisableTorchFunction(), plain_autograd():
+                for key in keys:
+                    if drawn:
+                        restore_random(random)
+                    again = func(
+                        *_with_variants(args, key, written), **_with_variants(kwargs, key, written)
+                    )
+                    for variants, one in zip(found, _tensors(again), strict=True):
+                        variants[key] = one
+        except Exception as error:  # of a call that cannot be made so
+            _log.debug("a call of the loop could not be made with other samples: %r", error)
+            self.stop(clear=True)
+        if drawn:
+            restore_random(after)
+        if self.on:
+            for one, variants in zip(made, found, strict=True):
+                self._follow(one, variants)
+            for one in targets:
+                self._follow(one, _variants(one))
+        return result
+
+    # ------------------------------------------------------------------ what has moved
+
+    def dependence(
+        self, loss: Tensor, units: Any, rows: int, *, is_mean: bool
+    ) -> Dependence | bool | None:
+        """Return what depends on other samples than its own; None if nothing does.
+
+        There are `rows` samples. False: it cannot be told from this micro-batch.
+        """
+        number, counts = float(units), _variants(units)
+        try:
+            slopes = {
+                key: self._slopes(key, one * counts.get(key, units) if is_mean else one)
+                for key, one in _variants(loss).items()
+            }
+        except Exception as error:  # of a graph that was used already, for one
+            _log.debug("the loss has no gradients with other samples: %r", error)
+            return False
+        # Units that are a number would change with the sample if they count some of its parts.
+        may_scale = not counts and number % max(rows, 1) != 0
+        for key in sorted((self._moved.keys() | slopes.keys()) - {_SAME}, reverse=True):
+            through, j, _ = key
+            if key in self._reordered or (self._foreign and through == "data"):
+                continue  # Sorted by length, for one: the outputs are in another order.
+            moved = self._moved.get(key, set())
+            now: set[int] = set()
+            for place, was in slopes[_SAME].items() if key in slopes else ():
+                value = slopes[key].get(place)
+                now |= _moved_rows(was, value, rows, may_scale=may_scale)
+            # A loop may shuffle its samples: then another row moves, and only that one.
+            own = {j} if through == "outputs" else set()
+            if rows - len(moved | now | own) + 1 < min(number, rows):
+                of = "input" if len(moved | own) > 1 else "loss"
+                return Dependence(of, through, self._norm)
+        return None if _SAME in slopes and rows > 1 else False
+
+    def _slopes(self, key: _Key, loss: Tensor) -> dict[int, Tensor | None]:
+        leaves = self._leaves.get(key, {})
+        if not leaves or not loss.requires_grad:
+            return {}
+        slopes = torch.autograd.grad(
+            loss, list(leaves.values()), allow_unused=True, retain_graph=True
+        )
+        return dict(zip(leaves, slopes, strict=True))
+
+
+def _keys(through: str, rows: int, elements: int) -> list[_Key]:
+    """Return places of samples, and samples to put there."""
+    places = range(0, rows, max(1, rows // 4)) if elements <= _MANY else [0]
+    return [(through, j, (j + k) % rows) for j, k in product(places, (1, (rows + 1) // 2))]
+
+
+def _replaced(tensor: Tensor, key: _Key) -> Tensor:
+    other = tensor.detach().clone()
+    other[key[1]] = tensor.detach()[key[2]]
+    return other
+
+
+def _variants(tensor: Any) -> dict[_Key, Tensor]:
+    found: dict[_Key, Tensor] = getattr(tensor, "__dict__", {}).get("variants", {})
+    return found
+
+
+def _with_variants(tree: Any, key: _Key, written: set[int]) -> Any:
+    """Return arguments of a call with this variant of their tensors; never what it writes into."""
+
+    def other(one: Tensor) -> Tensor:
+        found = _variants(one).get(key)
+        if found is None:
+            return one.detach().clone() if id(one) in written else one
+        return found
+
+    return tree_map_only(Tensor, other, tree)
+
+
+def _tensors(*trees: Any) -> list[Tensor]:
+    return [one for one in tree_leaves(trees) if isinstance(one, Tensor)]
+
+
+def _set_class(tensors: Iterable[Tensor], kind: type[Tensor]) -> None:
+    for one in tensors:
+        one.__class__ = kind
+
+
+@contextmanager
+def plain_autograd() -> Iterator[None]:
+    """Keep what is saved for a backward here from a checkpoint or offload that is being made."""
+    private = torch._C._autograd
+    hooks = []
+    topmost = getattr(private, "_top_saved_tensors_default_hooks", None)  # since torch 2.7
+    while topmost is not None and (top := topmost(True)) is not None:
+        private._pop_saved_tensors_default_hooks()
+        hooks.append(top)
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(hooks):
+            private._push_saved_tensors_default_hooks(pack, unpack)
+
+
+def _moved_rows(
+    was: Tensor | None, now: Tensor | None, rows: int, *, may_scale: bool = False
+) -> set[int]:
+    """Return the rows that are others now; `may_scale`, but for a factor that most of them have."""
+    if was is None or now is None or was.shape != now.shape or was.shape[:1] != (rows,):
+        return set()
+    a, b = (one.detach().double().reshape(rows, -1).cpu() for one in (was, now))
+    if not a.numel():
+        return set()
+    exact = was.dtype if was.is_floating_point() else torch.float64
+    factor = float((b[a != 0] / a[a != 0]).median()) if may_scale and bool(a.any()) else 1.0
+    moved = (b - factor * a).abs().amax(1) > torch.finfo(exact).eps ** 0.5 * a.abs().amax()
+    return set(moved.nonzero().flatten().tolist())
+
+
+def _is_reordered(was: Tensor, value: Tensor) -> bool:
+    """True if the rows are the same in another order, but for the one that was replaced."""
+    every = max(1, was[0].numel() // 256)
+    a, b = (one.detach().double().flatten(1)[:, ::every].cpu() for one in (was, value))
+    near = torch.cdist(b, a, p=float("inf")).amin(1) <= 1e-9 * float(a.abs().amax())
+    return int(near.sum()) >= len(was) - 1
