@@ -156,7 +156,8 @@ def _pairs(model: Any, x: Tensor, y: Tensor, total: int) -> list[Tensor]:
 def _views(model: Any, x: Tensor, y: Tensor, total: int) -> list[Tensor]:
     """A mean over tokens, of two calls of the model."""
     both = (model(x).flatten(0, 1), model(x.flip(-1)).flatten(0, 1))
-    return [sum(F.cross_entropy(out, y.flatten(), reduction="sum") for out in both) / total]
+    losses = [F.cross_entropy(out, y.flatten(), reduction="sum") for out in both]
+    return [torch.stack(losses).sum() / total]
 
 
 def _contrasts(model: Any, x: Tensor, y: Tensor, total: int) -> list[Tensor]:
@@ -196,7 +197,7 @@ def cost(name: str) -> str:
     def window() -> None:
         for x, y in micros:
             for loss in (made := losses(model, x, y, total)):
-                loss.backward(retain_graph=loss is not made[-1])  # type: ignore[no-untyped-call]
+                loss.backward(retain_graph=loss is not made[-1])
         optimizer.step()
         optimizer.zero_grad()
 
