@@ -392,7 +392,8 @@ class Executor:
 
     def _compile_ahead(self, inputs: Inputs, state: State) -> None:
         """Trace the graph of the first micro-batch, and have it compiled."""
-        if self._plan.auto or self._workers is None or self._is_tight():
+        starts = self._plan.compiles and not self._plan.auto and self._workers is not None
+        if not starts or self._is_tight():
             return
         self._reserve()
         traced = self._trace(inputs, None, state)

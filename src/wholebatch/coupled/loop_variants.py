@@ -242,7 +242,7 @@ class LoopVariants:
                 continue  # Sorted by length, for one: the outputs are in another order.
             moved = self._moved.get(key, set())
             now: set[int] = set()
-            for place, was in slopes[_SAME].items() if key in slopes else ():
+            for place, was in slopes.get(_SAME, {}).items() if key in slopes else ():
                 value = slopes[key].get(place)
                 now |= _moved_rows(was, value, rows, may_scale=may_scale)
             # A loop may shuffle its samples: then another row moves, and only that one.
