@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from wholebatch.compile.captured_state import Fingerprint
+from wholebatch.compile.captured_state import Fingerprint, only_reads
 from wholebatch.compile.compile_workers import CompileWorkers, Pending, compile_workers
 from wholebatch.compile.cuda_graph import CapturedGraph, Runnable, rehearse
 from wholebatch.compile.execute_mode import (
@@ -54,7 +54,7 @@ from wholebatch.compile.switch_together import SwitchTogether
 from wholebatch.compile.symbolic_sizes import SharedGraph, SharedGraphs, Sizes
 from wholebatch.compile.trace import Added, Form, State, Traced, totals_of, trace
 from wholebatch.core.forward_state import ForwardState
-from wholebatch.core.loss import Loss, Terms
+from wholebatch.core.loss import Loss, Terms, as_loss
 from wholebatch.core.precision import SIXTEEN_BIT, Precision
 
 if TYPE_CHECKING:
@@ -395,8 +395,15 @@ class Executor:
         starts = self._plan.compiles and not self._plan.auto and self._workers is not None
         if not starts or self._is_tight():
             return
+        # A first call may find things out that a trace would hide from it.
+        only_read = only_reads(self._model, self._loss)
+        with ForwardState(self._model), only_read, torch.no_grad(), self._precision.forward():
+            loss = as_loss(self._loss(self._model, inputs.around(inputs.tensors)))
+        form = Form.of(loss, self._single)
+        if any(dtype in SIXTEEN_BIT for dtype in form.dtypes):
+            return
         self._reserve()
-        traced = self._trace(inputs, None, state)
+        traced = self._trace(inputs, form, state)
         if not traced.random:
             if not self._gradients.parameters:
                 self._make_buffers(state)
@@ -552,7 +559,7 @@ class Executor:
         return state
 
     def _trace(
-        self, inputs: Inputs, form: Form | None, state: State, sizes: Sizes | None = None
+        self, inputs: Inputs, form: Form, state: State, sizes: Sizes | None = None
     ) -> Traced:
         parts = (self._model, self._loss, self._precision, state)
         made = trace(*parts, inputs, form, self._single, sizes)

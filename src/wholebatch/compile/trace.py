@@ -201,8 +201,7 @@ class _MicroStep:
     precision: Precision
     state: State
     inputs: Inputs
-    form: Form | None
-    """The form of the loss; None if it is not known yet."""
+    form: Form
     single: str
     sizes: Sizes | None
     used: tuple[int, ...] = ()
@@ -225,8 +224,6 @@ class _MicroStep:
 
         def run() -> list[Tensor]:
             terms = self._forward(self.inputs.around(micro), held)
-            if [term.total.dtype for term in terms] != [seed.dtype for seed in seeds]:
-                raise CannotTrace("its loss is not one total in the usual precision")
             return self._backward(terms, leaves, seeds)
 
         tensors = dict(zip(self.state.trained, leaves, strict=True)) | held
@@ -252,8 +249,6 @@ class _MicroStep:
         self.extras = tuple(extras_of(result).values())
         if self.sizes is not None:
             found = replace(found, units=tuple(map(self.sizes.value, found.units)))
-        if self.form is None:
-            self.form = found
         if found != self.form:
             raise CannotTrace("its loss differs in form from one call to the next")
         for name, buffer in self.model.named_buffers():
@@ -322,15 +317,13 @@ def trace(
     precision: Precision,
     state: State,
     inputs: Inputs,
-    form: Form | None,
+    form: Form,
     single: str,
     sizes: Sizes | None = None,
 ) -> Traced:
     """Return the graph of one micro-step on micro-batches like `inputs`, with a loss of this form.
 
     With `sizes` it is valid for all shapes for which the model's Python takes the same path.
-    Without `form`, the loss must be one total in 32 bit or in the precision of the weights if that
-    is higher, and a real run must hide nothing.
     """
     refuse_hooks(model)
     refuse_recurrent_dropout(model)
@@ -340,9 +333,7 @@ def trace(
         *(parameter.detach() for parameter in state.trained.values()),
         *state.others.values(),
     ]
-    usual = torch.promote_types(next(iter(state.trained.values())).dtype, torch.float32)
-    dtypes = (usual,) if form is None else form.dtypes
-    seeds = [torch.ones((), dtype=dtype, device=device) for dtype in dtypes]
+    seeds = [torch.ones((), dtype=dtype, device=device) for dtype in form.dtypes]
     if sizes is None:
         step, graph = _recorded(step, [*tensors, *inputs.tensors, *seeds])
     else:
@@ -358,20 +349,16 @@ def trace(
         )
     sources = () if device.type == "cpu" else lift_host_constants(graph, device)
     random = any(draws(node.target, node.args, node.kwargs) for node in graph.graph.nodes)
-    assert step.form is not None
-    return Traced(graph, step.form, step.used, random, sizes, step.units, sources)
+    return Traced(graph, form, step.used, random, sizes, step.units, sources)
 
 
 @collection_paused()
 def _recorded(step: _MicroStep, flat: list[Tensor]) -> tuple[_MicroStep, fx.GraphModule]:
     """Run the step on these tensors, or on fake ones if a real run might hide something."""
-    known = step.form
     try:
         with ForwardState(step.model), only_reads(step.model, step.loss), torch.no_grad():
             graph = recorded(step, flat, step.model.buffers(), step.answer)
     except Exception as problem:  # Whatever it is, the run on fake tensors says what it means.
-        if known is None:
-            raise
         _LOG.debug("traced with fake tensors: %s", reason_of(problem))
         step = replace(step, reads=ValueReads(), repeated=RepeatedDraws())
         return step, _written_down(step, flat)
