@@ -243,8 +243,11 @@ def main() -> int:
     parser.add_argument("names", nargs="*", help="only these; one: a file and its tests")
     parser.add_argument("--jobs", type=int, default=1, help="test: processes side by side")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "benchmarks")
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     sys.path.insert(0, str(ROOT / "src"))
+    # Tests start processes of their own.
+    others = os.environ.get("PYTHONPATH", "")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), others])
     if options.what == "test":
         return test(options.out, options.jobs, options.names)
     if options.what == "bench":
