@@ -122,13 +122,13 @@ class LoopVariants:
         """Leave out what a model does with these tensors, until `leave`."""
         if not self.on:
             return
+        _set_class(self._alive(), Tensor)
         for one in given:
             for key, value in _variants(one).items():
                 rows = _moved_rows(one, value, len(given[0])) if key != _SAME else set()
                 self._moved.setdefault(key, set()).update(rows)
                 if len(rows) > 1 and _is_reordered(one, value):
                     self._reordered.add(key)
-        _set_class(self._alive(), Tensor)
 
     def leave(self, outputs: Sequence[Tensor], rows: int) -> None:
         """Go on: a model has given these tensors back, for so many samples."""
@@ -322,10 +322,10 @@ def _moved_rows(
     """Return the rows that are others now; `may_scale`, but for a factor that most of them have."""
     if was is None or now is None or was.shape != now.shape or was.shape[:1] != (rows,):
         return set()
-    a, b = (one.detach().double().reshape(rows, -1).cpu() for one in (was, now))
-    if not a.numel():
+    if not was.numel():
         return set()
-    exact = was.dtype if was.is_floating_point() else torch.float64
+    a, b = _numbers(was), _numbers(now)
+    exact = was.dtype if was.is_floating_point() or was.is_complex() else torch.float64
     factor = float((b[a != 0] / a[a != 0]).median()) if may_scale and bool(a.any()) else 1.0
     moved = (b - factor * a).abs().amax(1) > torch.finfo(exact).eps ** 0.5 * a.abs().amax()
     return set(moved.nonzero().flatten().tolist())
@@ -334,6 +334,13 @@ def _moved_rows(
 def _is_reordered(was: Tensor, value: Tensor) -> bool:
     """True if the rows are the same in another order, but for the one that was replaced."""
     every = max(1, was[0].numel() // 256)
-    a, b = (one.detach().double().flatten(1)[:, ::every].cpu() for one in (was, value))
+    a, b = _numbers(was)[:, ::every], _numbers(value)[:, ::every]
     near = torch.cdist(b, a, p=float("inf")).amin(1) <= 1e-9 * float(a.abs().amax())
     return int(near.sum()) >= len(was) - 1
+
+
+def _numbers(tensor: Tensor) -> Tensor:
+    """Return the real numbers of each row, on the host."""
+    plain = tensor.detach().resolve_conj()
+    real = torch.view_as_real(plain) if plain.is_complex() else plain
+    return real.double().reshape(len(real), -1).cpu()
