@@ -44,7 +44,7 @@ _SAME: _Key = ("", 0, 0)
 
 @dataclass(frozen=True, slots=True)
 class Dependence:
-    """What depends on other samples than its own."""
+    """A loss, or an input of a model, in which the row of one sample depends on other samples."""
 
     of: str  # "loss", or "input" of a model
     through: str  # "outputs" of a model, or "data" of the micro-batch

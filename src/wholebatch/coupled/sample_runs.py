@@ -22,6 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from wholebatch.core.close import read_scalars
 from wholebatch.core.forward_state import ForwardState
 from wholebatch.core.loss import as_loss, terms_of
 from wholebatch.core.precision import SIXTEEN_BIT
@@ -335,9 +336,7 @@ def weight_norms(model: nn.Module) -> dict[nn.Parameter, float]:
     """Return the norm of every parameter, to see whether a forward changes it."""
     found = [p for p in model.parameters() if _is_plain(p)]
     norms = torch._foreach_norm([p.detach() for p in found]) if found else []
-    if len({(norm.dtype, norm.device) for norm in norms}) == 1:
-        norms = torch.stack(list(norms)).tolist()  # One copy to the host, not one for each.
-    return {parameter: float(norm) for parameter, norm in zip(found, norms, strict=True)}
+    return dict(zip(found, read_scalars(norms), strict=True))
 
 
 def _refuse_backward(_: int) -> Tensor:

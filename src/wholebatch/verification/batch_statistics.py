@@ -26,6 +26,7 @@ _STATISTICS |= {"median", "nanmedian", "quantile", "nanquantile", "logsumexp", "
 _OF_THE_FIRST = {"to", "type_as", "view_as", "expand_as", "reshape_as"}
 """Functions that take a type or a shape from their other arguments, and no numbers."""
 _SAMPLES, _STATISTIC, _CONSTANT = range(3)
+"""Levels: made of the samples' outputs, of a statistic over them, of one without a gradient."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Statistic:
 
 @dataclass(frozen=True)
 class _Origin:
-    """What a tensor is made of: a model's outputs, a statistic of them, or one without gradient."""
+    """Where a tensor comes from, and whether a statistic over the samples is in it (its level)."""
 
     level: int
     calls: dict[int, int]
