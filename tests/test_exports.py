@@ -8,7 +8,6 @@ import inspect
 import itertools
 import os
 import re
-import statistics
 import subprocess
 import sys
 import types
@@ -161,7 +160,7 @@ import time
 import torch
 print(time.process_time(), flush=True)
 gc.freeze()  # whether torch's objects are gone through just now is chance
-for _ in range(6):
+for _ in range(9):
     if os.fork():
         assert os.wait()[1] == 0
     else:
@@ -175,7 +174,8 @@ for _ in range(6):
 
 def test_import_adds_at_most_150_ms_to_torch() -> None:
     of_torch, _, *costs = map(float, run(IMPORT_COST).split())  # the first writes the bytecode
-    assert len(costs) == 5
+    assert len(costs) == 8
+    # The least: other processes on the same core make any of them longer, never shorter.
     # Where torch itself takes more than 1.5 s, the machine is slow just now.
     allowed = max(0.15, 0.1 * of_torch)
-    assert statistics.median(costs) <= allowed, f"seconds: {sorted(costs)}, torch {of_torch}"
+    assert min(costs) <= allowed, f"seconds: {sorted(costs)}, torch {of_torch}"

@@ -17,8 +17,8 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import wholebatch as wb
-from wholebatch.compile import Executor
 from wholebatch.compile import execute_mode as plan
+from wholebatch.compile.micro_step import Executor
 from wholebatch.core.options import grouped
 
 Micro = dict[str, Tensor]

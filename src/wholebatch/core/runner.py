@@ -21,7 +21,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from wholebatch.compile import Execute, Executor, check_execute
+from wholebatch.compile import Execute, check_execute
 from wholebatch.compile.disk_cache import leave_mark
 from wholebatch.compile.kept_steps import entry_of
 from wholebatch.core.close import read_scalars
@@ -118,6 +118,8 @@ class Runner:
         looks = audit and not window.sync.counts_must_agree
         read = loss.stand_in if isinstance(loss, Coupled) else loss
         self._guard = SplitGuard(root, window.sync, looks=looks, loss=read)
+        from wholebatch.compile.micro_step import Executor  # Not needed to import wholebatch.
+
         self.executor = Executor(
             self._executed(execute_here(check_execute(execute, self._device))),
             model=root,

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from wholebatch.compile import Execute, Executor, check_execute
+from wholebatch.compile import Execute, check_execute
 from wholebatch.compile.captured_state import FUNCTIONS, reached
 from wholebatch.core.close import check_terms
 from wholebatch.core.foreign_writes import Untouched
@@ -414,6 +414,8 @@ class CompiledLoss:
         self._given: Any = None
         self._call = _on_micro_batch(loss, models, reads or loss)
         self._modules = _all_modules(models, reads or loss)
+        from wholebatch.compile.micro_step import Executor  # Not needed to import wholebatch.
+
         self.executor = Executor(
             execute_here(check_execute(execute, device)),
             model=self._modules,
