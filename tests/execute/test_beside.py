@@ -409,6 +409,42 @@ def test_processes_that_share_a_disk_compile_a_piece_once(
         assert ours  # Whoever claimed it has ended.
 
 
+def test_workers_rest_without_work_and_not_while_jobs_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job may wait long: for a worker, or for another process that compiles the same piece."""
+
+    def serve(control: socket.socket, _: torch.device) -> None:
+        compile_workers._leave_the_run(control.fileno())
+        while given := socket.recv_fds(control, 1, 1)[1]:
+            with socket.socket(fileno=given[0]) as worker:
+                while worker.recv(1 << 20):
+                    worker.send(b'{"problem": null}\n')
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(compile_workers, "serve", serve)
+    monkeypatch.setattr(compile_workers, "_IDLE", 0.05)
+    workers = CompileWorkers(1, torch.device("cpu"))
+
+    def job_that_runs(target: Any) -> Any:
+        return job_of(PieceProgram([(target, (_Input(0),), {})], [MATRIX], [0]), OPTIONS)
+
+    servers = set()
+    for target in (aten.tanh.default, aten.sin.default):
+        job = job_that_runs(target)
+        with claimed(compile_workers._mark(job.message)):
+            pending = workers.compile([job])
+            servers.add(workers._server._process)
+            time.sleep(0.5)
+            assert not pending.done
+        pending.wait()
+        assert pending.problem is None
+        # Now there is nothing to do: the server ends.
+        os.waitid(os.P_PID, workers._server._process, os.WEXITED | os.WNOWAIT)
+    assert len(servers) == 2
+    workers.close()
+
+
 def test_jobs_that_take_too_long_have_failed() -> None:
     job = job_of(PieceProgram([(aten.tanh.default, (_Input(0),), {})], [MATRIX], [0]), OPTIONS)
     pending = Pending([job], expected=5.0)

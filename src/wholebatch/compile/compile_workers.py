@@ -17,7 +17,6 @@ import json
 import os
 import pickle
 import queue
-import select
 import signal
 import socket
 import sys
@@ -49,7 +48,7 @@ _PATIENCE = 300.0
 _LATE = 120.0
 """Seconds that jobs may take beyond four times what was expected."""
 _IDLE = 20.0
-"""Seconds without work after which a process ends and gives its memory back."""
+"""Seconds without work after which all processes are ended and give their memory back."""
 
 
 # ----------------------------------------------------------------------------- a piece as a message
@@ -324,6 +323,7 @@ class CompileWorkers:
         self._jobs: queue.SimpleQueue[tuple[Job, Pending] | None] = queue.SimpleQueue()
         self._server = _Server(device)
         self._counting = threading.Lock()
+        self._left = 0  # jobs that were given and not yet done
         self.number = number
         self._threads = [
             threading.Thread(target=self._serve_one, daemon=True) for _ in range(number)
@@ -343,7 +343,9 @@ class CompileWorkers:
         """Give the jobs that are not in the cache to the workers, largest first."""
         jobs = [job for job in jobs if not job.known]
         if jobs:
-            self._server.start_again()
+            with self._counting:
+                self._left += len(jobs)
+                self._server.start_again()
         longest = max((job.operations for job in jobs), default=0)
         each = sum(job.operations for job in jobs) / self.number
         pending = Pending(jobs, SECONDS_TO_START + max(longest, each) * SECONDS_PER_OPERATION)
@@ -354,7 +356,17 @@ class CompileWorkers:
     def _serve_one(self) -> None:
         """Keep one process, and give it one job after the other."""
         worker = _Worker(self._server)
-        while (given := self._jobs.get()) is not None:
+        while True:
+            try:
+                given = self._jobs.get(timeout=_IDLE)
+            except queue.Empty:
+                with self._counting:
+                    if not self._left:
+                        worker.end()
+                        self._server.rest()
+                continue
+            if given is None:
+                break
             job, pending = given
             if not pending.done:
                 with claimed(_mark(job.message)) as ours:
@@ -362,6 +374,7 @@ class CompileWorkers:
                 pending.problem = pending.problem or problem
             with self._counting:
                 pending.left -= 1
+                self._left -= 1
         worker.end()
 
 
@@ -387,14 +400,22 @@ class _Server:
         _running.add(self)
 
     def _fork(self) -> None:
+        self._rests = False
         self._control, theirs = socket.socketpair()
         with theirs:
             self._process = _forked(partial(serve, theirs, self._device))
 
+    def rest(self) -> None:
+        """End the process until there is work again."""
+        if not self._rests:
+            with contextlib.suppress(OSError):  # It has ended.
+                os.kill(self._process, signal.SIGKILL)
+        self._rests = True
+
     def start_again(self) -> None:
-        """Fork it again if it has ended, because it had nothing to do."""
+        """Fork it again if it rests or has ended."""
         with contextlib.suppress(ChildProcessError):
-            if os.waitpid(self._process, os.WNOHANG)[0]:
+            if os.waitpid(self._process, 0 if self._rests else os.WNOHANG)[0]:
                 self._control.close()
                 self._fork()
 
@@ -453,7 +474,7 @@ class _Worker:
 
     def compile(self, job: Job) -> str | None:
         """Compile it; return the reason if that failed."""
-        for _ in range(2):  # It may have ended by itself because it had nothing to do.
+        for _ in range(2):  # Something may have ended it since its last job.
             killer: threading.Timer | None = None
             try:
                 self._connection = self._connection or self._server.connected()
@@ -477,6 +498,8 @@ class _Worker:
     def end(self) -> None:
         """Let it end when it has done its job."""
         if self._connection is not None:
+            with contextlib.suppress(OSError):  # It has ended.
+                self._connection.shutdown(socket.SHUT_RDWR)  # Whoever else was forked holds it too.
             self._connection.close()
             self._connection = None
 
@@ -509,17 +532,14 @@ def compile_workers(device: torch.device) -> CompileWorkers | None:
 
 
 def serve(control: socket.socket, device: torch.device) -> None:
-    """Fork a worker for every connection that comes over this socket, until none comes."""
+    """Fork a worker for every connection that comes over this socket, until it is closed."""
     _leave_the_run(control.fileno())
     import_compiler(with_processes=False)
     define_operations()
     if device.type == "cuda":
         _leave_the_device(device)
     # While it runs, the memory that its parent writes to is there twice.
-    while select.select([control], [], [], _IDLE)[0]:
-        given = socket.recv_fds(control, 1, 1)[1]
-        if not given:
-            return
+    while given := socket.recv_fds(control, 1, 1)[1]:
         _forked(partial(_work, control, given[0], device))
         os.close(given[0])
 
@@ -601,7 +621,7 @@ _CUDA, _META = 1, 14  # c10::DeviceType
 
 
 def _work(control: socket.socket, file: int, device: torch.device) -> None:
-    """Do the jobs that come over a connection, until it ends or nothing comes for a while."""
+    """Do the jobs that come over a connection, until it is closed."""
     control.close()  # Else the run could still ask for workers when the server has ended.
     from torch._inductor import config
     from torch._inductor.async_compile import AsyncCompile
@@ -612,10 +632,7 @@ def _work(control: socket.socket, file: int, device: torch.device) -> None:
     if device.type == "cuda":
         import_compiler(with_processes=True)
     connection = os.fdopen(file, "r+b", buffering=0)
-    while select.select([connection], [], [], _IDLE)[0]:
-        size = int.from_bytes(_read(connection, 8), "little")
-        if not size:
-            return
+    while size := int.from_bytes(_read(connection, 8), "little"):
         problem = None
         try:
             _compile(_read(connection, size))
