@@ -241,6 +241,33 @@ def test_a_broken_file_is_reported_and_the_rest_goes_on(
     assert set(found(capsys)) == {"WB001", "WB002", "WB101", "WB109", "WB110"}
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        'print "step", step',
+        "x = {f'loss' = 1}",
+        'raise ValueError, "no"',
+        "if step <> 0: pass",
+        "log(\n        {f'loss' = 1},\n        step,\n    )",
+        "if step <> 0:\n        pass",
+    ],
+)
+def test_lines_of_another_python_do_not_hide_the_others(
+    line: str, script: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train.py"]) == FOUND
+    before = found(capsys)
+    text = script.read_text()
+    body = text.rstrip().splitlines()[-1]
+    indent = body[: len(body) - len(body.lstrip())]
+    script.write_text(text.rstrip() + f"\n{indent}" + line.replace("\n    ", f"\n{indent}") + "\n")
+    assert main(["train.py", "--fix"]) == FOUND
+    said = capsys.readouterr().out
+    assert "(the other lines are read)" in said
+    assert main(["train.py"]) == FOUND
+    assert sorted(found(capsys)) == sorted([*before, "WB001"])
+
+
 def test_output_to_a_file(script: Path) -> None:
     assert main(["train.py", "--format", "json", "--output", "out.json"]) == FOUND
     assert len(json.loads((script.parent / "out.json").read_text())) == 3

@@ -16,7 +16,7 @@ from .lint_settings import Settings
 from .model import File, read
 from .rules import RULES, Rule
 from .rules.rule_base import Edit
-from .source_files import Source, read_source
+from .source_files import Source, read_source, without_wrong_lines
 
 _SYNTAX = "WB001"
 _UNREAD = "WB002"
@@ -159,8 +159,16 @@ def _parse_and_check(source: Source, settings: Settings) -> list[Finding]:
     try:
         file = read(source.text, source.path)
     except SyntaxError as error:
-        words = f"syntax error: {error.msg}"
-        return [Finding(source.path, error.lineno or 1, error.offset or 1, _SYNTAX, words, "error")]
+        words, rest = f"syntax error: {error.msg}", without_wrong_lines(source.text)
+        place = (source.path, error.lineno or 1, error.offset or 1)
+        if rest is None:
+            return [Finding(*place, _SYNTAX, words, "error")]
+        found = _parse_and_check(replace(source, text=rest), settings)
+        words += " (the other lines are read)"
+        return [
+            Finding(*place, _SYNTAX, words, "error"),
+            *(replace(one, fix=(), unsafe=False) for one in found),
+        ]
     except (ValueError, RecursionError, MemoryError) as error:
         return [Finding(source.path, 1, 1, _UNREAD, f"cannot be parsed: {error}", "error")]
     lines = source.text.split("\n")

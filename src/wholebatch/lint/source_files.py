@@ -73,6 +73,10 @@ def collect(paths: Iterable[str], settings: Settings) -> list[str]:
     return list(found)
 
 
+_WRONG_LINES = 40
+"""A file with more lines that cannot be read is not read."""
+
+
 def read_source(path: str, *, max_bytes: int) -> Source:
     """Read a file; report a failure as a problem, never as an exception."""
     try:
@@ -160,6 +164,30 @@ def _without_magics(body: str) -> str:
     joined = "\n".join(cleaned)
     # IPython removes an indentation common to the whole cell.
     return joined if _syntax_error(joined) is None else textwrap.dedent(joined)
+
+
+def without_wrong_lines(text: str) -> str | None:
+    """Replace the lines that this version of Python cannot read; None if there are too many.
+
+    Other versions nest quotes in f-strings, or print without parentheses.
+    """
+    lines = text.split("\n")
+    for _ in range(_WRONG_LINES):
+        wrong = _syntax_error("\n".join(lines))
+        if wrong is None:
+            return "\n".join(lines)
+        place = (wrong.lineno or 0) - 1
+        line = lines[place] if 0 <= place < len(lines) else ""
+        # "0," may stand for a statement and for an argument.
+        stand_in = re.sub(r"^(\s*)(if|elif|while)\b.*:\s*$", r"\1\2 0:", line)
+        if stand_in == line:
+            stand_in = re.sub(r"^(\s*)except\b.*:\s*$", r"\1except Exception:", line)
+        if stand_in == line:
+            stand_in = re.sub(r"^(\s*).*[^:\s]\s*$", r"\g<1>0,", line)
+        if stand_in == line:
+            return None
+        lines[place] = stand_in
+    return None
 
 
 def _syntax_error(body: str) -> SyntaxError | None:
