@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -318,16 +318,22 @@ def attributes_restored(owner: object) -> Iterator[None]:
 
 @contextmanager
 def replaced_attributes(owner: object, **attributes: Any) -> Iterator[None]:
-    """Set attributes of this one object within the context; then restore those that it had."""
+    """Set attributes of an object, a class or a module within the context; then restore its own."""
     own = vars(owner)
     before = {name: own[name] for name in attributes if name in own}
-    own.update(attributes)
+    is_class = isinstance(owner, type)
+    put = partial(setattr, owner) if is_class else own.__setitem__
+    drop = partial(delattr, owner) if is_class else own.__delitem__
     try:
+        for name, value in attributes.items():
+            put(name, value)
         yield
     finally:
         for name in attributes:
-            own.pop(name, None)
-        own.update(before)
+            if name in before:
+                put(name, before[name])
+            elif name in own:
+                drop(name)
 
 
 def capture_random(*, every: bool = True, to_save: bool = True) -> dict[str, Any]:
