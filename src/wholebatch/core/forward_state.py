@@ -344,20 +344,25 @@ def capture_random(*, every: bool = True, to_save: bool = True) -> dict[str, Any
     state: dict[str, Any] = {"torch": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state_all()
-    if every:
-        state["python"] = random.getstate()
-        numpy = sys.modules.get("numpy")  # only if the program uses it already
-        if numpy is not None:
-            name, keys, *rest = numpy.random.get_state()
-            if to_save:  # not as uint32: torch.save takes that dtype, plain pickle does not
-                keys = torch.from_numpy(keys.astype("int64"))
-            state["numpy"] = (name, keys, *rest)
+    return {**state, **capture_python_random(to_save=to_save)} if every else state
+
+
+def capture_python_random(*, to_save: bool = False) -> dict[str, Any]:
+    """Return the states of Python's generator and of NumPy's, if the program uses it already."""
+    state: dict[str, Any] = {"python": random.getstate()}
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        name, keys, *rest = numpy.random.get_state()
+        if to_save:  # not as uint32: torch.save takes that dtype, plain pickle does not
+            keys = torch.from_numpy(keys.astype("int64"))
+        state["numpy"] = (name, keys, *rest)
     return state
 
 
 def restore_random(state: dict[str, Any]) -> None:
-    """Put every generator back to where `capture_random` found it."""
-    torch.set_rng_state(state["torch"].cpu())
+    """Put every generator back to where it was captured."""
+    if "torch" in state:
+        torch.set_rng_state(state["torch"].cpu())
     if "cuda" in state:
         here = torch.cuda.device_count()
         if here != len(state["cuda"]):

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from wholebatch.core.forward_state import capture_random, same_random
+from wholebatch.core.forward_state import capture_python_random, same_random
 from wholebatch.errors import OptionError, UnsupportedError, WindowError
 
 _aten = torch.ops.aten
@@ -65,14 +65,14 @@ class PerSample:
         # The identity of a dropout call is drawn from the global generator. A checkpointed block
         # restores the generator's state, so it gets the same masks when it is recomputed.
         before = torch.get_rng_state()
-        host = capture_random(to_save=False)
+        host = capture_python_random()
         torch.default_generator.manual_seed(self.seed)
         try:
             with _Masks(torch.as_tensor(samples, dtype=torch.int64), self._shapes):
                 yield
-            now = capture_random(to_save=False)
-            for name in {"python", "numpy"} & host.keys():
-                if not same_random(host[name], now[name]):
+            now = capture_python_random()
+            for name, state in host.items():
+                if not same_random(state, now[name]):
                     raise UnsupportedError(
                         f'dropout="per-sample": the forward draws random numbers by {name}, once '
                         'per micro-batch, and they cannot follow the samples; use dropout="fresh"'
