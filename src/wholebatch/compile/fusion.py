@@ -144,7 +144,7 @@ def readers_of(node: fx.Node) -> Iterator[fx.Node]:
 
 
 @cache
-def _written(target: Any) -> list[tuple[int, str]]:
+def written_arguments(target: Any) -> list[tuple[int, str]]:
     """Return the place and the name of each argument that this operation writes."""
     schema = getattr(target, "_schema", None)
     arguments = enumerate(() if schema is None else schema.arguments)
@@ -153,7 +153,7 @@ def _written(target: Any) -> list[tuple[int, str]]:
 
 def written_by(node: fx.Node) -> Iterator[fx.Node]:
     """Yield the nodes whose memory this operation writes."""
-    for place, name in _written(node.target):
+    for place, name in written_arguments(node.target):
         given = node.args[place] if place < len(node.args) else None
         given = node.kwargs.get(name, given)
         yield from (one for one in _leaves(given) if isinstance(one, fx.Node))

@@ -182,20 +182,21 @@ def sample_bits(samples: Tensor, call: int, shape: Sequence[int], device: torch.
 
 def mixed(number: int) -> int:
     """Return SplitMix64's hash of a number, as a signed 64-bit integer."""
-    return int(_mix(torch.tensor(_signed(number * 0x9E3779B97F4A7C15 % 2**64))).item())
+    return int(_mix(torch.tensor(signed(number * 0x9E3779B97F4A7C15 % 2**64))).item())
 
 
-def _signed(value: int) -> int:
+def signed(value: int) -> int:
+    """Return a number that is given as 64 bits without a sign."""
     return value - 2**64 if value >= 2**63 else value
 
 
-_GOLDEN = _signed(0x9E3779B97F4A7C15)
+_GOLDEN = signed(0x9E3779B97F4A7C15)
 
 
 def _mix(z: Tensor) -> Tensor:
     """Apply SplitMix64's finalizer in place; a mask makes the shifts logical."""
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        z.bitwise_xor_((z >> shift).bitwise_and_(2 ** (64 - shift) - 1)).mul_(_signed(factor))
+        z.bitwise_xor_((z >> shift).bitwise_and_(2 ** (64 - shift) - 1)).mul_(signed(factor))
     return z.bitwise_xor_((z >> 31).bitwise_and_(2**33 - 1))
 
 
