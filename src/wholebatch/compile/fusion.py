@@ -39,6 +39,19 @@ ANY_STRIDES: dict[str, Any] = (
 """The option of an operation that takes tensors of any strides: Inductor copies none for it."""
 
 
+def operation(
+    name: str,
+    run: Callable[..., Any],
+    fake: Callable[..., Any],
+    writes: tuple[str, ...] = (),
+    **options: Any,
+) -> Any:
+    """Define an operation of this package; `fake` returns results that are not computed."""
+    made = torch.library.custom_op(f"wholebatch::{name}", run, mutates_args=writes, **options)
+    made.register_fake(fake)
+    return getattr(torch.ops.wholebatch, name).default
+
+
 def cast_to(node: fx.Node) -> torch.dtype | None:
     """Return the target dtype if this node is a cast and nothing else."""
     if node.target is not aten._to_copy.default:
