@@ -21,6 +21,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import date
 from functools import partial
@@ -37,7 +38,7 @@ import wholebatch as wb
 from wholebatch.core.runner import LockStepRunner
 from wholebatch.coupled import batchnorms
 from wholebatch.coupled.batchnorm.lock_step import Hold, blocks_of
-from wholebatch.coupled.normalisation_layers import ReplacedForwards
+from wholebatch.coupled.normalisation_layers import replace_forward
 
 Pair = tuple[Tensor, Tensor]
 Window = Callable[[], object]
@@ -121,15 +122,16 @@ class Lab:
         optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0)
 
         def window() -> None:
-            replaced = ReplacedForwards()
+            replaced = ExitStack()
             for _, block in self.blocks if again else ():
-                replaced.replace(block, partial(checkpoint, block.forward, use_reentrant=False))
+                run = partial(checkpoint, block.forward, use_reentrant=False)
+                replace_forward(replaced, block, run)
             for part in parts:
                 x, y = (tensor.to(self.device, non_blocking=True) for tensor in part)
                 with torch.autocast(self.device, dtype=torch.bfloat16):
                     total = loss(self.model, (x, y)).total
                 (total / len(pair[1])).backward()
-            replaced.restore()
+            replaced.close()
             optimizer.step()
             optimizer.zero_grad()
 

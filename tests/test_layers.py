@@ -124,13 +124,13 @@ def modules_of(src: Path) -> dict[str, Path]:
 
 
 def exported_homes(path: Path) -> dict[str, str]:
-    """The `_HOMES` table of the package's `__init__`, read without importing it."""
+    """Name -> submodule, by the table `_NAMES` of the package, read without importing it."""
     if not path.exists():
         return {}
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_HOMES":
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_NAMES":
             table: dict[str, str] = ast.literal_eval(node.value)
-            return table
+            return {name: home for home, names in table.items() for name in names.split()}
     return {}
 
 
@@ -286,7 +286,7 @@ def test_imports_go_downwards_only() -> None:
     assert not found, "\n".join(["", *found])
 
 
-HOMES_TABLE = '_HOMES = {"WholeBatch": "core.whole_batch", "Loss": "core.loss"}\n'
+NAMES_TABLE = '_NAMES = {"core.whole_batch": "WholeBatch", "core.loss": "Loss"}\n'
 PLANTED = {
     "upwards": (
         "core/loss.py",
@@ -334,7 +334,7 @@ PLANTED = {
     "unknown": ("surprise.py", "", "place it in LAYERS"),
     "eager root": (
         "__init__.py",
-        f"from .core.loss import Loss\n{HOMES_TABLE}",
+        f"from .core.loss import Loss\n{NAMES_TABLE}",
         "the root loads names when used",
     ),
 }
@@ -349,11 +349,7 @@ def plant(src: Path, name: str, text: str) -> None:
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
     """A small tree that keeps every rule."""
-    plant(
-        tmp_path,
-        "__init__.py",
-        '_HOMES = {"WholeBatch": "core.whole_batch", "Loss": "core.loss"}\n',
-    )
+    plant(tmp_path, "__init__.py", NAMES_TABLE)
     plant(tmp_path, "errors.py", "")
     plant(tmp_path, "core/__init__.py", "")
     plant(tmp_path, "core/runner.py", "")

@@ -113,54 +113,30 @@ __all__ = [
     "watch",
 ]
 
-# Where each name lives; a submodule stands for itself. A test holds this table, `__all__` and the
-# imports for type checkers above to the same names.
-_HOMES = {
-    "Accumulator": "core.accumulator",
-    "BatchNorm": "core.options",
-    "Close": "core.options",
-    "Coupled": "coupled.contrastive.losses",
-    "Loss": "core.loss",
-    "Memory": "core.options",
-    "Pipeline": "distributed.pipeline",
-    "Step": "core.window",
-    "WholeBatch": "core.whole_batch",
-    "aggregate": "losses.policy",
-    "aggregate_units": "losses.policy",
-    "audit": "coupled.audit",
-    "by_epoch": "core.accumulator",
-    "causal_lm": "core.loss",
-    "clip_loss": "coupled.contrastive.losses",
-    "cross_entropy": "core.loss",
-    "distillation_loss": "losses.distillation",
-    "dpo_loss": "losses.preference",
+# The names of each module; a submodule stands for itself. A test holds this table, `__all__` and
+# the imports for type checkers above to the same names.
+_NAMES = {
+    "core.accumulator": "Accumulator by_epoch over",
+    "core.lookahead_loader": "unpadded",
+    "core.loss": "Loss causal_lm cross_entropy mean_loss",
+    "core.options": "BatchNorm Close Memory samples",
+    "core.splitting": "split tokens",
+    "core.whole_batch": "WholeBatch",
+    "core.window": "Step",
+    "coupled.audit": "audit",
+    "coupled.contrastive.losses": "Coupled clip_loss info_nce siglip_loss supcon_loss",
+    "coupled.moe": "moe_loss",
+    "coupled.sample_draws": "rand_like randint_like randn_like",
+    "distributed.pipeline": "Pipeline",
     "errors": "errors",
-    "group_sizes": "losses.policy",
-    "info_nce": "coupled.contrastive.losses",
-    "ipo_loss": "losses.preference",
-    "kto_loss": "losses.preference",
-    "mean_loss": "core.loss",
-    "moe_loss": "coupled.moe",
-    "orpo_loss": "losses.preference",
-    "over": "core.accumulator",
-    "policy_loss": "losses.policy",
-    "rand_like": "coupled.sample_draws",
-    "randint_like": "coupled.sample_draws",
-    "randn_like": "coupled.sample_draws",
-    "reward_loss": "losses.preference",
-    "samples": "core.options",
-    "sequence_logprobs": "losses.preference",
-    "siglip_loss": "coupled.contrastive.losses",
-    "simpo_loss": "losses.preference",
-    "split": "core.splitting",
-    "supcon_loss": "coupled.contrastive.losses",
-    "token_kl": "losses.policy",
-    "tokens": "core.splitting",
-    "unpadded": "core.lookahead_loader",
-    "value_loss": "losses.policy",
-    "verify": "verification",
-    "watch": "verification",
+    "losses.distillation": "distillation_loss",
+    "losses.policy": "aggregate aggregate_units group_sizes policy_loss token_kl value_loss",
+    "losses.preference": (
+        "dpo_loss ipo_loss kto_loss orpo_loss reward_loss sequence_logprobs simpo_loss"
+    ),
+    "verification": "verify watch",
 }
+_HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}
 
 
 if not TYPE_CHECKING:  # a type checker that saw this would believe any name exists

@@ -36,6 +36,7 @@ def write_run(folder: Path, *, windows: int = 30, lr: float | None = None, **mor
     settings |= {"clip_norm": 1.0, "lr": lr, "seed": 0, "checkpoint_every": 10}
     config = {"recipe": "bytes-gpt", "settings": settings, "device": "cpu", "torch": "2.13.0"}
     (folder / "config.json").write_text(json.dumps(config))
+    (folder / "manifest.json").write_text(json.dumps({"unit": "bytes"}))
     more = {"lr": lr or 0.01, **more}
     lines = [json.dumps(record(window, **more)) for window in range(1, windows + 1)]
     (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")

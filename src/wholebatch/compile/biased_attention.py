@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from wholebatch.compile.fusion import computes_rightly, once_per_machine
+from wholebatch.compile.fusion import computes_rightly, once_per_machine, operation
 from wholebatch.core.precision import SIXTEEN_BIT
 
 aten = torch.ops.aten
@@ -32,8 +32,7 @@ def _forward_operation() -> Any:
     `draw` is one random number in [0, 1), the seed of the dropout.
     """
 
-    @torch.library.custom_op("wholebatch::biased_attention", mutates_args=())
-    def operation(
+    def run(
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -50,11 +49,10 @@ def _forward_operation() -> Any:
         biased_attention(q, k, v, bias, draw, out, normaliser, dropout=dropout, scale=scale)
         return out, normaliser
 
-    @operation.register_fake
     def allocated(q: Tensor, _: Tensor, v: Tensor, *__: Any) -> tuple[Tensor, Tensor]:
         return _like(q, v.shape[-1]), q.new_empty(q.shape[:3], dtype=torch.float32)
 
-    return torch.ops.wholebatch.biased_attention.default
+    return operation("biased_attention", run, allocated)
 
 
 @cache
@@ -64,8 +62,7 @@ def _backward_operation() -> Any:
     It returns the gradients of q, k, v and of the bias.
     """
 
-    @torch.library.custom_op("wholebatch::biased_attention_backward", mutates_args=())
-    def operation(
+    def run(
         gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, out: Tensor,
         normaliser: Tensor, draw: Tensor | None, dropout: float, scale: float,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
@@ -81,13 +78,12 @@ def _backward_operation() -> Any:
         dq.copy_(made.view(q.shape))
         return dq, dk, dv, scores
 
-    @operation.register_fake
     def allocated(
         _: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, *__: Any
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return _like(q), _like(k), _like(v), bias.new_empty(bias.shape)
 
-    return torch.ops.wholebatch.biased_attention_backward.default
+    return operation("biased_attention_backward", run, allocated)
 
 
 def _like(heads: Tensor, width: int | None = None) -> Tensor:

@@ -17,7 +17,6 @@ import functools
 import inspect
 import operator
 import os
-import random
 import re
 import sys
 import types
@@ -32,6 +31,7 @@ from torch import Tensor, nn
 
 from wholebatch.compile.execute_mode import CannotTrace
 from wholebatch.compile.value_reads import SMALL
+from wholebatch.core.forward_state import capture_python_random, restore_random, same_random
 
 PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
 _CONTAINERS = (dict, list, set, deque)
@@ -708,30 +708,22 @@ def only_reads(model: nn.Module, loss: Callable[..., Any]) -> Iterator[None]:
     """
     before = [(module, dict(vars(module))) for module in model.modules()]
     reach = Reach(model, loss)
-    python = random.getstate()
-    numpy = sys.modules.get("numpy")
-    drawn: Any = None if numpy is None else numpy.random.get_state()
+    random = capture_python_random()
     try:
         yield
     finally:
         changed = sorted(set(_put_back(before)))[:3]
         written = reach.written()
         reach.restore()
-        by_python = random.getstate() != python
-        random.setstate(python)
-        by_numpy = False
-        if numpy is not None:
-            _, now, *rest = numpy.random.get_state()  # its numbers, and its position in them
-            by_numpy = now.tobytes() != drawn[1].tobytes() or tuple(rest) != drawn[2:]
-            numpy.random.set_state(drawn)
+        now = capture_python_random()
+        restore_random(random)
     if changed:
         raise CannotTrace(f"its forward changes {', '.join(changed)}")
     if written is not None:
         raise CannotTrace(f"it changes {written}, which a graph would do only once")
-    if by_python:
-        raise CannotTrace("its forward draws from Python's random module")
-    if by_numpy:
-        raise CannotTrace("its forward draws from numpy's random module")
+    for name, library in (("python", "Python"), ("numpy", "numpy")):
+        if name in random and not same_random(random[name], now[name]):
+            raise CannotTrace(f"its forward draws from {library}'s random module")
 
 
 def _put_back(before: list[tuple[nn.Module, dict[str, Any]]]) -> Iterator[str]:

@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from importlib import import_module
@@ -40,6 +40,7 @@ from wholebatch.compile.fake_results import mapped
 from wholebatch.compile.fusion import OURS, versions_of
 from wholebatch.compile.inductor import compiled_by_inductor, import_compiler, wait_for_import
 from wholebatch.compile.repeated_blocks import PieceProgram
+from wholebatch.core.forward_state import replaced_attributes
 
 _MOST = 8
 """The most workers."""
@@ -229,20 +230,18 @@ def _question(name: str, args: Any, kwargs: Any) -> str:
     return f"{name} {mapped([args, given], kind)}"
 
 
-@contextlib.contextmanager
-def answered_by(reply: Callable[[str, Callable[..., Any], Any, Any], Any]) -> Iterator[None]:
+def answered_by(
+    reply: Callable[[str, Callable[..., Any], Any, Any], Any],
+) -> contextlib.AbstractContextManager[None]:
     """Within this context, `reply` answers what fake tensors ask the device about convolutions."""
-    with contextlib.ExitStack() as stack:
-        for name in ("_select_conv_backend", "_conv_determine_backend_memory_format"):
-            ask = getattr(torch._C, name)
 
-            def asked(*args: Any, _name: str = name, _ask: Any = ask, **kwargs: Any) -> Any:
-                by_name = [kwargs.pop(one) for one in ("input", "weight") if one in kwargs]
-                return reply(_name, _ask, (*args, *by_name), kwargs)
+    def asked(name: str, ask: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        by_name = [kwargs.pop(one) for one in ("input", "weight") if one in kwargs]
+        return reply(name, ask, (*args, *by_name), kwargs)
 
-            setattr(torch._C, name, asked)
-            stack.callback(setattr, torch._C, name, ask)
-        yield
+    names = ("_select_conv_backend", "_conv_determine_backend_memory_format")
+    replies = {name: partial(asked, name, getattr(torch._C, name)) for name in names}
+    return replaced_attributes(torch._C, **replies)
 
 
 def check_of(has_kernel: Callable[[torch.device], bool], device: torch.device) -> Job:

@@ -23,6 +23,7 @@ from wholebatch.compile.fusion import (
     base_of,
     computes_rightly,
     once_per_machine,
+    operation,
     same_shape,
 )
 
@@ -48,20 +49,17 @@ def _operation() -> Any:
     It overwrites the logits with their gradient.
     """
 
-    @torch.library.custom_op("wholebatch::cross_entropy_", mutates_args=("logits",), **ANY_STRIDES)
-    def operation(logits: Tensor, labels: Tensor, seed: Tensor, ignored: int) -> Tensor:
+    def run(logits: Tensor, labels: Tensor, seed: Tensor, ignored: int) -> Tensor:
         if not logits.is_cuda:
             return _by_operations(logits, labels, seed, ignored)
         from wholebatch.compile.triton_kernels import cross_entropy
 
         return cross_entropy(logits, labels, seed, ignored)
 
-    @operation.register_fake
-    def _(logits: Tensor, labels: Tensor, seed: Tensor, ignored: int) -> Tensor:
+    def fake(logits: Tensor, *_: Any) -> Tensor:
         return logits.new_empty(logits.shape[0], dtype=torch.float32)
 
-    del _
-    return torch.ops.wholebatch.cross_entropy_.default
+    return operation("cross_entropy_", run, fake, ("logits",), **ANY_STRIDES)
 
 
 def _by_operations(logits: Tensor, labels: Tensor, seed: Tensor, ignored: int) -> Tensor:

@@ -25,7 +25,7 @@ from torch.autograd import forward_ad
 from torch.nn import functional
 
 from wholebatch.compile.cross_entropy import entropy_in_place
-from wholebatch.compile.fusion import ANY_STRIDES, once_per_machine
+from wholebatch.compile.fusion import ANY_STRIDES, once_per_machine, operation
 from wholebatch.core.loss import Loss, Terms
 from wholebatch.core.precision import SIXTEEN_BIT, Precision
 
@@ -48,18 +48,11 @@ def add_product(*, gaps: bool = False) -> Any:
     """
     name = "add_product_with_gaps" if gaps else "add_product"
 
-    @torch.library.custom_op(
-        f"wholebatch::{name}", mutates_args=("buffer",), **(ANY_STRIDES if gaps else {})
-    )
-    def operation(buffer: Tensor, left: Tensor, right: Tensor) -> None:
+    def run(buffer: Tensor, left: Tensor, right: Tensor) -> None:
         torch.addmm(buffer, left, right, out_dtype=torch.float32, out=buffer)
 
-    @operation.register_fake
-    def _(buffer: Tensor, left: Tensor, right: Tensor) -> None:
-        return
-
-    del _
-    return getattr(torch.ops.wholebatch, name).default
+    options = ANY_STRIDES if gaps else {}
+    return operation(name, run, lambda *_: None, ("buffer",), **options)
 
 
 @once_per_machine

@@ -39,6 +39,19 @@ ANY_STRIDES: dict[str, Any] = (
 """The option of an operation that takes tensors of any strides: Inductor copies none for it."""
 
 
+def operation(
+    name: str,
+    run: Callable[..., Any],
+    fake: Callable[..., Any],
+    writes: tuple[str, ...] = (),
+    **options: Any,
+) -> Any:
+    """Define an operation of this package; `fake` returns results that are not computed."""
+    made = torch.library.custom_op(f"wholebatch::{name}", run, mutates_args=writes, **options)
+    made.register_fake(fake)
+    return getattr(torch.ops.wholebatch, name).default
+
+
 def cast_to(node: fx.Node) -> torch.dtype | None:
     """Return the target dtype if this node is a cast and nothing else."""
     if node.target is not aten._to_copy.default:
@@ -144,7 +157,7 @@ def readers_of(node: fx.Node) -> Iterator[fx.Node]:
 
 
 @cache
-def _written(target: Any) -> list[tuple[int, str]]:
+def written_arguments(target: Any) -> list[tuple[int, str]]:
     """Return the place and the name of each argument that this operation writes."""
     schema = getattr(target, "_schema", None)
     arguments = enumerate(() if schema is None else schema.arguments)
@@ -153,7 +166,7 @@ def _written(target: Any) -> list[tuple[int, str]]:
 
 def written_by(node: fx.Node) -> Iterator[fx.Node]:
     """Yield the nodes whose memory this operation writes."""
-    for place, name in _written(node.target):
+    for place, name in written_arguments(node.target):
         given = node.args[place] if place < len(node.args) else None
         given = node.kwargs.get(name, given)
         yield from (one for one in _leaves(given) if isinstance(one, fx.Node))

@@ -16,7 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from wholebatch.compile.fusion import column_sum_into_buffer, computes_rightly, once_per_machine
+from wholebatch.compile.fusion import (
+    column_sum_into_buffer,
+    computes_rightly,
+    once_per_machine,
+    operation,
+)
 from wholebatch.core.precision import SIXTEEN_BIT
 
 aten = torch.ops.aten
@@ -32,8 +37,7 @@ def _operation() -> Any:
     It adds the sum of the rows of that gradient to `bias_sum`.
     """
 
-    @torch.library.custom_op("wholebatch::gelu_backward_", mutates_args=("bias_sum",))
-    def operation(gradient: Tensor, x: Tensor, bias_sum: Tensor, approximate: str) -> Tensor:
+    def run(gradient: Tensor, x: Tensor, bias_sum: Tensor, approximate: str) -> Tensor:
         gradient, x = gradient.contiguous(), x.contiguous()
         if not x.is_cuda:
             return _by_operations(gradient, x, bias_sum, approximate)
@@ -42,12 +46,10 @@ def _operation() -> Any:
         tanh = approximate == "tanh"
         return gelu_backward(gradient, x, bias_sum, is_tanh=tanh, linear=LINEAR, cubic=CUBIC)
 
-    @operation.register_fake
-    def _(gradient: Tensor, x: Tensor, bias_sum: Tensor, approximate: str) -> Tensor:
+    def fake(_: Tensor, x: Tensor, *__: Any) -> Tensor:
         return torch.empty_like(x, memory_format=torch.contiguous_format)
 
-    del _
-    return torch.ops.wholebatch.gelu_backward_.default
+    return operation("gelu_backward_", run, fake, ("bias_sum",))
 
 
 def _by_operations(gradient: Tensor, x: Tensor, bias_sum: Tensor, approximate: str) -> Tensor:

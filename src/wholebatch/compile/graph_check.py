@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from wholebatch.compile.execute_mode import CannotTrace
 from wholebatch.compile.graph_inputs import Inputs
 from wholebatch.compile.trace import Form, totals_of
-from wholebatch.core.forward_state import ForwardState
+from wholebatch.core.forward_state import ForwardState, replaced_attributes
 from wholebatch.core.loss import as_loss
 from wholebatch.core.precision import SIXTEEN_BIT
 
@@ -147,12 +147,11 @@ def gradients_in_full(
 @contextlib.contextmanager
 def _without_autocast() -> Iterator[None]:
     """Keep autocast off within this context, also where the model switches it on by itself."""
-    switch = torch.set_autocast_enabled
-    with contextlib.ExitStack() as stack:
-        for device in ("cpu", "cuda"):
-            stack.enter_context(torch.autocast(device, enabled=False))
-        torch.set_autocast_enabled = lambda *_: None
-        stack.callback(setattr, torch, "set_autocast_enabled", switch)
+    with (
+        torch.autocast("cpu", enabled=False),
+        torch.autocast("cuda", enabled=False),
+        replaced_attributes(torch, set_autocast_enabled=lambda *_: None),
+    ):
         yield
 
 

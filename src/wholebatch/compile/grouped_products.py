@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from wholebatch.compile.fusion import operation
+
 
 def grouped(func: Any, args: Any, kwargs: Any) -> Any:
     """Record a grouped product that is not in bfloat16 as an operation with a known shape."""
@@ -37,18 +39,15 @@ def _arguments(
 def grouped_product() -> Any:
     """Return the op `(left, right, offsets)`: torch's grouped product, contiguous."""
 
-    @torch.library.custom_op("wholebatch::grouped_product", mutates_args=())
-    def operation(left: Tensor, right: Tensor, offsets: Tensor | None) -> Tensor:
+    def run(left: Tensor, right: Tensor, offsets: Tensor | None) -> Tensor:
         product: Tensor = torch._grouped_mm(left, right, offs=offsets)
         return product.contiguous()
 
-    @operation.register_fake
-    def _(left: Tensor, right: Tensor, offsets: Tensor | None) -> Tensor:
+    def fake(left: Tensor, right: Tensor, offsets: Tensor | None) -> Tensor:
         rows, columns = left.shape[-2], right.shape[-1]
         if left.dim() != right.dim():  # The groups are rows, or columns, of one result.
             return left.new_empty(rows, columns)
         groups = left.shape[0] if offsets is None else offsets.shape[0]
         return left.new_empty(groups, rows, columns)
 
-    del _
-    return torch.ops.wholebatch.grouped_product.default
+    return operation("grouped_product", run, fake)

@@ -8,7 +8,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from copy import deepcopy
 from importlib import import_module
 from importlib.util import find_spec
@@ -16,6 +16,8 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
+
+from wholebatch.core.forward_state import replaced_attributes
 
 _LOG = logging.getLogger("wholebatch.compile")
 
@@ -166,8 +168,7 @@ def _keys_of_all_programs() -> Iterator[None]:
             copyreg.dispatch_table[kind] = before
 
 
-@contextmanager
-def _products_padded_by_rule() -> Iterator[None]:
+def _products_padded_by_rule() -> AbstractContextManager[None]:
     """Within this context, Inductor decides by the shapes which products it pads.
 
     By itself it measures both ways, which takes time, needs the device, and can give another answer
@@ -175,20 +176,15 @@ def _products_padded_by_rule() -> Iterator[None]:
     """
     from torch._inductor.fx_passes import pad_mm
 
-    name = "_should_pad"
-    by_itself = getattr(pad_mm, name, None)
-    if by_itself is None:  # Another version of Inductor.
-        yield
-        return
-
     def decide(match: Any, first: torch.Tensor, second: torch.Tensor, *_: Any) -> bool:
         return pads(first, second) and not reads_memory(match.output_node().graph)
 
-    setattr(pad_mm, name, decide)
-    try:
-        yield
-    finally:
-        setattr(pad_mm, name, by_itself)
+    return _replaced_if_there(pad_mm, "_should_pad", decide)
+
+
+def _replaced_if_there(owner: Any, name: str, value: Any) -> AbstractContextManager[None]:
+    """Replace a private part of Inductor within a context; another version may not have it."""
+    return replaced_attributes(owner, **({name: value} if hasattr(owner, name) else {}))
 
 
 _INTENSITY = 100
@@ -244,8 +240,7 @@ def memory_format(name: str) -> Any:
     return getattr(torch, name)
 
 
-@contextmanager
-def _whole_rows(longest: int) -> Iterator[None]:
+def _whole_rows(longest: int) -> AbstractContextManager[None]:
     """Raise Inductor's limit for persistent reductions from 1024 to `longest` within this context.
 
     Longer rows are read two or three times.
@@ -256,26 +251,18 @@ def _whole_rows(longest: int) -> Iterator[None]:
 
     name = "should_use_persistent_reduction"
     by_itself = getattr(InductorChoices, name, None)
-    if by_itself is None:  # Another version of Inductor.
-        yield
-        return
 
     def decide(features: Any, cooperative_reduction: bool) -> bool:
-        if by_itself(features, cooperative_reduction):
+        if by_itself is not None and by_itself(features, cooperative_reduction):
             return True
         if features.get_reduction_hint() != ReductionHint.INNER:
             return False
         return bool(V.graph.sizevars.statically_known_leq(features.reduction_numel, longest))
 
-    setattr(InductorChoices, name, staticmethod(decide))
-    try:
-        yield
-    finally:
-        setattr(InductorChoices, name, staticmethod(by_itself))
+    return _replaced_if_there(InductorChoices, name, staticmethod(decide))
 
 
-@contextmanager
-def _parts_written_in_place() -> Iterator[None]:
+def _parts_written_in_place() -> AbstractContextManager[None]:
     """Let the kernel of each part of a concatenation write it where it belongs, in this context.
 
     Inductor would compute every part for every number of the result, and take the one that counts.
@@ -287,10 +274,7 @@ def _parts_written_in_place() -> Iterator[None]:
     from torch._inductor.utils import is_pointwise_use
     from torch._inductor.virtualized import V
 
-    by_itself = getattr(lowering, "pointwise_cat", None)
-    if by_itself is None:  # Another version of Inductor.
-        yield
-        return
+    by_itself: Any = getattr(lowering, "pointwise_cat", None)
 
     def decide(inputs: Any, dim: int = 0) -> Any:
         copies = all(map(ir.is_storage_and_layout, inputs))
@@ -298,11 +282,7 @@ def _parts_written_in_place() -> Iterator[None]:
             return by_itself(inputs, dim)
         return ir.TensorBox(ir.ConcatKernel.create(inputs, dim))
 
-    lowering.pointwise_cat = decide
-    try:
-        yield
-    finally:
-        lowering.pointwise_cat = by_itself
+    return _replaced_if_there(lowering, "pointwise_cat", decide)
 
 
 def _may_be_inlined(operation: Any) -> bool:

@@ -27,6 +27,7 @@ from wholebatch.compile.fusion import (
     column_sum_into_buffer,
     computes_rightly,
     once_per_machine,
+    operation,
     same_shape,
 )
 from wholebatch.core.precision import SIXTEEN_BIT
@@ -61,8 +62,7 @@ def _operation() -> Any:
     mutates two of them.
     """
 
-    @torch.library.custom_op("wholebatch::layer_norm_backward", mutates_args=("into",))
-    def operation(
+    def run(
         gradient: Tensor,
         x: Tensor,
         addend: Tensor | None,
@@ -77,19 +77,17 @@ def _operation() -> Any:
         given = gradient, x, addend, mean, rstd, weight, residual
         side_by_side: list[Any] = [None if one is None else one.contiguous() for one in given]
         if x.is_cuda and x.dtype is torch.float32:
-            from wholebatch.compile.triton_kernels import layer_norm_backward as run
+            from wholebatch.compile.triton_kernels import layer_norm_backward as kernel
         else:
-            run = _by_operations
-        return _made_by(run, Read(*side_by_side), low, sums, into)
+            kernel = _by_operations
+        return _made_by(kernel, Read(*side_by_side), low, sums, into)
 
-    @operation.register_fake
-    def _(_gradient: Tensor, x: Tensor, *more: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def fake(_gradient: Tensor, x: Tensor, *more: Any) -> tuple[Tensor, Tensor, Tensor]:
         *_, low, sums, into = more
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         return out, _lower(x, low), _sums(x, sums, into)
 
-    del _
-    return torch.ops.wholebatch.layer_norm_backward.default
+    return operation("layer_norm_backward", run, fake, ("into",))
 
 
 def _lower(x: Tensor, low: torch.dtype | None) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import builtins
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.nn import functional
 from wholebatch.compile.execute_mode import CannotTrace
 from wholebatch.compile.recurrent_layers import RECURRENT, traceable
 from wholebatch.compile.traced_attention import attention
+from wholebatch.core.forward_state import replaced_attributes
 
 _LEN = builtins.len
 _ONE_AT_A_TIME = threading.RLock()
@@ -34,16 +35,15 @@ def traceable_calls() -> Iterator[None]:
     - Distributions do not check the values of their parameters.
     - Attention knows a mask that is always causal, and gets others in rows.
     """
-    recurrent = {"flatten_parameters": _keep_layout, "_apply": _convert_nothing}
     with (
         _ONE_AT_A_TIME,
-        replaced(torch, {"_check_tensor_all_with": _assert_in_graph}),
-        replaced(nn.Module, {"_apply": _convert_nothing}),
-        replaced(nn.RNNBase, recurrent),
-        replaced(_VF, {kind: traceable(kind) for kind in RECURRENT}),
-        replaced(functional, {"scaled_dot_product_attention": attention}),
+        replaced_attributes(torch, _check_tensor_all_with=_assert_in_graph),
+        replaced_attributes(nn.Module, _apply=_convert_nothing),
+        replaced_attributes(nn.RNNBase, flatten_parameters=_keep_layout, _apply=_convert_nothing),
+        replaced_attributes(_VF, **{kind: traceable(kind) for kind in RECURRENT}),
+        replaced_attributes(functional, scaled_dot_product_attention=attention),
         # torch.compile also leaves out these checks, which read the parameters.
-        replaced(torch.distributions.Distribution, {"_validate_args": False}),
+        replaced_attributes(torch.distributions.Distribution, _validate_args=False),
     ):
         yield
 
@@ -86,18 +86,5 @@ def symbolic_lengths() -> Iterator[None]:
             return of.shape[0]
         return _LEN(of)
 
-    with _ONE_AT_A_TIME, replaced(builtins, {"len": length}):
+    with _ONE_AT_A_TIME, replaced_attributes(builtins, len=length):
         yield
-
-
-@contextmanager
-def replaced(owner: Any, values: Mapping[str, Any]) -> Iterator[None]:
-    """Set these attributes within this context."""
-    before = {name: getattr(owner, name) for name in values}
-    try:
-        for name, value in values.items():
-            setattr(owner, name, value)
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(owner, name, value)

@@ -34,8 +34,8 @@ from torch.utils._pytree import tree_leaves
 
 from wholebatch.compile.fake_results import FakeResults, mapped
 from wholebatch.compile.fusion import OURS, written_by
-from wholebatch.compile.patched_calls import replaced
 from wholebatch.compile.value_reads import NODE, SMALL
+from wholebatch.core.forward_state import replaced_attributes
 
 aten = torch.ops.aten
 _LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy"}
@@ -241,7 +241,7 @@ def _memory_hidden(recorder: _Recorder) -> Iterator[None]:
 
         return reach
 
-    with replaced(Tensor, {name: hidden(name) for name in _MEMORY}):
+    with replaced_attributes(Tensor, **{name: hidden(name) for name in _MEMORY}):
         yield
 
 

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from wholebatch.compile.execute_mode import CannotTrace
-from wholebatch.compile.patched_calls import replaced
 from wholebatch.compile.value_reads import draws
+from wholebatch.core.forward_state import replaced_attributes
 
 aten = torch.ops.aten
 
@@ -69,9 +69,9 @@ class RepeatedDraws:
         states = {"get_rng_state": get, "set_rng_state": put}
         devices = {"get_device_states": no_devices, "set_device_states": no_devices}
         with (
-            replaced(torch, states),
-            replaced(torch.random, states),
-            replaced(torch.utils.checkpoint, devices),
+            replaced_attributes(torch, **states),
+            replaced_attributes(torch.random, **states),
+            replaced_attributes(torch.utils.checkpoint, **devices),
         ):
             yield
 

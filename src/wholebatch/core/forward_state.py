@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -318,16 +318,22 @@ def attributes_restored(owner: object) -> Iterator[None]:
 
 @contextmanager
 def replaced_attributes(owner: object, **attributes: Any) -> Iterator[None]:
-    """Set attributes of this one object within the context; then restore those that it had."""
+    """Set attributes of an object, a class or a module within the context; then restore its own."""
     own = vars(owner)
     before = {name: own[name] for name in attributes if name in own}
-    own.update(attributes)
+    is_class = isinstance(owner, type)
+    put = partial(setattr, owner) if is_class else own.__setitem__
+    drop = partial(delattr, owner) if is_class else own.__delitem__
     try:
+        for name, value in attributes.items():
+            put(name, value)
         yield
     finally:
         for name in attributes:
-            own.pop(name, None)
-        own.update(before)
+            if name in before:
+                put(name, before[name])
+            elif name in own:
+                drop(name)
 
 
 def capture_random(*, every: bool = True, to_save: bool = True) -> dict[str, Any]:
@@ -338,20 +344,25 @@ def capture_random(*, every: bool = True, to_save: bool = True) -> dict[str, Any
     state: dict[str, Any] = {"torch": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state_all()
-    if every:
-        state["python"] = random.getstate()
-        numpy = sys.modules.get("numpy")  # only if the program uses it already
-        if numpy is not None:
-            name, keys, *rest = numpy.random.get_state()
-            if to_save:  # not as uint32: torch.save takes that dtype, plain pickle does not
-                keys = torch.from_numpy(keys.astype("int64"))
-            state["numpy"] = (name, keys, *rest)
+    return {**state, **capture_python_random(to_save=to_save)} if every else state
+
+
+def capture_python_random(*, to_save: bool = False) -> dict[str, Any]:
+    """Return the states of Python's generator and of NumPy's, if the program uses it already."""
+    state: dict[str, Any] = {"python": random.getstate()}
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        name, keys, *rest = numpy.random.get_state()
+        if to_save:  # not as uint32: torch.save takes that dtype, plain pickle does not
+            keys = torch.from_numpy(keys.astype("int64"))
+        state["numpy"] = (name, keys, *rest)
     return state
 
 
 def restore_random(state: dict[str, Any]) -> None:
-    """Put every generator back to where `capture_random` found it."""
-    torch.set_rng_state(state["torch"].cpu())
+    """Put every generator back to where it was captured."""
+    if "torch" in state:
+        torch.set_rng_state(state["torch"].cpu())
     if "cuda" in state:
         here = torch.cuda.device_count()
         if here != len(state["cuda"]):

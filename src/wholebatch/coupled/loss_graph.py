@@ -45,6 +45,7 @@ from torch.autograd.function import BackwardCFunction
 
 from wholebatch.core.loss import Units
 from wholebatch.core.window import graph_nodes
+from wholebatch.coupled.sample_draws import signed
 from wholebatch.coupled.sample_runs import emptied
 from wholebatch.errors import LossError
 
@@ -492,12 +493,7 @@ def _dims(node: Any, sizes: Sequence[int]) -> list[int]:
     """Return the dimensions that a node reduces, in order; none if it reduces all of them."""
     dims = saved_by(node, "dim")
     dims = [] if dims is None else dims if isinstance(dims, tuple) else [dims]
-    return sorted(_signed(dim) % len(sizes) for dim in dims) if sizes else []
-
-
-def _signed(number: int) -> int:
-    """Return a number that autograd gives as 64 bits without a sign."""
-    return number if number < 1 << 63 else number - (1 << 64)
+    return sorted(signed(dim) % len(sizes) for dim in dims) if sizes else []
 
 
 def _without_factors(node: Any, so_far: LossTerm) -> tuple[Any, LossTerm]:
@@ -636,7 +632,7 @@ def _loss_size(node: Any) -> tuple[tuple[int, ...], float]:
         ignored = saved_by(node, "ignore_index")
         if ignored is None:
             return sizes, target.numel()
-        return sizes, float((target != _signed(ignored)).sum())
+        return sizes, float((target != signed(ignored)).sum())
     return sizes, (sizes[0] if sizes else 1) if per_row else math.prod(sizes)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from weakref import WeakSet
 
@@ -73,23 +73,13 @@ def evaluation_mode(*models: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-class ReplacedForwards:
-    """The replaced `forward` methods of single modules. The user's hooks keep working."""
-
-    def __init__(self) -> None:
-        self._found: list[tuple[nn.Module, Any]] = []
-
-    def replace(self, module: nn.Module, forward: Callable[..., Any]) -> None:
-        self._found.append((module, module.__dict__.get("forward")))
-        module.forward = forward
-
-    def restore(self) -> None:
-        while self._found:
-            module, forward = self._found.pop()
-            if forward is None:
-                del module.forward
-            else:
-                module.forward = forward
+def replace_forward(restored: ExitStack, module: nn.Module, forward: Callable[..., Any]) -> None:
+    """Replace the `forward` of one module until `restored` is closed. Its hooks keep working."""
+    if "forward" in vars(module):
+        restored.callback(setattr, module, "forward", module.forward)
+    else:
+        restored.callback(delattr, module, "forward")
+    module.forward = forward
 
 
 def refuse_new_norms(models: Iterable[nn.Module], known: Collection[nn.Module]) -> None:

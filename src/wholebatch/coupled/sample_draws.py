@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from wholebatch.core.forward_state import capture_random, same_random
+from wholebatch.core.forward_state import capture_python_random, same_random
 from wholebatch.errors import OptionError, UnsupportedError, WindowError
 
 _aten = torch.ops.aten
@@ -65,14 +65,14 @@ class PerSample:
         # The identity of a dropout call is drawn from the global generator. A checkpointed block
         # restores the generator's state, so it gets the same masks when it is recomputed.
         before = torch.get_rng_state()
-        host = capture_random(to_save=False)
+        host = capture_python_random()
         torch.default_generator.manual_seed(self.seed)
         try:
             with _Masks(torch.as_tensor(samples, dtype=torch.int64), self._shapes):
                 yield
-            now = capture_random(to_save=False)
-            for name in {"python", "numpy"} & host.keys():
-                if not same_random(host[name], now[name]):
+            now = capture_python_random()
+            for name, state in host.items():
+                if not same_random(state, now[name]):
                     raise UnsupportedError(
                         f'dropout="per-sample": the forward draws random numbers by {name}, once '
                         'per micro-batch, and they cannot follow the samples; use dropout="fresh"'
@@ -182,20 +182,21 @@ def sample_bits(samples: Tensor, call: int, shape: Sequence[int], device: torch.
 
 def mixed(number: int) -> int:
     """Return SplitMix64's hash of a number, as a signed 64-bit integer."""
-    return int(_mix(torch.tensor(_signed(number * 0x9E3779B97F4A7C15 % 2**64))).item())
+    return int(_mix(torch.tensor(signed(number * 0x9E3779B97F4A7C15 % 2**64))).item())
 
 
-def _signed(value: int) -> int:
+def signed(value: int) -> int:
+    """Return a number that is given as 64 bits without a sign."""
     return value - 2**64 if value >= 2**63 else value
 
 
-_GOLDEN = _signed(0x9E3779B97F4A7C15)
+_GOLDEN = signed(0x9E3779B97F4A7C15)
 
 
 def _mix(z: Tensor) -> Tensor:
     """Apply SplitMix64's finalizer in place; a mask makes the shifts logical."""
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        z.bitwise_xor_((z >> shift).bitwise_and_(2 ** (64 - shift) - 1)).mul_(_signed(factor))
+        z.bitwise_xor_((z >> shift).bitwise_and_(2 ** (64 - shift) - 1)).mul_(signed(factor))
     return z.bitwise_xor_((z >> 31).bitwise_and_(2**33 - 1))
 
 

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
-from wholebatch.core.forward_state import same_random
+from wholebatch.core.forward_state import capture_python_random, restore_random, same_random
 from wholebatch.core.splitting.samples import layout_of
 from wholebatch.errors import RecipeError, StateError
 from wholebatch.tune.batch_scaling import share_of
@@ -313,15 +313,12 @@ class Batches(Dataset[Any]):
         """Seed the random generators by position in the data; restore them for the model after."""
         at = self.position.batch if batch is None else batch
         seed = _mixed(self._seed, self.position.epoch, at if what == "batch" else what)
-        before, python, numpy_before = _generators()
+        before = _generators()
         reseed(seed)
         try:
             yield
         finally:
-            torch.set_rng_state(before)
-            random.setstate(python)
-            if numpy_before is not None:
-                sys.modules["numpy"].random.set_state(numpy_before)
+            restore_random(before)
 
 
 def _unchanged(batch: Any) -> Any:
@@ -374,10 +371,8 @@ def reseed(seed: int) -> None:
         numpy.random.seed(seed % 2**32)
 
 
-def _generators() -> tuple[Tensor, Any, Any]:
-    numpy = sys.modules.get("numpy")
-    drawn = numpy.random.get_state() if numpy is not None else None
-    return torch.get_rng_state(), random.getstate(), drawn
+def _generators() -> dict[str, Any]:
+    return {"torch": torch.get_rng_state(), **capture_python_random()}
 
 
 def _kind_of(data: Any) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from wholebatch.cli.report.html_page import HtmlPage, Section, write_page
-from wholebatch.cli.report.page_sources import Sources, TrainingRun, read_sources
+from wholebatch.cli.report.page_sources import Sources, read_sources
 from wholebatch.cli.report.result_sections import (
     benchmarks,
     learning,
@@ -16,12 +16,11 @@ from wholebatch.cli.report.result_sections import (
     split,
     tuning,
     verification,
+    way,
 )
 from wholebatch.cli.report.training_section import overview, training
-from wholebatch.core.readable_sizes import PARTS
 
 _MOST_SPLITS = 8
-_UNITS = {"bytes-gpt": "bytes", "digits-cnn": "images"}
 
 
 def write_report(paths: Sequence[Path], to: Path, *, title: str | None = None) -> Path:
@@ -31,7 +30,7 @@ def write_report(paths: Sequence[Path], to: Path, *, title: str | None = None) -
 
 def make_page(sources: Sources, *, title: str | None = None) -> HtmlPage:
     """Return a page with every section that has content."""
-    units = [_unit_of(run) for run in sources.runs]
+    units = [str(run.manifest.get("unit", "units")) for run in sources.runs]
     verdicts: dict[str, dict[str, Any]] = dict(sources.verdicts)
     plans = [
         (name, {**tuned["memory"], "subject": tuned.get("subject"), "by": "tune"})
@@ -58,15 +57,8 @@ def make_page(sources: Sources, *, title: str | None = None) -> HtmlPage:
     )
 
 
-def _unit_of(run: TrainingRun) -> str:
-    for known in (run.manifest, run.config):
-        if isinstance(known.get("unit"), str):
-            return str(known["unit"])
-    return _UNITS.get(str(run.config.get("recipe")), "units")
-
-
 def _splits(sources: Sources) -> list[tuple[str, Mapping[str, float]]]:
-    """Return the splits of each tuning's fastest settings, and of runs that recorded theirs."""
+    """Return the splits of each tuning's fastest settings."""
     found: list[tuple[str, Mapping[str, float]]] = []
     for name, tuned in sources.tunes:
         measured = [trial for trial in tuned["trials"] if trial.get("split")]
@@ -74,13 +66,6 @@ def _splits(sources: Sources) -> list[tuple[str, Mapping[str, float]]]:
         subject = tuned.get("subject") or name
         for trial in measured[:_MOST_SPLITS]:
             mark = " ▸" if trial.get("recommended") else ""
-            way = f"{trial['micro_batch']} × {trial['steps']}, {trial['precision']}"
-            way += ", checkpointed" if trial["checkpointing"] else ""
-            way += f", {trial['execute']}"
-            found.append((f"{subject}: {way}{mark}", trial["split"]))
-    for run in sources.runs:
-        splits = [r["split"] for r in run.records if isinstance(r.get("split"), dict)]
-        if splits:
-            mean = {p: sum(s.get(p, 0.0) for s in splits) / len(splits) for p in PARTS}
-            found.append((run.name, mean))
+            size = f"{trial['micro_batch']} × {trial['steps']}"
+            found.append((f"{subject}: {size}, {way(trial)}{mark}", trial["split"]))
     return found

@@ -120,7 +120,8 @@ def tuning(tunings: Sequence[tuple[str, Data]]) -> Section | None:
     return Section("tuning", "Tuning", tuple(parts)) if parts else None
 
 
-def _way(trial: Data) -> str:
+def way(trial: Data) -> str:
+    """Return how a setting runs its micro-batches, in a few words."""
     words = [trial["precision"]]
     words += ["checkpointed"] if trial["checkpointing"] else []
     words += [trial["execute"]]
@@ -131,13 +132,11 @@ def _way(trial: Data) -> str:
 def _speeds(at: int, tuned: Data) -> Chart:
     measured = [trial for trial in tuned["trials"] if trial.get("units_per_second")]
     traces: list[dict[str, Any]] = []
-    for number, way in enumerate(dict.fromkeys(_way(trial) for trial in measured)):
-        ours = sorted(
-            (trial for trial in measured if _way(trial) == way), key=lambda t: t["micro_batch"]
-        )
+    for number, how in enumerate(dict.fromkeys(map(way, measured))):
+        ours = sorted((t for t in measured if way(t) == how), key=lambda t: t["micro_batch"])
         x = [trial["micro_batch"] for trial in ours]
         y = [trial["units_per_second"] for trial in ours]
-        traces.append(curve(way, x, y, series_color(number)))
+        traces.append(curve(how, x, y, series_color(number)))
     best = next((t for t in measured if t.get("recommended")), None)
     if best is not None:
         ring = {"symbol": "circle-open", "size": 18, "color": "--text", "line": {"width": 2}}
@@ -171,7 +170,7 @@ def _trials(tuned: Data) -> Table:
         rows.append(
             (
                 str(trial["micro_batch"]),
-                _way(trial),
+                way(trial),
                 f"{short_count(trial['units_per_second'])} {tuned['unit']}/s",
                 _peak(trial),
                 trial["why"],
@@ -180,8 +179,8 @@ def _trials(tuned: Data) -> Table:
     left: dict[tuple[str, str], list[str]] = {}
     for trial in tuned["trials"]:
         if not trial.get("units_per_second"):
-            left.setdefault((_way(trial), trial["why"]), []).append(str(trial["micro_batch"]))
-    rows += [(", ".join(sizes), way, "–", "–", why) for (way, why), sizes in left.items()]
+            left.setdefault((way(trial), trial["why"]), []).append(str(trial["micro_batch"]))
+    rows += [(", ".join(sizes), how, "–", "–", why) for (how, why), sizes in left.items()]
     head = ("micro-batch", "how", "speed", "peak memory", "")
     return Table(head, tuple(rows), "Every setting that was looked at.", frozenset(bold))
 

@@ -31,8 +31,8 @@ def training(runs: Sequence[TrainingRun], units: Sequence[str]) -> Section | Non
     if not shown:
         return None
     unit = shown[0][1] if len({unit for _, unit in shown}) == 1 else "units"
-    peaks = [memory_of(record) or 0.0 for run, _ in shown for record in run.records]
-    size, size_name = scale_of(max(peaks))
+    peaks = [peak for run, _ in shown for peak in _numbers(run, "memory")]
+    size, size_name = scale_of(max(peaks, default=0.0))
     zero: dict[str, Any] = {"rangemode": "tozero"}
     chart = partial(_chart, shown)
     charts = [
@@ -47,7 +47,7 @@ def training(runs: Sequence[TrainingRun], units: Sequence[str]) -> Section | Non
             "memory-over-time",
             "Memory",
             axis(f"peak, {size_name}", **zero),
-            lambda r: None if (bytes_ := memory_of(r)) is None else bytes_ / size,
+            lambda r: None if (peak := _number(r.get("memory"))) is None else peak / size,
         ),
         chart("grad-norm", "Gradient norm", axis("before clipping"), _field("grad_norm")),
         chart("rate", "Learning rate", axis("", **zero), _field("lr")),
@@ -69,15 +69,6 @@ def training(runs: Sequence[TrainingRun], units: Sequence[str]) -> Section | Non
     note = Text(f"Curves of more than {MOST_POINTS} windows show means of stretches.")
     shown_charts = [c for c in charts if c is not None]
     return Section("training", "Over time", (*shown_charts, *([note] * (long > MOST_POINTS))))
-
-
-def memory_of(record: Record) -> float | None:
-    """Return the peak of a window in bytes, if the run recorded one."""
-    for name in ("memory", "memory_bytes", "peak_memory"):
-        value = record.get(name)
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            return float(value)
-    return None
 
 
 def _field(name: str) -> Callable[[Record], Any]:
@@ -271,7 +262,7 @@ def _rate_text(run: TrainingRun) -> str:
 
 def _results_of(run: TrainingRun, unit: str, verdict: Record | None) -> dict[str, str]:
     losses, rates = _numbers(run, "loss"), _numbers(run, "units_per_second")
-    peaks = [peak for record in run.records if (peak := memory_of(record)) is not None]
+    peaks = _numbers(run, "memory")
     lost = [r for r in run.records if _number(r.get("loss")) is None and r.get("units") != 0]
     recovered = [r["recoveries"] for r in run.records if isinstance(r.get("recoveries"), int)]
     verified = "–" if verdict is None else "✗ another update"

@@ -19,13 +19,14 @@ from __future__ import annotations
 from bisect import bisect_right, insort
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from heapq import heappop, heappush
 from typing import Any, cast
 
 import torch
 from torch import Tensor, UntypedStorage, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from wholebatch.compile.fusion import written_arguments
 
 _aten = torch.ops.aten
 # Operations that make a new tensor on the same storage without reading it or checking its bounds.
@@ -584,7 +585,7 @@ class WatchedOperations(TorchDispatchMode):
             self._pages.touched(tensor)
         execute = self._execute
         out = func(*args, **kwargs) if execute is None else execute(func, args, kwargs)
-        for position, name in _written_by(func):
+        for position, name in written_arguments(func):
             for tensor in _tensors_in(args[position] if position < len(args) else kwargs.get(name)):
                 self._pages.written(tensor)
         owned = {storage_key(tensor) for tensor in given.values()}
@@ -607,13 +608,3 @@ def _tensors_in(tree: Any) -> Iterator[Tensor]:
     elif isinstance(tree, (tuple, list)):
         for item in tree:
             yield from _tensors_in(item)
-
-
-@cache
-def _written_by(func: Any) -> tuple[tuple[int, str], ...]:
-    """Return the positions and names of the arguments that an operation writes to."""
-    return tuple(
-        (position, argument.name)
-        for position, argument in enumerate(func._schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    )

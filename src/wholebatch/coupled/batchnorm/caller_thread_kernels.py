@@ -27,7 +27,7 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from wholebatch.coupled.batchnorm.activation_offload import ActivationPages
 from wholebatch.coupled.batchnorm.turn_taking_threads import TurnTakingThreads
-from wholebatch.coupled.normalisation_layers import ReplacedForwards
+from wholebatch.coupled.normalisation_layers import replace_forward
 from wholebatch.errors import UnsupportedError
 
 _Call = Callable[[Callable[[], Any]], Any]
@@ -92,7 +92,7 @@ class CallerThreadLayers:
         self._pages = pages
         self._sums = _CastGradients(threads, pages)
         self._casts: dict[tuple[int, torch.dtype, bool], Tensor] = {}
-        self._replaced = ReplacedForwards()
+        self._replaced = ExitStack()
 
     def __enter__(self) -> None:
         for module in self._modules:
@@ -101,14 +101,16 @@ class CallerThreadLayers:
             kind = type(module).forward
             if kind in _CONVOLUTIONS and isinstance(module, _ConvNd):
                 if module.padding_mode == "zeros" and not isinstance(module.padding, str):
-                    self._replaced.replace(module, self._convolution(module))
+                    replace_forward(self._replaced, module, self._convolution(module))
             elif kind is nn.Linear.forward and isinstance(module, nn.Linear):
-                self._replaced.replace(
-                    module, lambda x, own=module: _apply_linear(*self._cast(x, own), self._call)
+                replace_forward(
+                    self._replaced,
+                    module,
+                    lambda x, own=module: _apply_linear(*self._cast(x, own), self._call),
                 )
 
     def __exit__(self, kind: object, *error: object) -> None:
-        self._replaced.restore()
+        self._replaced.close()
         self._casts.clear()
         if kind is None:
             self._sums.add_the_rest()

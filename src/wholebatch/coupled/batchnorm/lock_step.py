@@ -19,7 +19,7 @@ losses = step.run(
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal, TypeVar, get_args
 
@@ -48,8 +48,8 @@ from wholebatch.coupled.batchnorm.turn_taking_threads import (
 )
 from wholebatch.coupled.batchnorm.whole_batch_norm import Reduce, WholeBatchNorms, recomputing
 from wholebatch.coupled.normalisation_layers import (
-    ReplacedForwards,
     batchnorms,
+    replace_forward,
     running_buffers,
     tracked_instance_norms,
     uses_batch_statistics,
@@ -405,16 +405,16 @@ class RecomputedBlocks:
     draws: bool
     _watched: list[tuple[str, Tensor, int]] | None = field(default_factory=list)
     _calls: dict[str, int] = field(default_factory=dict)
-    _replaced: ReplacedForwards = field(default_factory=ReplacedForwards)
+    _replaced: ExitStack = field(default_factory=ExitStack)
 
     def __enter__(self) -> RecomputedBlocks:
         for name, block in self.blocks:
             if name not in self.kept:
-                self._replaced.replace(block, self._checkpointed(name, block.forward))
+                replace_forward(self._replaced, block, self._checkpointed(name, block.forward))
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._replaced.restore()
+        self._replaced.close()
 
     def check(self) -> None:
         """Raise `BlockInputChanged` if one has; call before the first backward."""

@@ -25,7 +25,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Literal, cast, final, get_args
 
 import torch
@@ -46,8 +46,8 @@ from wholebatch.coupled.batchnorm.whole_batch_norm import (
     update_running,
 )
 from wholebatch.coupled.normalisation_layers import (
-    ReplacedForwards,
     batchnorms,
+    replace_forward,
     running_buffers,
     tracked_instance_norms,
     uses_batch_statistics,
@@ -163,12 +163,12 @@ class Freeze(Policy):
                 f'batchnorm="freeze": {", ".join(map(repr, without))} keep no running statistics '
                 'to be frozen with: use "exact", "group" or "layer"'
             )
-        self._replaced = ReplacedForwards()
+        self._replaced = ExitStack()
         for _, module in norms:
-            self._replaced.replace(module, _frozen(module, module.forward))
+            replace_forward(self._replaced, module, _frozen(module, module.forward))
 
     def detach(self) -> None:
-        self._replaced.restore()
+        self._replaced.close()
 
 
 def _frozen(module: nn.Module, found: Callable[..., Any]) -> Callable[..., Any]:
@@ -268,9 +268,9 @@ class Statistics(Policy):
         self.counts = True  # False while a micro-batch only stands in for one of another rank
         self._largest = 0  # micro-batch of this window
         self._told = False
-        self._replaced = ReplacedForwards()
+        self._replaced = ExitStack()
         for name, module in norms:
-            self._replaced.replace(module, self._recording(name, module, module.forward))
+            replace_forward(self._replaced, module, self._recording(name, module, module.forward))
 
     @property
     def spans_ranks(self) -> bool:
@@ -343,7 +343,7 @@ class Statistics(Policy):
             ]
 
     def detach(self) -> None:
-        self._replaced.restore()
+        self._replaced.close()
 
     def _recording(
         self, name: str, module: nn.Module, found: Callable[..., Any]

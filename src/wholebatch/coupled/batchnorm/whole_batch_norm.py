@@ -23,6 +23,7 @@ part adds its own. Everything is at least float32, and float64 for float64.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -36,7 +37,7 @@ from torch.overrides import TorchFunctionMode
 
 from wholebatch.coupled.batchnorm.turn_taking_threads import TurnTakingThreads
 from wholebatch.coupled.normalisation_layers import (
-    ReplacedForwards,
+    replace_forward,
     running_buffers,
     uses_batch_statistics,
 )
@@ -269,20 +270,20 @@ class WholeBatchNorms:
     _met: dict[tuple[int | None, str], list[WholeMoments]] = field(default_factory=dict)
     """The merged moments by party and layer. A checkpointed block that is recomputed in the
     backward pass takes its moments from here, without a meeting."""
-    _replaced: ReplacedForwards = field(default_factory=ReplacedForwards)
+    _replaced: ExitStack = field(default_factory=ExitStack)
     _open: bool = False
 
     def __enter__(self) -> WholeBatchNorms:
         self._open = True
         for name, module in self.norms:
             kind = self._batchnorm if isinstance(module, _BatchNorm) else self._instancenorm
-            self._replaced.replace(module, kind(name, module, module.forward))
+            replace_forward(self._replaced, module, kind(name, module, module.forward))
         return self
 
     def __exit__(self, *error: object) -> None:
         self._open = False
         self._met.clear()
-        self._replaced.restore()
+        self._replaced.close()
 
     def _batchnorm(
         self, name: str, module: nn.Module, found: Callable[..., Tensor]
@@ -464,15 +465,15 @@ class FixedNorms:
     norms: Sequence[tuple[str, nn.Module]]
     _first: dict[str, list[WholeMoments]] = field(default_factory=dict)
     _calls: dict[str, int] = field(default_factory=dict)
-    _replaced: ReplacedForwards = field(default_factory=ReplacedForwards)
+    _replaced: ExitStack = field(default_factory=ExitStack)
 
     def __enter__(self) -> FixedNorms:
         for name, module in self.norms:
-            self._replaced.replace(module, self._fixed(name, module, module.forward))
+            replace_forward(self._replaced, module, self._fixed(name, module, module.forward))
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._replaced.restore()
+        self._replaced.close()
 
     def begin(self) -> None:
         """Begin another run of the model."""
