@@ -58,6 +58,7 @@ _JAX_MASK_COUNT = re.compile(
 )
 # Masks that hide the same number of tokens in every batch.
 _FIXED_NUMBER = re.compile(r"randperm\([^\n]*\)\[: *\w+\]")
+_FIXED_INDEX = re.compile(r"randperm|randint|arange|sample|choice|topk|sort|range\(|^-?\d+$|slice")
 _LABELS = re.compile(r"mask|label|batch|token|encode", re.I)
 # A label of -100 that is made, not one that is only asked for.
 _MAKES_IGNORED = re.compile(
@@ -353,7 +354,14 @@ def _selects(call: ast.Call, env: Env) -> bool:
     """True for a mean loss over a masked selection: `criterion(logits[mask], labels[mask])`."""
     if not _CRITERION.search(text(call.func)) or not _is_mean(call):
         return False
-    if len(call.args) < 2 or not _is_selection(call.args[1], env):
+    if len(call.args) < 2:
+        return False
+    picked = [a.slice for a in call.args[:2] if isinstance(a, ast.Subscript)]
+    if len(picked) == 2 and {*map(type, picked)} == {ast.Name} and text(picked[0]) == text(picked[1]):
+        # `logits[m]` and `labels[m]`: a mask by any name, if it was made and is no place or sample.
+        made = [text(d.expr) for d in env.get(text(picked[0]), ())]
+        return bool(made) and not any("@" in m or _FIXED_INDEX.search(m) for m in made)
+    if not _is_selection(call.args[1], env):
         return False
     return _is_selection(call.args[0], env, through=True)
 

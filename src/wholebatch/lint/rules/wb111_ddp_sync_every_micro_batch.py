@@ -7,8 +7,9 @@ import re
 from collections.abc import Iterator
 
 from ..model import Event, File, LoopWindow
-from ..model.events import MODEL_NAME, Context, holds_sync
+from ..model.events import MODEL_NAME, Context, Guard, holds_sync
 from ..model.expressions import is_accumulation_name, is_not, last_part, text, walk
+from ..model.window_boundary import of_guard
 from .rule_base import Report, rule, steps_every_micro_batch
 
 _HELD = re.compile(
@@ -37,6 +38,14 @@ def check(file: File) -> Iterator[Report]:
                     "DistributedDataParallel reduces the gradients on every micro-batch: hold it "
                     "with `no_sync()` for all but the last of a window",
                 )
+            continue
+        once = _held_once(window)
+        if once is not None:
+            yield Report(
+                once,
+                f"this compares the position in the loader with `{window.count_name}`: it is the "
+                "end of the first window only, not of each one; compare the rest of the division",
+            )
             continue
         # FSDP decides in the backward.
         sharded = file.facts.wraps_fsdp and not wraps
@@ -77,6 +86,22 @@ def _wraps(file: File) -> list[ast.Call]:
         for call in walk(stmt)
     }
     return [call for call in trained if id(call) not in otherwise]
+
+
+def _held_once(window: LoopWindow) -> ast.expr | None:
+    """Return a condition that holds the reduction, `i == k - 1`, where `i` counts the loader."""
+    flags = [(f.argument, f.env) for f in window.of("ddp_flag") if f.argument is not None]
+    held = [c for b in window.backwards for c in b.contexts(window.loop) if holds_sync(c)]
+    flags += [(n.test, c.env) for c in held for n in walk(c.expr) if isinstance(n, ast.IfExp)]
+    for expr, env in flags if window.shape == "boundary" else ():
+        resolved = window.resolver.resolve(expr, env)
+        counts = window.every_key in text(resolved) and "%" not in text(resolved)
+        symbols = [s for s in window.resolver.symbols_in(resolved) if s.loop is window.loop]
+        guard = Guard(expr, env, positive=True)
+        known = of_guard(guard, window.loop, window.resolver)
+        if counts and known is None and {s.kind for s in symbols} == {"target"}:
+            return expr
+    return None
 
 
 def _late_flag(window: LoopWindow) -> Event | None:

@@ -358,9 +358,7 @@ def _shown_whole(name: str, window: LoopWindow, function: ast.AST) -> ast.AST | 
         ends = [e for e in window.events if window.when(e) == "boundary"]
         begun = [e for e in ends if e.kind == "assign" and e.receiver is not None]
         begun = [e for e in begun if text(e.receiver or e.node) == name]
-        # Begun anew by every window, not by every log.
-        fresh = any(len(e.guards(window.loop)) == 1 for e in begun)
-        events = ends if fresh else []
+        events = ends if begun else []  # Begun anew by every window, or by every log.
     same = rf"((self\.)?accelerator\.(gather|reduce)\()?{re.escape(name)}\)?(\.(mean|item)\(\))*"
     for event in [] if scaled.search(text(function)) else events:
         call = event.node
