@@ -154,10 +154,12 @@ class _LoopConditions:
         """True for one particular iteration: `i == max_iters`, `step + 1 == len(loader)`."""
         if _is_short_epoch(expr):
             return False  # `len(loader) <= k and last`: only where one window is the whole epoch.
-        if isinstance(expr, ast.Compare) and isinstance(expr.ops[0], ast.Eq):
+        if isinstance(expr, ast.Compare) and isinstance(expr.ops[0], (ast.Eq, ast.GtE, ast.Gt)):
             sides = (expr.left, expr.comparators[0])
-            if any(self._position(side) is not None for side in sides):
-                return True
+            places = [self._position(side) for side in sides]
+            reached = places[0] is not None and not self._varies(sides[1])
+            if reached or (any(places) and isinstance(expr.ops[0], ast.Eq)):
+                return number(sides[1]) is None or isinstance(expr.ops[0], ast.Eq)
         spelled = text(expr)
         return bool(_LAST_NAME.search(spelled)) and (
             self._varies(expr) or bool(re.search(r"last|final|end", spelled, re.I))
@@ -205,7 +207,10 @@ class _LoopConditions:
         size = number(every)
         if position is None or (size is not None and size <= 1):
             return None
-        if self._varies(every) and not is_accumulation_name(text(every)):
+        # A number of steps that the loop changes is a name; a value of the micro-batch is none.
+        changing = self.resolver.symbols.get(getattr(every, "id", ""))
+        kept = changing is not None and changing.kind == "carried"
+        if self._varies(every) and not kept and not is_accumulation_name(text(every)):
             return None
         symbol = position.symbol
         start, spanning = self._first_value(symbol)

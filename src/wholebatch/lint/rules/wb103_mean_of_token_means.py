@@ -58,6 +58,8 @@ _JAX_MASK_COUNT = re.compile(
 )
 # Masks that hide the same number of tokens in every batch.
 _FIXED_NUMBER = re.compile(r"randperm\([^\n]*\)\[: *\w+\]")
+# Inputs and labels are slices of one stream of tokens, made here: `t[:, :-1], t[:, 1:]`.
+_SHIFTED = re.compile(r"\b(\w+)\[:, :-1\][^\n]*\n?[^\n]*\b\1\[:, 1:\]")
 _FIXED_INDEX = re.compile(r"randperm|randint|arange|sample|choice|topk|sort|range\(|^-?\d+$|slice")
 _LABELS = re.compile(r"mask|label|batch|token|encode", re.I)
 # A label of -100 that is made, not one that is only asked for.
@@ -261,6 +263,7 @@ def _none_ignored(file: File) -> bool:
     own = {c.node.name for c in facts.classes} | {f.name for f in facts.every_function}
     seen = bool(facts.data_parts) or any(map(DATA.search, own & facts.called))
     seen = seen or any("Dataset" in base for c in facts.classes for base in c.bases)
+    seen = seen or facts.mentions(_SHIFTED)
     masks = [found.text for _, found in facts.helpers(_LABELS)]
     made = any(map(_MAKES_IGNORED.search, (facts.source, *facts.data_parts, *masks)))
     return seen and "-100" in facts.source and not made

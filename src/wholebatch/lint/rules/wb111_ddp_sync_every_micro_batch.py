@@ -39,12 +39,12 @@ def check(file: File) -> Iterator[Report]:
                     "with `no_sync()` for all but the last of a window",
                 )
             continue
-        once = _held_once(window)
-        if once is not None:
+        wrong = _reduces_wrongly(window)
+        if wrong is not None:
             yield Report(
-                once,
-                f"this compares the position in the loader with `{window.count_name}`: it is the "
-                "end of the first window only, not of each one; compare the rest of the division",
+                wrong,
+                "gradients are not reduced on the last micro-batch of each window: hold the "
+                f"reduction on all others, by the rest of the division by `{window.count_name}`",
             )
             continue
         # FSDP decides in the backward.
@@ -88,18 +88,26 @@ def _wraps(file: File) -> list[ast.Call]:
     return [call for call in trained if id(call) not in otherwise]
 
 
-def _held_once(window: LoopWindow) -> ast.expr | None:
-    """Return a condition that holds the reduction, `i == k - 1`, where `i` counts the loader."""
-    flags = [(f.argument, f.env) for f in window.of("ddp_flag") if f.argument is not None]
+def _reduces_wrongly(window: LoopWindow) -> ast.expr | None:
+    """Return a condition that does not reduce at the end of each window.
+
+    It is the opposite of the boundary, or compares a position in the loader with the number of
+    micro-batches, as in `i == k - 1`: that is the end of the first window only.
+    """
+    flags = [(f.argument, f.env, True) for f in window.of("ddp_flag") if f.argument is not None]
     held = [c for b in window.backwards for c in b.contexts(window.loop) if holds_sync(c)]
-    flags += [(n.test, c.env) for c in held for n in walk(c.expr) if isinstance(n, ast.IfExp)]
-    for expr, env in flags if window.shape == "boundary" else ():
+    for context in held:
+        for node in walk(context.expr):
+            if isinstance(node, ast.IfExp):
+                flags.append((node.test, context.env, "no_sync" not in text(node.body)))
+    for expr, env, positive in flags if window.shape == "boundary" else ():
         resolved = window.resolver.resolve(expr, env)
+        known = of_guard(Guard(expr, env, positive), window.loop, window.resolver)
         counts = window.every_key in text(resolved) and "%" not in text(resolved)
-        symbols = [s for s in window.resolver.symbols_in(resolved) if s.loop is window.loop]
-        guard = Guard(expr, env, positive=True)
-        known = of_guard(guard, window.loop, window.resolver)
-        if counts and known is None and {s.kind for s in symbols} == {"target"}:
+        kinds = {s.kind for s in window.resolver.symbols_in(resolved) if s.loop is window.loop}
+        if known is None and counts and kinds == {"target"}:
+            return expr
+        if known is not None and known.inverse and window.is_ours(known):
             return expr
     return None
 
