@@ -312,7 +312,9 @@ class _LoopConditions:
             before = definition.env.get(symbol.name, ())
             again = len(before) > 1 and symbol.name in text(definition.expr)
             for one in before if again else (None,):
-                env = definition.env if one is None else Env({**definition.env, symbol.name: (one,)})
+                env = (
+                    definition.env if one is None else Env({**definition.env, symbol.name: (one,)})
+                )
                 values.append(self.resolver.resolve(definition.expr, env))
         return values
 

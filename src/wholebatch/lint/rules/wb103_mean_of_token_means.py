@@ -360,7 +360,11 @@ def _selects(call: ast.Call, env: Env) -> bool:
     if len(call.args) < 2:
         return False
     picked = [a.slice for a in call.args[:2] if isinstance(a, ast.Subscript)]
-    if len(picked) == 2 and {*map(type, picked)} == {ast.Name} and text(picked[0]) == text(picked[1]):
+    if (
+        len(picked) == 2
+        and {*map(type, picked)} == {ast.Name}
+        and text(picked[0]) == text(picked[1])
+    ):
         # `logits[m]` and `labels[m]`: a mask by any name, if it was made and is no place or sample.
         made = [text(d.expr) for d in env.get(text(picked[0]), ())]
         return bool(made) and not any("@" in m or _FIXED_INDEX.search(m) for m in made)

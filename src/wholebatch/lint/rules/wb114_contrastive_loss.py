@@ -90,7 +90,9 @@ def _compares(source: str) -> bool:
 def _makes_coupled(parts: list[str]) -> bool:
     """True if a factory's loss compares samples; if it has several to choose from, if all do."""
     returned = re.findall(r"return (\w+)\(", "".join(parts[:1]))
-    chosen = [p for p in parts if any(p.startswith((f"class {r}(", f"class {r}:")) for r in returned)]
+    chosen = [
+        p for p in parts if any(p.startswith((f"class {r}(", f"class {r}:")) for r in returned)
+    ]
     return all(map(_compares, chosen)) if len(chosen) > 1 else any(map(_compares, parts))
 
 
