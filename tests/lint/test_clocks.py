@@ -42,6 +42,8 @@ def test_each_optimizer_has_a_window_of_its_own(divided: str, found: list[str]) 
     assert [[e.line for e in w.backwards] for w in windows] == [[5]]
     assert [[e.receiver_text for e in w.of("step")] for w in windows] == [["g_opt"]]
     assert codes(source) == found
+    # What two optimizers share is not moved for one of them.
+    assert not any(f.fix for f in lint_source(source))
 
 
 def test_two_optimizers_that_both_step_always_accumulate_nothing() -> None:
@@ -289,7 +291,9 @@ class Pairs(nn.Module):
         labels = torch.arange(len(a))
         return F.cross_entropy(logits, labels)
 """
-    plain = "\nclass Plain(nn.Module):\n    def forward(self, a, b):\n        return (a - b).mean()\n"
+    plain = (
+        "\nclass Plain(nn.Module):\n    def forward(self, a, b):\n        return (a - b).mean()\n"
+    )
     factory = "\ndef make_loss(kind):\n    if kind:\n        return {0}()\n    return Pairs()\n"
     script = tmp_path / "train.py"
     script.write_text(

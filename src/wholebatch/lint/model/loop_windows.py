@@ -65,6 +65,7 @@ class LoopWindow:
     boundary: Boundary | None = None
     every: ast.expr | None = None
     ends: list[Event] = field(default_factory=list)  # The steps at the boundary.
+    alone: bool = True  # False if other optimizers of the loop have other windows.
     _when: dict[Event, str] = field(default_factory=dict)
 
     @property
@@ -402,7 +403,9 @@ def _by_optimizer(window: LoopWindow) -> list[LoopWindow]:
     for name in names if owners else ():
         events = [e for e in window.events if owners.get(e, name) == name]
         inner = [e for e in window.inner if owners[e] == name]
-        part = replace(window, shape="plain", events=events, inner=inner, ends=[], _when={})
+        part = replace(
+            window, shape="plain", events=events, inner=inner, ends=[], alone=False, _when={}
+        )
         if inner and _decide(part, inner) and part.accumulates:
             parts.append(part)
     return parts
