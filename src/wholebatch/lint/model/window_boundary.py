@@ -293,9 +293,9 @@ class _LoopConditions:
         if -1 not in steps or not steps <= {-1, 0}:  # On some path it may stay as it is.
             return None
         ends = [_without_constant(v) for v in values if v not in own]
-        if not ends or ends[0][0] is None or self._varies(ends[0][0]):
+        every, back = ends[0] if ends else (None, 0)
+        if every is None or self._varies(every):
             return None
-        every, back = ends[0]
         start, spanning = self._first_value(symbol)
         shift = None if start is None else start + position.offset + 1
         for definition in symbol.init[-1:] if start is None else ():
