@@ -16,6 +16,7 @@ from .expressions import (
     calls_in,
     children,
     dotted,
+    is_accumulation_name,
     is_call,
     keyword,
     last_part,
@@ -352,11 +353,15 @@ class Walker:
     def _imported(self, call: ast.Call, scope: Scope) -> tuple[FunctionNode | None, Scope]:
         """Return a function of another local module that belongs to the loop or makes its loss."""
         name = dotted(call.func) or ""
-        if not (scope.home or self.facts.import_nodes) or name.startswith("self."):
-            return None, scope
-        if len(self._foreign) >= _MAX_FOREIGN:
+        if not (scope.home or self.facts.import_nodes) or len(self._foreign) >= _MAX_FOREIGN:
             return None, scope
         found = visible(scope.home, name) if scope.home else self.facts.imported(name)
+        held, _, method = name.rpartition(".")
+        if found is None and is_accumulation_name(held):
+            # A method of an object that accumulates, whose class another module has.
+            made = [v for v in self.facts.assigned.get(held, ()) if isinstance(v, ast.Call)]
+            kinds = [self.facts.imported(dotted(m.func) or "") for m in made[:1]]
+            found = kinds[0].method(method) if kinds and kinds[0] is not None else None
         if found is None or not found.text.startswith("def "):
             return None, scope
         if not acts(found.text) and not (_PART.search(name) and len(found.text) < _MAX_TEXT):

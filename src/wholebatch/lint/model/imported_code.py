@@ -8,6 +8,7 @@ import re
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from textwrap import dedent
 
 from .expressions import FunctionNode, walk
 
@@ -21,6 +22,12 @@ class Definition:
 
     text: str
     path: str
+
+    def method(self, name: str) -> Definition | None:
+        """Return a method of the class, or None."""
+        pattern = rf"^    def {re.escape(name)}\(.*(\n(?=     |[ \t]*\)|[ \t]*\n)(?!    \S).*)*"
+        found = re.search(pattern, self.text, re.M) if self.text.startswith("class ") else None
+        return None if found is None else Definition(dedent(found.group()), self.path)
 
     def function(self, at: ast.AST) -> FunctionNode | None:
         """Return the parsed function, placed at the call in the file that is read."""

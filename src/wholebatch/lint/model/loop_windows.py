@@ -6,7 +6,7 @@ import ast
 import re
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from .events import MODEL_NAME, Env, Event, Guard, Loop, holds_sync
@@ -38,6 +38,8 @@ _TAPES_ADD = re.compile(
 )
 _PARTS_OF_BATCH = re.compile(r"//? *[\w.]*batch|ceil\([^()]*/ *[\w.]*batch", re.I)
 _MOVES = ("to", "cuda", "float", "long", "contiguous", "view", "reshape", "flatten")
+# What belongs to one of several optimizers; the rest of a loop belongs to all of them.
+_OWNED = {"backward", "step", "zero", "clip", "unscale", "sched"}
 _FETCH = {"next", "get_batch", "next_batch", "sample_batch", "get_next_batch"}
 
 
@@ -63,6 +65,7 @@ class LoopWindow:
     boundary: Boundary | None = None
     every: ast.expr | None = None
     ends: list[Event] = field(default_factory=list)  # The steps at the boundary.
+    alone: bool = True  # False if other optimizers of the loop have other windows.
     _when: dict[Event, str] = field(default_factory=dict)
 
     @property
@@ -373,14 +376,39 @@ def find_windows(walker: Walker, facts: Facts) -> list[LoopWindow]:
         if parents:  # After an outer loop too.
             after = [e for e in after if e.loops[: len(parents)] == parents[: len(e.loops)]]
         window = LoopWindow(loop, "plain", events, before, after, walker.resolver, facts, inner)
-        if _decide(window, inner):
-            found.append(window)
-        else:
+        read = [window] if _decide(window, inner) else _by_optimizer(window)
+        found += read
+        if not read:
             unread.add(loop)
     # A step function whose loop is in this file was read there, with what its caller does.
     read_in_loops = {id(e.node) for w in found if not w.loop.virtual for e in w.inner}
     kept = [w for w in found if not w.loop.virtual or id(w.inner[0].node) not in read_in_loops]
     return sorted(kept, key=lambda window: window.events[0].order)
+
+
+def _by_optimizer(window: LoopWindow) -> list[LoopWindow]:
+    """Return the windows of a loop whose optimizers have clocks of their own.
+
+    Each backward belongs to the optimizer of the next step on its path, and so does what happens
+    between the two.
+    """
+    steps = window.of("step")
+    names = dict.fromkeys(s.receiver_text for s in steps)
+    owners: dict[Event, str] = {}
+    for event in window.of(*_OWNED) if len(names) > 1 else ():
+        later = (s for s in steps if s.order >= event.order and not s.excludes(event))
+        following = next(later, steps[0]).receiver_text
+        owners[event] = event.receiver_text if event.receiver_text in names else following
+    parts = []
+    for name in names if owners else ():
+        events = [e for e in window.events if owners.get(e, name) == name]
+        inner = [e for e in window.inner if owners[e] == name]
+        part = replace(
+            window, shape="plain", events=events, inner=inner, ends=[], alone=False, _when={}
+        )
+        if inner and _decide(part, inner) and part.accumulates:
+            parts.append(part)
+    return parts
 
 
 def _within(event: Event, loop: Loop, unread: set[Loop]) -> bool:

@@ -100,6 +100,8 @@ class _LoopConditions:
             return self._modulo(expr, 0.0, expr, inverse=True)
         if isinstance(expr, ast.Call) and dotted(expr.func) == "bool" and expr.args:
             return self.boundary(expr.args[0])
+        if isinstance(expr, ast.Name) or is_binary(expr, ast.Sub):  # `not left`
+            return _negated(self._counted_down(expr, expr))
         if is_call(expr, "equal") and len(expr.args) == 2:
             return self._comparison(ast.Compare(expr.args[0], [ast.Eq()], expr.args[1:]))
         return _framework_boundary(expr)
@@ -152,10 +154,12 @@ class _LoopConditions:
         """True for one particular iteration: `i == max_iters`, `step + 1 == len(loader)`."""
         if _is_short_epoch(expr):
             return False  # `len(loader) <= k and last`: only where one window is the whole epoch.
-        if isinstance(expr, ast.Compare) and isinstance(expr.ops[0], ast.Eq):
+        if isinstance(expr, ast.Compare) and isinstance(expr.ops[0], (ast.Eq, ast.GtE, ast.Gt)):
             sides = (expr.left, expr.comparators[0])
-            if any(self._position(side) is not None for side in sides):
-                return True
+            places = [self._position(side) for side in sides]
+            reached = places[0] is not None and not self._varies(sides[1])
+            if reached or (any(places) and isinstance(expr.ops[0], ast.Eq)):
+                return number(sides[1]) is None or isinstance(expr.ops[0], ast.Eq)
         spelled = text(expr)
         return bool(_LAST_NAME.search(spelled)) and (
             self._varies(expr) or bool(re.search(r"last|final|end", spelled, re.I))
@@ -186,6 +190,11 @@ class _LoopConditions:
                 rest = -1.0  # `i % k == k - 1`
             inverse = isinstance(op, (ast.NotEq, ast.Gt))
             return None if rest is None else self._modulo(left, rest, expr, inverse=inverse)
+        limit = number(right)
+        if (limit == 0 and isinstance(op, (ast.Eq, ast.LtE))) or (
+            limit == 1 and isinstance(op, ast.Lt)
+        ):
+            return self._counted_down(left, expr)
         if isinstance(op, (ast.Eq, ast.GtE, ast.Gt, ast.NotEq, ast.Lt)):
             return self._last(expr) or self._counted(expr)
         return None
@@ -198,7 +207,10 @@ class _LoopConditions:
         size = number(every)
         if position is None or (size is not None and size <= 1):
             return None
-        if self._varies(every) and not is_accumulation_name(text(every)):
+        # A number of steps that the loop changes is a name; a value of the micro-batch is none.
+        changing = self.resolver.symbols.get(getattr(every, "id", ""))
+        kept = changing is not None and changing.kind == "carried"
+        if self._varies(every) and not kept and not is_accumulation_name(text(every)):
             return None
         symbol = position.symbol
         start, spanning = self._first_value(symbol)
@@ -245,7 +257,7 @@ class _LoopConditions:
         early = 0
         if is_binary(every, ast.Sub) and number(every.right) is not None:  # `n == k - 1`
             early, every = _constant_part(every.right), every.left
-        if position is not None:
+        if position is not None and not position.spread:
             symbol = position.symbol
             fixed = not self._varies(every) or is_accumulation_name(text(every))
             if symbol.kind != "carried" or not fixed or not self._is_reset(symbol):
@@ -254,11 +266,57 @@ class _LoopConditions:
             first = position.offset + early - isinstance(op, ast.Gt)
             shift = None if start is None else 1 - start - first
             return Boundary("reset", every, expr, shift, inverse, spanning=spanning)
+        for symbol in self.resolver.symbols_in(left):
+            if symbol.name in self.loop.carried and self._is_reset(symbol):
+                # Samples or tokens are counted, not micro-batches: `n += len(batch)`.
+                begun = replace(symbol, init=self.loop.entry.get(symbol.name, ()))
+                spanning = self._first_value(begun)[1]
+                return Boundary("dynamic", every, expr, None, inverse, spanning=spanning)
         if not is_binary(left, ast.Sub) or not self._varies(left):
             return None
         if not is_accumulation_name(text(every)):
             return None
         return Boundary("dynamic", every, expr, None, inverse, spanning=True)
+
+    def _counted_down(self, counter: ast.expr, whole: ast.expr) -> Boundary | None:
+        """Return `n == 0` for a counter that goes down and is set back to the number of steps.
+
+        Where the value `n + offset` is 0, and the next `n` is `every + back`, the windows have
+        `every + back + offset + 1` micro-batches.
+        """
+        position = self._position(counter)
+        if position is None or position.symbol.kind != "carried":
+            return None
+        symbol, values = position.symbol, self._next_values(position.symbol)
+        own = [v for v in values if symbol in self.resolver.symbols_in(v)]
+        steps = {p.offset if p is not None else 1 for p in map(self._position, own)}
+        if -1 not in steps or not steps <= {-1, 0}:  # On some path it may stay as it is.
+            return None
+        ends = [_without_constant(v) for v in values if v not in own]
+        every, back = ends[0] if ends else (None, 0)
+        if every is None or self._varies(every):
+            return None
+        start, spanning = self._first_value(symbol)
+        shift = None if start is None else start + position.offset + 1
+        for definition in symbol.init[-1:] if start is None else ():
+            first = _without_constant(self.resolver.resolve(definition.expr, definition.env))
+            if first[0] is not None and text(first[0]) == text(every):
+                shift, spanning = first[1] + position.offset + 1, False
+        longer = back + position.offset + 1
+        return Boundary("reset", every, whole, longer or shift, spanning=spanning)
+
+    def _next_values(self, symbol: Symbol) -> list[ast.expr]:
+        """Return what a counter can be in the next iteration, resolved: on each path one value."""
+        values = []
+        for definition in self.loop.exit.get(symbol.name, ()):
+            before = definition.env.get(symbol.name, ())
+            again = len(before) > 1 and symbol.name in text(definition.expr)
+            for one in before if again else (None,):
+                env = (
+                    definition.env if one is None else Env({**definition.env, symbol.name: (one,)})
+                )
+                values.append(self.resolver.resolve(definition.expr, env))
+        return values
 
     # -- positions ---------------------------------------------------------------------------
 
@@ -271,6 +329,11 @@ class _LoopConditions:
             return _Position(symbol)
         if isinstance(expr, ast.Attribute) and self.loop.virtual:
             return self._attribute(expr)
+        over = self.loop.iterable
+        if is_binary(expr, ast.FloorDiv) and is_call(over, "range") and len(over.args) == 3:
+            # `i // size` in a loop over range(0, n, size)
+            by_size = self.resolver.key(over.args[2], self.loop.entry) == text(expr.right)
+            return self._position(expr.left) if by_size else None
         return self._sum(expr) if is_binary(expr, ast.Add, ast.Sub) else None
 
     def _sum(self, expr: ast.BinOp) -> _Position | None:
@@ -366,28 +429,18 @@ class _LoopConditions:
 
     def _steps_by_one(self, symbol: Symbol) -> bool:
         """True if every iteration adds one to a manual counter, or resets it to a literal."""
-        values = [
-            self.resolver.resolve(definition.expr, definition.env)
-            for definition in self.loop.exit.get(symbol.name, ())
-            if not isinstance(definition.expr, ast.Constant)
-        ]
-        added = [
-            value.left for value in values if is_binary(value, ast.Add) and number(value.right) == 1
-        ]
+        values = [v for v in self._next_values(symbol) if number(v) is None]
         # On some path it may stay as it is: `if not last: n += 1`.
-        kept = [value for value in values if isinstance(value, ast.Name)]
-        return (
-            bool(added)
-            and all(
-                isinstance(name, ast.Name) and self.resolver.symbols.get(name.id) is symbol
-                for name in (*added, *kept)
-            )
-            and len(added) + len(kept) == len(values)
-        )
+        steps = [v.left if is_binary(v, ast.Add) and number(v.right) == 1 else v for v in values]
+        counts = [self.resolver.symbols.get(getattr(s, "id", "")) is symbol for s in steps]
+        return all(counts) and any(isinstance(v, ast.BinOp) for v in values)
 
     def _is_reset(self, symbol: Symbol) -> bool:
         """True if the loop resets a counter to a literal on some path."""
-        return any(isinstance(d.expr, ast.Constant) for d in self.loop.exit.get(symbol.name, ()))
+        exits = self.loop.exit.get(symbol.name, ())
+        return any(isinstance(d.expr, ast.Constant) for d in exits) or any(
+            _without_constant(v)[0] is None for v in self._next_values(symbol)
+        )
 
 
 def _framework_boundary(expr: ast.expr) -> Boundary | None:
@@ -415,6 +468,18 @@ def _constant_part(expr: ast.expr) -> int:
     if is_binary(expr, ast.Add):
         return _constant_part(expr.left) + _constant_part(expr.right)
     return int(number(expr) or 0)
+
+
+def _without_constant(expr: ast.expr) -> tuple[ast.expr | None, int]:
+    """Return `k` and -1 for `k - 1`; None and the value for a literal."""
+    value = number(expr)
+    if value is not None:
+        return None, int(value)
+    if is_binary(expr, ast.Add, ast.Sub) and number(expr.right) is not None:
+        sign = -1 if isinstance(expr.op, ast.Sub) else 1
+        inner, constant = _without_constant(expr.left)
+        return inner, constant + sign * int(number(expr.right) or 0)
+    return strip_casts(expr), 0
 
 
 def says_accumulating(expr: ast.expr, key: str) -> bool | None:

@@ -160,8 +160,10 @@ def is_divided(window: LoopWindow) -> bool:
 def is_right(window: LoopWindow, event: Event | None = None) -> bool:
     """True if nothing but the event is wrong in the window: mending it mends the update."""
     events = window.of("zero", "clip", "scaler_update", "sched")
-    return is_divided(window) and not any(
-        window.when(e) == "always" for e in events if e is not event
+    return (
+        window.alone
+        and is_divided(window)
+        and not any(window.when(e) == "always" for e in events if e is not event)
     )
 
 

@@ -275,7 +275,8 @@ def _is_mean(base: ast.Call, chain: Chain, window: LoopWindow) -> bool:
 
 def _fix(window: LoopWindow, event: Event) -> tuple[tuple[Edit, ...], bool]:
     """Return the edits for one plain `loss.backward()`, and True if the loss may be a sum."""
-    if len(window.backwards) != 1 or event.detail != "tensor" or len(window.chains) != 1:
+    one = len(window.backwards) == len(window.chains) == 1 and window.alone
+    if not one or event.detail != "tensor":
         return (), False
     if any(map(window.counts, window.chains[0][1].divisors)):
         return (), False  # Divided by a part of the number.

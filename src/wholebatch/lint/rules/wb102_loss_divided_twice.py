@@ -77,11 +77,11 @@ def _by_hand(window: LoopWindow, framework: str) -> Iterator[Report]:
 def _steps_once(window: LoopWindow) -> bool:
     """True if the loop steps the engine once per window, and nothing here tells it their size."""
     steps = window.of("engine_step")
-    if window.shape == "boundary":
-        return any(window.ends_window(e) for e in steps)
-    steps += [e for e in window.after if e.kind == "engine_step"]
-    depth = min((len(e.loops) for e in window.backwards), default=0)
-    once = bool(steps) and all(len(e.loops) < depth for e in steps)
+    once = window.shape == "boundary" and any(map(window.ends_window, steps))
+    if window.shape != "boundary":
+        steps += [e for e in window.after if e.kind == "engine_step"]
+        depth = min((len(e.loops) for e in window.backwards), default=0)
+        once = bool(steps) and all(len(e.loops) < depth for e in steps)
     return once and not window.facts.mentions(_TOLD)
 
 
@@ -104,7 +104,10 @@ def _in_classes(file: File) -> Iterator[Report]:
     for methods, framework in framework_steps(file):
         for node in walk(methods[0]):
             by = divisor_of(node)
-            if by is not None and (is_accumulation_name(text(by)) or "accumulate" in text(by)):
+            kept = re.search(r"\.(detach|item)\(\)", text(node))  # For a log.
+            if by is None or kept:
+                continue
+            if is_accumulation_name(text(by)) or "accumulate" in text(by):
                 yield Report(
                     node,
                     f"loss is divided by `{text(by)}`, and {framework} divides it again: leave the "

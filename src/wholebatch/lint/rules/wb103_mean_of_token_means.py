@@ -58,6 +58,9 @@ _JAX_MASK_COUNT = re.compile(
 )
 # Masks that hide the same number of tokens in every batch.
 _FIXED_NUMBER = re.compile(r"randperm\([^\n]*\)\[: *\w+\]")
+# Inputs and labels are slices of one stream of tokens, made here: `t[:, :-1], t[:, 1:]`.
+_SHIFTED = re.compile(r"\b(\w+)\[:, :-1\][^\n]*\n?[^\n]*\b\1\[:, 1:\]")
+_FIXED_INDEX = re.compile(r"randperm|randint|arange|sample|choice|topk|sort|range\(|^-?\d+$|slice")
 _LABELS = re.compile(r"mask|label|batch|token|encode", re.I)
 # A label of -100 that is made, not one that is only asked for.
 _MAKES_IGNORED = re.compile(
@@ -260,6 +263,7 @@ def _none_ignored(file: File) -> bool:
     own = {c.node.name for c in facts.classes} | {f.name for f in facts.every_function}
     seen = bool(facts.data_parts) or any(map(DATA.search, own & facts.called))
     seen = seen or any("Dataset" in base for c in facts.classes for base in c.bases)
+    seen = seen or facts.mentions(_SHIFTED)
     masks = [found.text for _, found in facts.helpers(_LABELS)]
     made = any(map(_MAKES_IGNORED.search, (facts.source, *facts.data_parts, *masks)))
     return seen and "-100" in facts.source and not made
@@ -353,7 +357,18 @@ def _selects(call: ast.Call, env: Env) -> bool:
     """True for a mean loss over a masked selection: `criterion(logits[mask], labels[mask])`."""
     if not _CRITERION.search(text(call.func)) or not _is_mean(call):
         return False
-    if len(call.args) < 2 or not _is_selection(call.args[1], env):
+    if len(call.args) < 2:
+        return False
+    picked = [a.slice for a in call.args[:2] if isinstance(a, ast.Subscript)]
+    if (
+        len(picked) == 2
+        and {*map(type, picked)} == {ast.Name}
+        and text(picked[0]) == text(picked[1])
+    ):
+        # `logits[m]` and `labels[m]`: a mask by any name, if it was made and is no place or sample.
+        made = [text(d.expr) for d in env.get(text(picked[0]), ())]
+        return bool(made) and not any("@" in m or _FIXED_INDEX.search(m) for m in made)
+    if not _is_selection(call.args[1], env):
         return False
     return _is_selection(call.args[0], env, through=True)
 

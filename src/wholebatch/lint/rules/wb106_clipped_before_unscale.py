@@ -31,7 +31,7 @@ def check(file: File) -> Iterator[Report]:
                 clip.node,
                 "gradients are clipped while still multiplied by the loss scale: call "
                 f"`{scaler}.unscale_(optimizer)` first",
-                _fix(window, clip, scaler, events),
+                _fix(window, clip, scaler, events) if window.alone else (),
             )
 
 

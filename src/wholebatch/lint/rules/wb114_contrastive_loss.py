@@ -27,6 +27,7 @@ _SIMILARITY = re.compile(r"@|matmul|einsum|\.b?mm\(|sim|logits_per|scores")
 _OWN_NUMBER = re.compile(
     r"arange\((0, )?([\w.]+\.(size\(0\)|size\(\)\[0\]|shape\[0\])|len\(|\w*b(atch_?)?si?ze?\b)"
 )
+_OF_PAIRS = re.compile(r"pytorch_metric_learning")  # Its losses are all over pairs of a batch.
 _CLIP = re.compile(r"CLIP|SigLip|Clap")
 
 
@@ -86,10 +87,22 @@ def _compares(source: str) -> bool:
     return bool(labels and loss and pairs and products)
 
 
+def _makes_coupled(parts: list[str]) -> bool:
+    """True if a factory's loss compares samples; if it has several to choose from, if all do."""
+    returned = re.findall(r"return (\w+)\(", "".join(parts[:1]))
+    chosen = [
+        p for p in parts if any(p.startswith((f"class {r}(", f"class {r}:")) for r in returned)
+    ]
+    return all(map(_compares, chosen)) if len(chosen) > 1 else any(map(_compares, parts))
+
+
 def _couples(call: ast.Call, event: Event, window: LoopWindow) -> bool:
     """True for a loss that is known, or shown, to compare the samples of a batch."""
     name = text(call.func)
-    made = [last_part(m.func) for m, _ in window.makers(name, event.env)]
+    makers = [m for m, _ in window.makers(name, event.env)]
+    made = [last_part(m.func) for m in makers]
+    if window.facts.mentions(_OF_PAIRS) and any(text(m).startswith("losses.") for m in makers):
+        return True
     if any(map(_COUPLED_NAME.search, [last_part(call.func), *made])):
         return True
     asked = getattr(keyword(call, "return_loss"), "value", None) is True
@@ -97,8 +110,8 @@ def _couples(call: ast.Call, event: Event, window: LoopWindow) -> bool:
         return True
     if any("Loss" in m for m in made) and _compares(window.facts.behind(name)):
         return True
-    made_by = [m for m, _ in window.makers(name, event.env) if "loss" in text(m.func)]
-    if any(_compares(p) for m in made_by for p in window.facts.imported_parts(m, 2)):
+    made_by = [m for m in makers if "loss" in text(m.func)]
+    if any(_makes_coupled(window.facts.imported_parts(m, 2)) for m in made_by):
         return True
     is_loss = re.search(r"entropy|criterion|loss|ce$", " ".join([name, *made]), re.I)
     # Rows against columns, with the same labels.

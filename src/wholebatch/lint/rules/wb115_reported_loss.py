@@ -322,17 +322,22 @@ def _averaged(window: LoopWindow, bases: set[int], file: File) -> Iterator[Repor
         scales = [-1 if _is_share(c, window) else _scale(c, window) for c in chains]
         # Undivided on one way, it is divided wherever the number is above 1.
         least = min((scale for scale in scales if scale is not None), default=None)
-        for node, power in _Means(name, window, function).found() if least is not None else ():
-            off = power + (least or 0)
+        sums = _Means(name, window, function) if least is not None else None
+        for node, power, is_mean in sums.found() if sums is not None else ():
+            if not (is_mean or _is_begun(name, window)):
+                continue
+            # The sum of one window has all its micro-batches.
+            off = power + (least or 0) + (not is_mean)
             if off == -1 or (off == 1 and None not in scales):
                 small = "small" if off < 0 else "large"
-                divided = "were divided by" if off < 0 else "were not divided by"
+                divided = "were divided by" if least else "were not divided by"
                 over = "micro-batches" if off < 0 else "updates"
+                then = f"divided by the number of {over}" if is_mean else "multiplied by it"
                 yield Report(
                     node,
-                    f"`{name}` adds up losses that {divided} `{window.count_name}`, and is divided "
-                    f"by the number of {over}: it is that many times too {small}; show the mean "
-                    "over the micro-batches of the losses before the division",
+                    f"`{name}` adds up losses that {divided} `{window.count_name}`, and is {then}: "
+                    f"it is that many times too {small}; show the mean over the micro-batches of "
+                    "the losses before the division",
                 )
                 return
         whole = _shown_whole(name, window, function) if chains and not any(scales) else None
@@ -345,22 +350,27 @@ def _averaged(window: LoopWindow, bases: set[int], file: File) -> Iterator[Repor
             return
 
 
+def _is_begun(name: str, window: LoopWindow, guards: int = 1) -> bool:
+    """True if a sum is begun anew by every window; by every log too if more guards are allowed."""
+    parents = window.loop.parents
+    if window.shape == "nested":
+        begun = window.loop.entry.get(name, ())
+        return bool(parents and begun) and all(d.loops == parents for d in begun)
+    ends = [e for e in window.of("assign") if window.when(e) == "boundary"]
+    begun_at = [e for e in ends if text(e.receiver or e.node) == name]
+    return any(len(e.guards(window.loop)) <= guards for e in begun_at)
+
+
 def _shown_whole(name: str, window: LoopWindow, function: ast.AST) -> ast.AST | None:
     """Return where the sum of one window's undivided losses is logged, if nothing divides it."""
     parents, counts = window.loop.parents, window.counts
     scaled = re.compile(rf"(?<![\w.]){re.escape(name)}(\.\w+\(\))? *[*/]")
     if window.shape == "nested":
-        fresh = all(d.loops == parents for d in window.loop.entry.get(name, ()))
         divided = any(counts(d) for _, chain in window.chains for d in chain.divisors)
-        after = [e for e in window.after if e.loops == parents]
-        events = after if fresh and parents and divided else []
+        events = [e for e in window.after if e.loops == parents] if divided else []
     else:
-        ends = [e for e in window.events if window.when(e) == "boundary"]
-        begun = [e for e in ends if e.kind == "assign" and e.receiver is not None]
-        begun = [e for e in begun if text(e.receiver or e.node) == name]
-        # Begun anew by every window, not by every log.
-        fresh = any(len(e.guards(window.loop)) == 1 for e in begun)
-        events = ends if fresh else []
+        events = [e for e in window.events if window.when(e) == "boundary"]
+    events = events if _is_begun(name, window, 9) else []
     same = rf"((self\.)?accelerator\.(gather|reduce)\()?{re.escape(name)}\)?(\.(mean|item)\(\))*"
     for event in [] if scaled.search(text(function)) else events:
         call = event.node
@@ -379,7 +389,9 @@ def _scale(chain: Chain, window: LoopWindow) -> int | None:
     times = sum(window.is_count(f) for f in chain.factors)
     counts = sum(window.counts(d) for d in chain.divisors)
     others = [d for d in chain.divisors if not (window.counts(d) or d.unrelated or d.elementwise)]
-    unknown = any(number(d.expr) is None for d in others) or any("@" in f for f in chain.factors)
+    # A weight of each element, before the mean, is a part of the loss.
+    weighed = any("@" in text(w) for w in chain.weights)
+    unknown = weighed or any(number(d.expr) is None for d in others)
     return times - counts if counts or not unknown else None
 
 
@@ -423,8 +435,8 @@ class _Means:
         }
         self.updates |= {text(by) for clock, by in clocks if clock in self.updates}
 
-    def found(self) -> list[tuple[ast.AST, int]]:
-        """Return the outermost means in the order of their lines."""
+    def found(self) -> list[tuple[ast.AST, int, bool]]:
+        """Return the outermost multiples in the order of their lines; True for means."""
         inner = {id(n.left) for n in self.nodes if is_binary(n, ast.Mult, ast.Div)}
         quotients = [
             ast.copy_location(ast.BinOp(n.target, n.op, n.value), n)
@@ -435,8 +447,8 @@ class _Means:
             if id(n) not in inner
         ]
         powers = [(n, self._power(n)) for n in quotients]
-        known = [(n, p[0]) for n, p in powers if p is not None and p[1]]
-        return sorted(known, key=lambda pair: int(getattr(pair[0], "lineno", 0)))
+        known = [(n, *p) for n, p in powers if p is not None]
+        return sorted(known, key=lambda one: int(getattr(one[0], "lineno", 0)))
 
     def _power(self, expr: ast.expr) -> tuple[int, bool] | None:
         """Return the power of K of a multiple of the sum, and True if a counter divides it."""

@@ -38,6 +38,7 @@ _LENGTH_OPTIONS = (
     "steps_per_epoch",
 )  # fmt: skip
 _TOTAL = re.compile(r"(total|max|num)_?(train\w*_)?(steps|iters|iterations)", re.I)
+_LENGTHS = re.compile(rf"^{_TOTAL.pattern}$|_(steps|iters|iterations)$", re.I)
 _POSITIONS = {"CosineAnnealingLR": 1, "OneCycleLR": 2}
 _LENGTH = re.compile(
     r"\blen\([\w.\[\]'\"]*(loader|dataloader|dl|ld|batches|iterator|dataset)\w*(\(\))?\)", re.I
@@ -105,7 +106,14 @@ def _made(event: Event, window: LoopWindow) -> list[tuple[ast.Call, Env]]:
         lists = [n for n in endings.get(f"{own}s", ()) if n.endswith(f".{own}s")]
         names = [*endings.get(own, ()), *lists]
         known = [(value, Env()) for other in names for value in assigned[other]]
-    return [call for made, env in known for call in _calls(made, env)]
+    calls = [call for made, env in known for call in _calls(made, env)]
+    # A function of the file that makes and returns one of several schedules.
+    makers = {f.name: f for f in window.facts.every_function} if calls else {}
+    for function in {last_part(c.func): makers.get(last_part(c.func)) for c, _ in calls}.values():
+        nodes = [] if function is None else [*walk(function)]
+        inside = [n for n in nodes if isinstance(n, ast.Call) and last_part(n.func).endswith("LR")]
+        calls += [(call, flat_env(nodes)) for call in inside]
+    return calls
 
 
 def _calls(made: ast.AST, env: Env) -> Iterator[tuple[ast.Call, Env]]:
@@ -146,7 +154,7 @@ def _lengths(call: ast.Call, window: LoopWindow) -> list[ast.expr]:
     if known is not None:
         return [known]
     nodes = [n for f in (*named, made) if f is not None for n in walk(f)]
-    return [n for n in nodes if isinstance(n, ast.Name) and _TOTAL.fullmatch(n.id)]
+    return [n for n in nodes if isinstance(n, ast.Name) and _LENGTHS.search(n.id)]
 
 
 def _length(call: ast.Call) -> ast.expr | None:
