@@ -56,8 +56,7 @@ def _measured(options: RateOptions, doing: Spinner) -> Curves:
     recipe, shared = measuring.learning_recipe(options)
     own = float(shared.make()[1].param_groups[0]["lr"])
     low, high = options.low or own / 1000, options.high or own * 100
-    doing(f"raising the learning rate from {low:.3g} to {high:.3g}")
-    found = learning.range_test(shared, low=low, high=high, updates=options.updates)
+    found = learning.range_test(shared, low=low, high=high, updates=options.updates, watch=doing)
     return learning.Curves(
         title=f"{recipe.name}: loss while the learning rate rises",
         x="learning rate",
