@@ -73,7 +73,7 @@ def _advice(found: RangeTest, own: float) -> list[str]:
     lines = [
         f"steepest fall at {found.steepest:.3g}, lowest loss at {found.lowest:.3g}; try "
         f"{min(found.steepest, found.lowest / 3):.2g} to {found.lowest / 3:.2g}",
-        f"the recipe has {own:g}",
+        f"the rate of the recipe is {own:g}",
     ]
     if found.diverges is None:
         lines.append(f"no divergence up to {found.rates[-1]:.3g}: give a larger --high")
