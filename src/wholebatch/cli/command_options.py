@@ -25,7 +25,6 @@ from textwrap import dedent
 from types import NoneType
 from typing import Any, NoReturn, TypeAlias, get_args, get_type_hints
 
-from wholebatch.cli.recipes.recipe_files import find_recipe
 from wholebatch.cli.report.text_lines import bold, columns, command_lines, described_rows, wrapped
 from wholebatch.errors import OptionError
 
@@ -68,6 +67,8 @@ def recipe_argument(help: str, metavar: str = "RECIPE") -> Any:
     """Declare the argument that names a recipe; a name that there is not is refused at once."""
 
     def check(name: str, _: str) -> str:
+        from wholebatch.cli.recipes.recipe_files import find_recipe  # not for --help
+
         if not name.startswith("hf:"):
             find_recipe(name)
         return name

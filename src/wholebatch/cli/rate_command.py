@@ -76,10 +76,8 @@ def _advice(found: RangeTest, own: float) -> list[str]:
         f"the rate of the recipe is {own:g}",
     ]
     if found.diverges is None:
-        lines.append(f"no divergence up to {found.rates[-1]:.3g}: give a larger --high")
-    else:
-        lines.append(f"the loss has doubled at {found.diverges:.3g}")
-    return lines
+        return [*lines, f"no divergence up to {found.rates[-1]:.3g}: give a larger --high"]
+    return [*lines, f"the loss has doubled at {found.diverges:.3g}"]
 
 
 def _show(console: Console, found: Curves) -> None:
