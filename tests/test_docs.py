@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -58,6 +59,8 @@ def test_readme_says_how_much_faster_the_benchmark_was() -> None:
         peers = ("HF Trainer", "Lightning", "Accelerate", "loop")
         best = min(found[peer, micro] for peer in peers)
         assert f"{best / found['wholebatch graph', micro]:.1f} times" in text
+    compiled = found["loop + torch.compile", 4] / found["wholebatch graph", 4]
+    assert f"({compiled:.1f} times as fast as the hand-written loop under `torch.compile`)" in text
 
 
 @pytest.mark.slow
@@ -125,6 +128,45 @@ def test_module_map_is_the_tree() -> None:
 def test_code_is_python(path: Path) -> None:
     for block in python_blocks(path):
         compile(block, path.name, "exec")
+
+
+# What they leave out (the model, a batch) is in the first example of the first page, as they say.
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("gradient-accumulation", "options", "memory", "gradients", "speed"),
+        pytest.param("tune", marks=pytest.mark.slow),
+    ],
+)
+def test_examples_of_a_page_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    beginning = python_blocks(ROOT / "docs/index.md")[0].partition("verdict = ")[0]
+    found: dict[str, object] = {}
+    exec(beginning + "loader = [batch]\n", found)
+    ran = 0
+    for block in python_blocks(ROOT / f"docs/{name}.md"):
+        if not re.search('fp8|execute="graph"|DistributedDataParallel', block):  # GPUs, ranks
+            exec(compile(block, f"docs/{name}.md", "exec"), found)
+            ran += 1
+    assert ran
+
+
+def test_messages_of_troubleshooting_are_in_the_source() -> None:
+    """What is quoted in a heading can be found by somebody who has the message."""
+    source = "\n".join(
+        part.value
+        for path in (ROOT / "src").rglob("*.py")
+        for part in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(part, ast.Constant) and isinstance(part.value, str)
+    )
+    heads = re.findall(
+        r"^### (.*)$", (ROOT / "docs/troubleshooting.md").read_text("utf-8"), flags=re.M
+    )
+    quoted = [quote for head in heads for quote in re.findall(r'"([^"]+)"', head)]
+    assert len(quoted) >= 25
+    for quote in {*quoted} - {"CUDA out of memory", "the command line needs rich"}:  # torch's; made
+        for part in re.split(r"…|\d+|'mps'", quote):
+            assert part.strip() in source, quote
 
 
 def test_readme_has_the_errors_of_the_comparison() -> None:

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from tests.cli.helpers import Ran, assert_same_bits, metrics_of, newest_checkpoint
-from wholebatch.cli.recipes.recipe import load_recipe, source_of
+from wholebatch.cli.recipes.recipe import load_recipe
+from wholebatch.cli.recipes.recipe_files import find_recipe
 
 Command = Callable[..., Ran]
 
@@ -40,7 +41,11 @@ def test_digits_cnn_makes_the_update_of_the_whole_batch_through_batchnorm(
     command: Command, tmp_path: Path
 ) -> None:
     pytest.importorskip("sklearn")
-    exact = source_of("digits-cnn").replace("torch.float32", "torch.float64")
+    exact = (
+        find_recipe("digits-cnn")
+        .read_text(encoding="utf-8")
+        .replace("torch.float32", "torch.float64")
+    )
     exact = exact.replace("nn.Linear(4 * 64, 10),\n    )", "nn.Linear(4 * 64, 10),\n    ).double()")
     assert exact.count("double()") == exact.count("float64") == 1
     path = tmp_path / "digits.py"
@@ -79,7 +84,9 @@ def loss(model, micro):
         signal.raise_signal(signal.SIGINT)
     return _plain(model, micro)
 """
-    path.write_text(source_of("digits-cnn") + stopping, encoding="utf-8")
+    path.write_text(
+        find_recipe("digits-cnn").read_text(encoding="utf-8") + stopping, encoding="utf-8"
+    )
     options = ("--batch-size", 30, "--micro-batch", 12, "--steps", 4)
     assert command("train", path, "--out", "straight", *options).status == 0
     monkeypatch.setenv("STOP_AT", "5")  # the second of three micro-batches of window 2

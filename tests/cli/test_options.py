@@ -287,7 +287,10 @@ def test_every_option_of_train_is_a_field_and_none_is_filled_in() -> None:
         (["train", "--batch-sise", "4"], "no such option: --batch-sise (did you mean --batch-size"),
         (["train", "--steps"], "--steps: needs a value (see --help)"),
         (["train", "one.py", "two.py"], "two.py: unexpected argument (see --help)"),
-        (["report"], "RUN...: is missing (see --help)"),
+        (["report"], "RUN...: is missing: Folders of runs."),
+        (["completion"], "SHELL: is missing: bash, zsh or fish."),
+        (["cache", "--clear", "--keep", "5"], "--clear with --keep: give one of them"),
+        (["train", "bytes-gtp"], "there is no such file (did you mean bytes-gpt?)"),
         (["recipes", "--fit"], "no such option: --fit (see --help)"),
     ],
 )

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from tests.cli.helpers import EXACT, NOISY, Ran
-from wholebatch.cli.recipes.recipe import EMBEDDED, load_recipe, source_of
+from wholebatch.cli.recipes.recipe import load_recipe
+from wholebatch.cli.recipes.recipe_files import EMBEDDED, find_recipe
 from wholebatch.errors import MissingExtraError, RecipeError
 
 Write = Callable[..., Path]
@@ -35,7 +36,7 @@ def test_embedded_ones_are_found_by_name_and_stand_alone(name: str, tmp_path: Pa
     assert embedded.name == name
     assert embedded.is_embedded
     copy = tmp_path / "mine.py"
-    copy.write_text(source_of(name), encoding="utf-8")
+    copy.write_bytes(find_recipe(name).read_bytes())
     assert load_recipe(str(copy)).defaults == embedded.defaults
     assert not load_recipe(str(copy)).is_embedded
 
@@ -133,7 +134,7 @@ def test_digits_without_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setitem(sys.modules, "sklearn", None)
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    with pytest.raises(MissingExtraError, match=r"pip install 'wholebatch\[recipes\]'"):
+    with pytest.raises(MissingExtraError, match=r"pip install '\.\[recipes\]'"):
         load_recipe("digits-cnn").build_data()
 
 

@@ -120,7 +120,7 @@ def test_without_tensorboard_the_extra_is_named(
     import sys
 
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(MissingExtraError, match=r"pip install 'wholebatch\[tensorboard\]'"):
+    with pytest.raises(MissingExtraError, match=r"pip install '\.\[tensorboard\]'"):
         Events(tmp_path, windows=0)
 
 

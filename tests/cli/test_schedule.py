@@ -129,6 +129,7 @@ def test_one_size_with_a_base_batch_is_goyal(
     options = ["--batch-size", 16, "--base-batch", 2, "--lr-rule", "linear", "--lr", 0.1]
     ran = command("train", path, *options, "--warmup", "2ep", "--steps", 6, "--out", "run")
     assert ran.status == 0, ran.err
+    assert "learning rate 0.1 × 8 (--lr-rule linear, 2 → 16 samples)" in " ".join(ran.out.split())
     rates = [line["lr"] for line in metrics_of(tmp_path / "run")]
     way = [0, 16 / 48, 0.5, 40 / 48, 1, 1]
     assert rates == pytest.approx([0.1 + 0.7 * done for done in way])

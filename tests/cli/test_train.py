@@ -243,7 +243,9 @@ def test_a_loss_that_is_not_finite_stops_with_its_place_and_the_way_back(
 def test_one_process_says_that_it_is_one(command: Command, recipe: Write) -> None:
     ran = command("train", recipe(EXACT), "--steps", 1, "--parallel", "fsdp2")
     assert ran.status == 0, ran.err
-    assert "note: --parallel fsdp2 is for torchrun; this is one process" in ran.out
+    assert (
+        "note: --parallel fsdp2 has no effect: it is for torchrun; this is one process" in ran.out
+    )
 
 
 def test_help_names_every_option_and_the_recipes(command: Command) -> None:
@@ -266,7 +268,7 @@ def test_recipes_lists_them_and_prints_one(command: Command, tmp_path: Path) -> 
     ran = command("recipes", "nope")
     assert (ran.status, ran.err) == (
         2,
-        "error: recipe 'nope' is not embedded; there are: bytes-gpt, digits-cnn\n",
+        "error: NAME nope: must be one of bytes-gpt, digits-cnn\n",
     )
 
 
@@ -284,7 +286,7 @@ def test_without_its_library_the_command_says_how_to_get_it() -> None:
         check=False,
     )
     assert ran.returncode == 2
-    assert ran.stderr == "error: the command line needs rich: pip install 'wholebatch[cli]'\n"
+    assert ran.stderr == "error: the command line needs rich: pip install '.[cli]' in a clone\n"
 
 
 VALIDATED = (

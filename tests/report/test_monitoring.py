@@ -117,7 +117,7 @@ def test_wandb_offline_and_resumed(recipe: Write, tmp_path: Path) -> None:
 
 def test_without_wandb_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(MissingExtraError, match=r"pip install 'wholebatch\[wandb\]'"):
+    with pytest.raises(MissingExtraError, match=r"pip install '\.\[wandb\]'"):
         WandbRun("tests", folder=tmp_path, manifest={}, resumed=False)
 
 

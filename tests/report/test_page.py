@@ -219,7 +219,7 @@ def test_the_extra_is_named(page: HtmlPage, monkeypatch: pytest.MonkeyPatch) -> 
     import sys
 
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
-    with pytest.raises(MissingExtraError, match=r"pip install 'wholebatch\[report\]'"):
+    with pytest.raises(MissingExtraError, match=r"pip install '\.\[report\]'"):
         render(page)
 
 

@@ -203,6 +203,13 @@ def test_what_more_accumulation_changes() -> None:
     assert "at most 20% less time per unit" in said[1]
 
 
+def test_a_measured_peak_is_not_compared_with_a_predicted_one() -> None:
+    whole = replace(trial(forward=8.0), peak=1000, predicted=90)
+    smaller = replace(trial(8, forward=1.2), peak=None, predicted=50)
+    said = accumulation(whole, fixed=Fixed(0.5, 8, 3), smaller=smaller)
+    assert "50 bytes instead of 90 bytes" in said[0]
+
+
 def test_without_a_split_there_is_less_to_say() -> None:
     bare = replace(trial(forward=1.0), split={})
     found = name_bottleneck(bare, fixed=Fixed(0.2, 0.2, 2), used=None)

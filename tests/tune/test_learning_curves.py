@@ -62,17 +62,22 @@ RECIPE = Recipe(make, loss, source, micro_batch=4, base_batch=16)
 def test_both_train_over_the_same_data_with_what_follows_the_batch() -> None:
     taken.clear()
     used.clear()
-    names: list[str] = []
-    whole, alone = rival(RECIPE, samples=64, watch=names.append)
+    seen: list[tuple[str, int, int]] = []
+
+    def watch(*update: Any) -> None:
+        seen.append(update)
+
+    whole, alone = rival(RECIPE, samples=64, watch=watch)
     assert taken[:64] == taken[64:]
-    assert names == ["accumulated", "micro-batch alone"]
+    assert seen[:4] == [("accumulated", done, 4) for done in range(4)]
+    assert seen[4:] == [("micro-batch alone", done, 16) for done in range(16)]
     assert (len(whole.updates), len(alone.updates)) == (4, 16)
     assert used[0] == (0.1, 0.96)
     assert used[-1] == (0.05, pytest.approx(0.96**0.25))  # the same half-life in samples
     assert whole.peak > 0
     assert whole.loss == whole.updates[-1].loss
     with pytest.raises(OptionError, match="is not accumulated: give a smaller micro-batch"):
-        rival(Recipe(make, loss, source, 16, 16), samples=64, watch=names.append)
+        rival(Recipe(make, loss, source, 16, 16), samples=64, watch=watch)
 
 
 def test_a_batch_that_grows_sees_the_data_once() -> None:

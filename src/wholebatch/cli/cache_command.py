@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from wholebatch.cli.command_options import command, option, positive_number, switch
 from wholebatch.cli.report.terminal_output import Spinner, console_of, say
 from wholebatch.core.readable_sizes import bytes_said
+from wholebatch.errors import OptionError
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,8 @@ class CacheOptions:
 @command(CacheOptions, "wholebatch cache", "wholebatch cache --keep 5", "wholebatch cache --clear")
 def cache(options: CacheOptions) -> None:
     """Show the disk cache of compiled code, or clear it."""
+    if options.clear and options.keep is not None:
+        raise OptionError("--clear with --keep: give one of them; --clear removes everything")
     console = console_of()
     with Spinner(console) as doing:
         doing("importing torch")

@@ -64,13 +64,13 @@ def argument(default: Any, metavar: str, help: str, *, check: Check | None = Non
 
 
 def recipe_argument(help: str, metavar: str = "RECIPE") -> Any:
-    """Declare the argument that names a recipe; an empty name is not the default recipe."""
+    """Declare the argument that names a recipe; a name that there is not is refused at once."""
 
     def check(name: str, _: str) -> str:
-        if not name.strip():  # a variable of a script that is not set
-            from wholebatch.cli.recipes.recipe import load_recipe
+        from wholebatch.cli.recipes.recipe_files import find_recipe  # not for --help
 
-            load_recipe(name)  # says which there are
+        if not name.startswith("hf:"):
+            find_recipe(name)
         return name
 
     return argument(None, metavar, help, check=check)
@@ -105,9 +105,9 @@ class Command:
         typed = self.parse(arguments)
         if self.partial:
             return self.run(typed) or 0
-        missing = [one for one in self.shown if one.default is MISSING and one.name not in typed]
-        if missing:
-            raise OptionError(f"{flag_of(missing[0])}: is missing (see --help)")
+        for one in self.shown:
+            if one.default is MISSING and one.name not in typed:
+                raise OptionError(f"{flag_of(one)}: is missing: {one.metadata['help']}")
         return self.run(self.options(**_checked(self.options, typed))) or 0
 
     def parse(self, arguments: Sequence[str]) -> dict[str, Any]:

@@ -26,18 +26,13 @@ from wholebatch.cli.command_options import (
     whole_number,
 )
 from wholebatch.cli.report.terminal_output import Spinner, console_of, fitting, plain_table, say
-from wholebatch.cli.run_settings import check
+from wholebatch.cli.run_settings import like_train
 from wholebatch.core.plain_files import load_json
 from wholebatch.core.readable_sizes import bytes_said
 from wholebatch.errors import MissingExtraError, OptionError, RecipeError
 
 if TYPE_CHECKING:
     from wholebatch.memory.plan import Plan
-
-
-def _gpu_memory(value: str, label: str) -> str:
-    is_bytes = value.isascii() and value.isdigit()
-    return value if is_bytes else str(check("memory", value, label))
 
 
 GPUS = {"RTX 4090": 23.5, "A100 40GB": 39.4, "L40S": 44.4, "H100 80GB": 79.1, "H200": 139.8}
@@ -73,12 +68,12 @@ class PlanOptions:
     batch_size: int | None = option(
         None, "N", "Samples per update, over all GPUs.", check=whole_number()
     )
-    gpu_memory: str | None = option(
-        None,
-        "SIZE",
+    gpu_memory: str | None = like_train(
+        "memory",
         "Memory of each GPU, such as 24GiB. The GPU need not be in this machine. Default: this "
         "machine's GPU, else its main memory.",
-        check=_gpu_memory,
+        "Options",
+        metavar="SIZE",
     )
     gpus: int = option(1, "N", "Number of data-parallel GPUs.", check=whole_number())
     parallel: str = choice(
@@ -101,11 +96,11 @@ class PlanOptions:
         typed=str | None,
         check=_prices,
     )
-    sync: str | None = option(
-        None,
+    sync: str | None = choice(
         "hold|every",
         "With fsdp2: reduce gradients once per update (hold) or after every micro-batch (every). "
         "Default: as a run would choose.",
+        default=None,
     )
     precision: str | None = option(
         None,
@@ -194,12 +189,12 @@ def _planned(options: PlanOptions, doing: Spinner) -> Plan:
 
 def _check_sharding(options: PlanOptions) -> None:
     parallel, sync = options.parallel, options.sync
-    if sync is not None and not (parallel == "fsdp2" and sync in ("hold", "every")):
-        raise OptionError(f"--sync {sync}: must be hold or every, with --parallel fsdp2")
+    if sync is not None and parallel != "fsdp2":
+        raise OptionError(f"--sync {sync}: belongs to --parallel fsdp2")
     if options.zero is not None and parallel != "deepspeed":
-        raise OptionError(f"--zero {options.zero}: is for --parallel deepspeed")
+        raise OptionError(f"--zero {options.zero}: belongs to --parallel deepspeed")
     if options.offload and parallel == "ddp":
-        raise OptionError("--offload: is for --parallel fsdp2 or deepspeed")
+        raise OptionError("--offload: belongs to --parallel fsdp2 or deepspeed")
     if parallel != "ddp" and options.gpus < 2:
         raise OptionError(
             f"--parallel {parallel} with --gpus {options.gpus}: give the number of GPUs, from 2"
@@ -514,7 +509,7 @@ def _variants(plan: Plan) -> Table:
     size = plan.variants[0].micro_batch
     table = plain_table(
         *("precision", "checkpointing", "sharding" if plan.sync else "gradients"),
-        *(f">peak at {size}", ">largest micro-batch (estimate)"),
+        *(f">peak at {size}", ">largest (estimate)"),
         padding=(0, 2, 0, 0),
         header_style="bold",
         title="\nOther settings",

@@ -56,8 +56,7 @@ def _measured(options: RateOptions, doing: Spinner) -> Curves:
     recipe, shared = measuring.learning_recipe(options)
     own = float(shared.make()[1].param_groups[0]["lr"])
     low, high = options.low or own / 1000, options.high or own * 100
-    doing(f"raising the learning rate from {low:.3g} to {high:.3g}")
-    found = learning.range_test(shared, low=low, high=high, updates=options.updates)
+    found = learning.range_test(shared, low=low, high=high, updates=options.updates, watch=doing)
     return learning.Curves(
         title=f"{recipe.name}: loss while the learning rate rises",
         x="learning rate",
@@ -74,13 +73,11 @@ def _advice(found: RangeTest, own: float) -> list[str]:
     lines = [
         f"steepest fall at {found.steepest:.3g}, lowest loss at {found.lowest:.3g}; try "
         f"{min(found.steepest, found.lowest / 3):.2g} to {found.lowest / 3:.2g}",
-        f"the recipe has {own:g}",
+        f"the rate of the recipe is {own:g}",
     ]
     if found.diverges is None:
-        lines.append(f"no divergence up to {found.rates[-1]:.3g}: give a larger --high")
-    else:
-        lines.append(f"the loss has doubled at {found.diverges:.3g}")
-    return lines
+        return [*lines, f"no divergence up to {found.rates[-1]:.3g}: give a larger --high"]
+    return [*lines, f"the loss has doubled at {found.diverges:.3g}"]
 
 
 def _show(console: Console, found: Curves) -> None:

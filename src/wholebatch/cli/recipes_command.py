@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from wholebatch.cli.command_options import argument, command
+from wholebatch.cli.command_options import argument, command, one_of
+from wholebatch.cli.recipes.recipe_files import EMBEDDED, find_recipe
 from wholebatch.cli.report.terminal_output import (
     Spinner,
     console_of,
@@ -18,24 +19,22 @@ from wholebatch.cli.report.terminal_output import (
 class RecipesOptions:
     """The argument of `wholebatch recipes`."""
 
-    name: str | None = argument(None, "NAME", "Print the source of this recipe.")
+    name: str | None = argument(
+        None, "NAME", "Print the source of this recipe.", check=one_of(*EMBEDDED)
+    )
 
 
 @command(RecipesOptions, "wholebatch recipes", "wholebatch recipes bytes-gpt > my_recipe.py")
 def recipes(options: RecipesOptions) -> None:
     """List the embedded recipes, or print one to start your own from."""
+    if options.name is not None:
+        print(find_recipe(options.name).read_text(encoding="utf-8"), end="")
+        return
     console = console_of()
     with Spinner(console_of(stderr=True)) as doing:
         doing("importing torch")
-        from wholebatch.cli.recipes.recipe import EMBEDDED, load_recipe, source_of
-    from wholebatch.errors import RecipeError
+        from wholebatch.cli.recipes.recipe import load_recipe
 
-    name = options.name
-    if name is not None:
-        if name not in EMBEDDED:
-            raise RecipeError(f"recipe {name!r} is not embedded; there are: {', '.join(EMBEDDED)}")
-        print(source_of(name), end="")
-        return
     table = plain_table("recipe", "~what it trains", ">batch", ">micro-batch", ">updates")
     for one in EMBEDDED:
         recipe = load_recipe(one)

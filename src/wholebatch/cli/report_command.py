@@ -45,9 +45,7 @@ def report(options: ReportOptions) -> None:
     """
     runs, out = options.runs, options.out
     if out is None:
-        out = (
-            runs[0] / "report.html" if len(runs) == 1 and runs[0].is_dir() else Path("report.html")
-        )
+        out = (runs[0] if len(runs) == 1 and runs[0].is_dir() else Path()) / "report.html"
 
     console = console_of()
     with Spinner(console) as doing:

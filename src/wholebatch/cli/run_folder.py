@@ -22,7 +22,8 @@ import torch
 from wholebatch import __version__
 from wholebatch.cli.checkpoints import Checkpoints, Found
 from wholebatch.cli.parallel_ranks import World
-from wholebatch.cli.recipes.recipe import EMBEDDED, Recipe, load_recipe
+from wholebatch.cli.recipes.recipe import Recipe, load_recipe
+from wholebatch.cli.recipes.recipe_files import EMBEDDED
 from wholebatch.cli.report.terminal_output import path_from_here
 from wholebatch.cli.run_settings import (
     Config,

@@ -172,7 +172,7 @@ def _idle(session: Session) -> Iterator[str]:
         yield f"{precision} is slow on a CPU without hardware for it"
     yield from _unscaled(session)
     if world.asked != world.parallel:
-        yield f"--parallel {world.asked} is for torchrun; this is one process"
+        yield f"--parallel {world.asked} has no effect: it is for torchrun; this is one process"
     if session.config.workers and not session.batches.reads_ahead:
         yield "--workers reads ahead for datasets and one batch size; here it does nothing"
     if world.deadline is not None and world.ranks == 1:
@@ -244,7 +244,8 @@ def _run(
         )
         doing.stop()
     rows = summary_rows(session, outcome, memory=memory, folder=folder.path)
-    title = f"{session.recipe.name}: {updates} updates, {short_duration(outcome.seconds)}"
+    many = f"{updates} update{'' if updates == 1 else 's'}"
+    title = f"{session.recipe.name}: {many}, {short_duration(outcome.seconds)}"
     terminal.rows(title, rows, boxed=True)
     # Outside the box: a line to copy.
     again = resume_command(folder.path, steps=2 * session.progress, parallel=world.parallel)
@@ -261,11 +262,16 @@ def head_rows(session: Session, found: Found | None, *, folder: Path, chosen: st
     group = session.optimizer.param_groups[0]
     rate = float(group.get("initial_lr", group["lr"]))
     clip = f"clipped to norm {config.clip_norm:g}" if config.clip_norm else "not clipped"
+    rule, base, size = session.pace.rule, config.base_batch, config.batch_size
+    scaled = ""
+    if rule != "none" and base not in (None, size) and not session.pace.changes:
+        factor = lr_factor(base_batch=base, batch=size, rule=rule)
+        scaled = f" × {factor:.3g} (--lr-rule {rule}, {base} → {size} samples)"
     update = (
-        f"{type(session.optimizer).__name__}, learning rate {rate:g}, {clip}, "
+        f"{type(session.optimizer).__name__}, learning rate {rate:g}{scaled}, {clip}, "
         f"precision {config.precision}"
     )
-    auto, updates = session.pace.auto, f"{config.steps} updates"
+    auto, updates = session.pace.auto, f"{config.steps} update{'' if config.steps == 1 else 's'}"
     length = updates if auto is None else f"the data of {updates} of {auto.first}"
     rows = [
         ("model", _model_text(session)),

@@ -253,15 +253,15 @@ class LookResult:
     def refuse(self, off: str = "audit=False", on_another_rank: bool = False) -> None:
         """Raise if anything was found, here or on another rank.
 
-        `off` is how a user of this door trains all the same.
+        `off` is the option with which a user of this entry point trains all the same.
         """
         if not self.findings and not on_another_rank:
             return
         listed = "\n  ".join(map(str, self.findings)) or "(found on another rank)"
         message = (
             "micro-batches cannot give the update of the whole batch here:\n  "
-            f"{listed}\n{off} trains it all the same: what was named is then computed of each "
-            "micro-batch by itself"
+            f"{listed.rstrip('.')}.\n{off} trains it all the same: what was named is then computed "
+            "for each micro-batch alone"
         )
         mistaken = self.findings and all(f.kind in _MISTAKES for f in self.findings)
         raise LossError(message) if mistaken else UnsupportedError(message)

@@ -252,10 +252,10 @@ class LossLook:
                 with local_collectives():
                     result = check_adds_up(self._model, run, layout, micro_batch=size, **options)
         except torch.OutOfMemoryError:
-            _log.warning("no memory to look whether micro-batches add up to the whole batch")
+            _log.warning("no memory to test if micro-batches add up to the whole batch")
             result = LookResult(checked=False)
         except Exception as error:  # most often the loss's own, and the step will raise it
-            _log.warning("no look whether micro-batches add up to the whole batch: %r", error)
+            _log.warning("not tested if micro-batches add up to the whole batch: %r", error)
             known += self._failed(error, run, layout)
             result = LookResult(checked=False)
         again = self._sync.ranks == 1 and not result.conclusive

@@ -423,7 +423,7 @@ class StreamLook:
             with self._not_counting(), local_collectives():
                 result = check_adds_up(model, run, layout)
         except Exception as error:  # most often the function's own, and the call will raise it
-            _log.warning("no look whether micro-batches add up to the whole batch: %r", error)
+            _log.warning("not tested if micro-batches add up to the whole batch: %r", error)
             return
         result.refuse()
         self._judged.update(model.modules() if result.conclusive else ())

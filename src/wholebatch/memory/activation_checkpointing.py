@@ -76,9 +76,9 @@ def with_checkpoints(model: nn.Module, blocks: Iterable[str] | None = None) -> l
     names = repeated_blocks(model) if blocks is None else list(blocks)
     if not names:
         raise UnsupportedError(
-            f"{type(model).__name__} has no repeated blocks to checkpoint: name the modules"
-            " (with_checkpoints(model, ['encoder', 'decoder'])), or call torch.utils.checkpoint"
-            " in its forward"
+            f"{type(model).__name__} has no repeated blocks to checkpoint: call "
+            "torch.utils.checkpoint in its forward, or name the modules in your own code, "
+            "wholebatch.memory.with_checkpoints(model, ['encoder', 'decoder'])"
         )
     modules = dict(model.named_modules())
     for name in names:

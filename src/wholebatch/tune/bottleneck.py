@@ -147,7 +147,7 @@ def _kind(
         return "launch", ("the update is many small operations: not the bytes that they move",)
     if used is None or used >= USED:
         return "compute", ()
-    left = "not the arithmetic, not launches: reading and writing tensors is what is left"
+    left = "neither arithmetic nor launches take the time: reading and writing tensors does"
     return "memory", (left,)
 
 
@@ -194,21 +194,20 @@ def accumulation(trial: Trial, *, fixed: Fixed | None, smaller: Trial | None) ->
     elif smaller is not None:
         said.append(f"Smaller micro-batches: the same update{_less_memory(trial, smaller)}.")
     least = f"at most {once / window:.0%}" if once / window >= 0.01 else "less than 1%"
-    if not trial.split:
-        return tuple(said)
-    said.append(
-        f"A larger batch made of more micro-batches of this size: no more memory, and {least} "
-        f"less time per unit, which is what the close (optimizer"
-        f"{' and reduction' if trial.split.get('communication') else ''}) takes of this window; "
-        "forward and backward take the same per unit."
-    )
+    close = "optimizer and reduction" if trial.split.get("communication") else "optimizer"
+    if trial.split:
+        said.append(
+            f"A larger batch of more such micro-batches: no more memory, and {least} less time per "
+            f"unit, because more units share one close ({close})."
+        )
     return tuple(said)
 
 
 def _less_memory(trial: Trial, smaller: Trial | None) -> str:
     if smaller is None:
         return ""
-    here, there = (t.peak or t.predicted for t in (trial, smaller))
+    measured = trial.peak and smaller.peak  # a prediction does not count everything
+    here, there = (t.peak if measured else t.predicted for t in (trial, smaller))
     if not here or not there or there >= here:
         return ""
     return f", and {bytes_said(there)} instead of {bytes_said(here)} at the peak"

@@ -24,6 +24,8 @@ from wholebatch.tune.window_timing import Make, PeakMeter
 Take: TypeAlias = Callable[[int], Any]
 """Returns the next so many samples, as one batch."""
 
+Watch: TypeAlias = Callable[[str, int, int], object]  # of the name, updates made, all updates
+
 _UNTIMED = 3  # Windows in which graphs are made and memory is taken.
 _POINTS = 60
 _LOOKS = 16  # At held-out data, in a run.
@@ -126,7 +128,9 @@ class LearningCurve:
         return None if last is None else (last + 1, self.updates[last].samples)
 
 
-def learn(contender: Contender, recipe: Recipe, *, samples: int) -> LearningCurve:
+def learn(
+    contender: Contender, recipe: Recipe, *, samples: int, watch: Watch = lambda *_: None
+) -> LearningCurve:
     """Train over this many samples; the learning-rate schedule follows samples, not updates."""
     model, optimizer = recipe.make()
     for group in optimizer.param_groups:
@@ -150,6 +154,7 @@ def learn(contender: Contender, recipe: Recipe, *, samples: int) -> LearningCurv
     made: list[Update] = []
     sizes: list[int] = []
     while auto.done < steps:
+        watch(contender.name, auto.done, steps)
         batch = take(auto.batch)
         follow.set(auto.batch, gain=auto.gain)
         began = time.perf_counter()
@@ -176,7 +181,7 @@ def samples_in(seconds: float, recipe: Recipe, batch: int) -> int:
 
 
 def rival(
-    recipe: Recipe, *, samples: int, rates: Sequence[float] = (1.0,), watch: Callable[[str], None]
+    recipe: Recipe, *, samples: int, rates: Sequence[float] = (1.0,), watch: Watch
 ) -> list[LearningCurve]:
     """Return the runs of the accumulated batch and of its micro-batch alone, at every rate.
 
@@ -198,8 +203,7 @@ def rival(
             Contender(f"accumulated{at}", recipe.base_batch, rate=rate),
             Contender(f"micro-batch alone{at}", recipe.micro_batch, betas=betas, rate=rate),
         ):
-            watch(contender.name)
-            found.append(learn(contender, recipe, samples=samples))
+            found.append(learn(contender, recipe, samples=samples, watch=watch))
     return found
 
 
@@ -218,7 +222,9 @@ class RangeTest:
     diverges: float | None
 
 
-def range_test(recipe: Recipe, *, low: float, high: float, updates: int = 100) -> RangeTest:
+def range_test(
+    recipe: Recipe, *, low: float, high: float, updates: int = 100, watch: Watch = lambda *_: None
+) -> RangeTest:
     """Train with rates from `low` to `high`, and stop when the loss has doubled."""
     if not 0 < low < high or updates < 10:
         raise OptionError(
@@ -236,6 +242,7 @@ def range_test(recipe: Recipe, *, low: float, high: float, updates: int = 100) -
     average, diverges = 0.0, None
     for update in range(updates):
         rate = low * (high / low) ** (update / (updates - 1))
+        watch(f"raising the learning rate from {low:.3g} to {high:.3g}", update, updates)
         for group, lr in zip(optimizer.param_groups, own, strict=True):
             group["lr"] = rate * lr / own[0]
         try:

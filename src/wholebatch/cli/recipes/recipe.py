@@ -1,20 +1,6 @@
 """A recipe, read from its file and checked before anything is built.
 
-```python
-def model(): ...                          # an nn.Module
-def data(): ...                           # samples, or a DataLoader that gives whole batches
-def loss(model, micro): ...               # wb.Loss(total, units)
-# optional, to replace the defaults:
-def optimizer(model): ...
-def scheduler(optimizer, steps): ...      # or scheduler(optimizer)
-def units(micro): ...                     # counted before the first backward
-def collate(samples): ...                 # a list of samples -> a batch
-def validation(): ...                     # held-out samples, for --validate
-def tokens(budget): ...                   # wb.tokens(budget, ...) for --micro-batch "4096 tokens"
-def stages(model): ...                    # its modules in order, for --parallel pipeline
-defaults = {"batch_size": 64, "micro_batch": 8, "steps": 100}
-unit = "tokens"                           # the name of the units in reports
-```
+Its functions, those it must have and those it may have, are listed in `docs/train.md`.
 """
 
 from __future__ import annotations
@@ -24,13 +10,11 @@ import importlib.machinery
 import importlib.util
 import inspect
 import linecache
-import os
 import sys
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any, TypedDict, cast
@@ -40,10 +24,8 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from wholebatch.cli.recipes.recipe_batches import Batches
+from wholebatch.cli.recipes.recipe_files import EMBEDDED, find_recipe
 from wholebatch.errors import RecipeError, WholebatchError
-
-EMBEDDED = {"bytes-gpt": "bytes_gpt.py", "digits-cnn": "digits_cnn.py"}
-"""The embedded recipes by name, the default first."""
 
 _REQUIRED = {"model": 0, "data": 0, "loss": 2}
 _OPTIONAL = {"optimizer": 1, "scheduler": 1, "units": 1, "collate": 1, "tokens": 1, "stages": 1}
@@ -209,7 +191,7 @@ def load_recipe(name: str | None) -> Recipe:
     None is the default recipe.
     """
     name = next(iter(EMBEDDED)) if name is None else name
-    path = _find(name)
+    path = find_recipe(name)
     try:
         source = path.read_bytes()
     except OSError as error:
@@ -231,11 +213,6 @@ def load_recipe(name: str | None) -> Recipe:
     )
 
 
-def source_of(name: str) -> str:
-    """Return the source of an embedded recipe, to start a new one from."""
-    return _find(name).read_text(encoding="utf-8")
-
-
 def place_of(error: BaseException, path: Path) -> str | None:
     """Return the innermost line of the recipe in the traceback, such as `mine.py:12, in loss`."""
     frames = traceback.extract_tb(error.__traceback__)
@@ -245,27 +222,6 @@ def place_of(error: BaseException, path: Path) -> str | None:
     last = inside[-1]
     where = "" if last.name == "<module>" else f", in {last.name}"
     return f"{path}:{last.lineno}{where}"
-
-
-def _find(name: str) -> Path:
-    if name in EMBEDDED:
-        return Path(__file__).parent / EMBEDDED[name]
-    path = Path(name)
-    if path.is_file():
-        return path.resolve()
-    known = ", ".join(EMBEDDED)
-    if not name.strip():
-        raise RecipeError(f"recipe {name!r} is empty; give a Python file or one of: {known}")
-    if path.is_dir():
-        raise RecipeError(f"recipe {name!r} is a folder; give a Python file or one of: {known}")
-    if "\0" not in name and os.path.lexists(name):
-        raise RecipeError(f"recipe {name!r} is not a file; give a Python file or one of: {known}")
-    meant = f"{name}.py" if Path(f"{name}.py").is_file() else ""
-    meant = meant or next(iter(get_close_matches(name, EMBEDDED, n=1)), "")
-    hint = f" (did you mean {meant}?)" if meant else ""
-    raise RecipeError(
-        f"recipe {name!r}: there is no such file{hint}; the embedded recipes are: {known}"
-    )
 
 
 class _SourceLoader(importlib.machinery.SourceFileLoader):

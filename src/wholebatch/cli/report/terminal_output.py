@@ -137,7 +137,13 @@ class Spinner(Progress):
         )
         self._now = self.add_task("", total=None)
 
-    def __call__(self, what: str) -> None:
+    def __call__(self, what: str, done: int = 0, total: int = 0) -> None:
+        """Show this line; if some of a total is done, the time that the rest will take, too."""
+        if done:
+            left = (self.tasks[self._now].elapsed or 0.0) / done * (total - done)
+            what += f", {done} of {total}, {short_duration(left)} left"
+            self.update(self._now, description=escape(what))
+            return
         self.reset(self._now, description=escape(what))
         self.start()
 

@@ -48,14 +48,14 @@ def look_at_loss(
             runs = _Runs(loss, args, batched, few)
             found = runs.found()
     except Exception as error:  # most often the loss's own, and the trace will raise it
-        _log.warning("no look whether micro-batches add up to the whole batch: %r", error)
+        _log.warning("not tested if micro-batches add up to the whole batch: %r", error)
         return
     for what, at in (("units", 1), ("loss", 0)):
         one, other = (sum(total[at] for total in side) for side in found)
         size_of = sum(abs(total[at]) for side in found for total in side)
         if not math.isfinite(size_of):
             _log.warning(
-                "no look whether micro-batches add up to the whole batch: the loss of %d samples "
+                "not tested if micro-batches add up to the whole batch: the loss of %d samples "
                 "is not finite on the values of the test (random ones under jit)",
                 few,
             )
