@@ -74,6 +74,7 @@ class Watch:
         left = self._recorder.window
         self._recorder.__exit__()
         is_known = not self._has_others and not self._recorder.failure and not self._recorder.over
+        is_known &= left is None or self._is_of_the_loop(left)
         if kind is None and left is not None and self._windows and is_known:
             judge = LoopJudge(left, self._recorder, "after the last step")
             self._trials.append(judge.told("no-update", "no optimizer step after them"))
@@ -101,6 +102,14 @@ class Watch:
         precision = next((dtypes[d] for d in self._recorder.autocast if d in dtypes), "full")
         trials = tuple(self._trials)
         return LoopVerdict(self._name, trials, precision, world_size(), self.seconds)
+
+    def _is_of_the_loop(self, left: RecordedWindow) -> bool:
+        """False if the last backwards had other weights, and were cleared: a look at the Hessian."""
+        grads = [p.grad for p in self._recorder.parameters if p.grad is not None]
+        if self._first is None or any(bool(grad.any()) for grad in grads):
+            return True
+        first, last = ([(t.times, t.over) for t in w.micros[0].terms] for w in (self._first, left))
+        return first == last
 
     def _nothing_seen(self, left: RecordedWindow | None) -> str:
         """Return the reason why there was no window to judge."""
@@ -174,7 +183,10 @@ class Watch:
             return  # forwards are not watched any more
         elif len(self._judged) > 1:
             return  # whose window it is cannot be told by a few parameters
-        elif window.is_whole and self._is_divided_otherwise(judge):
+        elif self._is_divided_otherwise(judge):
+            window.sizes = (
+                window.sizes if window.is_whole else []
+            )  # else only the weights are known
             self._trials.append(judge.trial())
             self._has_short = True
         elif count > self._count == len(self._first.window.micros):
@@ -187,11 +199,18 @@ class Watch:
                 self._trials.append(trial)
 
     def _is_divided_otherwise(self, judge: LoopJudge) -> bool:
-        """True if sums are divided by the units of the first window, and not by their own."""
+        """True if sums are divided by the units of the first window, and not by their own.
+
+        Or if a micro-batch is smaller, and those of the first window were equal.
+        """
         if self._has_short or self._first is None or self._trials[0].found != RIGHT:
             return False
         judge.like, scale = self._first.terms(), judge.micros[0].loss_scale
-        sums = [sum(term.weights) / scale for term in judge.terms() if term.choice is not None]
+        read, was_equal = judge.terms(), len(set(self._trials[0].units)) == 1
+        is_full = len(judge.micros) == self._count
+        if was_equal and is_full and any(len(set(term.units)) > 1 for term in read):
+            return True
+        sums = [sum(term.weights) / scale for term in read if term.choice is not None]
         judge.was_right = world_size() == 1 and any(abs(total - 1) > 1e-2 for total in sums)
         judge.like, judge.steps = (judge.like, self._count) if judge.was_right else ((), None)
         return judge.was_right
@@ -203,7 +222,8 @@ class Watch:
         first.steps, first.like, first.runs_undivided = count, like, False
         trial = first.trial()
         alone, resumed = trial.micro_batches == 1, first.window.resumed
-        if trial.found in _SHORT and (alone or resumed or trial.found != "left-out"):
+        each = any(other.found == "stepped-every-micro-batch" for other in self._trials[1:])
+        if trial.found in _SHORT and not each and (alone or resumed or trial.found != "left-out"):
             key = "only-the-first" if alone else "lost-after-resume" if resumed else "nominal-count"
             fits = [MistakeFit(key, fit.variant, fit.distance, True) for fit in trial.fits[:1]]
             trial = replace(trial, found=key, fits=(*fits, *trial.fits[1:]))
