@@ -561,7 +561,9 @@ class LoopJudge:
         elif self.was_right:
             key = "nominal-count"
         elif factor < 1:
-            key = "left-out"
+            each, count = self.units[:1], len(self.units)  # divided by them instead of the steps
+            is_own = any(math.isclose(factor * unit, count, rel_tol=_WEIGHTS) for unit in each)
+            key = "other-units" if is_own else "left-out"
         else:
             each = self.read[0].units if self.read else ()
             more = [u for u in each if math.isclose(units - divisor, u, rel_tol=_WEIGHTS)]

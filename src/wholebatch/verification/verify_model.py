@@ -610,10 +610,11 @@ class _Proof:
     def _hold(self, few: Any) -> None:
         """Try to hold what is drawn; if that holds everything, `held` are the runs with it."""
         for silences in ((), SILENCES[:1]):
-            held = self.runs.with_loss(self.draws.holding(self.runs.loss))
+            draws = Draws(self.draws.places)
+            held = self.runs.with_loss(draws.holding(self.runs.loss))
             held.silences.extend(silences)
-            if not held.draws_random_numbers(few):
-                self.held = held
+            if not held.draws_random_numbers(few) and draws.steady:
+                self.held, self.draws = held, draws
                 return
 
     def _beside(self, chance: list[Cause]) -> list[Cause]:

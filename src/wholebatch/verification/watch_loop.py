@@ -104,7 +104,7 @@ class Watch:
         return LoopVerdict(self._name, trials, precision, world_size(), self.seconds)
 
     def _is_of_the_loop(self, left: RecordedWindow) -> bool:
-        """False if the last backwards had other weights, and were cleared: a look at the Hessian."""
+        """False if the last backwards have other weights and were cleared: a Hessian's estimate."""
         grads = [p.grad for p in self._recorder.parameters if p.grad is not None]
         if self._first is None or any(bool(grad.any()) for grad in grads):
             return True
@@ -183,12 +183,15 @@ class Watch:
             return  # forwards are not watched any more
         elif len(self._judged) > 1:
             return  # whose window it is cannot be told by a few parameters
-        elif self._is_divided_otherwise(judge):
-            window.sizes = (
-                window.sizes if window.is_whole else []
-            )  # else only the weights are known
+        elif window.is_whole and self._is_divided_otherwise(judge):
             self._trials.append(judge.trial())
             self._has_short = True
+        elif self._is_uneven(judge):
+            if not window.is_whole:  # only the weights of its losses are known
+                window.sizes, judge.micros[0].calls = [], []
+            trial = judge.trial()
+            self._has_short = trial.found != NOT_JUDGED
+            self._trials += [trial] * self._has_short
         elif count > self._count == len(self._first.window.micros):
             self._was_short(judge.terms(), count)
         elif window.is_whole and count < self._count and not self._has_short:
@@ -199,21 +202,22 @@ class Watch:
                 self._trials.append(trial)
 
     def _is_divided_otherwise(self, judge: LoopJudge) -> bool:
-        """True if sums are divided by the units of the first window, and not by their own.
-
-        Or if a micro-batch is smaller, and those of the first window were equal.
-        """
+        """True if sums are divided by the units of the first window, and not by their own."""
         if self._has_short or self._first is None or self._trials[0].found != RIGHT:
             return False
         judge.like, scale = self._first.terms(), judge.micros[0].loss_scale
-        read, was_equal = judge.terms(), len(set(self._trials[0].units)) == 1
-        is_full = len(judge.micros) == self._count
-        if was_equal and is_full and any(len(set(term.units)) > 1 for term in read):
-            return True
-        sums = [sum(term.weights) / scale for term in read if term.choice is not None]
+        sums = [sum(term.weights) / scale for term in judge.terms() if term.choice is not None]
         judge.was_right = world_size() == 1 and any(abs(total - 1) > 1e-2 for total in sums)
         judge.like, judge.steps = (judge.like, self._count) if judge.was_right else ((), None)
         return judge.was_right
+
+    def _is_uneven(self, judge: LoopJudge) -> bool:
+        """True if a full window has a smaller micro-batch, and those of the first were equal."""
+        is_full = len(judge.micros) == self._count and world_size() == 1
+        if self._has_short or not is_full or len(self._trials) > 1:
+            return False
+        was_equal = self._trials[0].found == RIGHT and len(set(self._trials[0].units)) == 1
+        return was_equal and any(len(set(term.units)) > 1 for term in judge.terms())
 
     def _was_short(self, like: list[TermWeights], count: int) -> None:
         """Judge the first window again: those that follow are longer, and tell more."""

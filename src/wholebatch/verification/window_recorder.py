@@ -1137,7 +1137,7 @@ def _averages_of(parameter: Tensor) -> list[_Kept]:
         found += [one] if near and not aliases else []
     homes = {
         id(one): (box, key)
-        for box in gc.get_referrers(*found)
+        for box in (gc.get_referrers(*found) if found else ())
         if isinstance(box, dict | list) and box is not found
         for key, one in list(box.items() if isinstance(box, dict) else enumerate(box))
     }
