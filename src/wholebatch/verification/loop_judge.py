@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from wholebatch.coupled import batchnorms
 from wholebatch.coupled.loss_graph import LossTerm
@@ -178,8 +178,7 @@ class LoopJudge:
     def _stepped_part(self) -> str:
         """Return a parameter whose optimizer has stepped and cleared while others add up."""
         rows = self.micros[0].before.split(self.window.sizes)
-        before = [step.places for step in self.recorder.steps[-2:-1]]
-        part = [place for places in before for place in places]
+        part = [place for _, places in self.recorder.steps[-2:-1] for place in places]
         return self.window.names[part[0]] if part and not any(rows[i].any() for i in part) else ""
 
     # ----------------------------------------------------------------- weights
@@ -561,8 +560,8 @@ class LoopJudge:
         elif self.was_right:
             key = "nominal-count"
         elif factor < 1:
-            each, count = self.units[:1], len(self.units)  # divided by them instead of the steps
-            is_own = any(math.isclose(factor * unit, count, rel_tol=_WEIGHTS) for unit in each)
+            steps = [u * factor for u in self.units[:1]]  # if divided by its units instead
+            is_own = any(math.isclose(one, len(self.units), rel_tol=_WEIGHTS) for one in steps)
             key = "other-units" if is_own else "left-out"
         else:
             each = self.read[0].units if self.read else ()
@@ -642,14 +641,14 @@ class LoopJudge:
             return None
         elif largest_over_ranks(len(rates) > 1):
             seen = list(zip(*(m.rates for m in self.micros if m.rates), strict=True))
-            moved = next((one for one in seen if len(set(one)) > 1), seen[0])
-            key, variant = "scheduled-per-micro-batch", f"from {moved[0]:.3g} to {moved[-1]:.3g}"
+            rate = next((one for one in seen if len(set(one)) > 1), seen[0])
+            key, variant = "scheduled-per-micro-batch", f"from {rate[0]:.3g} to {rate[-1]:.3g}"
         elif largest_over_ranks(averaged >= max(1, len(later) - 1)):
             key, variant = "averaged-per-micro-batch", f"{averaged + 1} times in a window"
         elif largest_over_ranks(self.coupled_outputs and bool(self.window.moved_buffers)):
             moved = ", ".join(self.window.moved_buffers[:3])
             key, variant = "moved-in-the-window", f"a forward changes {moved}"
-        elif largest_over_ranks(self._linked() or self._couples()):
+        elif largest_over_ranks(self._linked() or self.coupled_outputs or bool(self._norms())):
             key, variant = "coupled", self._coupling()
         elif largest_over_ranks(self._adds_penalty()):
             key, variant = "not-divided", f"a penalty on the weights, with each of {len(later) + 1}"
@@ -690,9 +689,6 @@ class LoopJudge:
         is_divided = any(math.isclose(a, b) for a in own[0] for b in shared)
         return not is_divided and all(row == own[0] for row in own)
 
-    def _modules(self) -> list[nn.Module]:
-        return list(dict.fromkeys(call.module for m in self.micros for call in m.calls))
-
     def _compared(self) -> MistakeFit | None:
         """Return the mistake of a loss that compares samples, whatever it is divided by."""
         if not self._linked():
@@ -709,14 +705,12 @@ class LoopJudge:
             return MistakeFit("two-owners", variant, 0.0, True)  # open_clip's logit_scale
         return MistakeFit("coupled", self._coupling(), 0.0, True)
 
-    def _couples(self) -> bool:
-        return self.coupled_outputs or bool(self._norms())
-
     def _linked(self) -> bool:
         return any(micro.linked for micro in self.micros)
 
     def _norms(self) -> list[str]:
-        found = [pair for module in self._modules() for pair in batchnorms(module)]
+        modules = dict.fromkeys(call.module for m in self.micros for call in m.calls)
+        found = [pair for module in modules for pair in batchnorms(module)]
         return [name for name, m in found if m.training and uses_batch_statistics(m)]
 
     def _coupling(self) -> str:

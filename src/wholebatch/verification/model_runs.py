@@ -420,8 +420,6 @@ class ModelRuns:
         with StepObserver(self.parameters) as observer:
             step = train.step(batch.whole)
             run = observer.run(self.start, step.loss)
-        if options.get("gradients", "device") != "device":
-            run = run.joined()
         return replace(run, notes=(step.skipped,) if step.skipped else ())
 
     def replayed(self, run: WindowRun) -> WindowRun:

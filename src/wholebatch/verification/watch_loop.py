@@ -190,8 +190,7 @@ class Watch:
             if not window.is_whole:  # only the weights of its losses are known
                 window.sizes, judge.micros[0].calls = [], []
             trial = judge.trial()
-            self._has_short = trial.found != NOT_JUDGED
-            self._trials += [trial] * self._has_short
+            self._trials += [trial] * (trial.found != NOT_JUDGED)
         elif count > self._count == len(self._first.window.micros):
             self._was_short(judge.terms(), count)
         elif window.is_whole and count < self._count and not self._has_short:
@@ -213,11 +212,10 @@ class Watch:
 
     def _is_uneven(self, judge: LoopJudge) -> bool:
         """True if a full window has a smaller micro-batch, and those of the first were equal."""
-        is_full = len(judge.micros) == self._count and world_size() == 1
-        if self._has_short or not is_full or len(self._trials) > 1:
+        first, *more = self._trials
+        if more or len(judge.micros) != self._count or world_size() > 1 or first.found != RIGHT:
             return False
-        was_equal = self._trials[0].found == RIGHT and len(set(self._trials[0].units)) == 1
-        return was_equal and any(len(set(term.units)) > 1 for term in judge.terms())
+        return len(set(first.units)) == 1 and any(len(set(t.units)) > 1 for t in judge.terms())
 
     def _was_short(self, like: list[TermWeights], count: int) -> None:
         """Judge the first window again: those that follow are longer, and tell more."""

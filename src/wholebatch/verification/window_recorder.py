@@ -191,14 +191,6 @@ def _never_fails(method: _Method) -> _Method:
     return cast(_Method, kept)
 
 
-@dataclass(frozen=True)
-class RecordedStep:
-    """One optimizer step: the gradient it was given, and what it stepped on."""
-
-    gradient: Tensor
-    places: frozenset[int]
-
-
 @dataclass(eq=False)
 class WindowRecorder:
     """Records a loop's windows; `ended(window)` is called inside the step, before it is made.
@@ -223,7 +215,7 @@ class WindowRecorder:
         self.parameters: Sequence[nn.Parameter] = ()
         self._sizes: list[int] = []
         self._mine: set[int] = set()
-        self.steps: list[RecordedStep] = []
+        self.steps: list[tuple[Tensor, frozenset[int]]] = []  # gradients, and what they are of
         self.autocast: set[torch.dtype] = set()
         self.sharded = False
         self.failure = ""
@@ -635,10 +627,8 @@ class WindowRecorder:
         assert self.window is not None
         micro.loss_scale, self._loss_scale = self._loss_scale, 1.0
         if self.optimizer is not None and not self._in_step:  # there, it is that of this step
-            named = [
-                (g, name) for name in ("lr", "weight_decay") for g in self.optimizer.param_groups
-            ]
-            micro.rates = tuple(float(group.get(name) or 0.0) for group, name in named)
+            groups, names = self.optimizer.param_groups, ("lr", "weight_decay")
+            micro.rates = tuple(float(g.get(name) or 0.0) for name in names for g in groups)
         self._look_at_weights(micro)
         again = [m for m in self.window.micros if set(m.calls) & set(micro.calls)]
         # A sum of losses so far has a further call of the same module, and is a micro-batch.
@@ -828,18 +818,17 @@ class WindowRecorder:
 
     def _masters(self, optimizer: torch.optim.Optimizer) -> list[Tensor]:
         """Return the optimizer's copies of the parameters in a wider format; [] if it has none."""
-        held = [p for group in optimizer.param_groups for p in group["params"]]
-        copies = [
+        groups = optimizer.param_groups
+        held = [c for group in groups for c in group["params"] if c.dtype is torch.float32]
+        found = [
             [
                 c
                 for c in held
-                if (c.shape, c.dtype) == (p.shape, torch.float32) != (p.shape, p.dtype)
+                if p.dtype != c.dtype and p.shape == c.shape and torch.equal(c.to(p), p)
             ]
             for p in self.parameters
         ]
-        pairs = zip(copies, self.parameters, strict=True)
-        found = [[c for c in some if torch.equal(c.to(p), p)][:1] for some, p in pairs]
-        return [one for some in found for one in some] if all(found) else []
+        return [copies[0] for copies in found] if all(found) else []
 
     def _engine_step(self, original: Any, engine: Any, *args: Any, **kwargs: Any) -> Any:
         """End the window at a step of DeepSpeed's whose gradients are not in `.grad`."""
@@ -860,7 +849,7 @@ class WindowRecorder:
             gradient = gradient / float(scale)
         gradient = self._without_scale(gradient, places)
         if not self.light:
-            self.steps.append(RecordedStep(gradient, places))
+            self.steps.append((gradient, places))
         self.optimizer_steps += 1
         if self.failure or self.over is not None:
             return
@@ -966,15 +955,15 @@ class WindowRecorder:
         """Return the gradients of the steps; steps on different parameters make one update."""
         made: list[Tensor] = []
         taken: frozenset[int] = frozenset()
-        for step in self.steps:
-            if made and not step.places & taken:
-                rows, more = list(made[-1].split(self._sizes)), step.gradient.split(self._sizes)
-                for place in step.places:
+        for gradient, places in self.steps:
+            if made and not places & taken:
+                rows, more = list(made[-1].split(self._sizes)), gradient.split(self._sizes)
+                for place in places:
                     rows[place] = more[place]
-                made[-1], taken = torch.cat(rows), taken | step.places
+                made[-1], taken = torch.cat(rows), taken | places
             else:
-                made.append(step.gradient)
-                taken = step.places
+                made.append(gradient)
+                taken = places
         return made
 
     def _forget(self) -> None:
