@@ -606,7 +606,9 @@ class WindowRecorder:
             return False
         terms = [term for term in loss_terms(roots[0].grad_fn) if term.kind != "joined"]
         # Weights that add up to 1 make one sample of its rows: the documents of a query.
-        counts = [2.0 if t.kind == "unknown" else min(t.count, t.weighed or t.count) for t in terms]
+        flat = all(output.dim() < 3 for output in self._outputs)  # their rows are no steps of time
+        known = [t if t.kind != "unknown" or not flat else replace(t, count=2.0) for t in terms]
+        counts = [min(t.count, t.weighed or t.count) for t in known]
         units = [count for count in counts if count > 1 + 1e-4]
         if not units or roots[0].numel() != 1:
             return False
