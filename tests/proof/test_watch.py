@@ -33,6 +33,7 @@ from tests.proof.fixtures import (
     round_15,
     round_16,
     round_17,
+    round_18,
 )
 from tests.proof.fixtures.outsider import RIGHT as OUTSIDERS_RIGHT
 from tests.proof.fixtures.outsider import WRONG as OUTSIDERS_WRONG
@@ -106,7 +107,7 @@ OUTSIDERS = (
     round_13,
     round_14,
 )
-TRAINERS = (round_15, round_16, round_17)
+TRAINERS = (round_15, round_16, round_17, round_18)
 """Loops of all styles; benchmarks/verify_mistakes.py runs them all, a test those that were hard."""
 HARD_TO_LEAVE_IN_PEACE = """
     deep_supervision_list_of_losses gan_watch_discriminator sam_two_passes_over_window
@@ -148,14 +149,20 @@ HARD_ROUNDS = """
     plain_dino_centre_once_a_window plain_dino_centre_after_every_batch plain_masked_patches
     plain_episodes_by_steps_of_the_window plain_episodes_by_their_own_steps
     plain_scaler_of_two_optimizers plain_scaler_one_of_two_is_unscaled
-    plain_adaptive_clip_after_each
+    plain_adaptive_clip_after_each plain_timm_shadow_every_batch plain_timm_last_batch_is_smaller
+    plain_weight_decay_by_a_table_of_batches plain_stylegan_phases plain_vqgan_adaptive_weight
+    plain_masters_add_in_float32 plain_masters_overwrite plain_hessian_pass_between_windows
+    plain_endless_loader_small_batch_inside plain_losses_over_their_own_value
+    plain_condition_is_inverted plain_mean_over_the_batch_size_again
 """
 """Loops of benchmarks/watch_rounds.py that were judged wrongly at first sight, in plain torch."""
 HARD_IN_TRAINERS = {
     "transformers": """
         hf_detector_by_positives_of_each hf_two_tasks_each_by_its_own_count
-        hf_dpo_with_a_mean_of_tokens hf_outliers_count_for_nothing
+        hf_dpo_with_a_mean_of_tokens hf_outliers_count_for_nothing hf_penalty_with_every_batch
+        hf_penalty_shared_by_the_window
     """,
+    "sentence_transformers": "trl_like_sentences_cosent",
     "trl": "trl_kto trl_dpo_sorted_over_the_batch",
     "accelerate": "accelerate_diffusion_divides_too accelerate_diffusion_with_average",
     "lightning": """

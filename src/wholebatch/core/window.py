@@ -899,6 +899,22 @@ class Window:
             )
 
 
+class HasWindow:
+    """What every object with a window tells of it."""
+
+    _window: Window
+
+    @property
+    def updates(self) -> int:
+        """Updates made so far."""
+        return self._window.updates
+
+    @property
+    def skipped(self) -> int:
+        """Windows that made no update (not finite, or without units)."""
+        return self._window.skipped
+
+
 def make_window(
     models: nn.Module | Sequence[nn.Module],
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,

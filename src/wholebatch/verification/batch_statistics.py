@@ -12,6 +12,7 @@ the largest number of a batch is often subtracted without any effect: neither is
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -88,6 +89,13 @@ class BatchStatistics(TorchFunctionMode):
                     calls = {self._calls: self.backwards}
                     self._origins[one] = _Origin(_SAMPLES, calls, len(one))
 
+    def add_gradients(self, parameters: Any, gradients: Any) -> None:
+        """Follow the gradients of parameters that the loop has asked for: VQGAN's weight is one."""
+        statistic = Statistic(frozenset(), 0, sys.maxsize, self.backwards)
+        for parameter, one in zip(_tensors((parameters,)), gradients, strict=False):
+            if isinstance(parameter, nn.Parameter) and one is not None and not one.requires_grad:
+                self._origins[one] = _Origin(_CONSTANT, {}, 0, statistic)
+
     def remove(self) -> None:
         """Take this mode off the stack, whatever modes the loop has put above it."""
         above = []
@@ -117,9 +125,10 @@ class BatchStatistics(TorchFunctionMode):
         rows, level = max(one.rows for one in origins), max(one.level for one in origins)
         old = [one.statistic for one in origins if one.statistic is not None]
         last = max(old, key=lambda one: one.born, default=None)
+        reduces = name in _STATISTICS or name.endswith(("_loss", "cross_entropy"))
         for result in _tensors((args[0],) if name == "__setitem__" else (made,)):
             own = level
-            if name in _STATISTICS and _over_rows(given[0], result) and not _counts(name, given[0]):
+            if reduces and _over_rows(given[0], result) and not _counts(name, given[0]):
                 own = max(own, _STATISTIC)
                 if last is None or level == _SAMPLES:
                     last = Statistic(frozenset(calls), rows, max(calls.values()), self.backwards)

@@ -135,6 +135,8 @@ class JoinedCalls:
             if any(place not in call.slopes for call in calls):
                 return {}
             if not tensor.dim():  # a loss that the model itself computes
+                if any(t.kind == "regulariser" for m in self.window.micros for t in m.terms):
+                    return {}  # the loop adds a penalty to it
                 read = read_weights([list(loss_terms(tensor.grad_fn))])
                 if isinstance(read, Unreadable) or len(read) != 1 or len(self.read) != 1:
                     return {}

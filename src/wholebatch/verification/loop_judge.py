@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from wholebatch.coupled import batchnorms
 from wholebatch.coupled.loss_graph import LossTerm
@@ -40,6 +40,7 @@ from wholebatch.verification.window_recorder import (
     RecordedMicroBatch,
     RecordedWindow,
     WindowRecorder,
+    with_turns,
 )
 
 _IGNORED = -100
@@ -108,6 +109,11 @@ class LoopJudge:
         if first.found != RIGHT and several:
             apart = self._trial_of_calls(together=False)
             return apart if apart.found == RIGHT else first
+        turns = with_turns(self.window)
+        is_done = first.found == RIGHT or len(turns.micros) == len(self.micros)
+        if not largest_over_ranks(is_done):
+            joined = replace(self, window=turns).trial()
+            return joined if joined.found == RIGHT else first
         return first
 
     def _trial_of_calls(self, *, together: bool) -> LoopTrial:
@@ -172,8 +178,7 @@ class LoopJudge:
     def _stepped_part(self) -> str:
         """Return a parameter whose optimizer has stepped and cleared while others add up."""
         rows = self.micros[0].before.split(self.window.sizes)
-        before = [step.places for step in self.recorder.steps[-2:-1]]
-        part = [place for places in before for place in places]
+        part = [place for _, places in self.recorder.steps[-2:-1] for place in places]
         return self.window.names[part[0]] if part and not any(rows[i].any() for i in part) else ""
 
     # ----------------------------------------------------------------- weights
@@ -259,7 +264,7 @@ class LoopJudge:
 
     def _without_weights(self, read: list[TermWeights] | Unreadable) -> LoopTrial:
         reason = read if isinstance(read, Unreadable) else Unreadable("another rank's is not read")
-        if reason.coupled:
+        if largest_over_ranks(reason.coupled or self._linked()):
             return self.told("coupled", f"the loss of each micro-batch: {reason.reason}")
         if self.window.sizes and self.window.gradient is not None:
             found = self._lost_on_the_way(self._before_clip())
@@ -287,8 +292,7 @@ class LoopJudge:
         if self.window.sizes and self.window.gradient is not None:
             gradient = self._before_clip()
             if found == RIGHT:
-                flow = torch.stack([m.brought / m.loss_scale for m in self.micros]).sum(0)
-                off = largest_over_ranks(apart(gradient, sum_over_ranks(flow) / world_size()))
+                off = largest_over_ranks(apart(gradient, self._averaged_flow()))
                 tolerance = TIMES_THE_FLOOR * self.window.unit * math.sqrt(len(self.micros))
                 self.fits = [_right(off, off <= tolerance)]
                 found = RIGHT if off <= tolerance else None
@@ -374,6 +378,8 @@ class LoopJudge:
             tolerance = max(self.tolerance, TIMES_THE_FLOOR * self.floor)
             candidates, units = hypotheses(self.parts, inputs), self.parts.units_everywhere
             self.fits = nearest(candidates, gradient, tolerance, self.as_seen)
+            if self.micros and self._same(gradient, self._averaged_flow()):
+                self.fits = [fit for fit in self.fits if fit.key != "ranks-added"]
             cause = (
                 cause
                 or next((fit for fit in self.fits if fit.fits and fit.key != RIGHT), None)
@@ -412,6 +418,11 @@ class LoopJudge:
 
     def _same(self, ours: Tensor, other: Tensor) -> bool:
         return largest_over_ranks(apart(ours, other)) <= self.tolerance
+
+    def _averaged_flow(self) -> Tensor:
+        """Return what the backwards brought, added, and averaged over the ranks."""
+        flow = torch.stack([m.brought / m.loss_scale for m in self.micros]).sum(0)
+        return sum_over_ranks(flow) / world_size()
 
     def _at_step(self) -> Tensor:
         assert self.window.gradient is not None
@@ -549,7 +560,9 @@ class LoopJudge:
         elif self.was_right:
             key = "nominal-count"
         elif factor < 1:
-            key = "left-out"
+            steps = [u * factor for u in self.units[:1]]  # if divided by its units instead
+            is_own = any(math.isclose(one, len(self.units), rel_tol=_WEIGHTS) for one in steps)
+            key = "other-units" if is_own else "left-out"
         else:
             each = self.read[0].units if self.read else ()
             more = [u for u in each if math.isclose(units - divisor, u, rel_tol=_WEIGHTS)]
@@ -622,20 +635,21 @@ class LoopJudge:
         key, variant = None, ""
         if largest_over_ranks(any(m.moved for m in later)):
             key, variant = "moved-in-the-window", "between two backwards"
+        elif largest_over_ranks(bool(self._statistic())):
+            key, variant = self._statistic() or ("coupled", "another rank's loss")
         elif found is None:
             return None
         elif largest_over_ranks(len(rates) > 1):
-            seen = [max(m.rates) for m in self.micros if m.rates]
-            key, variant = "scheduled-per-micro-batch", f"from {seen[0]:.3g} to {seen[-1]:.3g}"
+            seen = list(zip(*(m.rates for m in self.micros if m.rates), strict=True))
+            rate = next((one for one in seen if len(set(one)) > 1), seen[0])
+            key, variant = "scheduled-per-micro-batch", f"from {rate[0]:.3g} to {rate[-1]:.3g}"
         elif largest_over_ranks(averaged >= max(1, len(later) - 1)):
             key, variant = "averaged-per-micro-batch", f"{averaged + 1} times in a window"
         elif largest_over_ranks(self.coupled_outputs and bool(self.window.moved_buffers)):
             moved = ", ".join(self.window.moved_buffers[:3])
             key, variant = "moved-in-the-window", f"a forward changes {moved}"
-        elif largest_over_ranks(self._linked() or self._couples()):
+        elif largest_over_ranks(self._linked() or self.coupled_outputs or bool(self._norms())):
             key, variant = "coupled", self._coupling()
-        elif largest_over_ranks(bool(self._statistic())):
-            key, variant = self._statistic() or ("coupled", "another rank's loss")
         elif largest_over_ranks(self._adds_penalty()):
             key, variant = "not-divided", f"a penalty on the weights, with each of {len(later) + 1}"
         elif largest_over_ranks(self._clipped_early() is not None):
@@ -653,7 +667,8 @@ class LoopJudge:
             rows = [len(row) for call in calls for row in call.rows.values()]
             if one is None or one.born <= self.micros[0].number or one.rows > max(rows, default=0):
                 continue  # taken before the window's first backward, or of more than this loss
-            if len(one.calls) == 1 < len(calls):
+            given = {tensor.data_ptr() for call in calls for tensor in call.given[:1]}
+            if len(one.calls) == 1 < len(given):
                 continue  # every call is a sample
             if one.seen < micro.number:
                 return "moved-in-the-window", "a statistic of the micro-batches before is in a loss"
@@ -670,12 +685,9 @@ class LoopJudge:
         if not math.isclose(total, 1.0, rel_tol=_WEIGHTS) or losses[0].seed != 1:
             return False
         shared = {count, 1 / count, *(f for t in losses for f in (*t.over, *t.times))}
-        own = [[f for t in row for f in (*t.times, *t.over)] for row in penalties]
+        own = [[f for t in row for f in (*t.times, *t.over) if f != 1] for row in penalties]
         is_divided = any(math.isclose(a, b) for a in own[0] for b in shared)
         return not is_divided and all(row == own[0] for row in own)
-
-    def _modules(self) -> list[nn.Module]:
-        return list(dict.fromkeys(call.module for m in self.micros for call in m.calls))
 
     def _compared(self) -> MistakeFit | None:
         """Return the mistake of a loss that compares samples, whatever it is divided by."""
@@ -693,14 +705,12 @@ class LoopJudge:
             return MistakeFit("two-owners", variant, 0.0, True)  # open_clip's logit_scale
         return MistakeFit("coupled", self._coupling(), 0.0, True)
 
-    def _couples(self) -> bool:
-        return self.coupled_outputs or bool(self._norms())
-
     def _linked(self) -> bool:
         return any(micro.linked for micro in self.micros)
 
     def _norms(self) -> list[str]:
-        found = [pair for module in self._modules() for pair in batchnorms(module)]
+        modules = dict.fromkeys(call.module for m in self.micros for call in m.calls)
+        found = [pair for module in modules for pair in batchnorms(module)]
         return [name for name, m in found if m.training and uses_batch_statistics(m)]
 
     def _coupling(self) -> str:

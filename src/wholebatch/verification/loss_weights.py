@@ -43,9 +43,9 @@ class TermWeights:
         factor = self.scale / scale
         return replace(self, weights=tuple(w * factor for w in self.weights), scale=scale)
 
-    def shares(self, everywhere: float | None = None) -> list[float]:
+    def shares(self) -> list[float]:
         """Return the right weights: the units of each over those of the window."""
-        return [unit / (everywhere or sum(self.units)) for unit in self.units]
+        return [unit / sum(self.units) for unit in self.units]
 
 
 @dataclass(frozen=True)

@@ -184,6 +184,9 @@ def _wrong_weights(units: Sequence[float], nominal: int) -> _Weights:
         yield "divided-twice", f"mean losses divided by {named}", _times(ones, 1 / divisor)
     for divisor in dict.fromkeys((count, nominal)):
         yield "divided-twice", f"the mean divided by {divisor}", _times(shares, 1 / divisor)
+    if len(set(units)) > 1 and all(units):
+        own = [1 / unit for unit in units]
+        yield "other-units", "mean losses divided by their own units once more", own
     each = [count ** -float(count - place) for place in range(count)]
     yield "divided-twice", f"by {count} after every backward, with what is there", each
     for variant, weights in (("sums", shares), ("means", _times(ones, 1 / count))):

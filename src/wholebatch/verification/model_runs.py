@@ -98,11 +98,6 @@ class Objective:
         ]
         return torch.stack(parts).sum() if len(parts) > 1 else parts[0]
 
-    def weighted_total(self) -> Tensor:
-        """Return the sum of weight × total over the terms, not divided."""
-        parts = [total * weight for total, weight in zip(self.totals, self.weights, strict=True)]
-        return sum(parts, start=parts[0].new_zeros(()))
-
 
 def objective(
     model: nn.Module, loss: Callable[[Any, Any], Any], batch: Any, numbers: Numbers
@@ -362,18 +357,14 @@ class ModelRuns:
         return joined(gathered)
 
     def gradient_of(
-        self, batch: Any, order: Sequence[int] | None = None, *, from_start: bool = True
+        self, batch: Any, order: Sequence[int] | None = None
     ) -> tuple[list[Tensor | None], tuple[float, ...]]:
-        """Return the gradient of a batch's weighted sums (not divided), and their units.
-
-        With `from_start=False` it is taken at the weights of the moment.
-        """
-        if from_start:
-            self.begin()
+        """Return the gradient of a batch's weighted sums (not divided), and their units."""
+        self.begin()
         scale = self.numbers.loss_scale
         with self.numbers.window(self.inner):
             found = self._objective(self.inner, batch, order)
-            total = found.weighted_total() * scale
+            total = found.mean([1.0] * len(found.units)) * scale
             gradients = torch.autograd.grad(total, self.parameters, allow_unused=True)
         return [
             None if g is None else g.to_dense().cpu().div_(scale) for g in gradients
@@ -429,8 +420,6 @@ class ModelRuns:
         with StepObserver(self.parameters) as observer:
             step = train.step(batch.whole)
             run = observer.run(self.start, step.loss)
-        if options.get("gradients", "device") != "device":
-            run = run.joined()
         return replace(run, notes=(step.skipped,) if step.skipped else ())
 
     def replayed(self, run: WindowRun) -> WindowRun:

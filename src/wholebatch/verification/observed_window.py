@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -142,43 +142,21 @@ def _put_back(attributes: dict[str, Any], saved: dict[str, Any]) -> None:
 
 
 @dataclass(frozen=True)
-class SeenStep:
-    """One optimizer step: the gradients it was given, and the places of what it stepped on."""
+class WindowRun:
+    """One window, observed: the gradients at its step and the change of every parameter."""
 
     gradients: tuple[Tensor | None, ...]
-    stepped: frozenset[int]
-
-
-@dataclass(frozen=True)
-class WindowRun:
-    """One window, observed: its steps and the change of every parameter, on the host."""
-
-    steps: tuple[SeenStep, ...]
     update: tuple[Tensor, ...]
     loss: float | None = None
     notes: tuple[str, ...] = ()
 
-    def joined(self) -> WindowRun:
-        """Return steps on a few parameters at a time as the one step that they make together."""
-        if len(self.steps) < 2:
-            return self
-        gradients: list[Tensor | None] = [None] * len(self.update)
-        for step in self.steps:
-            for place in step.stepped:
-                gradients[place] = step.gradients[place]
-        return replace(self, steps=(replace(self.steps[0], gradients=tuple(gradients)),))
-
-    @property
-    def gradients(self) -> tuple[Tensor | None, ...]:
-        return self.steps[0].gradients if self.steps else (None,) * len(self.update)
-
 
 class StepObserver:
-    """Sees the gradients of every optimizer step on these parameters, while it is entered."""
+    """Sees the gradients of a step on these parameters, or of steps on a few of them at a time."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.parameters = parameters
-        self.steps: list[SeenStep] = []
+        self.gradients: list[Tensor | None] = [None] * len(parameters)
 
     def __enter__(self) -> StepObserver:
         self._hook = register_optimizer_step_pre_hook(self._see)
@@ -189,19 +167,15 @@ class StepObserver:
 
     def run(self, start: StartingState, loss: float | None = None) -> WindowRun:
         """Return what was seen, with the update since `start`."""
-        return WindowRun(tuple(self.steps), start.update(self.parameters), loss)
+        return WindowRun(tuple(self.gradients), start.update(self.parameters), loss)
 
     def _see(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        stepped = places_of(optimizer, self.parameters)
-        if not stepped:
-            return
         scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer divides by it itself
         over = 1.0 if scale is None else float(scale)
-        gradients = tuple(
-            None if p.grad is None else _dense(p.grad).to("cpu", copy=True).div_(over)
-            for p in self.parameters
-        )
-        self.steps.append(SeenStep(gradients, stepped))
+        for place in places_of(optimizer, self.parameters):
+            grad = self.parameters[place].grad
+            seen = None if grad is None else _dense(grad).to("cpu", copy=True).div_(over)
+            self.gradients[place] = seen
 
 
 def places_of(optimizer: Any, parameters: Sequence[Tensor]) -> frozenset[int]:

@@ -25,13 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from wholebatch.core.forward_state import capture_random, restore_random
 from wholebatch.coupled import Coupled
-
-# Dropout and the like are not among them: their output is no number drawn but an input changed.
-_HELD = frozenset(
-    {"bernoulli", "bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal"}
-    | {"normal_", "rand", "rand_like", "randint", "randint_like", "randn", "randn_like"}
-    | {"random_", "uniform", "uniform_"}
-)
+from wholebatch.coupled.sample_runs import HeldDraws
 
 
 @dataclass
@@ -42,7 +36,7 @@ class Draws:
     """`operation (file:line)` of every draw that was seen, in their order."""
     escaped: bool = False
     """Draws were made outside the loss: a checkpointed block draws again in the backward."""
-    records: list[_Record] = field(default_factory=list)
+    holds: list[_Hold] = field(default_factory=list)
 
     def holding(self, loss: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
         """Return the loss with its draws held."""
@@ -51,27 +45,25 @@ class Draws:
         return self._around(loss)
 
     def _around(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        record = _Record(self.places)
-        self.records.append(record)
+        hold = _Hold(self.places)
+        self.holds.append(hold)
 
         def held(*args: Any) -> Any:
-            record.is_open = True
+            before = capture_random(every=False)
+            is_first, hold.is_new, hold.is_open = hold.is_new, False, True
             try:
-                with _Hold(record) as hold:
-                    returned = function(*args)
+                with hold.recording() if is_first else hold.serving():
+                    return function(*args)
             finally:
-                record.is_open = False
-            record.counts.add(hold.count)
-            return returned
+                hold.is_open = False
+                restore_random(before)
 
         return held
 
     @property
     def steady(self) -> bool:
         """Tell if every call made the same draws, so that holding them has held everything."""
-        return not self.escaped and all(
-            not record.other_shapes and len(record.counts) <= 1 for record in self.records
-        )
+        return not self.escaped and all(hold.held for hold in self.holds)
 
     def watching(self) -> TorchDispatchMode:
         """Return a mode that notices draws made outside the loss, while it is entered."""
@@ -82,51 +74,25 @@ class Draws:
         return ", ".join(places[:3]) + (f" and {len(places) - 3} more" if places[3:] else "")
 
 
-@dataclass
-class _Record:
-    """The first values of one function's draws, by their number within a call."""
+class _Hold(HeldDraws):
+    """Gives every draw the numbers that it gave at first, and notes where it was made."""
 
-    places: dict[str, None]
-    rows: dict[int, Tensor] = field(default_factory=dict)
-    counts: set[int] = field(default_factory=set)
-    other_shapes: bool = False
-    is_open: bool = False
-
-
-class _Hold(TorchDispatchMode):
-    """Gives every draw the numbers that it gave at first, and leaves the generators alone."""
-
-    def __init__(self, record: _Record) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.record = record
-        self.count = 0
+    def __init__(self, places: dict[str, None]) -> None:
+        super().__init__()
+        self.places, self.is_new, self.is_open = places, True, False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded not in func.tags:
-            return func(*args, **kwargs)
-        name = func.overloadpacket.__name__
-        self.record.places[f"{name} ({_line()})"] = None
-        if name != "randperm" and name not in _HELD:
-            return func(*args, **kwargs)
-        before = capture_random(every=False)
-        drawn = func(*args, **kwargs)
-        restore_random(before)
-        # A permutation of the batch couples its samples, also held: it must not be the identity.
-        return drawn.sort(descending=True).values if name == "randperm" else self._held(drawn)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            name = func.overloadpacket.__name__
+            self.places[f"{name} ({_line()})"] = None
+            if name == "randperm":  # it couples the samples, also held: not as the identity
+                return func(*args, **(kwargs or {})).sort(descending=True).values
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
-    def _held(self, drawn: Tensor) -> Tensor:
-        if not drawn.numel():
-            return drawn
-        row = drawn[:1] if drawn.dim() else drawn
-        if not row.any():  # a mask that leaves nothing would hide everything
-            row = drawn.amax(0, keepdim=True) if drawn.dim() else torch.ones_like(drawn)
-        kept = self.record.rows.setdefault(self.count, row.detach().clone())
-        self.count += 1
-        if kept.shape != row.shape:
-            self.record.other_shapes = True
-            return drawn
-        return drawn.copy_(kept.expand_as(drawn))
+    def _hold(self, name: str, made: Tensor) -> bool:
+        if self._records and made.dim() and made.numel() and not made[:1].any():
+            made.copy_(made.amax(0, keepdim=True).expand_as(made))  # not a mask that hides all
+        return super()._hold(name, made)
 
 
 class _Outside(TorchDispatchMode):
@@ -137,9 +103,8 @@ class _Outside(TorchDispatchMode):
         self._draws = draws
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        draws = self._draws
         if torch.Tag.nondeterministic_seeded in func.tags:
-            draws.escaped |= not any(record.is_open for record in draws.records)
+            self._draws.escaped |= not any(hold.is_open for hold in self._draws.holds)
         return func(*args, **(kwargs or {}))
 
 

@@ -290,14 +290,12 @@ class _CaseTrials:
             recorder.numbers = sum(parameter.numel() for parameter in model.parameters())
         with recorder:
             for _ in range(times):
-                self.loop(handed, optimizer, self._copies(micros))
+                copies = [to_device(micro, self.device) for micro in copy.deepcopy(list(micros))]
+                self.loop(handed, optimizer, copies)
         self.looks = False
         update = recorder.row_of(start.update(recorder.parameters))
         left = any(p.grad is not None and bool(p.grad.any()) for p in model.parameters())
         return _Recorded(recorder, windows, update, left)
-
-    def _copies(self, micros: Sequence[Any]) -> list[Any]:
-        return [to_device(micro, self.device) for micro in copy.deepcopy(list(micros))]
 
 
 def _without_one_update(seen: _Recorded, steps: int) -> tuple[str, str] | None:

@@ -599,22 +599,15 @@ class _Proof:
                 )
                 return []
         runs.silences.clear()
-        self._hold(few)
+        held = runs.with_loss(self.draws.holding(runs.loss))
+        held.silences.append(SILENCES[0])
+        self.held = None if held.draws_random_numbers(few) or not self.draws.steady else held
         return [cause("randomness", drawn=self._drawn)]
 
     @property
     def _drawn(self) -> str:
         places = f" ({self.draws})" if self.draws.places else ""
         return f"the loss or the model's forward draws random numbers{places}"
-
-    def _hold(self, few: Any) -> None:
-        """Try to hold what is drawn; if that holds everything, `held` are the runs with it."""
-        for silences in ((), SILENCES[:1]):
-            held = self.runs.with_loss(self.draws.holding(self.runs.loss))
-            held.silences.extend(silences)
-            if not held.draws_random_numbers(few):
-                self.held = held
-                return
 
     def _beside(self, chance: list[Cause]) -> list[Cause]:
         """Return the draws as the cause, and what is found beside them when they are held."""

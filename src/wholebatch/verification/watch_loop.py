@@ -74,6 +74,7 @@ class Watch:
         left = self._recorder.window
         self._recorder.__exit__()
         is_known = not self._has_others and not self._recorder.failure and not self._recorder.over
+        is_known &= left is None or self._is_of_the_loop(left)
         if kind is None and left is not None and self._windows and is_known:
             judge = LoopJudge(left, self._recorder, "after the last step")
             self._trials.append(judge.told("no-update", "no optimizer step after them"))
@@ -101,6 +102,14 @@ class Watch:
         precision = next((dtypes[d] for d in self._recorder.autocast if d in dtypes), "full")
         trials = tuple(self._trials)
         return LoopVerdict(self._name, trials, precision, world_size(), self.seconds)
+
+    def _is_of_the_loop(self, left: RecordedWindow) -> bool:
+        """False if the last backwards have other weights and were cleared: a Hessian's estimate."""
+        grads = [p.grad for p in self._recorder.parameters if p.grad is not None]
+        if self._first is None or any(bool(grad.any()) for grad in grads):
+            return True
+        first, last = ([(t.times, t.over) for t in w.micros[0].terms] for w in (self._first, left))
+        return first == last
 
     def _nothing_seen(self, left: RecordedWindow | None) -> str:
         """Return the reason why there was no window to judge."""
@@ -177,6 +186,11 @@ class Watch:
         elif window.is_whole and self._is_divided_otherwise(judge):
             self._trials.append(judge.trial())
             self._has_short = True
+        elif self._is_uneven(judge):
+            if not window.is_whole:  # only the weights of its losses are known
+                window.sizes, judge.micros[0].calls = [], []
+            trial = judge.trial()
+            self._trials += [trial] * (trial.found != NOT_JUDGED)
         elif count > self._count == len(self._first.window.micros):
             self._was_short(judge.terms(), count)
         elif window.is_whole and count < self._count and not self._has_short:
@@ -196,6 +210,13 @@ class Watch:
         judge.like, judge.steps = (judge.like, self._count) if judge.was_right else ((), None)
         return judge.was_right
 
+    def _is_uneven(self, judge: LoopJudge) -> bool:
+        """True if a full window has a smaller micro-batch, and those of the first were equal."""
+        first, *more = self._trials
+        if more or len(judge.micros) != self._count or world_size() > 1 or first.found != RIGHT:
+            return False
+        return len(set(first.units)) == 1 and any(len(set(t.units)) > 1 for t in judge.terms())
+
     def _was_short(self, like: list[TermWeights], count: int) -> None:
         """Judge the first window again: those that follow are longer, and tell more."""
         assert self._first is not None
@@ -203,7 +224,8 @@ class Watch:
         first.steps, first.like, first.runs_undivided = count, like, False
         trial = first.trial()
         alone, resumed = trial.micro_batches == 1, first.window.resumed
-        if trial.found in _SHORT and (alone or resumed or trial.found != "left-out"):
+        each = any(other.found == "stepped-every-micro-batch" for other in self._trials[1:])
+        if trial.found in _SHORT and not each and (alone or resumed or trial.found != "left-out"):
             key = "only-the-first" if alone else "lost-after-resume" if resumed else "nominal-count"
             fits = [MistakeFit(key, fit.variant, fit.distance, True) for fit in trial.fits[:1]]
             trial = replace(trial, found=key, fits=(*fits, *trial.fits[1:]))

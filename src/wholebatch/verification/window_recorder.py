@@ -11,8 +11,8 @@ import gc
 import importlib
 import logging
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial, wraps
 from itertools import islice
@@ -105,6 +105,8 @@ class RecordedMicroBatch:
     """Positive numbers, ones and sums of the constants that its loss was made with: targets."""
     padded: list[float] = field(default_factory=list)
     """The sizes of the masks that its loss was made with."""
+    made_by: tuple[str, ...] = ()
+    """The names of the nodes of its loss's graph."""
     number: int = 0
     """How many backwards there were before it."""
     statistic: Statistic | None = None
@@ -189,14 +191,6 @@ def _never_fails(method: _Method) -> _Method:
     return cast(_Method, kept)
 
 
-@dataclass(frozen=True)
-class RecordedStep:
-    """One optimizer step: the gradient it was given, and what it stepped on."""
-
-    gradient: Tensor
-    places: frozenset[int]
-
-
 @dataclass(eq=False)
 class WindowRecorder:
     """Records a loop's windows; `ended(window)` is called inside the step, before it is made.
@@ -221,7 +215,7 @@ class WindowRecorder:
         self.parameters: Sequence[nn.Parameter] = ()
         self._sizes: list[int] = []
         self._mine: set[int] = set()
-        self.steps: list[RecordedStep] = []
+        self.steps: list[tuple[Tensor, frozenset[int]]] = []  # gradients, and what they are of
         self.autocast: set[torch.dtype] = set()
         self.sharded = False
         self.failure = ""
@@ -480,6 +474,8 @@ class WindowRecorder:
             self._inside = False
         if micro is not None:
             self._after_backward(micro)
+        if place:
+            self._statistics.add_gradients((*args, *kwargs.values())[:1], result)
         self._parts.clear()
         self._outputs.clear()
         self._statistics.backwards += 1
@@ -508,6 +504,7 @@ class WindowRecorder:
         terms = [replace(t, below=None) for t in terms]
         micro = RecordedMicroBatch(calls, before, before, before, terms, linked=linked)
         micro.roots = [root.grad_fn for root in listed]
+        micro.made_by = tuple(node.name() for node in self._nodes_of_loss(listed))
         micro.number, micro.statistic = self._statistics.backwards, self._statistics.of(listed)
         if not self.light and any(term.kind == "sum" and term.over for term in terms):
             micro.counts, micro.padded = self._counts_in_graph(listed)
@@ -519,9 +516,8 @@ class WindowRecorder:
 
         Return the sizes of the masks apart: they count the padding, too.
         """
-        waiting: list[Any] = [root.grad_fn for root in roots]
-        seen, counts, padded = {None, *self._nodes}, list[float](), list[float]()
-        for node in islice(waiting, _MOST_LOSS_NODES):  # it grows: in the graph's own order
+        counts, padded = list[float](), list[float]()
+        for node in self._nodes_of_loss(roots):
             for one in (saved_by(node, name[7:]) for name in dir(node) if name[:7] == "_saved_"):
                 if not isinstance(one, Tensor) or one.requires_grad or not one.dim():
                     continue
@@ -529,10 +525,17 @@ class WindowRecorder:
                     padded.append(float(one.numel()))
                 if one.dtype is torch.bool or one.is_floating_point():
                     counts += [float((one > 0).sum()), float((one == 1).sum()), float(one.sum())]
+        return counts, padded
+
+    def _nodes_of_loss(self, roots: Sequence[Tensor]) -> Iterator[Any]:
+        """Yield the nodes between these losses and the model, in the graph's own order."""
+        waiting: list[Any] = [root.grad_fn for root in roots]
+        seen = {None, *self._nodes}
+        for node in islice(waiting, _MOST_LOSS_NODES):  # it grows
+            yield node
             below = [child for child, _ in node.next_functions if child not in seen]
             seen.update(below)
             waiting += below
-        return counts, padded
 
     def _is_of_one(self, term: LossTerm, calls: list[Call]) -> bool:
         """True if a term picks among the parts of one sample: the points of a cloud."""
@@ -603,7 +606,10 @@ class WindowRecorder:
             return False
         terms = [term for term in loss_terms(roots[0].grad_fn) if term.kind != "joined"]
         # Weights that add up to 1 make one sample of its rows: the documents of a query.
-        units = [u for t in terms if (u := min(t.count, t.weighed or t.count)) > 1 + 1e-4]
+        flat = all(output.dim() < 3 for output in self._outputs)  # their rows are no steps of time
+        known = [t if t.kind != "unknown" or not flat else replace(t, count=2.0) for t in terms]
+        counts = [min(t.count, t.weighed or t.count) for t in known]
+        units = [count for count in counts if count > 1 + 1e-4]
         if not units or roots[0].numel() != 1:
             return False
         try:
@@ -623,8 +629,8 @@ class WindowRecorder:
         assert self.window is not None
         micro.loss_scale, self._loss_scale = self._loss_scale, 1.0
         if self.optimizer is not None and not self._in_step:  # there, it is that of this step
-            groups = self.optimizer.param_groups
-            micro.rates = tuple(float(group.get("lr") or 0.0) for group in groups)
+            groups, names = self.optimizer.param_groups, ("lr", "weight_decay")
+            micro.rates = tuple(float(g.get(name) or 0.0) for name in names for g in groups)
         self._look_at_weights(micro)
         again = [m for m in self.window.micros if set(m.calls) & set(micro.calls)]
         # A sum of losses so far has a further call of the same module, and is a micro-batch.
@@ -684,7 +690,7 @@ class WindowRecorder:
         if not self._in_backward:
             micro.moved = filled((weights != self._weights).double(), self._sizes)
         self._weights = weights
-        now = [(tensor, tensor._version, _few(tensor)) for tensor, *_ in self._averages]
+        now = [_kept(tensor, home) for tensor, *_, home in self._averages]
         pairs = zip(self._averages, now, strict=True)
         micro.average_moved = any(_follows(*pair, _few(self._averaged)) for pair in pairs)
         self._averages = now
@@ -778,6 +784,9 @@ class WindowRecorder:
                 self._see(optimizer, places)
             return None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if not places and (masters := self._masters(optimizer)):
+            everything = frozenset(range(len(masters)))
+            self._see(optimizer, everything, self.row_of([one.grad for one in masters]))
         if not places:
             return None
         if self._inside:  # a hook's, within the loop's backward
@@ -809,6 +818,20 @@ class WindowRecorder:
             return args, {**kwargs, "closure": observed}
         return (args[0], observed, *args[2:]), kwargs
 
+    def _masters(self, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+        """Return the optimizer's copies of the parameters in a wider format; [] if it has none."""
+        groups = optimizer.param_groups
+        held = [c for group in groups for c in group["params"] if c.dtype is torch.float32]
+        found = [
+            [
+                c
+                for c in held
+                if p.dtype != c.dtype and p.shape == c.shape and torch.equal(c.to(p), p)
+            ]
+            for p in self.parameters
+        ]
+        return [copies[0] for copies in found] if all(found) else []
+
     def _engine_step(self, original: Any, engine: Any, *args: Any, **kwargs: Any) -> Any:
         """End the window at a step of DeepSpeed's whose gradients are not in `.grad`."""
         is_last, made = engine.is_gradient_accumulation_boundary(), self.optimizer_steps
@@ -828,7 +851,7 @@ class WindowRecorder:
             gradient = gradient / float(scale)
         gradient = self._without_scale(gradient, places)
         if not self.light:
-            self.steps.append(RecordedStep(gradient, places))
+            self.steps.append((gradient, places))
         self.optimizer_steps += 1
         if self.failure or self.over is not None:
             return
@@ -934,15 +957,15 @@ class WindowRecorder:
         """Return the gradients of the steps; steps on different parameters make one update."""
         made: list[Tensor] = []
         taken: frozenset[int] = frozenset()
-        for step in self.steps:
-            if made and not step.places & taken:
-                rows, more = list(made[-1].split(self._sizes)), step.gradient.split(self._sizes)
-                for place in step.places:
+        for gradient, places in self.steps:
+            if made and not places & taken:
+                rows, more = list(made[-1].split(self._sizes)), gradient.split(self._sizes)
+                for place in places:
                     rows[place] = more[place]
-                made[-1], taken = torch.cat(rows), taken | step.places
+                made[-1], taken = torch.cat(rows), taken | places
             else:
-                made.append(step.gradient)
-                taken = step.places
+                made.append(gradient)
+                taken = places
         return made
 
     def _forget(self) -> None:
@@ -952,14 +975,25 @@ class WindowRecorder:
         self._used = set()
 
 
+def with_turns(window: RecordedWindow) -> RecordedWindow:
+    """Return a window whose backwards are joined if their graphs take turns."""
+    window = replace(window, micros=[replace(micro) for micro in window.micros])
+    _join_turns(window, [micro.made_by for micro in window.micros])
+    return window
+
+
 def _join_pattern(window: RecordedWindow) -> None:
     """Join backwards that take turns, such as a GAN's real and fake batch, to one micro-batch."""
-    micros = window.micros
-    kinds: list[Any] = [tuple((term.node, term.kind) for term in m.terms) for m in micros]
+    kinds: list[Any] = [tuple((term.node, term.kind) for term in m.terms) for m in window.micros]
     if len(set(kinds)) == 1:  # alike, but for a target that all samples of a backward have
-        kinds = [tuple(term.target for term in micro.terms) for micro in micros]
+        kinds = [tuple(term.target for term in micro.terms) for micro in window.micros]
         if any(None in targets for targets in kinds):
             return
+    _join_turns(window, kinds)
+
+
+def _join_turns(window: RecordedWindow, kinds: list[Any]) -> None:
+    micros = window.micros
     count = len(micros)
     turns = next(n for n in range(1, count + 1) if kinds == kinds[:n] * (count // n))
     is_own = len({micro.is_passed_on for micro in micros}) == 1
@@ -1055,8 +1089,16 @@ def _few(tensor: Tensor) -> Tensor:
     return tensor.detach().flatten()[:64].clone()
 
 
-_Kept = tuple[Tensor, int, Tensor]
-"""A tensor, its version, and a few of its numbers."""
+_Kept = tuple[Tensor, int, Tensor, Any]
+"""A tensor, its version, a few of its numbers, and its place: a dict or list, and the key."""
+
+
+def _kept(tensor: Tensor, home: Any) -> _Kept:
+    """Return the tensor that lies at this place now: an average may be made anew every time."""
+    with suppress(LookupError):
+        now = home[0][home[1]] if home else tensor
+        tensor = now if isinstance(now, Tensor) and now.shape == tensor.shape else tensor
+    return tensor, tensor._version, _few(tensor), home
 
 
 def _follows(was: _Kept, now: _Kept, weights: Tensor) -> bool:
@@ -1070,7 +1112,7 @@ def _follows(was: _Kept, now: _Kept, weights: Tensor) -> bool:
 @torch.no_grad()
 def _averages_of(parameter: Tensor) -> list[_Kept]:
     """Return tensors that look like an average of this parameter: alike in shape and values."""
-    found = []
+    found: list[Tensor] = []
     few = _few(parameter)
     for one in _objects({Tensor, nn.Parameter}):
         if one.shape != parameter.shape or one.device != parameter.device or one.is_sparse:
@@ -1083,5 +1125,11 @@ def _averages_of(parameter: Tensor) -> list[_Kept]:
             near |= isinstance(one, nn.Parameter) and not one.requires_grad  # a target network
         except RuntimeError:  # a tensor without numbers
             continue
-        found += [(one, one._version, _few(one))] if near and not aliases else []
-    return found
+        found += [one] if near and not aliases else []
+    homes = {
+        id(one): (box, key)
+        for box in (gc.get_referrers(*found) if found else ())
+        if isinstance(box, dict | list) and box is not found
+        for key, one in list(box.items() if isinstance(box, dict) else enumerate(box))
+    }
+    return [_kept(one, homes.get(id(one))) for one in found]
