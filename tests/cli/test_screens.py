@@ -223,22 +223,25 @@ def test_every_help_begins_alike_and_has_examples(name: str) -> None:
 
 @pytest.mark.parametrize("arguments", [[], *([name] for name in COMMANDS)])
 def test_help_takes_a_quarter_of_a_second_and_no_torch(arguments: list[str]) -> None:
+    """A quarter of a second on a core that a fixed piece of Python takes 60 ms on, as it does on
+    an idle one; on a busy machine everything takes more processor time, and that piece too."""
     code = (
         "import sys, time; from wholebatch.cli import main; main(sys.argv[1:]); "
-        "print(time.process_time(), 'torch' in sys.modules)"
+        "taken = time.process_time(); sum(i * i for i in range(600_000)); "
+        "print(taken, time.process_time() - taken, 'torch' in sys.modules)"
     )
-    least = 9.0
-    for _ in range(3):  # the first writes the bytecode
+    found = []
+    for _ in range(4):  # the first writes the bytecode
         ran = subprocess.run(
             [sys.executable, "-c", code, *arguments, "--help"],
             env=environment_of(), capture_output=True, text=True, check=True,
         )  # fmt: skip
-        seconds, torch = ran.stdout.split()[-2:]
+        seconds, piece, torch = ran.stdout.split()[-3:]
         assert torch == "False"
-        least = min(least, float(seconds))
-        if least <= 0.25:
+        found.append(float(seconds) / max(1.0, float(piece) / 0.06))
+        if found[-1] <= 0.25:
             break
-    assert least <= 0.25
+    assert min(found) <= 0.25, found
 
 
 @pytest.mark.parametrize(
