@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -216,12 +217,21 @@ class ComparesInside(nn.Module):
         return {"loss": F.cross_entropy(logits, labels), "unused": right * 2}
 
 
-@pytest.mark.parametrize("found", ["right", "coupled"])
-def test_a_loss_inside_ddp(found: str) -> None:
-    """DDP passes losses on through a node of its own, and gives unused outputs no gradient."""
+@contextmanager
+def one_rank() -> Iterator[None]:
+    """A process group of this process alone."""
     store = torch._C._distributed_c10d.HashStore()
     torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=store)
     try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("found", ["right", "coupled"])
+def test_a_loss_inside_ddp(found: str) -> None:
+    """DDP passes losses on through a node of its own, and gives unused outputs no gradient."""
+    with one_rank():
         torch.manual_seed(0)
         model = ComparesInside(found == "coupled")
         wrapped = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
@@ -230,9 +240,55 @@ def test_a_loss_inside_ddp(found: str) -> None:
             for x in torch.randn(4, 5, 6):
                 (wrapped(x)["loss"] / 4).backward()
             optimizer.step()
-    finally:
-        torch.distributed.destroy_process_group()
     assert found_in(watch.verdict) == found, str(watch.verdict)
+
+
+def each_by_itself(z: Any) -> Any:
+    return z.square().mean()
+
+
+def sorted_beside_others(z: Any) -> Any:
+    """The loss `aot` of DPO."""
+    return F.softplus(z[:, 0].sort()[0] - z[:, 1].detach().sort()[0]).mean()
+
+
+def beside_a_gathered_mean(z: Any) -> Any:
+    """The baseline of KTO, over all ranks."""
+    mean = z[:, 1].mean().detach()[None]
+    both = [torch.empty_like(mean)]
+    torch.distributed.all_gather(both, mean)
+    return (z[:, 0] - torch.cat(both).mean()).sigmoid().mean()
+
+
+def beside_a_mean_gathered_into_a_tensor(z: Any) -> Any:
+    mean, both = z[:, 1].mean().detach()[None], torch.empty(1)
+    torch.distributed.all_gather_into_tensor(output_tensor=both, input_tensor=mean)
+    return (z[:, 0] - both.mean()).sigmoid().mean()
+
+
+@pytest.mark.parametrize("wrapped", [{}, {"find_unused_parameters": True}, {"static_graph": True}])
+@pytest.mark.parametrize(
+    ("loss", "found"),
+    [
+        (each_by_itself, "right"),
+        (sorted_beside_others, "coupled"),
+        (beside_a_gathered_mean, "coupled"),
+        (beside_a_mean_gathered_into_a_tensor, "coupled"),
+    ],
+)
+def test_a_loss_beside_ddp(loss: Any, found: str, wrapped: dict[str, bool]) -> None:
+    """The loop is right for any number of ranks, or couples the samples of its micro-batches."""
+    with one_rank():
+        torch.manual_seed(0)
+        model = nn.Linear(6, 2)
+        ddp = nn.parallel.DistributedDataParallel(model, **wrapped)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        with quiet(), wb.watch(model, optimizer) as watch:
+            for x in torch.randn(4, 5, 6):
+                (loss(ddp(x)) / 4).backward()
+            optimizer.step()
+    assert found_in(watch.verdict) == found, str(watch.verdict)
+    assert torch.distributed.all_gather.__module__ == "torch.distributed.distributed_c10d"
 
 
 def test_two_optimizers_and_one_scaler() -> None:

@@ -380,9 +380,13 @@ def loss_terms(root: Any) -> Iterator[LossTerm]:
             yield from _reduction(node, name, below, so_far)
 
 
+def is_ddp_sink(node: Any) -> bool:
+    """True for the node through which DistributedDataParallel passes the outputs of its model."""
+    return node is not None and node.name() == "_DDPSinkBackward"
+
+
 def _without_sink(node: Any, place: int) -> Any:
-    """Return a node, or what DistributedDataParallel passes on through a node of its own."""
-    while node is not None and node.name() == "_DDPSinkBackward":
+    while is_ddp_sink(node):
         node, place = node.next_functions[place]
     return node
 

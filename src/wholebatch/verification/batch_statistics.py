@@ -107,6 +107,14 @@ class BatchStatistics(TorchFunctionMode):
             self._follow(getattr(func, "__name__", ""), args, kwargs or {}, made)
         return made
 
+    def around_gather(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        """Follow a number through a gather over the ranks, which torch functions do not show."""
+        made = original(*args, **kwargs)
+        outputs, given = (*args, *kwargs.values())[:2]
+        with suppress(Exception):
+            self._follow("gather", (given,), {}, outputs)
+        return made
+
     def _follow(self, name: str, args: Any, kwargs: Any, made: Any) -> None:
         given = list(_tensors((*args, *kwargs.values())))
         given = given[:1] if name in _OF_THE_FIRST else given

@@ -37,6 +37,7 @@ from wholebatch.core.forward_state import capture_random, same_random
 from wholebatch.core.splitting.samples import flatten
 from wholebatch.coupled.loss_graph import (
     LossTerm,
+    is_ddp_sink,
     linked_samples,
     loss_terms,
     normalised_over_samples,
@@ -270,6 +271,8 @@ class WindowRecorder:
             (torch.nn.utils, "clip_grad_value_", self._around_clip),
             (torch.autograd, "backward", partial(self._backward, 0)),
             (torch.autograd, "grad", partial(self._backward, 1)),
+            (torch.distributed, "all_gather", self._statistics.around_gather),
+            (torch.distributed, "all_gather_into_tensor", self._statistics.around_gather),
         ):
             self._patch_everywhere(owner, name, around)
         self._patch(torch.amp.GradScaler, "scale", self._scaler_scale)
@@ -432,6 +435,10 @@ class WindowRecorder:
         kwargs, result = rest if len(rest) == 2 else ({}, None)
         if not self._inside:
             self._statistics.leave(lambda: tensors_of(result))
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            made = [t for t in tensors_of(result) if is_ddp_sink(t.grad_fn)]
+            passed_on = {t.grad_fn.next_functions[t.output_nr]: t for t in made if t.grad_fn}
+            self._outputs = [passed_on.get((t.grad_fn, t.output_nr), t) for t in self._outputs]
         if not self._is_ours(module):
             return
         self._depth = max(0, self._depth - 1)
