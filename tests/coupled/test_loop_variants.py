@@ -23,7 +23,8 @@ from torch.utils.checkpoint import checkpoint
 
 import wholebatch as wb
 from tests.support import mlp, pieces, samples, sgd
-from wholebatch.coupled.loop_variants import FollowedTensor, LoopVariants
+from wholebatch.coupled.followed_tensor import FollowedTensor
+from wholebatch.coupled.loop_variants import LoopVariants
 
 Micro = dict[str, Tensor]
 Body = Callable[[nn.Module, Micro], tuple[Any, ...]]

@@ -257,9 +257,9 @@ class WindowRecorder:
             self._eager.enter_context(torch.compiler.set_stance("force_eager"))
         self._statistics = BatchStatistics()
         if self.looks:
-            self._statistics.__enter__()  # type: ignore[no-untyped-call]
+            self._statistics.start()
         self._undo: list[Callable[[], None]] = [
-            self._statistics.remove,
+            partial(self._statistics.stop, clear=True),
             self._eager.close,
             register_optimizer_step_pre_hook(self._before_step).remove,
             register_optimizer_step_post_hook(self._note_weights).remove,
@@ -828,7 +828,7 @@ class WindowRecorder:
     @_never_fails
     def _see(self, optimizer: Any, places: frozenset[int], gradient: Tensor | None = None) -> None:
         seen = self.window
-        self._statistics.remove()
+        self._statistics.stop(clear=True)
         gradient = self._grads() if gradient is None else gradient
         scale = getattr(optimizer, "grad_scale", None)
         if scale is not None:  # a fused optimizer divides by it in its own kernel
