@@ -43,6 +43,7 @@ from tests.proof.loops.mistakes import UNUSUAL_MISTAKES
 from tests.proof.loops.right import RIGHT, sums_over_counted_units
 from tests.proof.loops.unusual import COUPLED, UNUSUAL, batchnorm_model
 from wholebatch.cli.app import run
+from wholebatch.coupled.followed_tensor import FollowedTensor
 from wholebatch.verification import ZOO, LoopVerdict
 
 ROOT = Path(__file__).parents[2]
@@ -309,19 +310,73 @@ def test_two_optimizers_and_one_scaler() -> None:
     assert watch.verdict.same, watch.verdict
 
 
-def test_the_modes_of_a_loop_stay_as_they_are() -> None:
-    """A watch follows the loop by a mode of its own, under those that the loop puts above it."""
+def beside_its_mean(z: Any) -> Any:
+    return (z[:, 0] - z[:, 1].mean().detach()).sigmoid().mean()
+
+
+@pytest.mark.parametrize(
+    ("loss", "found"), [(each_by_itself, "right"), (beside_its_mean, "coupled")]
+)
+def test_a_watch_switches_no_mode_on(loss: Any, found: str) -> None:
+    """It follows the outputs of models, also under the modes of the loop."""
     from torch.overrides import _get_current_function_mode
     from torch.utils._device import DeviceContext
 
-    model = nn.Linear(12, 5)
+    model, seen = nn.Linear(6, 2), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     with quiet(), wb.watch(model, optimizer) as watch:
         with torch.device("cpu"):
-            sums_over_counted_units(model, optimizer, ZOO["mlp"].window(4, True, 0))
+            for x in torch.randn(4, 5, 6):
+                seen += [model(x)]
+                (loss(seen[-1]) / 4).backward()
             assert isinstance(_get_current_function_mode(), DeviceContext)
         assert _get_current_function_mode() is None
-    assert watch.verdict.same, watch.verdict
+        assert {type(one) for one in seen} == {FollowedTensor}
+        optimizer.step()
+        assert {type(one) for one in seen} == {torch.Tensor}
+    assert found_in(watch.verdict) == found, watch.verdict
+
+
+def test_a_watched_loop_that_fails_leaves_plain_tensors() -> None:
+    model = nn.Linear(6, 2)
+    with pytest.raises(ZeroDivisionError), quiet(), wb.watch(model):
+        made = model(torch.randn(4, 6))
+        kept = [made, made.softmax(1), torch.zeros(4, 2)]
+        kept[2][:] = kept[1]
+        assert {type(one) for one in kept} == {FollowedTensor}
+        raise ZeroDivisionError
+    assert {type(one) for one in kept} == {torch.Tensor}
+    assert type(kept[0] * 2) is torch.Tensor
+
+
+@pytest.mark.parametrize("found", ["right", "moved-in-the-window", "refused"])
+def test_a_loop_that_is_followed_by_a_watch_and_by_its_accumulator(found: str) -> None:
+    """The Accumulator follows one micro-batch and refuses; the watch goes on after it."""
+    torch.manual_seed(0)
+    model, centre = nn.Linear(6, 2), torch.zeros(2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    acc = wb.Accumulator(model, optimizer, steps=4)
+    kinds = []
+
+    def train() -> None:
+        for x in acc.over(list(torch.randn(4, 5, 6))):
+            z = model(x)
+            kinds.append((type(x), type(z)))
+            mean = z.detach().mean(0) if found == "refused" else centre.clone()
+            if found == "moved-in-the-window":
+                centre.lerp_(z.detach().mean(0), 0.5)
+            acc.backward((z - mean)[:, 0].square().sum(), units=5)
+
+    with quiet(), wb.watch(model, optimizer) as watch:
+        if found == "refused":
+            with pytest.raises(wb.errors.LossError, match="compares samples with each other"):
+                train()
+        else:
+            train()
+    assert kinds[0] == (FollowedTensor, FollowedTensor)
+    assert all(kind == (torch.Tensor, FollowedTensor) for kind in kinds[1:])
+    assert type(centre) is torch.Tensor
+    assert found == "refused" or found_in(watch.verdict) == found, watch.verdict
 
 
 def test_a_batch_that_is_more_than_its_samples() -> None:

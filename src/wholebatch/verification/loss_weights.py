@@ -250,7 +250,8 @@ class _Column:
             first * term.seed * math.prod(term.times) / math.prod(term.over)
             for first, term in zip(base, self.terms, strict=True)
         ]
-        weights = self._without(weights)
+        if self.dropped is not None:  # the division that made a mean of the sum
+            weights = [weight * over for weight, over in zip(weights, self.dropped, strict=True)]
         for times in self.times:  # 0.5 * loss, where 1 / steps is 0.5 too
             total = sum(weights) / own / self.loss_scale
             # A third or less of the whole loss is the steps, as a divisor would be.
@@ -380,12 +381,6 @@ class _Column:
     @property
     def _is_of_labels(self) -> bool:
         return self.terms[0].is_loss and self.terms[0].node.startswith(("NllLoss", "SumBackward"))
-
-    def _without(self, weights: list[float]) -> list[float]:
-        """Return the weights without the division that made a mean of the sum."""
-        if self.dropped is None:
-            return weights
-        return [weight * over for weight, over in zip(weights, self.dropped, strict=True)]
 
     def _is_total(self, value: float, total: float) -> bool:
         everywhere = [all_ for own, all_ in self.everywhere if own == total]

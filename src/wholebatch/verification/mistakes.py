@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wholebatch.core.splitting.samples import flatten
+from wholebatch.core.splitting.samples import tensors_of
 from wholebatch.distributed.process_group import largest_over_ranks, sum_over_ranks, world_size
 from wholebatch.verification.run_comparison import distance
 
@@ -46,12 +46,12 @@ MISTAKES = {key: Mistake(*texts) for key, texts in texts_in("mistakes.md").items
 
 @dataclass(frozen=True)
 class MistakeFit:
-    """The distance of the observed gradients from those of one hypothesis."""
+    """The distance of the observed gradients from those of one hypothesis; 0 if it was seen."""
 
     key: str
     variant: str
-    distance: float
-    fits: bool
+    distance: float = 0.0
+    fits: bool = True
 
     @property
     def name(self) -> str:
@@ -224,8 +224,7 @@ def _other_units(
     parts: WindowParts, inputs: Sequence[Any]
 ) -> Iterator[tuple[str, Sequence[float]]]:
     """Yield weights by samples or by tokens with their padding, instead of the units."""
-    leaves = [[leaf.value for leaf in flatten(one)[0]] for one in inputs]
-    tensors = [[v for v in one if isinstance(v, Tensor) and v.dim() > 0] for one in leaves]
+    tensors = [[v for v in tensors_of(one) if v.dim() > 0] for one in inputs]
     tokens = [[v for v in one if v.dim() > 1 and not v.is_floating_point()] for one in tensors]
     counts: dict[str, list[float]] = {}
     if all(tensors):

@@ -98,11 +98,6 @@ class Objective:
         ]
         return torch.stack(parts).sum() if len(parts) > 1 else parts[0]
 
-    def weighted_total(self) -> Tensor:
-        """Return the sum of weight × total over the terms, not divided."""
-        parts = [total * weight for total, weight in zip(self.totals, self.weights, strict=True)]
-        return sum(parts, start=parts[0].new_zeros(()))
-
 
 def objective(
     model: nn.Module, loss: Callable[[Any, Any], Any], batch: Any, numbers: Numbers
@@ -182,11 +177,9 @@ class DividedBatch:
     def in_float64(self) -> DividedBatch:
         """Return the batch with its floating-point tensors in float64."""
         leaves, structure = flatten(self.whole)
-        values = [leaf.value for leaf in leaves]
-        wide = [
-            value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
-            for value in values
-        ]
+        floats = [isinstance(x.value, Tensor) and x.value.is_floating_point() for x in leaves]
+        pairs = zip(leaves, floats, strict=True)
+        wide = [leaf.value.double() if is_float else leaf.value for leaf, is_float in pairs]
         return replace(self, whole=structure.build(wide))
 
 
@@ -295,7 +288,8 @@ class ModelRuns:
         if self.batchnorm in _CHANGES_THE_MODEL:
             choose_batchnorm(self.batchnorm, self.model)
         with StepObserver(self.parameters) as observer:
-            loss = self._backward(batch, order)
+            with self.numbers.window(self.inner):
+                loss = self._backward(batch, order)
             clip(self.optimizer, self.clip_norm, self.clip_value)
             self.optimizer.step()
             return observer.run(self.start, loss)
@@ -317,10 +311,6 @@ class ModelRuns:
 
     def _backward(self, batch: Any, order: Sequence[int] | None) -> float:
         """Leave the gradient of the undivided (global) batch's mean in the parameters."""
-        with self.numbers.window(self.inner):
-            return self._run_backward(batch, order)
-
-    def _run_backward(self, batch: Any, order: Sequence[int] | None) -> float:
         model = self.model if self.is_sharded else self.inner
         scale = self.numbers.loss_scale
         everyone = self._global_batch(batch)
@@ -362,18 +352,14 @@ class ModelRuns:
         return joined(gathered)
 
     def gradient_of(
-        self, batch: Any, order: Sequence[int] | None = None, *, from_start: bool = True
+        self, batch: Any, order: Sequence[int] | None = None
     ) -> tuple[list[Tensor | None], tuple[float, ...]]:
-        """Return the gradient of a batch's weighted sums (not divided), and their units.
-
-        With `from_start=False` it is taken at the weights of the moment.
-        """
-        if from_start:
-            self.begin()
+        """Return the gradient of a batch's weighted sums (not divided), and their units."""
+        self.begin()
         scale = self.numbers.loss_scale
         with self.numbers.window(self.inner):
             found = self._objective(self.inner, batch, order)
-            total = found.weighted_total() * scale
+            total = found.mean([1.0] * len(found.units)) * scale
             gradients = torch.autograd.grad(total, self.parameters, allow_unused=True)
         return [
             None if g is None else g.to_dense().cpu().div_(scale) for g in gradients

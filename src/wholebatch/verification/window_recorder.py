@@ -34,7 +34,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from wholebatch.core import window
 from wholebatch.core.forward_state import capture_random, same_random
-from wholebatch.core.splitting.samples import flatten
+from wholebatch.core.splitting.samples import tensors_of
 from wholebatch.coupled.loss_graph import (
     LossTerm,
     is_ddp_sink,
@@ -928,8 +928,9 @@ class WindowRecorder:
         for micro in window.micros:
             micro.before, micro.after = micro.before * mask, micro.after * mask
             micro.brought = micro.brought * mask
-        pairs = [(clip, clip.before * mask, clip.after * mask) for clip in window.clips]
-        window.clips = [replace(clip, before=b, after=a) for clip, b, a in pairs]
+        window.clips = [
+            replace(one, before=one.before * mask, after=one.after * mask) for one in window.clips
+        ]
 
     @property
     def waits_for_others(self) -> bool:
@@ -995,14 +996,6 @@ def _keeps(slopes: dict[int, Tensor], place: int) -> Callable[[Tensor | None], N
             slopes[place] = slope.detach()
 
     return keep
-
-
-def tensors_of(value: Any) -> list[Tensor]:
-    """Return the tensors of arguments or of a result, in their order."""
-    try:
-        return [leaf.value for leaf in flatten(value)[0] if isinstance(leaf.value, Tensor)]
-    except Exception:  # an object that cannot be taken apart
-        return []
 
 
 def _is_a_look() -> bool:
