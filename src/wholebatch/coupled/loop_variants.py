@@ -121,6 +121,8 @@ class LoopVariants(Follower):
             return lambda _: None
         name, given = getattr(func, "__name__", ""), tensors_in(args, kwargs)
         keys = {key for one in given for key in self._variants(one)}
+        if "c10d" in str(getattr(func, "__module__", "")):  # Other ranks make it once.
+            return lambda _: self._gather(name, args, kwargs)
         if not keys:
             return lambda _: None
         writes = name.startswith("__i") or name == "__setitem__" or name[-1:] == "_" != name[-2:-1]
@@ -163,6 +165,18 @@ class LoopVariants(Follower):
                 restore_random(random_after)
 
         return after
+
+    def _gather(self, name: str, args: Any, kwargs: Any) -> None:
+        """Note what was gathered over the ranks, with the variants in the part of this rank."""
+        if not name.startswith("all_gather") or kwargs.get("async_op"):
+            return
+        (outputs, given), rank = args, torch.distributed.get_rank(kwargs.get("group"))
+        own = outputs[rank] if isinstance(outputs, list) else outputs
+        start = 0 if isinstance(outputs, list) else rank * given.numel()
+        variants = {key: own.detach().clone() for key in self._variants(given)}
+        for key, whole in variants.items():
+            whole.view(-1)[start : start + given.numel()] = self._variants(given)[key].flatten()
+        self.note(own, variants)
 
     def _variants(self, tensor: Any) -> dict[_Key, Tensor]:
         found: dict[_Key, Tensor] = self.notes.get(tensor, {}) if isinstance(tensor, Tensor) else {}
