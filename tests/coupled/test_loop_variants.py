@@ -23,7 +23,8 @@ from torch.utils.checkpoint import checkpoint
 
 import wholebatch as wb
 from tests.support import mlp, pieces, samples, sgd
-from wholebatch.coupled.loop_variants import FollowedTensor, LoopVariants
+from wholebatch.coupled.followed_tensor import FollowedTensor
+from wholebatch.coupled.loop_variants import LoopVariants
 
 Micro = dict[str, Tensor]
 Body = Callable[[nn.Module, Micro], tuple[Any, ...]]
@@ -702,6 +703,59 @@ def test_buffers_that_a_call_writes_into_move_once() -> None:
             acc.backward(losses(model(micro["x"]), micro).sum(), units=len(micro["x"]))
         means.append(other.running_mean)
     assert torch.equal(means[0], means[1])
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    store = torch._C._distributed_c10d.HashStore()
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=store)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def gathered_in_a_list(one: Tensor) -> Tensor:
+    every = [torch.empty_like(one)]
+    torch.distributed.all_gather(every, one)
+    return every[0]
+
+
+def gathered_in_a_tensor(one: Tensor) -> Tensor:
+    every = torch.empty_like(one)
+    torch.distributed.all_gather_into_tensor(every, one)
+    return every
+
+
+def added_over_the_ranks(one: Tensor) -> Tensor:
+    torch.distributed.all_reduce(one)
+    return one
+
+
+@pytest.mark.filterwarnings("ignore:.*all_gather_into_tensor:FutureWarning")
+@pytest.mark.parametrize("couples", [True, False])
+@pytest.mark.parametrize(
+    "collective", [gathered_in_a_list, gathered_in_a_tensor, added_over_the_ranks]
+)
+def test_collectives_are_followed_and_made_once(
+    collective: Callable[[Tensor], Tensor], couples: bool, one_rank: None
+) -> None:
+    """Ranks with other sizes would wait for each other, if each made its calls again."""
+    model = mlp()
+    acc = wb.Accumulator(model, sgd(model), steps=2)
+    made = []
+    with torch.profiler.profile() as profile:
+        for micro in acc.over(pieces(batch_of(9), [5, 4])):
+            z = model(micro["x"])
+            mean = collective(z.detach().mean(0))
+            made.append(type(mean))
+            loss = losses(z - mean if couples else z, micro).sum()
+            if couples:
+                with pytest.raises(wb.errors.LossError, match="compares samples with each other"):
+                    acc.backward(loss, units=len(z))
+                break
+            acc.backward(loss, units=len(z))
+    calls = [one.count for one in profile.key_averages() if one.key.startswith("gloo:")]
+    assert calls == [len(made)]
+    assert made[0] is FollowedTensor
 
 
 # ------------------------------------------------------------------------------ nothing is left

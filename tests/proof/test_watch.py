@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ from tests.proof.loops.mistakes import UNUSUAL_MISTAKES
 from tests.proof.loops.right import RIGHT, sums_over_counted_units
 from tests.proof.loops.unusual import COUPLED, UNUSUAL, batchnorm_model
 from wholebatch.cli.app import run
+from wholebatch.coupled.followed_tensor import FollowedTensor
 from wholebatch.verification import ZOO, LoopVerdict
 
 ROOT = Path(__file__).parents[2]
@@ -223,12 +225,21 @@ class ComparesInside(nn.Module):
         return {"loss": F.cross_entropy(logits, labels), "unused": right * 2}
 
 
-@pytest.mark.parametrize("found", ["right", "coupled"])
-def test_a_loss_inside_ddp(found: str) -> None:
-    """DDP passes losses on through a node of its own, and gives unused outputs no gradient."""
+@contextmanager
+def one_rank() -> Iterator[None]:
+    """A process group of this process alone."""
     store = torch._C._distributed_c10d.HashStore()
     torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=store)
     try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("found", ["right", "coupled"])
+def test_a_loss_inside_ddp(found: str) -> None:
+    """DDP passes losses on through a node of its own, and gives unused outputs no gradient."""
+    with one_rank():
         torch.manual_seed(0)
         model = ComparesInside(found == "coupled")
         wrapped = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
@@ -237,9 +248,55 @@ def test_a_loss_inside_ddp(found: str) -> None:
             for x in torch.randn(4, 5, 6):
                 (wrapped(x)["loss"] / 4).backward()
             optimizer.step()
-    finally:
-        torch.distributed.destroy_process_group()
     assert found_in(watch.verdict) == found, str(watch.verdict)
+
+
+def each_by_itself(z: Any) -> Any:
+    return z.square().mean()
+
+
+def sorted_beside_others(z: Any) -> Any:
+    """The loss `aot` of DPO."""
+    return F.softplus(z[:, 0].sort()[0] - z[:, 1].detach().sort()[0]).mean()
+
+
+def beside_a_gathered_mean(z: Any) -> Any:
+    """The baseline of KTO, over all ranks."""
+    mean = z[:, 1].mean().detach()[None]
+    both = [torch.empty_like(mean)]
+    torch.distributed.all_gather(both, mean)
+    return (z[:, 0] - torch.cat(both).mean()).sigmoid().mean()
+
+
+def beside_a_mean_gathered_into_a_tensor(z: Any) -> Any:
+    mean, both = z[:, 1].mean().detach()[None], torch.empty(1)
+    torch.distributed.all_gather_into_tensor(output_tensor=both, input_tensor=mean)
+    return (z[:, 0] - both.mean()).sigmoid().mean()
+
+
+@pytest.mark.parametrize("wrapped", [{}, {"find_unused_parameters": True}, {"static_graph": True}])
+@pytest.mark.parametrize(
+    ("loss", "found"),
+    [
+        (each_by_itself, "right"),
+        (sorted_beside_others, "coupled"),
+        (beside_a_gathered_mean, "coupled"),
+        (beside_a_mean_gathered_into_a_tensor, "coupled"),
+    ],
+)
+def test_a_loss_beside_ddp(loss: Any, found: str, wrapped: dict[str, bool]) -> None:
+    """The loop is right for any number of ranks, or couples the samples of its micro-batches."""
+    with one_rank():
+        torch.manual_seed(0)
+        model = nn.Linear(6, 2)
+        ddp = nn.parallel.DistributedDataParallel(model, **wrapped)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        with quiet(), wb.watch(model, optimizer) as watch:
+            for x in torch.randn(4, 5, 6):
+                (loss(ddp(x)) / 4).backward()
+            optimizer.step()
+    assert found_in(watch.verdict) == found, str(watch.verdict)
+    assert torch.distributed.all_gather.__module__ == "torch.distributed.distributed_c10d"
 
 
 def test_two_optimizers_and_one_scaler() -> None:
@@ -260,19 +317,73 @@ def test_two_optimizers_and_one_scaler() -> None:
     assert watch.verdict.same, watch.verdict
 
 
-def test_the_modes_of_a_loop_stay_as_they_are() -> None:
-    """A watch follows the loop by a mode of its own, under those that the loop puts above it."""
+def beside_its_mean(z: Any) -> Any:
+    return (z[:, 0] - z[:, 1].mean().detach()).sigmoid().mean()
+
+
+@pytest.mark.parametrize(
+    ("loss", "found"), [(each_by_itself, "right"), (beside_its_mean, "coupled")]
+)
+def test_a_watch_switches_no_mode_on(loss: Any, found: str) -> None:
+    """It follows the outputs of models, also under the modes of the loop."""
     from torch.overrides import _get_current_function_mode
     from torch.utils._device import DeviceContext
 
-    model = nn.Linear(12, 5)
+    model, seen = nn.Linear(6, 2), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     with quiet(), wb.watch(model, optimizer) as watch:
         with torch.device("cpu"):
-            sums_over_counted_units(model, optimizer, ZOO["mlp"].window(4, True, 0))
+            for x in torch.randn(4, 5, 6):
+                seen += [model(x)]
+                (loss(seen[-1]) / 4).backward()
             assert isinstance(_get_current_function_mode(), DeviceContext)
         assert _get_current_function_mode() is None
-    assert watch.verdict.same, watch.verdict
+        assert {type(one) for one in seen} == {FollowedTensor}
+        optimizer.step()
+        assert {type(one) for one in seen} == {torch.Tensor}
+    assert found_in(watch.verdict) == found, watch.verdict
+
+
+def test_a_watched_loop_that_fails_leaves_plain_tensors() -> None:
+    model = nn.Linear(6, 2)
+    with pytest.raises(ZeroDivisionError), quiet(), wb.watch(model):
+        made = model(torch.randn(4, 6))
+        kept = [made, made.softmax(1), torch.zeros(4, 2)]
+        kept[2][:] = kept[1]
+        assert {type(one) for one in kept} == {FollowedTensor}
+        raise ZeroDivisionError
+    assert {type(one) for one in kept} == {torch.Tensor}
+    assert type(kept[0] * 2) is torch.Tensor
+
+
+@pytest.mark.parametrize("found", ["right", "moved-in-the-window", "refused"])
+def test_a_loop_that_is_followed_by_a_watch_and_by_its_accumulator(found: str) -> None:
+    """The Accumulator follows one micro-batch and refuses; the watch goes on after it."""
+    torch.manual_seed(0)
+    model, centre = nn.Linear(6, 2), torch.zeros(2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    acc = wb.Accumulator(model, optimizer, steps=4)
+    kinds = []
+
+    def train() -> None:
+        for x in acc.over(list(torch.randn(4, 5, 6))):
+            z = model(x)
+            kinds.append((type(x), type(z)))
+            mean = z.detach().mean(0) if found == "refused" else centre.clone()
+            if found == "moved-in-the-window":
+                centre.lerp_(z.detach().mean(0), 0.5)
+            acc.backward((z - mean)[:, 0].square().sum(), units=5)
+
+    with quiet(), wb.watch(model, optimizer) as watch:
+        if found == "refused":
+            with pytest.raises(wb.errors.LossError, match="compares samples with each other"):
+                train()
+        else:
+            train()
+    assert kinds[0] == (FollowedTensor, FollowedTensor)
+    assert all(kind == (torch.Tensor, FollowedTensor) for kind in kinds[1:])
+    assert type(centre) is torch.Tensor
+    assert found == "refused" or found_in(watch.verdict) == found, watch.verdict
 
 
 def test_a_batch_that_is_more_than_its_samples() -> None:

@@ -5,31 +5,26 @@ teacher's BatchNorm. So every call of torch on the micro-batch, or on outputs of
 again with sample k in the place of sample j. If each sample counts by itself,
 
     the inputs of the models, and d loss / d outputs, stay the same in every row but j
-
-No mode is switched on. The tensors themselves get a class that follows the calls with them, and so
-do the results, until the backward. Whatever else runs is not seen. A loop that is left early leaves
-a few such tensors behind, which get their own class back at their next use once the loop is gone.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, ClassVar
-from weakref import ref
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from wholebatch.compile.captured_state import version_of
 from wholebatch.core.forward_state import capture_random, restore_random, same_random
+from wholebatch.coupled.followed_tensor import Follower, followers, tensors_in
 from wholebatch.coupled.normalisation_layers import known_norms
 
 _log = logging.getLogger("wholebatch")
@@ -51,38 +46,11 @@ class Dependence:
     norm: str | None  # a BatchNorm in training mode that the loop runs
 
 
-class FollowedTensor(Tensor):
-    """A tensor with variants; so are the results of calls with it."""
-
-    loop: ClassVar[Callable[[], LoopVariants | None]] = staticmethod(lambda: None)
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if torch.compiler.is_compiling():
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        if func == Tensor.__iter__:
-            return iter(args[0].unbind())
-        loop = cls.loop()
-        followed = [one for one in _tensors(args, kwargs) if type(one) is cls]
-        _set_class(followed, Tensor)
-        try:
-            with torch._C.DisableTorchFunctionSubclass():
-                follows = loop is not None and loop.follows()
-                return loop.call(func, args, kwargs) if loop and follows else func(*args, **kwargs)
-        finally:
-            if loop is not None and loop.on:
-                _set_class(followed, cls)
-
-
-class LoopVariants:
+class LoopVariants(Follower):
     """Follows the tensors of one micro-batch, but not between `enter` and `leave`."""
 
     def __init__(self) -> None:
-        self.on = False
-        self._thread = 0
-        self._followed: list[ref[Tensor]] = []
+        super().__init__()
         self.stop(clear=True)
 
     # ------------------------------------------------------------------ following
@@ -92,24 +60,20 @@ class LoopVariants:
 
         One loop is followed at a time: this ends the one before.
         """
-        if (before := FollowedTensor.loop()) is not None:
-            before.stop(clear=True)
-        self.stop(clear=True)
-        FollowedTensor.loop = staticmethod(ref(self))
-        self.on, self._thread = True, threading.get_ident()
+        for other in (self, *followers()):
+            if isinstance(other, LoopVariants):
+                other.stop(clear=True)
+        super().start()
         size = max((one.numel() for one in batch), default=0)
         for one in batch if size <= _MOST_ELEMENTS else ():
-            keys = _keys("data", len(batch[0]), size) if len(one) == len(batch[0]) else ()
-            self._follow(one, {key: _replaced(one, key) for key in keys})
+            if len(one) == len(batch[0]):
+                keys = _keys("data", len(one), size)
+                self.note(one, {key: _replaced(one, key) for key in keys})
 
     def stop(self, *, clear: bool = False) -> None:
-        """Follow no more, and give all tensors their class back; `clear` what was found."""
-        self.on = False
-        _set_class(self._alive(), Tensor)
+        """Follow no more; `clear` what was found."""
+        super().stop(clear=clear)
         if clear:
-            for one in self._alive():
-                vars(one).pop("variants", None)
-            self._followed = []
             self._calls = 0
             self._moved: dict[_Key, set[int]] = {}  # rows of inputs of the models
             self._reordered: set[_Key] = set()
@@ -122,9 +86,9 @@ class LoopVariants:
         """Leave out what a model does with these tensors, until `leave`."""
         if not self.on:
             return
-        _set_class(self._alive(), Tensor)
+        self.pause(True)
         for one in given:
-            for key, value in _variants(one).items():
+            for key, value in self._variants(one).items():
                 rows = _moved_rows(one, value, len(given[0])) if key != _SAME else set()
                 self._moved.setdefault(key, set()).update(rows)
                 if len(rows) > 1 and _is_reordered(one, value):
@@ -134,8 +98,8 @@ class LoopVariants:
         """Go on: a model has given these tensors back, for so many samples."""
         if not self.on:
             return
-        _set_class(self._alive(), FollowedTensor)
-        earlier = {key for one in self._alive() for key in _variants(one)}
+        self.pause(False)
+        earlier = {key for variants in self.notes.values() for key in variants}
         for one in outputs:
             self._outputs += 1
             if not one.is_floating_point() or one.numel() > _MOST_ELEMENTS:
@@ -146,75 +110,88 @@ class LoopVariants:
                 leaf = _replaced(one, key) if key in keys else one.detach().clone()
                 self._leaves.setdefault(key, {})[self._outputs] = leaf.requires_grad_()
                 variants[key] = leaf.view_as(leaf)  # A loop may write into it.
-            self._follow(one, variants)
+            self.note(one, variants)
 
-    def follows(self) -> bool:
-        """True if calls are followed here and now."""
+    def see(self, func: Any, args: Any, kwargs: Any) -> Callable[[Any], None]:
+        """Look at a call before it is made; return what makes it again with the variants."""
         self._calls += 1
         captures = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
         if self._calls > _MOST_CALLS or captures or _get_current_dispatch_mode_stack():
             self.stop(clear=True)  # The loop may have been left long ago.
-        return self.on and threading.get_ident() == self._thread
-
-    def _alive(self) -> list[Tensor]:
-        return [one for held in self._followed if (one := held()) is not None]
-
-    def _follow(self, tensor: Tensor, variants: dict[_Key, Tensor]) -> None:
-        if type(tensor) is Tensor:
-            vars(tensor)["variants"] = variants
-            self._followed.append(ref(tensor))
-            _set_class([tensor], FollowedTensor)
-
-    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Make a call, and make it again with the variants of its tensors."""
-        name = getattr(func, "__name__", "")
-        if name == "__get__" and not isinstance(func(*args), Tensor):  # a shape, for one
-            return func(*args)
-        given = _tensors(args, kwargs)
-        keys = {key for one in given for key in _variants(one)}
+            return lambda _: None
+        name, given = getattr(func, "__name__", ""), tensors_in(args, kwargs)
+        keys = {key for one in given for key in self._variants(one)}
+        if "c10d" in str(getattr(func, "__module__", "")):  # Other ranks make it once.
+            return lambda _: self._gather(name, args, kwargs)
+        if not keys:
+            return lambda _: None
         writes = name.startswith("__i") or name == "__setitem__" or name[-1:] == "_" != name[-2:-1]
-        targets = _tensors(args[:1]) if writes else []
-        for one in targets:
-            missing = {key: one.detach().clone() for key in keys - _variants(one).keys()}
-            vars(one)["variants"] = missing | _variants(one)
-        versions, random = [version_of(one) for one in given], capture_random(every=False)
-        result = func(*args, **kwargs)
-        made = _tensors(result)
-        written = {
-            id(one) for one, was in zip(given, versions, strict=True) if version_of(one) != was
-        }
-        if not (made or written) or name == "grad" or func == Tensor.grad.__get__:  # type: ignore[union-attr]
-            return result  # The gradients of a model need the model.
-        if func is F.batch_norm and (*args, *[kwargs.get("training", False)] * 6)[5]:
-            self._norm = f"BatchNorm{max(1, given[0].dim() - 2)}d"
-            buffers = {id(norm.running_mean) for norm in known_norms}
-            self._foreign = self._foreign or any(id(one) in buffers for one in given[1:])
-        if "norm" in name:  # Running statistics are written, and their version stays.
-            written |= {id(one) for one in given if not _variants(one)}
-        found: list[dict[_Key, Tensor]] = [{} for _ in made]
-        after = capture_random(every=False)
-        drawn = not same_random(random, after)
-        try:
-            with torch._C.DisableTorchFunction(), plain_autograd():
-                for key in keys:
-                    if drawn:
-                        restore_random(random)
-                    again = func(
-                        *_with_variants(args, key, written), **_with_variants(kwargs, key, written)
-                    )
-                    for variants, one in zip(found, _tensors(again), strict=True):
-                        variants[key] = one
-        except Exception as error:  # of a call that cannot be made so
-            _log.debug("a call of the loop could not be made with other samples: %r", error)
-            self.stop(clear=True)
-        if drawn:
-            restore_random(after)
-        if self.on:
-            for one, variants in zip(made, found, strict=True):
-                self._follow(one, variants)
-            for one in targets:
-                self._follow(one, _variants(one))
-        return result
+        for one in tensors_in(args[:1]) if writes else ():
+            missing = {key: one.detach().clone() for key in keys - self._variants(one).keys()}
+            self.note(one, missing | self._variants(one))
+        versions = [version_of(one) for one in given]
+        random: Any = None if name == "__get__" else capture_random(every=False)
+
+        def after(result: Any) -> None:
+            pairs = zip(given, versions, strict=True)
+            written = {id(one) for one, was in pairs if version_of(one) != was}
+            made = tensors_in(result)
+            if not (made or written) or name == "grad" or func == Tensor.grad.__get__:  # type: ignore[union-attr]
+                return  # The gradients of a model need the model.
+            if func is F.batch_norm and (*args, *[kwargs.get("training", False)] * 6)[5]:
+                self._norm = f"BatchNorm{max(1, given[0].dim() - 2)}d"
+                buffers = {id(norm.running_mean) for norm in known_norms}
+                self._foreign = self._foreign or any(id(one) in buffers for one in given[1:])
+            if "norm" in name:  # Running statistics are written, and their version stays.
+                written |= {id(one) for one in given if not self._variants(one)}
+            found: list[dict[_Key, Tensor]] = [{} for _ in made]
+            random_after = random and capture_random(every=False)
+            drawn = not same_random(random, random_after)
+            try:
+                with torch._C.DisableTorchFunction(), plain_autograd():
+                    for key in keys:
+                        if drawn:
+                            restore_random(random)
+                        others = self._with_variants((args, kwargs), key, written)
+                        again = tensors_in(func(*others[0], **others[1]))
+                        for variants, one in zip(found, again, strict=True):
+                            variants[key] = one
+                for one, variants in zip(made, found, strict=True):
+                    self.note(one, variants)
+            except Exception as error:  # of a call that cannot be made so
+                _log.debug("a call of the loop could not be made with other samples: %r", error)
+                self.stop(clear=True)
+            if drawn:
+                restore_random(random_after)
+
+        return after
+
+    def _gather(self, name: str, args: Any, kwargs: Any) -> None:
+        """Note what was gathered over the ranks, with the variants in the part of this rank."""
+        if not name.startswith("all_gather") or kwargs.get("async_op"):
+            return
+        (outputs, given), rank = args, torch.distributed.get_rank(kwargs.get("group"))
+        own = outputs[rank] if isinstance(outputs, list) else outputs
+        start = 0 if isinstance(outputs, list) else rank * given.numel()
+        variants = {key: own.detach().clone() for key in self._variants(given)}
+        for key, whole in variants.items():
+            whole.view(-1)[start : start + given.numel()] = self._variants(given)[key].flatten()
+        self.note(own, variants)
+
+    def _variants(self, tensor: Any) -> dict[_Key, Tensor]:
+        found: dict[_Key, Tensor] = self.notes.get(tensor, {}) if isinstance(tensor, Tensor) else {}
+        return found
+
+    def _with_variants(self, tree: Any, key: _Key, written: set[int]) -> Any:
+        """Return arguments with this variant of their tensors; never what a call writes into."""
+
+        def other(one: Tensor) -> Tensor:
+            found = self._variants(one).get(key)
+            if found is None:
+                return one.detach().clone() if id(one) in written else one
+            return found
+
+        return tree_map_only(Tensor, other, tree)
 
     # ------------------------------------------------------------------ what has moved
 
@@ -225,11 +202,11 @@ class LoopVariants:
 
         There are `rows` samples. False: it cannot be told from this micro-batch.
         """
-        number, counts = float(units), _variants(units)
+        number, counts = float(units), self._variants(units)
         try:
             slopes = {
                 key: self._slopes(key, one * counts.get(key, units) if is_mean else one)
-                for key, one in _variants(loss).items()
+                for key, one in self._variants(loss).items()
             }
         except Exception as error:  # of a graph that was used already, for one
             _log.debug("the loss has no gradients with other samples: %r", error)
@@ -272,32 +249,6 @@ def _replaced(tensor: Tensor, key: _Key) -> Tensor:
     other = tensor.detach().clone()
     other[key[1]] = tensor.detach()[key[2]]
     return other
-
-
-def _variants(tensor: Any) -> dict[_Key, Tensor]:
-    found: dict[_Key, Tensor] = getattr(tensor, "__dict__", {}).get("variants", {})
-    return found
-
-
-def _with_variants(tree: Any, key: _Key, written: set[int]) -> Any:
-    """Return arguments of a call with this variant of their tensors; never what it writes into."""
-
-    def other(one: Tensor) -> Tensor:
-        found = _variants(one).get(key)
-        if found is None:
-            return one.detach().clone() if id(one) in written else one
-        return found
-
-    return tree_map_only(Tensor, other, tree)
-
-
-def _tensors(*trees: Any) -> list[Tensor]:
-    return [one for one in tree_leaves(trees) if isinstance(one, Tensor)]
-
-
-def _set_class(tensors: Iterable[Tensor], kind: type[Tensor]) -> None:
-    for one in tensors:
-        one.__class__ = kind
 
 
 @contextmanager

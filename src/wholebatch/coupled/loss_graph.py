@@ -210,7 +210,7 @@ def check_parts(
 def _is_of_all(term: LossTerm) -> bool:
     """True for a plain mean over all elements, which may be those of a parameter."""
     if term.kind == "sum":
-        return _close(math.prod(term.over), math.prod(term.sizes))
+        return close(math.prod(term.over), math.prod(term.sizes))
     return term.kind == "first" or (term.node in _MEAN and term.counted is None)
 
 
@@ -222,9 +222,9 @@ def _is_within_units(term: LossTerm, units: float, rows: int | None) -> bool:
         is_one = term.sizes[:1] == (1,) or rows in (1, None)
         return is_one and (elements > 1 or (term.kind == "mean" and not per_row))
     over = math.prod(term.over) if term.kind == "sum" else term.count
-    if term.counted is not None or not _close(over, elements):
+    if term.counted is not None or not close(over, elements):
         return False
-    return any(_close(units, size) for size in (term.sizes[:1] if per_row else term.sizes))
+    return any(close(units, size) for size in (term.sizes[:1] if per_row else term.sizes))
 
 
 def _has_factor(root: Any) -> bool:
@@ -283,7 +283,7 @@ def divisors(scalar: Tensor, units: Units) -> set[int]:
             if not math.isfinite(value):
                 continue
             whole = round(value)
-            if whole > 2 and _close(value, whole) and not any(_close(value, c) for c in counts):
+            if whole > 2 and close(value, whole) and not any(close(value, c) for c in counts):
                 found.add(whole)
     return found
 
@@ -295,7 +295,7 @@ def _is_mean(term: LossTerm, units: float) -> bool:
     if term.count <= 1:
         return False
     if term.kind in ("first", "joined"):  # 2 may be the number of terms as well
-        return units > 2 and _close(term.count, units) and not _is_undone(term, (units,))
+        return units > 2 and close(term.count, units) and not _is_undone(term, (units,))
     if units == 1 and len(term.sizes) > 1 and term.sizes[0] == 1:
         return False  # one sample, and the mean over its features
     if _is_undone(term, (term.count, units)):
@@ -322,10 +322,10 @@ def _is_divided_by_its_count(term: LossTerm, units: float) -> bool:
     if units <= 1 or len(term.over) != 1 or term.over[0] <= 1 or _is_undone(term, term.over):
         return False
     count = term.over[0]
-    if _close(count, term.count):
+    if close(count, term.count):
         return True
     # Of [units, units] losses, a division may be by the features; by 2, it may be of two terms.
-    return _close(count, units) and not _close(units, 2) and term.count != units * units
+    return close(count, units) and not close(units, 2) and term.count != units * units
 
 
 def _is_undone(term: LossTerm, counts: tuple[float, ...]) -> bool:
@@ -334,10 +334,11 @@ def _is_undone(term: LossTerm, counts: tuple[float, ...]) -> bool:
     subsets = chain.from_iterable(combinations(times, k) for k in range(1, len(times) + 1))
     found = [math.prod(subset) for subset in subsets]
     found.append(math.prod(times) / math.prod(term.over))
-    return any(_close(value, count) for value in found for count in counts if count > 1)
+    return any(close(value, count) for value in found for count in counts if count > 1)
 
 
-def _close(a: float, b: float) -> bool:
+def close(a: float, b: float) -> bool:
+    """True if two factors are the same, up to one step of bfloat16."""
     return math.isclose(a, b, rel_tol=_CLOSE)
 
 
@@ -381,9 +382,13 @@ def loss_terms(root: Any) -> Iterator[LossTerm]:
             yield from _reduction(node, name, below, so_far)
 
 
+def is_ddp_sink(node: Any) -> bool:
+    """True for the node through which DistributedDataParallel passes the outputs of its model."""
+    return node is not None and node.name() == "_DDPSinkBackward"
+
+
 def _without_sink(node: Any, place: int) -> Any:
-    """Return a node, or what DistributedDataParallel passes on through a node of its own."""
-    while node is not None and node.name() == "_DDPSinkBackward":
+    while is_ddp_sink(node):
         node, place = node.next_functions[place]
     return node
 

@@ -28,7 +28,7 @@ from wholebatch.compile.captured_state import (
 )
 from wholebatch.core.forward_state import ForwardState
 from wholebatch.core.loss import Loss, Terms, Units, check_units
-from wholebatch.core.splitting.samples import flatten, layout_of, readable_layout
+from wholebatch.core.splitting.samples import flatten, layout_of, readable_layout, tensors_of
 from wholebatch.core.window import graph_nodes
 from wholebatch.coupled import loss_graph
 from wholebatch.coupled.adds_up import LookResult, check_adds_up
@@ -37,6 +37,7 @@ from wholebatch.coupled.batchnorm.policies import Policy, Statistics
 from wholebatch.coupled.batchnorm.whole_batch_norm import recomputing
 from wholebatch.coupled.causes import AuditFinding, outside_norm
 from wholebatch.coupled.contrastive.losses import refuse_in_parts
+from wholebatch.coupled.followed_tensor import FollowedTensor
 from wholebatch.coupled.loop_variants import Dependence, LoopVariants, plain_autograd
 from wholebatch.coupled.normalisation_layers import (
     batchnorms,
@@ -45,7 +46,7 @@ from wholebatch.coupled.normalisation_layers import (
     running_buffers,
 )
 from wholebatch.coupled.sample_runs import local_collectives
-from wholebatch.errors import LossError, SplitError
+from wholebatch.errors import LossError
 
 _log = logging.getLogger("wholebatch")
 
@@ -467,7 +468,7 @@ class _Call:
         self._held = list(given)  # so that no other tensor is made in their place
         self.given = [
             (
-                tensor.data_ptr() if type(tensor) is Tensor else id(tensor),
+                tensor.data_ptr() if type(tensor) in (Tensor, FollowedTensor) else id(tensor),
                 tensor.shape,
                 version_of(tensor),
             )
@@ -587,8 +588,4 @@ def _swapped(tree: Any, dim: int) -> Any:
 
 def _tensors_of(tree: Any) -> list[Tensor]:
     """Return the tensors in a structure that have a dimension; none if it cannot be read."""
-    try:
-        leaves = [leaf.value for leaf in flatten(tree)[0]]
-    except SplitError:
-        return []
-    return [value for value in leaves if isinstance(value, Tensor) and value.dim()]
+    return [tensor for tensor in tensors_of(tree) if tensor.dim()]

@@ -13,14 +13,15 @@ the largest number of a batch is often subtracted without any effect: neither is
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode
-from torch.utils.weak import WeakTensorKeyDictionary
+
+from wholebatch.coupled.followed_tensor import Follower, tensors_in
 
 _STATISTICS = {"mean", "nanmean", "sum", "nansum", "std", "var", "std_mean", "var_mean", "norm"}
 _STATISTICS |= {"median", "nanmedian", "quantile", "nanquantile", "logsumexp", "vector_norm"}
@@ -52,73 +53,64 @@ class _Origin:
     statistic: Statistic | None = None
 
 
-class BatchStatistics(TorchFunctionMode):
+class BatchStatistics(Follower):
     """Follows the outputs of models through the loop's own code, until the first step."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._origins: Any = WeakTensorKeyDictionary()
-        self._calls = self._depth = 0
-        self._is_held = False  # a model runs, and this mode is off the stack
-        self.backwards = 0
+        self._calls = self._depth = self.backwards = 0
 
     def of(self, losses: Iterable[Tensor]) -> Statistic | None:
         """Return the statistic without a gradient that one of these losses has in it."""
-        found = [self._origins.get(loss) for loss in losses]
+        found = [self.notes.get(loss) for loss in losses]
         return next((one.statistic for one in found if one and one.level == _CONSTANT), None)
 
     def enter(self, module: nn.Module) -> None:
         """Look away while a model runs; a module without parameters is a part of the loss."""
         if self._depth or next(module.parameters(), None) is not None:
             self._depth += 1
-            if self._depth == 1 and _get_current_function_mode() is self:
-                _pop_mode()
-                self._is_held = True
+            if self._depth == 1:
+                self.pause(True)
 
     def leave(self, outputs: Callable[[], Iterable[Tensor]]) -> None:
         """Go on after a model has run, with its outputs."""
         if not self._depth:
             return
         self._depth -= 1
-        if not self._depth and self._is_held:
-            _push_mode(self)
-            self._is_held = False
+        if not self._depth and self.on:
+            self.pause(False)
             self._calls += 1
             for one in outputs():
                 if one.is_floating_point() and one.dim() and len(one) > 1:
                     calls = {self._calls: self.backwards}
-                    self._origins[one] = _Origin(_SAMPLES, calls, len(one))
+                    self.note(one, _Origin(_SAMPLES, calls, len(one)))
 
     def add_gradients(self, parameters: Any, gradients: Any) -> None:
         """Follow the gradients of parameters that the loop has asked for: VQGAN's weight is one."""
         statistic = Statistic(frozenset(), 0, sys.maxsize, self.backwards)
-        for parameter, one in zip(_tensors((parameters,)), gradients, strict=False):
+        for parameter, one in zip(tensors_in(parameters), gradients, strict=False):
             if isinstance(parameter, nn.Parameter) and one is not None and not one.requires_grad:
-                self._origins[one] = _Origin(_CONSTANT, {}, 0, statistic)
+                self.note(one, _Origin(_CONSTANT, {}, 0, statistic))
 
-    def remove(self) -> None:
-        """Take this mode off the stack, whatever modes the loop has put above it."""
-        above = []
-        while (top := _get_current_function_mode()) is not None:
-            _pop_mode()
-            if top is self:
-                break
-            above.append(top)
-        for mode in reversed(above):
-            _push_mode(mode)
-        self._origins.clear()
-        self._is_held = False
+    def see(self, func: Any, args: Any, kwargs: Any) -> Callable[[Any], None]:
+        """Return what follows the results of a call."""
+        return partial(self._follow, getattr(func, "__name__", ""), args, kwargs)
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        with suppress(Exception):  # a tensor that cannot be asked is not followed
-            self._follow(getattr(func, "__name__", ""), args, kwargs or {}, made)
+    def around_gather(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        """Follow a number through a gather over the ranks, which torch functions do not show."""
+        made = original(*args, **kwargs)
+        outputs, given = (*args, *kwargs.values())[:2]
+        self._follow("gather", (given,), {}, outputs)
         return made
 
     def _follow(self, name: str, args: Any, kwargs: Any, made: Any) -> None:
-        given = list(_tensors((*args, *kwargs.values())))
+        with suppress(Exception):  # a tensor that cannot be asked is not followed
+            self._note_results(name, args, kwargs, made)
+
+    def _note_results(self, name: str, args: Any, kwargs: Any, made: Any) -> None:
+        given = tensors_in(args, kwargs)
         given = given[:1] if name in _OF_THE_FIRST else given
-        origins = [one for tensor in given if (one := self._origins.get(tensor)) is not None]
+        origins = [one for tensor in given if (one := self.notes.get(tensor)) is not None]
         if not origins or name.endswith("_like") or name.startswith("new_"):
             return
         calls = {call: seen for one in origins for call, seen in one.calls.items()}
@@ -126,7 +118,7 @@ class BatchStatistics(TorchFunctionMode):
         old = [one.statistic for one in origins if one.statistic is not None]
         last = max(old, key=lambda one: one.born, default=None)
         reduces = name in _STATISTICS or name.endswith(("_loss", "cross_entropy"))
-        for result in _tensors((args[0],) if name == "__setitem__" else (made,)):
+        for result in tensors_in(args[0] if name == "__setitem__" else made):
             own = level
             if reduces and _over_rows(given[0], result) and not _counts(name, given[0]):
                 own = max(own, _STATISTIC)
@@ -134,7 +126,7 @@ class BatchStatistics(TorchFunctionMode):
                     last = Statistic(frozenset(calls), rows, max(calls.values()), self.backwards)
             if own >= _STATISTIC and not result.requires_grad:
                 own = _CONSTANT
-            self._origins[result] = _Origin(own, calls, rows, last)
+            self.note(result, _Origin(own, calls, rows, last))
 
 
 def _counts(name: str, given: Tensor) -> bool:
@@ -146,11 +138,3 @@ def _counts(name: str, given: Tensor) -> bool:
 def _over_rows(given: Tensor, result: Tensor) -> bool:
     """True if a reduction was over the first dimension, of several samples."""
     return given.dim() > 0 and len(given) > 1 and result.shape[:1] != given.shape[:1]
-
-
-def _tensors(values: Any) -> Iterator[Tensor]:
-    for one in values:
-        if isinstance(one, Tensor):
-            yield one
-        elif isinstance(one, tuple | list):
-            yield from _tensors(one)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from wholebatch.core.forward_state import ForwardState
+from wholebatch.core.splitting.samples import tensors_of
 from wholebatch.coupled.loss_graph import loss_terms
 from wholebatch.verification.loss_weights import TermWeights, Unreadable, read_weights
 from wholebatch.verification.mistakes import apart
@@ -26,7 +27,6 @@ from wholebatch.verification.window_recorder import (
     RecordedWindow,
     WindowRecorder,
     first_numbers,
-    tensors_of,
 )
 
 

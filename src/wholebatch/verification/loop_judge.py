@@ -366,7 +366,7 @@ class LoopJudge:
         is_scaled = self._is_loss_scale(scale)
         if off <= self.tolerance and kept and not largest_over_ranks(not is_scaled):
             variant = f"the loss is multiplied by {scale:g}, and nothing divides by it again"
-            self.fits = [MistakeFit("loss-scale", variant, 0.0, True), _right(abs(scale - 1))]
+            self.fits = [MistakeFit("loss-scale", variant), _right(abs(scale - 1))]
             return self._trial("loss-scale", self.fits)
         if off <= self.tolerance and kept:
             return self._trial(self._beside(RIGHT), self.fits)
@@ -450,10 +450,10 @@ class LoopJudge:
             left = sums - first * float(sums @ first / (first @ first))
             if _parallel(ours, left, 1e-4) and self.window.leaked:
                 variant = "the backwards of another optimizer's window, which nobody has cleared"
-                return MistakeFit("other-loss", variant, 0.0, True)
+                return MistakeFit("other-loss", variant)
             if _parallel(ours, left, 1e-4):
                 variant = "there are gradients already before the first backward of the window"
-                return MistakeFit("never-cleared", variant, 0.0, True)
+                return MistakeFit("never-cleared", variant)
         cleared = [
             place
             for place in range(1, count)
@@ -464,7 +464,7 @@ class LoopJudge:
             if _parallel(gradient, rest, 1e-4):
                 key = "only-the-last" if len(cleared) == count - 1 else "cleared-in-the-window"
                 places = ", ".join(str(place) for place in cleared)
-                return MistakeFit(key, f"cleared after micro-batch {places}", 0.0, True)
+                return MistakeFit(key, f"cleared after micro-batch {places}")
         for place, name in enumerate(self.window.names if not cleared else ()):
             pairs = [
                 (m.before.split(self.window.sizes)[place], m.after.split(self.window.sizes)[place])
@@ -473,11 +473,11 @@ class LoopJudge:
             part = [i for i in range(1, count) if pairs[i - 1][1].any() and not pairs[i][0].any()]
             if part:
                 variant = f"{name}, after micro-batch {', '.join(map(str, part))}"
-                return MistakeFit("cleared-in-the-window", variant, 0.0, True)
+                return MistakeFit("cleared-in-the-window", variant)
         owners = [call for micro in micros for call in micro.calls]
         if len(owners) > len(set(owners)):
             variant = "its loss is in the backwards of others too: a sum that is not begun anew"
-            return MistakeFit("counted-twice", variant, 0.0, True)
+            return MistakeFit("counted-twice", variant)
         again = [
             (one, two)
             for one in range(count)
@@ -486,7 +486,7 @@ class LoopJudge:
         ]
         if again and not self._clipped_early():
             one, two = again[0]
-            return MistakeFit("counted-twice", f"number {two + 1} and {one + 1}", 0.0, True)
+            return MistakeFit("counted-twice", f"number {two + 1} and {one + 1}")
         return self._clipped_early()
 
     def _clipped_early(self) -> MistakeFit | None:
@@ -502,7 +502,7 @@ class LoopJudge:
         variant = f"after micro-batch {', '.join(map(str, sorted(early)))} of {count}"
         if not any(clip.cuts for clip in clips if clip.micro_batches < count):
             variant += ", which has not cut anything in this window"
-        return MistakeFit(key, variant, 0.0, True)
+        return MistakeFit(key, variant)
 
     def _scaled(self, gradient: Tensor) -> MistakeFit | None:
         """Return the mistake of a right gradient that is scaled at the clip or at the step."""
@@ -512,21 +512,19 @@ class LoopJudge:
             by_hand = [w / share for w, share in pairs if share]
             scales = by_hand if all(map(self._is_loss_scale, by_hand)) else scales
         if len(set(scales)) > 1:
-            variant = f"from {scales[0]:g} to {scales[-1]:g} in the window"
-            return MistakeFit("loss-scale", variant, 0.0, True)
+            return MistakeFit("loss-scale", f"from {scales[0]:g} to {scales[-1]:g} in the window")
         last = [(clip.after, self._at_step()) for clip in self._last_clips()[-1:]]
         rows = [zip(*(one.split(self.window.sizes) for one in pair), strict=True) for pair in last]
         factors = [float(a.norm() / b.norm()) for row in rows for a, b in row if b.any()]
         if scales[0] != 1 and any(math.isclose(f, scales[0], rel_tol=_WEIGHTS) for f in factors):
             variant = f"clipped while {scales[0]:.4g} times as large"
-            return MistakeFit("clipped-while-scaled", variant, 0.0, True)
+            return MistakeFit("clipped-while-scaled", variant)
         if gradient is not self._at_step():
             factor = float(self._last_clips()[-1].after.norm() / self._at_step().norm())
             if abs(factor - 1) > _WEIGHTS:
-                variant = f"clipped while {factor:.4g} times as large"
-                return MistakeFit("clipped-too-early", variant, 0.0, True)
+                return MistakeFit("clipped-too-early", f"clipped while {factor:.4g} times as large")
         if scales[0] != 1 and apart(gradient, right * scales[0]) <= self.tolerance:
-            return MistakeFit("loss-scale", f"{scales[0]:g} times too large", 0.0, True)
+            return MistakeFit("loss-scale", f"{scales[0]:g} times too large")
         return None
 
     def _other_constant(self, gradient: Tensor, units: float) -> MistakeFit | None:
@@ -536,7 +534,7 @@ class LoopJudge:
         if factor <= 0 or apart(gradient, right * factor) > self.tolerance:
             return None
         if self._is_loss_scale(factor):
-            return MistakeFit("loss-scale", f"{factor:g} times too large", 0.0, True)
+            return MistakeFit("loss-scale", f"{factor:g} times too large")
         weights = [w for term in self.read[:1] for w in self._sums(term)[0]]
         scales = [micro.loss_scale for micro in self.micros[: len(weights)]]
         of_losses = sum(w / s for w, s in zip(weights, scales, strict=True))
@@ -568,7 +566,7 @@ class LoopJudge:
             more = [u for u in each if math.isclose(units - divisor, u, rel_tol=_WEIGHTS)]
             again = 1 < len(more) < len(each)  # one of them came twice, or the window is longer
             key = "counted-twice" if again else "nominal-count" if more else "not-divided"
-        return MistakeFit(key, variant, 0.0, True)
+        return MistakeFit(key, variant)
 
     def _owned_twice(self, gradient: Tensor) -> MistakeFit | None:
         """Return the mistake of gradients that are a whole number of times too large."""
@@ -591,9 +589,9 @@ class LoopJudge:
             return None
         most = max(factors)
         if set(factors) == {world_size()}:
-            return MistakeFit("ranks-added", f"{most} ranks, and nobody divides by them", 0.0, True)
+            return MistakeFit("ranks-added", f"{most} ranks, and nobody divides by them")
         where = factors[most][:3] if len(factors) > 1 else ["all parameters"]
-        return MistakeFit("two-owners", f"{', '.join(where)}: {most} times", 0.0, True)
+        return MistakeFit("two-owners", f"{', '.join(where)}: {most} times")
 
     def _added_in_16_bits(self, gradient: Tensor) -> MistakeFit | None:
         if not self.window.half:
@@ -612,7 +610,7 @@ class LoopJudge:
             whole = micro.before + micro.brought
             cuts += _is_cut(whole, left) or _is_cut(micro.brought, left - micro.before)
         variant = f"by hand, after {cuts} of {len(self.micros)} backwards"
-        return MistakeFit("clipped-per-micro-batch", variant, 0.0, True) if cuts > 1 else None
+        return MistakeFit("clipped-per-micro-batch", variant) if cuts > 1 else None
 
     def _added_by_hand(self) -> MistakeFit | None:
         """Return the mistake of a loop that adds the same to the gradient after every backward."""
@@ -621,7 +619,7 @@ class LoopJudge:
         if len(added) < 2 or not all(_parallel(one, added[0], _WEIGHTS) for one in added):
             return None
         variant = f"weight decay, or the like, after each of {len(self.micros)} backwards"
-        return MistakeFit("not-divided", variant, 0.0, True)
+        return MistakeFit("not-divided", variant)
 
     # --------------------------------------------------------------- beside the gradient
 
@@ -653,11 +651,11 @@ class LoopJudge:
         elif largest_over_ranks(self._adds_penalty()):
             key, variant = "not-divided", f"a penalty on the weights, with each of {len(later) + 1}"
         elif largest_over_ranks(self._clipped_early() is not None):
-            clipped = self._clipped_early() or MistakeFit("clipped-too-early", "", 0.0, True)
+            clipped = self._clipped_early() or MistakeFit("clipped-too-early", "")
             key, variant = clipped.key, clipped.variant
         if key is None:
             return found
-        self.fits = [MistakeFit(key, variant, 0.0, True), *self.fits]
+        self.fits = [MistakeFit(key, variant), *self.fits]
         return key
 
     def _statistic(self) -> tuple[str, str] | None:
@@ -702,8 +700,8 @@ class LoopJudge:
             variant = (
                 f"{', '.join(single[:3])}: with each of {len(self.micros)} losses of the window"
             )
-            return MistakeFit("two-owners", variant, 0.0, True)  # open_clip's logit_scale
-        return MistakeFit("coupled", self._coupling(), 0.0, True)
+            return MistakeFit("two-owners", variant)  # open_clip's logit_scale
+        return MistakeFit("coupled", self._coupling())
 
     def _linked(self) -> bool:
         return any(micro.linked for micro in self.micros)
@@ -735,7 +733,7 @@ class LoopJudge:
 
     def told(self, key: str, variant: str) -> LoopTrial:
         """Return the verdict of a mistake that was seen, and needs no gradient to be compared."""
-        fit = MistakeFit(key, variant, 0.0, True)
+        fit = MistakeFit(key, variant)
         return self._trial(key, [fit, _right(1.0 if key == "no-update" else math.inf)])
 
     def not_judged(self, reason: str) -> LoopTrial:

@@ -14,11 +14,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, product
 
-from wholebatch.coupled.loss_graph import LossTerm
+from wholebatch.coupled.loss_graph import LossTerm, close
 
 _MOST_DIVISORS = 4
-_CLOSE = 4e-3  # one step of bfloat16: a factor may have been rounded to it
-
 
 OverRanks = Callable[[list[float]], list[float]]
 
@@ -185,7 +183,7 @@ def _is_mean_of_samples(rows: Sequence[Sequence[LossTerm]]) -> bool:
         return False
     if _same([term.count for row in rows for term in row]):
         return False  # equal: it does not matter
-    is_divided = any(_close(divisor, n) for divisor in over for n in (size, size * steps))
+    is_divided = any(close(divisor, n) for divisor in over for n in (size, size * steps))
     return is_divided and (len(over) > 1 or size != steps)
 
 
@@ -199,7 +197,7 @@ def _together(read: list[TermWeights]) -> list[TermWeights]:
     `lam * loss(out, a) + (1 - lam) * loss(out, b)`
     """
     units = read[0].units
-    steady = [all(_close(w, term.weights[0]) for w in term.weights) for term in read]
+    steady = [all(close(w, term.weights[0]) for w in term.weights) for term in read]
     steady += [
         _match(term.weights, [w * sum(term.weights) for w in term.shares()]) for term in read
     ]
@@ -250,14 +248,15 @@ class _Column:
             first * term.seed * math.prod(term.times) / math.prod(term.over)
             for first, term in zip(base, self.terms, strict=True)
         ]
-        weights = self._without(weights)
+        if self.dropped is not None:  # the division that made a mean of the sum
+            weights = [weight * over for weight, over in zip(weights, self.dropped, strict=True)]
         for times in self.times:  # 0.5 * loss, where 1 / steps is 0.5 too
             total = sum(weights) / own / self.loss_scale
             # A third or less of the whole loss is the steps, as a divisor would be.
-            often = [sum(_close(f, times[0]) for f in column[0].times) for column in self.columns]
-            more = sum(_close(f, times[0]) for f in self.terms[0].times) > min(often)
+            often = [sum(close(f, times[0]) for f in column[0].times) for column in self.columns]
+            more = sum(close(f, times[0]) for f in self.terms[0].times) > min(often)
             is_own = times[0] < 1 and (times[0] > 1 / 3 or more)
-            if _same(times) and is_own and _close(total, times[0]) and len(units) > 1:
+            if _same(times) and is_own and close(total, times[0]) and len(units) > 1:
                 own *= times[0]
                 break
         made = tuple(w / own for w in weights)
@@ -266,7 +265,7 @@ class _Column:
     def _is_of_all_terms(self, times: Sequence[float]) -> bool:
         """True for a constant factor of the whole loss; a distillation's T² is one of its term."""
         others = [column[0].times for column in self.columns]
-        has_it = all(any(_close(times[0], one) for one in other) for other in others)
+        has_it = all(any(close(times[0], one) for one in other) for other in others)
         return _same(times) and has_it and not self.terms[0].node.startswith("KlDiv")
 
     def _of_the_loss(self) -> tuple[float, int]:
@@ -274,7 +273,7 @@ class _Column:
         count = len(self.terms)
         own, nominal = 1.0, count
         for times in self.times:
-            is_units = _same(self.units) and _close(times[0], self.units[0])
+            is_units = _same(self.units) and close(times[0], self.units[0])
             is_own = times[0] > 1 and not self._is_of_all_terms(times)
             is_own |= not is_units and not self._is_of_the_window(times[0])
             if _same(times) and is_own:
@@ -288,13 +287,11 @@ class _Column:
             sizes = (columns, len(alike)) if self.terms[0].kind == "mean" else (columns,)
             for size in sizes:  # the mean of several losses
                 numbers = (size, size * count)
-                one = next((c for c in constant for n in numbers if _close(c, n)), 0.0)
+                one = next((c for c in constant for n in numbers if close(c, n)), 0.0)
                 rest = list(constant)
                 if one:
                     rest.remove(one)
-                is_steps = (
-                    _close(one, count) and rest and not any(map(self._is_of_the_window, rest))
-                )
+                is_steps = close(one, count) and rest and not any(map(self._is_of_the_window, rest))
                 if one and size > 1 and not is_steps:
                     constant = rest
                     own /= size
@@ -303,7 +300,7 @@ class _Column:
             divisor = math.prod(constant)
             return (own * sum(self.units) / divisor if self._counts_more(divisor) else own), nominal
         for over in constant:
-            is_units = _same(self.units) and _close(over, self.units[0])
+            is_units = _same(self.units) and close(over, self.units[0])
             if count > 1 and (is_units or self._is_of_the_window(over)):
                 continue
             if over >= 3 and _is_whole(over):
@@ -381,16 +378,10 @@ class _Column:
     def _is_of_labels(self) -> bool:
         return self.terms[0].is_loss and self.terms[0].node.startswith(("NllLoss", "SumBackward"))
 
-    def _without(self, weights: list[float]) -> list[float]:
-        """Return the weights without the division that made a mean of the sum."""
-        if self.dropped is None:
-            return weights
-        return [weight * over for weight, over in zip(weights, self.dropped, strict=True)]
-
     def _is_total(self, value: float, total: float) -> bool:
         everywhere = [all_ for own, all_ in self.everywhere if own == total]
         totals = (total, *everywhere, *(all_ / self.ranks for all_ in everywhere))
-        return any(_close(value, one) for one in totals)
+        return any(close(value, one) for one in totals)
 
     def _counts_more(self, divisor: float) -> bool:
         """True if a sum is divided by labels before a shift, or by the samples' longest length.
@@ -398,9 +389,9 @@ class _Column:
         Or, if its units are not labels, by what is counted in its targets: a detector's positives.
         """
         totals = [sum(valid) for _, valid in self.labels] + [sum(self.units) + self.samples]
-        if not self._is_of_labels and not _close(divisor, len(self.terms)):
+        if not self._is_of_labels and not close(divisor, len(self.terms)):
             totals += [one for one in self.counts if 1 < one < sum(self.units)]
-        if any(_close(divisor, total) for total in totals):
+        if any(close(divisor, total) for total in totals):
             return not self._is_total(divisor, sum(self.units))
         rows = [t.sizes for t in self.terms if len(t.sizes) == 2 and not t.is_loss]
         masked = any(term.count < math.prod(term.sizes) for term in self.terms)
@@ -414,7 +405,7 @@ class _Column:
         numbers = {count, self.ranks, count * self.ranks, count * count, self.loss_scale} - {0, 1}
         if self._is_total(value, sum(self.units)) or self._is_total(1 / value, sum(self.units)):
             return True
-        return any(_close(value, n) or _close(value, 1 / n) for n in numbers)
+        return any(close(value, n) or close(value, 1 / n) for n in numbers)
 
 
 def _by_place(factors: Sequence[tuple[float, ...]]) -> list[tuple[float, ...]]:
@@ -422,7 +413,7 @@ def _by_place(factors: Sequence[tuple[float, ...]]) -> list[tuple[float, ...]]:
     rest = [list(one) for one in factors]
     found = []
     for value in factors[0]:
-        places = [next((v for v in one if _close(v, value)), None) for one in rest]
+        places = [next((v for v in one if close(v, value)), None) for one in rest]
         if all(place is not None for place in places):
             found.append((value,) * len(rest))
             for one, place in zip(rest, places, strict=True):
@@ -433,16 +424,12 @@ def _by_place(factors: Sequence[tuple[float, ...]]) -> list[tuple[float, ...]]:
 
 
 def _same(values: Sequence[float]) -> bool:
-    return all(_close(value, values[0]) for value in values)
+    return all(close(value, values[0]) for value in values)
 
 
 def _match(values: Sequence[float], others: Sequence[float]) -> bool:
-    return all(_close(a, b) for a, b in zip(values, others, strict=True))
+    return all(close(a, b) for a, b in zip(values, others, strict=True))
 
 
 def _is_whole(value: float) -> bool:
-    return _close(value, round(value))
-
-
-def _close(a: float, b: float) -> bool:
-    return math.isclose(a, b, rel_tol=_CLOSE)
+    return close(value, round(value))

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from wholebatch.core.splitting.samples import flatten
+from wholebatch.core.splitting.samples import tensors_of
 from wholebatch.distributed.process_group import largest_over_ranks, sum_over_ranks, world_size
 from wholebatch.verification.run_comparison import distance
 
@@ -46,12 +47,12 @@ MISTAKES = {key: Mistake(*texts) for key, texts in texts_in("mistakes.md").items
 
 @dataclass(frozen=True)
 class MistakeFit:
-    """The distance of the observed gradients from those of one hypothesis."""
+    """The distance of the observed gradients from those of one hypothesis; 0 if it was seen."""
 
     key: str
     variant: str
-    distance: float
-    fits: bool
+    distance: float = 0.0
+    fits: bool = True
 
     @property
     def name(self) -> str:
@@ -84,10 +85,8 @@ class WindowParts:
 
     def weighted(self, weights: Sequence[float]) -> Tensor:
         """Return the weighted sum of the micro-batches' mean gradients."""
-        result = torch.zeros_like(self.right)
-        for mean, weight in zip(self.means, weights, strict=True):
-            result += mean * weight
-        return result
+        pairs = zip(self.means, weights, strict=True)
+        return sum((mean * weight for mean, weight in pairs), torch.zeros_like(self.right))
 
 
 def nearest(
@@ -126,12 +125,10 @@ def hypotheses(parts: WindowParts, inputs: Sequence[Any] = ()) -> Iterator[Hypot
     `inputs` are the micro-batches, or what the model was given of each.
     """
     yield Hypothesis(RIGHT, "the undivided batch", parts.right)
-    for key, variant, weights in _wrong_weights(parts.units, parts.nominal):
+    wrong = _wrong_weights(parts.units, parts.nominal)
+    for key, variant, weights in chain(wrong, _other_units(parts, inputs) if inputs else ()):
         averaged = sum_over_ranks(parts.weighted(weights)) / world_size()
         yield Hypothesis(key, variant, averaged)
-    for variant, weights in _other_units(parts, inputs) if inputs else ():
-        averaged = sum_over_ranks(parts.weighted(weights)) / world_size()
-        yield Hypothesis("other-units", variant, averaged)
     if world_size() > 1:
         yield from _wrong_over_ranks(parts)
 
@@ -164,22 +161,16 @@ def _wrong_weights(units: Sequence[float], nominal: int) -> _Weights:
     """Yield mistakes in how one rank weighs its micro-batches."""
     count, total = len(units), sum(units)
     ones, shares = [1.0] * count, [unit / total for unit in units]
-    yield (
-        "mean-of-means",
-        "mean losses divided by the number of micro-batches",
-        _times(ones, 1 / count),
-    )
+    even = _times(ones, 1 / count)
+    yield "mean-of-means", "mean losses divided by the number of micro-batches", even
     if nominal != count:
         yield "nominal-count", f"mean losses divided by {nominal}", _times(ones, 1 / nominal)
         factor = count / nominal
         yield "nominal-count", f"the mean, times {count}/{nominal}", _times(shares, factor)
     yield "not-divided", "mean losses added", ones
     yield "not-divided", "sums added", units
-    twice = {
-        count**2: f"{count}²",
-        nominal**2: f"{nominal}²",
-        count * nominal: f"{count}·{nominal}",
-    }
+    twice = {count**2: f"{count}²", nominal**2: f"{nominal}²"}
+    twice[count * nominal] = f"{count}·{nominal}"
     for divisor, named in twice.items():
         yield "divided-twice", f"mean losses divided by {named}", _times(ones, 1 / divisor)
     for divisor in dict.fromkeys((count, nominal)):
@@ -189,7 +180,7 @@ def _wrong_weights(units: Sequence[float], nominal: int) -> _Weights:
         yield "other-units", "mean losses divided by their own units once more", own
     each = [count ** -float(count - place) for place in range(count)]
     yield "divided-twice", f"by {count} after every backward, with what is there", each
-    for variant, weights in (("sums", shares), ("means", _times(ones, 1 / count))):
+    for variant, weights in (("sums", shares), ("means", even)):
         again = [weight * (count - place) for place, weight in enumerate(weights)]
         yield "counted-twice", f"the {variant} so far, once more with every backward", again
     yield from _wrong_with_one(units, nominal, "last", count - 1)
@@ -223,12 +214,9 @@ def _times(weights: Sequence[float], factor: float) -> list[float]:
     return [weight * factor for weight in weights]
 
 
-def _other_units(
-    parts: WindowParts, inputs: Sequence[Any]
-) -> Iterator[tuple[str, Sequence[float]]]:
+def _other_units(parts: WindowParts, inputs: Sequence[Any]) -> _Weights:
     """Yield weights by samples or by tokens with their padding, instead of the units."""
-    leaves = [[leaf.value for leaf in flatten(one)[0]] for one in inputs]
-    tensors = [[v for v in one if isinstance(v, Tensor) and v.dim() > 0] for one in leaves]
+    tensors = [[v for v in tensors_of(one) if v.dim() > 0] for one in inputs]
     tokens = [[v for v in one if v.dim() > 1 and not v.is_floating_point()] for one in tensors]
     counts: dict[str, list[float]] = {}
     if all(tensors):
@@ -244,5 +232,6 @@ def _other_units(
         local = sum(counted)
         everywhere = float(sum_over_ranks(torch.tensor([local], dtype=torch.float64)))
         for variant, weights in wrong.items():
-            yield variant, _times(weights, 1 / local)
-            yield f"{variant} of all ranks", _times(weights, world_size() / everywhere)
+            yield "other-units", variant, _times(weights, 1 / local)
+            every = _times(weights, world_size() / everywhere)
+            yield "other-units", f"{variant} of all ranks", every

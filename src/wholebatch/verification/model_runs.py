@@ -177,11 +177,9 @@ class DividedBatch:
     def in_float64(self) -> DividedBatch:
         """Return the batch with its floating-point tensors in float64."""
         leaves, structure = flatten(self.whole)
-        values = [leaf.value for leaf in leaves]
-        wide = [
-            value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
-            for value in values
-        ]
+        floats = [isinstance(x.value, Tensor) and x.value.is_floating_point() for x in leaves]
+        pairs = zip(leaves, floats, strict=True)
+        wide = [leaf.value.double() if is_float else leaf.value for leaf, is_float in pairs]
         return replace(self, whole=structure.build(wide))
 
 
@@ -290,7 +288,8 @@ class ModelRuns:
         if self.batchnorm in _CHANGES_THE_MODEL:
             choose_batchnorm(self.batchnorm, self.model)
         with StepObserver(self.parameters) as observer:
-            loss = self._backward(batch, order)
+            with self.numbers.window(self.inner):
+                loss = self._backward(batch, order)
             clip(self.optimizer, self.clip_norm, self.clip_value)
             self.optimizer.step()
             return observer.run(self.start, loss)
@@ -312,10 +311,6 @@ class ModelRuns:
 
     def _backward(self, batch: Any, order: Sequence[int] | None) -> float:
         """Leave the gradient of the undivided (global) batch's mean in the parameters."""
-        with self.numbers.window(self.inner):
-            return self._run_backward(batch, order)
-
-    def _run_backward(self, batch: Any, order: Sequence[int] | None) -> float:
         model = self.model if self.is_sharded else self.inner
         scale = self.numbers.loss_scale
         everyone = self._global_batch(batch)

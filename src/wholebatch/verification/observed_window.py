@@ -36,17 +36,14 @@ class StartingState:
         self._kept = {id(tensor): kept for tensor, kept in self._tensors}
         self._parameters = [(p, p.grad, p.requires_grad) for p in model.parameters()]
         self._modules = [(module, _shallow(vars(module))) for module in model.modules()]
-        self._groups: list[dict[str, Any]] = []
-        self._state: dict[Tensor, dict[str, Any]] = {}
-        if optimizer is not None:
-            self._groups = [
-                {name: copy.copy(value) for name, value in group.items() if name != "params"}
-                for group in optimizer.param_groups
-            ]
-            self._state = {
-                parameter: {name: _copied(value) for name, value in state.items()}
-                for parameter, state in optimizer.state.items()
-            }
+        self._groups = [
+            {name: copy.copy(value) for name, value in group.items() if name != "params"}
+            for group in ([] if optimizer is None else optimizer.param_groups)
+        ]
+        self._state: dict[Tensor, dict[str, Any]] = {
+            parameter: {name: _copied(value) for name, value in state.items()}
+            for parameter, state in ({} if optimizer is None else optimizer.state).items()
+        }
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -101,10 +98,8 @@ class StartingState:
     def before(self, tensor: Tensor) -> Tensor:
         """Return the values of a parameter or buffer at the start; of a shard, the whole of it."""
         kept = self._kept[id(tensor)]
-        if hasattr(kept, "full_tensor"):
-            whole: Tensor = kept.full_tensor()
-            return whole
-        return kept
+        whole: Tensor = kept.full_tensor() if hasattr(kept, "full_tensor") else kept
+        return whole
 
 
 def _kept(tensor: Tensor) -> Tensor:

@@ -181,7 +181,7 @@ class _CaseTrials:
             return []
         if len(seen) < 2 or not seen[-1].micros[0].before.any():
             return []
-        stale = MistakeFit("never-cleared", "two windows in a row", 0.0, True)
+        stale = MistakeFit("never-cleared", "two windows in a row")
         fits = (stale, replace(first.right, distance=1.0, fits=False))
         return [replace(first, name="2 windows in a row", found=stale.key, fits=fits)]
 
@@ -234,7 +234,7 @@ class _CaseTrials:
             floor += 1e-6 / (TIMES_THE_FLOOR * float(parts.right.norm()))
         trial = judge.trial_of(parts, floor, micros, coupled=coupled)
         if trial.found == RIGHT and made and (off := largest_over_ranks(seen.beside)):
-            moved = MistakeFit("moved-beside-the-step", "the step and something else", 0.0, True)
+            moved = MistakeFit("moved-beside-the-step", "the step and something else")
             right = MistakeFit(RIGHT, "the optimizer's step", off, False)
             trial = replace(trial, found=moved.key, fits=(moved, right), observed_by="updates")
         return trial

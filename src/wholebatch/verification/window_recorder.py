@@ -34,9 +34,10 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from wholebatch.core import window
 from wholebatch.core.forward_state import capture_random, same_random
-from wholebatch.core.splitting.samples import flatten
+from wholebatch.core.splitting.samples import tensors_of
 from wholebatch.coupled.loss_graph import (
     LossTerm,
+    is_ddp_sink,
     linked_samples,
     loss_terms,
     normalised_over_samples,
@@ -250,9 +251,9 @@ class WindowRecorder:
             self._eager.enter_context(torch.compiler.set_stance("force_eager"))
         self._statistics = BatchStatistics()
         if self.looks:
-            self._statistics.__enter__()  # type: ignore[no-untyped-call]
+            self._statistics.start()
         self._undo: list[Callable[[], None]] = [
-            self._statistics.remove,
+            partial(self._statistics.stop, clear=True),
             self._eager.close,
             register_optimizer_step_pre_hook(self._before_step).remove,
             register_optimizer_step_post_hook(self._note_weights).remove,
@@ -264,6 +265,8 @@ class WindowRecorder:
             (torch.nn.utils, "clip_grad_value_", self._around_clip),
             (torch.autograd, "backward", partial(self._backward, 0)),
             (torch.autograd, "grad", partial(self._backward, 1)),
+            (torch.distributed, "all_gather", self._statistics.around_gather),
+            (torch.distributed, "all_gather_into_tensor", self._statistics.around_gather),
         ):
             self._patch_everywhere(owner, name, around)
         self._patch(torch.amp.GradScaler, "scale", self._scaler_scale)
@@ -426,6 +429,10 @@ class WindowRecorder:
         kwargs, result = rest if len(rest) == 2 else ({}, None)
         if not self._inside:
             self._statistics.leave(lambda: tensors_of(result))
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            made = [t for t in tensors_of(result) if is_ddp_sink(t.grad_fn)]
+            passed_on = {t.grad_fn.next_functions[t.output_nr]: t for t in made if t.grad_fn}
+            self._outputs = [passed_on.get((t.grad_fn, t.output_nr), t) for t in self._outputs]
         if not self._is_ours(module):
             return
         self._depth = max(0, self._depth - 1)
@@ -844,7 +851,7 @@ class WindowRecorder:
     @_never_fails
     def _see(self, optimizer: Any, places: frozenset[int], gradient: Tensor | None = None) -> None:
         seen = self.window
-        self._statistics.remove()
+        self._statistics.stop(clear=True)
         gradient = self._grads() if gradient is None else gradient
         scale = getattr(optimizer, "grad_scale", None)
         if scale is not None:  # a fused optimizer divides by it in its own kernel
@@ -944,8 +951,9 @@ class WindowRecorder:
         for micro in window.micros:
             micro.before, micro.after = micro.before * mask, micro.after * mask
             micro.brought = micro.brought * mask
-        pairs = [(clip, clip.before * mask, clip.after * mask) for clip in window.clips]
-        window.clips = [replace(clip, before=b, after=a) for clip, b, a in pairs]
+        window.clips = [
+            replace(one, before=one.before * mask, after=one.after * mask) for one in window.clips
+        ]
 
     @property
     def waits_for_others(self) -> bool:
@@ -1022,14 +1030,6 @@ def _keeps(slopes: dict[int, Tensor], place: int) -> Callable[[Tensor | None], N
             slopes[place] = slope.detach()
 
     return keep
-
-
-def tensors_of(value: Any) -> list[Tensor]:
-    """Return the tensors of arguments or of a result, in their order."""
-    try:
-        return [leaf.value for leaf in flatten(value)[0] if isinstance(leaf.value, Tensor)]
-    except Exception:  # an object that cannot be taken apart
-        return []
 
 
 def _is_a_look() -> bool:

@@ -304,13 +304,20 @@ def layout_of(batch: Any, *, batch_size: BatchSize = None, static: Static = ()) 
     return Layout(size, leaves, structure)
 
 
+def tensors_of(tree: Any) -> list[Tensor]:
+    """Return the tensors in a structure, in their order; none if it cannot be read."""
+    try:
+        return [leaf.value for leaf in flatten(tree)[0] if isinstance(leaf.value, Tensor)]
+    except Exception:  # an object that cannot be taken apart
+        return []
+
+
 def readable_layout(batch: Any, batch_size: BatchSize, static: Static) -> Layout | None:
     """Return the layout; where it cannot be told, as many samples as the first tensor says."""
     try:
         return layout_of(batch, batch_size=batch_size, static=static)
     except SplitError:
-        tensors = [leaf.value for leaf in flatten(batch)[0] if isinstance(leaf.value, Tensor)]
-        sizes = [len(tensor) for tensor in tensors if tensor.dim()]
+        sizes = [len(tensor) for tensor in tensors_of(batch) if tensor.dim()]
         return layout_of(batch, batch_size=sizes[0], static=static) if any(sizes[:1]) else None
 
 
