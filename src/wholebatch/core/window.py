@@ -891,11 +891,13 @@ class Window:
 
     def _refuse_other_parameters(self, saved: list[int]) -> None:
         """Refuse to go on with a window whose first gradients are of other parameters."""
-        if self._checksums() != saved:
+        frozen = [parameter for parameter in self.now.inputs if not parameter.requires_grad]
+        if frozen or self._checksums() != saved:
             raise StateError(
                 f"the loaded window holds {self.now.micro_batches} micro-batches, whose gradients "
                 "are of other parameters than those of the model here: load the model and the "
-                "optimizer of the same checkpoint too, or discard() the window"
+                "optimizer of the same checkpoint too, with the same ones frozen, or discard() the "
+                "window"
             )
 
 

@@ -59,6 +59,12 @@ _TIME = (
 )
 
 
+_BENT = (
+    "the sum or mean of a micro-batch is clamped. It was not changed here. A window in which it is "
+    "changed is not that of the whole batch: clamp the loss of each sample, before the mean"
+)
+
+
 def warn_of_divisor(micro_batches: int) -> None:
     """Warn of a loss that is divided by the number of micro-batches of its window."""
     _log.warning(
@@ -237,6 +243,8 @@ class StreamLook:
             if of == "mean" and not self.active:
                 continue  # Nobody looked at the other micro-batches of this window.
             key = (loss, of, *place)
+            if of == "bent" and key not in self._weights:
+                _log.warning(_BENT)
             first = self._weights.setdefault(key, weight)
             if weight.contradicts(first, of):
                 loss_graph.refuse_weight(of, first.value, weight.value, self._units)
