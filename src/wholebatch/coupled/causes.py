@@ -127,7 +127,7 @@ def _is_mean(samples: FirstSamples, runs: Sequence[SampleRun]) -> bool:
     """True if the total is the mean of the halves' totals, by units or by samples."""
     whole, first, second = runs
     size = max(abs(run.total) for run in runs)
-    half = samples.count // 2
+    half = samples.half
     for a, b in ((first.units, second.units), (float(half), float(samples.count - half))):
         mean = (first.total * a + second.total * b) / (a + b) if a + b else math.nan
         if math.isfinite(mean) and samples.tolerance.near(whole.total, mean, size, 0.0):
@@ -147,7 +147,7 @@ def _is_sum_times_units(samples: FirstSamples, runs: Sequence[SampleRun]) -> boo
 def _added_once(samples: FirstSamples, runs: Sequence[SampleRun]) -> float | None:
     """Return the amount that every cut adds once more; None if it is not always the same."""
     whole, first, second = runs
-    half = samples.count // 2
+    half = samples.half
     if half < 2:
         return None
     try:
@@ -166,7 +166,7 @@ def gradient_cause(samples: FirstSamples, runs: Sequence[SampleRun]) -> AuditFin
     """Return why the gradients do not add up although the totals do."""
     gap = samples.tolerance.gradient_gap(runs[0], runs[1:])
     assert gap is not None
-    half = samples.count // 2
+    half = samples.half
     once = samples.part(0, half, backward=True)
     quarter = samples.part(0, half, backward=True, scale=0.25)
     why = (
