@@ -605,9 +605,6 @@ class LookAgain:
         return True
 
 
-_STRIDED = (Tensor, nn.Parameter)
-
-
 class _Attributes:
     """The plain attributes of one module, and the identities of its tensors and submodules."""
 
@@ -639,7 +636,9 @@ class _Attributes:
 
     def _memory_layouts(self) -> list[Any]:
         """Return strides and dtypes: `parameter.data = ...` keeps the object, not those."""
-        return [(one.stride(), one.dtype) for one in self._held if type(one) in _STRIDED]
+        return [
+            (one.stride(), one.dtype) for one in self._held if type(one) in (Tensor, nn.Parameter)
+        ]
 
     def hold(self) -> bool:
         ids = [id(value) for part in self._parts for value in part.values()]

@@ -30,7 +30,7 @@ from wholebatch.core.foreign_writes import Untouched
 from wholebatch.core.forward_state import replaced_attributes
 from wholebatch.core.loss import SINGLE, Loss, Terms, Units, as_loss, check_units, mean_loss, wide
 from wholebatch.core.precision import Full
-from wholebatch.core.window import Step, Window
+from wholebatch.core.window import MakesWindows, Step, Window
 from wholebatch.coupled import choose as choose_batchnorm
 from wholebatch.coupled.audit import warn_of_spectral_norms
 from wholebatch.coupled.batchnorm.policies import Refuse, Statistics
@@ -149,7 +149,7 @@ class GivenLoss:
         return value * units if units else 0.0
 
 
-class Stream:
+class Stream(MakesWindows):
     """The base of objects with windows that a loop fills."""
 
     by: ClassVar[str] = "the loop"
@@ -185,16 +185,6 @@ class Stream:
                 type(self).__name__,
                 window.micro_batches,
             )
-
-    @property
-    def updates(self) -> int:
-        """Updates made so far."""
-        return self._window.updates
-
-    @property
-    def skipped(self) -> int:
-        """Windows that made no update (not finite, or without units)."""
-        return self._window.skipped
 
     @property
     def micro_batches(self) -> int:

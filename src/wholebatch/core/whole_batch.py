@@ -26,7 +26,14 @@ from wholebatch.core.runner import (
 )
 from wholebatch.core.splitting import Batches, Tokens
 from wholebatch.core.splitting.samples import digests, is_other
-from wholebatch.core.window import Step, Turn, UnitsCount, UnitsFunction, make_window
+from wholebatch.core.window import (
+    MakesWindows,
+    Step,
+    Turn,
+    UnitsCount,
+    UnitsFunction,
+    make_window,
+)
 from wholebatch.coupled.contrastive.losses import Coupled
 from wholebatch.errors import NonFiniteError, RankError, StateError, WindowError
 from wholebatch.memory.budget import Budget
@@ -37,7 +44,7 @@ MicroBatch: TypeAlias = int | Tokens | Samples | Literal["auto"]
 Dropout: TypeAlias = Literal["fresh", "per-sample"]
 
 
-class WholeBatch:
+class WholeBatch(MakesWindows):
     """The update of the whole batch, in the memory of a micro-batch.
 
     >>> import torch, wholebatch as wb
@@ -176,11 +183,6 @@ class WholeBatch:
         return self._runner.executor.progress
 
     @property
-    def updates(self) -> int:
-        """Updates made so far."""
-        return self._window.updates
-
-    @property
     def micro_batch_size(self) -> int | None:
         """Samples in a micro-batch: as given, or what was found to fit; None before that."""
         given = self.micro_batch if isinstance(self.micro_batch, int) else None
@@ -190,11 +192,6 @@ class WholeBatch:
     def recoveries(self) -> int:
         """Windows that ran out of memory and were begun again with smaller micro-batches."""
         return len(self._fitting.recovered)
-
-    @property
-    def skipped(self) -> int:
-        """Windows that made no update (not finite, or without units)."""
-        return self._window.skipped
 
     @property
     def waited(self) -> float | None:

@@ -185,6 +185,22 @@ def _read_units(units: Sequence[Tensor | float], *, counted: bool = False) -> fl
     return math.fsum(counts)
 
 
+class MakesWindows:
+    """The base of objects that make windows."""
+
+    _window: Window
+
+    @property
+    def updates(self) -> int:
+        """Updates made so far."""
+        return self._window.updates
+
+    @property
+    def skipped(self) -> int:
+        """Windows that made no update (not finite, or without units)."""
+        return self._window.skipped
+
+
 class Turn:
     """Refuse a call while another one is running, in a second thread or inside the first.
 

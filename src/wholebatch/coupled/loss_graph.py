@@ -738,7 +738,10 @@ def linked_samples(total: Tensor, outputs: Sequence[Tensor], units: float) -> li
 
 def _linked(total: Tensor, watched: Sequence[_Output], units: float) -> list[int]:
     linked = _Links(total, watched).linked_rows(units)
-    others = [_time_first(output, units) for output in watched]
+    others = [
+        replace(one, dim=1) if may_be_time_first(one.tensor.shape, units) else one
+        for one in watched
+    ]
     if linked and others != watched:  # [time, samples, ...]: the rows may be time steps
         return linked if _Links(total, others).linked_rows(units) else []
     return linked
@@ -755,11 +758,6 @@ def _can_be_asked(tensor: Tensor) -> bool:
         and tensor.numel() <= _MOST_ELEMENTS
         and not tensor.retains_grad
     )
-
-
-def _time_first(output: _Output, units: float) -> _Output:
-    """Return the output read as [time, samples, ...], where its shape and the units allow that."""
-    return _Output(output.tensor, 1) if may_be_time_first(output.tensor.shape, units) else output
 
 
 def may_be_time_first(shape: Sequence[int], units: float) -> bool:

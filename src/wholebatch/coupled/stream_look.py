@@ -59,6 +59,11 @@ _TIME = (
 )
 
 
+_PENALTY = (
+    "a penalty on the weights is added to the sum of every micro-batch, with a factor of %g for %g "
+    "units. That is right if it is %g for each unit. If it is meant for the whole batch, it is "
+    "counted once per micro-batch. Write penalty * weight * units, or give mean="
+)
 _BENT = (
     "the sum or mean of a micro-batch is clamped. It was not changed here. A window in which it is "
     "changed is not that of the whole batch: clamp the loss of each sample, before the mean"
@@ -72,18 +77,6 @@ def warn_of_divisor(micro_batches: int) -> None:
         "accumulation, remove it: the window divides by its units, and nothing by the number of "
         "steps",
         micro_batches,
-    )
-
-
-def warn_of_penalty(given: loss_graph.TermWeight) -> None:
-    """Warn of a penalty whose factor may or may not hold the units of the micro-batch."""
-    _log.warning(
-        "a penalty on the weights is added to the sum of every micro-batch, with a factor of %g "
-        "for %g units. That is right if it is %g for each unit. If it is meant for the whole "
-        "batch, it is counted once per micro-batch. Write penalty * weight * units, or give mean=",
-        given.value,
-        given.count,
-        given.value / given.count,
     )
 
 
@@ -347,7 +340,8 @@ class StreamLook:
         penalties = {k: weight for k, weight in self._weights.items() if "regulariser" in k}
         unclear = [w for w in penalties.values() if not w.may_differ and w.count > 1]
         if unclear and micro_batches > 1:
-            warn_of_penalty(unclear[0])
+            factor, units = unclear[0].value, unclear[0].count
+            _log.warning(_PENALTY, factor, units, factor / units)
             self._weights |= {k: replace(w, may_differ=True) for k, w in penalties.items()}
         if self.over and self._audits and not self._again.seen:
             self._again.seen = [Fingerprint(model, _do_nothing) for model in self._models]

@@ -20,7 +20,7 @@ from wholebatch.core.loss import SINGLE, Loss, Units, as_loss
 from wholebatch.core.model_and_optimizer import Scheduler, build_target
 from wholebatch.core.options import Close
 from wholebatch.core.splitting import batch_size_of, split, to_device
-from wholebatch.core.window import Step, Window
+from wholebatch.core.window import MakesWindows, Step, Window
 from wholebatch.coupled.normalisation_layers import (
     batchnorms,
     tracked_instance_norms,
@@ -253,7 +253,7 @@ class Pipelined(Sync):
             self._replicas.broadcast(buffers)
 
 
-class Pipeline:
+class Pipeline(MakesWindows):
     """A pipeline with a stage on every rank; `step` makes the update of the undivided batch.
 
     ```python
@@ -323,16 +323,6 @@ class Pipeline:
             stages, self._window, sync, schedule=schedule, micro_batch=micro_batch, loss=loss
         )
         self.last_step: Step | None = None
-
-    @property
-    def updates(self) -> int:
-        """The number of updates made so far."""
-        return self._window.updates
-
-    @property
-    def skipped(self) -> int:
-        """The number of windows that made no update (not finite, or without units)."""
-        return self._window.skipped
 
     def step(self, *inputs: Any, target: Any = None, **keywords: Any) -> Step:
         """Make one update from the whole batch; every rank gets the same report.

@@ -29,15 +29,13 @@ _MOST_BYTES = 2**31  # of made-up values: a larger model would not fit beside it
 _DRAWS = ("random_", "threefry", "rng_")
 _NARROW = ("bf16[", "f16[", "f8")
 
+_Loss = Callable[..., tuple[Any, Any]]
+_Places = Sequence[int]
 Total = tuple[float, ...]  # units, loss, gradient; the norms of the gradients of loss and units
 
 
 def look_at_loss(
-    loss: Callable[..., tuple[Any, Any]],
-    args: Sequence[Any],
-    batched: Sequence[int],
-    size: int,
-    wanted: Sequence[int],
+    loss: _Loss, args: Sequence[Any], batched: _Places, size: int, wanted: _Places
 ) -> None:
     """Refuse a loss whose total, units or gradient of some samples is not that of their parts.
 
@@ -92,12 +90,7 @@ class _Runs:
     """Runs a loss on some rows of made-up or given values."""
 
     def __init__(
-        self,
-        loss: Callable[..., Any],
-        args: Sequence[Any],
-        batched: Sequence[int],
-        few: int,
-        wanted: Sequence[int],
+        self, loss: _Loss, args: Sequence[Any], batched: _Places, few: int, wanted: _Places
     ) -> None:
         from numpy.random import default_rng
 
