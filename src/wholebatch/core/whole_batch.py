@@ -26,14 +26,7 @@ from wholebatch.core.runner import (
 )
 from wholebatch.core.splitting import Batches, Tokens
 from wholebatch.core.splitting.samples import digests, is_other
-from wholebatch.core.window import (
-    MakesWindows,
-    Step,
-    Turn,
-    UnitsCount,
-    UnitsFunction,
-    make_window,
-)
+from wholebatch.core.window import MakesWindows, Step, Turn, UnitsCount, UnitsFunction, make_window
 from wholebatch.coupled.contrastive.losses import Coupled
 from wholebatch.errors import NonFiniteError, RankError, StateError, WindowError
 from wholebatch.memory.budget import Budget

@@ -20,12 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from wholebatch.compile.captured_state import (
-    Fingerprint,
-    LookAgain,
-    modules_in_sight,
-    version_of,
-)
+from wholebatch.compile.captured_state import Fingerprint, LookAgain, modules_in_sight, version_of
 from wholebatch.core.forward_state import ForwardState
 from wholebatch.core.loss import Loss, Terms, Units, check_units
 from wholebatch.core.splitting.samples import flatten, layout_of, readable_layout
