@@ -212,3 +212,20 @@ def test_a_compiled_step_takes_a_parameter_in_another_memory_layout() -> None:
         for one in (model, whole):
             one[2].weight.data = one[2].weight.data.t().contiguous().t() * 0.9
     assert distance(model.parameters(), whole.parameters()) < EXACT
+
+
+def in_groups_of_four(model: nn.Module, micro: Batch) -> wb.Loss:
+    losses = functional.cross_entropy(model(micro["x"]), micro["y"], reduction="none")
+    whole = len(losses) // 4 * 4
+    return wb.Loss(losses.sum() + losses[:whole].view(-1, 4).prod(1).sum(), len(losses))
+
+
+def test_neighbours_that_belong_together_are_refused_where_micro_batches_cut_them() -> None:
+    with pytest.raises(wb.errors.UnsupportedError, match="compares samples"):
+        step_of(mlp(), loss=in_groups_of_four, micro_batch=18)(samples(54))
+    model, batch = mlp(), samples(60)
+    whole = copy.deepcopy(model)
+    step_of(model, loss=in_groups_of_four, micro_batch=20)(batch)
+    (in_groups_of_four(whole, batch).total / 60).backward()
+    sgd(whole).step()
+    assert distance(model.parameters(), whole.parameters()) < EXACT

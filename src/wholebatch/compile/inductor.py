@@ -292,9 +292,12 @@ def _parts_written_in_place() -> Iterator[None]:
         yield
         return
 
+    inlined = (torch.ops.aten.cat.default, torch.ops.aten.constant_pad_nd.default)
+
     def decide(inputs: Any, dim: int = 0) -> Any:
         copies = all(map(ir.is_storage_and_layout, inputs))
-        if copies or all(is_pointwise_use(use, _may_be_inlined) for use in V.current_node.users):
+        users = V.current_node.users
+        if copies or all(is_pointwise_use(use, inlined.__contains__) for use in users):
             return by_itself(inputs, dim)
         return ir.TensorBox(ir.ConcatKernel.create(inputs, dim))
 
@@ -303,7 +306,3 @@ def _parts_written_in_place() -> Iterator[None]:
         yield
     finally:
         lowering.pointwise_cat = by_itself
-
-
-def _may_be_inlined(operation: Any) -> bool:
-    return operation in (torch.ops.aten.cat.default, torch.ops.aten.constant_pad_nd.default)

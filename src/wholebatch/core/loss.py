@@ -71,10 +71,9 @@ def check_units(units: object) -> Units:
             raise LossError(f"units of dtype {units.dtype}: must be real numbers")
         if units.requires_grad:
             raise LossError(
-                "units require a gradient: the mean of the batch has one through the sum of all "
-                "units, and no micro-batch knows that sum. If they are constants, give "
-                "units.detach(); if the weights are trained, wb.Coupled(encode, loss) sees all of "
-                "them: let its loss return the mean, with units=1"
+                "units require a gradient: that of the mean goes through the sum of all units, "
+                "which no micro-batch knows. If they are constants, give units.detach(); if they "
+                "are trained, let the loss of wb.Coupled return the mean, with units=1"
             )
         return units
     if isinstance(units, torch.SymInt | torch.SymFloat):  # a graph of many sizes is being traced

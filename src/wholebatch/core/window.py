@@ -673,9 +673,10 @@ class Window:
             self.ranks_with_more = int(more)
             if squares * self.sync.ranks != digests * digests:  # equal only of equal numbers
                 raise RankError(
-                    "the learning rate, weight decay or clipping is another on another rank "
-                    f"({settings} here), so their models would drift apart: set them alike, and "
-                    "step schedulers by what is the same on all ranks, such as step.loss"
+                    "the learning rate, weight decay, clipping, or the order of the optimizer's "
+                    f"parameters is another on another rank ({settings} here), so their models "
+                    "would drift apart: set them alike (sort the names of a set), and step "
+                    "schedulers by what is the same on all ranks, such as step.loss"
                 )
             for parameter, count in zip(shared, counts, strict=True):
                 if count == 0:

@@ -239,15 +239,11 @@ def _origins(samples: FirstSamples, count: int) -> list[str]:
         noise = _distance(outputs, again[key][1])
         given, got = _distance(inputs, after[key][0]), _distance(outputs, after[key][1])
         moved = given <= _MOVED and got > _MOVED + 10 * noise
-        if moved and not _holds_one(key[0], origins):
-            origins.append(key[0])
+        name = key[0]
+        below = f"{name}." if name and name != _FUNCTION else ""
+        if moved and not any(one == name or one.startswith(below) for one in origins):
+            origins.append(name)
     return origins
-
-
-def _holds_one(name: str, others: Sequence[str]) -> bool:
-    """True if a module of that name is one of the others, or holds one."""
-    below = f"{name}." if name and name != _FUNCTION else ""
-    return any(other == name or other.startswith(below) for other in others)
 
 
 def _trace(samples: FirstSamples, count: int, *, change: bool) -> _Traced:

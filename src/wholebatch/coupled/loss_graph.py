@@ -69,7 +69,6 @@ _JOINED = ("StackBackward0", "CatBackward0")
 _PICK = ("Max", "Min", "Amax", "Amin", "Median", "Nanmedian", "Kthvalue", "Topk", "Sort")
 # Functions without a second derivative: they link samples, and no gradient tells.
 _KINKS = ("Relu", "LeakyRelu", "Threshold", "Hardtanh", "Clamp", "Abs", "Maximum", "Minimum")
-_FEW = 8
 _PER_ROW = ("NllLoss", "MultiMargin", "MultilabelMargin")
 _VIEWS = _SAME | {"SliceBackward0", "SelectBackward0"}
 
@@ -183,7 +182,7 @@ def check_parts(
     alone = 1 < number == len(means)  # a mean of each unit, added
     found = {}
     for place, term in enumerate(terms):
-        is_whole = len(terms) < min(number, _FEW)  # else each may be of one sample, in a loop
+        is_whole = len(terms) < min(number, 8)  # else each may be of one sample, in a loop
         bends = is_whole and term.kind == "nonlinear" and term.node.startswith(_KINKS)
         if number > 1 and (bends or term.kind == "picked"):
             what = "clamps the sum or mean" if bends else "picks among the samples"

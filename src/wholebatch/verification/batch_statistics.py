@@ -119,7 +119,9 @@ class BatchStatistics(TorchFunctionMode):
         last = max(old, key=lambda one: one.born, default=None)
         for result in _tensors((args[0],) if name == "__setitem__" else (made,)):
             own = level
-            if name in _STATISTICS and _over_rows(given[0], result) and not _counts(name, given[0]):
+            several = given[0].dim() > 0 and len(given[0]) > 1  # samples, in the first dimension
+            over_them = several and result.shape[:1] != given[0].shape[:1]
+            if name in _STATISTICS and over_them and not _counts(name, given[0]):
                 own = max(own, _STATISTIC)
                 if last is None or level == _SAMPLES:
                     last = Statistic(frozenset(calls), rows, max(calls.values()), self.backwards)
@@ -132,11 +134,6 @@ def _counts(name: str, given: Tensor) -> bool:
     """True for a sum of integers, or of zeros and ones."""
     whole = not given.is_floating_point() or bool(((given == 0) | (given == 1)).all())
     return whole and name in ("sum", "nansum")
-
-
-def _over_rows(given: Tensor, result: Tensor) -> bool:
-    """True if a reduction was over the first dimension, of several samples."""
-    return given.dim() > 0 and len(given) > 1 and result.shape[:1] != given.shape[:1]
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:

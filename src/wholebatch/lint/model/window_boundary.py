@@ -248,7 +248,9 @@ class _LoopConditions:
         if position is not None:
             symbol = position.symbol
             fixed = not self._varies(every) or is_accumulation_name(text(every))
-            if symbol.kind != "carried" or not fixed or not self._is_reset(symbol):
+            ends = self.loop.exit.get(symbol.name, ())
+            is_reset = any(isinstance(end.expr, ast.Constant) for end in ends)
+            if symbol.kind != "carried" or not fixed or not is_reset:
                 return None
             start, spanning = self._first_value(symbol)
             first = position.offset + early - isinstance(op, ast.Gt)
@@ -384,10 +386,6 @@ class _LoopConditions:
             )
             and len(added) + len(kept) == len(values)
         )
-
-    def _is_reset(self, symbol: Symbol) -> bool:
-        """True if the loop resets a counter to a literal on some path."""
-        return any(isinstance(d.expr, ast.Constant) for d in self.loop.exit.get(symbol.name, ()))
 
 
 def _framework_boundary(expr: ast.expr) -> Boundary | None:
