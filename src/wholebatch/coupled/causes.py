@@ -136,8 +136,8 @@ def _is_mean(samples: FirstSamples, runs: Sequence[SampleRun]) -> bool:
 
 
 def _is_sum_times_units(samples: FirstSamples, runs: Sequence[SampleRun]) -> bool:
-    """True if what adds up is total / units."""
-    if not all(run.units for run in runs):
+    """True if what adds up is total / units; a half without a loss tells nothing."""
+    if not all(run.units and run.total for run in runs):
         return False
     whole, first, second = (run.total / run.units for run in runs)
     size = max(abs(first) + abs(second), abs(whole))
