@@ -106,10 +106,13 @@ def noise_of_ones_own() -> str:
     return "not refused"
 
 
-def other_rate() -> str:
-    """Each rank has its own learning rate, as a scheduler that watches its own loss would make."""
-    model = wrapped("ddp")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1 + dist.get_rank())
+def other_optimizer(what: str) -> str:
+    """Each rank has its own rate (a scheduler of its own loss), or order (a set of names)."""
+    model, rank = wrapped("ddp"), dist.get_rank()
+    parameters = list(model.parameters())
+    if what == "order" and rank:
+        parameters.reverse()
+    optimizer = torch.optim.SGD(parameters, lr=0.1 + rank * (what == "rate"))
     train = wb.WholeBatch(model, optimizer, loss=loss, micro_batch=2)
     try:
         train.step(joined(micros_of("tokens", dist.get_rank())[0]))
@@ -145,7 +148,7 @@ def main() -> None:
         }.items()
     }
     found["noise"], found["runs out"] = noise_of_ones_own(), runs_out()
-    found["rate"] = other_rate()
+    found["rate"], found["order"] = other_optimizer("rate"), other_optimizer("order")
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, found)
     if dist.get_rank() == 0:

@@ -257,7 +257,27 @@ def centred(params: Any, batch: Any) -> Any:
     return loss_sum(params, {**batch, "x": batch["x"] - batch["x"].mean(0)})
 
 
+def by_their_mean(params: Any, batch: Any) -> Any:
+    losses = jnp.square(batch["x"] @ params["in"]).sum((1, 2))
+    return (losses / jax.lax.stop_gradient(losses.mean())).sum(), len(losses)
+
+
+@jax.custom_vjp
+def normalised_back(x: Any) -> Any:
+    return x
+
+
+normalised_back.defvjp(lambda x: (x, None), lambda _, g: (g / (1e-3 + jnp.linalg.norm(g)),))
+
+
+def with_another_gradient(params: Any, batch: Any) -> Any:
+    z = normalised_back(batch["x"][:, 0] @ params["in"])
+    return jnp.square(z).sum(), len(z)
+
+
 COUPLED: dict[str, tuple[Any, Any]] = {
+    "losses divided by their mean, which is constant": (by_their_mean, None),
+    "a gradient of its own": (with_another_gradient, None),
     "contrastive": (contrastive, None),
     "a statistic of the batch": (centred, None),
     "a root of a mean": (lambda p, b: jnp.sqrt(jnp.mean(jnp.square(b["x"] @ p["in"]))), "samples"),
@@ -274,6 +294,23 @@ def test_a_loss_that_does_not_add_up_is_refused(name: str, jitted: bool) -> None
         (jax.jit(call) if jitted else call)(*problem())
     jax.eval_shape(accumulate(loss, micro_batch=SAMPLES, units=units), *problem())  # not split
     jax.eval_shape(accumulate(loss, micro_batch=3, units=units, audit=False), *problem())
+
+
+@pytest.mark.parametrize("jitted", [True, False], ids=["jitted", "plain"])
+def test_units_that_are_trained_are_refused(jitted: bool) -> None:
+    def loss(params: Any, batch: Any, constant: bool = False) -> Any:
+        z = batch["x"][:, 0] @ params["in"]
+        weights = jax.nn.sigmoid(z[:, 0])
+        weights = jax.lax.stop_gradient(weights) if constant else weights
+        return (weights * jnp.square(z).sum(1)).sum(), weights.sum()
+
+    call = accumulate(loss, micro_batch=3)
+    with pytest.raises(LossError, match=r"units depend on the parameters.*stop_gradient"):
+        (jax.jit(call) if jitted else call)(*problem())
+    constant = accumulate(lambda p, b: loss(p, b, constant=True), micro_batch=3)(*problem())
+    whole = jax.value_and_grad(lambda p, b: jnp.divide(*loss(p, b, constant=True)))(*problem())
+    for ours, theirs in zip(*map(jax.tree.leaves, (constant, whole)), strict=True):
+        assert jnp.allclose(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("loss", [loss_sum, contrastive], ids=["plain", "contrastive"])

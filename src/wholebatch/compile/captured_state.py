@@ -620,6 +620,7 @@ class _Attributes:
         self._parts = (module._parameters, module._buffers, module._modules)
         self._held = list(_parts(module))  # so that no other object gets the identity of one
         self._ids = list(map(id, self._held))
+        self._layouts = self._memory_layouts()
         self._tensors = [name for name, value in self._all.items() if isinstance(value, Tensor)]
         self._hooks = [self._all.get(kind, ()) for kind in _HOOKS]
         self._hooked = list(map(len, self._hooks))
@@ -633,9 +634,17 @@ class _Attributes:
         held = (self._all.get(name) for name in self._tensors)
         return [(id(one), _tensor(one) if isinstance(one, Tensor) else 0) for one in held]
 
+    def _memory_layouts(self) -> list[Any]:
+        """Return strides and dtypes: `parameter.data = ...` keeps the object, not those."""
+        return [
+            (one.stride(), one.dtype) for one in self._held if type(one) in (Tensor, nn.Parameter)
+        ]
+
     def hold(self) -> bool:
         ids = [id(value) for part in self._parts for value in part.values()]
         if len(self._all) - _replaces_forward(self._all) != self._number or ids != self._ids:
+            return False
+        if self._memory_layouts() != self._layouts:
             return False
         if [*map(len, self._hooks)] != self._hooked:
             return False

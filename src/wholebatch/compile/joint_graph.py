@@ -29,12 +29,7 @@ from wholebatch.compile.gradient_buffers import Cast, Casts, Gradients, as_one
 from wholebatch.compile.graph_rewrite import Fusions, Rewritten, rewrite
 from wholebatch.compile.inductor import compiled_by_inductor
 from wholebatch.compile.layer_norm import NORMS, can_fuse_norms
-from wholebatch.compile.repeated_blocks import (
-    BlockPlan,
-    BlockProgram,
-    Blocks,
-    calls_other_graphs,
-)
+from wholebatch.compile.repeated_blocks import BlockPlan, BlockProgram, Blocks, calls_other_graphs
 from wholebatch.compile.trace import Form, State, Traced
 
 aten = torch.ops.aten

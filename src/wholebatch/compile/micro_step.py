@@ -40,12 +40,7 @@ from wholebatch.compile.gradient_buffers import (
     empty_cache,
     take_workspace,
 )
-from wholebatch.compile.graph_check import (
-    Check,
-    EagerResult,
-    NothingToCompare,
-    gradients_in_full,
-)
+from wholebatch.compile.graph_check import Check, EagerResult, NothingToCompare, gradients_in_full
 from wholebatch.compile.graph_inputs import DeviceCopies, Inputs, Key, take_apart
 from wholebatch.compile.inductor import is_imported, start_compiler, wait_for_import
 from wholebatch.compile.joint_graph import JointStep, Prepared

@@ -132,7 +132,7 @@ class ForwardState:
 
     @torch.no_grad()
     def restore(self, *, only: Collection[Key] | None = None) -> None:
-        """Put everything back; given `only`, these items and no random generator."""
+        """Put everything back; given `only`, these items, results too, and no random generator."""
         for module in self._modules:
             for name in [name for name, _ in _plain(module)]:
                 key = (id(module), name)
@@ -141,7 +141,7 @@ class ForwardState:
                     module._buffers.pop(name, None)
         for key, item in self.items.items():
             if only is None or key in only:
-                _put_back(item)
+                _put_back(item, results=only is not None)
         if only is None:
             restore_random(self.random)
 
@@ -260,8 +260,8 @@ def _close(a: Tensor, b: Tensor, tolerance: float) -> bool:
     return bool(gap <= tolerance * largest)
 
 
-def _put_back(item: Item) -> None:
-    if not item.kept.returns and item.kept.found is item.kept.copy:
+def _put_back(item: Item, *, results: bool) -> None:
+    if not results and not item.kept.returns and item.kept.found is item.kept.copy:
         return  # a result of a forward
     found, module, name = _restored(item.kept), item.module, item.name
     held, other = module._buffers, module.__dict__

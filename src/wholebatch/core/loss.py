@@ -69,7 +69,13 @@ def check_units(units: object) -> Units:
             )
         if units.is_complex() or units.dtype is torch.bool:
             raise LossError(f"units of dtype {units.dtype}: must be real numbers")
-        return units.detach()
+        if units.requires_grad:
+            raise LossError(
+                "units require a gradient: that of the mean goes through the sum of all units, "
+                "which no micro-batch knows. If they are constants, give units.detach(); if they "
+                "are trained, let the loss of wb.Coupled return the mean, with units=1"
+            )
+        return units
     if isinstance(units, torch.SymInt | torch.SymFloat):  # a graph of many sizes is being traced
         return units  # type: ignore[return-value]
     if isinstance(units, bool) or not isinstance(units, Real):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -71,7 +72,11 @@ class Target:
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         found = [(name, group.get(name)) for group in groups for name in ("lr", "weight_decay")]
         found += [("clip_norm", options.clip_norm), ("clip_value", options.clip_value)]
-        return ", ".join(f"{name} {value:.6g}" for name, value in found if type(value) is float)
+        shown = [f"{name} {value:.6g}" for name, value in found if type(value) is float]
+        # Gradients are summed in the optimizers' order, which a set of names may have made.
+        places = {id(p): i for i, p in enumerate(p for m in self.models for p in m.parameters())}
+        order = repr([places.get(id(parameter)) for parameter in self.trained()])
+        return ", ".join([*shown, f"order of parameters {zlib.crc32(order.encode()):x}"])
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Return the trainable parameters by name; of several models, by place: "0.weight"."""

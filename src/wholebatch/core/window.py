@@ -657,9 +657,10 @@ class Window:
             self.ranks_with_more = int(more)
             if squares * self.sync.ranks != digests * digests:  # equal only of equal numbers
                 raise RankError(
-                    "the learning rate, weight decay or clipping is another on another rank "
-                    f"({settings} here), so their models would drift apart: set them alike, and "
-                    "step schedulers by what is the same on all ranks, such as step.loss"
+                    "the learning rate, weight decay, clipping, or the order of the optimizer's "
+                    f"parameters is another on another rank ({settings} here), so their models "
+                    "would drift apart: set them alike (sort the names of a set), and step "
+                    "schedulers by what is the same on all ranks, such as step.loss"
                 )
             for parameter, count in zip(shared, counts, strict=True):
                 if count == 0:
@@ -891,11 +892,13 @@ class Window:
 
     def _refuse_other_parameters(self, saved: list[int]) -> None:
         """Refuse to go on with a window whose first gradients are of other parameters."""
-        if self._checksums() != saved:
+        frozen = [parameter for parameter in self.now.inputs if not parameter.requires_grad]
+        if frozen or self._checksums() != saved:
             raise StateError(
                 f"the loaded window holds {self.now.micro_batches} micro-batches, whose gradients "
                 "are of other parameters than those of the model here: load the model and the "
-                "optimizer of the same checkpoint too, or discard() the window"
+                "optimizer of the same checkpoint too, with the same ones frozen, or discard() the "
+                "window"
             )
 
 

@@ -68,8 +68,7 @@ class MovingState:
     def __init__(self, samples: FirstSamples, whole: SampleRun, *, again: bool) -> None:
         self._samples, self._whole = samples, whole
         self._moved = [key for key in samples.start.moved(whole.after) if not self._is_known(key)]
-        half = samples.count // 2
-        self.first = samples.part(0, half, backward=True, scale=0.25)
+        self.first = samples.part(0, samples.half, backward=True, scale=0.25)
         self.second = self._second_half(self._leave_as_first, backward=True, scale=0.25)
         self.again = self.second
         if again or self._moved:
@@ -121,8 +120,8 @@ class MovingState:
             self.first.after.restore(only=self._moved)
 
     def _second_half(self, prepare: Callable[[], None] = lambda: None, **options: Any) -> SampleRun:
-        count = self._samples.count
-        return self._samples.part(count // 2, count, prepare=prepare, **options)
+        samples = self._samples
+        return samples.part(samples.half, samples.count, prepare=prepare, **options)
 
     def _is_known(self, key: Key) -> bool:
         item = self._samples.start.items.get(key) or self._whole.after.items[key]
@@ -297,7 +296,8 @@ def check_adds_up(
     # 2 n and a forward of n/2), and a micro-batch of m samples 3 m.
     count = min(layout.size, max(2, min(SAMPLES, 6 * micro_batch // 13)))
     more = min(layout.size, SAMPLES, 3 * micro_batch)
-    samples = partial(FirstSamples, model, run, layout, outputs=outputs, name=name)
+    given: dict[str, Any] = {"outputs": outputs, "name": name, "micro_batch": micro_batch}
+    samples = partial(FirstSamples, model, run, layout, **given)
     try:
         return _Look(samples, _power_of_two(count), more).result()
     except Uncheckable as reason:
@@ -458,7 +458,7 @@ class _Look:
 
         A deep network amplifies rounding: with 24 convolutions and BatchNorms, to 5% of a gradient.
         """
-        model, layout, half = samples.model, samples.layout, samples.count // 2
+        model, layout, half = samples.model, samples.layout, samples.half
         held: dict[str, Tensor] = dict(model.named_parameters()) | dict(model.named_buffers())
         copies = {n: _doubled(t.detach()).requires_grad_(t.requires_grad) for n, t in held.items()}
         leaves = tuple(replace(leaf, value=_doubled(leaf.value)) for leaf in layout.leaves)

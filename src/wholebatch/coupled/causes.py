@@ -127,7 +127,7 @@ def _is_mean(samples: FirstSamples, runs: Sequence[SampleRun]) -> bool:
     """True if the total is the mean of the halves' totals, by units or by samples."""
     whole, first, second = runs
     size = max(abs(run.total) for run in runs)
-    half = samples.count // 2
+    half = samples.half
     for a, b in ((first.units, second.units), (float(half), float(samples.count - half))):
         mean = (first.total * a + second.total * b) / (a + b) if a + b else math.nan
         if math.isfinite(mean) and samples.tolerance.near(whole.total, mean, size, 0.0):
@@ -136,8 +136,8 @@ def _is_mean(samples: FirstSamples, runs: Sequence[SampleRun]) -> bool:
 
 
 def _is_sum_times_units(samples: FirstSamples, runs: Sequence[SampleRun]) -> bool:
-    """True if what adds up is total / units."""
-    if not all(run.units for run in runs):
+    """True if what adds up is total / units; a half without a loss tells nothing."""
+    if not all(run.units and run.total for run in runs):
         return False
     whole, first, second = (run.total / run.units for run in runs)
     size = max(abs(first) + abs(second), abs(whole))
@@ -147,7 +147,7 @@ def _is_sum_times_units(samples: FirstSamples, runs: Sequence[SampleRun]) -> boo
 def _added_once(samples: FirstSamples, runs: Sequence[SampleRun]) -> float | None:
     """Return the amount that every cut adds once more; None if it is not always the same."""
     whole, first, second = runs
-    half = samples.count // 2
+    half = samples.half
     if half < 2:
         return None
     try:
@@ -166,7 +166,7 @@ def gradient_cause(samples: FirstSamples, runs: Sequence[SampleRun]) -> AuditFin
     """Return why the gradients do not add up although the totals do."""
     gap = samples.tolerance.gradient_gap(runs[0], runs[1:])
     assert gap is not None
-    half = samples.count // 2
+    half = samples.half
     once = samples.part(0, half, backward=True)
     quarter = samples.part(0, half, backward=True, scale=0.25)
     why = (
@@ -239,15 +239,11 @@ def _origins(samples: FirstSamples, count: int) -> list[str]:
         noise = _distance(outputs, again[key][1])
         given, got = _distance(inputs, after[key][0]), _distance(outputs, after[key][1])
         moved = given <= _MOVED and got > _MOVED + 10 * noise
-        if moved and not _holds_one(key[0], origins):
-            origins.append(key[0])
+        name = key[0]
+        below = f"{name}." if name and name != _FUNCTION else ""
+        if moved and not any(one == name or one.startswith(below) for one in origins):
+            origins.append(name)
     return origins
-
-
-def _holds_one(name: str, others: Sequence[str]) -> bool:
-    """True if a module of that name is one of the others, or holds one."""
-    below = f"{name}." if name and name != _FUNCTION else ""
-    return any(other == name or other.startswith(below) for other in others)
 
 
 def _trace(samples: FirstSamples, count: int, *, change: bool) -> _Traced:

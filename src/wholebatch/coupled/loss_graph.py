@@ -68,6 +68,8 @@ _SUM = ("SumBackward0", "SumBackward1")
 _MEAN = ("MeanBackward0", "MeanBackward1")
 _JOINED = ("StackBackward0", "CatBackward0")
 _PICK = ("Max", "Min", "Amax", "Amin", "Median", "Nanmedian", "Kthvalue", "Topk", "Sort")
+# Functions without a second derivative: they link samples, and no gradient tells.
+_KINKS = ("Relu", "LeakyRelu", "Threshold", "Hardtanh", "Clamp", "Abs", "Maximum", "Minimum")
 _PER_ROW = ("NllLoss", "MultiMargin", "MultilabelMargin")
 _VIEWS = _SAME | {"SliceBackward0", "SelectBackward0"}
 
@@ -92,6 +94,7 @@ class LossTerm:
     weighed: float | None = None  # the weights of the units, added, where they have some
     equal: float | None = None  # the one weight of all units, which is among `times`
     target: float | None = None  # where all labels are one number: a GAN's 1 and 0
+    bent: str = ""  # a function that would change the whole loss, and did not change this one
     below: Any = None  # the node that has weights, that picks, or that a regulariser ends with
     among: int = 0  # of a "picked" term: the rows that it picks among
     plain: str = "mean"  # of a "picked" term: its kind, if those rows are not samples
@@ -180,12 +183,18 @@ def check_parts(
     alone = 1 < number == len(means)  # a mean of each unit, added
     found = {}
     for place, term in enumerate(terms):
-        if term.kind == "picked" and number > 1:
+        is_whole = len(terms) < min(number, 8)  # else each may be of one sample, in a loop
+        bends = is_whole and term.kind == "nonlinear" and term.node.startswith(_KINKS)
+        if number > 1 and (bends or term.kind == "picked"):
+            what = "clamps the sum or mean" if bends else "picks among the samples"
             raise LossError(
-                f"this loss picks among the samples of its micro-batch ({term.node}), so that it "
-                "is not a part of the whole batch's loss; WholeBatch with loss=wb.Coupled(encode, "
-                "loss) sees the whole batch (audit=False: leave this check out)"
+                f"this loss {what} of its micro-batch ({term.node}), so that it is not a part of "
+                "the whole batch's loss. Do it to the loss of each sample, before the mean; "
+                "WholeBatch with loss=wb.Coupled(encode, loss) sees the whole batch (audit=False: "
+                "leave this check out)"
             )
+        if is_whole and term.bent and term.kind != "regulariser":
+            found["bent", len(terms), place] = TermWeight(1.0)
         factor = math.prod(term.times) / math.prod(term.over)
         if term.kind == "regulariser" and not is_mean:
             if number > 1 and not term.times and not term.over and not _has_factor(term.below):
@@ -358,6 +367,8 @@ def loss_terms(root: Any) -> Iterator[LossTerm]:
         below = [_without_sink(*edge) for edge in node.next_functions]
         if name in _SAME:
             waiting.append((below[0], so_far))
+        elif name.startswith(_KINKS) and _slope(node) == 1.0:
+            waiting.append((below[0], replace(so_far, bent=name)))
         elif name in _ADD:
             waiting.append((below[0], so_far))
             waiting.append((below[1], _times(so_far, getattr(node, "_saved_alpha", 1))))
@@ -432,6 +443,19 @@ def _reduction(node: Any, name: str, below: list[Any], so_far: LossTerm) -> Iter
         yield replace(made, weighed=_class_weights(node)) if reduction == 2 else made
     else:
         yield _not_understood(node, below, so_far)
+
+
+@torch.no_grad()
+def _slope(node: Any) -> float | None:
+    """Return the derivative of a function of one number, where it is; None of more numbers."""
+    made, below = node._input_metadata[0], [child for child, _ in node.next_functions]
+    if len(made.shape) or len(below) - below.count(None) != 1:
+        return None
+    try:
+        slopes = node(torch.ones((), dtype=made.dtype, device=made.device))
+    except RuntimeError:  # the graph was used already
+        return None
+    return _number(slopes if isinstance(slopes, Tensor) else slopes[0])
 
 
 def _picks_among(node: Any) -> int:
@@ -714,7 +738,10 @@ def linked_samples(total: Tensor, outputs: Sequence[Tensor], units: float) -> li
 
 def _linked(total: Tensor, watched: Sequence[_Output], units: float) -> list[int]:
     linked = _Links(total, watched).linked_rows(units)
-    others = [_time_first(output, units) for output in watched]
+    others = [
+        replace(one, dim=1) if may_be_time_first(one.tensor.shape, units) else one
+        for one in watched
+    ]
     if linked and others != watched:  # [time, samples, ...]: the rows may be time steps
         return linked if _Links(total, others).linked_rows(units) else []
     return linked
@@ -731,11 +758,6 @@ def _can_be_asked(tensor: Tensor) -> bool:
         and tensor.numel() <= _MOST_ELEMENTS
         and not tensor.retains_grad
     )
-
-
-def _time_first(output: _Output, units: float) -> _Output:
-    """Return the output read as [time, samples, ...], where its shape and the units allow that."""
-    return _Output(output.tensor, 1) if may_be_time_first(output.tensor.shape, units) else output
 
 
 def may_be_time_first(shape: Sequence[int], units: float) -> bool:

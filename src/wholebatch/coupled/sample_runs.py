@@ -113,12 +113,16 @@ class FirstSamples:
         outputs: bool = False,
         varied: bool = False,
         name: str = "the loss function",
+        micro_batch: int = 0,
     ) -> None:
         self.model, self.run, self.layout = model, run, layout
         self._order: Sequence[int] = range(layout.size)
         if varied and not outputs:
             self._order = _varied_order(layout, count // 2)
         self.count, self.graph, self.name = count, graph, name
+        # Groups of neighbours that micro-batches cut are to be cut here, too.
+        half = count // 2
+        self.half = half - (half > 1 and micro_batch % half > 0)
         self.reads_outputs = outputs
         named = [(n, p) for n, p in model.named_parameters() if _is_plain(p)]
         self.parameters = [(n, p) for n, p in named if p.requires_grad]
@@ -202,7 +206,7 @@ class FirstSamples:
 
     def halves(self) -> tuple[SampleRun, SampleRun]:
         """Run both halves, without a backward."""
-        return self.part(0, self.count // 2), self.part(self.count // 2, self.count)
+        return self.part(0, self.half), self.part(self.half, self.count)
 
     def run_rows(self, rows: Sequence[int], skip: int = 0) -> SampleRun:
         """Run any samples, without a backward; they draw new random numbers, after `skip` draws."""

@@ -20,12 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from wholebatch.compile.captured_state import (
-    Fingerprint,
-    LookAgain,
-    modules_in_sight,
-    version_of,
-)
+from wholebatch.compile.captured_state import Fingerprint, LookAgain, modules_in_sight, version_of
 from wholebatch.core.forward_state import ForwardState
 from wholebatch.core.loss import Loss, Terms, Units, check_units
 from wholebatch.core.splitting.samples import flatten, layout_of, readable_layout, tensors_of
@@ -60,6 +55,17 @@ _TIME = (
 )
 
 
+_PENALTY = (
+    "a penalty on the weights is added to the sum of every micro-batch, with a factor of %g for %g "
+    "units. That is right if it is %g for each unit. If it is meant for the whole batch, it is "
+    "counted once per micro-batch. Write penalty * weight * units, or give mean="
+)
+_BENT = (
+    "the sum or mean of a micro-batch is clamped. It was not changed here. A window in which it is "
+    "changed is not that of the whole batch: clamp the loss of each sample, before the mean"
+)
+
+
 def warn_of_divisor(micro_batches: int) -> None:
     """Warn of a loss that is divided by the number of micro-batches of its window."""
     _log.warning(
@@ -67,18 +73,6 @@ def warn_of_divisor(micro_batches: int) -> None:
         "accumulation, remove it: the window divides by its units, and nothing by the number of "
         "steps",
         micro_batches,
-    )
-
-
-def warn_of_penalty(given: loss_graph.TermWeight) -> None:
-    """Warn of a penalty whose factor may or may not hold the units of the micro-batch."""
-    _log.warning(
-        "a penalty on the weights is added to the sum of every micro-batch, with a factor of %g "
-        "for %g units. That is right if it is %g for each unit. If it is meant for the whole "
-        "batch, it is counted once per micro-batch. Write penalty * weight * units, or give mean=",
-        given.value,
-        given.count,
-        given.value / given.count,
     )
 
 
@@ -238,6 +232,8 @@ class StreamLook:
             if of == "mean" and not self.active:
                 continue  # Nobody looked at the other micro-batches of this window.
             key = (loss, of, *place)
+            if of == "bent" and key not in self._weights:
+                _log.warning(_BENT)
             first = self._weights.setdefault(key, weight)
             if weight.contradicts(first, of):
                 loss_graph.refuse_weight(of, first.value, weight.value, self._units)
@@ -340,7 +336,8 @@ class StreamLook:
         penalties = {k: weight for k, weight in self._weights.items() if "regulariser" in k}
         unclear = [w for w in penalties.values() if not w.may_differ and w.count > 1]
         if unclear and micro_batches > 1:
-            warn_of_penalty(unclear[0])
+            factor, units = unclear[0].value, unclear[0].count
+            _log.warning(_PENALTY, factor, units, factor / units)
             self._weights |= {k: replace(w, may_differ=True) for k, w in penalties.items()}
         if self.over and self._audits and not self._again.seen:
             self._again.seen = [Fingerprint(model, _do_nothing) for model in self._models]

@@ -61,7 +61,8 @@ _COMMANDS = {"note": "notice", "warning": "warning", "error": "error"}
 def as_github(findings: Sequence[Finding]) -> str:
     """Return one workflow command per finding."""
     return "\n".join(
-        f"::{_COMMANDS[f.level]} title=wholebatch {f.code},file={_property(f.path)},"
+        f"::{_COMMANDS[f.level]} title=wholebatch {f.code},"
+        f"file={_data(f.path).replace(':', '%3A').replace(',', '%2C')},"
         f"line={f.line},col={f.column}::{_data(f.code + _cell(f) + ' ' + f.message)}"
         for f in findings
     )
@@ -73,10 +74,6 @@ def _cell(finding: Finding) -> str:
 
 def _data(value: str) -> str:
     return value.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
-
-
-def _property(value: str) -> str:
-    return _data(value).replace(":", "%3A").replace(",", "%2C")
 
 
 def as_sarif(findings: Sequence[Finding]) -> str:

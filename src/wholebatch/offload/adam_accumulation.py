@@ -27,12 +27,7 @@ from wholebatch.distributed import Sync
 from wholebatch.distributed.ddp import in_buckets
 from wholebatch.errors import OptionError, StateError, UnsupportedError, WindowError
 from wholebatch.offload.packed_moments import keys_of, pack, unpack
-from wholebatch.offload.parameter_buckets import (
-    BUCKET_BYTES,
-    as_real,
-    bucket_bytes,
-    sum_over_ranks,
-)
+from wholebatch.offload.parameter_buckets import BUCKET_BYTES, as_real, bucket_bytes, sum_over_ranks
 
 if TYPE_CHECKING:
     from wholebatch.core.model_and_optimizer import Target

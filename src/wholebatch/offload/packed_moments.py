@@ -91,11 +91,7 @@ def unpack(
 
 
 def _pieces(
-    firsts: Sequence[Tensor],
-    seconds: Sequence[Tensor],
-    numbers: Sequence[Tensor],
-    *,
-    unpacks: bool,
+    firsts: Sequence[Tensor], seconds: Sequence[Tensor], numbers: Sequence[Tensor], *, unpacks: bool
 ) -> Iterator[tuple[Any, ...]]:
     """Yield moments piece by piece, with scratch memory and the numbers of their elements.
 

@@ -305,13 +305,14 @@ def total_norm(gradients: Sequence[Tensor]) -> Tensor:
     """
     total = math.hypot(*read_scalars([norm_of_row(_row(gradient)) for gradient in gradients]))
     if not math.isfinite(total):  # squares overflow in float32 where numbers do not
-        wide = [torch.linalg.vector_norm(g, dtype=torch.float64) for g in gradients]
+        wide = [torch.linalg.vector_norm(as_real(g), dtype=torch.float64) for g in gradients]
         total = math.hypot(*read_scalars(wide))
     return torch.tensor(total, dtype=torch.float64, device="cpu")
 
 
 def norm_of_row(row: Tensor) -> Tensor:
     """Return the norm of a flat tensor, in float64."""
+    row = as_real(row).flatten()
     if row.dtype is not torch.float32:
         wide: Tensor = torch.linalg.vector_norm(row, dtype=torch.float64)
         return wide

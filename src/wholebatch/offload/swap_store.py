@@ -246,10 +246,7 @@ def _moments_of(parameter: nn.Parameter, flat: Tensor) -> dict[str, Tensor]:
     if parameter.dtype not in SIXTEEN_BIT:
         return {"exp_avg": in_shape_of(parameter, flat)}
     first, second = flat.view(parameter.dtype).tensor_split(2)
-    return {
-        "exp_avg": in_shape_of(parameter, first),
-        "exp_avg_sq": in_shape_of(parameter, second),
-    }
+    return {"exp_avg": in_shape_of(parameter, first), "exp_avg_sq": in_shape_of(parameter, second)}
 
 
 def check_swap(target: Target) -> None:

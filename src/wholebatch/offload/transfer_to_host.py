@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from wholebatch.core.forward_state import replaced_attributes
-from wholebatch.offload.parameter_buckets import norm_of_row
+from wholebatch.offload.parameter_buckets import as_real, norm_of_row
 
 _SLOTS = 4
 """One is filled, one gets its sums, one adds, one leaves."""
@@ -180,7 +180,7 @@ class CudaTransfer:
             for part in load.parts:
                 if part.norms is not None:
                     row = load.sum_of(part)
-                    part.norms.append(torch.linalg.vector_norm(row, dtype=torch.float64))
+                    part.norms.append(torch.linalg.vector_norm(as_real(row), dtype=torch.float64))
         self._out.wait_event(self._add.record_event())
         with torch.cuda.stream(self._out):
             for part in leave:

@@ -742,11 +742,7 @@ class LoopJudge:
         return self._trial(NOT_JUDGED, [_right(math.inf)])
 
     def _trial(
-        self,
-        found: str | None,
-        fits: Sequence[MistakeFit],
-        *,
-        tolerance: float | None = None,
+        self, found: str | None, fits: Sequence[MistakeFit], *, tolerance: float | None = None
     ) -> LoopTrial:
         units, count, name = self.units, len(self.units) or len(self.micros), self.name
         if self.case == "live":

@@ -24,13 +24,7 @@ from wholebatch.distributed.process_group import largest_over_ranks, sum_over_ra
 from wholebatch.errors import OptionError
 from wholebatch.verification.example_models import ZOO, Case
 from wholebatch.verification.loop_judge import LoopJudge
-from wholebatch.verification.mistakes import (
-    RIGHT,
-    STEPPED_TWICE,
-    MistakeFit,
-    WindowParts,
-    apart,
-)
+from wholebatch.verification.mistakes import RIGHT, STEPPED_TWICE, MistakeFit, WindowParts, apart
 from wholebatch.verification.model_runs import AUTOCAST, DividedBatch, ModelRuns, Numbers, joined
 from wholebatch.verification.observed_window import StartingState
 from wholebatch.verification.random_numbers import SILENCES

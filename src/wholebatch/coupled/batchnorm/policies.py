@@ -98,8 +98,9 @@ def choose(name: str, model: nn.Module, *, reduce: Reduce | None = None) -> Poli
         raise OptionError(f'batchnorm="{name}": must be one of {allowed}')
     if name in ("statistics", "sync"):
         _check_device(name, model)
-    if name == "statistics":
-        return Statistics([*batchnorms(model), *tracked_instance_norms(model)], reduce=reduce)
+    tracked = tracked_instance_norms(model)
+    if name == "statistics" or (tracked and not batchnorms(model)):
+        return Statistics([*batchnorms(model), *tracked], reduce=reduce)
     if name == "freeze":
         return Freeze(batchnorms(model))
     if name == "refuse":

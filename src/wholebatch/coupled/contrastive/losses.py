@@ -131,9 +131,7 @@ def clip_loss(
         normalise: Scale every representation to length 1 first.
         rows: Rows of the similarity matrix computed at a time. Default: 2^25 similarities.
     """
-    rows = _check(a, b, rows)
-    if normalise:
-        a, b = F.normalize(a, dim=-1), F.normalize(b, dim=-1)
+    a, b, rows = _checked(a, b, normalise, rows)
 
     def part(some: Tensor, others: Tensor, scale: Tensor | float, first: int) -> Tensor:
         answers = torch.arange(first, first + len(some), device=some.device)
@@ -192,9 +190,7 @@ def siglip_loss(
         normalise: Scale every representation to length 1 first.
         rows: Rows of the similarity matrix computed at a time. Default: 2^25 similarities.
     """
-    rows = _check(a, b, rows)
-    if normalise:
-        a, b = F.normalize(a, dim=-1), F.normalize(b, dim=-1)
+    a, b, rows = _checked(a, b, normalise, rows)
 
     def part(
         some: Tensor, others: Tensor, both: tuple[Tensor | float, Tensor | float], first: int
@@ -229,13 +225,11 @@ def supcon_loss(
         normalise: Scale every representation to length 1 first.
         rows: Rows of the similarity matrix computed at a time. Default: 2^25 similarities.
     """
-    rows = _check(z, z, rows)
+    z, _, rows = _checked(z, z, normalise, rows)
     if labels.shape != z.shape[:1]:
         raise LossError(
             f"labels of shape {tuple(labels.shape)} for {len(z)} samples: one label per sample"
         )
-    if normalise:
-        z = F.normalize(z, dim=-1)
     same_label = labels[:, None] == labels[None, :] if len(z) <= rows else None
 
     def part(some: Tensor, others: Tensor, temperature: Tensor | float, first: int) -> Tensor:
@@ -267,15 +261,16 @@ def _in_rows(
     return total
 
 
-def _check(a: Tensor, b: Tensor, rows: int | None) -> int:
-    """Check the shapes, and return the number of rows at a time: as given, or to fill a chunk."""
+def _checked(a: Tensor, b: Tensor, normalise: bool, rows: int | None) -> tuple[Tensor, Tensor, int]:
+    """Return both, normalised if so, and the number of rows at a time: as given, or for a chunk."""
     if a.dim() != 2 or a.shape != b.shape:
         raise LossError(
             f"representations of shapes {tuple(a.shape)} and {tuple(b.shape)}: both must be "
             "(samples, features)"
         )
-    if rows is None:
-        return max(1, _CHUNK // max(1, len(b)))
+    rows = max(1, _CHUNK // max(1, len(b))) if rows is None else rows
     if rows < 1:
         raise OptionError(f"rows={rows}: must be a positive number of rows, or None")
-    return rows
+    if normalise:
+        a, b = F.normalize(a, dim=-1), F.normalize(b, dim=-1)
+    return a, b, rows

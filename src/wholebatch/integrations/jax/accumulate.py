@@ -112,7 +112,7 @@ class _Accumulation:
         size, wanted = _batch_size(args, self.batched), self.wanted
         loss_fn = partial(self.loss_fn, **kwargs)
         if self.must_look and (size > self.micro_batch or self.axis_name is not None):
-            look_at_loss(partial(self._totals, loss_fn), args, self.batched, size)
+            look_at_loss(partial(self._totals, loss_fn), args, self.batched, size, self.wanted)
             self.must_look = False
         # 16-bit gradients of a sum may overflow. A power of two is exact, and is divided out.
         seed = 2.0 ** -(size.bit_length() - 1)

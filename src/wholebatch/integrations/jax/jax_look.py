@@ -6,6 +6,8 @@ ones. A loss that is a sum over its samples adds up on any values, so nothing is
 
     L(a, b, c, d) = L(a) + L(b) + L(c) + L(d)     without random numbers
     L(a, b) + L(c, d) = L(c, b) + L(a, d)         with them: runs of one shape draw alike
+
+The same holds for the gradient, of which one weighted sum is compared.
 """
 
 from __future__ import annotations
@@ -27,17 +29,19 @@ _MOST_BYTES = 2**31  # of made-up values: a larger model would not fit beside it
 _DRAWS = ("random_", "threefry", "rng_")
 _NARROW = ("bf16[", "f16[", "f8")
 
-Total = tuple[float, float]
+_Loss = Callable[..., tuple[Any, Any]]
+_Places = Sequence[int]
+Total = tuple[float, ...]  # units, loss, gradient; the norms of the gradients of loss and units
 
 
 def look_at_loss(
-    loss: Callable[..., tuple[Any, Any]], args: Sequence[Any], batched: Sequence[int], size: int
+    loss: _Loss, args: Sequence[Any], batched: _Places, size: int, wanted: _Places
 ) -> None:
-    """Refuse a loss whose totals, or units, of a few samples are not those of their parts.
+    """Refuse a loss whose total, units or gradient of some samples is not that of their parts.
 
-    `loss(*args)` returns both; the arguments at `batched` have `size` samples. A loss that cannot
-    be run so (made-up values that are not finite, a collective, a very large model) is not looked
-    at, which is logged.
+    `loss(*args)` returns total and units; the arguments at `batched` have `size` samples, and those
+    at `wanted` get the gradient. A loss that cannot be run so (made-up values that are not finite,
+    a collective, a very large model) is not looked at, which is logged.
     """
     few = min(size, _SAMPLES)
     few -= few % 4 if few >= 4 else few % 2
@@ -45,14 +49,17 @@ def look_at_loss(
         return
     try:
         with jax.ensure_compile_time_eval(), jax.default_matmul_precision("highest"):
-            runs = _Runs(loss, args, batched, few)
+            runs = _Runs(loss, args, batched, few, wanted)
             found = runs.found()
     except Exception as error:  # most often the loss's own, and the trace will raise it
         _log.warning("not tested if micro-batches add up to the whole batch: %r", error)
         return
-    for what, at in (("units", 1), ("loss", 0)):
+    totals = [total for side in found for total in side]
+    if any(total[4] > 1e-6 * abs(total[0]) for total in totals):
+        raise LossError(_LEARNT)
+    for at, (what, by, close) in enumerate((("units", 0, 1), ("loss", 1, 1), ("gradient", 3, 10))):
         one, other = (sum(total[at] for total in side) for side in found)
-        size_of = sum(abs(total[at]) for side in found for total in side)
+        size_of = sum(abs(total[by]) for total in totals)
         if not math.isfinite(size_of):
             _log.warning(
                 "not tested if micro-batches add up to the whole batch: the loss of %d samples "
@@ -60,7 +67,7 @@ def look_at_loss(
                 few,
             )
             return
-        if abs(one - other) > (3e-2 if runs.narrow else 1e-5) * size_of:
+        if abs(one - other) > close * (3e-2 if runs.narrow else 1e-5) * size_of:
             raise LossError(_MESSAGE.format(what=what, few=few, one=one, other=other))
 
 
@@ -68,7 +75,14 @@ _MESSAGE = (
     "the {what} of {few} samples sums to {one:.6g}, and to {other:.6g} when they are split "
     "otherwise (on made-up values where none were given): the loss compares samples (a contrastive "
     "loss, a statistic of the batch), or it is a mean over other units than those counted. No sum "
-    "over micro-batches is the loss of their batch; audit=False turns this look off"
+    "over micro-batches is the loss of their batch. If only the gradient differs, a statistic of "
+    "the batch is in stop_gradient, or a custom gradient depends on the batch or is not linear; "
+    "audit=False turns this look off"
+)
+_LEARNT = (
+    "the units depend on the parameters: the gradient of the mean goes through the sum of all "
+    "units, which no micro-batch knows. If they are constants, give jax.lax.stop_gradient(units); "
+    "audit=False turns this look off"
 )
 
 
@@ -76,7 +90,7 @@ class _Runs:
     """Runs a loss on some rows of made-up or given values."""
 
     def __init__(
-        self, loss: Callable[..., Any], args: Sequence[Any], batched: Sequence[int], few: int
+        self, loss: _Loss, args: Sequence[Any], batched: _Places, few: int, wanted: _Places
     ) -> None:
         from numpy.random import default_rng
 
@@ -85,10 +99,12 @@ class _Runs:
         self._random = default_rng(0)
         self._bytes = 0
         leaves, self._tree = jax.tree.flatten(list(args))
-        of_batch, _ = jax.tree.flatten(
-            [jax.tree.map(lambda _, i=i: i in batched, arg) for i, arg in enumerate(args)]
-        )
-        self._is_batch = of_batch
+        owners = [i for i, arg in enumerate(args) for _ in jax.tree.leaves(arg)]
+        self._is_batch = of_batch = [i in batched for i in owners]
+        self._is_wanted = [
+            i in wanted and _is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
+            for i, leaf in zip(owners, leaves, strict=True)
+        ]
         self._leaves = [
             self._value(leaf, rows=few if batch else None)
             for leaf, batch in zip(leaves, of_batch, strict=True)
@@ -115,16 +131,27 @@ class _Runs:
         ]
         arrays = [leaf for leaf in chosen if _is_array(leaf)]
         if len(rows) not in self._compiled:
-            self._compiled[len(rows)] = self._traced(chosen, arrays)
-        total, units = self._compiled[len(rows)](*arrays)
-        return float(total), float(units)
+            self._compiled[len(rows)] = self._traced(rows, chosen, arrays)
+        return tuple(float(one) for one in self._compiled[len(rows)](*arrays))
 
-    def _traced(self, chosen: list[Any], arrays: list[Any]) -> Callable[..., Any]:
-        def totals(*arrays: Any) -> tuple[Any, Any]:
+    def _traced(self, rows: list[int], chosen: list[Any], arrays: list[Any]) -> Callable[..., Any]:
+        def totals(*arrays: Any) -> tuple[Any, ...]:
             rest = iter(arrays)
             given = [next(rest) if _is_array(leaf) else leaf for leaf in chosen]
-            pair: tuple[Any, Any] = self._loss(*jax.tree.unflatten(self._tree, given))
-            return pair
+            places = [place for place, is_wanted in enumerate(self._is_wanted) if is_wanted]
+
+            def pair(*trained: Any) -> tuple[Any, Any]:
+                for place, leaf in zip(places, trained, strict=True):
+                    given[place] = leaf
+                total, units = self._loss(*jax.tree.unflatten(self._tree, given))
+                return total, jnp.asarray(units, total.dtype)
+
+            (total, units), pull = jax.vjp(pair, *(given[place] for place in places))
+            seed = jnp.asarray(1.0 if len(rows) == self._few else 0.25, total.dtype)
+            slopes, none = pull((seed, 0 * seed)), pull((0 * seed, seed))
+            mixed = sum(jnp.real(one).ravel() @ jnp.cos(jnp.arange(one.size)) for one in slopes)
+            sizes = [jnp.sqrt(sum((abs(one) ** 2).sum() for one in of)) for of in (slopes, none)]
+            return units, total, mixed / seed, sizes[0] / seed, sizes[1] / seed
 
         traced = jax.make_jaxpr(totals)(*arrays)
         program = str(traced.jaxpr)

@@ -141,11 +141,13 @@ class LoopWindow:
             return "never"
         sometimes = False
         ours: set[str] = set()
+        # If nothing asks Accelerate to accumulate, `sync_gradients` is always true.
+        always_syncs = self.shape == "boundary" and "accumulate" not in self.facts.called
         for guard in event.guards(self.loop):
             found = of_guard(guard, self.loop, self.resolver)
             if found is None and self._without_accumulation(guard):
                 return "never"
-            if found is not None and found.kind == "accelerate" and self._always_syncs:
+            if found is not None and found.kind == "accelerate" and always_syncs:
                 continue
             if found is not None and self.is_ours(found):
                 ours.add("inside" if found.inverse else "boundary")
@@ -159,11 +161,6 @@ class LoopWindow:
         """True if an event has only the conditions of a backward: whenever there is a gradient."""
         mine = event.conditions(self.loop)
         return event.kind == "clip" and any(mine <= b.conditions(self.loop) for b in self.inner)
-
-    @property
-    def _always_syncs(self) -> bool:
-        """True if nothing asks Accelerate to accumulate: `sync_gradients` is always true."""
-        return self.shape == "boundary" and "accumulate" not in self.facts.called
 
     def _other_mode(self, event: Event, end: Event) -> bool:
         """True if a setting (not the boundary) puts an event on another branch than a step."""

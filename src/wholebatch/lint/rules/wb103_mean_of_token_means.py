@@ -307,7 +307,8 @@ def _leaves_out(source: str, *, functional: bool) -> bool:
     calls = [n for n in nodes if isinstance(n, ast.Call)]
     # A model's own `F.cross_entropy(..., ignore_index=-1)` may meet no such label.
     masks = [c for c in calls if _masks_mean(c)]
-    if any(last_part(c.func)[0].isupper() or _pads(c) for c in masks):
+    named = [text(keyword(c, "ignore_index") or c.func).lower() for c in masks]
+    if any(last_part(c.func)[0].isupper() for c in masks) or any("pad" in one for one in named):
         return True
     if functional and any(keyword(c, "ignore_index") and _is_mean(c) for c in calls):
         return True
@@ -399,10 +400,6 @@ def _masks_mean(call: ast.Call, env: Env | None = None) -> bool:
     if number(ignored) is None and not _PADDING.search(text(ignored)):
         return False
     return _is_mean(call, env)
-
-
-def _pads(call: ast.Call) -> bool:
-    return "pad" in text(keyword(call, "ignore_index") or call.func).lower()
 
 
 def _handed(given: ast.expr | None, env: Env | None) -> ast.expr | None:

@@ -49,7 +49,8 @@ def _fix(window: LoopWindow, zero: Event, steps: list[Event]) -> tuple[Edit, ...
     kept = edits[:1] if cleared else edits
     # Gradients from before the loop, or of an earlier epoch, must not enter its first window.
     spans = window.boundary is not None and window.boundary.spanning and window.loop.parents
-    if not edits or spans or not _is_beside(zero, window) or _clears(window.before):
+    clears = any(e.kind == "zero" and isinstance(e.stmt, ast.Expr) for e in window.before)
+    if not edits or spans or not _is_beside(zero, window) or clears:
         return kept
     return (*kept, Edit.at("before", window.loop.node, text(zero.stmt)))
 
@@ -57,7 +58,3 @@ def _fix(window: LoopWindow, zero: Event, steps: list[Event]) -> tuple[Edit, ...
 def _is_beside(zero: Event, window: LoopWindow) -> bool:
     """True if it stands in the loop itself; a helper may have other callers."""
     return not window.loop.virtual and any(n is zero.node for n in walk(window.loop.node))
-
-
-def _clears(before: list[Event]) -> bool:
-    return any(e.kind == "zero" and isinstance(e.stmt, ast.Expr) for e in before)

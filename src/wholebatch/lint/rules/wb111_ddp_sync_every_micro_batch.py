@@ -128,7 +128,7 @@ def _late_flag(window: LoopWindow) -> Event | None:
 def _late_context(window: LoopWindow) -> Event | None:
     for backward in window.backwards:
         contexts = [c for c in backward.contexts(window.loop) if holds_sync(c)]
-        held = [c for c in contexts if not _of_engine(c) and not _of_reducer(c)]
+        held = [c for c in contexts if not _is_read_in_backward(c)]
         if not held:
             continue
         owner = held[-1]
@@ -143,12 +143,9 @@ def _late_context(window: LoopWindow) -> Event | None:
     return None
 
 
-def _of_engine(context: Context) -> bool:
-    """True for `booster.no_sync(model, optimizer)`, which an engine reads in the backward."""
-    return bool(re.search(r"\.no_sync\(\w", context.made))
-
-
-def _of_reducer(context: Context) -> bool:
-    """True for `bucketer.no_sync()`: hooks of one's own, which are read in the backward."""
+def _is_read_in_backward(context: Context) -> bool:
+    """True for `booster.no_sync(model)`, of an engine, and `bucketer.no_sync()`, of own hooks."""
+    if re.search(r"\.no_sync\(\w", context.made):
+        return True
     owners = re.findall(r"(\w+)\.no_sync\(\)", context.made)
     return bool(owners) and not any(MODEL_NAME.match(o) or "ddp" in o.lower() for o in owners)
