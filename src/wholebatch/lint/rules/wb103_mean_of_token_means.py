@@ -60,6 +60,8 @@ _JAX_MASK_COUNT = re.compile(
 _FIXED_NUMBER = re.compile(r"randperm\([^\n]*\)\[: *\w+\]")
 # Inputs and labels are slices of one stream of tokens, made here: `t[:, :-1], t[:, 1:]`.
 _SHIFTED = re.compile(r"\b(\w+)\[:, :-1\][^\n]*\n?[^\n]*\b\1\[:, 1:\]")
+# Made data, of which no label is left out.
+_RANDOM_LABELS = re.compile(r"(label|target)s?( = |['\"]: )torch\.randint\(")
 _FIXED_INDEX = re.compile(r"randperm|randint|arange|sample|choice|topk|sort|range\(|^-?\d+$|slice")
 _LABELS = re.compile(r"mask|label|batch|token|encode", re.I)
 # A label of -100 that is made, not one that is only asked for.
@@ -238,6 +240,8 @@ def _ignores(call: ast.Call, chain: Chain, window: LoopWindow, file: File) -> bo
     """True for a cross-entropy with an ignored label and reduction "mean"."""
     name = text(call.func)
     made = [(call, chain.base_env), *window.makers(name, chain.base_env)]
+    if file.facts.mentions(_RANDOM_LABELS) and not file.facts.mentions(_MASKED_LABELS):
+        return False
     asked = [keyword(m, "ignore_index") for m, _ in made]
     if any(number(a) == -100 for a in asked if a is not None) and _none_ignored(file):
         return False
