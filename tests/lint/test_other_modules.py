@@ -126,3 +126,42 @@ def test_random_labels_leave_nothing_out(tmp_path: Path, labels: str) -> None:
     """
     found = codes_of(tmp_path, train=train, losses=losses)
     assert ("WB103" in found) is ("randint" not in labels)
+
+
+TRAINER = """
+    class Trainer:
+        def training_step(self, batch):
+            loss, metrics = self.model.losses(batch)
+            SLOT
+            (loss / self.accum).backward()
+            return metrics
+
+        def train(self):
+            for i, batch in enumerate(self.loader):
+                metrics = self.training_step(batch)
+                self.tracker.update(metrics)
+                if (i + 1) % self.accum == 0:
+                    self.optimizer.step()
+                    self.optimizer.zero_grad()
+                    LOG
+
+        def show(self, values, step):
+            for name, value in values.items():
+                self.writer.add_scalar(name, value, step)
+"""
+
+
+@pytest.mark.parametrize(
+    ("slot", "log", "found"),
+    [
+        ("metrics['loss'] = loss.item()", "self.show(metrics, i)", True),
+        ("metrics['rate'] = self.optimizer.rate", "self.show(metrics, i)", False),
+        ("metrics['loss'] = loss.item()", "self.show(self.tracker.averages(), i)", False),
+        ("pass", "loss_value = metrics['loss'].item(); print(loss_value)", True),
+        ("pass", "accuracy = metrics['accuracy'].item(); print(accuracy)", False),
+    ],
+)
+def test_metrics_that_a_helper_returns_are_of_one_micro_batch(
+    slot: str, log: str, found: bool
+) -> None:
+    assert ("WB115" in codes(TRAINER.replace("SLOT", slot).replace("LOG", log))) is found
