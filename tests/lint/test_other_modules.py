@@ -165,3 +165,64 @@ def test_metrics_that_a_helper_returns_are_of_one_micro_batch(
     slot: str, log: str, found: bool
 ) -> None:
     assert ("WB115" in codes(TRAINER.replace("SLOT", slot).replace("LOG", log))) is found
+
+
+@pytest.mark.parametrize(
+    ("picked", "found"), [("x[loss_mask]", True), ("x[:, -1]", False), ("x", False)]
+)
+def test_a_forward_that_selects_by_a_mask(tmp_path: Path, picked: str, found: bool) -> None:
+    train = """
+        from chess import Player
+
+        class Trainer:
+            def __init__(self, optimizer, loader, accum):
+                self._model = Player()
+                self.optimizer, self.loader, self.accum = optimizer, loader, accum
+
+            def eager(self) -> Player:
+                return self._model
+
+            def train(self):
+                for i, (x, mask, y) in enumerate(self.loader):
+                    model = self.eager()
+                    loss, metrics = model.forward_train(x, mask, y)
+                    (loss / self.accum).backward()
+                    if (i + 1) % self.accum == 0:
+                        self.optimizer.step()
+                        self.optimizer.zero_grad()
+    """
+    chess = f"""
+        class Player(nn.Module):
+            def forward_train(self, x, loss_mask, targets):
+                picked = {picked}
+                logits = self.head(picked)
+                wanted = {picked.replace("x", "targets", 1)}
+                loss = F.cross_entropy(logits, wanted)
+                return loss, {{"loss": loss.detach()}}
+    """
+    assert ("WB103" in codes_of(tmp_path, train=train, chess=chess)) is found
+
+
+@pytest.mark.parametrize(
+    ("divisor", "after", "found"),
+    [
+        ("accum", "optimizer.step()", True),
+        ("accum", "pass", False),
+        ("accum", "model(next(batches)).mean().backward(); optimizer.step()", False),
+        ("min(accum, steps - i)", "optimizer.step()", False),
+    ],
+)
+def test_a_step_after_a_loop_shows_that_it_ends(divisor: str, after: str, found: bool) -> None:
+    reported = codes(f"""
+        def train(model, optimizer, batches, steps, accum):
+            count = 0
+            for i in range(steps):
+                (model(next(batches)).mean() / {divisor}).backward()
+                count += 1
+                if count % accum == 0:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            if count % accum != 0:
+                {after}
+    """)
+    assert ("WB109" in reported) is found

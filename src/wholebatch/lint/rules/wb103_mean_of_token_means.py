@@ -255,10 +255,11 @@ def _ignores(call: ast.Call, chain: Chain, window: LoopWindow, file: File) -> bo
     sources = [file.facts.behind(name), "" if imported is None else imported.text]
     if any(_leaves_out(source, functional=functional) for source in sources):
         return True
-    # `model.compute_loss(...)`: that method of the class.
+    # `model.compute_loss(...)`, `model.forward_train(...)`: that method of the class.
     owner, _, method = name.rpartition(".")
-    source = file.facts.behind(owner) if owner and functional else ""
-    return _leaves_out(_method(source, method), functional=True)
+    is_part = owner and (functional or method.startswith("forward"))
+    source = file.facts.behind(owner) if is_part else ""
+    return _leaves_out(_method(source, method), functional=functional)
 
 
 def _none_ignored(file: File) -> bool:
