@@ -108,7 +108,8 @@ def test_a_folder_without_python_is_a_warning(
     assert capsys.readouterr() == ("", f"warning: no script or notebook to read in {tmp_path}\n")
     assert main([str(tmp_path), "--format", "json"]) == CLEAN
     out, err = capsys.readouterr()
-    assert json.loads(out) == [] and "no script or notebook" in err
+    assert json.loads(out) == []
+    assert "no script or notebook" in err
 
 
 def test_the_source_line_is_shown_with_carets(
