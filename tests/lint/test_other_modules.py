@@ -226,3 +226,23 @@ def test_a_step_after_a_loop_shows_that_it_ends(divisor: str, after: str, found:
                 {after}
     """)
     assert ("WB109" in reported) is found
+
+
+def test_random_labels_elsewhere_do_not_hide_a_mask_of_this_file() -> None:
+    reported = codes("""
+        def pictures():
+            labels = torch.randint(0, 5, (32,))
+            return labels
+
+        def texts(ids, kept):
+            return ids.masked_fill(torch.arange(24) >= kept, -1)
+
+        def train(model, optimizer, loader, accum):
+            for i, (x, y) in enumerate(loader):
+                loss = F.cross_entropy(model(x), y, ignore_index=-1) / accum
+                loss.backward()
+                if (i + 1) % accum == 0:
+                    optimizer.step()
+                    optimizer.zero_grad()
+    """)
+    assert "WB103" in reported

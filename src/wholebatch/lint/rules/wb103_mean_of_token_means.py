@@ -240,7 +240,8 @@ def _ignores(call: ast.Call, chain: Chain, window: LoopWindow, file: File) -> bo
     """True for a cross-entropy with an ignored label and reduction "mean"."""
     name = text(call.func)
     made = [(call, chain.base_env), *window.makers(name, chain.base_env)]
-    if file.facts.mentions(_RANDOM_LABELS) and not file.facts.mentions(_MASKED_LABELS):
+    masks = "ignore_index" in file.facts.source or file.facts.mentions(_MASKED_LABELS)
+    if file.facts.mentions(_RANDOM_LABELS) and not masks:
         return False
     asked = [keyword(m, "ignore_index") for m, _ in made]
     if any(number(a) == -100 for a in asked if a is not None) and _none_ignored(file):
