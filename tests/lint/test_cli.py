@@ -100,6 +100,18 @@ def test_without_a_path_the_folder_is_read(
     assert found(capsys) == ["WB101", "WB109", "WB110"]
 
 
+def test_a_folder_without_python_is_a_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "notes.txt").write_text("no code")
+    assert main([str(tmp_path)]) == CLEAN
+    assert capsys.readouterr() == ("", f"warning: no script or notebook to read in {tmp_path}\n")
+    assert main([str(tmp_path), "--format", "json"]) == CLEAN
+    out, err = capsys.readouterr()
+    assert json.loads(out) == []
+    assert "no script or notebook" in err
+
+
 def test_the_source_line_is_shown_with_carets(
     script: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -76,7 +76,10 @@ def _lint(options: LintArguments) -> int:
     )
     if "-" in options.paths:
         return _lint_input(options, settings)
-    files = collect(options.paths or ["."], settings)
+    paths = options.paths or ["."]
+    files = collect(paths, settings)
+    if not files:
+        print(f"warning: no script or notebook to read in {', '.join(paths)}", file=sys.stderr)
     findings = lint_files(files, settings, jobs=options.jobs)
     repaired = 0
     if options.diff:
@@ -109,7 +112,7 @@ def _report(options: LintArguments, findings: Sequence[Finding], files: int, rep
     rendered = shown(findings)
     is_screen = options.form == "text" and options.output is None and sys.stdout.isatty()
     _write(_wrapped(rendered) if is_screen else rendered, options.output)
-    if options.form == "text":
+    if options.form == "text" and files:
         print(_summary(files, findings, repaired), file=sys.stderr)
     failed = any(f.level != "note" for f in findings) and not options.exit_zero
     return FOUND if failed else CLEAN

@@ -80,7 +80,7 @@ class Facts:
     assigned: dict[str, list[ast.expr]]
     import_nodes: Imports
     uses: dict[FunctionNode, set[str]]
-    # The classes that parameters of each name are annotated with.
+    # The classes that parameters of each name, and `name()` of functions, are annotated with.
     annotated: dict[str, set[str]]
     path: str = ""
     _searched: dict[re.Pattern[str], bool] = field(default_factory=dict)
@@ -109,6 +109,7 @@ class Facts:
             other = dotted(inner) if inner is not None else None
             values += self.assigned.get(other, ()) if other and other != name else ()
         handed = {dotted(v) or "" for v in values if v is not None} | {name}
+        handed |= {f"{last_part(v.func)}()" for v in values if isinstance(v, ast.Call)}
         named = {m for n in handed for m in self.annotated.get(n, ())}
         if any("model_class" in text(v) for v in values if v is not None):
             # `MODEL_CLASSES = {"bert": (BertConfig, BertForNer, BertTokenizer)}`
@@ -244,6 +245,8 @@ def gather(tree: ast.Module, source: str, path: str = "") -> Facts:
             continue
         elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             uses[node] = set()
+            if isinstance(node.returns, ast.Name):
+                annotated.setdefault(f"{node.name}()", set()).add(node.returns.id)
         elif isinstance(node, ast.arg):
             if isinstance(node.annotation, ast.Name):
                 annotated.setdefault(node.arg, set()).add(node.annotation.id)

@@ -250,7 +250,7 @@ class LoopWindow:
             values = self.facts.assigned.get(name, ())
             known = [(unmoved(value), self.facts.env_around(value)) for value in values]
         calls = [(made, where) for made, where in known if isinstance(made, ast.Call)]
-        return calls or [(made, where) for made, where in pairs if isinstance(made, ast.Call)]
+        return calls + [(made, where) for made, where in pairs if isinstance(made, ast.Call)]
 
     @cached_property
     def finite(self) -> bool:

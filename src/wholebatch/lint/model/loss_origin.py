@@ -231,6 +231,7 @@ class _Tracer:
         key = text(expr.slice)
         held: list[tuple[ast.expr, Env]] = [(expr.value, env)]
         found: list[tuple[ast.expr, Env]] = []
+        returned = False
         for _ in range(12):
             if not held:
                 break
@@ -241,9 +242,13 @@ class _Tracer:
             elif is_call(made, "dict"):
                 found += [(k.value, where) for k in made.keywords if repr(k.arg) == key]
             elif isinstance(made, ast.Call):
+                returned = True
                 held += [(d.expr, d.env) for d in self.resolver.returns.get(id(made), ())]
             elif isinstance(made, ast.Subscript):
-                held += self._returned_parts(made)
+                parts = self._returned_parts(made)
+                # What a helper hands on from a call that is not followed.
+                handed_on = returned and not parts and isinstance(made.value, ast.Call)
+                held, found = held + parts, found + [(made, where)] * handed_on
             elif (name := place(made)) is not None:
                 held += [(d.expr, d.env) for d in where.get(name, ()) if place(d.expr) != name]
         return found

@@ -60,6 +60,8 @@ _JAX_MASK_COUNT = re.compile(
 _FIXED_NUMBER = re.compile(r"randperm\([^\n]*\)\[: *\w+\]")
 # Inputs and labels are slices of one stream of tokens, made here: `t[:, :-1], t[:, 1:]`.
 _SHIFTED = re.compile(r"\b(\w+)\[:, :-1\][^\n]*\n?[^\n]*\b\1\[:, 1:\]")
+# Made data, of which no label is left out.
+_RANDOM_LABELS = re.compile(r"(label|target)s?( = |['\"]: )torch\.randint\(")
 _FIXED_INDEX = re.compile(r"randperm|randint|arange|sample|choice|topk|sort|range\(|^-?\d+$|slice")
 _LABELS = re.compile(r"mask|label|batch|token|encode", re.I)
 # A label of -100 that is made, not one that is only asked for.
@@ -238,6 +240,9 @@ def _ignores(call: ast.Call, chain: Chain, window: LoopWindow, file: File) -> bo
     """True for a cross-entropy with an ignored label and reduction "mean"."""
     name = text(call.func)
     made = [(call, chain.base_env), *window.makers(name, chain.base_env)]
+    masks = "ignore_index" in file.facts.source or file.facts.mentions(_MASKED_LABELS)
+    if file.facts.mentions(_RANDOM_LABELS) and not masks:
+        return False
     asked = [keyword(m, "ignore_index") for m, _ in made]
     if any(number(a) == -100 for a in asked if a is not None) and _none_ignored(file):
         return False
@@ -251,10 +256,11 @@ def _ignores(call: ast.Call, chain: Chain, window: LoopWindow, file: File) -> bo
     sources = [file.facts.behind(name), "" if imported is None else imported.text]
     if any(_leaves_out(source, functional=functional) for source in sources):
         return True
-    # `model.compute_loss(...)`: that method of the class.
+    # `model.compute_loss(...)`, `model.forward_train(...)`: that method of the class.
     owner, _, method = name.rpartition(".")
-    source = file.facts.behind(owner) if owner and functional else ""
-    return _leaves_out(_method(source, method), functional=True)
+    is_part = owner and (functional or method.startswith("forward"))
+    source = file.facts.behind(owner) if is_part else ""
+    return _leaves_out(_method(source, method), functional=functional)
 
 
 def _none_ignored(file: File) -> bool:

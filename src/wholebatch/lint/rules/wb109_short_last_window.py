@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from ..model import File, LoopWindow
+from ..model import Event, File, LoopWindow
+from ..model.events import Guard
 from ..model.expressions import text
 from ..model.window_boundary import Boundary
 from .rule_base import RESCALED, Report, cleared_last, rule, steps_every_micro_batch
@@ -18,9 +19,7 @@ def check(file: File) -> Iterator[Report]:
         boundary = window.boundary
         if boundary is None or not _ends_short(window, boundary) or cleared_last(window):
             continue
-        parents = window.loop.parents
-        around = [parents[:depth] for depth in range(len(parents) + 1)]
-        handled = boundary.tail or any(e.loops in around for e in window.after if e.kind == "step")
+        handled = boundary.tail or bool(_after(window, "step"))
         if boundary.spanning and not handled and not _cleared_before(window):
             continue
         if handled and _nominal(window) and not file.facts.mentions(RESCALED):
@@ -44,7 +43,17 @@ def _ends_short(window: LoopWindow, boundary: Boundary) -> bool:
     """True if only the count ends windows, and the loader can end before the count is full."""
     if window.shape != "boundary" or not boundary.pure or boundary.kind == "last":
         return False
-    return window.finite and not steps_every_micro_batch(window)
+    # A step after a loop of unknown length, if something is left over, shows that the loop ends.
+    rests = [g for e in _after(window, "step") for g in e.path if isinstance(g, Guard)]
+    flushed = any("%" in text(g.expr) for g in rests) and not _after(window, "backward")
+    return (window.finite or flushed) and not steps_every_micro_batch(window)
+
+
+def _after(window: LoopWindow, kind: str) -> list[Event]:
+    """Return the events of a kind behind the loop, in a loop around it or in none."""
+    parents = window.loop.parents
+    around = [parents[:depth] for depth in range(len(parents) + 1)]
+    return [e for e in window.after if e.kind == kind and e.loops in around]
 
 
 def _is_multiple(window: LoopWindow) -> bool:

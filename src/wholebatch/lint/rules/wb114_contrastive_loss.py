@@ -28,6 +28,9 @@ _OWN_NUMBER = re.compile(
     r"arange\((0, )?([\w.]+\.(size\(0\)|size\(\)\[0\]|shape\[0\])|len\(|\w*b(atch_?)?si?ze?\b)"
 )
 _OF_PAIRS = re.compile(r"pytorch_metric_learning")  # Its losses are all over pairs of a batch.
+# Samples that are not compared with themselves; in a method without a loss it masks weights.
+_EYE = re.compile(r"\beye\([^\n]*(size\(0\)|batch|shape\[0\])")
+_LOSS = re.compile(r"entropy|CrossEn|log_softmax|logsumexp|criterion|\blog\(")
 _CLIP = re.compile(r"CLIP|SigLip|Clap")
 
 
@@ -77,10 +80,9 @@ def _compares(source: str) -> bool:
     source = re.sub(r"(?m)^\s*#.*$", "", source)
     labels = re.search(
         r"((label|target)\w*\s*=|entropy\()[^\n]*arange\(|torch\.diag\(|CrossEn\("
-        r"|\beye\([^\n]*(size\(0\)|batch|shape\[0\])"
         r"|\b(\w+)\.\w+\([-1, ]+\) == \3\b|\beq\((\w+), \4\.(T\b|t\(\))",  # Of the same class.
         source,
-    )
+    ) or any(_EYE.search(m) and _LOSS.search(m) for m in re.split(r"\n    def ", source))
     loss = re.search(r"cross_entropy\w*\(|CrossEn(tropyLoss)?\(|log_softmax\(", source)
     pairs = re.search(r"sim_matrix|similarit|scores\b|logits_per|logits\b|dot_product", source)
     products = re.search(r"\bmm\(|matmul\(|[\w)\]] *@ *\w|einsum", source)

@@ -234,9 +234,9 @@ def _values(
         made = where.get(name, ())
         held = [d for d in made if isinstance(d.expr, (ast.Dict, ast.JoinedStr))]
         held += [d for d in made if is_call(d.expr, "dict")]
+        slots = [d for n, d in where.items() if name and n.startswith(f"{name}[")]
         if held and len(held) == len(made):
-            slots = [d[0] for n, d in where.items() if n.startswith(f"{name}[") and len(d) == 1]
-            inner = [(d.expr, d.env) for d in (*held, *slots)]
+            inner = [(d.expr, d.env) for d in (*held, *(d[0] for d in slots if len(d) == 1))]
         else:
             inner = [(part, where) for part in _values_inside(expr)]
             given = [d for m in made for d in (returns or {}).get(id(m.expr), ())]
@@ -247,6 +247,9 @@ def _values(
                 inner = [(given[0].expr, given[0].env)]
         if not inner:
             yield expr, where
+            inner = [(d.expr, d.env) for defs in slots for d in defs]
+            # A helper's parameter: what it was handed.
+            inner += [(d.expr, d.env) for d in made[:1] if d.node is d.expr]
         todo += [(*part, depth + 1) for part in inner if depth < 5]
 
 

@@ -141,6 +141,9 @@ def _lengths(call: ast.Call, window: LoopWindow) -> list[ast.expr]:
         limits = _limits(window)
         read = [*window.facts.imported_parts(call, levels=0)]  # A factory of another module.
         whole = bool(read) and not is_accumulation_name(read[0] + text(call))
+        made_by = (f for f in window.facts.every_function if f.name == last_part(call.func))
+        if any(is_accumulation_name(text(f)) for f in made_by):
+            return []  # It may divide the length itself.
         return [
             a
             for a in call.args

@@ -11,7 +11,9 @@ from ..model.expressions import keyword, last_part, text
 from .rule_base import Report, framework_accumulates, rule
 
 _GRAPHED = {"reduce-overhead", "max-autotune"}
-_DEFAULT = re.compile(r"mode['\"][^)]*default\s*=\s*['\"](reduce-overhead|max-autotune)['\"]")
+_DEFAULT = re.compile(
+    r"mode(['\"][^)]*default\s*=|['\"],|: str =)\s*['\"](?P<mode>reduce-overhead|max-autotune)['\"]"
+)
 _MARKED = re.compile(r"cudagraph_mark_step_begin|triton\.cudagraphs\s*=\s*False")
 
 
@@ -48,5 +50,5 @@ def _graphs(call: ast.Call, file: File) -> str:
     mode = getattr(given, "value", None)
     asked = isinstance(given, (ast.Name, ast.Attribute)) and "mode" in last_part(given)
     default = _DEFAULT.search(file.facts.source) if asked else None
-    mode = default.group(1) if default is not None else mode
+    mode = default["mode"] if default is not None else mode
     return f'`mode="{mode}"`' if mode in _GRAPHED else ""
