@@ -903,7 +903,7 @@ class Window:
 
 
 class HasWindow:
-    """What every object with a window tells of it."""
+    """The base of objects that make windows: it counts their updates."""
 
     _window: Window
 

@@ -8,6 +8,7 @@ tensors behind, which get their own class back at their next use once the loop i
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 from weakref import WeakSet
@@ -43,7 +44,7 @@ class FollowedTensor(Tensor):
             _set_classes(followed, followers())
 
 
-class Follower:
+class Follower(ABC):
     """Keeps notes about the tensors that it follows; others may follow the same ones."""
 
     def __init__(self) -> None:
@@ -74,9 +75,9 @@ class Follower:
             self.notes[tensor] = about
             _set_classes([tensor], followers())
 
+    @abstractmethod
     def see(self, func: Any, args: Any, kwargs: Any) -> Callable[[Any], None]:
         """Look at a call before it is made; return what is to be called with its result."""
-        raise NotImplementedError
 
 
 _all: WeakSet[Follower] = WeakSet()

@@ -73,10 +73,6 @@ def collect(paths: Iterable[str], settings: Settings) -> list[str]:
     return list(found)
 
 
-_WRONG_LINES = 40
-"""A file with more lines that cannot be read is not read."""
-
-
 def read_source(path: str, *, max_bytes: int) -> Source:
     """Read a file; report a failure as a problem, never as an exception."""
     try:
@@ -166,6 +162,16 @@ def _without_magics(body: str) -> str:
     return joined if _syntax_error(joined) is None else textwrap.dedent(joined)
 
 
+_WRONG_LINES = 40
+"""A file with more lines that cannot be read is not read."""
+_STAND_INS = (
+    (r"^(\s*)(if|elif|while)\b.*:\s*$", r"\1\2 0:"),
+    (r"^(\s*)except\b.*:\s*$", r"\1except Exception:"),
+    (r"^(\s*).*[^:\s]\s*$", r"\g<1>0,"),
+)
+"""What replaces such a line; "0," may stand for a statement and for an argument."""
+
+
 def without_wrong_lines(text: str) -> str | None:
     """Replace the lines that this version of Python cannot read; None if there are too many.
 
@@ -178,15 +184,11 @@ def without_wrong_lines(text: str) -> str | None:
             return "\n".join(lines)
         place = (wrong.lineno or 0) - 1
         line = lines[place] if 0 <= place < len(lines) else ""
-        # "0," may stand for a statement and for an argument.
-        stand_in = re.sub(r"^(\s*)(if|elif|while)\b.*:\s*$", r"\1\2 0:", line)
-        if stand_in == line:
-            stand_in = re.sub(r"^(\s*)except\b.*:\s*$", r"\1except Exception:", line)
-        if stand_in == line:
-            stand_in = re.sub(r"^(\s*).*[^:\s]\s*$", r"\g<1>0,", line)
-        if stand_in == line:
+        stand_ins = [re.sub(pattern, by, line) for pattern, by in _STAND_INS]
+        changed = [one for one in stand_ins if one != line]
+        if not changed:
             return None
-        lines[place] = stand_in
+        lines[place] = changed[0]
     return None
 
 
