@@ -56,11 +56,12 @@ def counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Counted:
     return found
 
 
-def run_once(model: nn.Module | None = None, batch: Micro | None = None) -> None:
+def run_once(model: nn.Module | None = None, batch: Micro | None = None, **options: Any) -> None:
     """Train as a new process would, in uneven micro-batches; compare with undivided batches."""
     model = model or Tagger().double()
     whole = Whole(model, loss=mean_of_tokens)
-    train = wb.WholeBatch(model, sgd(model), loss=loss, micro_batch=3, execute="compile")
+    options |= {"micro_batch": 3, "execute": "compile"}
+    train = wb.WholeBatch(model, sgd(model), loss=loss, **options)
     for number in (8, 7):
         given = tagged(number) if batch is None else batch
         train.step(given)
@@ -91,6 +92,18 @@ def test_a_second_process_neither_traces_nor_tests(counted: Counted, tmp_path: P
     other.norm.eps = 1e-3
     run_once(other)
     assert (counted.traces, counted.looks) == (2, 4)
+
+
+def test_gradients_on_the_host_leave_the_graph_of_other_windows_alone(
+    counted: Counted, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run_once()
+    with caplog.at_level(logging.WARNING, logger="wholebatch.compile"):
+        run_once(memory=wb.Memory(gradients="host"))
+    assert not caplog.records
+    assert counted.traces == 2
+    run_once()
+    assert counted.traces == 2
 
 
 def test_it_can_be_switched_off(

@@ -139,7 +139,7 @@ class JointStep:
 
         A graph that draws random numbers is not kept: nothing could be compared with eager code.
         """
-        if self._plan is None or not self._keeps or type(self._gradients) is not Gradients:
+        if self._plan is None or not self._keeps or self._gradients.leaves:
             return None
         return KeptStep(
             self._plan,
@@ -211,7 +211,7 @@ class JointStep:
             runs = []
             mode = fake_mode() if self._blocks is None else self._blocks.mode
             # Generators, and stores that receive gradients, would notice a run on zeros.
-            unnoticed = type(self._gradients) is Gradients and not self.random
+            unnoticed = not (self._gradients.leaves or self.random)
             tunes = unnoticed and self._trained[0].is_cuda and self.sizes is None
             made = self._plan.compiled(compile_graph, mode)
             for program, run in zip(self._plan.programs, made, strict=True):

@@ -623,7 +623,7 @@ class Executor:
 
     def _kept(self, done: EagerResult, state: State) -> JointStep | None:
         """Return the joint step that another process has kept for this kind, if there is one."""
-        if self._steps or not done.alone or self._precision.name == "fp8":
+        if self._steps or not done.alone or self._precision.name == "fp8" or self._gradients.leaves:
             return None
         entry = self._entry(done.inputs.key, state)
         kept = None if entry is None else load(entry)
