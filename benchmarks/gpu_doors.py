@@ -3,6 +3,7 @@
     python benchmarks/gpu_doors.py                                   # all rows, on a CUDA device
     python benchmarks/gpu_doors.py --rows llama/4 --doors trainer,exact --budget 300
     python benchmarks/gpu_doors.py --rows tiny/2 --execute eager     # a small model, on a CPU too
+    python benchmarks/gpu_doors.py --rows llama-1b/4 --doors acc,exact,whole --fp8
     python benchmarks/gpu_doors.py --llama     # beside torch.compile of the undivided batch
     python benchmarks/gpu_doors.py --llama --rows llama/4,llama/64 --budget 60 --profile
 
@@ -80,6 +81,12 @@ class Job:
     profiles: bool = False
     profile: str = ""
     """The kernels of two windows more."""
+    fp8: bool = False
+    """True if the doors of wholebatch compute linear layers in 8 bits."""
+
+    @property
+    def precision(self) -> Any:
+        return "fp8" if self.fp8 else None
 
     @property
     def on_cuda(self) -> bool:
@@ -236,7 +243,7 @@ def whole_batch(job: Job) -> None:
         adamw(model, job),
         loss=loss_of,
         micro_batch=job.micro,
-        precision="bf16" if job.on_cuda else "full",
+        precision=job.precision or ("bf16" if job.on_cuda else "full"),
         clip_norm=1.0,
         execute=job.execute,  # type: ignore[arg-type]
     )
@@ -261,7 +268,7 @@ def own_loop_compiled(job: Job) -> None:
         with torch.autocast("cuda", torch.bfloat16, enabled=on_cuda):
             return loss_of(model, batch)
 
-    loss = acc.compile(loss_in_bf16, execute=job.mode)
+    loss = acc.compile(loss_in_bf16, execute=job.mode, precision=job.precision)
     job.start()
     for batch in batches(job, job.micro):
         if acc.backward(loss(batch)) is not None and job.window_done():
@@ -287,7 +294,8 @@ def accelerate(job: Job, *, ours: bool = False, **options: Any) -> None:
     windows = ExactWindows(accelerator, model, optimizer) if ours else None
     loss: Any = None
     if windows is not None:
-        loss = windows.compile(lambda batch: loss_of(model, batch), execute=job.mode)
+        how: Any = {"execute": job.mode, "precision": job.precision}
+        loss = windows.compile(lambda batch: loss_of(model, batch), **how)
     job.start()
     for batch in batches(job, job.micro):
         with accelerator.accumulate(model):
@@ -319,7 +327,8 @@ def fabric(job: Job, *, ours: bool = False, compiled: bool = False) -> None:
     windows = FabricWindows(host, model, optimizer) if ours else None
     loss: Any = None
     if windows is not None:
-        loss = windows.compile(lambda batch: loss_of(model, batch), execute=job.mode)
+        how: Any = {"execute": job.mode, "precision": job.precision}
+        loss = windows.compile(lambda batch: loss_of(model, batch), **how)
     steps = job.window // job.micro
     job.start()
     for place, batch in enumerate(batches(job, job.micro)):
@@ -370,7 +379,8 @@ def lightning(job: Job, *, ours: bool = False, compiled: bool = False) -> None:
     callbacks: list[Any] = [clock]
     if ours:
         units = lambda batch: (batch["labels"][:, 1:] != -100).sum()  # noqa: E731
-        callbacks.append(ExactWindows(units=units, execute=job.execute))  # type: ignore[arg-type]
+        how: Any = {"execute": job.execute, "precision": job.precision}
+        callbacks.append(ExactWindows(units=units, **how))
     host = Trainer(
         max_steps=WARM + MEASURED + 1,
         accelerator="cuda" if job.on_cuda else "cpu",
@@ -419,7 +429,8 @@ def trainer(job: Job, *, ours: bool = False, **options: Any) -> None:
             report_to="none",
             **options,
         )
-        kind: Any = exact(Trainer, execute=job.execute) if ours else Trainer  # type: ignore[arg-type]
+        how: Any = {"execute": job.execute, "precision": job.precision}
+        kind: Any = exact(Trainer, **how) if ours else Trainer
         host = kind(model=job.model(), args=args, train_dataset=Sequences(job), callbacks=[Clock()])
         host.train()
     if ours and host._whole is not None:
@@ -524,7 +535,7 @@ def line(row: str, door: str, found: Any) -> str:
     return shown
 
 
-def one_by_one(todo: list[tuple[str, str]], execute: str, budget: float) -> list[str]:
+def one_by_one(todo: list[tuple[str, str]], execute: str, budget: float, *, fp8: bool) -> list[str]:
     """Measure these rows in this process; return the lines of their table."""
     ends, lines = time.perf_counter() + budget, []
     for place, (row, door) in enumerate(todo):
@@ -535,7 +546,7 @@ def one_by_one(todo: list[tuple[str, str]], execute: str, budget: float) -> list
         elif left <= 0:
             found = "no time left"
         else:
-            found = measured(row, door, execute, left / (len(todo) - place))
+            found = measured(row, door, execute, left / (len(todo) - place), fp8=fp8)
         lines.append(line(row, door, found))
     return lines
 
@@ -605,6 +616,7 @@ def main() -> None:
     parser.add_argument("--execute", default="graph", help="of WholeBatch and exact(Trainer)")
     parser.add_argument("--llama", action="store_true", help="the Llama family, and nothing else")
     parser.add_argument("--together", type=int, default=4, help="rows of --llama at once")
+    parser.add_argument("--fp8", action="store_true", help="the doors of wholebatch in fp8")
     parser.add_argument("--profile", action="store_true", help="kernels of the rows of --llama")
     parser.add_argument("--write", help="a markdown file for the table")
     for name in ("--child", "--models", "--micro"):  # one of the rows that get ready side by side
@@ -630,7 +642,7 @@ def main() -> None:
     else:
         rows_of = (options.rows or "llama/4,llama/1").split(",")
         todo = [(row, door) for row in rows_of for door in options.doors.split(",")]
-        table += one_by_one(todo, options.execute, options.budget)
+        table += one_by_one(todo, options.execute, options.budget, fp8=options.fp8)
     print("\n".join(["", *table]), flush=True)
     if options.write is not None:
         write(Path(options.write), table)

@@ -357,6 +357,25 @@ def test_one_piece_that_fails_leaves_the_others_to_the_workers(
     workers.close()
 
 
+@pytest.mark.parametrize("who", ["define_operations", "_prepare"])
+def test_a_process_that_cannot_begin_says_why(
+    who: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no room")
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(compile_workers, who, fail)  # A forked process has it too.
+    workers = CompileWorkers(1, torch.device("cpu"))
+    try:
+        piece = PieceProgram([(aten.tanh.default, (_Input(0),), {})], [MATRIX], [0])
+        pending = workers.compile([job_of(piece, OPTIONS)])
+        pending.wait()
+    finally:
+        workers.close()
+    assert pending.problem == "RuntimeError: no room"
+
+
 def test_a_server_keeps_nothing_of_the_run() -> None:
     before = signal.signal(signal.SIGINT, lambda *_: None)
     inherited, kept = socket.socketpair()

@@ -480,7 +480,8 @@ class _Worker:
                 killer = threading.Timer(_PATIENCE, self._connection.shutdown, [socket.SHUT_RDWR])
                 killer.daemon = True
                 killer.start()
-                self._connection.sendall(len(job.message).to_bytes(8, "little") + job.message)
+                with contextlib.suppress(OSError):  # It may have said why it ended.
+                    self._connection.sendall(len(job.message).to_bytes(8, "little") + job.message)
                 with self._connection.makefile("rb") as answers:
                     line = answers.readline()
                 if line:
@@ -533,14 +534,27 @@ def compile_workers(device: torch.device) -> CompileWorkers | None:
 def serve(control: socket.socket, device: torch.device) -> None:
     """Fork a worker for every connection that comes over this socket, until it is closed."""
     _leave_the_run(control.fileno())
-    import_compiler(with_processes=False)
-    define_operations()
-    if device.type == "cuda":
-        _leave_the_device(device)
+    problem = None
+    try:
+        import_compiler(with_processes=False)
+        define_operations()
+        if device.type == "cuda":
+            _leave_the_device(device)
+    except BaseException as error:  # Every worker that is asked for says why there is none.
+        problem = _answer(error)
     # While it runs, the memory that its parent writes to is there twice.
     while given := socket.recv_fds(control, 1, 1)[1]:
-        _forked(partial(_work, control, given[0], device))
+        if problem is None:
+            _forked(partial(_work, control, given[0], device))
+        else:
+            os.write(given[0], problem)
         os.close(given[0])
+
+
+def _answer(error: BaseException | None) -> bytes:
+    """Return what a worker says after a job: the reason if it failed."""
+    problem = None if error is None else f"{type(error).__name__}: {str(error)[:300]}"
+    return json.dumps({"problem": problem}).encode() + b"\n"
 
 
 def _leave_the_run(control: int) -> None:
@@ -622,6 +636,24 @@ _CUDA, _META = 1, 14  # c10::DeviceType
 def _work(control: socket.socket, file: int, device: torch.device) -> None:
     """Do the jobs that come over a connection, until it is closed."""
     control.close()  # Else the run could still ask for workers when the server has ended.
+    connection = os.fdopen(file, "r+b", buffering=0)
+    try:
+        _prepare(device)
+    except BaseException as error:
+        connection.write(_answer(error))
+        return
+    while size := int.from_bytes(_read(connection, 8), "little"):
+        problem = None
+        try:
+            _compile(_read(connection, size))
+        except BaseException as error:  # Whatever it is, the training process compiles it itself.
+            problem = error
+        connection.write(_answer(problem))
+    trim()
+
+
+def _prepare(device: torch.device) -> None:
+    """Let Inductor compile in this worker as in a process of its own."""
     from torch._inductor import config
     from torch._inductor.async_compile import AsyncCompile
 
@@ -630,15 +662,6 @@ def _work(control: socket.socket, file: int, device: torch.device) -> None:
     config.compile_threads = max(1, _cores() // 4)
     if device.type == "cuda":
         import_compiler(with_processes=True)
-    connection = os.fdopen(file, "r+b", buffering=0)
-    while size := int.from_bytes(_read(connection, 8), "little"):
-        problem = None
-        try:
-            _compile(_read(connection, size))
-        except BaseException as error:  # Whatever it is, the training process compiles it itself.
-            problem = f"{type(error).__name__}: {str(error)[:300]}"
-        connection.write(json.dumps({"problem": problem}).encode() + b"\n")
-    trim()
 
 
 _ANSWERS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.allclose.default)

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar, NoReturn, cast, overload
+from typing import Any, ClassVar, Literal, NoReturn, cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,7 @@ from wholebatch.core.close import check_terms
 from wholebatch.core.foreign_writes import Untouched
 from wholebatch.core.forward_state import replaced_attributes
 from wholebatch.core.loss import SINGLE, Loss, Terms, Units, as_loss, check_units, mean_loss, wide
-from wholebatch.core.precision import Full
+from wholebatch.core.precision import Full, Precision, choose
 from wholebatch.core.window import HasWindow, Step, Window
 from wholebatch.coupled import choose as choose_batchnorm
 from wholebatch.coupled.audit import warn_of_spectral_norms
@@ -192,15 +192,29 @@ class Stream(HasWindow):
         return self._window.now.micro_batches
 
     @overload
-    def compile(self, loss: Callable[..., Any], *, execute: Execute = "auto") -> CompiledLoss: ...
+    def compile(
+        self,
+        loss: Callable[..., Any],
+        *,
+        execute: Execute = "auto",
+        precision: Literal["fp8"] | None = None,
+    ) -> CompiledLoss: ...
 
     @overload
     def compile(
-        self, loss: None = None, *, execute: Execute = "auto"
+        self,
+        loss: None = None,
+        *,
+        execute: Execute = "auto",
+        precision: Literal["fp8"] | None = None,
     ) -> Callable[[Callable[..., Any]], CompiledLoss]: ...
 
     def compile(
-        self, loss: Callable[..., Any] | None = None, *, execute: Execute = "auto"
+        self,
+        loss: Callable[..., Any] | None = None,
+        *,
+        execute: Execute = "auto",
+        precision: Literal["fp8"] | None = None,
     ) -> CompiledLoss | Callable[[Callable[..., Any]], CompiledLoss]:
         """Return the loss function as one that runs at the speed of `WholeBatch`.
 
@@ -218,16 +232,23 @@ class Stream(HasWindow):
         backward and addition as one graph, where that is possible, and by eager code where it is
         not. `backward` then only enters the loss. Tensors to look at (an accuracy) go into
         `wb.Loss(total, units, extras={...})`, and come back in `loss.extras`.
+
+        The function computes as your loop does, under the autocast it is called with.
+        `precision="fp8"` is bf16 autocast with 8-bit linear layers, as in `WholeBatch`.
         """
         if loss is None:
-            return functools.partial(self.compile, execute=execute)
-        return self.compiled(loss, execute)
+            return functools.partial(self.compile, execute=execute, precision=precision)
+        return self.compiled(loss, execute, precision=precision)
 
     def compiled(
-        self, loss: Callable[..., Any], execute: Execute, reads: Callable[..., Any] | None = None
+        self,
+        loss: Callable[..., Any],
+        execute: Execute,
+        reads: Callable[..., Any] | None = None,
+        precision: str | None = None,
     ) -> CompiledLoss:
         """Return a compiled loss function of these windows (`reads`: see `CompiledLoss`)."""
-        return CompiledLoss(loss, self, execute, reads)
+        return CompiledLoss(loss, self, execute, reads, precision)
 
     @contextmanager
     def micro_step(self, modules: nn.Module) -> Iterator[bool]:
@@ -394,6 +415,7 @@ class CompiledLoss:
         door: Stream,
         execute: Execute,
         reads: Callable[..., Any] | None,
+        precision: str | None,
     ) -> None:
         if not callable(loss):
             raise OptionError(f"compile({loss!r}): must be a function that returns a wb.Loss")
@@ -401,6 +423,7 @@ class CompiledLoss:
         window = door._window
         models, device = window.target.models, window.target.device
         self._loss, self._door, self._window, self._device = loss, door, window, device
+        self._precision = _precision_of(precision, window)
         self._given: Any = None
         self._call = _on_micro_batch(loss, models, reads or loss)
         self._modules = _all_modules(models, reads or loss)
@@ -411,7 +434,7 @@ class CompiledLoss:
             model=self._modules,
             loss=self._call,
             window=window,
-            precision=Full(),
+            precision=self._precision,
             device=device,
             eager=self._eager_step,
             single=SINGLE,
@@ -430,6 +453,11 @@ class CompiledLoss:
             "kwargs": kwargs,
             "autocast": torch.get_autocast_dtype(kind) if is_on else None,
         }
+        if self._precision.name == "fp8" and micro["autocast"] not in (None, torch.bfloat16):
+            raise OptionError(
+                f"compile(..., precision='fp8') called under autocast to {micro['autocast']}: fp8 "
+                "computes the rest in bf16; use bf16 autocast or none, and no GradScaler"
+            )
         self._given = micro
         try:
             with (
@@ -444,7 +472,8 @@ class CompiledLoss:
 
     def _added(self, micro: Any, may_compile: bool) -> AddedLoss:
         if not may_compile:
-            self._door.look_at_function(self._modules, self._call, micro)
+            with self._precision.look():
+                self._door.look_at_function(self._modules, self._call, micro)
             loss = self._eager_step(micro, self._call)
             extras = {name: extra.detach() for name, extra in loss.extras.items()}
             return AddedLoss(loss.total.detach(), loss.units, extras, self._door)
@@ -459,10 +488,26 @@ class CompiledLoss:
 
     def _eager_step(self, _: Any, function: Callable[[Any, Any], Any]) -> Loss:
         """Run the micro-step on the arguments as they were given: some may belong on the host."""
-        loss = as_loss(function(None, self._given))
-        self._door.add_eagerly(loss)  # a stream refuses a loss of several terms
+        with self._precision.window():
+            with self._precision.forward():
+                loss = as_loss(function(None, self._given))
+            self._door.add_eagerly(loss)  # a stream refuses a loss of several terms
         assert isinstance(loss, Loss)
         return loss
+
+
+def _precision_of(precision: str | None, window: Window) -> Precision:
+    """Return the precision of a compiled loss function: the loop's own, or fp8."""
+    if precision is None:
+        return Full()
+    if precision != "fp8":
+        raise OptionError(
+            f"compile(..., precision={precision!r}): must be 'fp8', or None for the precision of "
+            "your loop (torch.autocast around the call, or what your trainer sets)"
+        )
+    target = window.target
+    keeps = not window.sync.grows_own_graph
+    return choose(precision, target.device.type, keeps=keeps, models=target.models)
 
 
 def _on_micro_batch(

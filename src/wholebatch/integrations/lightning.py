@@ -17,7 +17,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -170,6 +170,7 @@ class ExactWindows(Callback):
 
     On a GPU, training_step, its backward and the addition run as one graph (`execute="auto"`), as
     far as its code allows that: what it logs must be tensors, and it must not read batch_idx.
+    `precision="fp8"` computes linear layers in 8 bits and the rest in bf16, as in `WholeBatch`.
     """
 
     def __init__(
@@ -177,6 +178,7 @@ class ExactWindows(Callback):
         units: Callable[[Any], Units] | None = None,
         *,
         execute: Execute = "auto",
+        precision: Literal["fp8"] | None = None,
         batchnorm: str = "refuse",
         zero_units: Policy = "raise",
         nonfinite: Policy = "raise",
@@ -187,7 +189,7 @@ class ExactWindows(Callback):
                 f"units={units!r}: must be a function of the batch, or None where training_step "
                 'returns {"loss": ..., "units": ...}'
             )
-        self._units, self._execute = units, execute
+        self._units, self._execute, self._precision = units, execute, precision
         self._options = AdapterOptions(batchnorm, zero_units, nonfinite, audit)
         self._windows: HostWindows | None = None
         self._given: GivenLoss | None = None  # the loss whose backward comes next
@@ -219,7 +221,8 @@ class ExactWindows(Callback):
     ) -> None:
         """Replace training_step by one that weighs the loss on its way to the Trainer."""
         inner, clear = module.training_step, module.optimizer_zero_grad
-        compiled = self._step = CompiledStep(module, windows, self._units_of, self._execute)
+        how = (self._execute, self._precision)
+        compiled = self._step = CompiledStep(module, windows, self._units_of, *how)
         look = FirstLook(module, windows, host=self, off="ExactWindows(..., audit=False)")
 
         @functools.wraps(inner)  # Lightning looks at what arguments it takes
@@ -335,6 +338,7 @@ class CompiledStep:
         windows: HostWindows,
         units_of: Callable[[Any, Any], Units],
         execute: Execute,
+        precision: str | None,
     ) -> None:
         self._module, self._windows, self._units_of = module, windows, units_of
         self._step: Callable[..., Any] = module.training_step
@@ -342,9 +346,15 @@ class CompiledStep:
         self._logged: dict[str, tuple[str, dict[str, Any]]] = {}  # by the name of the extra
         self._ran = False  # True if this call has run the code itself, with its log
         self._output: dict[str, Any] = {}  # of the code itself
-        self._loss = windows.compiled(self._run, execute, reads=self._step)
-        self.runs = windows.sync.ranks == 1 and not self._loss.executor.is_plain
+        self._loss = windows.compiled(self._run, execute, self._step, precision)
+        plain = self._loss.executor.is_plain and precision is None
+        self.runs = windows.sync.ranks == 1 and not plain
         """True if training_step runs this way: in one process, where graphs may pay."""
+        if precision is not None and not self.runs:
+            raise UnsupportedError(
+                f"ExactWindows(precision={precision!r}) on {windows.sync.ranks} ranks: Lightning "
+                "runs training_step itself there; use its own precision, or one process"
+            )
 
     def __call__(self, args: Any, kwargs: Any) -> Any:
         """Run training_step; return its output, whose loss has had its backward."""

@@ -14,7 +14,7 @@ import copy
 from collections.abc import Mapping
 from contextlib import suppress
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -265,6 +265,7 @@ def exact(
     units: UnitsFunction | None = None,
     loss: Coupled | None = None,
     execute: Execute = "auto",
+    precision: Literal["fp8"] | None = None,
     micro_batch: MicroBatch | Samples | None = None,
     memory: Memory | Budget | None = None,
     batchnorm: BatchNorm | str = "exact",
@@ -281,11 +282,13 @@ def exact(
 
     The other options are those of `wb.WholeBatch`. `execute="auto"` compiles and records
     micro-steps on a GPU once that pays ("graph", with `torch_compile=True` too: at once; "eager":
-    never). `micro_batch` cuts every batch of the loader further: a number of samples, "auto" (the
-    most that are predicted to fit into `memory`: "20GiB", a fraction, or what is free), or
-    `wb.tokens(4096)`. A batch that does not fit is cut by itself. The update stays the same. A loss
-    or gradient that is not finite raises `NonFiniteError` before the step; with `nonfinite="skip"`
-    such a window makes no update (the scheduler is stepped all the same).
+    never). `precision="fp8"` computes linear layers in 8 bits and the rest in bf16; without it the
+    trainer's arguments decide (`bf16=True`). `micro_batch` cuts every batch of the loader further:
+    a number of samples, "auto" (the most that are predicted to fit into `memory`: "20GiB", a
+    fraction, or what is free), or `wb.tokens(4096)`. A batch that does not fit is cut by itself.
+    The update stays the same. A loss or gradient that is not finite raises `NonFiniteError` before
+    the step; with `nonfinite="skip"` such a window makes no update (the scheduler is stepped all
+    the same).
     """
     if not isinstance(trainer, type) or not hasattr(trainer, "training_step"):
         raise OptionError(
@@ -306,6 +309,11 @@ def exact(
             f"loss={loss!r}: must be wb.Coupled(encode, loss), which brings its units; another "
             "loss is the trainer's compute_loss or compute_loss_func"
         )
+    if precision not in (None, "fp8"):
+        raise OptionError(
+            f"precision={precision!r}: must be 'fp8', or None; for bf16, give the trainer's "
+            "arguments bf16=True"
+        )
     if micro_batch is not None:
         Samples.of(micro_batch)
     elif memory is not None:
@@ -316,6 +324,7 @@ def exact(
         **({} if units is None else {"units_of": staticmethod(units)}),
         "coupled": loss,
         "execute": execute,
+        "window_precision": precision,
         "micro_batch": micro_batch,
         "memory": memory,
         "batchnorm": batchnorm,

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -93,6 +93,7 @@ class ExactWindows(_Trainer):
     units_of: UnitsFunction | None = None
     coupled: Coupled | None = None
     execute: Execute = "auto"
+    window_precision: Literal["fp8"] | None = None
     micro_batch: MicroBatch | Samples | None = None
     memory: Memory | Budget | None = None
     batchnorm: BatchNorm | str = "exact"
@@ -257,6 +258,11 @@ class ExactWindows(_Trainer):
             self._host.windows.detach()
         self._whole = self._host = None
         why = why_by_host(self)
+        if why is not None and self.window_precision is not None:
+            raise UnsupportedError(
+                f"exact(..., precision={self.window_precision!r}): the Trainer runs its own eager "
+                f"steps here ({why}); leave precision= out"
+            )
         if why is None:
             self._whole = self._whole_windows(uncompiled(model))
         else:
@@ -277,12 +283,13 @@ class ExactWindows(_Trainer):
             with_balance = balanced(self, options["loss"])
             if with_balance is not None:
                 options, execute = {"loss": with_balance}, self.execute
+        own = "model's bf16" if self.accelerator.mixed_precision == "bf16" else "full"
         return GivenWindows(
             model,
             stepped_here(self)[0],
             host=self,
             micro_batch=Samples(None) if given is None else given,  # type: ignore[arg-type]
-            precision="model's bf16" if self.accelerator.mixed_precision == "bf16" else "full",
+            precision=self.window_precision or own,
             batchnorm=self.batchnorm,
             execute=execute,
             memory=self.memory,
