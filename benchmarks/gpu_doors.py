@@ -369,14 +369,12 @@ def lightning(job: Job, *, ours: bool = False, compiled: bool = False) -> None:
         def on_train_start(self, *_: Any) -> None:
             job.start()
 
-        def on_before_zero_grad(self, *_: Any) -> None:
-            if self.trainer is not None and job.window_done():
-                self.trainer.should_stop = True
+        def on_train_batch_end(self, trainer: Any, _: Any, *given: Any) -> None:
+            number = given[-1] + 1
+            if number % trainer.accumulate_grad_batches == 0 and job.window_done():
+                trainer.should_stop = True
 
-        trainer: Any = None
-
-    clock = Clock()
-    callbacks: list[Any] = [clock]
+    callbacks: list[Any] = [Clock()]
     if ours:
         units = lambda batch: (batch["labels"][:, 1:] != -100).sum()  # noqa: E731
         how: Any = {"execute": job.execute, "precision": job.precision}
@@ -395,7 +393,6 @@ def lightning(job: Job, *, ours: bool = False, compiled: bool = False) -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    clock.trainer = host
     host.fit(Module(), DataLoader(Sequences(job), batch_size=job.micro))
 
 

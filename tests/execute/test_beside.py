@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -362,8 +363,10 @@ def test_a_process_that_cannot_begin_says_why(
     who: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any) -> None:
+        warnings.warn("old", stacklevel=1)  # No error there, as it is in this process.
         raise RuntimeError("no room")
 
+    warnings.simplefilter("error")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(compile_workers, who, fail)  # A forked process has it too.
     workers = CompileWorkers(1, torch.device("cpu"))

@@ -572,6 +572,7 @@ def _leave_the_run(control: int) -> None:
     for _ in range(3):
         os.open(os.devnull, os.O_RDWR)  # It takes the lowest free number.
     sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    warnings.simplefilter("ignore")  # Where the run makes errors of warnings, imports would fail.
     gc.freeze()  # An object of the parent would close a file that has another's number now.
 
 
