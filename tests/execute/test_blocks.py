@@ -132,7 +132,7 @@ KINDS: dict[str, tuple[Callable[[int], nn.Module], int]] = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_layers_that_are_alike_are_compiled_once(kind: str, compilations: list[int]) -> None:
     build, distinct = KINDS[kind]
-    train = trained(build(9).double())
+    train = trained(build(6).double())
     program = blocks_of(train)
     assert program.compiled <= distinct, compilations
     assert program.pieces > 12
