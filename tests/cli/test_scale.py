@@ -27,6 +27,24 @@ def test_the_same_batch_on_one_to_eight_ranks(command: Command) -> None:
     assert "(8 × 1 + 5) × 4 ranks + (8 × 1 + 4) × 4 ranks = 100" in " ".join(ran.out.split())
 
 
+@pytest.mark.parametrize(
+    ("options", "is_told"),
+    [
+        (("--batch-size", 8, "--micro-batch", 3, "--steps", 7), True),
+        (("--batch-size", 8, "--steps", 7), True),
+        (("--batch-size", 64, "--micro-batch", 8, "--steps", 4), False),
+        (("--batch-size", 64, "--steps", 4), False),
+    ],
+)
+def test_fewer_steps_than_given_are_told(
+    command: Command, options: tuple[object, ...], is_told: bool
+) -> None:
+    ran = command("scale", *options)
+    assert ran.status == 0, ran.err
+    assert ("note: --steps 7: where the table has fewer" in ran.out) == is_told
+    assert ("note" in ran.out) == is_told
+
+
 def test_goyal_2017_as_json(command: Command) -> None:
     ran = command(
         *("scale", "--batch-size", 8192, "--micro-batch", 32, "--ranks", 256, "--json"),

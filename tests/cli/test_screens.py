@@ -204,6 +204,17 @@ def test_wide_tables_become_lines(show: Callable[[Console], None]) -> None:
         assert words_of(lines(width)) <= known
 
 
+def test_the_hardware_that_would_do_is_a_table_of_80_columns() -> None:
+    console = Console(width=80, force_terminal=True, color_system=None, file=StringIO())
+    hardware(console)
+    shown = cast(StringIO, console.file).getvalue()
+    head = ["GPUs", "of", "sharding", "precision", "per", "GPU", "offloaded", "price/h"]
+    rows = [line.split() for line in shown.splitlines()]
+    assert head in rows
+    row = ["8", "these", "FSDP2", "(sync", "every)", "bf16", "37.25", "GiB", "931.32", "GiB"]
+    assert [*row, "12.00"] in rows, shown
+
+
 def test_a_screen_is_what_is_left_on_it() -> None:
     assert screen_of("one\r\ntwo\r\x1b[2K\x1b[1A\x1b[2Kthree\r\n") == ["three", ""]
 

@@ -80,6 +80,14 @@ def test_precisions(command: Command, recipe: Write, tmp_path: Path, precision: 
     assert newest_checkpoint(tmp_path / "here")["model"]["0.weight"].dtype == dtype
 
 
+def test_float_inputs_of_16_bit_parameters_are_told(command: Command, recipe: Write) -> None:
+    path = recipe(EXACT, (".double()", ""))
+    ran = command("train", path, "--precision", "bf16-pure")
+    assert ran.status == 1
+    assert "--precision bf16-pure: inputs must be bfloat16, too: x.bfloat16()" in ran.err
+    assert "or --precision bf16\n" in ran.err
+
+
 def test_micro_batches_by_a_budget_of_tokens(
     command: Command, recipe: Write, tmp_path: Path
 ) -> None:

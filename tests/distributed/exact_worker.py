@@ -6,6 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from tests.distributed.problem import (
     micro,
     undivided,
 )
-from tests.support import adamw, sgd
+from tests.support import Whole, adamw, sgd
 
 
 def wrapped(engine: str) -> nn.Module:
@@ -66,6 +67,12 @@ def micros_of(case: str, rank: int) -> list[list[Micro]]:
     ]
 
 
+@cache
+def reference(case: str, clip: float | None, make: Any) -> Whole:
+    """One process on the global batch of a case: the same for every engine and entry point."""
+    return undivided(everyones(micros_of(case, dist.get_rank())), clip, make)
+
+
 def by_accumulator(engine: str, case: str, clip: float | None, make: Any, sync: str) -> Any:
     model = wrapped(engine)
     optimizer = make(model)
@@ -79,7 +86,7 @@ def by_accumulator(engine: str, case: str, clip: float | None, make: Any, sync: 
     else:
         for m in acc.over([m for window in mine for m in window]):
             acc.backward(loss(model, m))
-    return errors(model, seen, undivided(everyones(mine), clip, make))
+    return errors(model, seen, reference(case, clip, make))
 
 
 def joined(window: list[Micro]) -> Micro:
@@ -106,7 +113,7 @@ def by_whole_batch(engine: str, case: str, clip: float | None, make: Any, known:
     )
     for batch in train.over([joined(window) for window in mine]):
         train.step(batch)
-    return errors(model, seen, undivided(everyones(mine), clip, make))
+    return errors(model, seen, reference(case, clip, make))
 
 
 def by_graphs() -> Any:

@@ -19,6 +19,7 @@ from wholebatch.cli.checkpoints import Checkpoints
 from wholebatch.cli.parallel_ranks import World
 from wholebatch.cli.recipes.recipe import place_of
 from wholebatch.cli.run_folder import RunFolder, resume_command
+from wholebatch.cli.training_run import Session
 from wholebatch.core.forward_state import replaced_attributes
 
 
@@ -36,8 +37,9 @@ def short_warnings(*, shown: bool = True) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def training_failures(recipe: Path, folder: Path, world: World) -> Iterator[None]:
+def training_failures(session: Session, folder: Path) -> Iterator[None]:
     """Tell an error of the recipe by its file and line; one of wholebatch itself stays whole."""
+    recipe, world = session.recipe.path, session.world
     who = f"rank {world.rank}: " if world.ranks > 1 else ""
     try:
         yield
@@ -48,17 +50,18 @@ def training_failures(recipe: Path, folder: Path, world: World) -> Iterator[None
         raise SystemExit(1) from error
     except (errors.WholebatchError, torch.OutOfMemoryError) as error:
         print(f"error: {who}{_one_line(error)}", file=sys.stderr)
-        place = place_of(error, recipe)
-        if place and isinstance(error, errors.WholebatchError):
-            print(f"  at {place}", file=sys.stderr)
         if isinstance(error, torch.OutOfMemoryError):
             print("  give a smaller --micro-batch", file=sys.stderr)
+        elif place := place_of(error, recipe):
+            print(f"  at {place}", file=sys.stderr)
         _tell_last(folder, world)
         raise SystemExit(1 if _is_of_the_work(error) else 2) from error
     except Exception as error:
         if place_of(error, recipe) is not None:
             print(f"error: {who}{_one_line(error)}", file=sys.stderr)
             _tell_lines(error, recipe)
+            if session.config.precision == "bf16-pure" and "BFloat16" in str(error):
+                print(f"  --precision {_PURE}", file=sys.stderr)
         elif isinstance(error, OSError) and error.errno in _OF_THE_DISK:
             print(f"error: {who}cannot write to {folder}: {error.strerror}", file=sys.stderr)
         else:
@@ -76,15 +79,15 @@ def _tell_lines(error: Exception, recipe: Path) -> None:
 
 
 _OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO)
+_PURE = "bf16-pure: inputs must be bfloat16, too: x.bfloat16() in the recipe; or --precision bf16"
 _WHILE_TRAINING = (ArithmeticError, errors.WindowError, torch.OutOfMemoryError)
 
 
 def _is_of_the_work(error: BaseException) -> bool:
     """True for a failure during the work (exit status 1), not a refusal before it (2)."""
-    could_not_write = isinstance(error, errors.StateError) and isinstance(
-        error.__cause__, OSError | RuntimeError
-    )
-    return could_not_write or isinstance(error, _WHILE_TRAINING)
+    if isinstance(error, errors.StateError):  # a checkpoint could not be written, or is not fit
+        return isinstance(error.__cause__, OSError | RuntimeError)
+    return isinstance(error, _WHILE_TRAINING)
 
 
 # Advice that the command has no option for.

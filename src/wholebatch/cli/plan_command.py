@@ -270,8 +270,7 @@ def _from_recipe(name: str | None) -> _Planned:
         model = recipe.build_model()
     precision = recipe.defaults.get("precision", "full")
     if precision == "bf16-pure":
-        model = model.to(torch.bfloat16)
-        precision = "full"
+        model, precision = model.to(torch.bfloat16), "full"
     batch_size = recipe.defaults.get("batch_size", 32)
     batch = recipe.build_batches(min(batch_size, _MOST_SAMPLES), seed=0).peek()
     batch = resize_batch(batch, min(_MOST_SAMPLES, batch_size_of(batch)))
@@ -460,8 +459,8 @@ def _show_answer(console: Console, plan: Plan) -> None:
     if plan.answer.hardware:
         has_prices = any(one.price is not None for one in plan.answer.hardware)
         table = plain_table(
-            *(">GPUs", "of", "sharding", "precision", ">needed per GPU", ">host memory"),
-            *([">price an hour"] * has_prices),
+            *(">GPUs", "of", "sharding", "precision", ">per GPU", ">offloaded"),
+            *([">price/h"] * has_prices),
             padding=(0, 2, 0, 0),
             header_style="bold",
             title="\nWhat would do, with checkpointed blocks and one sample at a time",
@@ -470,8 +469,8 @@ def _show_answer(console: Console, plan: Plan) -> None:
             gpu = "these" if one.gpu == "here" else one.gpu
             price = "" if one.price is None else f"{one.price:,.2f}"
             table.add_row(
-                *(str(one.gpus), gpu, one.sharding, one.precision, bytes_said(one.peak)),
-                bytes_said(one.host) if one.host else "-",
+                *(str(one.gpus), gpu, one.sharding.partition(",")[0], one.precision),
+                *(bytes_said(one.peak), bytes_said(one.host) if one.host else "-"),
                 *([price] * has_prices),
             )
         console.print(fitting(table, console.width))

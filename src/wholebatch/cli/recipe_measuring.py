@@ -98,9 +98,7 @@ def made(
 
     seed_generators(config.seed)
     model = recipe.build_model()
-    if config.precision == "bf16-pure":
-        model.to(torch.bfloat16)
-    model.to(where)
+    model.to(where, torch.bfloat16 if config.precision == "bf16-pure" else None)
     return model, recipe.build_optimizer(model, lr=config.lr)
 
 

@@ -21,7 +21,7 @@ from wholebatch.cli.command_options import (
     whole_number,
     with_commas,
 )
-from wholebatch.cli.report.terminal_output import console_of, fitting, plain_table
+from wholebatch.cli.report.terminal_output import console_of, fitting, plain_table, say
 from wholebatch.errors import OptionError
 from wholebatch.tune import batch_scaling as scaling
 
@@ -87,14 +87,13 @@ def scale(options: ScaleOptions) -> None:
     Remainders are shown: the share of each rank and the size of each micro-batch.
     """
     table = _solved(options.batch_size, options.micro_batch, options.steps, options.ranks)
-    batches = {one.global_batch for one in table}
-    follows = [*_follows(options, batches.pop() if len(batches) == 1 else None)]
+    sizes = {one.global_batch for one in table}
+    follows = [*_follows(options, sizes.pop() if len(sizes) == 1 else None)]
     if options.as_json:
-        values = {one.name: one.value for one in follows}
-        content = {"batches": [one.as_dict() for one in table], **values}
-        print(json.dumps(content, indent=2))
+        batches = {"batches": [one.as_dict() for one in table]}
+        print(json.dumps(batches | {one.name: one.value for one in follows}, indent=2))
         return
-    _show(table, follows)
+    _show(table, follows, options.steps)
 
 
 def _solved(
@@ -233,7 +232,7 @@ def _pair(text: str) -> tuple[float, float]:
     return first, second
 
 
-def _show(table: list[scaling.Arithmetic], follows: list[_Follower]) -> None:
+def _show(table: list[scaling.Arithmetic], follows: list[_Follower], asked: int | None) -> None:
     console = console_of()
     names = (">ranks", ">batch", ">micro-batch", ">steps", ">per rank")
     grid = plain_table(*names, "~micro-batch × steps × ranks", padding=(0, 2, 0, 0))
@@ -242,6 +241,8 @@ def _show(table: list[scaling.Arithmetic], follows: list[_Follower]) -> None:
         numbers = (one.ranks, one.global_batch, one.micro_batch, one.steps)
         grid.add_row(*map(str, numbers), shares, str(one))
     console.print(fitting(grid, console.width), highlight=False)
+    if asked is not None and any(one.steps < asked for one in table):
+        say(console, f"note: --steps {asked}: where the table has fewer, they hold the whole batch")
     if follows:
         rows = plain_table("", "~", show_header=False, padding=(0, 2, 0, 0))
         for follower in follows:

@@ -112,7 +112,7 @@ def _train(
         )
         check_validation(session)
         world.together(lambda: _take_up(session, found, given.get("batch_size")))
-        with training_failures(recipe.path, folder.path, world):  # a first batch may be read here
+        with training_failures(session, folder.path):  # a first batch may be read here
             doing("choosing the micro-batch")
             chosen = world.together(session.choose)
             rows = head_rows(session, found, folder=folder.path, chosen=chosen)
@@ -131,7 +131,7 @@ def _train(
             return 0
         again = resume_command(folder.path, parallel=world.parallel)
         with (
-            training_failures(recipe.path, folder.path, world),
+            training_failures(session, folder.path),
             world.failures(),
             world.watched(advice=f"  continue from the last checkpoint: {again}"),
         ):

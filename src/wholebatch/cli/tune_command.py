@@ -206,8 +206,7 @@ def _tune(
         **more,
     )
     settings = {**tuned.settings, "batch_size": config.batch_size}
-    if is_pure:
-        settings["precision"] = "bf16-pure"
+    settings |= {"precision": "bf16-pure"} if is_pure else {}
     about = {
         "subject": recipe.name,
         "recipe": recipe.known_as,
