@@ -21,16 +21,12 @@ from wholebatch.compile.repeated_blocks import BlockProgram, PieceProgram, _Inpu
 
 
 class Layer(nn.Module):
-    """Attention (if it `attends`) and a perceptron, each on normalised input and added to it."""
+    """Attention and a perceptron, each on normalised input and added to it."""
 
-    def __init__(
-        self, width: int, inner: int, scale: float, dropout: float, rank: int, attends: bool
-    ) -> None:
+    def __init__(self, width: int, inner: int, scale: float, dropout: float, rank: int) -> None:
         super().__init__()
-        self.attends = attends
-        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(1 + attends))
-        if attends:
-            self.qkv, self.mix = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+        self.qkv, self.mix = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, inner), nn.Linear(inner, width)
         self.drop = nn.Dropout(dropout)
         self.scale = scale
@@ -40,11 +36,10 @@ class Layer(nn.Module):
             self.low.extend([nn.Linear(width, rank, bias=False), nn.Linear(rank, inner)])
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.attends:
-            q, k, v = self.qkv(self.norms[0](x)).unsqueeze(1).chunk(3, dim=-1)
-            mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-            x = x + self.scale * self.mix(mixed.squeeze(1))
-        normed = self.norms[-1](x)
+        q, k, v = self.qkv(self.norms[0](x)).unsqueeze(1).chunk(3, dim=-1)
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.scale * self.mix(mixed.squeeze(1))
+        normed = self.norms[1](x)
         inner = self.up(normed)
         if self.low:
             inner = inner + self.low[1](self.low[0](normed))
@@ -64,12 +59,11 @@ class Deep(nn.Module):
         dropout: float = 0.0,
         rank: int = 0,
         shared: bool = False,
-        attends: bool = True,
     ) -> None:
         super().__init__()
         torch.manual_seed(4)
         self.embed = nn.Embedding(11, 8, padding_idx=0)
-        made = [Layer(8, inner(i), scale(i), dropout, rank, attends) for i in range(depth)]
+        made = [Layer(8, inner(i), scale(i), dropout, rank) for i in range(depth)]
         self.layers = nn.ModuleList(made[:1] * depth if shared else made)
         self.norm = nn.LayerNorm(8)
         self.read = nn.Linear(8, 11, bias=False)
@@ -219,7 +213,7 @@ def test_every_layer_drops_other_numbers_when_compiled() -> None:
 def test_compiled_blocks_make_the_update_of_the_undivided_batch() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("default")
-        train = trained(Deep(5, attends=False).double())
+        train = trained(Deep(5).double())
     program = blocks_of(train)
     assert program.compiled == 5
 
