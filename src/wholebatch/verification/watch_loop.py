@@ -8,18 +8,27 @@ the last micro-batches of the data may never make an update.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from dataclasses import replace
+from enum import IntEnum
+from itertools import count as counter
 from typing import Any
 
 import torch
 from torch import nn
 
-from wholebatch.distributed.process_group import world_size
+from wholebatch.distributed.process_group import (
+    all_meet,
+    largest_over_ranks,
+    sum_over_ranks,
+    world_size,
+)
 from wholebatch.errors import OptionError
 from wholebatch.verification.loop_judge import LoopJudge
 from wholebatch.verification.loss_weights import TermWeights
-from wholebatch.verification.mistakes import NOT_JUDGED, RIGHT, STEPPED_TWICE, MistakeFit
+from wholebatch.verification.mistakes import NOT_JUDGED, RIGHT, STEPPED_TWICE, MistakeFit, apart
+from wholebatch.verification.run_comparison import TIMES_THE_FLOOR
 from wholebatch.verification.verdicts import LoopTrial, LoopVerdict
 from wholebatch.verification.window_recorder import RecordedWindow, WindowRecorder, filled
 
@@ -30,6 +39,24 @@ _SHORT = ("stepped-every-micro-batch", "nominal-count", "divided-twice", "left-o
 
 _MOST_PLAYERS = 12
 """Windows that are watched until each of several optimizers has had its turn."""
+
+
+_PATIENCE, _LATER_PATIENCE = 30.0, 2.0
+"""Seconds that a rank waits for the others to make their first step, and a later one."""
+
+_numbers = counter()
+
+
+class _Plan(IntEnum):
+    """What is done with a window; of several ranks, the largest that one of them wants."""
+
+    UNKNOWN = -1
+    NOTHING = 0
+    UNEVEN = 1
+    DIVIDED_OTHERWISE = 2
+    LONGER = 3
+    SHORTER = 4
+    WHOLE = 5
 
 
 class WatchIsOver(BaseException):
@@ -62,7 +89,8 @@ class Watch:
         self._windows = self._rounds = self._count = 0
         self._judged: set[frozenset[int]] = set()
         self._first: LoopJudge | None = None
-        self._has_short = self._has_others = False
+        self._has_short = self._has_others = self._is_alone = False
+        self._number = next(_numbers)
         self.seconds = 0.0
         """Seconds that recording and judging have taken beside the first window's own."""
 
@@ -133,6 +161,9 @@ class Watch:
             judge = LoopJudge(self._recorder.new_window(), self._recorder, "between two windows")
             variant = "after the first step, before the next forward"
             self._trials.append(judge.told("moved-beside-the-step", variant))
+        if self._averages_weights():
+            right = MistakeFit(RIGHT, "the ranks average their weights after the step")
+            self._trials = [replace(self._trials[0], found=RIGHT, fits=(right,))]
         more, is_known = self._rounds - self._stop_after, self._count > 1 and is_clean
         if returns and self._stop_after and (more > 0 or (more == 0 and is_known)):
             self._recorder.over = WatchIsOver()
@@ -141,6 +172,18 @@ class Watch:
             self._has_others |= not self._first.micros[0].is_passed_on
         if returns and not self._recorder.light and (is_known or self._rounds > 1):
             self._recorder.go_lightly()
+
+    def _averages_weights(self) -> bool:
+        """True if the ranks average their weights after a step that is linear in the gradient."""
+        first, recorder = self._first, self._recorder
+        told = self._windows == 1 and self._trials[0].found == "unsynchronised-ranks"
+        if not told or first is None or type(recorder.optimizer) is not torch.optim.SGD:
+            return False
+        if recorder.after_step is None or not all_meet(f"{self._number}/average", _LATER_PATIENCE):
+            return False
+        mean = sum_over_ranks(recorder.after_step) / world_size()
+        off = largest_over_ranks(apart(recorder.row_of(list(recorder.parameters)), mean))
+        return first.is_right_on_average and off <= TIMES_THE_FLOOR * first.window.unit
 
     def _returns(self, window: RecordedWindow) -> bool:
         """True if the optimizer of the first window has its turn again, and each other had one."""
@@ -163,14 +206,11 @@ class Watch:
             self.seconds = time.perf_counter() - began
 
     def _judge(self, judge: LoopJudge) -> None:
-        window, count = judge.window, len(judge.micros)
+        window, plan = judge.window, self._plan(judge)
         light = self._recorder.light
         is_first = self._first is None or window.places == self._first.window.places
         self._rounds += light or is_first
-        if window.is_whole and not light:  # the first, or it began with gradients
-            is_clean = not bool(window.micros[0].before.any())
-            if window.places in self._judged and self._count > 1 and is_clean:
-                return  # another optimizer has not had its turn yet
+        if plan is _Plan.WHOLE:
             self._judged.add(window.places)
             trial = judge.trial()
             self._trials.append(trial)
@@ -179,34 +219,71 @@ class Watch:
                 self._count = trial.micro_batches
             elif is_first and self._count < trial.micro_batches:
                 self._was_short(judge.terms(), trial.micro_batches)
-        elif self._first is None or self._first.needs_calls or self._has_others:
-            return  # forwards are not watched any more
-        elif len(self._judged) > 1:
-            return  # whose window it is cannot be told by a few parameters
-        elif window.is_whole and self._is_divided_otherwise(judge):
+        elif plan is _Plan.DIVIDED_OTHERWISE:
             self._trials.append(judge.trial())
             self._has_short = True
-        elif self._is_uneven(judge):
-            if not window.is_whole:  # only the weights of its losses are known
-                window.sizes, judge.micros[0].calls = [], []
-            trial = judge.trial()
-            self._trials += [trial] * (trial.found != NOT_JUDGED)
-        elif count > self._count == len(self._first.window.micros):
-            self._was_short(judge.terms(), count)
-        elif window.is_whole and count < self._count and not self._has_short:
-            self._has_short = True
+        elif plan is _Plan.LONGER:
+            self._was_short(judge.terms(), len(judge.micros))
+        elif plan in (_Plan.UNEVEN, _Plan.SHORTER):
+            self._judge_other_units(judge, plan)
+
+    def _judge_other_units(self, judge: LoopJudge, plan: _Plan) -> None:
+        """Judge a later window that is shorter, or has a smaller micro-batch, than the first."""
+        assert self._first is not None
+        if plan is _Plan.SHORTER:
             judge.steps, judge.like = self._count, self._first.terms()
-            trial = judge.trial()
-            if trial.found != NOT_JUDGED:
-                self._trials.append(trial)
+            sums = [sum(term.weights) for term in judge.like]
+            known = bool(sums) and all(math.isclose(one, 1.0, rel_tol=1e-3) for one in sums)
+        else:
+            known = True
+        if largest_over_ranks(not judge.window.is_whole):
+            if largest_over_ranks(not known):
+                return
+            judge.window.sizes, judge.micros[0].calls = [], []  # only its losses' weights are known
+        self._has_short |= plan is _Plan.SHORTER
+        trial = judge.trial()
+        self._trials += [trial] * (trial.found != NOT_JUDGED)
+
+    def _plan(self, judge: LoopJudge) -> _Plan:
+        """Return what all ranks do with this window."""
+        patience = _LATER_PATIENCE if self._first else _PATIENCE
+        if not self._is_alone:
+            self._is_alone = not all_meet(f"{self._number}/{self._windows}", patience)
+            if self._is_alone and self._first is None:
+                reason = f"not every rank has made a step {patience:g} s after the first one did"
+                self._trials.append(judge.not_judged(reason))
+        if self._is_alone:
+            return _Plan.NOTHING
+        own = self._own_plan(judge)
+        least, most = -largest_over_ranks(-own), largest_over_ranks(own)
+        agreed = least >= 0 and (least == most or most < _Plan.WHOLE)
+        return _Plan(int(most)) if agreed else _Plan.NOTHING
+
+    def _own_plan(self, judge: LoopJudge) -> _Plan:
+        window, count, first = judge.window, len(judge.micros), self._first
+        if window.is_whole and not self._recorder.light:  # the first, or it began with gradients
+            is_clean = not bool(window.micros[0].before.any())
+            waits = window.places in self._judged and self._count > 1 and is_clean
+            return _Plan.NOTHING if waits else _Plan.WHOLE  # another optimizer has its turn yet
+        if first is None or first.needs_calls or self._has_others or len(self._judged) > 1:
+            return _Plan.UNKNOWN  # whose window it is, or its units, cannot be told lightly
+        if window.is_whole and self._is_divided_otherwise(judge):
+            return _Plan.DIVIDED_OTHERWISE
+        if self._is_uneven(judge):
+            return _Plan.UNEVEN
+        if count > self._count == len(first.window.micros):
+            return _Plan.LONGER
+        return _Plan.SHORTER if count < self._count and not self._has_short else _Plan.NOTHING
 
     def _is_divided_otherwise(self, judge: LoopJudge) -> bool:
         """True if sums are divided by the units of the first window, and not by their own."""
-        if self._has_short or self._first is None or self._trials[0].found != RIGHT:
+        is_right = self._first is not None and self._trials[0].found == RIGHT
+        if self._has_short or not is_right or world_size() > 1:
             return False
+        assert self._first is not None
         judge.like, scale = self._first.terms(), judge.micros[0].loss_scale
         sums = [sum(term.weights) / scale for term in judge.terms() if term.choice is not None]
-        judge.was_right = world_size() == 1 and any(abs(total - 1) > 1e-2 for total in sums)
+        judge.was_right = any(abs(total - 1) > 1e-2 for total in sums)
         judge.like, judge.steps = (judge.like, self._count) if judge.was_right else ((), None)
         return judge.was_right
 
