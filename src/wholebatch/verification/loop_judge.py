@@ -33,6 +33,7 @@ from wholebatch.verification.mistakes import (
     apart,
     hypotheses,
     nearest,
+    wrong_weights,
 )
 from wholebatch.verification.run_comparison import TIMES_THE_FLOOR, fit_of, percent
 from wholebatch.verification.verdicts import LoopTrial
@@ -322,25 +323,14 @@ class LoopJudge:
     def _weightings(self, term: TermWeights) -> Iterator[Hypothesis]:
         """Yield the right weights of a term, and those of every mistake."""
         units, ranks = torch.tensor(term.units, dtype=torch.float64), world_size()
-        if ranks == 1:
-            one_each = list(torch.eye(len(units), dtype=torch.float64))
-            yield from hypotheses(
-                WindowParts(units / units.sum(), one_each, term.units, self._nominal())
-            )
-            return
-        everywhere, equal = float(sum_over_ranks(units.sum())), torch.ones_like(units) / len(units)
-        # An engine averages the gradients of the ranks.
+        parts = WindowParts(units, (), term.units, self._nominal())
+        everywhere = parts.units_everywhere  # an engine averages the gradients of the ranks
         yield Hypothesis(RIGHT, "the undivided batch", units * ranks / everywhere)
-        yield Hypothesis("mean-of-means", "mean losses divided by their number", equal)
-        yield Hypothesis("mean-of-means", "each rank's own mean", units / units.sum())
-        yield Hypothesis("not-divided", "mean losses added", equal * len(units))
-        yield Hypothesis("not-divided", "sums added", units)
-        yield Hypothesis("divided-twice", "by their number", equal / len(units))
-        yield Hypothesis("world-size-forgotten", "by all units", units / everywhere)
-        nominal = self._nominal()
-        if largest_over_ranks(nominal != len(units)):
-            even = torch.ones_like(units) / nominal
-            yield Hypothesis("nominal-count", f"mean losses divided by {nominal}", even)
+        for key, variant, weights in wrong_weights(parts):
+            yield Hypothesis(key, variant, torch.tensor(weights, dtype=torch.float64))
+        if ranks > 1:
+            yield Hypothesis("mean-of-means", "each rank's own mean", units / units.sum())
+            yield Hypothesis("world-size-forgotten", "by all units", units / everywhere)
 
     # --------------------------------------------------------------- gradients
 
@@ -595,10 +585,8 @@ class LoopJudge:
         padded = [sum(sizes) for sizes in zip(*(m.padded for m in self.micros), strict=False)]
         if any(math.isclose(divisor, one, rel_tol=_WEIGHTS) for one in padded):
             key = "other-units"
-        elif math.isclose(factor, ranks := world_size(), rel_tol=_WEIGHTS) and self._is_times(
-            ranks
-        ):
-            key, variant = "ranks-added", f"each loss is multiplied by {ranks} ranks"
+        elif self._is_times_ranks(factor):
+            key, variant = "ranks-added", f"each loss is multiplied by {world_size()} ranks"
         elif self.was_right:
             key = "nominal-count"
         elif factor < 1:
@@ -612,11 +600,15 @@ class LoopJudge:
             key = "counted-twice" if again else "nominal-count" if more else "not-divided"
         return MistakeFit(key, variant)
 
-    def _is_times(self, ranks: int) -> bool:
+    def _is_times_ranks(self, factor: float) -> bool:
         """True if each loss is divided by the micro-batches, and multiplied by the ranks."""
-        terms = [term for micro in self.micros for term in micro.terms]
-        known = ranks > 1 and len(self.micros) != ranks
-        return known and all(ranks in t.times and len(self.micros) in t.over for t in terms)
+        terms, count, ranks = (
+            [t for m in self.micros for t in m.terms],
+            len(self.micros),
+            world_size(),
+        )
+        known = count != ranks > 1 and math.isclose(factor, ranks, rel_tol=_WEIGHTS)
+        return known and all(ranks in t.times and count in t.over for t in terms)
 
     def _owned_twice(self, gradient: Tensor) -> MistakeFit | None:
         """Return the mistake of gradients that are a whole number of times too large."""

@@ -125,10 +125,7 @@ def hypotheses(parts: WindowParts, inputs: Sequence[Any] = ()) -> Iterator[Hypot
     `inputs` are the micro-batches, or what the model was given of each.
     """
     yield Hypothesis(RIGHT, "the undivided batch", parts.right)
-    own, mean = sum(parts.units), parts.units_everywhere / world_size()
-    # Of several ranks, each may divide by its own units, or by those of all.
-    totals = (own, mean) if largest_over_ranks(abs(own - mean)) else (own,)
-    wrong = (one for total in totals for one in _wrong_weights(parts.units, parts.nominal, total))
+    wrong = wrong_weights(parts)
     for key, variant, weights in chain(wrong, _other_units(parts, inputs) if inputs else ()):
         averaged = sum_over_ranks(parts.weighted(weights)) / world_size()
         yield Hypothesis(key, variant, averaged)
@@ -160,26 +157,31 @@ _Weights = Iterator[tuple[str, str, Sequence[float]]]
 """The key and variant of mistakes, and the weights of the micro-batches' means in them."""
 
 
-def _wrong_weights(units: Sequence[float], nominal: int, total: float) -> _Weights:
-    """Yield mistakes in how one rank weighs its micro-batches, by their shares of a total.
+def wrong_weights(parts: WindowParts) -> _Weights:
+    """Yield mistakes in how one rank weighs its micro-batches; every rank yields as many.
 
-    Every rank yields as many: their gradients are added.
+    Of several ranks, each may take shares of its own units, or of those of all.
     """
+    own, mean = sum(parts.units), parts.units_everywhere / world_size()
+    for total in (own or 1.0, mean) if largest_over_ranks(abs(own - mean)) else (own,):
+        yield from _wrong_shares(parts.units, parts.nominal, total)
+
+
+def _wrong_shares(units: Sequence[float], nominal: int, total: float) -> _Weights:
     count = len(units)
-    steps = (count, nominal) if largest_over_ranks(count != nominal) else (count,)
     ones, shares = [1.0] * count, [unit / total for unit in units]
     even = _times(ones, 1 / count)
     yield "mean-of-means", "mean losses divided by the number of micro-batches", even
-    if steps[1:]:
+    if largest_over_ranks(count != nominal):
         yield "nominal-count", f"mean losses divided by {nominal}", _times(ones, 1 / nominal)
         factor = count / nominal
         yield "nominal-count", f"the mean, times {count}/{nominal}", _times(shares, factor)
     yield "not-divided", "mean losses added", ones
     yield "not-divided", "sums added", units
-    for one, other in ((steps[0], steps[0]), (steps[0], steps[-1]), (steps[-1], steps[-1])):
+    for one, other in ((count, count), (count, nominal), (nominal, nominal)):
         divided = _times(ones, 1 / (one * other))
         yield "divided-twice", f"mean losses divided by {one}·{other}", divided
-    for divisor in steps:
+    for divisor in (count, nominal):
         yield "divided-twice", f"the mean divided by {divisor}", _times(shares, 1 / divisor)
     if largest_over_ranks(len(set(units)) > 1) and not largest_over_ranks(not all(units)):
         own = [1 / unit for unit in units]

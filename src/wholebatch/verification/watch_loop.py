@@ -8,10 +8,8 @@ the last micro-batches of the data may never make an update.
 from __future__ import annotations
 
 import logging
-import math
 import time
 from dataclasses import replace
-from enum import IntEnum
 from itertools import count as counter
 from typing import Any
 
@@ -42,21 +40,12 @@ _MOST_PLAYERS = 12
 
 
 _PATIENCE, _LATER_PATIENCE = 30.0, 2.0
-"""Seconds that a rank waits for the others to make their first step, and a later one."""
+"""Seconds that a rank waits for the others at their first step, and at a later one."""
+
+_UNKNOWN, _NOTHING, _LONGER, _LATER, _WHOLE = range(-1, 4)
+"""What is done with a window; of several ranks, the most that one of them wants."""
 
 _numbers = counter()
-
-
-class _Plan(IntEnum):
-    """What is done with a window; of several ranks, the largest that one of them wants."""
-
-    UNKNOWN = -1
-    NOTHING = 0
-    UNEVEN = 1
-    DIVIDED_OTHERWISE = 2
-    LONGER = 3
-    SHORTER = 4
-    WHOLE = 5
 
 
 class WatchIsOver(BaseException):
@@ -207,10 +196,9 @@ class Watch:
 
     def _judge(self, judge: LoopJudge) -> None:
         window, plan = judge.window, self._plan(judge)
-        light = self._recorder.light
         is_first = self._first is None or window.places == self._first.window.places
-        self._rounds += light or is_first
-        if plan is _Plan.WHOLE:
+        self._rounds += self._recorder.light or is_first
+        if plan == _WHOLE:
             self._judged.add(window.places)
             trial = judge.trial()
             self._trials.append(trial)
@@ -219,61 +207,54 @@ class Watch:
                 self._count = trial.micro_batches
             elif is_first and self._count < trial.micro_batches:
                 self._was_short(judge.terms(), trial.micro_batches)
-        elif plan is _Plan.DIVIDED_OTHERWISE:
-            self._trials.append(judge.trial())
-            self._has_short = True
-        elif plan is _Plan.LONGER:
+        elif plan == _LONGER:
             self._was_short(judge.terms(), len(judge.micros))
-        elif plan in (_Plan.UNEVEN, _Plan.SHORTER):
-            self._judge_other_units(judge, plan)
+        elif plan == _LATER:
+            self._judge_later(judge)
 
-    def _judge_other_units(self, judge: LoopJudge, plan: _Plan) -> None:
-        """Judge a later window that is shorter, or has a smaller micro-batch, than the first."""
+    def _judge_later(self, judge: LoopJudge) -> None:
+        """Judge a window that is shorter, or divided otherwise, or has smaller micro-batches."""
         assert self._first is not None
-        if plan is _Plan.SHORTER:
+        is_short = bool(largest_over_ranks(len(judge.micros) < self._count))
+        if is_short:
             judge.steps, judge.like = self._count, self._first.terms()
-            sums = [sum(term.weights) for term in judge.like]
-            known = bool(sums) and all(math.isclose(one, 1.0, rel_tol=1e-3) for one in sums)
-        else:
-            known = True
-        if largest_over_ranks(not judge.window.is_whole):
-            if largest_over_ranks(not known):
+        if largest_over_ranks(not judge.window.is_whole):  # only its losses' weights are known
+            if largest_over_ranks(any(abs(sum(t.weights) - 1) > 1e-3 for t in judge.like)):
                 return
-            judge.window.sizes, judge.micros[0].calls = [], []  # only its losses' weights are known
-        self._has_short |= plan is _Plan.SHORTER
+            judge.window.sizes, judge.micros[0].calls = [], []
+        self._has_short |= is_short or judge.was_right
         trial = judge.trial()
         self._trials += [trial] * (trial.found != NOT_JUDGED)
 
-    def _plan(self, judge: LoopJudge) -> _Plan:
-        """Return what all ranks do with this window."""
+    def _plan(self, judge: LoopJudge) -> int:
+        """Return what is done with this window, on all ranks."""
         patience = _LATER_PATIENCE if self._first else _PATIENCE
-        if not self._is_alone:
-            self._is_alone = not all_meet(f"{self._number}/{self._windows}", patience)
-            if self._is_alone and self._first is None:
+        if not self._is_alone and not all_meet(f"{self._number}/{self._windows}", patience):
+            self._is_alone = True
+            if self._first is None:
                 reason = f"not every rank has made a step {patience:g} s after the first one did"
                 self._trials.append(judge.not_judged(reason))
         if self._is_alone:
-            return _Plan.NOTHING
+            return _NOTHING
         own = self._own_plan(judge)
         least, most = -largest_over_ranks(-own), largest_over_ranks(own)
-        agreed = least >= 0 and (least == most or most < _Plan.WHOLE)
-        return _Plan(int(most)) if agreed else _Plan.NOTHING
+        agreed = least > _UNKNOWN and (least == most or most < _WHOLE)
+        return int(most) if agreed else _NOTHING
 
-    def _own_plan(self, judge: LoopJudge) -> _Plan:
+    def _own_plan(self, judge: LoopJudge) -> int:
         window, count, first = judge.window, len(judge.micros), self._first
         if window.is_whole and not self._recorder.light:  # the first, or it began with gradients
             is_clean = not bool(window.micros[0].before.any())
             waits = window.places in self._judged and self._count > 1 and is_clean
-            return _Plan.NOTHING if waits else _Plan.WHOLE  # another optimizer has its turn yet
-        if first is None or first.needs_calls or self._has_others or len(self._judged) > 1:
-            return _Plan.UNKNOWN  # whose window it is, or its units, cannot be told lightly
+            return _NOTHING if waits else _WHOLE  # another optimizer has not had its turn yet
+        is_hidden = self._has_others or self._recorder.sharded or len(self._judged) > 1
+        if first is None or first.needs_calls or is_hidden:
+            return _UNKNOWN  # forwards are not watched any more, nor whose window it is
         if window.is_whole and self._is_divided_otherwise(judge):
-            return _Plan.DIVIDED_OTHERWISE
-        if self._is_uneven(judge):
-            return _Plan.UNEVEN
-        if count > self._count == len(first.window.micros):
-            return _Plan.LONGER
-        return _Plan.SHORTER if count < self._count and not self._has_short else _Plan.NOTHING
+            return _LATER
+        if self._is_uneven(judge) or (count < self._count and not self._has_short):
+            return _LATER
+        return _LONGER if count > self._count == len(first.window.micros) else _NOTHING
 
     def _is_divided_otherwise(self, judge: LoopJudge) -> bool:
         """True if sums are divided by the units of the first window, and not by their own."""
