@@ -124,9 +124,8 @@ def rows(doors: list[str]) -> dict[str, str]:
         answers = list(loops().values())
         right = f"{answers.count('right')} of {len(answers)}"
         name = "plain torch, loops of unusual styles"
-        found[name] = (
-            f"| {name} | | {right}, {answers.count('not judged')} not judged | {versions('plain torch')} |"
-        )
+        right += f", {answers.count('not judged')} not judged"
+        found[name] = f"| {name} | | {right} | {versions('plain torch')} |"
         found[OUTSIDE] = outsiders()
     return found
 
