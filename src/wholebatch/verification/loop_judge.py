@@ -322,15 +322,12 @@ class LoopJudge:
 
     def _weightings(self, term: TermWeights) -> Iterator[Hypothesis]:
         """Yield the right weights of a term, and those of every mistake."""
-        units, ranks = torch.tensor(term.units, dtype=torch.float64), world_size()
+        units = torch.tensor(term.units, dtype=torch.float64)
         parts = WindowParts(units, (), term.units, self._nominal())
-        everywhere = parts.units_everywhere  # an engine averages the gradients of the ranks
-        yield Hypothesis(RIGHT, "the undivided batch", units * ranks / everywhere)
+        right = units * (world_size() / parts.units_everywhere)  # an engine averages the ranks
+        yield Hypothesis(RIGHT, "the undivided batch", right)
         for key, variant, weights in wrong_weights(parts):
             yield Hypothesis(key, variant, torch.tensor(weights, dtype=torch.float64))
-        if ranks > 1:
-            yield Hypothesis("mean-of-means", "each rank's own mean", units / units.sum())
-            yield Hypothesis("world-size-forgotten", "by all units", units / everywhere)
 
     # --------------------------------------------------------------- gradients
 
@@ -411,7 +408,7 @@ class LoopJudge:
         """Return the mistake of ranks that clip, or step, each with a gradient of its own."""
         at_step, clips = self._at_step(), self._last_clips()
         if not self._is_of_all_ranks(at_step):
-            return MistakeFit("unsynchronised-ranks", "the ranks step with different gradients")
+            return MistakeFit("unsynchronised-ranks", "each rank steps with another gradient")
         if largest_over_ranks(not clips) or self._is_of_all_ranks(clips[-1].before):
             return None
         cut = sum_over_ranks(clips[-1].after) / world_size()
@@ -423,11 +420,6 @@ class LoopJudge:
         """True if all ranks have this gradient."""
         ranks = world_size()
         return ranks == 1 or self._same(gradient, sum_over_ranks(gradient) / ranks)
-
-    @property
-    def is_right_on_average(self) -> bool:
-        """True if the mean of what the ranks step with is the right gradient."""
-        return self._same(sum_over_ranks(self._at_step()) / world_size(), self.parts.right)
 
     def _changed_after_the_last(self, off: float) -> LoopTrial:
         """Judge a gradient that the loop changes by itself when it is complete: noise, a clip.
@@ -602,11 +594,8 @@ class LoopJudge:
 
     def _is_times_ranks(self, factor: float) -> bool:
         """True if each loss is divided by the micro-batches, and multiplied by the ranks."""
-        terms, count, ranks = (
-            [t for m in self.micros for t in m.terms],
-            len(self.micros),
-            world_size(),
-        )
+        terms = [term for micro in self.micros for term in micro.terms]
+        count, ranks = len(self.micros), world_size()
         known = count != ranks > 1 and math.isclose(factor, ranks, rel_tol=_WEIGHTS)
         return known and all(ranks in t.times and count in t.over for t in terms)
 

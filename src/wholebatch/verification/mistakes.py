@@ -125,32 +125,10 @@ def hypotheses(parts: WindowParts, inputs: Sequence[Any] = ()) -> Iterator[Hypot
     `inputs` are the micro-batches, or what the model was given of each.
     """
     yield Hypothesis(RIGHT, "the undivided batch", parts.right)
-    wrong = wrong_weights(parts)
-    for key, variant, weights in chain(wrong, _other_units(parts, inputs) if inputs else ()):
+    others = _other_units(parts, inputs) if inputs else ()
+    for key, variant, weights in chain(wrong_weights(parts), others):
         averaged = sum_over_ranks(parts.weighted(weights)) / world_size()
         yield Hypothesis(key, variant, averaged)
-    if world_size() > 1:
-        yield from _wrong_over_ranks(parts)
-
-
-def _wrong_over_ranks(parts: WindowParts) -> Iterator[Hypothesis]:
-    """Yield mistakes in how the ranks' gradients are put together."""
-    everywhere, ranks = parts.units_everywhere, world_size()
-    summed = parts.weighted(parts.units)
-    means = parts.weighted([1 / len(parts.means)] * len(parts.means))
-    added = summed / sum(parts.units)
-    alone = "unsynchronised-ranks"
-    yield Hypothesis(alone, "this rank's own mean over units", added)
-    yield Hypothesis(alone, "this rank's mean of means", means)
-    yield Hypothesis(alone, "this rank's share of all units", summed * (ranks / everywhere))
-    averaged = sum_over_ranks(added) / ranks
-    yield Hypothesis("mean-of-means", "each rank's own mean, averaged over the ranks", averaged)
-    for variant, gradient in (("means", means), ("means over units", added)):
-        together = sum_over_ranks(gradient)
-        yield Hypothesis("ranks-added", f"{variant} of the ranks, summed", together)
-    forgotten, more = "world-size-forgotten", f"divided by {ranks} once more"
-    yield Hypothesis(forgotten, f"the mean, {more}", sum_over_ranks(summed) / (everywhere * ranks))
-    yield Hypothesis(forgotten, f"mean losses, {more}", sum_over_ranks(means) / ranks**2)
 
 
 _Weights = Iterator[tuple[str, str, Sequence[float]]]
@@ -162,9 +140,18 @@ def wrong_weights(parts: WindowParts) -> _Weights:
 
     Of several ranks, each may take shares of its own units, or of those of all.
     """
-    own, mean = sum(parts.units), parts.units_everywhere / world_size()
-    for total in (own or 1.0, mean) if largest_over_ranks(abs(own - mean)) else (own,):
-        yield from _wrong_shares(parts.units, parts.nominal, total)
+    units, ranks = parts.units, world_size()
+    own, mean = sum(units) or 1.0, parts.units_everywhere / ranks
+    for total in (own, mean) if largest_over_ranks(abs(own - mean)) else (own,):
+        yield from _wrong_shares(units, parts.nominal, total)
+    if ranks > 1:  # in how their gradients are put together
+        even, shares = [1 / len(units)] * len(units), _times(units, 1 / own)
+        yield "mean-of-means", "each rank's own mean, averaged over the ranks", shares
+        yield "ranks-added", "means of the ranks, summed", _times(even, ranks)
+        yield "ranks-added", "means over units of the ranks, summed", _times(shares, ranks)
+        forgotten, more = "world-size-forgotten", f"divided by {ranks} once more"
+        yield forgotten, f"the mean, {more}", _times(units, 1 / (mean * ranks))
+        yield forgotten, f"mean losses, {more}", _times(even, 1 / ranks)
 
 
 def _wrong_shares(units: Sequence[float], nominal: int, total: float) -> _Weights:

@@ -16,17 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from wholebatch.distributed.process_group import (
-    all_meet,
-    largest_over_ranks,
-    sum_over_ranks,
-    world_size,
-)
+from wholebatch.distributed.process_group import all_meet, largest_over_ranks, world_size
 from wholebatch.errors import OptionError
 from wholebatch.verification.loop_judge import LoopJudge
 from wholebatch.verification.loss_weights import TermWeights
-from wholebatch.verification.mistakes import NOT_JUDGED, RIGHT, STEPPED_TWICE, MistakeFit, apart
-from wholebatch.verification.run_comparison import TIMES_THE_FLOOR
+from wholebatch.verification.mistakes import NOT_JUDGED, RIGHT, STEPPED_TWICE, MistakeFit
 from wholebatch.verification.verdicts import LoopTrial, LoopVerdict
 from wholebatch.verification.window_recorder import RecordedWindow, WindowRecorder, filled
 
@@ -150,9 +144,6 @@ class Watch:
             judge = LoopJudge(self._recorder.new_window(), self._recorder, "between two windows")
             variant = "after the first step, before the next forward"
             self._trials.append(judge.told("moved-beside-the-step", variant))
-        if self._averages_weights():
-            right = MistakeFit(RIGHT, "the ranks average their weights after the step")
-            self._trials = [replace(self._trials[0], found=RIGHT, fits=(right,))]
         more, is_known = self._rounds - self._stop_after, self._count > 1 and is_clean
         if returns and self._stop_after and (more > 0 or (more == 0 and is_known)):
             self._recorder.over = WatchIsOver()
@@ -161,18 +152,6 @@ class Watch:
             self._has_others |= not self._first.micros[0].is_passed_on
         if returns and not self._recorder.light and (is_known or self._rounds > 1):
             self._recorder.go_lightly()
-
-    def _averages_weights(self) -> bool:
-        """True if the ranks average their weights after a step that is linear in the gradient."""
-        first, recorder = self._first, self._recorder
-        told = self._windows == 1 and self._trials[0].found == "unsynchronised-ranks"
-        if not told or first is None or type(recorder.optimizer) is not torch.optim.SGD:
-            return False
-        if recorder.after_step is None or not all_meet(f"{self._number}/average", _LATER_PATIENCE):
-            return False
-        mean = sum_over_ranks(recorder.after_step) / world_size()
-        off = largest_over_ranks(apart(recorder.row_of(list(recorder.parameters)), mean))
-        return first.is_right_on_average and off <= TIMES_THE_FLOOR * first.window.unit
 
     def _returns(self, window: RecordedWindow) -> bool:
         """True if the optimizer of the first window has its turn again, and each other had one."""
@@ -250,18 +229,15 @@ class Watch:
         is_hidden = self._has_others or self._recorder.sharded or len(self._judged) > 1
         if first is None or first.needs_calls or is_hidden:
             return _UNKNOWN  # forwards are not watched any more, nor whose window it is
-        if window.is_whole and self._is_divided_otherwise(judge):
-            return _LATER
-        if self._is_uneven(judge) or (count < self._count and not self._has_short):
+        is_other = world_size() == 1 and window.is_whole and self._is_divided_otherwise(judge)
+        if is_other or self._is_uneven(judge) or (count < self._count and not self._has_short):
             return _LATER
         return _LONGER if count > self._count == len(first.window.micros) else _NOTHING
 
     def _is_divided_otherwise(self, judge: LoopJudge) -> bool:
         """True if sums are divided by the units of the first window, and not by their own."""
-        is_right = self._first is not None and self._trials[0].found == RIGHT
-        if self._has_short or not is_right or world_size() > 1:
+        if self._has_short or self._first is None or self._trials[0].found != RIGHT:
             return False
-        assert self._first is not None
         judge.like, scale = self._first.terms(), judge.micros[0].loss_scale
         sums = [sum(term.weights) / scale for term in judge.terms() if term.choice is not None]
         judge.was_right = any(abs(total - 1) > 1e-2 for total in sums)
