@@ -19,6 +19,8 @@ import os
 import sys
 import time
 from collections import Counter
+from datetime import date
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +94,7 @@ def outsiders() -> str:
     right, wrong = answers["right"], answers["wrong"]
     return (
         f"| {OUTSIDE} | {wrong.count('hit')} of {len(wrong)} | {right.count('hit')} of "
-        f"{len(right)}, {right.count('not judged')} not judged |"
+        f"{len(right)}, {right.count('not judged')} not judged | {versions('plain torch')} |"
     )
 
 
@@ -102,6 +104,14 @@ def summary(table: dict[str, list[str]], plants: dict[str, Plant]) -> str:
     return f"{named} of {len(answers)}"
 
 
+def versions(door: str) -> str:
+    """Return the day of this run, and the versions of torch and of this door's package."""
+    packages = {"HF Trainer": "transformers", "Fabric": "lightning", "plain torch": ""}
+    package = packages.get(door, door.lower())
+    found = [f"{name} {metadata.version(name)}" for name in ("torch", package) if name]
+    return f"{date.today()}, {', '.join(found)}"
+
+
 def rows(doors: list[str]) -> dict[str, str]:
     """Return by door how many mistakes were named, and right loops called right."""
     found = {}
@@ -109,12 +119,13 @@ def rows(doors: list[str]) -> dict[str, str]:
         gc.freeze()  # what was imported need not be searched for averages of weights every time
         wrong = summary(cells(door, MISTAKES), MISTAKES)
         right = summary(cells(door, STYLES), STYLES)
-        found[door] = f"| {door} | {wrong} | {right} |"
+        found[door] = f"| {door} | {wrong} | {right} | {versions(door)} |"
     if "plain torch" in doors:
         answers = list(loops().values())
         right = f"{answers.count('right')} of {len(answers)}"
         name = "plain torch, loops of unusual styles"
-        found[name] = f"| {name} | | {right}, {answers.count('not judged')} not judged |"
+        right += f", {answers.count('not judged')} not judged"
+        found[name] = f"| {name} | | {right} | {versions('plain torch')} |"
         found[OUTSIDE] = outsiders()
     return found
 
@@ -135,7 +146,9 @@ def write(made: dict[str, str]) -> None:
         "`python benchmarks/verify_mistakes.py --door DOOR --page`.\nThe judge was mended with the "
         "loops of an outsider (`tests/proof/fixtures`): their row tells what it knows, not\nhow it "
         "would do on others.\n\n"
-        "| door | mistakes named | right loops called right |\n|---|---|---|\n"
+        "TRL and DeepSpeed are no doors of this grid: loops in them are among the rounds "
+        "([verify.md](../verify.md)).\n\n"
+        "| door | mistakes named | right loops called right | run with |\n|---|---|---|---|\n"
         + "\n".join(table)
         + "\n",
         encoding="utf-8",

@@ -22,6 +22,7 @@ from torch.nn import functional as F
 
 import wholebatch as wb
 from tests import processes
+from tests.distributed.launch import reports
 from tests.proof.fixtures import (
     outsider_right,
     outsider_wrong,
@@ -584,3 +585,23 @@ def test_a_script_on_two_ranks(tmp_path: Path) -> None:
     assert json.loads(done.stdout)["same"] is True
     done = _trainer(tmp_path, "0.01", "--wrong")
     assert json.loads(done.stdout[: done.stdout.rindex("}") + 1])["mistakes"] == ["mean-of-means"]
+
+
+KNOWN_ON_RANKS = {
+    "ranks_only_the_first_steps_and_sends": "not judged",
+    "ranks_weights_averaged_after_a_plain_step": "unsynchronised-ranks",
+}
+"""Right loops that a watch does not call right: limits in docs/verify.md."""
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_loops_on_two_ranks(tmp_path: Path) -> None:
+    found = reports(Path(__file__).with_name("watch_ranks_worker.py"), 2, tmp_path)
+    for name, (answer, key, right, words) in found["rounds"].items():
+        assert right == (key == "right"), name
+        assert answer == KNOWN_ON_RANKS.get(name, key), (name, words)
+    assert found["long"] == {
+        "a rank ends before the others": ["right", True],
+        "windows of other lengths": ["mean-of-means", True],
+    }

@@ -133,6 +133,22 @@ def largest_over_ranks(value: float) -> float:
     return math.inf if found >= 1e30 else found
 
 
+def all_meet(name: str, seconds: float) -> bool:
+    """True if all ranks come here within so many seconds; all of them get the same answer.
+
+    It asks the job's store: a rank that never comes would leave the others in a collective.
+    """
+    if world_size() == 1:
+        return True
+    store, until = dist.distributed_c10d._get_default_store(), time.monotonic() + seconds
+    decided = f"wholebatch/meet/{name}/decided"
+    if int(store.add(f"wholebatch/meet/{name}", 1)) == world_size():
+        store.compare_set(decided, "", "all")
+    while not store.check([decided]) and time.monotonic() < until:
+        time.sleep(1e-3)
+    return bool(store.compare_set(decided, "", "some") == b"all")
+
+
 def _device_of_collectives() -> torch.device:
     nccl = dist.get_backend() == "nccl"
     return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")

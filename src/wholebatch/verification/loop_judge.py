@@ -24,6 +24,7 @@ from wholebatch.distributed.process_group import largest_over_ranks, sum_over_ra
 from wholebatch.verification.joined_calls import JoinedCalls
 from wholebatch.verification.loss_weights import TermWeights, Unreadable, read_weights
 from wholebatch.verification.mistakes import (
+    MISTAKES,
     NOT_JUDGED,
     RIGHT,
     Hypothesis,
@@ -32,6 +33,7 @@ from wholebatch.verification.mistakes import (
     apart,
     hypotheses,
     nearest,
+    wrong_weights,
 )
 from wholebatch.verification.run_comparison import TIMES_THE_FLOOR, fit_of, percent
 from wholebatch.verification.verdicts import LoopTrial
@@ -119,10 +121,9 @@ class LoopJudge:
     def _trial_of_calls(self, *, together: bool) -> LoopTrial:
         self.notes, self.by, self.together = [], "gradients", together
         self.__post_init__()
-        told = self._told_by_calls()
-        if not largest_over_ranks(told is None):
-            assert told is not None
-            return told
+        told = self._anywhere(self._told_by_calls())
+        if told is not None:
+            return self.told(told.key, told.variant)
         read = self._read()
         if largest_over_ranks(isinstance(read, Unreadable)):
             return self._without_weights(read)
@@ -138,28 +139,40 @@ class LoopJudge:
         assert whole is not None
         self._take_apart(*whole)
         inputs = [(call.args, call.kwargs) for m in self.micros for call in m.calls[:1]]
-        return self._hold_against(inputs if len(inputs) == len(self.micros) else ())
+        known = not largest_over_ranks(len(inputs) != len(self.micros))
+        return self._hold_against(inputs if known else ())
 
-    def _told_by_calls(self) -> LoopTrial | None:
+    def _told_by_calls(self) -> MistakeFit | None:
         """Return the mistake that is seen in which calls reached a backward, and how often."""
         roots = [root for micro in self.micros for root in micro.roots]
         if len(set(roots)) < len(roots):
-            return self.told("counted-twice", "two backwards of the same loss")
+            return MistakeFit("counted-twice", "two backwards of the same loss")
         passed_on = [micro.is_passed_on for micro in self.micros]
         if any(passed_on) and not all(passed_on):
-            return self.told("other-loss", f"{sum(passed_on)} of {len(passed_on)} backwards")
+            return MistakeFit("other-loss", f"{sum(passed_on)} of {len(passed_on)} backwards")
         window, count = self.window, len(self.micros)
+        if window.is_empty:
+            return MistakeFit("no-update", "no shard has a gradient: nothing was reduced")
         empty = [i + 1 for i, m in enumerate(self.micros) if {t.kind for t in m.terms} == {"zero"}]
         if empty:
-            return self.told("left-out", f"the loss of number {empty[0]} is multiplied by 0")
+            return MistakeFit("left-out", f"the loss of number {empty[0]} is multiplied by 0")
         used, unused = window.used or count, max(window.unused, window.earlier_pass - 1)
         if used == 1 and unused > 1:
-            return self.told("only-the-last", f"{unused} others reach no backward")
+            return MistakeFit("only-the-last", f"{unused} others reach no backward")
         if window.earlier_pass > count:
-            return self.told("left-out", f"{count} of {window.earlier_pass} in the last pass")
+            return MistakeFit("left-out", f"{count} of {window.earlier_pass} in the last pass")
         if unused % used and not window.earlier_pass:
-            return self.told("left-out", f"{unused} that the model has seen: in no backward")
+            return MistakeFit("left-out", f"{unused} that the model has seen: in no backward")
         return None
+
+    @staticmethod
+    def _anywhere(cause: MistakeFit | None) -> MistakeFit | None:
+        """Return the mistake of this rank, or that of another: all go on in the same way."""
+        keys = ["", *MISTAKES]
+        key = keys[int(largest_over_ranks(keys.index(cause.key) if cause else 0))]
+        if cause is not None and cause.key == key:
+            return cause
+        return MistakeFit(key, "on another rank") if key else None
 
     def _of_one_micro_batch(self) -> LoopTrial:
         left = float(self.micros[0].before.norm()) if self.micros[0].before.numel() else 0.0
@@ -210,6 +223,8 @@ class LoopJudge:
         if ranks == 1 or largest_over_ranks(isinstance(read, Unreadable)):
             return read
         assert not isinstance(read, Unreadable)
+        if largest_over_ranks(len(read)) != -largest_over_ranks(-len(read)):
+            return Unreadable("the losses of the ranks have different terms")
         return read_weights(losses, over_ranks=_over_ranks, labels=labels, **known)
 
     def _samples(self) -> int:
@@ -298,7 +313,7 @@ class LoopJudge:
                 found = RIGHT if off <= tolerance else None
             lost = None
             if found != RIGHT:
-                lost = self._lost_on_the_way(gradient) or self._compared()
+                lost = self._anywhere(self._lost_on_the_way(gradient) or self._compared())
             if lost is not None:
                 found, self.fits = lost.key, [lost, *self.fits]
             found = self._beside(found)
@@ -307,22 +322,12 @@ class LoopJudge:
 
     def _weightings(self, term: TermWeights) -> Iterator[Hypothesis]:
         """Yield the right weights of a term, and those of every mistake."""
-        units, ranks = torch.tensor(term.units, dtype=torch.float64), world_size()
-        if ranks == 1:
-            one_each = list(torch.eye(len(units), dtype=torch.float64))
-            yield from hypotheses(
-                WindowParts(units / units.sum(), one_each, term.units, self._nominal())
-            )
-            return
-        everywhere, equal = float(sum_over_ranks(units.sum())), torch.ones_like(units) / len(units)
-        # An engine averages the gradients of the ranks.
-        yield Hypothesis(RIGHT, "the undivided batch", units * ranks / everywhere)
-        yield Hypothesis("mean-of-means", "mean losses divided by their number", equal)
-        yield Hypothesis("mean-of-means", "each rank's own mean", units / units.sum())
-        yield Hypothesis("not-divided", "mean losses added", equal * len(units))
-        yield Hypothesis("not-divided", "sums added", units)
-        yield Hypothesis("divided-twice", "by their number", equal / len(units))
-        yield Hypothesis("world-size-forgotten", "by all units", units / everywhere)
+        units = torch.tensor(term.units, dtype=torch.float64)
+        parts = WindowParts(units, (), term.units, self._nominal())
+        right = units * (world_size() / parts.units_everywhere)  # an engine averages the ranks
+        yield Hypothesis(RIGHT, "the undivided batch", right)
+        for key, variant, weights in wrong_weights(parts):
+            yield Hypothesis(key, variant, torch.tensor(weights, dtype=torch.float64))
 
     # --------------------------------------------------------------- gradients
 
@@ -370,34 +375,51 @@ class LoopJudge:
             return self._trial("loss-scale", self.fits)
         if off <= self.tolerance and kept:
             return self._trial(self._beside(RIGHT), self.fits)
-        # Ranks may find different causes: what they do together, all or none of them must do.
         cause = None
         if self.micros:
             cause = self._lost_on_the_way(gradient) or self._scaled(gradient) or self._compared()
-        if largest_over_ranks(cause is None):
-            tolerance = max(self.tolerance, TIMES_THE_FLOOR * self.floor)
-            candidates, units = hypotheses(self.parts, inputs), self.parts.units_everywhere
-            self.fits = nearest(candidates, gradient, tolerance, self.as_seen)
-            if self.micros and self._same(gradient, self._averaged_flow()):
-                self.fits = [fit for fit in self.fits if fit.key != "ranks-added"]
-            cause = (
-                cause
-                or next((fit for fit in self.fits if fit.fits and fit.key != RIGHT), None)
-                or self._other_constant(gradient, units)
-                or self._owned_twice(gradient)
-                or self._added_in_16_bits(gradient)
-                or self._cut_by_hand()
-                or self._added_by_hand()
-            )
-        if largest_over_ranks(cause is None):
+        cause = self._anywhere(cause) or self._fitting(gradient, inputs)
+        if cause is None:
             found = self._beside(None)
             if found is None and self.case == "live" and world_size() == 1:
                 return self._changed_after_the_last(off)
-            if cause is None:
-                return self._trial(found, self.fits)
-        assert cause is not None
+            return self._trial(found, self.fits)
         rest = [fit for fit in self.fits if fit.key != cause.key]
         return self._trial(cause.key, [cause, *rest])
+
+    def _fitting(self, gradient: Tensor, inputs: Sequence[Any]) -> MistakeFit | None:
+        """Return the mistake whose gradient this is."""
+        tolerance = max(self.tolerance, TIMES_THE_FLOOR * self.floor)
+        candidates, units = hypotheses(self.parts, inputs), self.parts.units_everywhere
+        self.fits = nearest(candidates, gradient, tolerance, self.as_seen)
+        if self.micros and self._same(gradient, self._averaged_flow()):
+            self.fits = [fit for fit in self.fits if fit.key != "ranks-added"]
+        fits = (fit for fit in self.fits if fit.fits and fit.key != RIGHT)
+        cause = next(fits, None) or self._of_other_ranks()
+        return cause or self._anywhere(
+            self._other_constant(gradient, units)
+            or self._owned_twice(gradient)
+            or self._added_in_16_bits(gradient)
+            or self._cut_by_hand()
+            or self._added_by_hand()
+        )
+
+    def _of_other_ranks(self) -> MistakeFit | None:
+        """Return the mistake of ranks that clip, or step, each with a gradient of its own."""
+        at_step, clips = self._at_step(), self._last_clips()
+        if not self._is_of_all_ranks(at_step):
+            return MistakeFit("unsynchronised-ranks", "each rank steps with another gradient")
+        if largest_over_ranks(not clips) or self._is_of_all_ranks(clips[-1].before):
+            return None
+        cut = sum_over_ranks(clips[-1].after) / world_size()
+        if largest_over_ranks(not _parallel(at_step, cut, self.tolerance)):
+            return None
+        return MistakeFit("clipped-too-early", "each rank's own gradient, not their mean")
+
+    def _is_of_all_ranks(self, gradient: Tensor) -> bool:
+        """True if all ranks have this gradient."""
+        ranks = world_size()
+        return ranks == 1 or self._same(gradient, sum_over_ranks(gradient) / ranks)
 
     def _changed_after_the_last(self, off: float) -> LoopTrial:
         """Judge a gradient that the loop changes by itself when it is complete: noise, a clip.
@@ -555,6 +577,8 @@ class LoopJudge:
         padded = [sum(sizes) for sizes in zip(*(m.padded for m in self.micros), strict=False)]
         if any(math.isclose(divisor, one, rel_tol=_WEIGHTS) for one in padded):
             key = "other-units"
+        elif self._is_times_ranks(factor):
+            key, variant = "ranks-added", f"each loss is multiplied by {world_size()} ranks"
         elif self.was_right:
             key = "nominal-count"
         elif factor < 1:
@@ -567,6 +591,13 @@ class LoopJudge:
             again = 1 < len(more) < len(each)  # one of them came twice, or the window is longer
             key = "counted-twice" if again else "nominal-count" if more else "not-divided"
         return MistakeFit(key, variant)
+
+    def _is_times_ranks(self, factor: float) -> bool:
+        """True if each loss is divided by the micro-batches, and multiplied by the ranks."""
+        terms = [term for micro in self.micros for term in micro.terms]
+        count, ranks = len(self.micros), world_size()
+        known = count != ranks > 1 and math.isclose(factor, ranks, rel_tol=_WEIGHTS)
+        return known and all(ranks in t.times and count in t.over for t in terms)
 
     def _owned_twice(self, gradient: Tensor) -> MistakeFit | None:
         """Return the mistake of gradients that are a whole number of times too large."""

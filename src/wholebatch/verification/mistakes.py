@@ -125,57 +125,52 @@ def hypotheses(parts: WindowParts, inputs: Sequence[Any] = ()) -> Iterator[Hypot
     `inputs` are the micro-batches, or what the model was given of each.
     """
     yield Hypothesis(RIGHT, "the undivided batch", parts.right)
-    wrong = _wrong_weights(parts.units, parts.nominal)
-    for key, variant, weights in chain(wrong, _other_units(parts, inputs) if inputs else ()):
+    others = _other_units(parts, inputs) if inputs else ()
+    for key, variant, weights in chain(wrong_weights(parts), others):
         averaged = sum_over_ranks(parts.weighted(weights)) / world_size()
         yield Hypothesis(key, variant, averaged)
-    if world_size() > 1:
-        yield from _wrong_over_ranks(parts)
-
-
-def _wrong_over_ranks(parts: WindowParts) -> Iterator[Hypothesis]:
-    """Yield mistakes in how the ranks' gradients are put together."""
-    everywhere, ranks = parts.units_everywhere, world_size()
-    summed = parts.weighted(parts.units)
-    means = parts.weighted([1 / len(parts.means)] * len(parts.means))
-    added = summed / sum(parts.units)
-    alone = "unsynchronised-ranks"
-    yield Hypothesis(alone, "this rank's own mean over units", added)
-    yield Hypothesis(alone, "this rank's mean of means", means)
-    yield Hypothesis(alone, "this rank's share of all units", summed * (ranks / everywhere))
-    averaged = sum_over_ranks(added) / ranks
-    yield Hypothesis("mean-of-means", "each rank's own mean, averaged over the ranks", averaged)
-    for variant, gradient in (("means", means), ("means over units", added)):
-        together = sum_over_ranks(gradient)
-        yield Hypothesis("ranks-added", f"{variant} of the ranks, summed", together)
-    forgotten, more = "world-size-forgotten", f"divided by {ranks} once more"
-    yield Hypothesis(forgotten, f"the mean, {more}", sum_over_ranks(summed) / (everywhere * ranks))
-    yield Hypothesis(forgotten, f"mean losses, {more}", sum_over_ranks(means) / ranks**2)
 
 
 _Weights = Iterator[tuple[str, str, Sequence[float]]]
 """The key and variant of mistakes, and the weights of the micro-batches' means in them."""
 
 
-def _wrong_weights(units: Sequence[float], nominal: int) -> _Weights:
-    """Yield mistakes in how one rank weighs its micro-batches."""
-    count, total = len(units), sum(units)
+def wrong_weights(parts: WindowParts) -> _Weights:
+    """Yield mistakes in how one rank weighs its micro-batches; every rank yields as many.
+
+    Of several ranks, each may take shares of its own units, or of those of all.
+    """
+    units, ranks = parts.units, world_size()
+    own, mean = sum(units) or 1.0, parts.units_everywhere / ranks
+    for total in (own, mean) if largest_over_ranks(abs(own - mean)) else (own,):
+        yield from _wrong_shares(units, parts.nominal, total)
+    if ranks > 1:  # in how their gradients are put together
+        even, shares = [1 / len(units)] * len(units), _times(units, 1 / own)
+        yield "mean-of-means", "each rank's own mean, averaged over the ranks", shares
+        yield "ranks-added", "means of the ranks, summed", _times(even, ranks)
+        yield "ranks-added", "means over units of the ranks, summed", _times(shares, ranks)
+        forgotten, more = "world-size-forgotten", f"divided by {ranks} once more"
+        yield forgotten, f"the mean, {more}", _times(units, 1 / (mean * ranks))
+        yield forgotten, f"mean losses, {more}", _times(even, 1 / ranks)
+
+
+def _wrong_shares(units: Sequence[float], nominal: int, total: float) -> _Weights:
+    count = len(units)
     ones, shares = [1.0] * count, [unit / total for unit in units]
     even = _times(ones, 1 / count)
     yield "mean-of-means", "mean losses divided by the number of micro-batches", even
-    if nominal != count:
+    if largest_over_ranks(count != nominal):
         yield "nominal-count", f"mean losses divided by {nominal}", _times(ones, 1 / nominal)
         factor = count / nominal
         yield "nominal-count", f"the mean, times {count}/{nominal}", _times(shares, factor)
     yield "not-divided", "mean losses added", ones
     yield "not-divided", "sums added", units
-    twice = {count**2: f"{count}²", nominal**2: f"{nominal}²"}
-    twice[count * nominal] = f"{count}·{nominal}"
-    for divisor, named in twice.items():
-        yield "divided-twice", f"mean losses divided by {named}", _times(ones, 1 / divisor)
-    for divisor in dict.fromkeys((count, nominal)):
+    for one, other in ((count, count), (count, nominal), (nominal, nominal)):
+        divided = _times(ones, 1 / (one * other))
+        yield "divided-twice", f"mean losses divided by {one}·{other}", divided
+    for divisor in (count, nominal):
         yield "divided-twice", f"the mean divided by {divisor}", _times(shares, 1 / divisor)
-    if len(set(units)) > 1 and all(units):
+    if largest_over_ranks(len(set(units)) > 1) and not largest_over_ranks(not all(units)):
         own = [1 / unit for unit in units]
         yield "other-units", "mean losses divided by their own units once more", own
     each = [count ** -float(count - place) for place in range(count)]
@@ -183,17 +178,19 @@ def _wrong_weights(units: Sequence[float], nominal: int) -> _Weights:
     for variant, weights in (("sums", shares), ("means", even)):
         again = [weight * (count - place) for place, weight in enumerate(weights)]
         yield "counted-twice", f"the {variant} so far, once more with every backward", again
-    yield from _wrong_with_one(units, nominal, "last", count - 1)
-    yield from _wrong_with_one(units, nominal, "first", 0)
+    for which, place in (("last", count - 1), ("first", 0)):
+        yield from _wrong_with_one(units, nominal, total, which, place)
 
 
-def _wrong_with_one(units: Sequence[float], nominal: int, which: str, place: int) -> _Weights:
+def _wrong_with_one(
+    units: Sequence[float], nominal: int, total: float, which: str, place: int
+) -> _Weights:
     """Yield mistakes in which one micro-batch is alone, left out or counted twice."""
-    count, size, total = len(units), units[place], sum(units)
+    count, size = len(units), units[place]
     alone = [float(one == place) for one in range(count)]
-    scales = {"its mean": 1.0, f"its mean / {count}": 1 / count, "its sum": size}
-    scales |= {f"its mean / {nominal}": 1 / nominal, "its share of the units": size / total}
-    for variant, scale in scales.items():
+    scales = [("its mean", 1.0), ("its sum", size), ("its share of the units", size / total)]
+    scales += [(f"its mean / {steps}", 1 / steps) for steps in (count, nominal)]
+    for variant, scale in scales:
         yield f"only-the-{which}", variant, _times(alone, scale)
     for over, shares in (
         ("units", [unit / total for unit in units]),
@@ -201,13 +198,13 @@ def _wrong_with_one(units: Sequence[float], nominal: int, which: str, place: int
     ):
         share = shares[place]
         for key, sign in (("left-out", -1), ("counted-twice", 1)):
-            if count < 3 and sign < 0:
+            if sign < 0 and largest_over_ranks(-count) > -3:
                 continue
             weights = [w + sign * a * share for w, a in zip(shares, alone, strict=True)]
             yield key, f"the {which}, over all {over}", weights
-            if 1 + sign * share:
-                own = "others'" if sign < 0 else "all and its own"
-                yield key, f"the {which}, over the {own} {over}", _times(weights, 1 / sum(weights))
+            own = "others'" if sign < 0 else "all and its own"
+            rest = _times(weights, 1 / (sum(weights) or 1.0))
+            yield key, f"the {which}, over the {own} {over}", rest
 
 
 def _times(weights: Sequence[float], factor: float) -> list[float]:

@@ -83,16 +83,8 @@ def compare_gradients(
 
     `others` are runs that are right too, and `more` right gradients: they measure the floor.
     """
-    return compare(
-        what,
-        runs.names,
-        ours.gradients,
-        whole.gradients,
-        also_right=[*(run.gradients for run in others), *more],
-        resolution=[runs.unit * norm_of(gradient) for gradient in whole.gradients],
-        unit=runs.unit,
-        devices=runs.devices,
-    )
+    right = [*(run.gradients for run in others), *more]
+    return compare(what, runs, ours.gradients, whole.gradients, also_right=right)
 
 
 def compare_updates(
@@ -117,20 +109,18 @@ def compare_updates(
         for i, (p, change) in enumerate(zip(runs.parameters, whole.update, strict=True))
         if i in kept
     ]
-    devices = [runs.devices[i] for i in kept]
 
     def of(run: WindowRun) -> list[Tensor]:
         return [run.update[i] for i in kept]
 
     found = compare(
         "update",
-        [runs.names[i] for i in kept],
+        runs,
         of(ours),
         of(whole),
         also_right=[of(run) for run in others],
         resolution=resolution,
-        unit=runs.unit,
-        devices=devices,
+        places=kept,
         judged_by_line=False,
     )
     notes = []
@@ -145,7 +135,7 @@ def compare_updates(
         return found, notes
     # The same with single numbers of a gradient. If the optimizer makes this very update of the
     # gradient that it saw, nothing else is in it.
-    own = distance(of(ours), of(runs.replayed(ours)), devices)
+    own = distance(of(ours), of(runs.replayed(ours)), [runs.devices[i] for i in kept])
     rounded = _ratio(math.hypot(*resolution), math.hypot(*map(norm_of, of(whole))))
     if own > 10 * (found.floor + (rounded if math.isfinite(rounded) else 0.0)):
         return found, notes
@@ -158,21 +148,24 @@ def compare_updates(
 
 def compare(
     what: str,
-    names: Sequence[str],
+    runs: ModelRuns,
     ours: Vectors,
     reference: Vectors,
     *,
-    also_right: Sequence[Vectors],
-    resolution: Sequence[float],
-    unit: float,
-    devices: Sequence[torch.device],
+    also_right: Sequence[Vectors] = (),
+    resolution: Sequence[float] = (),
+    places: Sequence[int] | None = None,
     judged_by_line: bool = True,
 ) -> Comparison:
     """Compare `ours` with `reference`; the floor is how far those `also_right` are from it.
 
-    `resolution` is, for each parameter, the norm below which a difference is no difference
-    (rounding of the format, or of the parameter that an update is added to).
+    `resolution` is, for each parameter, the norm below which a difference is no difference: one
+    rounding, or that of the parameter that an update is added to. `places` are the parameters that
+    are given, if not all are.
     """
+    places, unit = range(len(runs.names)) if places is None else places, runs.unit
+    names, devices = [runs.names[i] for i in places], [runs.devices[i] for i in places]
+    resolution = resolution or [unit * norm_of(one) for one in reference]
     sizes = _norms(reference, None, devices)
     errors = _norms(ours, reference, devices)
     floors = [_norms(other, reference, devices) for other in also_right]

@@ -282,18 +282,9 @@ def _moments(runs: ModelRuns, name: str) -> list[Tensor]:
 
 
 def _compared(what: str, runs: ModelRuns, ours: Vectors, right: Vectors) -> Comparison:
-    return compare(
-        what,
-        runs.names,
-        ours,
-        right,
-        also_right=(),
-        # A moment or an update is a sum of many roundings.
-        resolution=[8 * runs.unit * norm_of(one) for one in right],
-        unit=runs.unit,
-        devices=runs.devices,
-        judged_by_line=False,
-    )
+    # A moment or an update is a sum of many roundings.
+    resolution = [8 * runs.unit * norm_of(one) for one in right]
+    return compare(what, runs, ours, right, resolution=resolution, judged_by_line=False)
 
 
 _FLOAT64_UNIT = torch.finfo(torch.float64).eps / 2

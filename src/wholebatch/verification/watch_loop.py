@@ -10,12 +10,13 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import replace
+from itertools import count as counter
 from typing import Any
 
 import torch
 from torch import nn
 
-from wholebatch.distributed.process_group import world_size
+from wholebatch.distributed.process_group import all_meet, largest_over_ranks, world_size
 from wholebatch.errors import OptionError
 from wholebatch.verification.loop_judge import LoopJudge
 from wholebatch.verification.loss_weights import TermWeights
@@ -30,6 +31,15 @@ _SHORT = ("stepped-every-micro-batch", "nominal-count", "divided-twice", "left-o
 
 _MOST_PLAYERS = 12
 """Windows that are watched until each of several optimizers has had its turn."""
+
+
+_PATIENCE, _LATER_PATIENCE = 30.0, 2.0
+"""Seconds that a rank waits for the others at their first step, and at a later one."""
+
+_UNKNOWN, _NOTHING, _LONGER, _LATER, _WHOLE = range(-1, 4)
+"""What is done with a window; of several ranks, the most that one of them wants."""
+
+_numbers = counter()
 
 
 class WatchIsOver(BaseException):
@@ -62,7 +72,8 @@ class Watch:
         self._windows = self._rounds = self._count = 0
         self._judged: set[frozenset[int]] = set()
         self._first: LoopJudge | None = None
-        self._has_short = self._has_others = False
+        self._has_short = self._has_others = self._is_alone = False
+        self._number = next(_numbers)
         self.seconds = 0.0
         """Seconds that recording and judging have taken beside the first window's own."""
 
@@ -163,14 +174,10 @@ class Watch:
             self.seconds = time.perf_counter() - began
 
     def _judge(self, judge: LoopJudge) -> None:
-        window, count = judge.window, len(judge.micros)
-        light = self._recorder.light
+        window, plan = judge.window, self._plan(judge)
         is_first = self._first is None or window.places == self._first.window.places
-        self._rounds += light or is_first
-        if window.is_whole and not light:  # the first, or it began with gradients
-            is_clean = not bool(window.micros[0].before.any())
-            if window.places in self._judged and self._count > 1 and is_clean:
-                return  # another optimizer has not had its turn yet
+        self._rounds += self._recorder.light or is_first
+        if plan == _WHOLE:
             self._judged.add(window.places)
             trial = judge.trial()
             self._trials.append(trial)
@@ -179,26 +186,53 @@ class Watch:
                 self._count = trial.micro_batches
             elif is_first and self._count < trial.micro_batches:
                 self._was_short(judge.terms(), trial.micro_batches)
-        elif self._first is None or self._first.needs_calls or self._has_others:
-            return  # forwards are not watched any more
-        elif len(self._judged) > 1:
-            return  # whose window it is cannot be told by a few parameters
-        elif window.is_whole and self._is_divided_otherwise(judge):
-            self._trials.append(judge.trial())
-            self._has_short = True
-        elif self._is_uneven(judge):
-            if not window.is_whole:  # only the weights of its losses are known
-                window.sizes, judge.micros[0].calls = [], []
-            trial = judge.trial()
-            self._trials += [trial] * (trial.found != NOT_JUDGED)
-        elif count > self._count == len(self._first.window.micros):
-            self._was_short(judge.terms(), count)
-        elif window.is_whole and count < self._count and not self._has_short:
-            self._has_short = True
+        elif plan == _LONGER:
+            self._was_short(judge.terms(), len(judge.micros))
+        elif plan == _LATER:
+            self._judge_later(judge)
+
+    def _judge_later(self, judge: LoopJudge) -> None:
+        """Judge a window that is shorter, or divided otherwise, or has smaller micro-batches."""
+        assert self._first is not None
+        is_short = bool(largest_over_ranks(len(judge.micros) < self._count))
+        if is_short:
             judge.steps, judge.like = self._count, self._first.terms()
-            trial = judge.trial()
-            if trial.found != NOT_JUDGED:
-                self._trials.append(trial)
+        if largest_over_ranks(not judge.window.is_whole):  # only its losses' weights are known
+            if largest_over_ranks(any(abs(sum(t.weights) - 1) > 1e-3 for t in judge.like)):
+                return
+            judge.window.sizes, judge.micros[0].calls = [], []
+        self._has_short |= is_short or judge.was_right
+        trial = judge.trial()
+        self._trials += [trial] * (trial.found != NOT_JUDGED)
+
+    def _plan(self, judge: LoopJudge) -> int:
+        """Return what is done with this window, on all ranks."""
+        patience = _LATER_PATIENCE if self._first else _PATIENCE
+        if not self._is_alone and not all_meet(f"{self._number}/{self._windows}", patience):
+            self._is_alone = True
+            if self._first is None:
+                reason = f"not every rank has made a step {patience:g} s after the first one did"
+                self._trials.append(judge.not_judged(reason))
+        if self._is_alone:
+            return _NOTHING
+        own = self._own_plan(judge)
+        least, most = -largest_over_ranks(-own), largest_over_ranks(own)
+        agreed = least > _UNKNOWN and (least == most or most < _WHOLE)
+        return int(most) if agreed else _NOTHING
+
+    def _own_plan(self, judge: LoopJudge) -> int:
+        window, count, first = judge.window, len(judge.micros), self._first
+        if window.is_whole and not self._recorder.light:  # the first, or it began with gradients
+            is_clean = not bool(window.micros[0].before.any())
+            waits = window.places in self._judged and self._count > 1 and is_clean
+            return _NOTHING if waits else _WHOLE  # another optimizer has not had its turn yet
+        is_hidden = self._has_others or self._recorder.sharded or len(self._judged) > 1
+        if first is None or first.needs_calls or is_hidden:
+            return _UNKNOWN  # forwards are not watched any more, nor whose window it is
+        is_other = world_size() == 1 and window.is_whole and self._is_divided_otherwise(judge)
+        if is_other or self._is_uneven(judge) or (count < self._count and not self._has_short):
+            return _LATER
+        return _LONGER if count > self._count == len(first.window.micros) else _NOTHING
 
     def _is_divided_otherwise(self, judge: LoopJudge) -> bool:
         """True if sums are divided by the units of the first window, and not by their own."""
@@ -206,7 +240,7 @@ class Watch:
             return False
         judge.like, scale = self._first.terms(), judge.micros[0].loss_scale
         sums = [sum(term.weights) / scale for term in judge.terms() if term.choice is not None]
-        judge.was_right = world_size() == 1 and any(abs(total - 1) > 1e-2 for total in sums)
+        judge.was_right = any(abs(total - 1) > 1e-2 for total in sums)
         judge.like, judge.steps = (judge.like, self._count) if judge.was_right else ((), None)
         return judge.was_right
 

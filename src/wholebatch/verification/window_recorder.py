@@ -153,6 +153,8 @@ class RecordedWindow:
     micros: list[RecordedMicroBatch] = field(default_factory=list)
     clips: list[RecordedClip] = field(default_factory=list)
     gradient: Tensor | None = None
+    is_empty: bool = False
+    """True if the optimizer steps on shards, and none of them has a gradient."""
     autocast: set[torch.dtype] = field(default_factory=set)
     resumed: bool = False
     is_whole: bool = True
@@ -787,7 +789,10 @@ class WindowRecorder:
         places = places_of(optimizer, self.parameters)
         if self.sharded:
             stepped = [p for group in optimizer.param_groups for p in group["params"]]
-            if any(id(p) in self._shards or hasattr(p, "to_local") for p in stepped):
+            shards = [p for p in stepped if hasattr(p, "to_local")]
+            if self.window is not None:
+                self.window.is_empty = bool(shards) and all(p.grad is None for p in shards)
+            if shards or any(id(p) in self._shards for p in stepped):
                 self._see(optimizer, places)
             return None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
@@ -863,8 +868,9 @@ class WindowRecorder:
         if self.failure or self.over is not None:
             return
         if seen is None:
-            again = self._stepped_by is not optimizer and bool(self._stepped & places)
-            self.stepped_twice |= again
+            inner = getattr(self._stepped_by, "__dict__", {}).values()  # of a wrapper: one owner
+            again = all(optimizer is not one for one in (self._stepped_by, *inner))
+            self.stepped_twice |= again and bool(self._stepped & places)
             self.left_behind |= bool(self._hidden & places & filled(gradient, self._sizes))
             self.stepped_on |= places
             return
