@@ -43,6 +43,7 @@ from wholebatch.core.options import Close, Memory
 from wholebatch.core.precision import SIXTEEN_BIT, LossScale
 from wholebatch.distributed import Sync
 from wholebatch.distributed import choose as choose_sync
+from wholebatch.distributed.sync_strategy import checksums
 from wholebatch.errors import (
     EmptyWindowError,
     LossError,
@@ -65,7 +66,6 @@ _SECOND_BACKWARD = (
 )
 _FORMAT = 1  # of a state dict
 _SAVED = ("micro_batches", "known", "weights", "owners", "loss_scale")  # of an open window, as is
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _transforms: Any = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
 
 
@@ -408,6 +408,7 @@ class Window:
         self.store = DeviceStore(target, self.options, sync) if store is None else store
         self.store.options = self.options
         self.open: OpenWindow | None = None
+        self._agreed = False  # True if all ranks are known to train the same parameters
         self.updates = 0
         self.skipped = 0
         self.next_seed: float | None = None
@@ -432,6 +433,7 @@ class Window:
         )
         if not window.inputs:
             raise WindowError("every parameter of the optimizer is frozen: nothing to train")
+        self._agree_on_parameters()
         self.store.begin(window)
         self.sync.begin(window.inputs)
         self.hooks.take(self.store.parameters)
@@ -439,6 +441,13 @@ class Window:
             window.seed = self.next_seed or self._first_seed(units)
         self.open = window
         return window
+
+    def _agree_on_parameters(self) -> None:
+        """Refuse parameters that are not alike on all ranks, before gradients are added up."""
+        if not self._agreed:
+            self._agreed = True
+            target = self.target
+            self.sync.refuse_other_parameters(target.all_parameters(), target.trained())
 
     def _first_seed(self, units: Units) -> float | Tensor:
         """Return a power of two near 1/units of the first micro-batch, the same on every rank."""
@@ -808,6 +817,7 @@ class Window:
         if self.open is not None:
             self.discard()
 
+        self._agreed = False
         self.updates, self.skipped = state["updates"], state["skipped"]
         self.next_seed = state["next_seed"]
         if target.scale is not None:
@@ -870,7 +880,9 @@ class Window:
             return
         for parameter in self.target.trained():
             parameter.grad = None
+        self._agreed = True  # until the first backward: another rank may have no window open
         now = self.begin(known=state["known"])
+        self._agreed = False
         for name in (*_SAVED, "seed", "totals", "units"):
             setattr(now, name, copy.deepcopy(state[name]))
         now.started = time.perf_counter() - state["seconds"]
@@ -878,17 +890,7 @@ class Window:
         self.store.load(state["gradients"])
 
     def _checksums(self) -> list[int]:
-        """Return a number for each parameter that changes with its bits, on every device alike."""
-        found = []
-        for parameter in (p for model in self.target.models for p in model.parameters()):
-            bits = getattr(parameter, "to_local", lambda one=parameter: one)().detach()
-            try:
-                bits = torch.view_as_real(bits) if bits.is_complex() else bits
-                bits = bits.view(_BITS[bits.element_size()])
-                found.append(int(bits.sum(dtype=torch.int64)))
-            except (RuntimeError, TypeError, NotImplementedError):  # a tensor of a kind of its own
-                found.append(0)
-        return found
+        return checksums(p for model in self.target.models for p in model.parameters())
 
     def _refuse_other_parameters(self, saved: list[int]) -> None:
         """Refuse to go on with a window whose first gradients are of other parameters."""
@@ -900,6 +902,7 @@ class Window:
                 "optimizer of the same checkpoint too, with the same ones frozen, or discard() the "
                 "window"
             )
+        self._agree_on_parameters()
 
 
 class HasWindow:

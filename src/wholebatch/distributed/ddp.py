@@ -10,7 +10,7 @@ micro-batches, or zeros. Nothing is averaged, so nothing is undone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -153,6 +153,7 @@ class Replicated(Sync):
         rank = dist.get_rank(self._process_group)
         self._group = Group([self._process_group], device, rank=rank)
         self.use_group(self._group)
+        self.replicas = self._group
         self.counts_must_agree = any(
             isinstance(module, nn.SyncBatchNorm) for model in models for module in model.modules()
         )
@@ -162,6 +163,23 @@ class Replicated(Sync):
         for model in models:  # what model.no_sync() sets, for as long as this window is used
             model.require_backward_grad_sync = False
             model.require_forward_param_sync = False  # buffers: once, in `after_update`
+
+    def refuse_other_parameters(
+        self, named: Mapping[str, nn.Parameter], trained: Parameters
+    ) -> None:
+        parts = [(model.module, model.parameters_to_ignore) for model in self._models]
+        own = {id(p) for part, names in parts for n, p in part.named_parameters() if n in names}
+        for parameter in trained:
+            if id(parameter) in own:
+                name = next(name for name, p in named.items() if p is parameter)
+                raise UnsupportedError(
+                    f"{name}: DistributedDataParallel is told to leave it out of its reductions "
+                    "(an expert of this rank alone?), and the window would add up the gradients of "
+                    "all ranks: give it an optimizer and an Accumulator of its own, or freeze it"
+                )
+        super().refuse_other_parameters(
+            {name: p for name, p in named.items() if id(p) not in own}, trained
+        )
 
     def backward(self, parameters: Parameters, *, reduces: bool, overlap: bool) -> Context:
         if any(model.require_backward_grad_sync for model in self._models):

@@ -85,6 +85,7 @@ class DeepSpeed(Sync):
         self._device = next(engine.module.parameters()).device
         self._group = Group([dist.group.WORLD], self._device, rank=dist.get_rank())
         self.use_group(self._group)
+        self.replicas = self._group if self._stage < 3 else None
         averages = engine.gradient_average or self._stage == 3
         self.averaged_by = float(self.ranks) if averages else 1.0
         self.owns_hooks = self._stage > 0
