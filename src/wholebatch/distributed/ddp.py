@@ -10,7 +10,7 @@ micro-batches, or zeros. Nothing is averaged, so nothing is undone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -164,23 +164,6 @@ class Replicated(Sync):
             model.require_backward_grad_sync = False
             model.require_forward_param_sync = False  # buffers: once, in `after_update`
 
-    def refuse_other_parameters(
-        self, named: Mapping[str, nn.Parameter], trained: Parameters
-    ) -> None:
-        parts = [(model.module, model.parameters_to_ignore) for model in self._models]
-        own = {id(p) for part, names in parts for n, p in part.named_parameters() if n in names}
-        for parameter in trained:
-            if id(parameter) in own:
-                name = next(name for name, p in named.items() if p is parameter)
-                raise UnsupportedError(
-                    f"{name}: DistributedDataParallel is told to leave it out of its reductions "
-                    "(an expert of this rank alone?), and the window would add up the gradients of "
-                    "all ranks: give it an optimizer and an Accumulator of its own, or freeze it"
-                )
-        super().refuse_other_parameters(
-            {name: p for name, p in named.items() if id(p) not in own}, trained
-        )
-
     def backward(self, parameters: Parameters, *, reduces: bool, overlap: bool) -> Context:
         if any(model.require_backward_grad_sync for model in self._models):
             raise WindowError(
@@ -233,6 +216,12 @@ def _check(model: DistributedDataParallel) -> None:
             raise UnsupportedError(
                 f"{name}: a DTensor in DistributedDataParallel; for tensor parallelism beside data "
                 'parallelism call fully_shard(model, mesh=mesh["dp"]) instead'
+            )
+        if name.removeprefix("module.") in model.parameters_to_ignore and parameter.requires_grad:
+            raise UnsupportedError(
+                f"{name}: DistributedDataParallel is told to leave its gradient to this rank (an "
+                "expert of its own?), and the window would add up those of all ranks: freeze it, "
+                "or train it beside the wrapped model"
             )
     for name, module in model.named_modules():
         if getattr(module, "sparse", False) and isinstance(module, nn.Embedding | nn.EmbeddingBag):

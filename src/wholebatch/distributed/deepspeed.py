@@ -216,11 +216,7 @@ class DeepSpeed(Sync):
     def _check_order(self) -> None:
         if self._order is None:
             return
-        mine = torch.tensor(
-            [self._order.value, -self._order.value], dtype=torch.float64, device=self._device
-        )
-        most, least = self._group.largest(mine).tolist()
-        if most != -least:
+        if self._group.differing([self._order.value]) is not None:
             raise UnsupportedError(
                 f"the backwards of this window reached other parameters, or in another order, on "
                 f"other ranks: ZeRO {self._stage} would add up gradients of different parameters. "
