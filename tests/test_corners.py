@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import random
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -229,3 +231,198 @@ def test_neighbours_that_belong_together_are_refused_where_micro_batches_cut_the
     (in_groups_of_four(whole, batch).total / 60).backward()
     sgd(whole).step()
     assert distance(model.parameters(), whole.parameters()) < EXACT
+
+
+def in_windows(loss: Callable[[Any, Batch], Tensor], number: int = 48, micro: int = 24) -> Any:
+    """A step of `number` samples, whose loss is the sum of a micro-batch."""
+
+    def total(model: nn.Module, batch: Batch) -> wb.Loss:
+        return wb.Loss(loss(model, batch), len(batch["y"]))
+
+    return step_of(mlp(), loss=total, micro_batch=micro)(samples(number))
+
+
+def each(model: nn.Module, micro: Batch) -> Tensor:
+    return functional.cross_entropy(model(micro["x"]), micro["y"], reduction="none")
+
+
+AMONG_MANY: dict[str, Callable[[Any, Batch], Tensor]] = {
+    "the largest 20": lambda m, b: each(m, b).topk(min(20, len(b["y"]))).values.sum(),
+    "a clamped sum": lambda m, b: each(m, b).sum().clamp(max=15.0),
+    "a capacity of 12": lambda m, b: each(m, b)[:12].sum(),
+    "pairs far apart": lambda m, b: each(m, b).sum() + each(m, b)[::9].prod(),
+}
+
+
+@pytest.mark.parametrize("name", AMONG_MANY)
+@pytest.mark.parametrize("micro", [24, 23, 16])
+def test_what_shows_only_among_the_samples_of_a_micro_batch_is_refused(
+    name: str, micro: int
+) -> None:
+    if (name, micro) == ("the largest 20", 16):  # 16 samples have no 20 to choose from
+        return
+    with pytest.raises(wb.errors.WholebatchError, match="micro-batches cannot give the update"):
+        in_windows(AMONG_MANY[name], micro=micro)
+
+
+@pytest.mark.parametrize(("group", "micro"), [(12, 24), (9, 27), (11, 22), (16, 48), (10, 20)])
+def test_groups_of_neighbours_that_no_micro_batch_cuts_are_exact(group: int, micro: int) -> None:
+    def total(model: nn.Module, batch: Batch) -> wb.Loss:
+        losses = each(model, batch)
+        whole = len(losses) // group * group
+        return wb.Loss(losses.sum() + losses[:whole].view(-1, group).prod(1).sum(), len(losses))
+
+    model, batch = mlp(), samples(2 * micro)
+    reference = copy.deepcopy(model)
+    step_of(model, loss=total, micro_batch=micro)(batch)
+    (total(reference, batch).total / len(batch["y"])).backward()
+    sgd(reference).step()
+    assert distance(model.parameters(), reference.parameters()) < EXACT
+
+
+class Drawing(nn.Module):
+    """Multiplies its outputs, or its inputs, by random numbers of a kind."""
+
+    def __init__(self, draw: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.layer, self.draw = nn.Linear(5, 3).double(), draw
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x) * self.draw(x)
+        return out
+
+
+def ignored(x: Tensor) -> float:
+    torch.rand(())
+    return 1.0
+
+
+FOR_THE_BATCH: dict[str, tuple[Callable[[Tensor], Any], str]] = {
+    "a number": (lambda x: torch.rand(()), r"rand of shape \(\) in Drawing"),
+    "one row": (lambda x: torch.rand(1, 3), r"rand of shape \(1, 3\) in Drawing"),
+    "a number of Python": (lambda x: random.random(), "of Python or NumPy"),
+    "a branch": (lambda x: 1.0 if torch.rand(()) < 0.5 else 2.0, r"rand of shape \(\)"),
+}
+FOR_SAMPLES: dict[str, Callable[[Tensor], Any]] = {
+    "noise": lambda x: torch.rand(len(x), 3),
+    "a path of each sample": lambda x: torch.bernoulli(torch.full((len(x), 1), 0.5)),
+    "a number that changes nothing": ignored,
+    "the same in every call": lambda x: torch.rand(1, generator=torch.Generator().manual_seed(0)),
+}
+
+
+@pytest.mark.parametrize("name", FOR_THE_BATCH)
+def test_random_numbers_for_the_whole_batch_are_told_of(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    draw, shown = FOR_THE_BATCH[name]
+    step_of(Drawing(draw))(samples(9))
+    assert caplog.text.count("draws random numbers that are not for single samples") == 1
+    assert re.search(shown, caplog.text)
+    caplog.clear()
+    looped(Drawing(draw), mean)
+    assert caplog.text.count("draws random numbers that are not for single samples") == 1
+
+
+@pytest.mark.parametrize("name", FOR_SAMPLES)
+def test_random_numbers_of_samples_are_no_news(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    step_of(Drawing(FOR_SAMPLES[name]))(samples(9))
+    looped(Drawing(FOR_SAMPLES[name]), mean)
+    assert "draws random numbers" not in caplog.text
+
+
+class Bent(torch.autograd.Function):
+    """Drops gradients below a size."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return torch.where(gradients[0].abs() > 1e-3, gradients[0], 0.0)
+
+
+def hooked(hook: Callable[[Tensor], Tensor | None], *, later: bool) -> Callable[..., Tensor]:
+    """A loss with a hook on the output of the model, or on what is made of it."""
+
+    def loss(model: nn.Module, micro: Batch) -> Tensor:
+        out = model(micro["x"])
+        out = out.tanh() if later else out
+        out.register_hook(hook)
+        return functional.cross_entropy(out, micro["y"])
+
+    return loss
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_hooks_that_are_not_linear_are_refused_in_a_loop(later: bool) -> None:
+    for hook in (lambda g: g.clamp(-0.005, 0.005), lambda g: g / g.norm(dim=1, keepdim=True)):
+        with pytest.raises(wb.errors.LossError, match="does not give 1024 times the gradient"):
+            looped(mlp(), hooked(hook, later=later))
+    seen: list[Tensor] = []
+    for kept in (lambda g: -g, lambda g: seen.append(g)):
+        off, _ = looped(mlp(), hooked(kept, later=later))
+        assert off < EXACT
+    assert len(seen) == 10 or later  # 8 micro-batches and 2 whole ones: it was not called again
+
+
+def test_small_gradients_that_a_function_drops_are_found() -> None:
+    def loss(model: Any, micro: Batch) -> wb.Loss:
+        hidden = Bent.apply(model[:2](micro["x"]))
+        return wb.cross_entropy(model[2:](hidden), micro["y"])
+
+    with pytest.raises(wb.errors.UnsupportedError, match="is not linear"):
+        step_of(mlp(), loss=loss)(samples(13))
+
+
+def test_a_loop_may_call_its_model_under_vmap() -> None:
+    def loss(model: nn.Module, micro: Batch) -> Tensor:
+        def one(x: Tensor, y: Tensor) -> Tensor:
+            return functional.cross_entropy(model(x[None]), y[None])
+
+        return torch.vmap(one)(micro["x"], micro["y"]).mean()
+
+    assert looped(mlp(), loss)[0] < EXACT
+
+
+@pytest.mark.parametrize("what", ["value", "gradient"])
+def test_writes_by_data_in_the_middle_of_a_window_are_refused(what: str) -> None:
+    model = mlp()
+    acc = wb.Accumulator(model, sgd(model), steps=len(SIZES))
+    said = "weight has changed in the middle" if what == "value" else "the gradient of 0.weight"
+    with pytest.raises(wb.errors.WindowError, match=said):
+        for micro in acc.over(pieces(samples(13), SIZES)):
+            acc.backward(mean=mean(model, micro), units=len(micro["y"]))
+            for parameter in model.parameters():
+                if what == "value":
+                    parameter.data.mul_(0.999)
+                elif parameter.grad is not None:
+                    parameter.grad.data.clamp_(-1e-3, 1e-3)
+    acc.discard()
+
+
+def test_units_that_are_clamped_where_nothing_counts_are_told_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Positives of a detector: max(count, 1) is one too many in a micro-batch without any."""
+
+    def counted(clamp: int) -> Callable[[nn.Module, Batch], wb.Loss]:
+        def loss(model: nn.Module, micro: Batch) -> wb.Loss:
+            positive = micro["y"] == 1
+            return wb.Loss(each(model, micro)[positive].sum(), positive.sum().clamp(min=clamp))
+
+        return loss
+
+    batch = samples(12)
+    batch["y"] = torch.tensor([1, 1, 0, 1, 1, 0, 1, 1, 0, 0, 0, 0])
+    model = mlp()
+    whole = copy.deepcopy(model)
+    step_of(model, loss=counted(0))(batch)
+    assert not caplog.text
+    each(whole, batch)[batch["y"] == 1].mean().backward()
+    sgd(whole).step()
+    assert distance(model.parameters(), whole.parameters()) < EXACT
+    step_of(mlp(), loss=counted(1))(batch)
+    assert caplog.text.count("exactly 0 over 1 unit, where another one has 3") == 1

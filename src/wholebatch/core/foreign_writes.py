@@ -4,7 +4,8 @@ A loop that is changed by one line keeps its other lines: an `optimizer.zero_gra
 drops what the window has summed so far, an `optimizer.step()` updates from a part of it, and a
 plain `loss.backward()` adds what the window does not count. None of them fails by itself, so they
 are looked for between two backwards: every write to a tensor in place moves its version, and
-reading that costs nothing. Values put back after a write are compared of one small parameter. A
+reading that costs nothing. A write to `.data` moves none: in the first window, norms are compared
+too. Values put back after a write are compared of one small parameter. A
 `scheduler.step()` that the loop has kept changes the learning rate with every micro-batch; that is
 warned of. A model that is put into evaluation mode, and not back again, is refused.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 import operator
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
+from wholebatch.core.close import read_scalars
 from wholebatch.core.gradient_store import DeviceStore
 from wholebatch.errors import WindowError
 
@@ -43,10 +46,12 @@ class Watch:
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer] = ()) -> None:
         self._optimizers = optimizers
         self._warned = False
+        self._norms: list[float] | None = []  # in the first window, of parameters and gradients
         self.forget()
 
     def forget(self) -> None:
         """Forget the window: it is over, or another one has been loaded."""
+        self._norms = None if self._norms else self._norms
         self._small: tuple[nn.Parameter, Tensor] | None = None  # a parameter and its norm
         self._gradients: list[Tensor | None] = []
         self._made: list[int] = []  # the versions of the gradients
@@ -66,6 +71,8 @@ class Watch:
         self._gradients = list(map(_gradient, inputs))
         self._made = _versions_of(self._gradients)
         self._written = list(map(_version, inputs))
+        if self._norms is not None:
+            self._norms = _norms_of(inputs)
 
     def note_rates(self) -> None:
         """Note the learning rates, unless they were noted in this window."""
@@ -102,7 +109,8 @@ class Watch:
             and all(map(operator.is_, gradients, self._gradients))
             and all(map(_requires_grad, inputs))
         ):
-            return None  # as in nearly every micro-step, which may be a short one
+            # As in nearly every micro-step, which may be a short one.
+            return self._changed_unseen(inputs) if self._norms else None
         if len(written) == len(self._written):  # else some were frozen since
             for i, one in enumerate(inputs):
                 if gradients[i] is not self._gradients[i] or made[i] != self._made[i]:
@@ -114,6 +122,23 @@ class Watch:
                 return moved[0], "value"
         frozen = next((one for one in inputs if not one.requires_grad), None)
         return None if frozen is None else (frozen, "frozen")
+
+    def _changed_unseen(self, inputs: Sequence[nn.Parameter]) -> tuple[nn.Parameter, str] | None:
+        """Return what was written by its `.data`, which moves no version."""
+        pairs = zip(self._norms or (), _norms_of(inputs), strict=True)
+        for place, (before, now) in enumerate(pairs):
+            if before != now and not math.isnan(before):
+                return inputs[place // 2], "gradient" if place % 2 else "value"
+        return None
+
+
+def _norms_of(inputs: Sequence[nn.Parameter]) -> list[float]:
+    """Return the norm of each parameter and of its gradient; 0 of what is no plain tensor."""
+    held = [one for p in inputs for one in (p.detach(), p.grad)]
+    plain = [type(one) is Tensor and one.layout is torch.strided for one in held]
+    some = [one for one, is_plain in zip(held, plain, strict=True) if one is not None and is_plain]
+    found = iter(read_scalars(torch._foreach_norm(some)) if some else [])
+    return [next(found) if is_plain else 0.0 for is_plain in plain]
 
 
 def _versions_of(gradients: Sequence[Tensor | None]) -> list[int]:

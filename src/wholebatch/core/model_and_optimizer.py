@@ -78,14 +78,21 @@ class Target:
         order = repr([places.get(id(parameter)) for parameter in self.trained()])
         return ", ".join([*shown, f"order of parameters {zlib.crc32(order.encode()):x}"])
 
-    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Return the trainable parameters by name; of several models, by place: "0.weight"."""
-        names = {
-            id(parameter): name if len(self.models) == 1 else f"{place}.{name}"
+    def all_parameters(self) -> dict[str, nn.Parameter]:
+        """Return the models' parameters and others that are trained, by name ("0.weight")."""
+        found = {
+            name if len(self.models) == 1 else f"{place}.{name}": parameter
             for place, model in enumerate(self.models)
             for name, parameter in model.named_parameters()
         }
-        return [(names.get(id(p), f"parameter {n}"), p) for n, p in enumerate(self.trained())]
+        known = set(map(id, found.values()))
+        beside = ((n, p) for n, p in enumerate(self.trained()) if id(p) not in known)
+        return found | {f"parameter {n}": parameter for n, parameter in beside}
+
+    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Return the trainable parameters by name; of several models, by place: "0.weight"."""
+        names = {id(parameter): name for name, parameter in self.all_parameters().items()}
+        return [(names[id(parameter)], parameter) for parameter in self.trained()]
 
     def name_of(self, parameter: nn.Parameter) -> str:
         return name_of(parameter, self.models)

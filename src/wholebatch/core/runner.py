@@ -179,7 +179,7 @@ class Runner:
             nonlocal entry
             if samples is None or self.executor.is_eager or encodes:
                 return False
-            few = samples.take(list(range(min(SAMPLES, samples.size))))
+            few = samples.take(list(range(min(max(SAMPLES, size or 0), samples.size))))
             sizes = (samples.size, size)
             options = (self._device, self._precision.name, *sizes, self._tensor_norms())
             entry = entry_of("look", self._root, function, *options, batch=few)

@@ -10,6 +10,7 @@ knows the units and multiplies by the one number that makes the difference.
 from __future__ import annotations
 
 import copy
+import logging
 import math
 import threading
 import time
@@ -43,6 +44,7 @@ from wholebatch.core.options import Close, Memory
 from wholebatch.core.precision import SIXTEEN_BIT, LossScale
 from wholebatch.distributed import Sync
 from wholebatch.distributed import choose as choose_sync
+from wholebatch.distributed.sync_strategy import checksums
 from wholebatch.errors import (
     EmptyWindowError,
     LossError,
@@ -63,10 +65,15 @@ _SECOND_BACKWARD = (
     "them up, and make one backward of the sum. A state that is carried from one micro-batch into "
     "the next: detach() it. What all micro-batches use (an encoder's output): compute it in each"
 )
+_CLAMPED = (
+    "the loss of a micro-batch is exactly 0 over 1 unit, where another one has %g. If its units "
+    "are clamped because nothing in it counts, as in max(count, 1), the window is divided by too "
+    "many: give the count itself (a window without any is zero_units='skip')"
+)
+_log = logging.getLogger("wholebatch")
 _FORMAT = 1  # of a state dict
 _SAVED = ("micro_batches", "known", "weights", "owners", "loss_scale")  # of an open window, as is
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_transforms: Any = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
+transforms_active: Any = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
 
 
 @dataclass(frozen=True)
@@ -91,7 +98,7 @@ def backward_into(
         leaves = tuple(parameters)
 
         def isolated(totals: Sequence[Tensor], seeds: Sequence[Tensor]) -> None:
-            plain = _run_backward is not None and not _transforms()
+            plain = _run_backward is not None and not transforms_active()
             if plain and all(type(total) is Tensor for total in totals):
                 _run_backward(tuple(totals), tuple(seeds), False, False, leaves, True, True)
             else:
@@ -167,11 +174,11 @@ def count_units(units: UnitsFunction, micros: Sequence[Any]) -> dict[str, float]
             )
         for name, count in by_name.items():
             counts.setdefault(name, []).append(check_units(count))
-    return {name: _read_units(values, counted=True) for name, values in counts.items()}
+    return {name: math.fsum(_read_units(values, counted=True)) for name, values in counts.items()}
 
 
-def _read_units(units: Sequence[Tensor | float], *, counted: bool = False) -> float:
-    """Return the sum of units, now that those on a device can be checked."""
+def _read_units(units: Sequence[Tensor | float], *, counted: bool = False) -> list[float]:
+    """Return units as numbers, now that those on a device can be checked."""
     counts = read_scalars(units)
     for place, count in enumerate(counts, 1):
         if not 0 <= count < math.inf:
@@ -182,7 +189,7 @@ def _read_units(units: Sequence[Tensor | float], *, counted: bool = False) -> fl
                 f"units={count:g} of the window's backward {place}: {must}, what the loss is a sum "
                 "over (samples, tokens, weights)"
             )
-    return math.fsum(counts)
+    return counts
 
 
 class Turn:
@@ -408,6 +415,8 @@ class Window:
         self.store = DeviceStore(target, self.options, sync) if store is None else store
         self.store.options = self.options
         self.open: OpenWindow | None = None
+        self._warns_of_clamped = True
+        self._agreed = False  # True if all ranks are known to train the same parameters
         self.updates = 0
         self.skipped = 0
         self.next_seed: float | None = None
@@ -432,6 +441,7 @@ class Window:
         )
         if not window.inputs:
             raise WindowError("every parameter of the optimizer is frozen: nothing to train")
+        self._agree_on_parameters()
         self.store.begin(window)
         self.sync.begin(window.inputs)
         self.hooks.take(self.store.parameters)
@@ -439,6 +449,13 @@ class Window:
             window.seed = self.next_seed or self._first_seed(units)
         self.open = window
         return window
+
+    def _agree_on_parameters(self) -> None:
+        """Refuse parameters that are not alike on all ranks, before gradients are added up."""
+        if not self._agreed:
+            self._agreed = True
+            target = self.target
+            self.sync.refuse_other_parameters(target.all_parameters(), target.trained())
 
     def _first_seed(self, units: Units) -> float | Tensor:
         """Return a power of two near 1/units of the first micro-batch, the same on every rank."""
@@ -643,7 +660,10 @@ class Window:
         """
         names = list(totals)
         values = [math.fsum(totals[name]) for name in names]
-        values += [_read_units(window.units.get(name, ())) for name in names]
+        for name in names:
+            units_of_each = _read_units(window.units.get(name, ()))
+            self._warn_of_clamped_units(totals[name], units_of_each)
+            values.append(math.fsum(units_of_each))
         if self.sync.ranks == 1:
             self.ranks_with_more = int(has_more)
         else:
@@ -667,6 +687,13 @@ class Window:
                     self.store.drop(parameter)
         sums, units = values[: len(names)], values[len(names) : 2 * len(names)]
         return dict(zip(names, sums, strict=True)), dict(zip(names, units, strict=True))
+
+    def _warn_of_clamped_units(self, totals: Sequence[float], units: Sequence[float]) -> None:
+        """Warn of a micro-batch in which nothing counts, and whose units are 1 all the same."""
+        pairs = zip(totals, units, strict=False)
+        if self._warns_of_clamped and (0.0, 1.0) in pairs and max(units) > 1:
+            self._warns_of_clamped = False
+            _log.warning(_CLAMPED, max(units))
 
     def join(self, known: Mapping[str, float] | None = None) -> Step:
         """Take part in a window of the other ranks, without a micro-batch."""
@@ -808,6 +835,7 @@ class Window:
         if self.open is not None:
             self.discard()
 
+        self._agreed = False
         self.updates, self.skipped = state["updates"], state["skipped"]
         self.next_seed = state["next_seed"]
         if target.scale is not None:
@@ -870,7 +898,9 @@ class Window:
             return
         for parameter in self.target.trained():
             parameter.grad = None
+        self._agreed = True  # until the first backward: another rank may have no window open
         now = self.begin(known=state["known"])
+        self._agreed = False
         for name in (*_SAVED, "seed", "totals", "units"):
             setattr(now, name, copy.deepcopy(state[name]))
         now.started = time.perf_counter() - state["seconds"]
@@ -878,17 +908,7 @@ class Window:
         self.store.load(state["gradients"])
 
     def _checksums(self) -> list[int]:
-        """Return a number for each parameter that changes with its bits, on every device alike."""
-        found = []
-        for parameter in (p for model in self.target.models for p in model.parameters()):
-            bits = getattr(parameter, "to_local", lambda one=parameter: one)().detach()
-            try:
-                bits = torch.view_as_real(bits) if bits.is_complex() else bits
-                bits = bits.view(_BITS[bits.element_size()])
-                found.append(int(bits.sum(dtype=torch.int64)))
-            except (RuntimeError, TypeError, NotImplementedError):  # a tensor of a kind of its own
-                found.append(0)
-        return found
+        return checksums(p for model in self.target.models for p in model.parameters())
 
     def _refuse_other_parameters(self, saved: list[int]) -> None:
         """Refuse to go on with a window whose first gradients are of other parameters."""
@@ -900,6 +920,7 @@ class Window:
                 "optimizer of the same checkpoint too, with the same ones frozen, or discard() the "
                 "window"
             )
+        self._agree_on_parameters()
 
 
 class HasWindow:

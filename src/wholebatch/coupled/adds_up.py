@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -36,6 +37,7 @@ from wholebatch.coupled.causes import (
 )
 from wholebatch.coupled.normalisation_layers import evaluation_mode, is_spectral_norm
 from wholebatch.coupled.sample_runs import (
+    SCALE,
     FirstSamples,
     LocalCollectiveError,
     OwnBackward,
@@ -68,8 +70,8 @@ class MovingState:
     def __init__(self, samples: FirstSamples, whole: SampleRun, *, again: bool) -> None:
         self._samples, self._whole = samples, whole
         self._moved = [key for key in samples.start.moved(whole.after) if not self._is_known(key)]
-        self.first = samples.part(0, samples.half, backward=True, scale=0.25)
-        self.second = self._second_half(self._leave_as_first, backward=True, scale=0.25)
+        self.first = samples.part(0, samples.half, backward=True, scale=1 / SCALE)
+        self.second = self._second_half(self._leave_as_first, backward=True, scale=SCALE)
         self.again = self.second
         if again or self._moved:
             self.again = replace(self._second_half(), digests=self.second.digests)
@@ -229,6 +231,12 @@ _log = logging.getLogger("wholebatch")
 SAMPLES = 8  # at most so many are looked at
 _ENOUGH = 4
 _DRAWS = 8
+_SHARED = (
+    "%s draws random numbers that are not for single samples (%s), and its loss depends on them: "
+    "the whole batch would draw them once, and a window draws them once for each micro-batch. If "
+    "all samples are to have the same, draw them before the step and give them with the batch "
+    "(static=, if they have a first dimension)"
+)
 _COMPARES = (
     "%s seems to compare samples with each other: with the same random numbers, the losses of two "
     "groups of %d samples are together %.6g, and %.6g when they exchange halves. Each micro-batch "
@@ -242,12 +250,13 @@ _MISTAKES = ("mean", "sum", "added", "units")
 class LookResult:
     """The findings of a look; not `conclusive` if there were no two samples, or no units.
 
-    `checked` is False if the loss could not be checked at all.
+    `checked` is False if the loss could not be checked at all. `warned`: the log has a warning.
     """
 
     findings: tuple[AuditFinding, ...] = ()
     conclusive: bool = True
     checked: bool = True
+    warned: bool = False
 
     def refuse(self, off: str = "audit=False", on_another_rank: bool = False) -> None:
         """Raise if anything was found, here or on another rank.
@@ -282,8 +291,9 @@ def check_adds_up(
     `outputs=True` a structure of tensors that have a row for each sample). 2 to 8 samples are run
     with their gradient, so many that all runs cost no more than a micro-batch of `micro_batch`
     samples (default: the batch is one). Where these are only 2, up to 8 are run without their
-    gradient too; and so are 4 to 8 whose labels and masks differ most. `name` is how findings call
-    the function.
+    gradient too; so are 4 to 8 whose labels and masks differ most, and last as many as a
+    micro-batch has: the largest 20 losses show only among more than 20. `name` is how findings
+    call the function.
 
     `model` holds all modules that are trained. It is left as found: parameters, gradients, buffers,
     attributes and random generators. A DDP model must be in `no_sync`; a model whose forwards run
@@ -296,10 +306,11 @@ def check_adds_up(
     # 2 n and a forward of n/2), and a micro-batch of m samples 3 m.
     count = min(layout.size, max(2, min(SAMPLES, 6 * micro_batch // 13)))
     more = min(layout.size, SAMPLES, 3 * micro_batch)
+    most = min(layout.size, micro_batch)
     given: dict[str, Any] = {"outputs": outputs, "name": name, "micro_batch": micro_batch}
     samples = partial(FirstSamples, model, run, layout, **given)
     try:
-        return _Look(samples, _power_of_two(count), more).result()
+        return _Look(samples, _power_of_two(count), more, most).result()
     except Uncheckable as reason:
         _log.debug("the loss was not looked at: %s", reason)
         return LookResult(checked=False)
@@ -311,11 +322,14 @@ class _Look:
     """One look: the samples beside their halves, and where these differ, why.
 
     `samples(count, graph=)` makes the samples. Their gradient is looked at for `count` of them, and
-    their loss for `more`.
+    their loss for `more`, then for `most`.
     """
 
-    def __init__(self, samples: Callable[..., FirstSamples], count: int, more: int) -> None:
-        self._samples, self._count, self._more = samples, count, more
+    def __init__(
+        self, samples: Callable[..., FirstSamples], count: int, more: int, most: int
+    ) -> None:
+        self._samples, self._count, self._more, self._most = samples, count, more, most
+        self._told_of_draws = False
 
     def result(self) -> LookResult:
         try:
@@ -334,15 +348,30 @@ class _Look:
             few = min(more, max(self._count, _ENOUGH)) if made.conclusive else more
             other = self._looked_at_more(few, varied=True, again=made.conclusive)
             made = other if other and (other.findings or not made.conclusive) else made
-        return made
+        if not made.findings and self._most > more:
+            made = self._looked_at_most() or made
+        return replace(made, warned=self._told_of_draws)
+
+    def _looked_at_most(self) -> LookResult | None:
+        """Look at as many samples as a micro-batch has, cut in one place; None if nothing is found.
+
+        Groups of neighbours that a micro-batch of m holds whole are whole in m / p samples, too,
+        for a prime factor p of m: what adds up at one of these cuts is exact.
+        """
+        self._more, found = self._most, None
+        for prime in (n for n in range(2, self._most + 1) if self._most % n == 0 and _is_prime(n)):
+            found = self._looked_at_more(self._most, again=True, half=self._most // prime)
+            if found is None or not found.findings:
+                return None
+        return found
 
     def _looked_at_more(
-        self, count: int, *, again: bool, varied: bool = False
+        self, count: int, *, again: bool, varied: bool = False, half: int | None = None
     ) -> LookResult | None:
         """Look at the loss of `count` samples; None if it cannot be, or these were seen `again`."""
         for graph in (False, True):
             try:
-                samples = self._samples(count, graph=graph, varied=varied)
+                samples = self._samples(count, graph=graph, varied=varied, half=half)
                 if again and varied and not samples.is_varied:
                     return None
                 return self._looked(samples, again=again)
@@ -383,6 +412,7 @@ class _Look:
             return LookResult(found)
         tolerance = samples.tolerance
         if tolerance.adds_up(whole, halves):
+            self._warn_of_shared_draws(samples, whole, state.first)
             found = state.findings_in_state()
             if found or not tolerance.gradient_gap(whole, halves):
                 # A mean of one unit is its sum: nothing is seen of ignored labels.
@@ -391,6 +421,21 @@ class _Look:
         if not samples.draws.held or not whole.drew_alike(halves):
             return self._without_draws(samples)
         return (whole, *halves)
+
+    def _warn_of_shared_draws(
+        self, samples: FirstSamples, whole: SampleRun, half: SampleRun
+    ) -> None:
+        """Warn of a loss that depends on draws for the whole batch: mixup's one factor, a layer
+        that is skipped, noise on weights."""
+        shared = samples.draws.shared
+        if not samples.start.draws_same(whole.after, host=True) and whole.drew_alike([half]):
+            shared = shared or "of Python or NumPy"
+        if not shared or self._told_of_draws:
+            return
+        other = samples.part(0, samples.half, prepare=samples.draw_ahead, renews=True)
+        if not samples.tolerance.same_again(half, other):
+            self._told_of_draws = True
+            _log.warning(_SHARED, samples.name, shared)
 
     def _without_draws(self, samples: FirstSamples) -> LookResult | tuple[SampleRun, ...]:
         """Look again in evaluation mode, where dropout draws nothing."""
@@ -468,8 +513,8 @@ class _Look:
                 wide.layout = replace(layout, leaves=leaves)
                 with wide.looking():
                     whole = wide.whole()
-                    ends = ((0, half), (half, samples.count))
-                    parts = [wide.part(*end, backward=True, scale=0.25) for end in ends]
+                    ends = ((0, half, 1 / SCALE), (half, samples.count, SCALE))
+                    parts = [wide.part(a, b, backward=True, scale=by) for a, b, by in ends]
                 seen = all(run.digests is not None for run in (whole, *parts))
                 return seen and not samples.tolerance.gradient_gap(whole, parts)
         except Exception as problem:  # what does not run in float64 is judged as it was
@@ -497,6 +542,10 @@ class _Look:
 
 def _doubled(value: Any) -> Any:
     return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def _is_prime(number: int) -> bool:
+    return all(number % divisor for divisor in range(2, math.isqrt(number) + 1))
 
 
 def _power_of_two(number: int) -> int:

@@ -148,10 +148,11 @@ def audit(
     samples = FirstSamples(model, run, layout, 2, graph=False, name=name)
     with samples.looking():
         layers = layers_that_couple(samples, min(layout.size, SAMPLES), known)
+    given: dict[str, Any] = {"name": name, "micro_batch": min(layout.size, SAMPLES)}
     try:
-        look = check_adds_up(model, run, layout, outputs=forward is None, name=name)
+        look = check_adds_up(model, run, layout, outputs=forward is None, **given)
     except LossError:  # not a loss: outputs
-        look = check_adds_up(model, run, layout, outputs=True, name=name)
+        look = check_adds_up(model, run, layout, outputs=True, **given)
     found = look.findings
     if layers:  # Then nothing adds up: that is no news.
         found = (*layers, *(f for f in found if f.kind in ("state", "outside")))

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from wholebatch.core.splitting.samples import flatten, take
-from wholebatch.coupled.sample_runs import FirstSamples, SampleRun, Uncheckable
+from wholebatch.coupled.sample_runs import SCALE, FirstSamples, SampleRun, Uncheckable
 from wholebatch.errors import LossError
 
 _COUPLES = (
@@ -167,18 +167,18 @@ def gradient_cause(samples: FirstSamples, runs: Sequence[SampleRun]) -> AuditFin
     gap = samples.tolerance.gradient_gap(runs[0], runs[1:])
     assert gap is not None
     half = samples.half
-    once = samples.part(0, half, backward=True)
-    quarter = samples.part(0, half, backward=True, scale=0.25)
+    large, small = (samples.part(0, half, backward=True, scale=s) for s in (SCALE, 1 / SCALE))
     why = (
         "The loss compares its samples by a statistic of them that is detached "
         "(losses / losses.detach().mean(): give wb.Coupled(encode, loss)); or a hook on a tensor "
         "or module, or the backward of an autograd.Function, mixes the samples or counts them; or "
         "a mean was multiplied by other units than it is a mean over"
     )
-    if samples.tolerance.gradient_gap(once, [quarter]) is not None:
+    if samples.tolerance.gradient_gap(large, [small]) is not None:
         why = (
-            "A backward from a quarter does not give a quarter: a hook on a tensor or module, or "
-            "the backward of an autograd.Function, is not linear (it clips, normalises, or adds)"
+            f"A backward from {SCALE:g} does not give {SCALE:g} times as much: a hook on a tensor "
+            "or module, or the backward of an autograd.Function, is not linear (it clips, "
+            "normalises, or adds)"
         )
     text = (
         f"the loss of {samples.count} samples is that of their halves, its gradient is not: at "

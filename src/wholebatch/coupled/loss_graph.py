@@ -33,9 +33,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain, combinations
 from typing import Any
 
@@ -692,6 +693,13 @@ _MOST_ROWS = 1 << 13
 _MOST_NODES_BELOW = 1 << 13
 _MOST_PASSES = 64
 _LINKED = 1e-6
+_SCALE = 1024.0
+_NOT_LINEAR = (
+    "a backward of this loss from 1024 does not give 1024 times the gradient: a hook on a tensor "
+    "clips, normalises or adds, and gradients have another size in a window than in the backward "
+    "of a mean. Do that once per update, on the whole gradient: a hook on the parameter "
+    "(parameter.register_hook) runs so (audit=False: leave this check out)"
+)
 
 _Row = tuple[int, int]  # the number of rows of an output, and which of them
 
@@ -861,6 +869,7 @@ class _Links:
         tensors = [output.tensor for output in outputs]
         with _plain(total):
             made = torch.autograd.grad(total, tensors, create_graph=True, allow_unused=True)
+        _refuse_bent(total, tensors, made)
         found = [(o, g) for o, g in zip(outputs, made, strict=True) if g is not None]
         self._total = total
         self._slopes = [(o, g) for o, g in found if bool(g.isfinite().all())]
@@ -925,6 +934,41 @@ class _Links:
         a, b = self._root(a), self._root(b)
         self._parents.setdefault(a, a)
         self._parents[b] = a
+
+
+def _refuse_bent(total: Tensor, tensors: Sequence[Tensor], made: Sequence[Tensor | None]) -> None:
+    """Refuse a backward that is not linear in the number from which it starts."""
+    if any(tensor.dtype is torch.float16 for tensor in tensors):  # It knows nothing below 6e-8.
+        return
+    for scale in (_SCALE, 1 / _SCALE):
+        with _plain(total):
+            seed = torch.full_like(total, scale)
+            scaled = torch.autograd.grad(total, tensors, seed, retain_graph=True, allow_unused=True)
+        for one, other in zip(made, scaled, strict=True):
+            if one is not None and other is not None:
+                _refuse_other_size(one * scale, other)
+
+
+@torch.no_grad()
+def _refuse_other_size(gradient: Tensor, scaled: Tensor) -> None:
+    gap, size = torch.linalg.vector_norm(gradient - scaled), torch.linalg.vector_norm(scaled)
+    if bool(size.isfinite()) and bool(gap > 1e-2 * size):
+        raise LossError(_NOT_LINEAR)
+
+
+def check_hooks(tensor: Tensor) -> None:
+    """Let the hooks of a tensor that change its gradient be refused if they are not linear."""
+
+    def checked(hook: Callable[[Tensor], Any], gradient: Tensor) -> Any:
+        made = hook(gradient)
+        if isinstance(made, Tensor):
+            for scale in (_SCALE, 1 / _SCALE):
+                _refuse_other_size(made * scale, hook(gradient * scale))
+        return made
+
+    hooks = tensor._backward_hooks or {}
+    for key, hook in hooks.items():
+        hooks[key] = partial(checked, hook)
 
 
 def _mixed(slope: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ its gradient a few numbers are kept. `Tolerance` tells rounding from another los
 from __future__ import annotations
 
 import math
+import random
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -37,6 +38,7 @@ from wholebatch.distributed.process_group import world_size
 _DROPOUTS = ("aten::native_dropout", "aten::_fused_dropout")
 _DRAWS_BY_INPUT = ("aten::rrelu_with_noise", "aten::rrelu_with_noise_", "aten::randperm")
 _MOST_GROUPS = 64
+SCALE = 1024.0  # of backwards: one that clips, or takes a sign, is not linear in it
 _LINEAR = 3  # so many numbers of a digest are linear in the gradient; the last is its norm
 
 
@@ -114,6 +116,7 @@ class FirstSamples:
         varied: bool = False,
         name: str = "the loss function",
         micro_batch: int = 0,
+        half: int | None = None,
     ) -> None:
         self.model, self.run, self.layout = model, run, layout
         self._order: Sequence[int] = range(layout.size)
@@ -121,8 +124,8 @@ class FirstSamples:
             self._order = _varied_order(layout, count // 2)
         self.count, self.graph, self.name = count, graph, name
         # Groups of neighbours that micro-batches cut are to be cut here, too.
-        half = count // 2
-        self.half = half - (half > 1 and micro_batch % half > 0)
+        middle = count // 2
+        self.half = half or middle - (middle > 1 and micro_batch % middle > 0)
         self.reads_outputs = outputs
         named = [(n, p) for n, p in model.named_parameters() if _is_plain(p)]
         self.parameters = [(n, p) for n, p in named if p.requires_grad]
@@ -191,16 +194,18 @@ class FirstSamples:
         prepare: Callable[[], None] = lambda: None,
         backward: bool = False,
         scale: float = 1.0,
+        renews: bool = False,
     ) -> SampleRun:
         """Run the samples `start` to `stop`, with what they drew in the whole.
 
         `prepare()` may change the state before. The backward starts from `scale` times what that
-        of the whole starts from; its digests are divided by it.
+        of the whole starts from; its digests are divided by it. What is not drawn for single
+        samples is drawn anew with `renews`.
         """
         self.restore()
         prepare()
         rows, backward = range(start, stop), backward and self.graph
-        held = self.draws.serving(to_the_end=backward)
+        held = self.draws.serving(to_the_end=backward, renews=renews)
         with nullcontext() if self._draws_nothing else held:
             return self._run(rows, start, backward=backward, scale=scale)
 
@@ -211,8 +216,16 @@ class FirstSamples:
     def run_rows(self, rows: Sequence[int], skip: int = 0) -> SampleRun:
         """Run any samples, without a backward; they draw new random numbers, after `skip` draws."""
         self.restore()
-        torch.rand(skip, device=next(self.model.parameters()).device)
+        self.draw_ahead(skip)
         return self._run(rows)
+
+    def draw_ahead(self, number: int = 1) -> None:
+        """Draw from every generator, so that what is drawn next is other than it was."""
+        for device in {torch.device("cpu"), next(self.model.parameters()).device}:
+            torch.rand(number, device=device)
+        random.random()
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.rand()
 
     def _run(
         self, rows: Sequence[int], start: int = 0, *, backward: bool = False, scale: float = 1.0
@@ -396,7 +409,9 @@ class HeldDraws(_DispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.held = True
-        self._rows: list[tuple[str, Tensor]] = []
+        self.shared = ""  # a draw that is the same for any number of samples, in words
+        self._rows: list[tuple[str, Tensor, torch.Size]] = []
+        self._renews = False
         self._records = True
         self._next = 0
         self._is_draw: dict[int, bool] = {}
@@ -404,14 +419,14 @@ class HeldDraws(_DispatchMode):
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Record the draws of the whole."""
-        self.held, self._rows, self._records = True, [], True
+        self.held, self._rows, self._records, self.shared = True, [], True, ""
         with self:
             yield
 
     @contextmanager
-    def serving(self, *, to_the_end: bool = True) -> Iterator[None]:
-        """Give a part of the whole what was drawn in it."""
-        self._records, self._next = False, 0
+    def serving(self, *, to_the_end: bool = True, renews: bool = False) -> Iterator[None]:
+        """Give a part of the whole what was drawn in it, but draw `shared` ones anew if told so."""
+        self._records, self._next, self._renews = False, 0, renews
         with self:
             yield
         if to_the_end and self._next != len(self._rows):
@@ -444,15 +459,28 @@ class HeldDraws(_DispatchMode):
         """Put one row into all of a draw; return False if this is another draw than recorded."""
         row = made[:1] if made.dim() else made
         if self._records:
-            self._rows.append((name, row.detach().clone()))
+            self._rows.append((name, row.detach().clone(), made.shape))
             self._next = len(self._rows) - 1
         place, self._next = self._next, self._next + 1
         known = place < len(self._rows) and self._rows[place][0] == name
         if not known or self._rows[place][1].shape != row.shape:
             self.held = False
             return False
+        if not self._records and self._rows[place][2] == made.shape:
+            self.shared = self.shared or _drawn_by(name, made)
+            if self._renews:
+                return False
         made.copy_(self._rows[place][1].expand_as(made))
         return True
+
+
+def _drawn_by(name: str, made: Tensor) -> str:
+    """Return a draw and the module that makes it, in words."""
+    frame: Any = sys._getframe()
+    while frame is not None and not isinstance(frame.f_locals.get("self"), nn.Module):
+        frame = frame.f_back
+    by = "" if frame is None else f" in {type(frame.f_locals['self']).__name__}"
+    return f"{name.removeprefix('aten::')} of shape {tuple(made.shape)}{by}"
 
 
 # --------------------------------------------------------------------- collectives

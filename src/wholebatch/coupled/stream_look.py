@@ -24,7 +24,7 @@ from wholebatch.compile.captured_state import Fingerprint, LookAgain, modules_in
 from wholebatch.core.forward_state import ForwardState
 from wholebatch.core.loss import Loss, Terms, Units, check_units
 from wholebatch.core.splitting.samples import flatten, layout_of, readable_layout, tensors_of
-from wholebatch.core.window import graph_nodes
+from wholebatch.core.window import graph_nodes, transforms_active
 from wholebatch.coupled import loss_graph
 from wholebatch.coupled.adds_up import LookResult, check_adds_up
 from wholebatch.coupled.audit import refused_by_type
@@ -222,6 +222,8 @@ class StreamLook:
             LookResult(tuple(f for f in self._found if f.kind in kinds)).refuse(off="audit=False")
             if not self._looked:
                 self._refuse_comparisons(scalar, number)
+                for output in self._outputs:
+                    loss_graph.check_hooks(output)
             self._refuse_dependence(scalar, units, is_mean=is_mean)
             self._refuse_counted_twice(scalar, number, place, is_mean)
 
@@ -387,7 +389,7 @@ class StreamLook:
     # -------------------------------------------------------------- hooks
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if self._looking:
+        if self._looking or transforms_active():
             return
         if self._depth == 0 and not recomputing():
             self._variants.enter(_tensors_of((args, kwargs)))
@@ -440,7 +442,7 @@ class StreamLook:
                 policy.counts = True
 
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if self._looking:
+        if self._looking or transforms_active():
             return
         self._depth -= 1
         if self._depth or recomputing():

@@ -153,6 +153,7 @@ class Replicated(Sync):
         rank = dist.get_rank(self._process_group)
         self._group = Group([self._process_group], device, rank=rank)
         self.use_group(self._group)
+        self.replicas = self._group
         self.counts_must_agree = any(
             isinstance(module, nn.SyncBatchNorm) for model in models for module in model.modules()
         )
@@ -215,6 +216,12 @@ def _check(model: DistributedDataParallel) -> None:
             raise UnsupportedError(
                 f"{name}: a DTensor in DistributedDataParallel; for tensor parallelism beside data "
                 'parallelism call fully_shard(model, mesh=mesh["dp"]) instead'
+            )
+        if name.removeprefix("module.") in model.parameters_to_ignore and parameter.requires_grad:
+            raise UnsupportedError(
+                f"{name}: DistributedDataParallel is told to leave its gradient to this rank (an "
+                "expert of its own?), and the window would add up those of all ranks: freeze it, "
+                "or train it beside the wrapped model"
             )
     for name, module in model.named_modules():
         if getattr(module, "sparse", False) and isinstance(module, nn.Embedding | nn.EmbeddingBag):

@@ -85,6 +85,7 @@ class DeepSpeed(Sync):
         self._device = next(engine.module.parameters()).device
         self._group = Group([dist.group.WORLD], self._device, rank=dist.get_rank())
         self.use_group(self._group)
+        self.replicas = self._group if self._stage < 3 else None
         averages = engine.gradient_average or self._stage == 3
         self.averaged_by = float(self.ranks) if averages else 1.0
         self.owns_hooks = self._stage > 0
@@ -215,11 +216,7 @@ class DeepSpeed(Sync):
     def _check_order(self) -> None:
         if self._order is None:
             return
-        mine = torch.tensor(
-            [self._order.value, -self._order.value], dtype=torch.float64, device=self._device
-        )
-        most, least = self._group.largest(mine).tolist()
-        if most != -least:
+        if self._group.differing([self._order.value]) is not None:
             raise UnsupportedError(
                 f"the backwards of this window reached other parameters, or in another order, on "
                 f"other ranks: ZeRO {self._stage} would add up gradients of different parameters. "

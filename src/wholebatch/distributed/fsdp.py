@@ -56,6 +56,8 @@ class Sharded(Sync):
         self.use_group(Group(groups, torch.device(mesh.device_type), rank=dist.get_rank()))
         self.averaged_by = _divisor(self._modules, self.ranks)
         self._is_hybrid = mesh.ndim == 2
+        if self._is_hybrid:
+            self.replicas = Group(groups[:1], torch.device(mesh.device_type), rank=dist.get_rank())
         self._found = [_switches(module) for module in self._modules]
         self._gathers_once = sync == "gathered"
         self._forward_meshes: list[tuple[Any, Any]] = []  # of the groups that stay gathered

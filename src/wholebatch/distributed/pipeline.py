@@ -216,15 +216,14 @@ class Pipelined(Sync):
         self._device = device
         self.stages = Group([group], device, rank=dist.get_rank(group))
         self._replica_group = data_parallel
-        self._replicas: Group | None = None
         groups = [group]
         if data_parallel is not None:
-            self._replicas = Group([data_parallel], device, rank=dist.get_rank(data_parallel))
+            self.replicas = Group([data_parallel], device, rank=dist.get_rank(data_parallel))
             groups.append(data_parallel)
         self.use_group(Group(groups, device, rank=dist.get_rank()))
-        if self._replicas is not None:
+        if self.replicas is not None:
             with torch.no_grad():
-                self._replicas.broadcast([p for m in modules for p in m.parameters()])
+                self.replicas.broadcast([p for m in modules for p in m.parameters()])
             self.after_update()
 
     @contextmanager
@@ -232,12 +231,12 @@ class Pipelined(Sync):
         yield  # the schedule makes the backwards
 
     def reduce_now(self, parameters: Parameters) -> None:
-        if self._replicas is None:
+        if self.replicas is None:
             return
         present = torch.tensor([float(p.grad is not None) for p in parameters])
-        on_some = self._replicas.sum_tensor(present.to(self._device)).tolist()
+        on_some = self.replicas.sum_tensor(present.to(self._device)).tolist()
         used = [p for p, count in zip(parameters, on_some, strict=True) if count]
-        with Buckets(used, self._replica_group, self._replicas.wait).reducing(overlap=False):
+        with Buckets(used, self._replica_group, self.replicas.wait).reducing(overlap=False):
             pass
 
     def largest(self, value: Tensor) -> Tensor:
@@ -248,9 +247,9 @@ class Pipelined(Sync):
 
     def after_update(self) -> None:
         """Broadcast the first replica's buffers, as DDP does."""
-        if self._replicas is not None:
+        if self.replicas is not None:
             buffers = [b for m in self._modules for b in m.buffers() if b.is_floating_point()]
-            self._replicas.broadcast(buffers)
+            self.replicas.broadcast(buffers)
 
 
 class Pipeline(HasWindow):

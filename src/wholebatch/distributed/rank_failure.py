@@ -483,7 +483,7 @@ def _blame(positions: dict[int, dict[str, Any]], ranks: int) -> tuple[list[int],
     if absent:
         do = "does" if len(absent) == 1 else "do"
         return absent, (
-            f"{_named(absent)} made no progress {{since}} and {do} not answer: stopped, "
+            f"{named_ranks(absent)} made no progress {{since}} and {do} not answer: stopped, "
             "the machine is gone, or C code keeps the interpreter"
         )
     working = [rank for rank, position in positions.items() if not position["waits"]]
@@ -497,10 +497,10 @@ def _blame(positions: dict[int, dict[str, Any]], ranks: int) -> tuple[list[int],
     error = first["error"]
     after = f", after an error in its last window: {error}" if error else ""
     where = f"rank {silent[0]} stands at {first['place']}{after}".replace("{", "{{")
-    return silent, f"{_named(silent)} made no progress {{since}}: {where.replace('}', '}}')}"
+    return silent, f"{named_ranks(silent)} made no progress {{since}}: {where.replace('}', '}}')}"
 
 
-def _named(ranks: Sequence[int]) -> str:
+def named_ranks(ranks: Sequence[int]) -> str:
     many = ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
     return f"rank {many}" if len(ranks) == 1 else f"ranks {many}"
 

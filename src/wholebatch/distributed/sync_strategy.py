@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from wholebatch.errors import WindowError
+from wholebatch.errors import RankError, WindowError
 
 if TYPE_CHECKING:
     from wholebatch.distributed.process_group import Group
     from wholebatch.distributed.rank_failure import Progress
 
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Parameters: TypeAlias = Sequence[nn.Parameter]
 Context: TypeAlias = AbstractContextManager[None]
@@ -51,6 +54,9 @@ class Sync(ABC):
 
     same_parameters: bool = True
     """True if all ranks hold the same parameters, whole or in slices."""
+
+    replicas: Group | None = None
+    """The ranks that hold the same numbers, and must start from the same; None if no two do."""
 
     owns_hooks: bool = False
     """True if the engine has put its own post-accumulate-grad hooks on the parameters."""
@@ -102,6 +108,34 @@ class Sync(ABC):
     def before_forwards(self) -> None:
         """Prepare for the forwards of a window."""
         return
+
+    def refuse_other_parameters(
+        self, named: Mapping[str, nn.Parameter], trained: Parameters
+    ) -> None:
+        """Refuse parameters that only some ranks train, or that start from other weights there.
+
+        `named` are all parameters, `trained` those whose gradients are added up.
+        """
+        group = self.group if self.same_parameters else self.replicas
+        if group is None or group.ranks == 1:
+            return
+        places = {id(parameter): place for place, parameter in enumerate(trained, start=1)}
+        kinds = [f"{name} {_kind_of(parameter)}" for name, parameter in named.items()]
+        numbers = zip(map(_crc, kinds), (places.get(id(p), 0) for p in named.values()), strict=True)
+        found = group.differing([number for both in numbers for number in both])
+        if found is not None:
+            raise RankError(_other_parameter(kinds, *found))
+        if self.replicas is not None:
+            weights = [_crc(str(number)) for number in checksums(named.values())]
+            found = self.replicas.differing(weights)
+        if found is not None:
+            alike, others = _named_by(found[1])
+            raise RankError(
+                f"{list(named)[found[0]]} has other weights on {others} than on {alike}, so these "
+                "models would never be the same: load or initialise the same weights on every "
+                "rank, or do it before the model is wrapped (DistributedDataParallel copies those "
+                "of its first rank to all)"
+            )
 
     def begin(self, parameters: Parameters) -> None:
         """Note that a window opens."""
@@ -201,4 +235,58 @@ def reduces_in_backward_only(engine: str) -> WindowError:
         f"{engine} reduces its gradients inside a backward, and this window has none left: let "
         "every micro-batch make its backward (units=0 for one that does not count), and let over() "
         "find the last one instead of calling flush()"
+    )
+
+
+def checksums(parameters: Iterable[nn.Parameter]) -> list[int]:
+    """Return a number for each parameter that changes with its bits, on every device alike."""
+    found = []
+    for parameter in parameters:
+        bits = getattr(parameter, "to_local", lambda one=parameter: one)().detach()
+        try:
+            bits = torch.view_as_real(bits) if bits.is_complex() else bits
+            bits = bits.view(_BITS[bits.element_size()])
+            found.append(bits.sum(dtype=torch.int64))
+        except (RuntimeError, TypeError, NotImplementedError):  # a tensor of a kind of its own
+            found.append(torch.zeros((), dtype=torch.int64))
+    return [int(one) for one in found]  # only now does the host wait for a device
+
+
+def _kind_of(parameter: nn.Parameter) -> str:
+    shape = getattr(parameter, "ds_shape", parameter.shape)  # ZeRO 3 leaves nothing in it
+    return f"{tuple(shape)} {str(parameter.dtype).removeprefix('torch.')}"
+
+
+def _crc(text: str) -> int:
+    return zlib.crc32(text.encode())
+
+
+def _named_by(numbers: Mapping[int, int]) -> tuple[str, str]:
+    """Return the ranks with the number of the first one, and the others, in words."""
+    from wholebatch.distributed.rank_failure import named_ranks
+
+    first = numbers[next(iter(numbers))]
+    alike = [rank for rank, number in numbers.items() if number == first]
+    return named_ranks(alike), named_ranks([rank for rank in numbers if rank not in alike])
+
+
+def _other_parameter(kinds: Sequence[str], place: int, numbers: Mapping[int, int]) -> str:
+    """Return the sentence on the first parameter that is not alike on all ranks.
+
+    `numbers` are the ranks' checksums of its kind (at even places), or its place among the trained
+    ones (0 if it is not trained).
+    """
+    alike, others = _named_by(numbers)
+    kind = kinds[place // 2] if place // 2 < len(kinds) else "a parameter that is not here"
+    if place % 2 == 0:
+        what = f"{others} has another parameter in its place than {alike}"
+    elif all(numbers.values()):
+        what = f"the optimizer of {others} has it in another place than that of {alike}"
+    else:
+        here, there = _named_by({rank: int(number > 0) for rank, number in numbers.items()})
+        trains, does_not = (here, there) if next(iter(numbers.values())) else (there, here)
+        what = f"it is trained on {trains}, and frozen or in no optimizer on {does_not}"
+    return (
+        f"{kind}: {what}. Gradients of different parameters would be added up: build, freeze and "
+        "order the parameters alike on every rank (sort the names of a set)"
     )

@@ -78,9 +78,10 @@ class HostEngine(Sync):
         self.takes_graphs = self.keeps_gradients = kept == "whole"
         self._device, self._inside = device, inside
         modules = [module for model in models for module in model.modules()]
-        self.replicas = [one for one in modules if isinstance(one, DistributedDataParallel)]
+        self.wrapped = [one for one in modules if isinstance(one, DistributedDataParallel)]
         if world_size() > 1:
             self.use_group(Group([None], device, rank=dist.get_rank()))
+        self.replicas = self.group if self.wrapped else None
         self.averaged_by = float(self.ranks)
         self.begin()
 
@@ -89,9 +90,13 @@ class HostEngine(Sync):
         self.reduced = False  # True if the last backward was the host's, and has reduced
         self.held_back = False  # True if it was the host's, and has not
 
+    def refuse_other_parameters(self, *given: Any) -> None:
+        if self.wrapped:  # slices of other engines may differ in shape
+            super().refuse_other_parameters(*given)
+
     def backward_made(self) -> None:
         """Note whether the host's engine has reduced in the backward that is over."""
-        self.reduced = all(replica.require_backward_grad_sync for replica in self.replicas)
+        self.reduced = all(replica.require_backward_grad_sync for replica in self.wrapped)
         self.held_back = not self.reduced
 
     @contextmanager
@@ -99,7 +104,7 @@ class HostEngine(Sync):
         """Let backwards of ours pass within this context, without a reduction."""
         with ExitStack() as stack:
             stack.enter_context(self._inside())
-            for replica in self.replicas:
+            for replica in self.wrapped:
                 stack.enter_context(replica.no_sync())
             yield
         self.reduced = self.held_back = False
@@ -189,7 +194,7 @@ class HostGradients(DeviceStore):
 
     @property
     def _adds_beside(self) -> bool:
-        return bool(self.sync.replicas and self.target.sixteen_bit.parameters)
+        return bool(self.sync.wrapped and self.target.sixteen_bit.parameters)
 
     @property
     def stray(self) -> str:  # type: ignore[override]
@@ -395,7 +400,7 @@ class HostWindows(Stream):
         # An engine that shards has collectives in its forwards and backwards.
         self.may_look = gradients == "whole" and self.options.audit
         if gradients == "whole" and not owns_forward:
-            if not self._engine.replicas:
+            if not self._engine.wrapped:
                 ours = "the model that accelerator.prepare() or fabric.setup() returned"
                 warn_alone(self.sync.ranks, ours)
             self._look.watch()
