@@ -382,8 +382,9 @@ def loss_terms(root: Any) -> Iterator[LossTerm]:
                 yield replace(so_far, node=name, kind="zero")
             else:
                 yield _not_understood(node, below, so_far)
-        elif name in _MEAN + _SUM and not saved_by(node, "self_sym_sizes"):
-            waiting.append((below[0], so_far))  # of one number
+        elif name in _MEAN + _SUM and (of := _one_number(node, below[0])):
+            repeated = math.prod(saved_by(node, "self_sym_sizes") or ())
+            waiting.append((of[0], _times(so_far, repeated if name in _SUM else 1)))
         elif inside := _joined_scalars(node, name, below):
             if name in _MEAN:
                 yield replace(so_far, node=name, kind="joined", count=len(inside))
@@ -391,6 +392,15 @@ def loss_terms(root: Any) -> Iterator[LossTerm]:
             waiting += [(child, _times(so_far, factor)) for child, factor in inside if factor]
         else:
             yield from _reduction(node, name, below, so_far)
+
+
+def _one_number(node: Any, below: Any) -> tuple[Any] | None:
+    """Return what a reduction is of, if that is one number, or one number repeated."""
+    if not saved_by(node, "self_sym_sizes"):
+        return (below,)
+    is_repeated = below is not None and below.name() == "ExpandBackward0"
+    is_repeated = is_repeated and math.prod(saved_by(below, "self_sym_sizes")) == 1
+    return (below.next_functions[0][0],) if is_repeated else None
 
 
 def is_ddp_sink(node: Any) -> bool:

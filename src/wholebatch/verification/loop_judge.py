@@ -396,8 +396,8 @@ class LoopJudge:
             if cause is None:
                 return self._trial(found, self.fits)
         assert cause is not None
-        rest = [fit for fit in self.fits if fit.key != cause.key]
-        return self._trial(cause.key, [cause, *rest])
+        self.fits = [cause, *(fit for fit in self.fits if fit.key != cause.key)]
+        return self._trial(cause.key, self.fits)
 
     def _changed_after_the_last(self, off: float) -> LoopTrial:
         """Judge a gradient that the loop changes by itself when it is complete: noise, a clip.
@@ -522,7 +522,8 @@ class LoopJudge:
         if gradient is not self._at_step():
             factor = float(self._last_clips()[-1].after.norm() / self._at_step().norm())
             if abs(factor - 1) > _WEIGHTS:
-                return MistakeFit("clipped-too-early", f"clipped while {factor:.4g} times as large")
+                key = "clipped-while-scaled" if self._is_loss_scale(factor) else "clipped-too-early"
+                return MistakeFit(key, f"clipped while {factor:.4g} times as large")
         if scales[0] != 1 and apart(gradient, right * scales[0]) <= self.tolerance:
             return MistakeFit("loss-scale", f"{scales[0]:g} times too large")
         return None
@@ -648,6 +649,8 @@ class LoopJudge:
             key, variant = "moved-in-the-window", f"a forward changes {moved}"
         elif largest_over_ranks(self._linked() or self.coupled_outputs or bool(self._norms())):
             key, variant = "coupled", self._coupling()
+        elif largest_over_ranks(bool(self._weights_over())):
+            key, variant = "coupled", f"weights of the samples {self._weights_over()} of each"
         elif largest_over_ranks(self._adds_penalty()):
             key, variant = "not-divided", f"a penalty on the weights, with each of {len(later) + 1}"
         elif largest_over_ranks(self._clipped_early() is not None):
@@ -672,6 +675,17 @@ class LoopJudge:
                 return "moved-in-the-window", "a statistic of the micro-batches before is in a loss"
             return "coupled", "a statistic of each micro-batch, without a gradient, is in its loss"
         return None
+
+    def _weights_over(self) -> str:
+        """Return by which number of each micro-batch the weights of its samples are divided."""
+        for rows in zip(*(micro.factors for micro in self.micros), strict=False):
+            most = {(float(row.max()), int((row == 1).sum())) for row in rows}
+            # Discounts by time begin with 1: here it is at another place each time.
+            if len(rows) > 2 and most == {(1.0, 1)} and len({int(r.argmax()) for r in rows}) > 1:
+                return "over the largest"
+            if all(abs(float(row.double().mean()) - 1) < 1e-6 for row in rows):
+                return "over the mean"
+        return ""
 
     def _adds_penalty(self) -> bool:
         """True if a penalty on the weights comes with each loss and is not divided as it is."""

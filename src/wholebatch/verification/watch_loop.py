@@ -183,14 +183,12 @@ class Watch:
             return  # forwards are not watched any more
         elif len(self._judged) > 1:
             return  # whose window it is cannot be told by a few parameters
-        elif window.is_whole and self._is_divided_otherwise(judge):
-            self._trials.append(judge.trial())
-            self._has_short = True
-        elif self._is_uneven(judge):
+        elif self._is_divided_otherwise(judge) or self._is_uneven(judge):
             if not window.is_whole:  # only the weights of its losses are known
                 window.sizes, judge.micros[0].calls = [], []
             trial = judge.trial()
             self._trials += [trial] * (trial.found != NOT_JUDGED)
+            self._has_short |= judge.was_right
         elif count > self._count == len(self._first.window.micros):
             self._was_short(judge.terms(), count)
         elif window.is_whole and count < self._count and not self._has_short:
@@ -201,11 +199,22 @@ class Watch:
                 self._trials.append(trial)
 
     def _is_divided_otherwise(self, judge: LoopJudge) -> bool:
-        """True if sums are divided by the units of the first window, and not by their own."""
+        """True if it is divided by the number of the first window, and not by its own.
+
+        Means tell this only of a longer window: a shorter one is judged in any case.
+        """
         if self._has_short or self._first is None or self._trials[0].found != RIGHT:
             return False
-        judge.like, scale = self._first.terms(), judge.micros[0].loss_scale
-        sums = [sum(term.weights) / scale for term in judge.terms() if term.choice is not None]
+        judge.like, longer = self._first.terms(), len(judge.micros) > self._count
+        if not longer and not judge.window.is_whole:
+            return False
+        first, scale = judge.like, judge.micros[0].loss_scale
+        pairs = zip(judge.terms(), first, strict=False)
+        sums = [
+            sum(term.weights) / scale
+            for term, was in pairs
+            if term.choice is not None or (longer and abs(sum(was.weights) / scale - 1) < 1e-2)
+        ]
         judge.was_right = world_size() == 1 and any(abs(total - 1) > 1e-2 for total in sums)
         judge.like, judge.steps = (judge.like, self._count) if judge.was_right else ((), None)
         return judge.was_right
@@ -226,7 +235,9 @@ class Watch:
         alone, resumed = trial.micro_batches == 1, first.window.resumed
         each = any(other.found == "stepped-every-micro-batch" for other in self._trials[1:])
         if trial.found in _SHORT and not each and (alone or resumed or trial.found != "left-out"):
-            key = "only-the-first" if alone else "lost-after-resume" if resumed else "nominal-count"
+            left = any(other.found == "cleared-in-the-window" for other in self._trials[1:])
+            key = "left-out" if left else "nominal-count"
+            key = "only-the-first" if alone else "lost-after-resume" if resumed else key
             fits = [MistakeFit(key, fit.variant, fit.distance, True) for fit in trial.fits[:1]]
             trial = replace(trial, found=key, fits=(*fits, *trial.fits[1:]))
         self._trials[0] = trial
