@@ -183,9 +183,7 @@ class Watch:
             return  # forwards are not watched any more
         elif len(self._judged) > 1:
             return  # whose window it is cannot be told by a few parameters
-        elif self._is_divided_otherwise(judge) or self._is_uneven(judge):
-            if not window.is_whole:  # only the weights of its losses are known
-                window.sizes, judge.micros[0].calls = [], []
+        elif window.is_whole and (self._is_divided_otherwise(judge) or self._is_uneven(judge)):
             trial = judge.trial()
             self._trials += [trial] * (trial.found != NOT_JUDGED)
             self._has_short |= judge.was_right
@@ -201,19 +199,20 @@ class Watch:
     def _is_divided_otherwise(self, judge: LoopJudge) -> bool:
         """True if it is divided by the number of the first window, and not by its own.
 
-        Means tell this only of a longer window: a shorter one is judged in any case.
+        Means tell this of a longer window; a shorter one is judged in any case.
         """
         if self._has_short or self._first is None or self._trials[0].found != RIGHT:
             return False
-        judge.like, longer = self._first.terms(), len(judge.micros) > self._count
-        if not longer and not judge.window.is_whole:
-            return False
-        first, scale = judge.like, judge.micros[0].loss_scale
-        pairs = zip(judge.terms(), first, strict=False)
+        judge.like, scale = self._first.terms(), judge.micros[0].loss_scale
+        longer = len(judge.micros) > self._count
+        pairs = [
+            (term, sum(was.weights) / scale)
+            for term, was in zip(judge.terms(), judge.like, strict=False)
+        ]
         sums = [
             sum(term.weights) / scale
             for term, was in pairs
-            if term.choice is not None or (longer and abs(sum(was.weights) / scale - 1) < 1e-2)
+            if term.choice is not None or (longer and abs(was - 1) < 1e-2)
         ]
         judge.was_right = world_size() == 1 and any(abs(total - 1) > 1e-2 for total in sums)
         judge.like, judge.steps = (judge.like, self._count) if judge.was_right else ((), None)
