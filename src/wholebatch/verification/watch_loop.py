@@ -183,10 +183,16 @@ class Watch:
             return  # forwards are not watched any more
         elif len(self._judged) > 1:
             return  # whose window it is cannot be told by a few parameters
-        elif window.is_whole and (self._is_divided_otherwise(judge) or self._is_uneven(judge)):
+        elif self._is_divided_otherwise(judge):
+            trial = judge.trial() if window.is_whole else None  # else the next one is judged
+            if trial is not None and trial.found != "cleared-in-the-window":  # a Hessian's estimate
+                self._trials.append(trial)
+                self._has_short = True
+        elif self._is_uneven(judge):
+            if not window.is_whole:  # only the weights of its losses are known
+                window.sizes, judge.micros[0].calls = [], []
             trial = judge.trial()
             self._trials += [trial] * (trial.found != NOT_JUDGED)
-            self._has_short |= judge.was_right
         elif count > self._count == len(self._first.window.micros):
             self._was_short(judge.terms(), count)
         elif window.is_whole and count < self._count and not self._has_short:
@@ -199,20 +205,18 @@ class Watch:
     def _is_divided_otherwise(self, judge: LoopJudge) -> bool:
         """True if it is divided by the number of the first window, and not by its own.
 
-        Means tell this of a longer window; a shorter one is judged in any case.
+        Sums tell this, and the means of a longer window; a shorter one is judged in any case.
         """
         if self._has_short or self._first is None or self._trials[0].found != RIGHT:
             return False
         judge.like, scale = self._first.terms(), judge.micros[0].loss_scale
-        longer = len(judge.micros) > self._count
-        pairs = [
-            (term, sum(was.weights) / scale)
-            for term, was in zip(judge.terms(), judge.like, strict=False)
-        ]
+        longer = len(judge.micros) > self._count  # in backwards of one loss each
+        longer &= all(len(micro.roots) == 1 for micro in self._first.micros)
         sums = [
             sum(term.weights) / scale
-            for term, was in pairs
-            if term.choice is not None or (longer and abs(was - 1) < 1e-2)
+            for term, was in zip(judge.terms(), judge.like, strict=False)
+            if was.choice is not None
+            or (longer and term.choice is None and abs(sum(was.weights) / scale - 1) < 1e-2)
         ]
         judge.was_right = world_size() == 1 and any(abs(total - 1) > 1e-2 for total in sums)
         judge.like, judge.steps = (judge.like, self._count) if judge.was_right else ((), None)

@@ -326,19 +326,11 @@ class WindowRecorder:
             self._undo.remove(undo)
         self._calls.clear()
         self._nodes.clear()
+        if self.window is not None:
+            self.window.is_whole = False
         trained = [p for p in self.parameters if p.requires_grad]
         largest = sorted(trained, key=lambda p: -self._norms.get(id(p), 0.0))
         self._keep_of(largest[:_FEW_PARAMETERS], _FEW_PARAMETERS * _FEW_NUMBERS)
-        if self.window is not None:
-            self._begin_lightly(self.window, self.window.micros[0])
-
-    def _begin_lightly(self, window: RecordedWindow, first: RecordedMicroBatch) -> None:
-        """Keep of the first micro-batch what is kept of the others, if .grad is what it brought."""
-        window.is_whole = not self.sharded and torch.equal(first.after, first.brought)
-        window.sizes, window.names = (new := self.new_window()).sizes, new.names
-        first.calls, first.before = [], torch.zeros(sum(self._sizes), dtype=torch.float64)
-        first.after = first.brought = self._grads()
-        self._weights = self._first_weights = self.row_of(list(self.parameters))
 
     def _adopt(self, parameters: Sequence[nn.Parameter]) -> None:
         """Watch these parameters from now on."""
