@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -43,6 +44,8 @@ from wholebatch.verification.window_recorder import (
     with_turns,
 )
 
+EQUAL_UNITS = "all micro-batches have equally many units, so a mean of means cannot be told from "
+EQUAL_UNITS += "the mean here"
 _IGNORED = -100
 _NO_LIMIT = 1e6
 """Clipping to more than this is a way to measure a norm."""
@@ -478,15 +481,10 @@ class LoopJudge:
         if len(owners) > len(set(owners)):
             variant = "its loss is in the backwards of others too: a sum that is not begun anew"
             return MistakeFit("counted-twice", variant)
-        again = [
-            (one, two)
-            for one in range(count)
-            for two in range(one)
-            if apart(micros[one].brought, micros[two].brought) <= 1e-6
-        ]
-        if again and not self._clipped_early():
-            one, two = again[0]
-            return MistakeFit("counted-twice", f"number {two + 1} and {one + 1}")
+        for one, two in combinations(range(count), 2):
+            is_again = apart(micros[two].brought, micros[one].brought) <= 1e-6
+            if is_again and not self._clipped_early():
+                return MistakeFit("counted-twice", f"number {one + 1} and {two + 1}")
         return self._clipped_early()
 
     def _clipped_early(self) -> MistakeFit | None:
@@ -572,12 +570,8 @@ class LoopJudge:
     def _owned_twice(self, gradient: Tensor) -> MistakeFit | None:
         """Return the mistake of gradients that are a whole number of times too large."""
         factors: dict[int, list[str]] = {}
-        rows = zip(
-            gradient.split(self.window.sizes),
-            self.parts.right.split(self.window.sizes),
-            self.window.names,
-            strict=True,
-        )
+        both = (one.split(self.window.sizes) for one in (gradient, self.parts.right))
+        rows = zip(*both, self.window.names, strict=True)
         floor = self.tolerance * float(self.parts.right.norm())
         for ours, right, name in rows:
             if float(right.norm()) <= floor:
@@ -764,26 +758,14 @@ class LoopJudge:
             kind = kind if units and count > 1 else ""
             name += f": {count} {kind}micro-batch{'es' * (count > 1)}" if count else ""
             if found == RIGHT and kind == "equal ":
-                self.notes.append(
-                    "all micro-batches have equally many units, so a mean of means cannot be told "
-                    "from the mean here"
-                )
+                self.notes.append(EQUAL_UNITS)
         for scale in {term.scale for term in self.read} - {1.0}:
             self.notes.append(f"the loss has a weight of {scale:g} of its own")
         fits = self.fits if self.fits and found == self.fits[0].key else fits
-        return LoopTrial(
-            case=self.case,
-            name=name,
-            micro_batches=count,
-            units=tuple(units),
-            optimizer_steps=self.optimizer_steps,
-            found=found,
-            fits=tuple(fits),
-            tolerance=self.tolerance if tolerance is None else tolerance,
-            floor=self.floor,
-            observed_by=self.by,
-            notes=tuple(self.notes),
-        )
+        tolerance = self.tolerance if tolerance is None else tolerance
+        window = (self.case, name, count, tuple(units), self.optimizer_steps)
+        measured = (tolerance, self.floor, self.by, tuple(self.notes))
+        return LoopTrial(*window, found, tuple(fits), *measured)
 
 
 def _by_call(micro: RecordedMicroBatch) -> list[list[LossTerm]]:

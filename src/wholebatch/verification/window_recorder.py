@@ -517,25 +517,19 @@ class WindowRecorder:
         micro.made_by = tuple(node.name() for node in self._nodes_of_loss(listed))
         micro.number, micro.statistic = self._statistics.backwards, self._statistics.of(listed)
         if not self.light:
-            constants = self._constants(listed)
-            micro.factors = [one for name, one in constants if name[:3] == "Mul" and is_weight(one)]
+            constants = list(self._constants(listed))
+            factors = [one for name, one in constants if name.startswith("Mul")]
+            micro.factors = [one for one in factors if _is_weight(one)]
             if any(term.kind == "sum" and term.over for term in terms):
                 micro.counts, micro.padded = _counts_of(constants)
         return micro
 
-    def _constants(self, roots: Sequence[Tensor]) -> list[tuple[str, Tensor]]:
-        """Return the tensors between the losses and the model that are none of its outputs."""
-        found = [
-            (node.name(), saved_by(node, name[7:]))
-            for node in self._nodes_of_loss(roots)
-            for name in dir(node)
-            if name[:7] == "_saved_"
-        ]
-        return [
-            (name, one.detach())
-            for name, one in found
-            if isinstance(one, Tensor) and not one.requires_grad and one.dim()
-        ]
+    def _constants(self, roots: Sequence[Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors between the losses and the model that no gradient goes through."""
+        for node in self._nodes_of_loss(roots):
+            for one in (saved_by(node, name[7:]) for name in dir(node) if name[:7] == "_saved_"):
+                if isinstance(one, Tensor) and not one.requires_grad and one.dim():
+                    yield node.name(), one
 
     def _nodes_of_loss(self, roots: Sequence[Tensor]) -> Iterator[Any]:
         """Yield the nodes between these losses and the model, in the graph's own order."""
@@ -832,14 +826,8 @@ class WindowRecorder:
         """Return the optimizer's copies of the parameters in a wider format; [] if it has none."""
         groups = optimizer.param_groups
         held = [c for group in groups for c in group["params"] if c.dtype is torch.float32]
-        found = [
-            [
-                c
-                for c in held
-                if p.dtype != c.dtype and p.shape == c.shape and torch.equal(c.to(p), p)
-            ]
-            for p in self.parameters
-        ]
+        pairs = [(p, [c for c in held if p.shape == c.shape]) for p in self.parameters]
+        found = [[c for c in r if p.dtype != c.dtype and torch.equal(c.to(p), p)] for p, r in pairs]
         return [copies[0] for copies in found] if all(found) else []
 
     def _engine_step(self, original: Any, engine: Any, *args: Any, **kwargs: Any) -> Any:
@@ -1059,17 +1047,17 @@ def _counts_of(constants: Sequence[tuple[str, Tensor]]) -> tuple[list[float], li
 
     Return the sizes of masks and labels apart: they count the padding, too.
     """
-    counts, together = list[float](), dict[str, Tensor]()
+    found: dict[str, list[list[float]]] = {}
     for node, one in constants:
         if one.dtype is torch.bool or one.is_floating_point():
-            found = torch.stack([(one > 0).sum(), (one == 1).sum(), one.sum()]).double()
-            together[node] = together.get(node, 0) + found  # of all levels of a pyramid
-            counts += found.tolist()
-    counts += [number for added in together.values() for number in added.tolist()]
-    return counts, [float(one.numel()) for _, one in constants if not one.is_floating_point()]
+            counts = [float((one > 0).sum()), float((one == 1).sum()), float(one.sum())]
+            found.setdefault(node, []).append(counts)
+    added = [list(map(sum, zip(*rows, strict=True))) for rows in found.values()]  # of a pyramid
+    counted = [number for rows in (*found.values(), added) for row in rows for number in row]
+    return counted, [float(one.numel()) for _, one in constants if not one.is_floating_point()]
 
 
-def is_weight(factor: Tensor) -> bool:
+def _is_weight(factor: Tensor) -> bool:
     """True for one weight of each of some samples, if these are no counts."""
     is_row = factor.is_floating_point() and 4 <= factor.numel() == len(factor)
     return is_row and not factor.equal(factor.round())
