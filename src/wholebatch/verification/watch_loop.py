@@ -184,8 +184,7 @@ class Watch:
         elif len(self._judged) > 1:
             return  # whose window it is cannot be told by a few parameters
         elif self._is_divided_otherwise(judge):
-            trial = judge.trial() if window.is_whole else None  # else the next one is judged
-            if trial is not None and trial.found != "cleared-in-the-window":  # a Hessian's estimate
+            if window.is_whole and (trial := judge.trial()).found != "cleared-in-the-window":
                 self._trials.append(trial)
                 self._has_short = True
         elif self._is_uneven(judge):
@@ -210,8 +209,8 @@ class Watch:
         if self._has_short or self._first is None or self._trials[0].found != RIGHT:
             return False
         judge.like, scale = self._first.terms(), judge.micros[0].loss_scale
-        longer = len(judge.micros) > self._count  # in backwards of one loss each
-        longer &= all(len(micro.roots) == 1 for micro in self._first.micros)
+        plain = all(len(micro.roots) == 1 for micro in self._first.micros)  # a backward of each
+        longer = plain and len(judge.micros) > self._count
         sums = [
             sum(term.weights) / scale
             for term, was in zip(judge.terms(), judge.like, strict=False)
