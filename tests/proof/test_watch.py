@@ -287,6 +287,26 @@ def test_longer_windows_after_a_right_one(in_loss: Any, after: Any, found: str) 
     assert found_in(watch.verdict) == found, watch.verdict
 
 
+@pytest.mark.parametrize(
+    ("rounds", "name"),
+    [
+        (round_12, "plain_distilled_with_hints"),
+        (round_8, "plain_heads_backward_one_by_one"),
+        (round_18, "plain_hessian_pass_between_windows"),
+    ],
+)
+def test_right_loops_stay_right_in_later_windows(
+    rounds: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = rounds.even
+    monkeypatch.setattr(rounds, "even", lambda number: made(2 * number))
+    torch.manual_seed(0)
+    model, train, _ = CASES[name][2]()
+    with quiet(), wb.watch(model) as watch:
+        train()
+    assert watch.verdict.same, watch.verdict
+
+
 def test_gradients_of_every_sample_beside_the_loop() -> None:
     """Per-sample gradients for a log are no backward of the loop, and do not end the watch."""
     model = mlp()
