@@ -467,7 +467,7 @@ class WindowRecorder:
             raise self.over
         # Of a checkpoint, inside the model, while a graph is compiled, or a look of our own.
         within = bool(place and self._depth)  # Lightning's steps may be within a forward
-        busy = self._inside or within or self.failure or _get_current_dispatch_mode_stack()
+        busy: Any = self._inside or within or self.failure or _get_current_dispatch_mode_stack()
         busy = busy or torch._C._functorch.peek_interpreter_stack() is not None
         is_look = bool(place) and not busy and _is_a_look()
         if busy or is_look:
@@ -1052,7 +1052,7 @@ def _counts_of(constants: Sequence[tuple[str, Tensor]]) -> tuple[list[float], li
         if one.dtype is torch.bool or one.is_floating_point():
             counts = [float((one > 0).sum()), float((one == 1).sum()), float(one.sum())]
             found.setdefault(node, []).append(counts)
-    added = [list(map(sum, zip(*rows, strict=True))) for rows in found.values()]  # of a pyramid
+    added = [[sum(one) for one in zip(*rows, strict=True)] for rows in found.values()]  # of all
     counted = [number for rows in (*found.values(), added) for row in rows for number in row]
     return counted, [float(one.numel()) for _, one in constants if not one.is_floating_point()]
 
