@@ -38,6 +38,7 @@ from tests.proof.fixtures import (  # noqa: E402, F401
     round_16,
     round_17,
     round_18,
+    round_19,
     round_20,
 )
 from tests.proof.fixtures.rounds import CASES, is_right  # noqa: E402

@@ -36,10 +36,11 @@ from tests.proof.fixtures import (
     round_16,
     round_17,
     round_18,
+    round_19,
 )
 from tests.proof.fixtures.outsider import RIGHT as OUTSIDERS_RIGHT
 from tests.proof.fixtures.outsider import WRONG as OUTSIDERS_WRONG
-from tests.proof.fixtures.rounds import CASES, is_right
+from tests.proof.fixtures.rounds import CASES, is_right, mlp
 from tests.proof.loops.live import KINDS, MISTAKES, STYLES, found_in, quiet, verdict_of
 from tests.proof.loops.mistakes import UNUSUAL_MISTAKES
 from tests.proof.loops.right import RIGHT, sums_over_counted_units
@@ -110,7 +111,7 @@ OUTSIDERS = (
     round_13,
     round_14,
 )
-TRAINERS = (round_15, round_16, round_17, round_18)
+TRAINERS = (round_15, round_16, round_17, round_18, round_19)
 """Loops of all styles; benchmarks/verify_mistakes.py runs them all, a test those that were hard."""
 HARD_TO_LEAVE_IN_PEACE = """
     deep_supervision_list_of_losses gan_watch_discriminator sam_two_passes_over_window
@@ -156,7 +157,9 @@ HARD_ROUNDS = """
     plain_weight_decay_by_a_table_of_batches plain_stylegan_phases plain_vqgan_adaptive_weight
     plain_masters_add_in_float32 plain_masters_overwrite plain_hessian_pass_between_windows
     plain_endless_loader_small_batch_inside plain_losses_over_their_own_value
-    plain_condition_is_inverted plain_mean_over_the_batch_size_again
+    plain_condition_is_inverted plain_mean_over_the_batch_size_again plain_pyramid_of_boxes
+    plain_translator_over_padded_words plain_replay_over_the_largest_of_the_batch
+    plain_experts_balanced_over_the_window plain_windows_that_grow_with_the_old_divisor
 """
 """Loops of benchmarks/watch_rounds.py that were judged wrongly at first sight, in plain torch."""
 HARD_IN_TRAINERS = {
@@ -166,14 +169,15 @@ HARD_IN_TRAINERS = {
         hf_penalty_shared_by_the_window
     """,
     "sentence_transformers": "trl_like_sentences_cosent",
-    "trl": "trl_kto trl_dpo_sorted_over_the_batch",
+    "trl": "trl_kto trl_dpo_sorted_over_the_batch trl_dpo_with_a_term_of_tokens",
     "accelerate": "accelerate_diffusion_divides_too accelerate_diffusion_with_average",
     "lightning": """
         lightning_detector_by_images lightning_critic_steps_every_batch lightning_barlow
         lightning_actor_and_critic lightning_critic_is_not_divided
         lightning_flow_matching_warms_up_by_hand fabric_hidden_states_of_a_teacher
         fabric_second_optimizer_is_not_cleared fabric_focal_per_image
-        lightning_noise_levels_over_their_own_sum
+        lightning_noise_levels_over_their_own_sum fabric_steps_before_the_last_batch
+        fabric_limits_before_its_scale_is_out
     """,
 }
 
@@ -191,6 +195,150 @@ def test_loops_that_were_hard_at_first_sight(package: str) -> None:
         with quiet(), wb.watch(model) as watch:
             train()
         assert found_in(watch.verdict) == key, f"{name}: {watch.verdict}"
+
+
+def weighed(weights: Any, total: Any) -> Any:
+    """A loop whose samples have weights, over a number of the window, and the undivided one."""
+
+    def make() -> Any:
+        model = mlp()
+        rows = [(torch.randn(n, 6), torch.randint(0, 5, (n,)), torch.rand(n)) for n in SIZES]
+
+        def part(model: Any, rows: Any) -> Any:
+            x, y, raw = (torch.cat(column) for column in zip(*rows, strict=True))
+            losses = F.cross_entropy(model(x), y, reduction="none")
+            lengths = [len(row[0]) for row in rows]
+            return (losses * weights(raw, lengths)).sum()
+
+        def train() -> None:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for window in (rows[:4], rows[4:]):
+                for row in window:
+                    (part(model, [row]) / total(window)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+        def whole(model: Any) -> None:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for window in (rows[:4], rows[4:]):
+                optimizer.zero_grad()
+                (part(model, window) / total(window)).backward()
+                optimizer.step()
+
+        return model, train, whole
+
+    return make
+
+
+SIZES = (6, 5, 7, 4, 5, 6, 4, 7)
+
+
+def samples_of(window: Any) -> int:
+    return sum(len(row[0]) for row in window)
+
+
+def by_time(raw: Any, lengths: Any) -> Any:
+    return torch.cat([0.9 ** torch.arange(n) for n in lengths]).to(raw)
+
+
+@pytest.mark.parametrize(
+    ("weights", "found"),
+    [
+        (lambda raw, lengths: raw / raw.max(), "coupled"),
+        (lambda raw, lengths: raw / raw.mean(), "coupled"),
+        (lambda raw, lengths: raw, "right"),
+        (lambda raw, lengths: raw.mul(2).clamp(max=1), "right"),
+        (by_time, "right"),
+    ],
+    ids=["over the largest", "over the mean", "as they are", "clamped", "discounts of episodes"],
+)
+def test_weights_over_a_number_of_each_micro_batch(weights: Any, found: str) -> None:
+    make = weighed(weights, samples_of)
+    assert is_right(make) == (found == "right")  # type: ignore[no-untyped-call]
+    torch.manual_seed(0)
+    model, train, _ = make()
+    with quiet(), wb.watch(model) as watch:
+        train()
+    assert found_in(watch.verdict) == found, watch.verdict
+
+
+@pytest.mark.parametrize(
+    ("in_loss", "after", "found"),
+    [
+        (lambda n: n, lambda n: 1, "right"),
+        (lambda n: 1, lambda n: n, "right"),
+        (lambda n: 2, lambda n: n / 2, "right"),
+        (lambda n: 2, lambda n: 1, "nominal-count"),
+        (lambda n: 1, lambda n: 2, "right"),  # not seen: what is done to a later gradient
+    ],
+)
+def test_longer_windows_after_a_right_one(in_loss: Any, after: Any, found: str) -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with quiet(), wb.watch(model, optimizer) as watch:
+        for count in (2, 4, 6):
+            for _ in range(count):
+                x, y = torch.randn(4, 6), torch.randint(0, 5, (4,))
+                (F.cross_entropy(model(x), y) / in_loss(count)).backward()
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                parameter.grad /= after(count)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert found_in(watch.verdict) == found, watch.verdict
+
+
+@pytest.mark.parametrize(
+    ("rounds", "name"),
+    [
+        (round_12, "plain_distilled_with_hints"),
+        (round_8, "plain_heads_backward_one_by_one"),
+        (round_18, "plain_hessian_pass_between_windows"),
+    ],
+)
+def test_right_loops_stay_right_in_later_windows(
+    rounds: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = rounds.even
+    monkeypatch.setattr(rounds, "even", lambda number: made(2 * number))
+    torch.manual_seed(0)
+    model, train, _ = CASES[name][2]()
+    with quiet(), wb.watch(model) as watch:
+        train()
+    assert watch.verdict.same, watch.verdict
+
+
+def test_gradients_of_every_sample_beside_the_loop() -> None:
+    """Per-sample gradients for a log are no backward of the loop, and do not end the watch."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    norms = []
+
+    def loss(parameters: Any, x: Any, y: Any) -> Any:
+        return F.cross_entropy(torch.func.functional_call(model, parameters, (x[None],)), y[None])
+
+    with quiet(), wb.watch(model, optimizer) as watch:
+        for _ in range(4):
+            x, y = torch.randn(4, 6), torch.randint(0, 5, (4,))
+            held = {name: p.detach() for name, p in model.named_parameters()}
+            each = torch.func.vmap(torch.func.grad(loss), (None, 0, 0))(held, x, y)
+            norms.append(sum(float(one.norm()) for one in each.values()))
+            F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    assert found_in(watch.verdict) == "not-divided", watch.verdict
+
+
+def test_a_number_that_is_repeated_for_every_sample() -> None:
+    """The mean over tokens, expanded to the samples: what the mean over those is a mean of."""
+    model = nn.Linear(6, 5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with quiet(), wb.watch(model, optimizer) as watch:
+        for count in (3, 8, 5, 2):
+            x, y = torch.randn(8, 6), torch.randint(0, 5, (8,))
+            mean = F.cross_entropy(model(x)[:count], y[:count])
+            (mean.expand(8).sum() / 8 / 4).backward()
+        optimizer.step()
+    assert found_in(watch.verdict) == "mean-of-means", watch.verdict
 
 
 @pytest.mark.parametrize(("divisor", "found"), [(4, "right"), (1, "not-divided")])

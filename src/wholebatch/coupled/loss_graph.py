@@ -67,7 +67,7 @@ _SAME = frozenset(
 _ADD = ("AddBackward0", "SubBackward0")
 _SUM = ("SumBackward0", "SumBackward1")
 _MEAN = ("MeanBackward0", "MeanBackward1")
-_JOINED = ("StackBackward0", "CatBackward0")
+_JOINED, _REPEAT = ("StackBackward0", "CatBackward0"), "ExpandBackward0"
 _PICK = ("Max", "Min", "Amax", "Amin", "Median", "Nanmedian", "Kthvalue", "Topk", "Sort")
 # Functions without a second derivative: they link samples, and no gradient tells.
 _KINKS = ("Relu", "LeakyRelu", "Threshold", "Hardtanh", "Clamp", "Abs", "Maximum", "Minimum")
@@ -366,7 +366,7 @@ def loss_terms(root: Any) -> Iterator[LossTerm]:
             continue
         name = node.name()
         below = [_without_sink(*edge) for edge in node.next_functions]
-        if name in _SAME:
+        if name in _SAME or name == _REPEAT:
             waiting.append((below[0], so_far))
         elif name.startswith(_KINKS) and _slope(node) == 1.0:
             waiting.append((below[0], replace(so_far, bent=name)))
@@ -383,8 +383,9 @@ def loss_terms(root: Any) -> Iterator[LossTerm]:
                 yield replace(so_far, node=name, kind="zero")
             else:
                 yield _not_understood(node, below, so_far)
-        elif name in _MEAN + _SUM and not saved_by(node, "self_sym_sizes"):
-            waiting.append((below[0], so_far))  # of one number
+        elif name in _MEAN + _SUM and _is_of_one_number(node, below[0]):
+            times = math.prod(saved_by(node, "self_sym_sizes") or ()) if name in _SUM else 1
+            waiting.append((below[0], _times(so_far, times)))
         elif inside := _joined_scalars(node, name, below):
             if name in _MEAN:
                 yield replace(so_far, node=name, kind="joined", count=len(inside))
@@ -392,6 +393,13 @@ def loss_terms(root: Any) -> Iterator[LossTerm]:
             waiting += [(child, _times(so_far, factor)) for child, factor in inside if factor]
         else:
             yield from _reduction(node, name, below, so_far)
+
+
+def _is_of_one_number(node: Any, below: Any) -> bool:
+    """True for a reduction of one number, which may be repeated for every sample."""
+    repeats = below is not None and below.name() == _REPEAT
+    repeats = repeats and math.prod(saved_by(below, "self_sym_sizes")) == 1
+    return repeats or not saved_by(node, "self_sym_sizes")
 
 
 def is_ddp_sink(node: Any) -> bool:

@@ -115,8 +115,8 @@ class BatchStatistics(Follower):
             return
         calls = {call: seen for one in origins for call, seen in one.calls.items()}
         rows, level = max(one.rows for one in origins), max(one.level for one in origins)
-        old = [one.statistic for one in origins if one.statistic is not None]
-        last = max(old, key=lambda one: one.born, default=None)
+        old = [(one.level, one.statistic.born, one.statistic) for one in origins if one.statistic]
+        last = max(old, key=lambda one: one[:2])[2] if old else None
         reduces = name in _STATISTICS or name.endswith(("_loss", "cross_entropy"))
         for result in tensors_in(args[0] if name == "__setitem__" else made):
             own = level

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -45,6 +46,8 @@ from wholebatch.verification.window_recorder import (
     with_turns,
 )
 
+EQUAL_UNITS = "all micro-batches have equally many units, so a mean of means cannot be told from "
+EQUAL_UNITS += "the mean here"
 _IGNORED = -100
 _NO_LIMIT = 1e6
 """Clipping to more than this is a way to measure a norm."""
@@ -384,8 +387,8 @@ class LoopJudge:
             if found is None and self.case == "live" and world_size() == 1:
                 return self._changed_after_the_last(off)
             return self._trial(found, self.fits)
-        rest = [fit for fit in self.fits if fit.key != cause.key]
-        return self._trial(cause.key, [cause, *rest])
+        self.fits = [cause, *(fit for fit in self.fits if fit.key != cause.key)]
+        return self._trial(cause.key, self.fits)
 
     def _fitting(self, gradient: Tensor, inputs: Sequence[Any]) -> MistakeFit | None:
         """Return the mistake whose gradient this is."""
@@ -500,15 +503,10 @@ class LoopJudge:
         if len(owners) > len(set(owners)):
             variant = "its loss is in the backwards of others too: a sum that is not begun anew"
             return MistakeFit("counted-twice", variant)
-        again = [
-            (one, two)
-            for one in range(count)
-            for two in range(one)
-            if apart(micros[one].brought, micros[two].brought) <= 1e-6
-        ]
-        if again and not self._clipped_early():
-            one, two = again[0]
-            return MistakeFit("counted-twice", f"number {two + 1} and {one + 1}")
+        for one, two in combinations(range(count), 2):
+            is_again = apart(micros[two].brought, micros[one].brought) <= 1e-6
+            if is_again and not self._clipped_early():
+                return MistakeFit("counted-twice", f"number {one + 1} and {two + 1}")
         return self._clipped_early()
 
     def _clipped_early(self) -> MistakeFit | None:
@@ -544,7 +542,8 @@ class LoopJudge:
         if gradient is not self._at_step():
             factor = float(self._last_clips()[-1].after.norm() / self._at_step().norm())
             if abs(factor - 1) > _WEIGHTS:
-                return MistakeFit("clipped-too-early", f"clipped while {factor:.4g} times as large")
+                key = "clipped-while-scaled" if self._is_loss_scale(factor) else "clipped-too-early"
+                return MistakeFit(key, f"clipped while {factor:.4g} times as large")
         if scales[0] != 1 and apart(gradient, right * scales[0]) <= self.tolerance:
             return MistakeFit("loss-scale", f"{scales[0]:g} times too large")
         return None
@@ -602,12 +601,8 @@ class LoopJudge:
     def _owned_twice(self, gradient: Tensor) -> MistakeFit | None:
         """Return the mistake of gradients that are a whole number of times too large."""
         factors: dict[int, list[str]] = {}
-        rows = zip(
-            gradient.split(self.window.sizes),
-            self.parts.right.split(self.window.sizes),
-            self.window.names,
-            strict=True,
-        )
+        both = (one.split(self.window.sizes) for one in (gradient, self.parts.right))
+        rows = zip(*both, self.window.names, strict=True)
         floor = self.tolerance * float(self.parts.right.norm())
         for ours, right, name in rows:
             if float(right.norm()) <= floor:
@@ -679,6 +674,8 @@ class LoopJudge:
             key, variant = "moved-in-the-window", f"a forward changes {moved}"
         elif largest_over_ranks(self._linked() or self.coupled_outputs or bool(self._norms())):
             key, variant = "coupled", self._coupling()
+        elif largest_over_ranks(bool(self._weights_over())):
+            key, variant = "coupled", f"weights of the samples {self._weights_over()} of each"
         elif largest_over_ranks(self._adds_penalty()):
             key, variant = "not-divided", f"a penalty on the weights, with each of {len(later) + 1}"
         elif largest_over_ranks(self._clipped_early() is not None):
@@ -703,6 +700,17 @@ class LoopJudge:
                 return "moved-in-the-window", "a statistic of the micro-batches before is in a loss"
             return "coupled", "a statistic of each micro-batch, without a gradient, is in its loss"
         return None
+
+    def _weights_over(self) -> str:
+        """Return by which number of each micro-batch the weights of its samples are divided."""
+        for rows in zip(*(micro.factors for micro in self.micros), strict=False):
+            most = {(float(row.max()), int((row == 1).sum())) for row in rows}
+            # Discounts by time begin with 1: here it is at another place each time.
+            if len(rows) > 2 and most == {(1.0, 1)} and len({int(r.argmax()) for r in rows}) > 1:
+                return "over the largest"
+            if all(abs(float(row.double().mean()) - 1) < 1e-6 for row in rows):
+                return "over the mean"
+        return ""
 
     def _adds_penalty(self) -> bool:
         """True if a penalty on the weights comes with each loss and is not divided as it is."""
@@ -781,26 +789,14 @@ class LoopJudge:
             kind = kind if units and count > 1 else ""
             name += f": {count} {kind}micro-batch{'es' * (count > 1)}" if count else ""
             if found == RIGHT and kind == "equal ":
-                self.notes.append(
-                    "all micro-batches have equally many units, so a mean of means cannot be told "
-                    "from the mean here"
-                )
+                self.notes.append(EQUAL_UNITS)
         for scale in {term.scale for term in self.read} - {1.0}:
             self.notes.append(f"the loss has a weight of {scale:g} of its own")
         fits = self.fits if self.fits and found == self.fits[0].key else fits
-        return LoopTrial(
-            case=self.case,
-            name=name,
-            micro_batches=count,
-            units=tuple(units),
-            optimizer_steps=self.optimizer_steps,
-            found=found,
-            fits=tuple(fits),
-            tolerance=self.tolerance if tolerance is None else tolerance,
-            floor=self.floor,
-            observed_by=self.by,
-            notes=tuple(self.notes),
-        )
+        tolerance = self.tolerance if tolerance is None else tolerance
+        window = (self.case, name, count, tuple(units), self.optimizer_steps)
+        measured = (tolerance, self.floor, self.by, tuple(self.notes))
+        return LoopTrial(*window, found, tuple(fits), *measured)
 
 
 def _by_call(micro: RecordedMicroBatch) -> list[list[LossTerm]]:

@@ -390,7 +390,8 @@ class _Column:
         """
         totals = [sum(valid) for _, valid in self.labels] + [sum(self.units) + self.samples]
         if not self._is_of_labels and not close(divisor, len(self.terms)):
-            totals += [one for one in self.counts if 1 < one < sum(self.units)]
+            most = sum(term.count for column in self.columns for term in column)
+            totals += [one for one in self.counts if 1 < one < most]
         if any(close(divisor, total) for total in totals):
             return not self._is_total(divisor, sum(self.units))
         rows = [t.sizes for t in self.terms if len(t.sizes) == 2 and not t.is_loss]

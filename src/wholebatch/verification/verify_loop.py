@@ -23,7 +23,7 @@ from wholebatch.core.splitting import to_device
 from wholebatch.distributed.process_group import largest_over_ranks, sum_over_ranks, world_size
 from wholebatch.errors import OptionError
 from wholebatch.verification.example_models import ZOO, Case
-from wholebatch.verification.loop_judge import LoopJudge
+from wholebatch.verification.loop_judge import EQUAL_UNITS, LoopJudge
 from wholebatch.verification.mistakes import RIGHT, STEPPED_TWICE, MistakeFit, WindowParts, apart
 from wholebatch.verification.model_runs import AUTOCAST, DividedBatch, ModelRuns, Numbers, joined
 from wholebatch.verification.observed_window import StartingState
@@ -202,20 +202,11 @@ class _CaseTrials:
         kind = "equal" if len(set(parts.units)) == 1 else "uneven"
         short = f" (short: {count} of {self.steps})" if count < self.steps else ""
         if not even and kind == "equal" and count > 1:
-            notes.append(
-                f"{self.case.name}: all micro-batches have equally many units, so a mean of means "
-                "cannot be told from the mean here"
-            )
+            notes.append(f"{self.case.name}: {EQUAL_UNITS}")
         made = recorder.updates()
-        judge = LoopJudge(
-            seen.windows[0] if seen.windows else recorder.window or recorder.new_window(),
-            recorder,
-            f"{count} {kind} micro-batches{short}",
-            self.case.name,
-            notes=notes,
-            optimizer_steps=len(made),
-        )
-        judge.units = parts.units
+        window = seen.windows[0] if seen.windows else recorder.window or recorder.new_window()
+        judge = LoopJudge(window, recorder, f"{count} {kind} micro-batches{short}", self.case.name)
+        judge.notes, judge.optimizer_steps, judge.units = notes, len(made), parts.units
         if (told := _without_one_update(seen, len(made))) is not None:
             return judge.told(*told)
         judge.window.gradient = made[0] if made else seen.update

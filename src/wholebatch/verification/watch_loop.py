@@ -201,8 +201,10 @@ class Watch:
             if largest_over_ranks(any(abs(sum(t.weights) - 1) > 1e-3 for t in judge.like)):
                 return
             judge.window.sizes, judge.micros[0].calls = [], []
-        self._has_short |= is_short or judge.was_right
         trial = judge.trial()
+        if judge.was_right and trial.found == "cleared-in-the-window":
+            return
+        self._has_short |= is_short or judge.was_right
         self._trials += [trial] * (trial.found != NOT_JUDGED)
 
     def _plan(self, judge: LoopJudge) -> int:
@@ -229,17 +231,29 @@ class Watch:
         is_hidden = self._has_others or self._recorder.sharded or len(self._judged) > 1
         if first is None or first.needs_calls or is_hidden:
             return _UNKNOWN  # forwards are not watched any more, nor whose window it is
-        is_other = world_size() == 1 and window.is_whole and self._is_divided_otherwise(judge)
+        is_other = world_size() == 1 and self._is_divided_otherwise(judge)
+        if is_other and not window.is_whole:
+            return _NOTHING
         if is_other or self._is_uneven(judge) or (count < self._count and not self._has_short):
             return _LATER
         return _LONGER if count > self._count == len(first.window.micros) else _NOTHING
 
     def _is_divided_otherwise(self, judge: LoopJudge) -> bool:
-        """True if sums are divided by the units of the first window, and not by their own."""
+        """True if it is divided by the number of the first window, and not by its own.
+
+        Sums tell this, and the means of a longer window; a shorter one is judged in any case.
+        """
         if self._has_short or self._first is None or self._trials[0].found != RIGHT:
             return False
         judge.like, scale = self._first.terms(), judge.micros[0].loss_scale
-        sums = [sum(term.weights) / scale for term in judge.terms() if term.choice is not None]
+        plain = all(len(micro.roots) == 1 for micro in self._first.micros)  # a backward of each
+        longer = plain and len(judge.micros) > self._count
+        sums = [
+            sum(term.weights) / scale
+            for term, was in zip(judge.terms(), judge.like, strict=False)
+            if was.choice is not None
+            or (longer and term.choice is None and abs(sum(was.weights) / scale - 1) < 1e-2)
+        ]
         judge.was_right = any(abs(total - 1) > 1e-2 for total in sums)
         judge.like, judge.steps = (judge.like, self._count) if judge.was_right else ((), None)
         return judge.was_right
@@ -260,7 +274,9 @@ class Watch:
         alone, resumed = trial.micro_batches == 1, first.window.resumed
         each = any(other.found == "stepped-every-micro-batch" for other in self._trials[1:])
         if trial.found in _SHORT and not each and (alone or resumed or trial.found != "left-out"):
-            key = "only-the-first" if alone else "lost-after-resume" if resumed else "nominal-count"
+            left = any(other.found == "cleared-in-the-window" for other in self._trials[1:])
+            key = "left-out" if left else "nominal-count"
+            key = "only-the-first" if alone else "lost-after-resume" if resumed else key
             fits = [MistakeFit(key, fit.variant, fit.distance, True) for fit in trial.fits[:1]]
             trial = replace(trial, found=key, fits=(*fits, *trial.fits[1:]))
         self._trials[0] = trial

@@ -105,7 +105,9 @@ class RecordedMicroBatch:
     counts: list[float] = field(default_factory=list)
     """Positive numbers, ones and sums of the constants that its loss was made with: targets."""
     padded: list[float] = field(default_factory=list)
-    """The sizes of the masks that its loss was made with."""
+    """The sizes of the masks and labels that its loss was made with."""
+    factors: list[Tensor] = field(default_factory=list)
+    """The weights of its samples in the loss."""
     made_by: tuple[str, ...] = ()
     """The names of the nodes of its loss's graph."""
     number: int = 0
@@ -467,7 +469,8 @@ class WindowRecorder:
             raise self.over
         # Of a checkpoint, inside the model, while a graph is compiled, or a look of our own.
         within = bool(place and self._depth)  # Lightning's steps may be within a forward
-        busy = self._inside or within or self.failure or _get_current_dispatch_mode_stack()
+        busy: Any = self._inside or within or self.failure or _get_current_dispatch_mode_stack()
+        busy = busy or torch._C._functorch.peek_interpreter_stack() is not None
         is_look = bool(place) and not busy and _is_a_look()
         if busy or is_look:
             self._used = None if is_look else self._used
@@ -515,26 +518,20 @@ class WindowRecorder:
         micro.roots = [root.grad_fn for root in listed]
         micro.made_by = tuple(node.name() for node in self._nodes_of_loss(listed))
         micro.number, micro.statistic = self._statistics.backwards, self._statistics.of(listed)
-        if not self.light and any(term.kind == "sum" and term.over for term in terms):
-            micro.counts, micro.padded = self._counts_in_graph(listed)
+        if not self.light:
+            constants = list(self._constants(listed))
+            factors = [one for name, one in constants if name.startswith("Mul")]
+            micro.factors = [one for one in factors if _is_weight(one)]
+            if any(term.kind == "sum" and term.over for term in terms):
+                micro.counts, micro.padded = _counts_of(constants)
         return micro
 
-    @torch.no_grad()
-    def _counts_in_graph(self, roots: Sequence[Tensor]) -> tuple[list[float], list[float]]:
-        """Count in the constants between the losses and the model: a sum may be divided by them.
-
-        Return the sizes of the masks apart: they count the padding, too.
-        """
-        counts, padded = list[float](), list[float]()
+    def _constants(self, roots: Sequence[Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors between the losses and the model that no gradient goes through."""
         for node in self._nodes_of_loss(roots):
             for one in (saved_by(node, name[7:]) for name in dir(node) if name[:7] == "_saved_"):
-                if not isinstance(one, Tensor) or one.requires_grad or not one.dim():
-                    continue
-                if one.dtype is torch.bool:
-                    padded.append(float(one.numel()))
-                if one.dtype is torch.bool or one.is_floating_point():
-                    counts += [float((one > 0).sum()), float((one == 1).sum()), float(one.sum())]
-        return counts, padded
+                if isinstance(one, Tensor) and not one.requires_grad and one.dim():
+                    yield node.name(), one
 
     def _nodes_of_loss(self, roots: Sequence[Tensor]) -> Iterator[Any]:
         """Yield the nodes between these losses and the model, in the graph's own order."""
@@ -834,14 +831,8 @@ class WindowRecorder:
         """Return the optimizer's copies of the parameters in a wider format; [] if it has none."""
         groups = optimizer.param_groups
         held = [c for group in groups for c in group["params"] if c.dtype is torch.float32]
-        found = [
-            [
-                c
-                for c in held
-                if p.dtype != c.dtype and p.shape == c.shape and torch.equal(c.to(p), p)
-            ]
-            for p in self.parameters
-        ]
+        pairs = [(p, [c for c in held if p.shape == c.shape]) for p in self.parameters]
+        found = [[c for c in r if p.dtype != c.dtype and torch.equal(c.to(p), p)] for p, r in pairs]
         return [copies[0] for copies in found] if all(found) else []
 
     def _engine_step(self, original: Any, engine: Any, *args: Any, **kwargs: Any) -> Any:
@@ -1055,6 +1046,27 @@ def _terms_of(root: Tensor, seed: Tensor | None) -> list[LossTerm]:
         total = root if not root.dim() else root.sum()
     factor = 1.0 if seed is None else float(seed.flatten()[0])
     return [replace(term, seed=factor) for term in loss_terms(total.grad_fn)]
+
+
+def _counts_of(constants: Sequence[tuple[str, Tensor]]) -> tuple[list[float], list[float]]:
+    """Count in the constants of a loss, one by one and by their nodes: a sum may be over them.
+
+    Return the sizes of masks and labels apart: they count the padding, too.
+    """
+    found: dict[str, list[list[float]]] = {}
+    for node, one in constants:
+        if one.dtype is torch.bool or one.is_floating_point():
+            counts = [float((one > 0).sum()), float((one == 1).sum()), float(one.sum())]
+            found.setdefault(node, []).append(counts)
+    added = [[sum(one) for one in zip(*rows, strict=True)] for rows in found.values()]  # of all
+    counted = [number for rows in (*found.values(), added) for row in rows for number in row]
+    return counted, [float(one.numel()) for _, one in constants if not one.is_floating_point()]
+
+
+def _is_weight(factor: Tensor) -> bool:
+    """True for one weight of each of some samples, if these are no counts."""
+    is_row = factor.is_floating_point() and 4 <= factor.numel() == len(factor)
+    return is_row and not factor.equal(factor.round())
 
 
 def filled(row: Tensor, sizes: list[int]) -> frozenset[int]:
