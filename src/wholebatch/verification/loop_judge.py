@@ -542,7 +542,8 @@ class LoopJudge:
         if gradient is not self._at_step():
             factor = float(self._last_clips()[-1].after.norm() / self._at_step().norm())
             if abs(factor - 1) > _WEIGHTS:
-                key = "clipped-while-scaled" if self._is_loss_scale(factor) else "clipped-too-early"
+                scaled = factor > _LOSS_SCALE + 1 and self._is_loss_scale(factor)
+                key = "clipped-while-scaled" if scaled else "clipped-too-early"
                 return MistakeFit(key, f"clipped while {factor:.4g} times as large")
         if scales[0] != 1 and apart(gradient, right * scales[0]) <= self.tolerance:
             return MistakeFit("loss-scale", f"{scales[0]:g} times too large")
