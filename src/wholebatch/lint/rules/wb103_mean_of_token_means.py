@@ -134,7 +134,7 @@ def _in_frameworks(file: File) -> Iterator[Report]:
         if framework == "Lightning":
             counted = not framework_accumulates(file)
         else:  # transformers passes the window's tokens to `compute_loss`.
-            counted = "gradient_accumulation_steps" not in file.facts.source
+            counted = not file.trained and "gradient_accumulation_steps" not in file.facts.source
             counted = counted or any("num_items_in_batch" in text(s) for s in methods[0].body)
         read = () if counted else methods
         found: list[ast.AST] = [
