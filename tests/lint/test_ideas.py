@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from pathlib import Path
 
@@ -171,3 +172,115 @@ def test_a_trainer_of_another_module_means_over_the_tokens(tmp_path: Path, divis
     """
     found = codes_of(tmp_path, train=train, rows=rows, trainer=trainer)
     assert ("WB103" in found) is (divisor == "")
+
+
+SUPERVISED = """
+    from rows import make_loader
+    {imports}
+
+    def train(optimizer, accum):
+        model = {model}
+        for i, batch in enumerate(make_loader()):
+            loss = model(batch["ids"], batch["labels"])["loss"] / accum
+            loss.backward()
+            if (i + 1) % accum == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize("label", ["-100", "0"])
+def test_a_class_does_not_end_at_a_long_string(tmp_path: Path, label: str) -> None:
+    rows = f"""
+        class RowDataset(Dataset):
+            def prompt(self, row):
+                return f'''Answer.
+                |{{row}}
+                |'''
+
+            def __getitem__(self, i):
+                ids = self.encode(self.prompt(self.rows[i]))
+                return {{"ids": ids, "labels": [{label}] * len(ids) + self.answers[i]}}
+
+        def make_loader():
+            return DataLoader(RowDataset())
+    """
+    rows = re.sub(r"\n *\|", "\n", textwrap.dedent(rows))
+    train = SUPERVISED.format(imports="from net import Net", model="Net()")
+    net = "class Net(nn.Module):\n    def forward(self, ids, labels):\n        return self.run(ids)\n"
+    found = codes_of(tmp_path, train=train, rows=rows, net=net)
+    assert ("WB103" in found) is (label == "-100")
+
+
+@pytest.mark.parametrize(
+    ("loss", "found"),
+    [
+        ("self.mse(rate[chosen], target[chosen] / 2)", True),
+        ("self.mse(rate, target / 2)", False),
+    ],
+)
+def test_a_loss_of_another_module_means_over_a_selection(
+    tmp_path: Path, loss: str, found: bool
+) -> None:
+    train = """
+        from objectives import TwoTasks
+
+        def train(model, optimizer, loader, accum):
+            criterion = TwoTasks()
+            for i, (x, y) in enumerate(loader):
+                loss, parts = criterion(model(x), y)
+                (loss / accum).backward()
+                if (i + 1) % accum == 0:
+                    optimizer.step()
+                    optimizer.zero_grad()
+    """
+    objectives = f"""
+        class TwoTasks(nn.Module):
+            def forward(self, rate, labels):
+                target, chosen = labels["rate"], labels["kind"] == 1
+                chosen = labels["kind"] == 1
+                mse_loss = {loss.replace("self.mse", "self.mse_loss")}
+                return mse_loss, {{}}
+    """
+    assert ("WB103" in codes_of(tmp_path, train=train, objectives=objectives)) is found
+
+
+@pytest.mark.parametrize(("model", "found"), [("MaskedLM", True), ("CausalLM", False)])
+def test_drawn_tokens_differ_in_number_though_texts_are_joined(model: str, found: bool) -> None:
+    mlm = "mlm_probability=0.15" if found else "mlm=False"
+    source = f"""
+        model = AutoModelFor{model}.from_pretrained(name)
+        rows = rows.map(group_texts, batched=True)
+        collate = DataCollatorForLanguageModeling(tokenizer, {mlm})
+        loader = DataLoader(rows, collate_fn=collate)
+        accelerator = Accelerator(gradient_accumulation_steps=args.accum)
+        for batch in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(**batch).loss)
+                optimizer.step()
+                optimizer.zero_grad()
+    """
+    assert ("WB103" in codes(source)) is found
+
+
+@pytest.mark.parametrize("mean", ["(nll * mask).sum() / mask.sum()", "(nll * mask).mean()"])
+def test_a_likelihood_of_another_module_is_a_loss(tmp_path: Path, mean: str) -> None:
+    train = """
+        from density import skewed_nll
+
+        def train(model, optimizer, loader, accum):
+            for i, (x, y, mask) in enumerate(loader):
+                loss = skewed_nll(y, model(x), mask=mask)
+                (loss / accum).backward()
+                if (i + 1) % accum == 0:
+                    optimizer.step()
+                    optimizer.zero_grad()
+    """
+    density = f"""
+        def skewed_nll(y, mu, mask=None):
+            nll = torch.log(y - mu)
+            for _ in range(3):
+                nll = nll + 1
+            return {mean}
+    """
+    assert ("WB103" in codes_of(tmp_path, train=train, density=density)) is ("/" in mean)

@@ -44,6 +44,8 @@ _MASKED_LABELS = re.compile(
 _MASKS_ITSELF = re.compile(r"(full\w*\([^\n]*, |label\w*\[[^\n]*\] = |value=)-100\b")
 # Sequences that are joined to full length: a collator has nothing to pad.
 _PACKED = re.compile(r"packing\s*=\s*True|group_texts|ConstantLengthDataset")
+# Tokens that are drawn to be guessed: another number in every batch.
+_DRAWN = re.compile(r"ForMaskedLM|mlm_probability|mlm\s*=\s*True|WholeWordMask")
 # Models with a label or two for each sample, or a loss per sample (CTC): a mean over samples.
 _ONE_LABEL = re.compile(
     r"For(QuestionAnswering|SequenceClassif|MultipleChoice|CTC\b)|start_positions"
@@ -92,7 +94,7 @@ _SPLIT = (
 _EXACT = re.compile(
     r"num_items|total_tokens|global_tokens|token_count|n_?tokens|num_tokens|tgt_size"
 )
-_CRITERION = re.compile(r"criterion|loss|entropy|(?<![a-z])ce(?![a-z])", re.I)
+_CRITERION = re.compile(r"criterion|loss|entropy|(?<![a-z])(ce|nll)(?![a-z])", re.I)
 _OWN_CROSS_ENTROPY = re.compile(r"^(masked_|smooth_)?(ce|cross_entropy|nll)_loss$", re.I)
 _PADDING = re.compile(r"(?i:pad)|IGNORE|-100")
 _DEFAULT_LABEL = re.compile(r"\bignore_index(: int)? ?=")  # In a signature.
@@ -321,7 +323,7 @@ def _leaves_out(source: str, *, functional: bool) -> bool:
     if any(is_call(c, "masked_select") and "mask" in text(c) for c in calls) and "loss" in source:
         return True
     env = flat_env(nodes)
-    if any(last_part(c.func) in _CROSS_ENTROPY and _selects(c, env) for c in calls):
+    if any(_selects(c, env) for c in calls):
         return True
     for stmt in (n for n in nodes if isinstance(n, (ast.Assign, ast.AugAssign, ast.Return))):
         is_loss = _LOSSY.search(text(stmt)) or (functional and isinstance(stmt, ast.Return))
@@ -375,25 +377,24 @@ def _selects(call: ast.Call, env: Env) -> bool:
         # `logits[m]` and `labels[m]`: a mask by any name, if it was made and is no place or sample.
         made = [text(d.expr) for d in env.get(text(picked[0]), ())]
         return bool(made) and not any("@" in m or _FIXED_INDEX.search(m) for m in made)
-    if not _is_selection(call.args[1], env):
-        return False
-    return _is_selection(call.args[0], env, through=True)
+    # The other side has the same shape.
+    return _is_selection(call.args[1], env) or _is_selection(call.args[0], env)
 
 
-def _is_selection(expr: ast.expr, env: Env, depth: int = 0, *, through: bool = False) -> bool:
-    """True for `labels[mask]`, copied or made under an option; `through` a head too."""
+def _is_selection(expr: ast.expr, env: Env, depth: int = 0) -> bool:
+    """True for `labels[mask]`, copied or made under an option."""
     expr = unmoved(expr)
     inner: ast.expr | None = None
     if isinstance(expr, ast.Call):
-        if (through or (dotted(expr.func) or "").startswith("torch.")) and expr.args:
+        if (dotted(expr.func) or "").startswith("torch.") and expr.args:
             inner = expr.args[0]
         elif is_call(expr, "clone") and isinstance(expr.func, ast.Attribute):
             inner = expr.func.value
     if inner is not None:
-        return depth < 6 and _is_selection(inner, env, depth + 1, through=through)
+        return depth < 6 and _is_selection(inner, env, depth + 1)
     if not isinstance(expr, ast.Subscript):
         made = env.get(dotted(expr) or "", ()) if depth < 6 else ()
-        return any(_is_selection(d.expr, d.env, depth + 1, through=through) for d in made)
+        return any(_is_selection(d.expr, d.env, depth + 1) for d in made)
     by = [expr.slice, *(d.expr for d in env.get(dotted(expr.slice) or "", ()))]
     return "mask" in (dotted(expr.slice) or "") or any(isinstance(b, ast.Compare) for b in by)
 
@@ -439,6 +440,7 @@ def _is_language_model(call: ast.Call, file: File) -> bool:
         return False  # Nothing to ignore.
     if file.facts.mentions(_LANGUAGE_MODEL):
         packed = file.facts.mentions(_PACKED) and not file.facts.mentions(_IGNORED)
+        packed = packed and not file.facts.mentions(_DRAWN)
         if file.facts.mentions(_MASKED_DATA) and not packed:
             return True
     elif file.facts.mentions(_ONE_LABEL):
