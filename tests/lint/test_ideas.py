@@ -284,3 +284,146 @@ def test_a_likelihood_of_another_module_is_a_loss(tmp_path: Path, mean: str) -> 
             return {mean}
     """
     assert ("WB103" in codes_of(tmp_path, train=train, density=density)) is ("/" in mean)
+
+
+@pytest.mark.parametrize(("label", "found"), [("-1", True), ("end", False)])
+def test_a_file_makes_the_label_that_its_model_leaves_out(
+    tmp_path: Path, label: str, found: bool
+) -> None:
+    train = f"""
+        from net import Net
+
+        def rows(n, length, end):
+            ys = np.full((n, length), {label}, dtype=np.int64)
+            return ys
+
+        def train(optimizer, accum, steps):
+            model = Net()
+            for step in range(steps):
+                for _ in range(accum):
+                    x, y = next_batch()
+                    _, loss = model(x, y)
+                    (loss / accum).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    """
+    net = """
+        class Net(nn.Module):
+            def forward(self, x, y):
+                logits = self.run(x)
+                return logits, F.cross_entropy(logits.view(-1), y.view(-1), ignore_index=-1)
+    """
+    assert ("WB103" in codes_of(tmp_path, train=train, net=net)) is found
+
+
+@pytest.mark.parametrize("mean", ["(loss * mask).sum() / (mask.sum() + self.eps)", "loss.mean()"])
+def test_a_term_of_an_imported_criterion_means_over_a_mask(tmp_path: Path, mean: str) -> None:
+    train = """
+        from objectives import Both
+
+        def train(model, optimizer, loader, accum):
+            criterion = Both()
+            for i, (x, y) in enumerate(loader):
+                loss = criterion(model(x), y)["loss"] / accum
+                loss.backward()
+                if (i + 1) % accum == 0:
+                    optimizer.step()
+                    optimizer.zero_grad()
+    """
+    objectives = f"""
+        class MaskedL1Loss(nn.Module):
+            def forward(self, x, y, mask):
+                loss = (x - y).abs()
+                return {mean}
+
+        class Both(nn.Module):
+            def __init__(self):
+                self.l1 = MaskedL1Loss()
+
+            def forward(self, x, batch):
+                return {{"loss": self.l1(x, batch["y"], batch["mask"])}}
+    """
+    found = codes_of(tmp_path, train=train, objectives=objectives)
+    assert ("WB103" in found) is ("mask" in mean)
+
+
+@pytest.mark.parametrize(("label", "found"), [("-100", True), ("0", False)])
+def test_an_ignored_label_of_minus_100_says_nothing_of_the_data(
+    tmp_path: Path, label: str, found: bool
+) -> None:
+    train = """
+        from objectives import Total
+        from rows import TokenDataset
+
+        def train(model, optimizer, accum):
+            criterion = Total()
+            for i, (x, y) in enumerate(DataLoader(TokenDataset())):
+                (criterion(model(x), y)["total"] / accum).backward()
+                if (i + 1) % accum == 0:
+                    optimizer.step()
+                    optimizer.zero_grad()
+    """
+    objectives = """
+        class Total(nn.Module):
+            def __init__(self):
+                self.ce = nn.CrossEntropyLoss(ignore_index=-100)
+
+            def forward(self, x, y):
+                return {"total": self.ce(x, y)}
+    """
+    rows = f"""
+        class TokenDataset(Dataset):
+            def __getitem__(self, i):
+                x = self.tokens[i : i + 64]
+                return x, x[1:] + [{label}]
+    """
+    assert ("WB103" in codes_of(tmp_path, train=train, objectives=objectives, rows=rows)) is found
+
+
+@pytest.mark.parametrize(("loop", "found"), [("rollouts", False), ("batches", True)])
+def test_a_backward_of_its_own_for_each_sample(loop: str, found: bool) -> None:
+    source = f"""
+        def train(actor, optimizer, accum, prompts):
+            for prompt in prompts:
+                for _ in range(accum):
+                    {loop} = play(actor, prompt)
+                    for i, (ids, mask) in enumerate({loop}):
+                        loss = (actor(ids) * mask).sum() / mask.sum()
+                        (loss / (len({loop}) * accum)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    """
+    assert ("WB103" in codes(source)) is found
+
+
+@pytest.mark.parametrize(("share", "found"), [(" * tokens / total_tokens * accum", False), ("", True)])
+def test_a_term_that_is_weighed_by_its_tokens(share: str, found: bool) -> None:
+    source = f"""
+        model = AutoModelForCausalLM.from_pretrained(name)
+
+        def train(batches, optimizer, accum, total_tokens):
+            for i, batch in enumerate(batches):
+                output = model(**batch)
+                tokens = (batch["labels"] != -100).sum()
+                loss = output.token_loss{share} + output.other_loss
+                (loss / accum).backward()
+                if (i + 1) % accum == 0:
+                    optimizer.step()
+                    optimizer.zero_grad()
+    """
+    assert ("WB103" in codes(source)) is found
+
+
+@pytest.mark.parametrize("plugin", [", deepspeed_plugin=plugin", ""])
+def test_deepspeed_counts_its_windows_over_epochs(plugin: str) -> None:
+    source = f"""
+        plugin = DeepSpeedPlugin(gradient_accumulation_steps=accum)
+        accelerator = Accelerator(mixed_precision="bf16"{plugin})
+        for epoch in range(epochs):
+            for step, batch in enumerate(loader):
+                accelerator.backward(model(batch).mean() / accum)
+                if (step + 1) % accum == 0:
+                    optimizer.step()
+                    optimizer.zero_grad()
+    """
+    assert ("WB109" in codes(source)) is (plugin == "")

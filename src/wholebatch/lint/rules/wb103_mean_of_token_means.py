@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from functools import lru_cache
 
-from ..model import File, LoopWindow
+from ..model import File, Loop, LoopWindow
 from ..model.events import Env
 from ..model.expressions import (
     divisor_of,
@@ -81,6 +81,7 @@ _SELECTED = re.compile(
 )
 # A sample of its own for each backward: its mean is the sample's, however many tokens it has.
 _ONE_SAMPLE = re.compile(r"(sample|example|item|response|completion|episode|traj\w*)$")
+_SAMPLES = re.compile(r"(^|_)(rollout|episode|trajector|completion)\w*$")
 # A check that the parts of a batch are equal.
 _WHOLE_PARTS = re.compile(r"(assert|if)\b[^\n]*batch_?size[^\n]*%")
 _MESSAGE = (
@@ -97,6 +98,9 @@ _EXACT = re.compile(
 _CRITERION = re.compile(r"criterion|loss|entropy|(?<![a-z])(ce|nll)(?![a-z])", re.I)
 _OWN_CROSS_ENTROPY = re.compile(r"^(masked_|smooth_)?(ce|cross_entropy|nll)_loss$", re.I)
 _PADDING = re.compile(r"(?i:pad)|IGNORE|-100")
+_PART = re.compile(r"class \w*(Loss|Criterion|Entropy)")  # A term of another criterion.
+_ASKED_LABEL = re.compile(r"ignore_index ?= ?(-\d+)")
+_ASKS_DEFAULT = re.compile(r"ignore_index ?= ?-100\b")
 _DEFAULT_LABEL = re.compile(r"\bignore_index(: int)? ?=")  # In a signature.
 # Helpers of RLHF code: a mean over the mask of one micro-batch.
 _MASKED_MEAN = re.compile(r"masked?_mean|mean_masked|agg_loss")
@@ -114,14 +118,24 @@ def check(file: File) -> Iterator[Report]:
     ):
         return
     for window in file.accumulating:
-        if _ONE_SAMPLE.search(dotted(window.loop.target or ast.Pass()) or ""):
+        # A term that is weighed by its tokens: the others are means over samples.
+        if any(_is_weighed(chain, window) for _, chain in window.chains):
             continue
         for event, chain in window.chains:
-            place = _masked_mean(chain, window, file)
+            alone = any(map(_has_one_sample, (window.loop, *event.loops[-1:])))
+            place = None if alone else _masked_mean(chain, window, file)
             if place is not None:
                 node = place if hasattr(place, "lineno") else event.node
                 yield Report(node, _SPLIT if _is_split(chain, window) else _MESSAGE)
                 break
+
+
+def _has_one_sample(loop: Loop) -> bool:
+    """True for a loop over samples, not over batches: `for i, (ids, mask) in enumerate(rollouts)`."""
+    if loop.virtual:
+        return False
+    target = dotted(loop.target or ast.Pass()) or ""
+    return bool(_ONE_SAMPLE.search(target) or _SAMPLES.search(dotted(iterated(loop) or ast.Pass()) or ""))
 
 
 def _in_frameworks(file: File) -> Iterator[Report]:
@@ -208,8 +222,6 @@ def _masked_mean(chain: Chain, window: LoopWindow, file: File) -> ast.AST | None
     # Weighed by a number of its own, such as its share of the tokens.
     if any(window.resolver.varies(w, window.loop) for w in chain.weights):
         return None
-    if any(_EXACT.search(f) for f in chain.factors):
-        return None
     if masks:
         counts = counted(masks[0].by, masks[0].env, window.resolver.returns)
         asked = any("-100" in text(e) for e, _ in counts) and _none_ignored(file)
@@ -225,6 +237,13 @@ def _masked_mean(chain: Chain, window: LoopWindow, file: File) -> ast.AST | None
         return None
     is_masked = _ignores(call, chain, window, file) or _selects(call, chain.base_env)
     return chain.base if is_masked or _is_language_model(call, file) else None
+
+
+def _is_weighed(chain: Chain, window: LoopWindow) -> bool:
+    """True for a term that is multiplied by the valid tokens of the micro-batch."""
+    counts = [w for w in chain.weights if re.search(r"-100|tok(en)?s|valid", text(w))]
+    varying = any(window.resolver.varies(w, window.loop) for w in counts)
+    return varying or any(_EXACT.search(f) for f in chain.factors)
 
 
 def _is_split(chain: Chain, window: LoopWindow) -> bool:
@@ -246,7 +265,10 @@ def _ignores(call: ast.Call, chain: Chain, window: LoopWindow, file: File) -> bo
     if file.facts.mentions(_RANDOM_LABELS) and not masks:
         return False
     asked = [keyword(m, "ignore_index") for m, _ in made]
-    if any(number(a) == -100 for a in asked if a is not None) and _none_ignored(file):
+    behind = file.facts.behind(name)
+    # An `ignore_index` of -100 is the default: it says nothing of the data.
+    asks = _ASKS_DEFAULT.search(behind) or any(a is not None and number(a) == -100 for a in asked)
+    if asks and _none_ignored(file):
         return False
     if any(_masks_mean(m, env) or _ignores_by_default(m, file) for m, env in made):
         return True
@@ -255,7 +277,8 @@ def _ignores(call: ast.Call, chain: Chain, window: LoopWindow, file: File) -> bo
     by_default = imported is not None and _DEFAULT_LABEL.search(imported.text.partition(":\n")[0])
     if by_default and not (keyword(call, "ignore_index") or file.facts.mentions(_MASKED_LABELS)):
         imported = None  # It would leave labels out, but nothing here makes such labels.
-    sources = [file.facts.behind(name), "" if imported is None else imported.text]
+    parts = [p for m, _ in made for p in file.facts.imported_parts(m) if _PART.match(p)]
+    sources = [behind, "" if imported is None else imported.text, *parts]
     if any(_leaves_out(source, functional=functional) for source in sources):
         return True
     # `model.compute_loss(...)`, `model.forward_train(...)`: that method of the class.
@@ -274,7 +297,7 @@ def _none_ignored(file: File) -> bool:
     seen = seen or facts.mentions(_SHIFTED)
     masks = [found.text for _, found in facts.helpers(_LABELS)]
     made = any(map(_MAKES_IGNORED.search, (facts.source, *facts.data_parts, *masks)))
-    return seen and "-100" in facts.source and not made
+    return seen and not made
 
 
 @lru_cache(maxsize=64)
@@ -445,11 +468,20 @@ def _is_language_model(call: ast.Call, file: File) -> bool:
             return True
     elif file.facts.mentions(_ONE_LABEL):
         return False
-    if file.facts.mentions(_MASKED_LABELS) and not _none_ignored(file):
+    unmade = "-100" in file.facts.source and _none_ignored(file)
+    if file.facts.mentions(_MASKED_LABELS) and not unmade:
         return True
-    if _MASKS_ITSELF.search(file.facts.behind(name)):
+    behind = file.facts.behind(name)
+    if _MASKS_ITSELF.search(behind) or _makes_ignored(behind, file):
         return True
     return _data_mask(_MASKED_LABELS, file)
+
+
+def _makes_ignored(model: str, file: File) -> bool:
+    """True if the file makes the very label that the loss inside a model leaves out."""
+    asked = {*_ASKED_LABEL.findall(model)} - {"-100"}
+    made = [rf"full(_like)?\([^\n]*, {a}\b|\] = {a}\b|\[{a}\] \*" for a in asked]
+    return any(re.search(one, file.facts.source) for one in made)
 
 
 def _data_mask(pattern: re.Pattern[str], file: File) -> bool:
