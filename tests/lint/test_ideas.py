@@ -427,3 +427,82 @@ def test_deepspeed_counts_its_windows_over_epochs(plugin: str) -> None:
                     optimizer.zero_grad()
     """
     assert ("WB109" in codes(source)) is (plugin == "")
+
+
+IMAGES = """
+    import timm
+    {imports}
+
+    {settings}
+
+    def train(loader, accum, args):
+        model = {model}
+        optimizer = torch.optim.SGD(model.parameters())
+        for i, (x, y) in enumerate(loader):
+            (F.mse_loss(model(x), y) / accum).backward()
+            if (i + 1) % accum == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("network", "found"),
+    [
+        ("tf_efficientnet_b0_ns", True),
+        ("resnet50.a1_in1k", True),
+        ("gluon_seresnext50_32x4d", True),
+        ("resnet50_gn", False),
+        ("vit_base_patch16_224", False),
+    ],
+)
+@pytest.mark.parametrize(
+    ("settings", "model"),
+    [
+        ("", "timm.create_model('NETWORK')"),
+        ("NAME = 'NETWORK'", "timm.create_model(NAME)"),
+        ("parser.add_argument('--arch', default='NETWORK')", "timm.create_model(args.arch)"),
+        ("CONFIG = {'network': 'NETWORK'}", "timm.create_model(CONFIG['network'])"),
+        ("", "Wrapped('NETWORK')"),
+    ],
+)
+def test_a_network_that_is_asked_for_by_name(
+    tmp_path: Path, settings: str, model: str, network: str, found: bool
+) -> None:
+    train = IMAGES.format(imports="from wrapped import Wrapped", settings=settings, model=model)
+    wrapped = """
+        class Wrapped(nn.Module):
+            def __init__(self, name):
+                self.body = timm.create_model(name, pretrained=True)
+    """
+    reported = codes_of(tmp_path, train=train.replace("NETWORK", network), wrapped=wrapped)
+    assert ("WB113" in reported) is found
+
+
+@pytest.mark.parametrize(("network", "found"), [("resnet50", True), ("vit_tiny_patch16", False)])
+def test_a_network_that_a_class_has_by_default(tmp_path: Path, network: str, found: bool) -> None:
+    train = IMAGES.format(imports="from wrapped import Wrapped", settings="", model="Wrapped()")
+    wrapped = f"""
+        class Wrapped(nn.Module):
+            def __init__(self, name="{network}"):
+                self.body = timm.create_model(name, pretrained=True)
+    """
+    assert ("WB113" in codes_of(tmp_path, train=train, wrapped=wrapped)) is found
+
+
+@pytest.mark.parametrize(("mode", "found"), [("model.train_head()", True), ("pass", False)])
+def test_a_mode_of_training_with_another_name(tmp_path: Path, mode: str, found: bool) -> None:
+    settings = f"""
+    def evaluate(model):
+        model.eval()
+
+    def prepare(model):
+        {mode}
+    """
+    train = IMAGES.format(imports="from head import Head", settings=settings, model="Head()")
+    head = """
+        class Head(nn.Module):
+            def __init__(self):
+                self.norm = nn.BatchNorm2d(8)
+    """
+    assert ("WB113" in codes_of(tmp_path, train=train, head=head)) is found

@@ -326,7 +326,7 @@ class File:
         lines = [n for n in self.facts.source.split("\n") if "requires_grad_(False)" in n]
         frozen = {name for line in lines for name in re.findall(stopped, line)}
         evaluated = re.findall(r"([\w.]+)\.eval\(\)", self.facts.source)
-        frozen |= {*evaluated} - {*re.findall(r"([\w.]+)\.train\(", self.facts.source)}
+        frozen |= {*evaluated} - {*re.findall(r"([\w.]+)\.train\w*\(", self.facts.source)}
         return [
             call
             for name, values in self.facts.assigned.items()
