@@ -506,3 +506,91 @@ def test_a_mode_of_training_with_another_name(tmp_path: Path, mode: str, found: 
                 self.norm = nn.BatchNorm2d(8)
     """
     assert ("WB113" in codes_of(tmp_path, train=train, head=head)) is found
+
+
+@pytest.mark.parametrize(("length", "found"), [("len(loader)", True), ("len(loader) // accum", False)])
+def test_a_schedule_of_a_helper_that_is_handed_its_length(length: str, found: bool) -> None:
+    source = f"""
+        def build_scheduler(optimizer, warmup, epochs, per_epoch):
+            total_steps = epochs * per_epoch
+
+            def rate(step):
+                return max(1 - step / total_steps, step / warmup)
+
+            return torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+
+        def train_one_epoch(model, loader, optimizer, scheduler, accum):
+            for step, batch in enumerate(loader):
+                (model(batch).mean() / accum).backward()
+                if (step + 1) % accum == 0 or step + 1 == len(loader):
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    scheduler.step()
+
+        def train(model, loader, config, epochs):
+            accum = config.get("accum", 1)
+            optimizer = torch.optim.AdamW(model.parameters())
+            scheduler = build_scheduler(optimizer, 100, epochs, {length})
+            for epoch in range(epochs):
+                train_one_epoch(model, loader, optimizer, scheduler, accum)
+    """
+    assert ("WB116" in codes(source)) is found
+
+
+@pytest.mark.parametrize(
+    ("length", "size", "found"),
+    [
+        ("int(len(rows) / SIZE * EPOCHS)", "SIZE", True),
+        ("int(len(rows) / SIZE / accum * EPOCHS)", "SIZE", False),
+        ("int(len(rows) / SIZE * EPOCHS)", "SIZE // accum", False),
+    ],
+)
+def test_a_schedule_of_samples_over_the_size_of_a_batch(
+    length: str, size: str, found: bool
+) -> None:
+    source = f"""
+        def run(rows, model, accum):
+            loader = DataLoader(Rows(rows), batch_size={size}, shuffle=True)
+            optimizer = torch.optim.AdamW(model.parameters())
+            scheduler = get_linear_schedule_with_warmup(
+                optimizer, num_warmup_steps=10, num_training_steps={length}
+            )
+            for step, batch in enumerate(loader):
+                (model(batch).mean() / accum).backward()
+                if (step + 1) % accum == 0:
+                    optimizer.step()
+                    scheduler.step()
+                    optimizer.zero_grad()
+    """
+    assert ("WB116" in codes(source)) is found
+
+
+@pytest.mark.parametrize(
+    ("prepared", "length", "found"),
+    [
+        ("scheduler", "len(loader) * epochs", True),
+        ("scheduler", "len(loader) * epochs // config['gradient_accumulation_steps']", False),
+        ("", "len(loader) * epochs", False),
+    ],
+)
+def test_a_prepared_schedule_whose_loop_is_in_another_module(
+    prepared: str, length: str, found: bool
+) -> None:
+    source = f"""
+        from loops import LoopTrainer
+
+        def main(config, model, loader, epochs):
+            accelerator = Accelerator(
+                gradient_accumulation_steps=config["gradient_accumulation_steps"]
+            )
+            optimizer = torch.optim.AdamW(model.parameters())
+            steps = {length}
+            scheduler = get_linear_schedule_with_warmup(
+                optimizer, num_warmup_steps=10, num_training_steps=steps
+            )
+            model, optimizer, loader, other = accelerator.prepare(
+                model, optimizer, loader, {prepared}
+            )
+            LoopTrainer(model, optimizer, scheduler, loader, accelerator).train()
+    """
+    assert ("WB116" in codes(source)) is found
