@@ -62,13 +62,15 @@ def test_a_model_that_compares_its_samples_under_another_name(tmp_path: Path, ri
                     optimizer.step()
                     optimizer.zero_grad()
     """
+    diagonal = "torch.linspace(0, n - 1, n, dtype=int)"
+    targets = diagonal if right == "sim_i2t" else "batch['kind']"
     pairs = f"""
         class Pairs(nn.Module):
             def forward(self, batch):
                 image, text = self.image(batch), self.text(batch)
                 sim_i2t = torch.matmul(image, text.t()) / self.temperature
                 n = image.size(0)
-                targets = {"torch.linspace(0, n - 1, n, dtype=int)" if right == "sim_i2t" else "batch['kind']"}
+                targets = {targets}
                 return {{"loss": F.cross_entropy({right}, targets)}}
     """
     assert ("WB114" in codes_of(tmp_path, train=train, pairs=pairs)) is (right == "sim_i2t")
@@ -207,7 +209,9 @@ def test_a_class_does_not_end_at_a_long_string(tmp_path: Path, label: str) -> No
     """
     rows = re.sub(r"\n *\|", "\n", textwrap.dedent(rows))
     train = SUPERVISED.format(imports="from net import Net", model="Net()")
-    net = "class Net(nn.Module):\n    def forward(self, ids, labels):\n        return self.run(ids)\n"
+    net = (
+        "class Net(nn.Module):\n    def forward(self, ids, labels):\n        return self.run(ids)\n"
+    )
     found = codes_of(tmp_path, train=train, rows=rows, net=net)
     assert ("WB103" in found) is (label == "-100")
 
@@ -396,7 +400,9 @@ def test_a_backward_of_its_own_for_each_sample(loop: str, found: bool) -> None:
     assert ("WB103" in codes(source)) is found
 
 
-@pytest.mark.parametrize(("share", "found"), [(" * tokens / total_tokens * accum", False), ("", True)])
+@pytest.mark.parametrize(
+    ("share", "found"), [(" * tokens / total_tokens * accum", False), ("", True)]
+)
 def test_a_term_that_is_weighed_by_its_tokens(share: str, found: bool) -> None:
     source = f"""
         model = AutoModelForCausalLM.from_pretrained(name)
@@ -508,7 +514,9 @@ def test_a_mode_of_training_with_another_name(tmp_path: Path, mode: str, found: 
     assert ("WB113" in codes_of(tmp_path, train=train, head=head)) is found
 
 
-@pytest.mark.parametrize(("length", "found"), [("len(loader)", True), ("len(loader) // accum", False)])
+@pytest.mark.parametrize(
+    ("length", "found"), [("len(loader)", True), ("len(loader) // accum", False)]
+)
 def test_a_schedule_of_a_helper_that_is_handed_its_length(length: str, found: bool) -> None:
     source = f"""
         def build_scheduler(optimizer, warmup, epochs, per_epoch):
@@ -594,3 +602,89 @@ def test_a_prepared_schedule_whose_loop_is_in_another_module(
             LoopTrainer(model, optimizer, scheduler, loader, accelerator).train()
     """
     assert ("WB116" in codes(source)) is found
+
+
+@pytest.mark.parametrize(("default", "found"), [("mean", True), ("sum", False)])
+def test_a_criterion_that_sums_only_if_it_is_told_to(
+    tmp_path: Path, default: str, found: bool
+) -> None:
+    train = """
+        from objectives import DiceLoss
+
+        def train(model, optimizer, loader, accum):
+            criterion = DiceLoss()
+            for i, (x, y) in enumerate(loader):
+                loss = criterion(model(x), y)
+                loss.backward()
+                if (i + 1) % accum == 0:
+                    optimizer.step()
+                    optimizer.zero_grad()
+    """
+    objectives = f"""
+        class DiceLoss(nn.Module):
+            def __init__(self, reduction="{default}"):
+                self.reduction = reduction
+
+            def forward(self, x, y):
+                loss = 1 - (x * y).sum(1) / (x + y).sum(1)
+                if self.reduction == "mean":
+                    return loss.mean()
+                elif self.reduction == "sum":
+                    return loss.sum()
+                return loss
+    """
+    assert ("WB101" in codes_of(tmp_path, train=train, objectives=objectives)) is found
+
+
+@pytest.mark.parametrize("accum", ["gradient_accumulation_steps=k", ""])
+def test_one_of_two_accelerators_is_told_its_number(accum: str) -> None:
+    source = f"""
+        def train(loader, model, optimizer, k):
+            try:
+                accelerator = Accelerator(deepspeed_plugin=plugin)
+            except ImportError:
+                accelerator = Accelerator({accum})
+            for batch in loader:
+                optimizer.zero_grad()
+                accelerator.backward(model(batch).mean())
+                optimizer.step()
+    """
+    assert ("WB119" in codes(source)) is (accum != "")
+
+
+@pytest.mark.parametrize(("every", "found"), [("accum", True), ("critic_rounds", False)])
+def test_a_second_backward_before_the_step_is_a_part_of_the_window(every: str, found: bool) -> None:
+    source = f"""
+        def train(model, optimizer, loader, attack, {every}, epochs):
+            for epoch in range(epochs):
+                for i, (x, y) in enumerate(loader):
+                    loss = F.mse_loss(model(x), y) / {every}
+                    loss.backward()
+                    if (i + 1) % {every} == 0:
+                        attack.perturb(model)
+                        F.mse_loss(model(x), y).backward()
+                        attack.restore(model)
+                        optimizer.step()
+                        optimizer.zero_grad()
+    """
+    assert ("WB109" in codes(source)) is found
+
+
+@pytest.mark.parametrize(("name", "found"), [("acc_steps", True), ("words", False)])
+def test_a_number_of_micro_batches_that_each_batch_decides(name: str, found: bool) -> None:
+    source = f"""
+        def train(model, optimizer, scaler, loader, epochs):
+            for epoch in range(epochs):
+                for i, (x, lengths) in enumerate(loader):
+                    {name} = max(1, int(lengths.float().mean().item() / 64))
+                    loss = model(x).mean() / {name}
+                    scaler.scale(loss).backward()
+                    if (i + 1) % {name} == 0:
+                        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                        scaler.step(optimizer)
+                        scaler.update()
+                        optimizer.zero_grad()
+    """
+    reported = codes(source)
+    assert ("WB106" in reported) is found
+    assert ("WB109" in reported) is found

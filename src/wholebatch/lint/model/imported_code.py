@@ -91,7 +91,9 @@ def visible(path: str, name: str) -> Definition | None:
 
 def _definition(source: str, name: str) -> str:
     """Return the class or function of this name out of a module's source, or ""."""
-    match = re.search(rf"^(class|def) {re.escape(name)}\b", source, re.M) if name in source else None
+    match = (
+        re.search(rf"^(class|def) {re.escape(name)}\b", source, re.M) if name in source else None
+    )
     if match is None:
         return ""
     block, end = re.compile(r".*(\n(?=[ \t)#\n]).*)*"), match.end()

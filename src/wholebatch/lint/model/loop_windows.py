@@ -486,7 +486,9 @@ def _boundary(window: LoopWindow, steps: list[Event], inner: list[Event]) -> boo
         return False
     when = {window.when(e) for e in inner}
     # A backward under the same condition as the step is an alternating update, not a window.
-    if "boundary" in when and "inside" not in when:
+    # One more before the step of a window is a part of it: an attack on the weights, say.
+    attacked = "always" in when and is_accumulation_name(window.every_name)
+    if "boundary" in when and "inside" not in when and not attacked:
         return False
     if not when & {"always", "inside", "sometimes"}:
         return False

@@ -131,11 +131,13 @@ def check(file: File) -> Iterator[Report]:
 
 
 def _has_one_sample(loop: Loop) -> bool:
-    """True for a loop over samples, not over batches: `for i, (ids, mask) in enumerate(rollouts)`."""
+    """True for a loop over samples, not batches: `for ids, mask in rollouts`."""
     if loop.virtual:
         return False
     target = dotted(loop.target or ast.Pass()) or ""
-    return bool(_ONE_SAMPLE.search(target) or _SAMPLES.search(dotted(iterated(loop) or ast.Pass()) or ""))
+    return bool(
+        _ONE_SAMPLE.search(target) or _SAMPLES.search(dotted(iterated(loop) or ast.Pass()) or "")
+    )
 
 
 def _in_frameworks(file: File) -> Iterator[Report]:
