@@ -177,12 +177,12 @@ def _parse_and_check(source: Source, settings: Settings) -> list[Finding]:
     except (ValueError, RecursionError, MemoryError) as error:
         return [Finding(source.path, 1, 1, _UNREAD, f"cannot be parsed: {error}", "error")]
     lines = source.text.split("\n")
-    trained = trained_elsewhere(file)
+    files = [(file, None), *trained_elsewhere(file)]
     found = [
         finding
         for rule in RULES
         if settings.wants_in(rule.code, source.path)
-        for finding in _check_rule(rule, file, trained, source, lines)
+        for finding in _check_rule(rule, files, source, lines)
     ]
     # Beside these no mended loop makes the update of the whole batch.
     spoils = [rule for rule in RULES if rule.code in _SPOILS]
@@ -192,17 +192,13 @@ def _parse_and_check(source: Source, settings: Settings) -> list[Finding]:
 
 
 def _check_rule(
-    rule: Rule,
-    file: File,
-    trained: list[tuple[File, ast.AST]],
-    source: Source,
-    lines: list[str],
+    rule: Rule, files: list[tuple[File, ast.AST | None]], source: Source, lines: list[str]
 ) -> list[Finding]:
     """Return the first finding of a rule at each place."""
     found: dict[tuple[int, int], Finding] = {}
     # What is wrong in another module is reported where the file names it.
-    imported = [Report(node, r.message) for other, node in trained for r in rule.check(other)]
-    for report in (*rule.check(file), *imported):
+    for report, where in ((r, where) for file, where in files for r in rule.check(file)):
+        report = report if where is None else Report(where, report.message)
         line, column, end, end_column = _position(report.node)
         if _is_silenced(lines, line, end, rule.code):
             continue

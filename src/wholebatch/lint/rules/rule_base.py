@@ -275,14 +275,14 @@ def framework_accumulates(file: File) -> bool:
     return False
 
 
-def trained_elsewhere(file: File) -> list[tuple[File, ast.AST]]:
+def trained_elsewhere(file: File) -> list[tuple[File, ast.AST | None]]:
     """Return the modules of the classes that a Trainer of the file trains, and where it is told."""
     facts = file.facts
     if not facts.import_nodes or not framework_accumulates(file):
         return []
-    named: dict[str, ast.AST] = {dotted(call.func) or "": call for call in facts.calls}
-    chosen = [v for values in facts.assigned.values() for v in values if isinstance(v, ast.Dict)]
-    named |= {n.id: n for held in chosen for n in held.values if isinstance(n, ast.Name)}
+    held = [v for values in facts.assigned.values() for v in values if isinstance(v, ast.Dict)]
+    chosen = [n for one in held for n in one.values]
+    named = {dotted(n) or "": n for n in (*(c.func for c in facts.calls), *chosen)}
     found = [(read_trained(file, name), node) for name, node in named.items()]
     return [(module, node) for module, node in found if module is not None]
 

@@ -115,10 +115,12 @@ def _known_model(call: ast.Call, name: str, full: str, file: File) -> str:
         asked = _asked(call, 0, file)
     elif full.endswith("hub.load"):
         asked = _asked(call, 1, file)
-    if not asked and call in file.models and any(map(_BY_NAME.search, _class_of(call, file))):
+    if not asked and call in file.models:
         # A class of its own around such a network, whose name it is given or has by default.
-        names = _BY_DEFAULT.findall(_class_of(call, file)[0])
-        asked = _asked(call, 0, file) or (names[0] if len({*names}) == 1 else "")
+        own = [text(c.node) for c in file.facts.classes if c.node.name == name]
+        around = "".join(own or file.facts.imported_parts(call, 0))
+        if _BY_NAME.search(around):
+            asked = _asked(call, 0, file) or "".join(_BY_DEFAULT.findall(around)[:1])
     if _KNOWN_MODEL.match(asked):
         return asked
     if full in {"EfficientNet.from_pretrained", "EfficientNet.from_name"}:
@@ -134,12 +136,7 @@ def _asked(call: ast.Call, index: int, file: File) -> str:
     if isinstance(value, str) or given is None:
         return value if isinstance(value, str) else ""
     key = text(given.slice).strip("'") if isinstance(given, ast.Subscript) else last_part(given)
-    named = rf"\b{key}\b['\"]?(, [^\n)]*default)? ?[:=] ?(str ?= ?)?['\"]([\w.]+)['\"]"
+    named = rf"\b{re.escape(key)}\b['\"]?(, [^\n)]*default)? ?[:=] ?(str ?= ?)?['\"]([\w.]+)['\"]"
     found = {m[2] for m in re.findall(named, file.facts.source)} if key else set()
     known = all(map(_KNOWN_MODEL.match, found))
     return min(found) if found and known else ""
-
-
-def _class_of(call: ast.Call, file: File) -> list[str]:
-    own = [text(c.node) for c in file.facts.classes if c.node.name == last_part(call.func)]
-    return own or file.facts.imported_parts(call, 0)

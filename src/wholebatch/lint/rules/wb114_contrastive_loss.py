@@ -59,8 +59,8 @@ def check(file: File) -> Iterator[Report]:
         calls = [n for m in methods for n in walk(m) if isinstance(n, ast.Call)]
         coupled_calls = [c for c in calls if any(map(_COUPLED_NAME.search, _made(c, file)))]
         coupled_calls += [c for c in calls if _is_coupled_function(c, file)]
-        own = [n for m in methods if _compares(text(m)) for n in walk(m)]
-        coupled_calls += [c for c in own if is_call(c, "cross_entropy", "log_softmax")]
+        inside = [n for m in methods if _compares(text(m)) for n in walk(m)]
+        coupled_calls += [c for c in inside if is_call(c, "cross_entropy", "log_softmax")]
         coupled_calls += [c for c in calls if coupled and MODEL_NAME.match(last_part(c.func))]
         yield from (r for c in coupled_calls[:1] for r in _reports(c, file))
 

@@ -58,43 +58,31 @@ def check(file: File) -> Iterator[Report]:
     for window in file.accumulating:
         yield from _schedules(window)
         yield from _counters(window)
-    for owner in file.facts.classes if framework_accumulates(file) else ():
-        method = owner.methods.get("configure_optimizers")
-        if method is not None and "automatic_optimization = False" not in text(owner.node):
-            yield from _of_lightning(method)
-    if not file.windows and file.facts.accelerator_divides:
-        yield from _prepared(file)
-
-
-def _prepared(file: File) -> Iterator[Report]:
-    """Yield schedules as long as the loader that Accelerate steps, in a loop of another module."""
-    handed = " ".join(text(call) for call in file.facts.made("prepare", "prepare_scheduler"))
-    for name, values in file.facts.assigned.items():
-        known = re.search(rf"\b{re.escape(name)}\b", handed) if name else None
-        for call in (v for v in values if known and isinstance(v, ast.Call)):
-            length = _length(call)
-            spelled = [] if length is None else _spellings(length, file.facts.env_around(call))
-            if any(map(_LENGTH.search, spelled)) and not any(map(is_accumulation_name, spelled)):
-                yield Report(
-                    call,
-                    "schedule is as long as the micro-batches, but Accelerate steps it once per "
-                    "update: divide its length by `gradient_accumulation_steps`",
-                )
-
-
-def _of_lightning(method: ast.AST) -> Iterator[Report]:
-    """Yield schedules as long as the loader: Lightning steps them once per update."""
-    nodes = [*walk(method)]
-    env = flat_env(nodes)
-    for call in (node for node in nodes if isinstance(node, ast.Call)):
+    for call, env, framework in _stepped_elsewhere(file):
         length = _length(call)
         spelled = [] if length is None else _spellings(length, env)
         if any(map(_LENGTH.search, spelled)) and not any(map(is_accumulation_name, spelled)):
             yield Report(
                 call,
-                "schedule is as long as the micro-batches, but Lightning steps it once per update: "
-                "use `self.trainer.estimated_stepping_batches`",
+                f"schedule is as long as the micro-batches, but {framework} steps it once per "
+                "update: divide its length by the number of micro-batches per update",
             )
+
+
+def _stepped_elsewhere(file: File) -> Iterator[tuple[ast.Call, Env, str]]:
+    """Yield what may be a schedule that Lightning, or Accelerate in another module, steps."""
+    facts = file.facts
+    for owner in facts.classes if framework_accumulates(file) else ():
+        method = owner.methods.get("configure_optimizers")
+        if method is not None and "automatic_optimization = False" not in text(owner.node):
+            nodes = [*walk(method)]
+            env = flat_env(nodes)
+            yield from ((n, env, "Lightning") for n in nodes if isinstance(n, ast.Call))
+    if not file.windows and facts.accelerator_divides:
+        handed = " ".join(map(text, facts.made("prepare", "prepare_scheduler")))
+        named = [v for n in re.findall(r"[\w.]+", handed) for v in facts.assigned.get(n, ())]
+        for call in (v for v in named if isinstance(v, ast.Call)):
+            yield call, facts.env_around(call), "Accelerate"
 
 
 def _schedules(window: LoopWindow) -> Iterator[Report]:
