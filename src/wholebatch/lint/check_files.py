@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from .lint_settings import Settings
 from .model import File, read
 from .rules import RULES, Rule
-from .rules.rule_base import Edit
+from .rules.rule_base import Edit, Report, trained_elsewhere
 from .source_files import Source, read_source, without_wrong_lines
 
 _SYNTAX = "WB001"
@@ -31,6 +31,9 @@ _UPDATES = re.compile(
     r"|(step|update)\w*\([^)\n]*optim"
     r"|def (training_step|compute_loss)\b"
 )
+# The loop is in a framework, and perhaps the loss in another module.
+_TRAINER = re.compile(r"Train(er|ingArguments)\(")
+_SET = re.compile(r"\b(accumulate_grad_batches|gradient_accumulation_steps)\s*=")
 # Loops that other rules than those of torch read, or none does.
 _ELSEWHERE = re.compile(
     r"^[ \t]*(?:import|from)[ \t]+(tensorflow|keras|jax|flax|mlx|paddle)\b", re.M
@@ -126,7 +129,9 @@ def check_source(source: Source, settings: Settings) -> list[Finding]:
         place = (source.path, problem.line, problem.column)
         found.append(Finding(*place, code, problem.message, "error", cell=problem.cell))
     # A cheap test that avoids parsing most files.
-    if _TRAINS.search(source.text) and _UPDATES.search(source.text):
+    text = source.text
+    trained = _TRAINER.search(text) and _SET.search(text) and not _ELSEWHERE.search(text)
+    if trained or (_TRAINS.search(text) and _UPDATES.search(text)):
         found += _parse_and_check(source, settings)
     else:
         found += _of_another_framework(source, settings)
@@ -172,11 +177,12 @@ def _parse_and_check(source: Source, settings: Settings) -> list[Finding]:
     except (ValueError, RecursionError, MemoryError) as error:
         return [Finding(source.path, 1, 1, _UNREAD, f"cannot be parsed: {error}", "error")]
     lines = source.text.split("\n")
+    files = [(file, None), *trained_elsewhere(file)]
     found = [
         finding
         for rule in RULES
         if settings.wants_in(rule.code, source.path)
-        for finding in _check_rule(rule, file, source, lines)
+        for finding in _check_rule(rule, files, source, lines)
     ]
     # Beside these no mended loop makes the update of the whole batch.
     spoils = [rule for rule in RULES if rule.code in _SPOILS]
@@ -185,10 +191,14 @@ def _parse_and_check(source: Source, settings: Settings) -> list[Finding]:
     return found
 
 
-def _check_rule(rule: Rule, file: File, source: Source, lines: list[str]) -> list[Finding]:
+def _check_rule(
+    rule: Rule, files: list[tuple[File, ast.AST | None]], source: Source, lines: list[str]
+) -> list[Finding]:
     """Return the first finding of a rule at each place."""
     found: dict[tuple[int, int], Finding] = {}
-    for report in rule.check(file):
+    # What is wrong in another module is reported where the file names it.
+    for report, where in ((r, where) for file, where in files for r in rule.check(file)):
+        report = report if where is None else Report(where, report.message)
         line, column, end, end_column = _position(report.node)
         if _is_silenced(lines, line, end, rule.code):
             continue

@@ -185,8 +185,9 @@ class Facts:
     @cached_property
     def accelerator(self) -> ast.Call | None:
         """Return the call that creates the Accelerator, if it is in this file."""
-        found = self.made("Accelerator")
-        return found[0] if found else None
+        found = self.made("Accelerator")  # One of several branches: that which is told its number.
+        told = [c for c in found if keyword(c, "gradient_accumulation_steps") is not None]
+        return next(iter((*told, *found)), None)
 
     @property
     def accelerator_divides(self) -> bool | None:

@@ -419,7 +419,7 @@ class Walker:
         is_method = helper.name in scope.methods
         seen = {k: v for k, v in env.items() if not is_method or "." in k}
         seen = seen if scope.base is None else dict(scope.base)
-        given = _arguments(call, helper, env, _loops(path))
+        given = arguments(call, helper, env, _loops(path))
         shared = {p: n for p, d in given.items() if (n := dotted(d[0].expr)) and n != "self"}
         inside = replace(scope, functions=dict(scope.functions), base=None)
         inner = Env({**seen, **given, **_slots(shared, env)})
@@ -440,9 +440,10 @@ class Walker:
         return True
 
 
-def _arguments(
+def arguments(
     call: ast.Call, helper: FunctionNode, env: Env, loops: tuple[Loop, ...]
 ) -> dict[str, tuple[Def, ...]]:
+    """Return what a call hands to each parameter of a function, or its default."""
     spec = helper.args
     names = [a.arg for a in (*spec.posonlyargs, *spec.args)]
     bound: dict[str, tuple[Def, ...]] = {}

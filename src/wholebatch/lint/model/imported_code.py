@@ -14,6 +14,7 @@ from .expressions import FunctionNode, walk
 
 _LEVELS_UP = 5
 _MAX_BYTES = 500_000
+_QUOTES = ('"""', "'''")
 
 
 @dataclass(frozen=True)
@@ -90,9 +91,20 @@ def visible(path: str, name: str) -> Definition | None:
 
 def _definition(source: str, name: str) -> str:
     """Return the class or function of this name out of a module's source, or ""."""
-    pattern = rf"^(class|def) {re.escape(name)}\b.*(\n(?=[ \t)#\n]).*)*"
-    match = re.search(pattern, source, re.M) if name in source else None
-    return match.group() if match else ""
+    match = (
+        re.search(rf"^(class|def) {re.escape(name)}\b", source, re.M) if name in source else None
+    )
+    if match is None:
+        return ""
+    block, end = re.compile(r".*(\n(?=[ \t)#\n]).*)*"), match.end()
+    while True:
+        end = block.match(source, end).end()  # type: ignore[union-attr]
+        open_quotes = [q for q in _QUOTES if source.count(q, match.start(), end) % 2]
+        # The lines of a long string may begin at the margin.
+        closed = source.find(open_quotes[0], end) if open_quotes else -1
+        if closed < 0:
+            return source[match.start() : end]
+        end = closed + 3
 
 
 def _defined(path: str, module: str, level: int, name: str, depth: int = 0) -> Definition | None:

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 
 from .events import MODEL_NAME, Env, Event, Guard, Loop, holds_sync
 from .expressions import (
@@ -40,6 +41,8 @@ _PARTS_OF_BATCH = re.compile(r"//? *[\w.]*batch|ceil\([^()]*/ *[\w.]*batch", re.
 _MOVES = ("to", "cuda", "float", "long", "contiguous", "view", "reshape", "flatten")
 # What belongs to one of several optimizers; the rest of a loop belongs to all of them.
 _OWNED = {"backward", "step", "zero", "clip", "unscale", "sched"}
+# A class of Lightning or transformers that computes its own loss.
+_STEPS = re.compile(r"^class \w+\([^)]*(Module|Trainer)(.|\n)*def (training_step|compute_loss)\(")
 _FETCH = {"next", "get_batch", "next_batch", "sample_batch", "get_next_batch"}
 
 
@@ -309,6 +312,7 @@ class File:
     tree: ast.Module
     facts: Facts
     windows: list[LoopWindow]
+    trained: str = ""  # The class that a framework trains, and accumulates, in another file.
 
     @property
     def accumulating(self) -> list[LoopWindow]:
@@ -322,7 +326,7 @@ class File:
         lines = [n for n in self.facts.source.split("\n") if "requires_grad_(False)" in n]
         frozen = {name for line in lines for name in re.findall(stopped, line)}
         evaluated = re.findall(r"([\w.]+)\.eval\(\)", self.facts.source)
-        frozen |= {*evaluated} - {*re.findall(r"([\w.]+)\.train\(", self.facts.source)}
+        frozen |= {*evaluated} - {*re.findall(r"([\w.]+)\.train\w*\(", self.facts.source)}
         return [
             call
             for name, values in self.facts.assigned.items()
@@ -344,6 +348,21 @@ def read(source: str, path: str = "") -> File:
         tree = ast.parse(source)
     facts = gather(tree, source, path)
     return File(tree, facts, find_windows(walk_file(tree, facts), facts))
+
+
+def read_trained(file: File, name: str) -> File | None:
+    """Read the module of an imported class that a framework trains in a file, but for its loops."""
+    found = file.facts.imported(name)
+    if found is None or not _STEPS.search(found.text):
+        return None
+    try:
+        source = Path(found.path).read_text(encoding="utf-8", errors="replace")
+        tree = ast.parse(source)
+    except (OSError, SyntaxError, ValueError):
+        return None
+    facts = gather(tree, source, found.path)
+    facts.data_parts = [*facts.data_parts, *file.facts.data_parts]
+    return File(tree, facts, [], re.findall(r"\w+", found.text)[1])
 
 
 def find_windows(walker: Walker, facts: Facts) -> list[LoopWindow]:
@@ -467,7 +486,9 @@ def _boundary(window: LoopWindow, steps: list[Event], inner: list[Event]) -> boo
         return False
     when = {window.when(e) for e in inner}
     # A backward under the same condition as the step is an alternating update, not a window.
-    if "boundary" in when and "inside" not in when:
+    # One more before the step of a window is a part of it: an attack on the weights, say.
+    attacked = "always" in when and is_accumulation_name(window.every_name)
+    if "boundary" in when and "inside" not in when and not attacked:
         return False
     if not when & {"always", "inside", "sometimes"}:
         return False

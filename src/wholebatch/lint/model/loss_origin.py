@@ -131,7 +131,7 @@ def counted(
     inner: list[tuple[ast.expr, Env]] = [(d.expr, d.env) for d in defs]
     if isinstance(expr, ast.IfExp):
         inner = [(expr.body, env), (expr.orelse, env)]
-    elif is_binary(expr, ast.Add) and number(expr.right) is not None:
+    elif is_binary(expr, ast.Add) and (number(expr.right) is not None or "eps" in text(expr.right)):
         inner = [(expr.left, env)]
     elif is_binary(expr, ast.Sub):
         inner = [(expr.left, env), (expr.right, env)]

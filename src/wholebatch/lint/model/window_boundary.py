@@ -68,7 +68,8 @@ class _Position:
 
 def of_guard(guard: Guard, loop: Loop, resolver: Resolver) -> Boundary | None:
     """Return the boundary that a guard represents, as seen from inside it."""
-    found = _LoopConditions(loop, resolver).boundary(resolver.resolve(guard.expr, guard.env))
+    conditions = _LoopConditions(loop, resolver, text(guard.expr))
+    found = conditions.boundary(resolver.resolve(guard.expr, guard.env))
     if found is None or (found.partial and not guard.positive):
         return None
     found = replace(found, expr=guard.expr)
@@ -85,6 +86,7 @@ class _LoopConditions:
 
     loop: Loop
     resolver: Resolver
+    written: str = ""  # The condition with its own names.
 
     def boundary(self, expr: ast.expr) -> Boundary | None:
         """Return the boundary in a resolved condition, or None if it is another condition."""
@@ -210,7 +212,8 @@ class _LoopConditions:
         # A number of steps that the loop changes is a name; a value of the micro-batch is none.
         changing = self.resolver.symbols.get(getattr(every, "id", ""))
         kept = changing is not None and changing.kind == "carried"
-        if self._varies(every) and not kept and not is_accumulation_name(text(every)):
+        named = is_accumulation_name(f"{text(every)} {self.written}")
+        if self._varies(every) and not kept and not named:
             return None
         symbol = position.symbol
         start, spanning = self._first_value(symbol)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from importlib.resources import files
 
-from ..model import Event, File, LoopWindow
+from ..model import Event, File, LoopWindow, read_trained
 from ..model.expressions import (
     FunctionNode,
     dotted,
@@ -37,6 +37,8 @@ _MANUAL = re.compile(r"automatic_optimization = False")
 _CALLS_ITSELF = re.compile(r"\bself\(")
 _HANDS_ON = re.compile(r"super\(\)\.training_step\(|self\.compute_loss\(")
 _STEPS_DEEP = 3
+# A setting that the file reads and the caller of its Trainer gives.
+_SET_ELSEWHERE = re.compile(r"(hparams|args|config|cfg)\.accumulate_grad_batches")
 _JAX_ADDS = re.compile(
     r"lambda (\w+), (\w+): \1 \+ \2( / (float\()?[\w.]*(ac+um|micro)[\w.)]*)?$|([\w.]+\.)?add$"
 )
@@ -195,6 +197,8 @@ def prepared(event: Event, facts: Facts) -> bool | None:
 def framework_steps(file: File) -> Iterator[tuple[list[FunctionNode], str]]:
     """Yield the method that returns the loss to a framework, those that it calls, and the name."""
     for owner in file.facts.classes:
+        if file.trained not in {"", owner.node.name}:
+            continue
         if any(base.endswith("Trainer") for base in owner.bases):
             first, framework = "compute_loss", "the Trainer"
             own = owner.methods.get("training_step")
@@ -260,6 +264,8 @@ def framework_accumulates(file: File) -> bool:
     """True if a Lightning or transformers Trainer created here accumulates by itself."""
     if "from_argparse_args" in file.facts.called and "accumulate_grad_b" in file.facts.source:
         return True
+    if file.trained or file.facts.mentions(_SET_ELSEWHERE):
+        return True
     for call in file.facts.calls:
         given = keyword(call, "accumulate_grad_batches")
         if given is None and last_part(call.func) in _ARGUMENTS:
@@ -267,6 +273,18 @@ def framework_accumulates(file: File) -> bool:
         if given is not None and number(given) != 1 and text(given) != "None":
             return True
     return False
+
+
+def trained_elsewhere(file: File) -> list[tuple[File, ast.AST | None]]:
+    """Return the modules of the classes that a Trainer of the file trains, and where it is told."""
+    facts = file.facts
+    if not facts.import_nodes or not framework_accumulates(file):
+        return []
+    held = [v for values in facts.assigned.values() for v in values if isinstance(v, ast.Dict)]
+    chosen = [n for one in held for n in one.values]
+    named = {dotted(n) or "": n for n in (*(c.func for c in facts.calls), *chosen)}
+    found = [(read_trained(file, name), node) for name, node in named.items()]
+    return [(module, node) for module, node in found if module is not None]
 
 
 def replaces_one(window: LoopWindow) -> bool:

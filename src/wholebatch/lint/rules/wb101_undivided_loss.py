@@ -36,6 +36,8 @@ _SCALES = re.compile(
 _SHOWN = re.compile(r"print|avg|average|metric|epoch|time|accura|history|len\(", re.I)
 _LOSS_SCALE = re.compile(r"loss_scale|scaler", re.I)
 _SUMS = re.compile(r"reduction\s*=\s*['\"](sum|none)|size_average\s*=\s*False|\.sum\(", re.I)
+_BY_MEAN = re.compile(r"reduction(: str)? ?= ?['\"]mean['\"]")
+_SUM_OPTION = re.compile(r"\n\s+(el)?if [^\n]*== ?['\"]sum['\"]:\n[^\n]*")
 _SUMMED = re.compile(
     r"reduction(\s*:\s*str)?\s*=\s*['\"]sum|size_average\s*=\s*False|torch\.sum\(\s*\w*loss[^/\n]*$"
     r"|\bloss\w*\.sum\(\)(?! */)|label_smoothed_nll_loss",
@@ -266,7 +268,11 @@ def _is_mean(base: ast.Call, chain: Chain, window: LoopWindow) -> bool:
     makers = [v for v in facts.assigned.get(name, ()) if isinstance(v, ast.Call)]
     behind = [facts.imported_parts(m) for m in makers]
     parts = [part for parts in behind for part in parts]
-    if any(map(_SUMS.search, made)) or any(map(_SUMMED.search, (facts.behind(name), *parts))):
+    # With `reduction="mean"` by default, the branch for "sum" is not taken.
+    sources = [
+        _SUM_OPTION.sub("", s) if _BY_MEAN.search(s) else s for s in (facts.behind(name), *parts)
+    ]
+    if any(map(_SUMS.search, made)) or any(map(_SUMMED.search, sources)):
         return False
     wraps = [any(text(a) == name for a in m.args) for m in makers]
     others = [parts for parts, wrapped in zip(behind, wraps, strict=True) if not wrapped]

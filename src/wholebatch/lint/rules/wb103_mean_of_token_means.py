@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from functools import lru_cache
 
-from ..model import File, LoopWindow
+from ..model import File, Loop, LoopWindow
 from ..model.events import Env
 from ..model.expressions import (
     divisor_of,
@@ -44,6 +44,8 @@ _MASKED_LABELS = re.compile(
 _MASKS_ITSELF = re.compile(r"(full\w*\([^\n]*, |label\w*\[[^\n]*\] = |value=)-100\b")
 # Sequences that are joined to full length: a collator has nothing to pad.
 _PACKED = re.compile(r"packing\s*=\s*True|group_texts|ConstantLengthDataset")
+# Tokens that are drawn to be guessed: another number in every batch.
+_DRAWN = re.compile(r"ForMaskedLM|mlm_probability|mlm\s*=\s*True|WholeWordMask")
 # Models with a label or two for each sample, or a loss per sample (CTC): a mean over samples.
 _ONE_LABEL = re.compile(
     r"For(QuestionAnswering|SequenceClassif|MultipleChoice|CTC\b)|start_positions"
@@ -79,6 +81,7 @@ _SELECTED = re.compile(
 )
 # A sample of its own for each backward: its mean is the sample's, however many tokens it has.
 _ONE_SAMPLE = re.compile(r"(sample|example|item|response|completion|episode|traj\w*)$")
+_SAMPLES = re.compile(r"(^|_)(rollout|episode|trajector|completion)\w*$")
 # A check that the parts of a batch are equal.
 _WHOLE_PARTS = re.compile(r"(assert|if)\b[^\n]*batch_?size[^\n]*%")
 _MESSAGE = (
@@ -92,9 +95,12 @@ _SPLIT = (
 _EXACT = re.compile(
     r"num_items|total_tokens|global_tokens|token_count|n_?tokens|num_tokens|tgt_size"
 )
-_CRITERION = re.compile(r"criterion|loss|entropy|(?<![a-z])ce(?![a-z])", re.I)
+_CRITERION = re.compile(r"criterion|loss|entropy|(?<![a-z])(ce|nll)(?![a-z])", re.I)
 _OWN_CROSS_ENTROPY = re.compile(r"^(masked_|smooth_)?(ce|cross_entropy|nll)_loss$", re.I)
 _PADDING = re.compile(r"(?i:pad)|IGNORE|-100")
+_PART = re.compile(r"class \w*(Loss|Criterion|Entropy)")  # A term of another criterion.
+_ASKED_LABEL = re.compile(r"ignore_index ?= ?(-\d+)")
+_ASKS_DEFAULT = re.compile(r"ignore_index ?= ?-100\b")
 _DEFAULT_LABEL = re.compile(r"\bignore_index(: int)? ?=")  # In a signature.
 # Helpers of RLHF code: a mean over the mask of one micro-batch.
 _MASKED_MEAN = re.compile(r"masked?_mean|mean_masked|agg_loss")
@@ -112,14 +118,26 @@ def check(file: File) -> Iterator[Report]:
     ):
         return
     for window in file.accumulating:
-        if _ONE_SAMPLE.search(dotted(window.loop.target or ast.Pass()) or ""):
+        # A term that is weighed by its tokens: the others are means over samples.
+        if any(_is_weighed(chain, window) for _, chain in window.chains):
             continue
         for event, chain in window.chains:
-            place = _masked_mean(chain, window, file)
+            alone = any(map(_has_one_sample, (window.loop, *event.loops[-1:])))
+            place = None if alone else _masked_mean(chain, window, file)
             if place is not None:
                 node = place if hasattr(place, "lineno") else event.node
                 yield Report(node, _SPLIT if _is_split(chain, window) else _MESSAGE)
                 break
+
+
+def _has_one_sample(loop: Loop) -> bool:
+    """True for a loop over samples, not batches: `for ids, mask in rollouts`."""
+    if loop.virtual:
+        return False
+    target = dotted(loop.target or ast.Pass()) or ""
+    return bool(
+        _ONE_SAMPLE.search(target) or _SAMPLES.search(dotted(iterated(loop) or ast.Pass()) or "")
+    )
 
 
 def _in_frameworks(file: File) -> Iterator[Report]:
@@ -134,7 +152,7 @@ def _in_frameworks(file: File) -> Iterator[Report]:
         if framework == "Lightning":
             counted = not framework_accumulates(file)
         else:  # transformers passes the window's tokens to `compute_loss`.
-            counted = "gradient_accumulation_steps" not in file.facts.source
+            counted = not file.trained and "gradient_accumulation_steps" not in file.facts.source
             counted = counted or any("num_items_in_batch" in text(s) for s in methods[0].body)
         read = () if counted else methods
         found: list[ast.AST] = [
@@ -206,8 +224,6 @@ def _masked_mean(chain: Chain, window: LoopWindow, file: File) -> ast.AST | None
     # Weighed by a number of its own, such as its share of the tokens.
     if any(window.resolver.varies(w, window.loop) for w in chain.weights):
         return None
-    if any(_EXACT.search(f) for f in chain.factors):
-        return None
     if masks:
         counts = counted(masks[0].by, masks[0].env, window.resolver.returns)
         asked = any("-100" in text(e) for e, _ in counts) and _none_ignored(file)
@@ -223,6 +239,13 @@ def _masked_mean(chain: Chain, window: LoopWindow, file: File) -> ast.AST | None
         return None
     is_masked = _ignores(call, chain, window, file) or _selects(call, chain.base_env)
     return chain.base if is_masked or _is_language_model(call, file) else None
+
+
+def _is_weighed(chain: Chain, window: LoopWindow) -> bool:
+    """True for a term that is multiplied by the valid tokens of the micro-batch."""
+    counts = [w for w in chain.weights if re.search(r"-100|tok(en)?s|valid", text(w))]
+    varying = any(window.resolver.varies(w, window.loop) for w in counts)
+    return varying or any(_EXACT.search(f) for f in chain.factors)
 
 
 def _is_split(chain: Chain, window: LoopWindow) -> bool:
@@ -244,7 +267,10 @@ def _ignores(call: ast.Call, chain: Chain, window: LoopWindow, file: File) -> bo
     if file.facts.mentions(_RANDOM_LABELS) and not masks:
         return False
     asked = [keyword(m, "ignore_index") for m, _ in made]
-    if any(number(a) == -100 for a in asked if a is not None) and _none_ignored(file):
+    behind = file.facts.behind(name)
+    # An `ignore_index` of -100 is the default: it says nothing of the data.
+    asks = _ASKS_DEFAULT.search(behind) or any(a is not None and number(a) == -100 for a in asked)
+    if asks and _none_ignored(file):
         return False
     if any(_masks_mean(m, env) or _ignores_by_default(m, file) for m, env in made):
         return True
@@ -253,7 +279,8 @@ def _ignores(call: ast.Call, chain: Chain, window: LoopWindow, file: File) -> bo
     by_default = imported is not None and _DEFAULT_LABEL.search(imported.text.partition(":\n")[0])
     if by_default and not (keyword(call, "ignore_index") or file.facts.mentions(_MASKED_LABELS)):
         imported = None  # It would leave labels out, but nothing here makes such labels.
-    sources = [file.facts.behind(name), "" if imported is None else imported.text]
+    parts = [p for m, _ in made for p in file.facts.imported_parts(m) if _PART.match(p)]
+    sources = [behind, "" if imported is None else imported.text, *parts]
     if any(_leaves_out(source, functional=functional) for source in sources):
         return True
     # `model.compute_loss(...)`, `model.forward_train(...)`: that method of the class.
@@ -272,7 +299,7 @@ def _none_ignored(file: File) -> bool:
     seen = seen or facts.mentions(_SHIFTED)
     masks = [found.text for _, found in facts.helpers(_LABELS)]
     made = any(map(_MAKES_IGNORED.search, (facts.source, *facts.data_parts, *masks)))
-    return seen and "-100" in facts.source and not made
+    return seen and not made
 
 
 @lru_cache(maxsize=64)
@@ -321,7 +348,7 @@ def _leaves_out(source: str, *, functional: bool) -> bool:
     if any(is_call(c, "masked_select") and "mask" in text(c) for c in calls) and "loss" in source:
         return True
     env = flat_env(nodes)
-    if any(last_part(c.func) in _CROSS_ENTROPY and _selects(c, env) for c in calls):
+    if any(_selects(c, env) for c in calls):
         return True
     for stmt in (n for n in nodes if isinstance(n, (ast.Assign, ast.AugAssign, ast.Return))):
         is_loss = _LOSSY.search(text(stmt)) or (functional and isinstance(stmt, ast.Return))
@@ -375,25 +402,24 @@ def _selects(call: ast.Call, env: Env) -> bool:
         # `logits[m]` and `labels[m]`: a mask by any name, if it was made and is no place or sample.
         made = [text(d.expr) for d in env.get(text(picked[0]), ())]
         return bool(made) and not any("@" in m or _FIXED_INDEX.search(m) for m in made)
-    if not _is_selection(call.args[1], env):
-        return False
-    return _is_selection(call.args[0], env, through=True)
+    # The other side has the same shape.
+    return _is_selection(call.args[1], env) or _is_selection(call.args[0], env)
 
 
-def _is_selection(expr: ast.expr, env: Env, depth: int = 0, *, through: bool = False) -> bool:
-    """True for `labels[mask]`, copied or made under an option; `through` a head too."""
+def _is_selection(expr: ast.expr, env: Env, depth: int = 0) -> bool:
+    """True for `labels[mask]`, copied or made under an option."""
     expr = unmoved(expr)
     inner: ast.expr | None = None
     if isinstance(expr, ast.Call):
-        if (through or (dotted(expr.func) or "").startswith("torch.")) and expr.args:
+        if (dotted(expr.func) or "").startswith("torch.") and expr.args:
             inner = expr.args[0]
         elif is_call(expr, "clone") and isinstance(expr.func, ast.Attribute):
             inner = expr.func.value
     if inner is not None:
-        return depth < 6 and _is_selection(inner, env, depth + 1, through=through)
+        return depth < 6 and _is_selection(inner, env, depth + 1)
     if not isinstance(expr, ast.Subscript):
         made = env.get(dotted(expr) or "", ()) if depth < 6 else ()
-        return any(_is_selection(d.expr, d.env, depth + 1, through=through) for d in made)
+        return any(_is_selection(d.expr, d.env, depth + 1) for d in made)
     by = [expr.slice, *(d.expr for d in env.get(dotted(expr.slice) or "", ()))]
     return "mask" in (dotted(expr.slice) or "") or any(isinstance(b, ast.Compare) for b in by)
 
@@ -439,15 +465,25 @@ def _is_language_model(call: ast.Call, file: File) -> bool:
         return False  # Nothing to ignore.
     if file.facts.mentions(_LANGUAGE_MODEL):
         packed = file.facts.mentions(_PACKED) and not file.facts.mentions(_IGNORED)
+        packed = packed and not file.facts.mentions(_DRAWN)
         if file.facts.mentions(_MASKED_DATA) and not packed:
             return True
     elif file.facts.mentions(_ONE_LABEL):
         return False
-    if file.facts.mentions(_MASKED_LABELS) and not _none_ignored(file):
+    unmade = "-100" in file.facts.source and _none_ignored(file)
+    if file.facts.mentions(_MASKED_LABELS) and not unmade:
         return True
-    if _MASKS_ITSELF.search(file.facts.behind(name)):
+    behind = file.facts.behind(name)
+    if _MASKS_ITSELF.search(behind) or _makes_ignored(behind, file):
         return True
     return _data_mask(_MASKED_LABELS, file)
+
+
+def _makes_ignored(model: str, file: File) -> bool:
+    """True if the file makes the very label that the loss inside a model leaves out."""
+    asked = {*_ASKED_LABEL.findall(model)} - {"-100"}
+    made = [rf"full(_like)?\([^\n]*, {a}\b|\] = {a}\b|\[{a}\] \*" for a in asked]
+    return any(re.search(one, file.facts.source) for one in made)
 
 
 def _data_mask(pattern: re.Pattern[str], file: File) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from ..model import Event, File, LoopWindow
 from ..model.events import Guard
-from ..model.expressions import text
+from ..model.expressions import keyword, text
 from ..model.window_boundary import Boundary
 from .rule_base import RESCALED, Report, cleared_last, rule, steps_every_micro_batch
 
@@ -15,6 +15,9 @@ from .rule_base import RESCALED, Report, cleared_last, rule, steps_every_micro_b
 @rule("tail of the epoch")
 def check(file: File) -> Iterator[Report]:
     """Yield at most one report per window."""
+    call = file.facts.accelerator
+    if call is not None and keyword(call, "deepspeed_plugin") is not None:
+        return  # DeepSpeed counts its own windows, over all epochs.
     for window in file.accumulating:
         boundary = window.boundary
         if boundary is None or not _ends_short(window, boundary) or cleared_last(window):

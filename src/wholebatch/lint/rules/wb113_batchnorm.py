@@ -7,21 +7,24 @@ import re
 from collections.abc import Iterator
 
 from ..model import File
-from ..model.expressions import children, dotted, is_call, last_part, text
+from ..model.expressions import children, dotted, is_call, keyword, last_part, text
 from .rule_base import Report, framework_accumulates, rule
 
 _FAMILIES = (
-    r"resnet\d+\w*|resnext\d+\w*|wide_resnet\w+|densenet\d+|mobilenet_?v\d\w*|efficientnet_\w+"
-    r"|googlenet|inception_v3|regnet_\w+|shufflenet_\w+|mnasnet\w+|vgg\d+_bn|seresnet\w*"
-    r"|tf_efficientnet\w*|resnest\w*|mobilenetv\d\w*|deeplabv3_resnet\w+|fcn_resnet\w+"
+    r"(gluon_|legacy_)?(se|eca|sk)?_?resne[xs]?t\d+\w*|wide_resnet\w+|densenet\d+"
+    r"|(tf_)?mobilenet_?v\d\w*|(tf_)?efficientnet\w+|googlenet|inception_\w+|regnet[xyz]?_\w+"
+    r"|shufflenet_\w+|mnasnet\w+|vgg\d+_bn|deeplabv3_resnet\w+|fcn_resnet\w+|xception\d*"
+    r"|hrnet_\w+|ghostnet_\w+|repvgg_\w+|rexnet_\w+|dla\d+"
 )
-_KNOWN_MODEL = re.compile(rf"^({_FAMILIES})$")
+_KNOWN_MODEL = re.compile(rf"^(?!\w*_gn\b)({_FAMILIES})(\.\w+)?$")
 _LAYERS = {"BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "LazyBatchNorm2d"}
 _SEGMENTERS = {"Unet", "UnetPlusPlus", "FPN", "DeepLabV3", "DeepLabV3Plus", "Linknet"}
 _KERAS_ACCUMULATES = re.compile(r"optimizers\.\w+\([^)]*gradient_accumulation_steps\s*=")
 _TAPE = re.compile(r"GradientTape")
 _ADDS_GRADIENTS = re.compile(r"\.\w*ac+um\w*\(\w*grad", re.I)
 _FACTORY = re.compile(r"(create|get|build|make|load)_(\w+_)?model$")  # Any model, by its name.
+_BY_NAME = re.compile(r"timm\.create_model\(|models\.__dict__\[|getattr\((torchvision\.)?models,")
+_BY_DEFAULT = re.compile(r"name\w* ?= ?['\"]([\w.]+)['\"]")
 _CHOICE = re.compile(r"\n\s+if [^\n]*(type|name|arch|model)\b[^\n]*==")
 _FROZEN = re.compile(
     r"FrozenBatchNorm|freeze_?bn|freeze_batch_?norm|bn_?eval|BatchNorm\w*\)?:?\s*\n?\s*\w+\.eval\(\)"
@@ -109,9 +112,15 @@ def _known_model(call: ast.Call, name: str, full: str, file: File) -> str:
         return name if "models." in full or imported & file.facts.imports else ""
     asked = ""
     if name == "create_model" and "timm" in full:
-        asked = _literal(call, 0)
+        asked = _asked(call, 0, file)
     elif full.endswith("hub.load"):
-        asked = _literal(call, 1)
+        asked = _asked(call, 1, file)
+    if not asked and call in file.models:
+        # A class of its own around such a network, whose name it is given or has by default.
+        own = [text(c.node) for c in file.facts.classes if c.node.name == name]
+        around = "".join(own or file.facts.imported_parts(call, 0))
+        if _BY_NAME.search(around):
+            asked = _asked(call, 0, file) or "".join(_BY_DEFAULT.findall(around)[:1])
     if _KNOWN_MODEL.match(asked):
         return asked
     if full in {"EfficientNet.from_pretrained", "EfficientNet.from_name"}:
@@ -120,6 +129,14 @@ def _known_model(call: ast.Call, name: str, full: str, file: File) -> str:
     return name if of_segmentation and name in _SEGMENTERS else ""
 
 
-def _literal(call: ast.Call, index: int) -> str:
-    value = getattr(call.args[index], "value", None) if len(call.args) > index else None
-    return value if isinstance(value, str) else ""
+def _asked(call: ast.Call, index: int, file: File) -> str:
+    """Return the name of a network that a call asks for: a string, or the default of an option."""
+    given = call.args[index] if len(call.args) > index else keyword(call, "model_name")
+    value = getattr(given, "value", None)
+    if isinstance(value, str) or given is None:
+        return value if isinstance(value, str) else ""
+    key = text(given.slice).strip("'") if isinstance(given, ast.Subscript) else last_part(given)
+    named = rf"\b{re.escape(key)}\b['\"]?(, [^\n)]*default)? ?[:=] ?(str ?= ?)?['\"]([\w.]+)['\"]"
+    found = {m[2] for m in re.findall(named, file.facts.source)} if key else set()
+    known = all(map(_KNOWN_MODEL.match, found))
+    return min(found) if found and known else ""

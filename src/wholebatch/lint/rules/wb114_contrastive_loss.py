@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from ..model import Event, File, LoopWindow
 from ..model.events import MODEL_NAME
-from ..model.expressions import dotted, keyword, last_part, text, walk
+from ..model.expressions import dotted, is_call, keyword, last_part, text, walk
 from .rule_base import Report, framework_accumulates, framework_steps, rule
 
 _COUPLED_NAME = re.compile(
@@ -24,8 +24,11 @@ _CACHED = re.compile(
     r"grad_?cache|accum_\w*features|cached_(multiple|rep|emb)|accum_features", re.I
 )
 _SIMILARITY = re.compile(r"@|matmul|einsum|\.b?mm\(|sim|logits_per|scores")
+# Labels that count the samples: the diagonal of the similarities.
+_COUNTS = r"(\b(arange|linspace)|tensor\((list\()?range)\("
+_DIAGONAL = re.compile(_COUNTS)
 _OWN_NUMBER = re.compile(
-    r"arange\((0, )?([\w.]+\.(size\(0\)|size\(\)\[0\]|shape\[0\])|len\(|\w*b(atch_?)?si?ze?\b)"
+    r"range\((0, )?([\w.]+\.(size\(0\)|size\(\)\[0\]|shape\[0\])|len\(|\w*b(atch_?)?si?ze?\b)"
 )
 _OF_PAIRS = re.compile(r"pytorch_metric_learning")  # Its losses are all over pairs of a batch.
 # Samples that are not compared with themselves; in a method without a loss it masks weights.
@@ -56,6 +59,8 @@ def check(file: File) -> Iterator[Report]:
         calls = [n for m in methods for n in walk(m) if isinstance(n, ast.Call)]
         coupled_calls = [c for c in calls if any(map(_COUPLED_NAME.search, _made(c, file)))]
         coupled_calls += [c for c in calls if _is_coupled_function(c, file)]
+        inside = [n for m in methods if _compares(text(m)) for n in walk(m)]
+        coupled_calls += [c for c in inside if is_call(c, "cross_entropy", "log_softmax")]
         coupled_calls += [c for c in calls if coupled and MODEL_NAME.match(last_part(c.func))]
         yield from (r for c in coupled_calls[:1] for r in _reports(c, file))
 
@@ -79,12 +84,12 @@ def _compares(source: str) -> bool:
     """True if code computes a cross-entropy over the similarities of a batch."""
     source = re.sub(r"(?m)^\s*#.*$", "", source)
     labels = re.search(
-        r"((label|target)\w*\s*=|entropy\()[^\n]*arange\(|torch\.diag\(|CrossEn\("
+        rf"((label|target)\w*\s*=|entropy\()[^\n]*{_COUNTS}|torch\.diag\(|CrossEn\("
         r"|\b(\w+)\.\w+\([-1, ]+\) == \3\b|\beq\((\w+), \4\.(T\b|t\(\))",  # Of the same class.
         source,
     ) or any(_EYE.search(m) and _LOSS.search(m) for m in re.split(r"\n    def ", source))
     loss = re.search(r"cross_entropy\w*\(|CrossEn(tropyLoss)?\(|log_softmax\(", source)
-    pairs = re.search(r"sim_matrix|similarit|scores\b|logits_per|logits\b|dot_product", source)
+    pairs = re.search(r"\bsim(_\w+)?\b|similarit|scores\b|logits_per|logits\b|dot_product", source)
     products = re.search(r"\bmm\(|matmul\(|[\w)\]] *@ *\w|einsum", source)
     return bool(labels and loss and pairs and products)
 
@@ -128,7 +133,7 @@ def _by_arange(call: ast.Call, event: Event, window: LoopWindow) -> bool:
     labels = window.resolver.resolve(call.args[1], event.env)
     made = [text(d.expr) for d in event.env.get(text(call.args[1]), ())]
     spelled = " ".join([text(call.args[1]), text(labels), *made])
-    if "arange(" not in spelled:
+    if not _DIAGONAL.search(spelled):
         return False
     if _OWN_NUMBER.search(spelled):
         return True  # The classes are the samples of the batch.

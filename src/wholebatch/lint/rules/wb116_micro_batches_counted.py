@@ -22,6 +22,7 @@ from ..model.expressions import (
     walk,
 )
 from ..model.file_facts import flat_env
+from ..model.function_walk import arguments
 from ..model.window_boundary import peel
 from .rule_base import Report, framework_accumulates, prepared, rule, stepped
 
@@ -57,25 +58,31 @@ def check(file: File) -> Iterator[Report]:
     for window in file.accumulating:
         yield from _schedules(window)
         yield from _counters(window)
-    for owner in file.facts.classes if framework_accumulates(file) else ():
-        method = owner.methods.get("configure_optimizers")
-        if method is not None and "automatic_optimization = False" not in text(owner.node):
-            yield from _of_lightning(method)
-
-
-def _of_lightning(method: ast.AST) -> Iterator[Report]:
-    """Yield schedules as long as the loader: Lightning steps them once per update."""
-    nodes = [*walk(method)]
-    env = flat_env(nodes)
-    for call in (node for node in nodes if isinstance(node, ast.Call)):
+    for call, env, framework in _stepped_elsewhere(file):
         length = _length(call)
         spelled = [] if length is None else _spellings(length, env)
         if any(map(_LENGTH.search, spelled)) and not any(map(is_accumulation_name, spelled)):
             yield Report(
                 call,
-                "schedule is as long as the micro-batches, but Lightning steps it once per update: "
-                "use `self.trainer.estimated_stepping_batches`",
+                f"schedule is as long as the micro-batches, but {framework} steps it once per "
+                "update: divide its length by the number of micro-batches per update",
             )
+
+
+def _stepped_elsewhere(file: File) -> Iterator[tuple[ast.Call, Env, str]]:
+    """Yield what may be a schedule that Lightning, or Accelerate in another module, steps."""
+    facts = file.facts
+    for owner in facts.classes if framework_accumulates(file) else ():
+        method = owner.methods.get("configure_optimizers")
+        if method is not None and "automatic_optimization = False" not in text(owner.node):
+            nodes = [*walk(method)]
+            env = flat_env(nodes)
+            yield from ((n, env, "Lightning") for n in nodes if isinstance(n, ast.Call))
+    if not file.windows and facts.accelerator_divides:
+        handed = " ".join(map(text, facts.made("prepare", "prepare_scheduler")))
+        named = [v for n in re.findall(r"[\w.]+", handed) for v in facts.assigned.get(n, ())]
+        for call in (v for v in named if isinstance(v, ast.Call)):
+            yield call, facts.env_around(call), "Accelerate"
 
 
 def _schedules(window: LoopWindow) -> Iterator[Report]:
@@ -109,10 +116,15 @@ def _made(event: Event, window: LoopWindow) -> list[tuple[ast.Call, Env]]:
     calls = [call for made, env in known for call in _calls(made, env)]
     # A function of the file that makes and returns one of several schedules.
     makers = {f.name: f for f in window.facts.every_function} if calls else {}
-    for function in {last_part(c.func): makers.get(last_part(c.func)) for c, _ in calls}.values():
+    for made_by, where in {last_part(c.func): (c, env) for c, env in calls}.values():
+        function = makers.get(last_part(made_by.func))
         nodes = [] if function is None else [*walk(function)]
         inside = [n for n in nodes if isinstance(n, ast.Call) and last_part(n.func).endswith("LR")]
-        calls += [(call, flat_env(nodes)) for call in inside]
+        env = flat_env(nodes)
+        handed = {} if function is None else arguments(made_by, function, where, ())
+        for name in handed.keys() - env.keys():
+            env.bind(name, handed[name])
+        calls += [(call, env) for call in inside]
     return calls
 
 
@@ -193,7 +205,12 @@ def _counts_micro_batches(expr: ast.expr, env: Env, window: LoopWindow) -> bool:
     if small and any(re.search(r"len\(.*\) */+ *[\w.]*batch_size", s) for s in spelled):
         return True
     # A loader that is cut to whole windows already counts updates.
-    return any(_LENGTH.search(s) and "//" not in s for s in spelled)
+    if any(_LENGTH.search(s) and "//" not in s for s in spelled):
+        return True
+    # Samples over the batch size of the loader, which is that of a micro-batch.
+    sizes = [keyword(c, "batch_size") for c in window.facts.made("DataLoader")]
+    by = "|".join(re.escape(last_part(size)) for size in sizes if size is not None and dotted(size))
+    return bool(by) and any(re.search(rf"len\(.*\) *//? *[\w.]*\b({by})\b", s) for s in spelled)
 
 
 def _times_count(expr: ast.expr, env: Env, window: LoopWindow, depth: int = 0) -> bool:
