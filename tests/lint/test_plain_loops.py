@@ -40,6 +40,24 @@ def test_a_schedule_of_schedules_has_their_lengths(length: str, made: str) -> No
     assert ("WB116" in found) is ("//" not in length)
 
 
+@pytest.mark.parametrize("length", ["len(loader) * epochs", "len(loader) // accum * epochs"])
+def test_a_schedule_of_what_had_its_name_before(length: str) -> None:
+    found = codes(f"""
+        def train(model, optimizer, loader, accum, epochs, warm):
+            scheduler = CosineAnnealingLR(optimizer, T_max={length})
+            if warm:
+                first = LinearLR(optimizer, total_iters=100)
+                scheduler = SequentialLR(optimizer, schedulers=[first, scheduler], milestones=[100])
+            for i, batch in enumerate(loader):
+                (model(batch).mean() / accum).backward()
+                if (i + 1) % accum == 0 or i + 1 == len(loader):
+                    optimizer.step()
+                    scheduler.step()
+                    optimizer.zero_grad()
+    """)
+    assert ("WB116" in found) is ("//" not in length)
+
+
 def test_an_attribute_is_made_from_the_names_of_its_method() -> None:
     source = """
         class Trainer:

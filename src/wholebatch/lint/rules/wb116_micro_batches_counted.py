@@ -128,18 +128,24 @@ def _made(event: Event, window: LoopWindow) -> list[tuple[ast.Call, Env]]:
     return calls
 
 
-def _calls(made: ast.AST, env: Env) -> Iterator[tuple[ast.Call, Env]]:
-    """Yield the schedules of a list, those of which another is made, or the one schedule."""
+def _calls(
+    made: ast.AST, env: Env, within: tuple[ast.AST, ...] = ()
+) -> Iterator[tuple[ast.Call, Env]]:
+    """Yield the schedules of a list, those of which another is made, or the one schedule.
+
+    A schedule may be made of what had its name before (`within`): it is read once.
+    """
     several = isinstance(made, (ast.List, ast.ListComp, ast.keyword))
     if several or is_call(made, "SequentialLR", "ChainedScheduler"):
         for part in children(made):
-            yield from _calls(part, env)
+            yield from _calls(part, env, (*within, made))
     elif isinstance(made, ast.Call):
         yield made, env
     else:
         for definition in env.get(dotted(made) or "", ()):
-            if isinstance(definition.expr, (ast.Call, ast.List)):
-                yield from _calls(definition.expr, definition.env)
+            found = definition.expr
+            if isinstance(found, (ast.Call, ast.List)) and found not in within:
+                yield from _calls(found, definition.env, within)
 
 
 def _lengths(call: ast.Call, window: LoopWindow) -> list[ast.expr]:
