@@ -14,6 +14,7 @@ import gc
 import hashlib
 import io
 import json
+import logging
 import os
 import pickle
 import queue
@@ -22,6 +23,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -42,6 +44,7 @@ from wholebatch.compile.inductor import compiled_by_inductor, import_compiler, w
 from wholebatch.compile.repeated_blocks import PieceProgram
 from wholebatch.core.forward_state import replaced_attributes
 
+_LOG = logging.getLogger("wholebatch.compile")
 _MOST = 8
 """The most workers."""
 _PATIENCE = 300.0
@@ -485,7 +488,10 @@ class _Worker:
                 with self._connection.makefile("rb") as answers:
                     line = answers.readline()
                 if line:
-                    problem: str | None = json.loads(line)["problem"]
+                    answer = json.loads(line)
+                    if answer.get("where"):
+                        _LOG.debug("a process that compiles failed:\n%s", answer["where"])
+                    problem: str | None = answer["problem"]
                     return problem
             except (OSError, ValueError):
                 pass
@@ -553,8 +559,11 @@ def serve(control: socket.socket, device: torch.device) -> None:
 
 def _answer(error: BaseException | None) -> bytes:
     """Return what a worker says after a job: the reason if it failed."""
-    problem = None if error is None else f"{type(error).__name__}: {str(error)[:300]}"
-    return json.dumps({"problem": problem}).encode() + b"\n"
+    problem = where = None
+    if error is not None:
+        problem = f"{type(error).__name__}: {str(error)[:300]}"
+        where = "".join(traceback.format_exception(error))[-6000:]
+    return json.dumps({"problem": problem, "where": where}).encode() + b"\n"
 
 
 def _leave_the_run(control: int) -> None:
