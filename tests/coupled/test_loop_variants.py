@@ -311,7 +311,7 @@ def a_gradient_penalty(model: nn.Module, micro: Micro) -> tuple[Any, ...]:
 @right
 def a_hook_on_the_output(model: nn.Module, micro: Micro) -> tuple[Any, ...]:
     z = model(micro["x"])
-    z.register_hook(lambda gradient: gradient.clamp(-0.5, 0.5))
+    z.register_hook(lambda gradient: 2 * gradient)
     return losses(z, micro).sum(), len(z)
 
 

@@ -140,7 +140,6 @@ def casts(model: Any, x: Tensor) -> Tensor:
         (lambda: Wrapped(decides_by_data), r"test_real_models.py, line \d+: return 2 \* x if \(x"),
         (lambda: Wrapped(decides_by_a_buffer), "line .* if model.flag > 0"),
         (lambda: Wrapped(decides_by_a_weight), "line .* if model.inner"),
-        (lambda: Wrapped(casts), "its forward moves or casts a Sequential"),
         (lambda: hooked(lambda *_: None), "0 has forward hooks"),
         (lambda: hooked(lambda m, i, o: o.retain_grad()), "0 has forward hooks"),
     ],
@@ -151,6 +150,15 @@ def test_a_value_that_may_differ_next_time_is_refused(make: Any, reason: str) ->
         train.step(samples(10))
     train.step(samples(10))
     assert mode_of(train) == "eager"
+
+
+def test_a_forward_that_rounds_the_gradients_of_the_window_is_refused() -> None:
+    train = traced(Wrapped(casts))
+    with (
+        pytest.warns(ExecuteWarning, match="its forward moves or casts a Sequential"),
+        pytest.raises(wb.errors.WindowError, match="has changed since the window's last backward"),
+    ):
+        train.step(samples(10))
 
 
 def test_a_rate_that_is_no_longer_zero_is_not_used_in_silence() -> None:
