@@ -14,23 +14,13 @@ from torch.utils.data import DataLoader
 import wholebatch as wb
 from tests.support import EXACT, Whole, distance, mlp, pieces, samples, sgd
 from wholebatch.compile import ExecuteWarning
-from wholebatch.compile.execute_mode import ExecutePlan
 
-pytestmark = pytest.mark.filterwarnings("ignore", "error:execute=")
+pytestmark = [
+    pytest.mark.usefixtures("graphs_run_as_traced"),
+    pytest.mark.filterwarnings("ignore", "error:execute="),
+]
 SIZES = ((3, 1, 4), (3, 1, 4), (2, 5, 3), (4, 4, 4), (3, 1, 4), (1, 3))
 """Micro-batches of windows of three; the last is a short one."""
-
-
-@pytest.fixture(autouse=True)
-def _graphs_run_as_traced(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = ExecutePlan.of
-
-    def of(*args: Any) -> ExecutePlan:
-        made = plan(*args)
-        made.compiles = False
-        return made
-
-    monkeypatch.setattr(ExecutePlan, "of", staticmethod(of))
 
 
 def parts() -> list[list[dict[str, Tensor]]]:

@@ -15,26 +15,14 @@ from tests.execute.nets import Micro, loss, mean_of_tokens, tagged
 from tests.integrations.doors import in_transformers
 from tests.support import EXACT, distance, pieces, sgd
 from tests.test_fp8 import Net, emulated, started
-from wholebatch.compile.execute_mode import ExecutePlan
 
 __all__ = ["emulated"]
 pytestmark = [
+    pytest.mark.usefixtures("graphs_run_as_traced"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
 SIZES, WINDOWS = (3, 1, 4, 2), 3
-
-
-@pytest.fixture(autouse=True)
-def _graphs_run_as_traced(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = ExecutePlan.of
-
-    def of(*args: Any) -> ExecutePlan:
-        made = plan(*args)
-        made.compiles = False
-        return made
-
-    monkeypatch.setattr(ExecutePlan, "of", staticmethod(of))
 
 
 def micros() -> list[Micro]:
