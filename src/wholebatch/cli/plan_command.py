@@ -270,7 +270,8 @@ def _from_recipe(name: str | None) -> _Planned:
         model = recipe.build_model()
     precision = recipe.defaults.get("precision", "full")
     if precision == "bf16-pure":
-        model, precision = model.to(torch.bfloat16), "full"
+        model = model.to(torch.bfloat16)
+        precision = "full"
     batch_size = recipe.defaults.get("batch_size", 32)
     batch = recipe.build_batches(min(batch_size, _MOST_SAMPLES), seed=0).peek()
     batch = resize_batch(batch, min(_MOST_SAMPLES, batch_size_of(batch)))

@@ -206,7 +206,8 @@ def _tune(
         **more,
     )
     settings = {**tuned.settings, "batch_size": config.batch_size}
-    settings |= {"precision": "bf16-pure"} if is_pure else {}
+    if is_pure:
+        settings["precision"] = "bf16-pure"
     about = {
         "subject": recipe.name,
         "recipe": recipe.known_as,

@@ -47,7 +47,7 @@ from torch.autograd.function import BackwardCFunction
 from wholebatch.core.loss import Units
 from wholebatch.core.window import graph_nodes
 from wholebatch.coupled.sample_draws import signed
-from wholebatch.coupled.sample_runs import emptied
+from wholebatch.coupled.sample_runs import SCALE, emptied
 from wholebatch.errors import LossError
 
 _log = logging.getLogger("wholebatch")
@@ -701,7 +701,6 @@ _MOST_ROWS = 1 << 13
 _MOST_NODES_BELOW = 1 << 13
 _MOST_PASSES = 64
 _LINKED = 1e-6
-_SCALE = 1024.0
 _NOT_LINEAR = (
     "a backward of this loss from 1024 does not give 1024 times the gradient: a hook on a tensor "
     "clips, normalises or adds, and gradients have another size in a window than in the backward "
@@ -948,7 +947,7 @@ def _refuse_bent(total: Tensor, tensors: Sequence[Tensor], made: Sequence[Tensor
     """Refuse a backward that is not linear in the number from which it starts."""
     if any(tensor.dtype is torch.float16 for tensor in tensors):  # It knows nothing below 6e-8.
         return
-    for scale in (_SCALE, 1 / _SCALE):
+    for scale in (SCALE, 1 / SCALE):
         with _plain(total):
             seed = torch.full_like(total, scale)
             scaled = torch.autograd.grad(total, tensors, seed, retain_graph=True, allow_unused=True)
@@ -970,7 +969,7 @@ def check_hooks(tensor: Tensor) -> None:
     def checked(hook: Callable[[Tensor], Any], gradient: Tensor) -> Any:
         made = hook(gradient)
         if isinstance(made, Tensor):
-            for scale in (_SCALE, 1 / _SCALE):
+            for scale in (SCALE, 1 / SCALE):
                 _refuse_other_size(made * scale, hook(gradient * scale))
         return made
 

@@ -169,7 +169,8 @@ _STAND_INS = (
     (r"^(\s*)except\b.*:\s*$", r"\1except Exception:"),
     (r"^(\s*).*[^:\s]\s*$", r"\g<1>0,"),
 )
-"""What replaces such a line; "0," may stand for a statement and for an argument."""
+"""Patterns of lines that cannot be read, and their replacements. "0," is valid both as a statement
+and as an argument."""
 
 
 def without_wrong_lines(text: str) -> str | None:

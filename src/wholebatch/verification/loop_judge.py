@@ -46,8 +46,10 @@ from wholebatch.verification.window_recorder import (
     with_turns,
 )
 
-EQUAL_UNITS = "all micro-batches have equally many units, so a mean of means cannot be told from "
-EQUAL_UNITS += "the mean here"
+EQUAL_UNITS = (
+    "all micro-batches have equally many units, so a mean of means cannot be told from the mean "
+    "here"
+)
 _IGNORED = -100
 _NO_LIMIT = 1e6
 """Clipping to more than this is a way to measure a norm."""
@@ -794,10 +796,19 @@ class LoopJudge:
         for scale in {term.scale for term in self.read} - {1.0}:
             self.notes.append(f"the loss has a weight of {scale:g} of its own")
         fits = self.fits if self.fits and found == self.fits[0].key else fits
-        tolerance = self.tolerance if tolerance is None else tolerance
-        window = (self.case, name, count, tuple(units), self.optimizer_steps)
-        measured = (tolerance, self.floor, self.by, tuple(self.notes))
-        return LoopTrial(*window, found, tuple(fits), *measured)
+        return LoopTrial(
+            case=self.case,
+            name=name,
+            micro_batches=count,
+            units=tuple(units),
+            optimizer_steps=self.optimizer_steps,
+            found=found,
+            fits=tuple(fits),
+            tolerance=self.tolerance if tolerance is None else tolerance,
+            floor=self.floor,
+            observed_by=self.by,
+            notes=tuple(self.notes),
+        )
 
 
 def _by_call(micro: RecordedMicroBatch) -> list[list[LossTerm]]:

@@ -56,12 +56,18 @@ class Comparison:
     @property
     def differing(self) -> tuple[Line, ...]:
         """Return the parameters that differ, the worst first."""
-        return tuple(line for line in self.worst() if line.differs and self.judged_by_line)
+        if not self.judged_by_line:
+            return ()
+        return tuple(line for line in self.worst() if line.differs)
 
     def worst(self, number: int | None = None) -> list[Line]:
         """Return the parameters by how far they are beyond their floor."""
-        beyond = [(not one.differs, -one.distance / (one.floor or 1.0)) for one in self.lines]
-        return [self.lines[i] for i in sorted(range(len(beyond)), key=beyond.__getitem__)[:number]]
+        ordered = sorted(
+            self.lines,
+            key=lambda line: (line.differs, line.distance / (line.floor or 1.0)),
+            reverse=True,
+        )
+        return ordered[:number]
 
 
 def compare_gradients(
@@ -170,15 +176,28 @@ def compare(
     lines = []
     for index, (name, error, size) in enumerate(zip(names, errors, sizes, strict=True)):
         floor = max([resolution[index], *(one[index] for one in floors)])
-        differs = error > max(TIMES_THE_FLOOR * floor, noise) or not math.isfinite(error)
+        differs = error > max(TIMES_THE_FLOOR * floor, noise)
         tensor = ours[index] if reference[index] is None else reference[index]
-        numbers = 0 if tensor is None else tensor.numel()
-        lines.append(Line(name, numbers, _ratio(error, size), _ratio(floor, size), differs))
+        lines.append(
+            Line(
+                name=name,
+                numbers=0 if tensor is None else tensor.numel(),
+                distance=_ratio(error, size),
+                floor=_ratio(floor, size),
+                differs=differs or not math.isfinite(error),
+            )
+        )
     floor = max([math.hypot(*resolution), *(math.hypot(*one) for one in floors)])
     # The floor is capped at the root of the resolution: a larger one cannot be rounding.
     relative = min(_ratio(floor, all_size), math.sqrt(unit) / TIMES_THE_FLOOR)
-    off, tolerance = _ratio(math.hypot(*errors), all_size), TIMES_THE_FLOOR * relative
-    return Comparison(what, off, relative, tolerance, tuple(lines), judged_by_line)
+    return Comparison(
+        what=what,
+        distance=_ratio(math.hypot(*errors), all_size),
+        floor=relative,
+        tolerance=TIMES_THE_FLOOR * relative,
+        lines=tuple(lines),
+        judged_by_line=judged_by_line,
+    )
 
 
 def distance(
@@ -194,7 +213,7 @@ def _norms(
 ) -> list[float]:
     """Return the norm of each tensor, or of its difference to `other`, in float64."""
     where = [torch.device("cpu")] * len(ours) if devices is None else devices
-    minus = other or [None] * len(ours)
+    minus = [None] * len(ours) if other is None else other
     return [
         norm_of(*(None if t is None else t.to(device) for t in pair))
         for *pair, device in zip(ours, minus, where, strict=True)
@@ -235,7 +254,9 @@ def norm_of(tensor: Tensor | None, minus: Tensor | None = None) -> float:
 
 
 def _ratio(above: float, below: float) -> float:
-    return above / below if below > 0 else math.inf if above else 0.0
+    if below > 0:
+        return above / below
+    return 0.0 if above == 0 else math.inf
 
 
 def percent(value: float) -> str:

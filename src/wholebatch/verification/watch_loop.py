@@ -37,7 +37,7 @@ _PATIENCE, _LATER_PATIENCE = 30.0, 2.0
 """Seconds that a rank waits for the others at their first step, and at a later one."""
 
 _UNKNOWN, _NOTHING, _LONGER, _LATER, _WHOLE = range(-1, 4)
-"""What is done with a window; of several ranks, the most that one of them wants."""
+"""What a rank wants to do with a window; `_plan` makes one answer of those of all ranks."""
 
 _numbers = counter()
 

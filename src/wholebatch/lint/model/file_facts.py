@@ -185,7 +185,8 @@ class Facts:
     @cached_property
     def accelerator(self) -> ast.Call | None:
         """Return the call that creates the Accelerator, if it is in this file."""
-        found = self.made("Accelerator")  # One of several branches: that which is told its number.
+        found = self.made("Accelerator")
+        # Several branches may create one: take that which is given the number of steps.
         told = [c for c in found if keyword(c, "gradient_accumulation_steps") is not None]
         return next(iter((*told, *found)), None)
 
