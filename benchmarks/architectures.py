@@ -39,7 +39,7 @@ from tiny_models import MODELS, Batch, Tiny
 
 import wholebatch as wb
 from wholebatch.compile.execute_mode import Notes
-from wholebatch.core.loss import as_loss
+from wholebatch.losses.loss import as_loss
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "benchmarks" / "architectures"

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 import wholebatch as wb
-from wholebatch.core.loss import Loss
 from wholebatch.coupled.batchnorm.lock_step import Hold, LockStep
+from wholebatch.losses.loss import Loss
 from wholebatch.memory import MemoryMeter
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -35,10 +35,10 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import wholebatch as wb
-from wholebatch.core.runner import LockStepRunner
 from wholebatch.coupled import batchnorms
 from wholebatch.coupled.batchnorm.lock_step import Hold, blocks_of
 from wholebatch.coupled.normalisation_layers import replace_forward
+from wholebatch.runner import LockStepRunner
 
 Pair = tuple[Tensor, Tensor]
 Window = Callable[[], object]

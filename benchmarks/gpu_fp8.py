@@ -38,8 +38,8 @@ from speed.together import Child, run_rows
 from torch import Tensor, nn
 
 import wholebatch as wb
-from wholebatch.core import linear_layers
-from wholebatch.core import precision as precisions
+from wholebatch.window import linear_layers
+from wholebatch.window import precision as precisions
 
 sys.path += [str(Path(__file__).resolve().parents[1])]
 sys.path += [os.environ[name] for name in ("DOORS",) if name in os.environ]

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
-from wholebatch.core.options import grouped
+from wholebatch.options import grouped
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "benchmarks")]

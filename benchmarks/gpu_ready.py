@@ -183,6 +183,7 @@ def phases_timed(device: str) -> Iterator[dict[str, float]]:
     """Add up the seconds of each phase of getting ready."""
     import torch
 
+    from wholebatch import runner
     from wholebatch.compile import (
         biased_attention,
         cross_entropy,
@@ -195,7 +196,6 @@ def phases_timed(device: str) -> Iterator[dict[str, float]]:
     from wholebatch.compile.compile_workers import Pending
     from wholebatch.compile.gradient_buffers import Gradients
     from wholebatch.compile.graph_check import Check
-    from wholebatch.core import runner
 
     spent: dict[str, float] = dict.fromkeys(PHASES, 0.0)
 

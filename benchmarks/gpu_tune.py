@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import wholebatch as wb
-from wholebatch.core.readable_sizes import bytes_said
-from wholebatch.core.splitting import batch_size_of
+from wholebatch.batch import batch_size_of
 from wholebatch.memory.budget import parse_memory
+from wholebatch.readable_sizes import bytes_said
 from wholebatch.tune import Limits, RunMode, Setting, Trial
 from wholebatch.tune.bottleneck import fixed_cost, name_bottleneck
 from wholebatch.tune.machine_speed import copy_bandwidth, share_of_arithmetic

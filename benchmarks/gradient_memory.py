@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import default_collate
 
-from wholebatch.core.options import grouped
+from wholebatch.options import grouped
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "benchmarks")]

@@ -19,7 +19,7 @@ from typing import Any
 from gpu_batch_size import SIZES
 from gpu_batch_size import table as rows_of
 
-from wholebatch.core.readable_sizes import bytes_said
+from wholebatch.readable_sizes import bytes_said
 
 FOLDER = Path(__file__).parents[1] / "docs" / "benchmarks"
 

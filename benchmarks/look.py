@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 import wholebatch as wb
-from wholebatch.core.splitting.samples import layout_of
+from wholebatch.batch.samples import layout_of
 from wholebatch.coupled.adds_up import check_adds_up
 
 ROUNDS = 5

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from wholebatch.core.loss import Loss, cross_entropy
+from wholebatch.losses.loss import Loss, cross_entropy
 
 __all__ = ["MODELS", "Model", "loss"]
 

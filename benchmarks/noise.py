@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 import wholebatch as wb
-from wholebatch.core.options import grouped
+from wholebatch.options import grouped
 
 EVERY = 8
 LIMIT = 0.01

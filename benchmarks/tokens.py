@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from wholebatch.core.splitting import split, tokens
+from wholebatch.batch import split, tokens
 
 SAMPLES = 128
 MEDIAN, SIGMA = 32, 0.7  # of the lengths in tokens; the standard deviation is that of their log

@@ -33,9 +33,9 @@ from torch import Tensor, nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 
 import wholebatch as wb  # noqa: E402
-from tests.proof.fixtures.outsider import RIGHT as RIGHT_OUTSIDE  # noqa: E402
-from tests.proof.fixtures.outsider import WRONG as WRONG_OUTSIDE  # noqa: E402
-from tests.proof.loops.live import (  # noqa: E402
+from tests.verification.fixtures.outsider import RIGHT as RIGHT_OUTSIDE  # noqa: E402
+from tests.verification.fixtures.outsider import WRONG as WRONG_OUTSIDE  # noqa: E402
+from tests.verification.loops.live import (  # noqa: E402
     DOORS,
     KINDS,
     MISTAKES,
@@ -46,8 +46,8 @@ from tests.proof.loops.live import (  # noqa: E402
     quiet,
     verdict_of,
 )
-from tests.proof.loops.right import RIGHT  # noqa: E402
-from tests.proof.loops.unusual import UNUSUAL  # noqa: E402
+from tests.verification.loops.right import RIGHT  # noqa: E402
+from tests.verification.loops.unusual import UNUSUAL  # noqa: E402
 from wholebatch.verification import ZOO  # noqa: E402
 
 OUTSIDE = "loops of an outsider, in plain torch and trainers"
@@ -81,7 +81,7 @@ def loops() -> dict[str, str]:
 def outsiders() -> str:
     """Return how many loops of an outsider, in plain torch and in trainers, were judged rightly."""
     for module in ("outsider_right", "outsider_wrong", "outsider_trainers"):
-        importlib.import_module(f"tests.proof.fixtures.{module}")
+        importlib.import_module(f"tests.verification.fixtures.{module}")
     gc.freeze()
     loops = {**{name: (loop, "right") for name, loop in RIGHT_OUTSIDE.items()}, **WRONG_OUTSIDE}
     answers: dict[str, list[str]] = {"right": [], "wrong": []}
@@ -144,8 +144,8 @@ def write(made: dict[str, str]) -> None:
         f"{len(MISTAKES)} mistakes and {len(STYLES)} right styles, each on {len(KINDS)} kinds of "
         f"models ({kinds}), in every door\nthat has a place for them. Written by "
         "`python benchmarks/verify_mistakes.py --door DOOR --page`.\nThe judge was mended with the "
-        "loops of an outsider (`tests/proof/fixtures`): their row tells what it knows, not\nhow it "
-        "would do on others.\n\n"
+        "loops of an outsider (`tests/verification/fixtures`): their row tells what it knows,\n"
+        "not how it would do on others.\n\n"
         "TRL and DeepSpeed are no doors of this grid: loops in them are among the rounds "
         "([verify.md](../verify.md)).\n\n"
         "| door | mistakes named | right loops called right | run with |\n|---|---|---|---|\n"

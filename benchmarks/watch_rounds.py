@@ -24,7 +24,7 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "CI": "1"}
 import torch  # noqa: E402
 
 import wholebatch as wb  # noqa: E402
-from tests.proof.fixtures import (  # noqa: E402, F401
+from tests.verification.fixtures import (  # noqa: E402, F401
     round_6,
     round_7,
     round_8,
@@ -41,8 +41,8 @@ from tests.proof.fixtures import (  # noqa: E402, F401
     round_19,
     round_20,
 )
-from tests.proof.fixtures.rounds import CASES, is_right  # noqa: E402
-from tests.proof.loops.live import found_in, quiet  # noqa: E402
+from tests.verification.fixtures.rounds import CASES, is_right  # noqa: E402
+from tests.verification.loops.live import found_in, quiet  # noqa: E402
 
 
 def answer(make: Any) -> tuple[str, str]:

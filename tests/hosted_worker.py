@@ -13,9 +13,9 @@ from torch.distributed.fsdp import fully_shard
 
 import wholebatch as wb
 from tests.support import Whole, distance, mean, mlp, pieces, samples
-from wholebatch.core.stream import CompiledLoss, GivenLoss
 from wholebatch.errors import WindowError
 from wholebatch.integrations.host_window import AdapterOptions, HostWindows
+from wholebatch.stream import CompiledLoss, GivenLoss
 
 CPU = torch.device("cpu")
 SIZES = {0: [4, 1, 3], 1: [2, 4, 2]}

@@ -15,7 +15,7 @@ import wholebatch as wb
 from tests.distributed.problem import full
 from tests.support import distance, measured
 from tests.test_noise import GRADIENT, SPREAD, Quadratic, gaussian, long_memory
-from wholebatch.core.loss import Loss
+from wholebatch.losses.loss import Loss
 from wholebatch.tune.batch_scaling import AutoBatch
 
 WINDOWS = 100

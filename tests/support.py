@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import wholebatch as wb
-from wholebatch.core.options import grouped
+from wholebatch.options import grouped
 
 EXACT = 1e-12
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import wholebatch as wb
-from wholebatch.core import gradient_store as ahead
-from wholebatch.core.options import grouped
+from wholebatch.options import grouped
+from wholebatch.window import gradient_store as ahead
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         asked.append(int(able))
         return able
 
-    monkeypatch.setattr("wholebatch.core.gradient_store.can_close_ahead", can)
+    monkeypatch.setattr("wholebatch.window.gradient_store.can_close_ahead", can)
     return asked
 
 

@@ -24,7 +24,7 @@ from tests.support import (
     sgd,
     summed,
 )
-from wholebatch.core.options import grouped
+from wholebatch.options import grouped
 
 
 def window(model: nn.Module, acc: wb.Accumulator, batch: Any, sizes: list[int]) -> wb.Step:

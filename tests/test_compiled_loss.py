@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import wholebatch as wb
-from tests.execute.nets import Tagger, tagged
+from tests.compile.nets import Tagger, tagged
 from tests.support import EXACT, Whole, distance, mlp, pieces, samples, sgd
-from wholebatch.core.stream import CompiledLoss
+from wholebatch.stream import CompiledLoss
 
 SIZES = ((3, 1, 4, 2), (3, 1, 4, 2), (5, 4, 1), (3, 3, 3), (2, 2), (3, 1, 4, 2))
 """The micro-batches of six windows: uneven, and with short ones."""

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 import wholebatch as wb
 from tests.support import EXACT, Seen, Whole, adamw, distance, mlp, pieces, samples, sgd
-from wholebatch.core.options import grouped
+from wholebatch.options import grouped
 
 
 def loss(model: nn.Module, micro: dict[str, torch.Tensor]) -> wb.Loss:

@@ -12,8 +12,8 @@ from torch import nn
 import wholebatch as wb
 from tests.support import Whole, adamw, sgd
 from tests.test_engine_coupled import LOSSES, Batch, Clip, batch, coupled, encode, mean_of
-from wholebatch.core.options import grouped
 from wholebatch.memory import MemoryMeter
+from wholebatch.options import grouped
 
 
 def test_memory_grows_by_the_representations_and_a_chunk_only() -> None:

@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 import wholebatch as wb
 from tests.support import EXACT, distance, sgd
 from tests.test_engine_coupled import LOSSES, Clip, batch, coupled, encode
-from wholebatch.core.options import grouped
 from wholebatch.coupled.sample_draws import PerSample
+from wholebatch.options import grouped
 
 
 class Tagger(nn.Module):

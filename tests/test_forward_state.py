@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import wholebatch as wb
 from tests.memory.inject import OutOfMemoryAt
 from tests.support import mlp, pieces, samples, sgd
-from wholebatch.core.forward_state import ForwardState
+from wholebatch.window.forward_state import ForwardState
 
 
 class Changing(nn.Module):

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import wholebatch as wb
-from tests.execute.nets import Micro, loss, mean_of_tokens, tagged, traced
+from tests.compile.nets import Micro, loss, mean_of_tokens, tagged, traced
 from tests.support import Seen, Whole, distance, sgd
 from wholebatch.compile.fused_weight_grad import Adding
-from wholebatch.core import linear_layers
-from wholebatch.core.precision import Fp8, choose, eight_bit_layers
+from wholebatch.window import linear_layers
+from wholebatch.window.precision import Fp8, choose, eight_bit_layers
 
 LAYERS = ("query", "key", "out")
 

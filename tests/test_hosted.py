@@ -16,10 +16,10 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import wholebatch as wb
 from tests.distributed.launch import reports
 from tests.support import EXACT, Whole, distance, mean, mlp, pieces, samples
-from wholebatch.core.close import read_scalars
-from wholebatch.core.stream import GivenLoss
 from wholebatch.errors import EmptyWindowError, LossError, OptionError, StateError, WindowError
 from wholebatch.integrations.host_window import AdapterOptions, FirstLook, HostEngine, HostWindows
+from wholebatch.stream import GivenLoss
+from wholebatch.window.close import read_scalars
 
 CPU = torch.device("cpu")
 

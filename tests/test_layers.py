@@ -26,34 +26,34 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset(
         {"cli.recipes", "cli.report", "integrations", "lint", "testing", "tune", "verification"}
     ),
-    frozenset({"core.accumulator", "core.whole_batch", "integrations.host_window"}),
+    frozenset({"accumulator", "whole_batch", "integrations.host_window"}),
     frozenset(
         {
             "cli.checkpoints",
-            "core.runner",
-            "core.stream",
+            "runner",
+            "stream",
             "distributed.pipeline",
             "losses",
             "memory",
-            "core.noise_scale",
+            "window.noise_scale",
         }
     ),
     frozenset({"coupled"}),
-    frozenset({"compile", "compile.triton_kernels", "core.foreign_writes", "core.window"}),
+    frozenset({"compile", "compile.triton_kernels", "window.foreign_writes", "window.window"}),
     frozenset(
         {
-            "core.gradient_store",
-            "core.lookahead_loader",
-            "core.model_and_optimizer",
-            "core.options",
+            "window.gradient_store",
+            "batch.lookahead_loader",
+            "window.model_and_optimizer",
+            "options",
             "offload",
         }
     ),
     frozenset(
         {
-            "core",
-            "core.precision",
-            "core.splitting",
+            "window",
+            "window.precision",
+            "batch",
             "distributed",
             "memory.meter",
             "tune.batch_scaling",
@@ -61,27 +61,30 @@ LAYERS: tuple[frozenset[str], ...] = (
     ),
     frozenset(
         {
-            "core.forward_state",
-            "core.loss",
-            "core.optional_packages",
-            "core.plain_files",
-            "core.safe_loading",
+            "window.forward_state",
+            "losses.loss",
+            "optional_packages",
+            "plain_files",
+            "safe_loading",
             "memory.budget",
         }
     ),
-    frozenset({"core.readable_sizes", "core.sliced_cross_entropy", "core.linear_layers", "errors"}),
-    frozenset({"core.fp8_kernels"}),
+    frozenset({"readable_sizes", "losses.sliced_cross_entropy", "window.linear_layers", "errors"}),
+    frozenset({"window.fp8_kernels"}),
 )
 # Allowed between two units of one layer beside those of one package: (importer, imported).
 SIDEWAYS: frozenset[tuple[str, str]] = frozenset(
     {
         ("testing", "verification"),
-        ("offload", "core.gradient_store"),
-        ("memory", "core.noise_scale"),
+        ("offload", "window.gradient_store"),
+        ("memory", "window.noise_scale"),
+        ("options", "window.model_and_optimizer"),
+        ("runner", "stream"),
+        ("safe_loading", "plain_files"),
     }
 )
 # `import wholebatch as wb` reaches every export, up to WholeBatch.
-ROOT_UNIT = "core.whole_batch"
+ROOT_UNIT = "whole_batch"
 
 # Packages that may be imported when a module is loaded; every other one only inside the function
 # that uses it. Torch is the core's one dependency, and `lint` must not reach even that.
@@ -91,7 +94,7 @@ EAGER: dict[str, frozenset[str]] = {
     "cli.report": frozenset({"rich"}),
     "cli.recipes": frozenset({"sklearn"}),
     "compile.triton_kernels": frozenset({"triton"}),  # comes with torch's CUDA builds
-    "core.fp8_kernels": frozenset({"triton"}),
+    "window.fp8_kernels": frozenset({"triton"}),
 }
 # An adapter is imported by those who use its library: it imports that when it is loaded.
 HOSTS: dict[str, frozenset[str]] = {
@@ -286,24 +289,24 @@ def test_imports_go_downwards_only() -> None:
     assert not found, "\n".join(["", *found])
 
 
-NAMES_TABLE = '_NAMES = {"core.whole_batch": "WholeBatch", "core.loss": "Loss"}\n'
+NAMES_TABLE = '_NAMES = {"whole_batch": "WholeBatch", "losses.loss": "Loss"}\n'
 PLANTED = {
     "upwards": (
-        "core/loss.py",
+        "losses/loss.py",
         "def f():\n    from wholebatch import tune\n",
         "upwards",
     ),
     "relative": (
         "coupled/a.py",
-        "from ..core.whole_batch import WholeBatch\n",
-        "upwards from core.whole_batch",
+        "from ..whole_batch import WholeBatch\n",
+        "upwards from whole_batch",
     ),
     "export": (
         "coupled/a.py",
         "from wholebatch import WholeBatch\n",
-        "upwards from core.whole_batch",
+        "upwards from whole_batch",
     ),
-    "root": ("core/window.py", "import wholebatch as wb\n", "upwards from core.whole_batch"),
+    "root": ("window/window.py", "import wholebatch as wb\n", "upwards from whole_batch"),
     "part of a package": (
         "memory/budget.py",
         "from . import choose\n",
@@ -311,7 +314,7 @@ PLANTED = {
     ),
     "sideways": (
         "memory/choose.py",
-        "from wholebatch.core import runner\n",
+        "from wholebatch import runner\n",
         "memory imports sideways",
     ),
     "another integration": (
@@ -327,14 +330,14 @@ PLANTED = {
     "lint and torch": ("lint/rule.py", "def f():\n    import torch.nn\n", "lint never needs torch"),
     "lint through loss": (
         "lint/rule.py",
-        "from ..core.loss import Loss\n",
-        "-> wholebatch.core.loss -> torch",
+        "from ..losses.loss import Loss\n",
+        "-> wholebatch.losses.loss -> torch",
     ),
     "circle": ("memory/other.py", "from . import choose\n", "a circle of imports"),
     "unknown": ("surprise.py", "", "place it in LAYERS"),
     "eager root": (
         "__init__.py",
-        f"from .core.loss import Loss\n{NAMES_TABLE}",
+        f"from .losses.loss import Loss\n{NAMES_TABLE}",
         "the root loads names when used",
     ),
 }
@@ -351,14 +354,15 @@ def tree(tmp_path: Path) -> Path:
     """A small tree that keeps every rule."""
     plant(tmp_path, "__init__.py", NAMES_TABLE)
     plant(tmp_path, "errors.py", "")
-    plant(tmp_path, "core/__init__.py", "")
-    plant(tmp_path, "core/runner.py", "")
-    plant(tmp_path, "core/loss.py", "import torch\nfrom wholebatch import errors\n")
-    plant(tmp_path, "core/window.py", "from .loss import Loss\n")
-    plant(tmp_path, "core/accumulator.py", "from wholebatch.core.window import Window\n")
+    plant(tmp_path, "losses/__init__.py", "")
+    plant(tmp_path, "window/__init__.py", "")
+    plant(tmp_path, "runner.py", "")
+    plant(tmp_path, "losses/loss.py", "import torch\nfrom wholebatch import errors\n")
+    plant(tmp_path, "window/window.py", "from wholebatch.losses.loss import Loss\n")
+    plant(tmp_path, "accumulator.py", "from wholebatch.window.window import Window\n")
     plant(
         tmp_path,
-        "core/whole_batch.py",
+        "whole_batch.py",
         "from typing import TYPE_CHECKING\nfrom wholebatch import Loss, __version__\n"
         "if TYPE_CHECKING:\n    from wholebatch.cli import main\n",
     )

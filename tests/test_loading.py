@@ -18,9 +18,9 @@ import torch
 
 import wholebatch
 from wholebatch.cli.checkpoints import Checkpoints, put_together, take_apart
-from wholebatch.core.plain_files import open_file, read_json
-from wholebatch.core.safe_loading import load_tensors
 from wholebatch.errors import StateError
+from wholebatch.plain_files import open_file, read_json
+from wholebatch.safe_loading import load_tensors
 
 HOSTILE = "is hostile, or not a checkpoint of wholebatch: loading it would run "
 
@@ -247,7 +247,7 @@ def test_deepspeed_reads_its_files_without_their_code(
 def test_nothing_else_in_the_package_unpickles() -> None:
     """A new file format is to be read by `load_tensors`, or to be added here with its reason."""
     may = {
-        "core/safe_loading.py": "the one reader",
+        "safe_loading.py": "the one reader",
         "cli/checkpoints.py": "an unpickler that knows a few classes",
         "cli/parallel_ranks.py": "bytes of the other ranks, with weights_only=True",
         "compile/kept_steps.py": "an unpickler that knows a few classes",

@@ -12,8 +12,8 @@ from torch.nn import functional
 
 import wholebatch as wb
 from tests.support import EXACT, mlp, samples, sgd, summed
-from wholebatch.core.loss import Terms, as_loss, check_units
 from wholebatch.errors import LossError
+from wholebatch.losses.loss import Terms, as_loss, check_units
 
 
 def scalar(value: float = 1.0) -> torch.Tensor:

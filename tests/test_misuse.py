@@ -18,8 +18,6 @@ from torch import nn
 import wholebatch as wb
 from tests.support import EXACT, Whole, mlp, samples, sgd, summed
 from wholebatch import errors
-from wholebatch.core.loss import check_units
-from wholebatch.core.options import grouped
 from wholebatch.errors import (
     LossError,
     OptionError,
@@ -28,6 +26,8 @@ from wholebatch.errors import (
     WholebatchError,
     WindowError,
 )
+from wholebatch.losses.loss import check_units
+from wholebatch.options import grouped
 
 BATCH = samples(12)
 

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 import wholebatch as wb
+from tests.compile.nets import mode_of, traced
 from tests.distributed.launch import ROOT, torchrun
-from tests.execute.nets import mode_of, traced
 from tests.support import measured, mlp, samples
-from wholebatch.core.noise_scale import (
+from wholebatch.errors import OptionError, UnsupportedError
+from wholebatch.window.noise_scale import (
     Averages,
     Estimator,
     NoiseScale,
@@ -23,7 +24,6 @@ from wholebatch.core.noise_scale import (
     fieller,
     student,
 )
-from wholebatch.errors import OptionError, UnsupportedError
 
 PARAMETERS = 40
 
@@ -297,7 +297,7 @@ def test_auto_takes_a_norm_in_64_micro_batches(
 ) -> None:
     """At first in one window of four; never more rarely than in one of 32."""
     assert looked_at("auto", 2, 1, windows=120) == [*range(1, 94, 4), 97]
-    monkeypatch.setattr("wholebatch.core.noise_scale._AT_FIRST", 2)
+    monkeypatch.setattr("wholebatch.window.noise_scale._AT_FIRST", 2)
     later = [window for window in range(6, 36) if window % every == 1 % every]
     assert looked_at("auto", micro_batches, 1, windows=36) == [1, 5, *later]
 

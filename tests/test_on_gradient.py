@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import wholebatch as wb
 from tests.support import EXACT, distance, mean, mlp, pieces, samples, summed
-from wholebatch.core.options import grouped
 from wholebatch.errors import NonFiniteError, OptionError, WindowError
+from wholebatch.options import grouped
 
 Named = list[tuple[str, nn.Parameter]]
 SPLITS = [[20], [1, 19], [3, 11, 6], [7, 1, 1, 5, 6]]

@@ -18,8 +18,8 @@ from torch.optim.optimizer import (
 
 import wholebatch as wb
 from tests.support import distance, mean, mlp, pieces, samples, summed
-from wholebatch.core.close import takes_grad_scale
 from wholebatch.errors import UnsupportedError
+from wholebatch.window.close import takes_grad_scale
 
 KINDS: dict[str, Any] = {
     "Adam": torch.optim.Adam,

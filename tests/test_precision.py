@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import wholebatch as wb
 from tests.support import Seen, Whole, adamw, distance, mlp, pieces, samples, sgd, summed
-from wholebatch.core import precision
-from wholebatch.core.precision import SixteenBit
+from wholebatch.window import precision
+from wholebatch.window.precision import SixteenBit
 
 
 def loss(model: nn.Module, micro: dict[str, torch.Tensor]) -> wb.Loss:

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from wholebatch.core.splitting import drop_samples, split, to_device
+from wholebatch.batch import drop_samples, split, to_device
 from wholebatch.errors import OptionError, SplitError
 
 

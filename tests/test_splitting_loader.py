@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
-from wholebatch.core.lookahead_loader import Unpadded, unpadded
+from wholebatch.batch.lookahead_loader import Unpadded, unpadded
 from wholebatch.errors import UnsupportedError
 
 

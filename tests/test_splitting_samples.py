@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from wholebatch.core.splitting import batch_size_of, split
+from wholebatch.batch import batch_size_of, split
 from wholebatch.errors import OptionError, SplitError
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
 
-from wholebatch.core.splitting import Tokens, joined, split, tokens
+from wholebatch.batch import Tokens, joined, split, tokens
 from wholebatch.errors import OptionError, SplitError
 
 

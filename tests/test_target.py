@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 import wholebatch as wb
 from tests.support import EXACT, Seen, Whole, distance, mlp, pieces, samples, sgd, summed
-from wholebatch.core.model_and_optimizer import check_device
-from wholebatch.core.options import grouped
+from wholebatch.options import grouped
+from wholebatch.window.model_and_optimizer import check_device
 
 
 def accumulate(model: nn.Module, optimizer: Any, batch: Any, sizes: list[int]) -> None:

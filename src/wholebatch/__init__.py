@@ -25,13 +25,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from wholebatch import errors as errors
-    from wholebatch.core.accumulator import Accumulator, by_epoch, over
-    from wholebatch.core.lookahead_loader import unpadded
-    from wholebatch.core.loss import Loss, causal_lm, cross_entropy, mean_loss
-    from wholebatch.core.options import BatchNorm, Close, Memory, samples
-    from wholebatch.core.splitting import split, tokens
-    from wholebatch.core.whole_batch import WholeBatch
-    from wholebatch.core.window import Step
+    from wholebatch.accumulator import Accumulator, by_epoch, over
+    from wholebatch.batch import split, tokens
+    from wholebatch.batch.lookahead_loader import unpadded
     from wholebatch.coupled.audit import audit
     from wholebatch.coupled.contrastive.losses import (
         Coupled,
@@ -44,6 +40,7 @@ if TYPE_CHECKING:
     from wholebatch.coupled.sample_draws import rand_like, randint_like, randn_like
     from wholebatch.distributed.pipeline import Pipeline
     from wholebatch.losses.distillation import distillation_loss
+    from wholebatch.losses.loss import Loss, causal_lm, cross_entropy, mean_loss
     from wholebatch.losses.policy import (
         aggregate,
         aggregate_units,
@@ -61,7 +58,10 @@ if TYPE_CHECKING:
         sequence_logprobs,
         simpo_loss,
     )
+    from wholebatch.options import BatchNorm, Close, Memory, samples
     from wholebatch.verification import verify, watch
+    from wholebatch.whole_batch import WholeBatch
+    from wholebatch.window.window import Step
 
 __version__ = "0.1.0"
 
@@ -116,13 +116,13 @@ __all__ = [
 # The names of each module; a submodule stands for itself. A test holds this table, `__all__` and
 # the imports for type checkers above to the same names.
 _NAMES = {
-    "core.accumulator": "Accumulator by_epoch over",
-    "core.lookahead_loader": "unpadded",
-    "core.loss": "Loss causal_lm cross_entropy mean_loss",
-    "core.options": "BatchNorm Close Memory samples",
-    "core.splitting": "split tokens",
-    "core.whole_batch": "WholeBatch",
-    "core.window": "Step",
+    "accumulator": "Accumulator by_epoch over",
+    "batch.lookahead_loader": "unpadded",
+    "losses.loss": "Loss causal_lm cross_entropy mean_loss",
+    "options": "BatchNorm Close Memory samples",
+    "batch": "split tokens",
+    "whole_batch": "WholeBatch",
+    "window.window": "Step",
     "coupled.audit": "audit",
     "coupled.contrastive.losses": "Coupled clip_loss info_nce siglip_loss supcon_loss",
     "coupled.moe": "moe_loss",

@@ -88,7 +88,7 @@ def test_examples_of_docstrings_are_code(browser: Tab, site: str) -> None:
     assert browser.run("return document.querySelectorAll('article .highlight .gp').length") >= 3
     assert browser.run("return document.querySelectorAll('article blockquote').length") == 0
     names = browser.run("return [...document.querySelectorAll('article h2')].map(h => h.id)")
-    assert "wholebatch.core.whole_batch.WholeBatch" in names
+    assert "wholebatch.whole_batch.WholeBatch" in names
 
 
 def test_search_finds(browser: Tab, site: str) -> None:

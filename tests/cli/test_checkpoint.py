@@ -14,11 +14,11 @@ from torch import nn
 
 from tests.cli.helpers import assert_same_bits
 from tests.test_loading import Trap
+from wholebatch import plain_files
 from wholebatch.cli import checkpoints as module
 from wholebatch.cli.checkpoints import Checkpoints, check_model, check_optimizer
-from wholebatch.core import plain_files
-from wholebatch.core.plain_files import write_atomically
 from wholebatch.errors import OptionError, StateError
+from wholebatch.plain_files import write_atomically
 
 
 def state(value: float = 1.0) -> dict[str, Any]:

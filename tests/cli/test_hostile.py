@@ -14,9 +14,9 @@ import pytest
 from tests import processes
 from tests.cli.helpers import NOISY, Ran, environment_of, metrics_of
 from tests.cli.test_resume import assert_same_run
+from wholebatch import plain_files
+from wholebatch import plain_files as files
 from wholebatch.cli.report.metrics_writers import MetricsFile, writing
-from wholebatch.core import plain_files
-from wholebatch.core import plain_files as files
 
 pytestmark = pytest.mark.timeout(120)  # a FIFO that is waited for would hang
 

@@ -12,8 +12,8 @@ from tests.cli.helpers import EXACT, assert_same_bits, metrics_of, newest_checkp
 from wholebatch.cli import main
 from wholebatch.cli.run_settings import Given, resolve
 from wholebatch.cli.training_run import PeakMemory
-from wholebatch.core.readable_sizes import bytes_said
 from wholebatch.errors import OptionError
+from wholebatch.readable_sizes import bytes_said
 
 WIDE = EXACT.replace("nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)", "Net()").replace(
     "def model():",

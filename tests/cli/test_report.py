@@ -12,8 +12,8 @@ from rich.console import Console
 
 from wholebatch.cli.report.metrics_writers import Events, MetricsFile, record_of
 from wholebatch.cli.report.terminal_output import Terminal, short_count
-from wholebatch.core.window import Step
 from wholebatch.errors import MissingExtraError, StateError
+from wholebatch.window.window import Step
 
 
 def step(update: int, **more: Any) -> Step:

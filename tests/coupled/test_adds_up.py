@@ -14,11 +14,11 @@ from torch.nn import functional as F
 
 import wholebatch as wb
 from tests.support import mlp, samples, sgd
-from wholebatch.core.forward_state import ForwardState
-from wholebatch.core.options import grouped
-from wholebatch.core.splitting.samples import layout_of
+from wholebatch.batch.samples import layout_of
 from wholebatch.coupled.adds_up import check_adds_up
 from wholebatch.coupled.sample_runs import SampleRun, Tolerance
+from wholebatch.options import grouped
+from wholebatch.window.forward_state import ForwardState
 
 SIZES = [(8, 20), (4, 10), (2, 7)]  # of the micro-batch, of the batch
 Case = tuple[Callable[[Any, Any], Any], type[Exception], str]

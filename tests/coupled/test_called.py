@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import wholebatch as wb
 from tests.support import mlp, pieces, samples, sgd
-from wholebatch.core.options import grouped
 from wholebatch.errors import UnsupportedError
+from wholebatch.options import grouped
 
 
 class Wrapped(nn.Module):

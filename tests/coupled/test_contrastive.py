@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from wholebatch.core.loss import Loss
 from wholebatch.coupled.contrastive.losses import Coupled, clip_loss, siglip_loss, supcon_loss
 from wholebatch.errors import LossError, OptionError
+from wholebatch.losses.loss import Loss
 
 
 def views(samples: int = 11, features: int = 5) -> tuple[Tensor, Tensor]:

@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 import wholebatch as wb
 from tests.support import Seen, mlp, pieces, samples, sgd, summed
-from wholebatch.core.options import grouped
 from wholebatch.errors import LossError, UnsupportedError
+from wholebatch.options import grouped
 
 COMPARES = "this loss compares samples with each other"
 

@@ -17,8 +17,8 @@ import wholebatch as wb
 from tests.coupled.networks import NETWORKS
 from tests.support import Seen, distance
 from tests.test_engine_coupled import LOSSES, Clip, batch, encode, mean_of
-from wholebatch.core.options import grouped
 from wholebatch.distributed.ddp import Buckets
+from wholebatch.options import grouped
 
 Batch = dict[str, Tensor]
 SHARES = {2: [8, 5], 3: [3, 6, 4]}

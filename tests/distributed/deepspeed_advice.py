@@ -12,7 +12,7 @@ import wholebatch as wb
 from tests.distributed.deepspeed_worker import Crossed, initialized, parameters_of
 from tests.distributed.problem import loss, micro
 from tests.support import distance, sgd
-from wholebatch.core.options import grouped
+from wholebatch.options import grouped
 
 
 def walked() -> dict[str, list[str]]:

@@ -28,11 +28,11 @@ import wholebatch as wb
 from tests.distributed.exact_worker import wrapped
 from tests.distributed.problem import Micro, loss, micro
 from tests.support import sgd
-from wholebatch.core.accumulator import Accumulator
-from wholebatch.core.whole_batch import WholeBatch
+from wholebatch.accumulator import Accumulator
 from wholebatch.distributed import ddp, fsdp  # noqa: F401 (imported before the forks)
 from wholebatch.distributed import rank_failure as alarm_module
 from wholebatch.distributed.rank_failure import alarm
+from wholebatch.whole_batch import WholeBatch
 
 CASES = [
     "ddp-raises-1",

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import wholebatch as wb
 from tests.distributed.problem import VOCABULARY, WIDTH, Block, micro
 from tests.support import Whole, adamw, distance, sgd
-from wholebatch.core.options import grouped
+from wholebatch.options import grouped
 
 
 class Part(nn.Module):

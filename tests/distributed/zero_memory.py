@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import wholebatch as wb
-from wholebatch.core.loss import cross_entropy
+from wholebatch.losses.loss import cross_entropy
 from wholebatch.memory import MemoryMeter
 from wholebatch.memory.fsdp_sharding import Sharding
 from wholebatch.memory.predict import predict_peak

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import wholebatch as wb
-from wholebatch.core.options import grouped
+from wholebatch.options import grouped
 
 Batch = dict[str, Tensor]
 

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 import wholebatch as wb
 from wholebatch.compile.cross_entropy import _operation, can_fuse_entropy
-from wholebatch.core import sliced_cross_entropy
+from wholebatch.losses import sliced_cross_entropy
 
 DEVICE = torch.device("cuda")
 

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import wholebatch as wb
 from wholebatch.compile import execute_mode as plan
 from wholebatch.compile.micro_step import Executor
-from wholebatch.core.options import grouped
+from wholebatch.options import grouped
 
 Micro = dict[str, Tensor]
 VOCABULARY = 96

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import wholebatch as wb
 from wholebatch.compile.gradient_buffers import Casts
-from wholebatch.core import linear_layers as layers
-from wholebatch.core import precision as precisions
+from wholebatch.window import linear_layers as layers
+from wholebatch.window import precision as precisions
 
 DEVICE = torch.device("cuda")
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import wholebatch as wb
-from wholebatch.core.options import grouped
 from wholebatch.offload.host_store import SumsOnDevice
 from wholebatch.offload.packed_moments import keys_of, pack, unpack
+from wholebatch.options import grouped
 
 Micro = dict[str, Tensor]
 MIB = 2**20

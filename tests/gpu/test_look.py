@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import wholebatch as wb
-from wholebatch.core.options import grouped
+from wholebatch.options import grouped
 
 
 class Attention(nn.Module):

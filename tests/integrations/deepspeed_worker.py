@@ -15,8 +15,8 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, DistributedSampler
 
 import wholebatch as wb
-from tests.proof.loops.live import found_in
 from tests.support import distance
+from tests.verification.loops.live import found_in
 
 STEPS, MICRO, RANKS = 4, 4, 2
 

@@ -189,8 +189,8 @@ def in_accumulator(
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, GradientState
 
-    from wholebatch.core.options import grouped
     from wholebatch.integrations.accelerate import accumulator
+    from wholebatch.options import grouped
 
     AcceleratorState._reset_state(True)
     GradientState._reset_state()

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from wholebatch.core.optional_packages import require
 from wholebatch.errors import MissingExtraError
+from wholebatch.optional_packages import require
 
 ROOT = Path(__file__).parents[2]
 RECORD = json.loads((ROOT / "docs/benchmarks/comparison.json").read_text(encoding="utf-8"))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import wholebatch as wb
-from tests.execute.nets import Micro, loss, mean_of_tokens, tagged
+from tests.compile.nets import Micro, loss, mean_of_tokens, tagged
 from tests.integrations.doors import in_transformers
 from tests.support import EXACT, distance, pieces, sgd
 from tests.test_fp8 import Net, emulated, started

@@ -24,11 +24,11 @@ from lightning.fabric import Fabric
 from lightning.pytorch import LightningModule
 from transformers import Trainer, TrainerCallback
 
-from wholebatch.core.stream import GivenLoss
 from wholebatch.integrations.accelerate import ExactWindows, accumulator
 from wholebatch.integrations.lightning import FabricWindows
 from wholebatch.integrations.transformers import exact
 from wholebatch.integrations.transformers.host_steps import stepped_here
+from wholebatch.stream import GivenLoss
 
 pytestmark = [
     pytest.mark.slow,

@@ -16,9 +16,9 @@ import wholebatch as wb
 from tests.distributed.launch import torchrun
 from tests.memory.inject import OutOfMemoryAt
 from tests.support import EXACT
+from wholebatch.batch import split
 from wholebatch.compile import micro_step
 from wholebatch.compile.execute_mode import ExecutePlan, ExecuteWarning
-from wholebatch.core.splitting import split
 from wholebatch.errors import OptionError
 
 pytest.importorskip("transformers")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from wholebatch.core.loss import Loss, cross_entropy
+from wholebatch.losses.loss import Loss, cross_entropy
 
 
 class Block(nn.Module):

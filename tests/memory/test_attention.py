@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from wholebatch.core.loss import Loss
+from wholebatch.losses.loss import Loss
 from wholebatch.memory import predict_peak
 
 SAMPLES, LENGTH, WIDTH, HEADS = 4, 128, 32, 4

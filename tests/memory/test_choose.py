@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tests.memory.models import CASES, GPT, loss, mlp, tokens, vectors
-from wholebatch.core.readable_sizes import bytes_said
 from wholebatch.errors import OptionError
 from wholebatch.memory.activation_checkpointing import is_checkpointed
 from wholebatch.memory.budget import device_memory, free_memory, parse_memory
@@ -26,6 +25,7 @@ from wholebatch.memory.choose_micro_batch import (
 from wholebatch.memory.make_it_fit import ladder, refusal
 from wholebatch.memory.predict import Prediction, predict_peak
 from wholebatch.memory.trial_step import Correction, calibrate, measure_step
+from wholebatch.readable_sizes import bytes_said
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 

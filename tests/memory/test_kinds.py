@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.memory.models import images, loss, vectors
-from wholebatch.core.loss import Loss, cross_entropy
 from wholebatch.errors import UnsupportedError
+from wholebatch.losses.loss import Loss, cross_entropy
 from wholebatch.memory import MemoryMeter, predict_peak, repeated_blocks, with_checkpoints
 from wholebatch.memory.plain_window import PlainWindow
 

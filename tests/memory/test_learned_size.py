@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import wholebatch as wb
 from tests.support import EXACT, Whole, mlp, samples, sgd
-from wholebatch.core.options import grouped
+from wholebatch.options import grouped
 
 WINDOWS = 12
 

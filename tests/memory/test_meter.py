@@ -11,9 +11,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.memory.models import GPT, loss, mlp, tokens, vectors
-from wholebatch.core.readable_sizes import CATEGORIES
 from wholebatch.memory import MemoryMeter
 from wholebatch.memory.meter import StorageLedger, by_category, peak_with_recordings
+from wholebatch.readable_sizes import CATEGORIES
 
 KIB = 1024
 

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from tests.memory.models import CASES, GPT, Case, cnn, loss, mlp, tokens, vectors
-from wholebatch.core.loss import Loss, cross_entropy
 from wholebatch.errors import LossError, OptionError, UnsupportedError
+from wholebatch.losses.loss import Loss, cross_entropy
 from wholebatch.memory import MemoryMeter, predict_peak, resize_batch
 from wholebatch.memory.fake_tensors import map_tensors
 from wholebatch.memory.plain_window import PlainWindow

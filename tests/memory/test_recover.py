@@ -16,12 +16,12 @@ from torch import nn
 import wholebatch as wb
 from tests.memory.inject import OutOfMemoryAt
 from tests.memory.models import loss, mlp, vectors
-from wholebatch.core.precision import LossScale
-from wholebatch.core.splitting import batch_size_of, split
+from wholebatch.batch import batch_size_of, split
 from wholebatch.errors import OptionError
 from wholebatch.memory import MemoryMeter
 from wholebatch.memory.micro_batch_fitting import Sizing
 from wholebatch.memory.out_of_memory import Recovered, Recovery, within
+from wholebatch.window.precision import LossScale
 
 
 @pytest.fixture(autouse=True)

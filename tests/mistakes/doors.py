@@ -18,12 +18,12 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import wholebatch as wb
 from tests.mistakes.task import Batch, Mean, Moment, Sum, Task, pieces, quotient
-from wholebatch.core.options import grouped
 from wholebatch.integrations.accelerate import ExactWindows as AccelerateWindows
 from wholebatch.integrations.accelerate import accumulator as accelerate_accumulator
 from wholebatch.integrations.lightning import ExactWindows as LightningWindows
 from wholebatch.integrations.lightning import FabricWindows
 from wholebatch.integrations.transformers import exact
+from wholebatch.options import grouped
 
 Sizes = Sequence[int]
 Door = Callable[[Task, Sizes, int], None]

@@ -17,7 +17,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import wholebatch as wb
 from tests.mistakes.kinds import rows, task
 from tests.mistakes.task import Batch, Task, flat, pieces, sgd
-from wholebatch.core.options import grouped
+from wholebatch.options import grouped
 
 LOOPS: dict[str, Callable[[], float]] = {}
 

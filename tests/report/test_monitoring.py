@@ -15,8 +15,8 @@ from tests import processes
 from tests.cli.conftest import command, recipe
 from tests.cli.helpers import EXACT, NOISY, Ran, environment_of, metrics_of
 from wholebatch.cli.report.metrics_writers import WandbRun, record_of, scalars_of
-from wholebatch.core.window import Step
 from wholebatch.errors import MissingExtraError
+from wholebatch.window.window import Step
 
 __all__ = ["command", "recipe"]  # fixtures of the command line, used here too
 

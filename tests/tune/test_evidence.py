@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from wholebatch.core.readable_sizes import PARTS
 from wholebatch.errors import OptionError
+from wholebatch.readable_sizes import PARTS
 from wholebatch.tune.bottleneck import Fixed, accumulation, fixed_cost, name_bottleneck
 from wholebatch.tune.machine_speed import RanksModel, parse_bandwidth
 from wholebatch.tune.settings import RunMode, Setting, Trial

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from wholebatch.core.window import Step
 from wholebatch.memory.predict import Prediction
 from wholebatch.tune import setting_measurements as bench
 from wholebatch.tune.setting_measurements import Limits, TooSlow
 from wholebatch.tune.settings import RunMode, Setting, Trial, sizes_of
 from wholebatch.tune.tuning import Search
 from wholebatch.tune.window_timing import Turns, Workload, ratio_of, usual
+from wholebatch.window.window import Step
 
 FULL, BF16 = RunMode("full", False, "eager", "auto"), RunMode("bf16", False, "eager", "auto")
 AGAIN = RunMode("full", True, "eager", "auto")

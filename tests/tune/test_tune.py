@@ -13,9 +13,9 @@ from torch import nn
 
 import wholebatch as wb
 from tests.cli.helpers import EXACT
-from wholebatch.core.readable_sizes import PARTS
 from wholebatch.errors import OptionError, WindowError
 from wholebatch.memory.predict import predict_peak
+from wholebatch.readable_sizes import PARTS
 from wholebatch.tune import Limits, Tuned, tune
 
 QUICK = Limits(seconds=0.02, least=2, most=4)

@@ -16,8 +16,8 @@ from wholebatch.cli import recipe_measuring as measuring
 from wholebatch.cli.command_options import command, must_be, option
 from wholebatch.cli.report.terminal_output import Spinner, fitting, plain_table, say
 from wholebatch.cli.run_settings import Config, resolve
-from wholebatch.core.readable_sizes import bytes_said
 from wholebatch.errors import OptionError
+from wholebatch.readable_sizes import bytes_said
 
 if TYPE_CHECKING:
     import torch

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from wholebatch.cli.command_options import command, option, positive_number, switch
 from wholebatch.cli.report.terminal_output import Spinner, console_of, say
-from wholebatch.core.readable_sizes import bytes_said
 from wholebatch.errors import OptionError
+from wholebatch.readable_sizes import bytes_said
 
 
 @dataclass(frozen=True)

@@ -43,9 +43,9 @@ from typing import Any, BinaryIO, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from wholebatch.core.plain_files import folder_to_disk, open_file, reason, to_disk
-from wholebatch.core.safe_loading import hostile, load_tensors
 from wholebatch.errors import StateError
+from wholebatch.plain_files import folder_to_disk, open_file, reason, to_disk
+from wholebatch.safe_loading import hostile, load_tensors
 
 _KIND = "wholebatch checkpoint"
 _FORMAT = 1

@@ -20,7 +20,7 @@ from wholebatch.cli.parallel_ranks import World
 from wholebatch.cli.recipes.recipe import place_of
 from wholebatch.cli.run_folder import RunFolder, resume_command
 from wholebatch.cli.training_run import Session
-from wholebatch.core.forward_state import replaced_attributes
+from wholebatch.window.forward_state import replaced_attributes
 
 
 def short_warnings(*, shown: bool = True) -> AbstractContextManager[None]:

@@ -27,9 +27,9 @@ from wholebatch.cli.command_options import (
 )
 from wholebatch.cli.report.terminal_output import Spinner, console_of, fitting, plain_table, say
 from wholebatch.cli.run_settings import like_train
-from wholebatch.core.plain_files import load_json
-from wholebatch.core.readable_sizes import bytes_said
 from wholebatch.errors import MissingExtraError, OptionError, RecipeError
+from wholebatch.plain_files import load_json
+from wholebatch.readable_sizes import bytes_said
 
 if TYPE_CHECKING:
     from wholebatch.memory.plan import Plan
@@ -258,8 +258,8 @@ def _from_recipe(name: str | None) -> _Planned:
     """Return a recipe as `wholebatch train` reads it."""
     import torch
 
+    from wholebatch.batch import batch_size_of
     from wholebatch.cli.recipes.recipe import load_recipe
-    from wholebatch.core.splitting import batch_size_of
     from wholebatch.memory.choose_micro_batch import resize_batch
 
     recipe = load_recipe(name)
@@ -362,7 +362,7 @@ def _sequences(config: Any, seq: int | None, purpose: str) -> tuple[str, Any, An
     """Return the name of a sample, a batch of one, and the loss of a language model."""
     import torch
 
-    from wholebatch.core.loss import causal_lm, cross_entropy
+    from wholebatch.losses.loss import causal_lm, cross_entropy
 
     most = getattr(config, "max_position_embeddings", None) or 0
     if seq is not None and 0 < most < seq:
@@ -388,7 +388,7 @@ def _images(config: Any, seq: int | None) -> tuple[str, Any, Any]:
     """Return the same for a model that classifies images."""
     import torch
 
-    from wholebatch.core.loss import cross_entropy
+    from wholebatch.losses.loss import cross_entropy
 
     if seq is not None:
         raise OptionError(f"--seq {seq}: is for language models; this one classifies images")

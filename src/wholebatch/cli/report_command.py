@@ -7,7 +7,7 @@ from pathlib import Path
 
 from wholebatch.cli.command_options import argument, command, must_be, option, switch
 from wholebatch.cli.report.terminal_output import Spinner, console_of, path_from_here, say
-from wholebatch.core.readable_sizes import bytes_said
+from wholebatch.readable_sizes import bytes_said
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from rich.console import Console
 from wholebatch.cli import recipe_measuring as measuring
 from wholebatch.cli.command_options import command, option, with_commas
 from wholebatch.cli.report.terminal_output import Spinner, fitting, plain_table, say
-from wholebatch.core.readable_sizes import bytes_said
+from wholebatch.readable_sizes import bytes_said
 
 if TYPE_CHECKING:
     from wholebatch.tune.learning_curves import Curves, LearningCurve

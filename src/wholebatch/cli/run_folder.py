@@ -33,8 +33,8 @@ from wholebatch.cli.run_settings import (
     refuse_idle,
     resolve,
 )
-from wholebatch.core.plain_files import reason, write_atomically
 from wholebatch.errors import OptionError, StateError
+from wholebatch.plain_files import reason, write_atomically
 from wholebatch.tune.batch_scaling import Arithmetic, BatchSchedule
 
 if TYPE_CHECKING:

@@ -28,8 +28,8 @@ from wholebatch.cli.command_options import (
     switch,
     whole_number,
 )
-from wholebatch.core.plain_files import load_json, read_json, reason
 from wholebatch.errors import OptionError, StateError
+from wholebatch.plain_files import load_json, read_json, reason
 from wholebatch.tune.batch_scaling import BatchSchedule, parse_amount, parse_auto
 
 PRECISIONS = ("full", "fp32", "bf16", "fp16", "fp8", "bf16-pure")

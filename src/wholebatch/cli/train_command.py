@@ -23,8 +23,8 @@ from wholebatch.cli.report.terminal_output import (
 )
 from wholebatch.cli.run_settings import Config, Given, SettingsFile, given_of, read_settings_file
 from wholebatch.cli.stop_signal import STOPPED
-from wholebatch.core.readable_sizes import bytes_said
 from wholebatch.errors import OptionError
+from wholebatch.readable_sizes import bytes_said
 from wholebatch.tune.batch_scaling import Arithmetic, lr_factor
 from wholebatch.tune.batch_scaling.batch_arithmetic import runs_said
 

@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from wholebatch.batch import batch_size_of
 from wholebatch.cli.checkpoints import Checkpoints
 from wholebatch.cli.recipes.recipe_batches import Nothing
 from wholebatch.cli.report.metrics_writers import Events, MetricsFile, Sink, WandbRun, record_of
@@ -20,11 +21,10 @@ from wholebatch.cli.run_folder import RunFolder
 from wholebatch.cli.stop_signal import StopRequest
 from wholebatch.cli.training_run import Session
 from wholebatch.cli.validation import evaluate, is_due
-from wholebatch.core.noise_scale import NoiseScale
-from wholebatch.core.plain_files import read_json
-from wholebatch.core.splitting import batch_size_of
-from wholebatch.core.window import Step
 from wholebatch.errors import StateError, WindowError
+from wholebatch.plain_files import read_json
+from wholebatch.window.noise_scale import NoiseScale
+from wholebatch.window.window import Step
 
 _MOST_SKIPPED_IN_A_ROW = 50
 _MOST_SPIKES_TOLD = 5

@@ -21,16 +21,16 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from wholebatch import WholeBatch
+from wholebatch.batch import to_device
 from wholebatch.cli.parallel_ranks import World
 from wholebatch.cli.recipes.recipe import Recipe
 from wholebatch.cli.run_settings import Config
-from wholebatch.core.forward_state import replaced_attributes
-from wholebatch.core.options import Close, Memory
-from wholebatch.core.safe_loading import load_tensors
-from wholebatch.core.splitting import to_device
-from wholebatch.core.window import Step
 from wholebatch.distributed.pipeline import Pipeline
 from wholebatch.errors import MissingExtraError, OptionError, RecipeError, StateError
+from wholebatch.options import Close, Memory
+from wholebatch.safe_loading import load_tensors
+from wholebatch.window.forward_state import replaced_attributes
+from wholebatch.window.window import Step
 
 
 def train_with(

@@ -11,16 +11,13 @@ import torch
 from torch import nn
 
 from wholebatch import WholeBatch
+from wholebatch.batch import batch_size_of, split
 from wholebatch.cli.loss_spikes import LossSpikes
 from wholebatch.cli.parallel_ranks import World
 from wholebatch.cli.recipes.recipe import Recipe
 from wholebatch.cli.recipes.recipe_batches import Batches, Nothing, Position, reseed
 from wholebatch.cli.run_settings import Config
 from wholebatch.cli.training_engines import Staged, Zero, micro_batch_of, move, train_with
-from wholebatch.core.noise_scale import NoiseScale
-from wholebatch.core.readable_sizes import bytes_said
-from wholebatch.core.splitting import batch_size_of, split
-from wholebatch.core.window import Step
 from wholebatch.coupled import batchnorms
 from wholebatch.errors import OptionError, UnsupportedError, WholebatchError
 from wholebatch.memory.activation_checkpointing import with_checkpoints
@@ -30,6 +27,7 @@ from wholebatch.memory.make_it_fit import Rung, ladder, refusal
 from wholebatch.memory.meter import MemoryMeter
 from wholebatch.memory.predict import predict_peak
 from wholebatch.memory.trial_step import held_bytes
+from wholebatch.readable_sizes import bytes_said
 from wholebatch.tune.batch_scaling import (
     Arithmetic,
     AutoBatch,
@@ -38,6 +36,8 @@ from wholebatch.tune.batch_scaling import (
     parse_amount,
     parse_auto,
 )
+from wholebatch.window.noise_scale import NoiseScale
+from wholebatch.window.window import Step
 
 # Windows, whatever they were: the meter is slow. Plain SGD never has a state, and batches may all
 # be short.

@@ -29,8 +29,8 @@ from wholebatch.cli.report.terminal_output import (
     short_duration,
 )
 from wholebatch.cli.run_settings import PRECISIONS, resolve
-from wholebatch.core.readable_sizes import PARTS, bytes_said
 from wholebatch.errors import OptionError
+from wholebatch.readable_sizes import PARTS, bytes_said
 
 if TYPE_CHECKING:
     import torch

@@ -8,16 +8,16 @@ from typing import TypeAlias
 import torch
 from torch import nn
 
+from wholebatch.batch import split, to_device
 from wholebatch.cli.recipes.recipe import Recipe
 from wholebatch.cli.recipes.recipe_batches import Nothing
 from wholebatch.cli.run_settings import Config
 from wholebatch.cli.training_engines import Zero
 from wholebatch.cli.training_run import Session
-from wholebatch.core import precision
-from wholebatch.core.loss import as_loss, terms_of
-from wholebatch.core.splitting import split, to_device
 from wholebatch.coupled.normalisation_layers import evaluation_mode
 from wholebatch.errors import UnsupportedError
+from wholebatch.losses.loss import as_loss, terms_of
+from wholebatch.window import precision
 
 
 def check_validation(session: Session) -> None:

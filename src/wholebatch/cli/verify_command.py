@@ -376,8 +376,8 @@ def _cases(module: ModuleType, path: Path, model: str, seed: int) -> list[Case]:
 def _window(module: ModuleType, path: Path, seed: int) -> Callable[[int, bool, int], list[Any]]:
     import torch
 
+    from wholebatch.batch import split
     from wholebatch.cli.recipes.recipe_batches import Batches
-    from wholebatch.core.splitting import split
     from wholebatch.verification.example_models import thinned
 
     def window(steps: int, even: bool, rank: int) -> list[Any]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from wholebatch.compile.fusion import computes_rightly, once_per_machine, operation
-from wholebatch.core.precision import SIXTEEN_BIT
+from wholebatch.window.precision import SIXTEEN_BIT
 
 aten = torch.ops.aten
 _HEADS = (16, 32, 64, 128)

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from wholebatch.compile.execute_mode import CannotTrace
 from wholebatch.compile.value_reads import SMALL
-from wholebatch.core.forward_state import capture_python_random, restore_random, same_random
+from wholebatch.window.forward_state import capture_python_random, restore_random, same_random
 
 PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
 _CONTAINERS = (dict, list, set, deque)

@@ -42,7 +42,7 @@ from wholebatch.compile.fake_results import mapped
 from wholebatch.compile.fusion import OURS, versions_of
 from wholebatch.compile.inductor import compiled_by_inductor, import_compiler, wait_for_import
 from wholebatch.compile.repeated_blocks import PieceProgram
-from wholebatch.core.forward_state import replaced_attributes
+from wholebatch.window.forward_state import replaced_attributes
 
 _LOG = logging.getLogger("wholebatch.compile")
 _MOST = 8

@@ -26,8 +26,8 @@ from torch.nn import functional
 
 from wholebatch.compile.cross_entropy import entropy_in_place
 from wholebatch.compile.fusion import ANY_STRIDES, once_per_machine, operation
-from wholebatch.core.loss import Loss, Terms
-from wholebatch.core.precision import SIXTEEN_BIT, Precision
+from wholebatch.losses.loss import Loss, Terms
+from wholebatch.window.precision import SIXTEEN_BIT, Precision
 
 _CAN_LOOK = (
     hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks")

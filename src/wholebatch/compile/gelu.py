@@ -22,7 +22,7 @@ from wholebatch.compile.fusion import (
     once_per_machine,
     operation,
 )
-from wholebatch.core.precision import SIXTEEN_BIT
+from wholebatch.window.precision import SIXTEEN_BIT
 
 aten = torch.ops.aten
 LINEAR = 2.0 * sqrt(2.0 / pi)

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from wholebatch.compile.cuda_graph import recorded
-from wholebatch.core.linear_layers import Quantised
-from wholebatch.core.precision import SIXTEEN_BIT
+from wholebatch.window.linear_layers import Quantised
+from wholebatch.window.precision import SIXTEEN_BIT
 
 Cast: TypeAlias = tuple[int, torch.dtype | int]
 """A parameter's number, and a dtype or the number of a part of `Quantised`."""

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from wholebatch.compile.execute_mode import CannotTrace
 from wholebatch.compile.graph_inputs import Inputs
 from wholebatch.compile.trace import Form, totals_of
-from wholebatch.core.forward_state import ForwardState, replaced_attributes
-from wholebatch.core.loss import as_loss
-from wholebatch.core.precision import SIXTEEN_BIT
+from wholebatch.losses.loss import as_loss
+from wholebatch.window.forward_state import ForwardState, replaced_attributes
+from wholebatch.window.precision import SIXTEEN_BIT
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from wholebatch.batch import to_device
+from wholebatch.batch.samples import Structure, flatten
 from wholebatch.compile.execute_mode import CannotTrace
-from wholebatch.core.splitting import to_device
-from wholebatch.core.splitting.samples import Structure, flatten
 
 Key: TypeAlias = tuple[Hashable, ...]
 

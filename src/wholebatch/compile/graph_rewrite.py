@@ -34,9 +34,9 @@ from wholebatch.compile.inductor import aligned
 from wholebatch.compile.layer_norm import fuse_norms
 from wholebatch.compile.shared_input import SharedInputs, Weight
 from wholebatch.compile.trace import Traced
-from wholebatch.core.linear_layers import quantise_weight
-from wholebatch.core.precision import SIXTEEN_BIT
 from wholebatch.offload.graph_sums import leave
+from wholebatch.window.linear_layers import quantise_weight
+from wholebatch.window.precision import SIXTEEN_BIT
 
 aten = torch.ops.aten
 _NEAR = 32

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from wholebatch.core.forward_state import replaced_attributes
+from wholebatch.window.forward_state import replaced_attributes
 
 _LOG = logging.getLogger("wholebatch.compile")
 

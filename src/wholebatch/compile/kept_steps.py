@@ -22,11 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from wholebatch.batch.samples import flatten
 from wholebatch.compile.code_digest import CodeDigest, Unknown
 from wholebatch.compile.compile_workers import GLOBALS, PlainPickler
 from wholebatch.compile.disk_cache import marks
 from wholebatch.compile.joint_graph import KeptStep
-from wholebatch.core.splitting.samples import flatten
 
 _LOG = logging.getLogger("wholebatch.compile")
 KEEP = "WHOLEBATCH_KEEP_GRAPHS"

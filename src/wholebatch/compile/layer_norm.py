@@ -30,7 +30,7 @@ from wholebatch.compile.fusion import (
     operation,
     same_shape,
 )
-from wholebatch.core.precision import SIXTEEN_BIT
+from wholebatch.window.precision import SIXTEEN_BIT
 
 aten = torch.ops.aten
 _RMS_BACKWARD = getattr(getattr(aten, "_fused_rms_norm_backward", None), "default", None)

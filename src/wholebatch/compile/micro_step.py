@@ -48,12 +48,12 @@ from wholebatch.compile.kept_steps import drop, entry_of, load, save
 from wholebatch.compile.switch_together import SwitchTogether
 from wholebatch.compile.symbolic_sizes import SharedGraph, SharedGraphs, Sizes
 from wholebatch.compile.trace import Added, Form, State, Traced, totals_of, trace
-from wholebatch.core.forward_state import ForwardState
-from wholebatch.core.loss import Loss, Terms, as_loss
-from wholebatch.core.precision import SIXTEEN_BIT, Precision
+from wholebatch.losses.loss import Loss, Terms, as_loss
+from wholebatch.window.forward_state import ForwardState
+from wholebatch.window.precision import SIXTEEN_BIT, Precision
 
 if TYPE_CHECKING:
-    from wholebatch.core.window import Window
+    from wholebatch.window.window import Window
 
 
 _PART = 0.25

@@ -19,7 +19,7 @@ from torch.nn import functional
 from wholebatch.compile.execute_mode import CannotTrace
 from wholebatch.compile.recurrent_layers import RECURRENT, traceable
 from wholebatch.compile.traced_attention import attention
-from wholebatch.core.forward_state import replaced_attributes
+from wholebatch.window.forward_state import replaced_attributes
 
 _LEN = builtins.len
 _ONE_AT_A_TIME = threading.RLock()

@@ -35,7 +35,7 @@ from torch.utils._pytree import tree_leaves
 from wholebatch.compile.fake_results import FakeResults, mapped
 from wholebatch.compile.fusion import OURS, written_by
 from wholebatch.compile.value_reads import NODE, SMALL
-from wholebatch.core.forward_state import replaced_attributes
+from wholebatch.window.forward_state import replaced_attributes
 
 aten = torch.ops.aten
 _LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy"}

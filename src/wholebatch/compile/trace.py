@@ -36,9 +36,9 @@ from wholebatch.compile.patched_calls import (
 from wholebatch.compile.recorder import recorded, without_memory
 from wholebatch.compile.repeated_draws import RepeatedDraws
 from wholebatch.compile.value_reads import ValueReads, draws
-from wholebatch.core.forward_state import ForwardState
-from wholebatch.core.loss import Loss, Term, Terms, Units, as_loss
-from wholebatch.core.precision import SIXTEEN_BIT, Precision
+from wholebatch.losses.loss import Loss, Term, Terms, Units, as_loss
+from wholebatch.window.forward_state import ForwardState
+from wholebatch.window.precision import SIXTEEN_BIT, Precision
 
 if TYPE_CHECKING:
     from wholebatch.compile.symbolic_sizes import Sizes

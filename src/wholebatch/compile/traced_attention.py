@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from wholebatch.compile.fusion import VIEWS
 from wholebatch.compile.value_reads import computed, node_of
-from wholebatch.core.precision import SIXTEEN_BIT
+from wholebatch.window.precision import SIXTEEN_BIT
 
 aten = torch.ops.aten
 _ATTENTION = functional.scaled_dot_product_attention

@@ -25,8 +25,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.utils.stateless import _reparametrize_module
 
-from wholebatch.core.forward_state import Key
-from wholebatch.core.splitting.samples import Layout
+from wholebatch.batch.samples import Layout
 from wholebatch.coupled.causes import (
     AuditFinding,
     gradient_cause,
@@ -46,6 +45,7 @@ from wholebatch.coupled.sample_runs import (
     weight_norms,
 )
 from wholebatch.errors import LossError, UnsupportedError
+from wholebatch.window.forward_state import Key
 
 _FAR = 1000
 _ADVICE = (

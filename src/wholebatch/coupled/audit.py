@@ -18,13 +18,11 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from wholebatch.batch import Tokens, to_device
+from wholebatch.batch.micro_batches import lengths_of, without_padding
+from wholebatch.batch.packing import alone
+from wholebatch.batch.samples import BatchSize, Layout, Static, readable_layout
 from wholebatch.compile.captured_state import Fingerprint, LookAgain
-from wholebatch.core.forward_state import ForwardState
-from wholebatch.core.loss import Loss, Terms, terms_of
-from wholebatch.core.splitting import Tokens, to_device
-from wholebatch.core.splitting.micro_batches import lengths_of, without_padding
-from wholebatch.core.splitting.packing import alone
-from wholebatch.core.splitting.samples import BatchSize, Layout, Static, readable_layout
 from wholebatch.coupled.adds_up import SAMPLES, LookResult, check_adds_up
 from wholebatch.coupled.causes import AuditFinding, layers_that_couple
 from wholebatch.coupled.normalisation_layers import (
@@ -39,6 +37,8 @@ from wholebatch.coupled.normalisation_layers import (
 from wholebatch.coupled.sample_runs import CalledModules, FirstSamples, local_collectives
 from wholebatch.distributed import Sync
 from wholebatch.errors import LossError, UnsupportedError, WholebatchError
+from wholebatch.losses.loss import Loss, Terms, terms_of
+from wholebatch.window.forward_state import ForwardState
 
 _log = logging.getLogger("wholebatch")
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wholebatch.core.splitting.samples import flatten, take
+from wholebatch.batch.samples import flatten, take
 from wholebatch.coupled.sample_runs import SCALE, FirstSamples, SampleRun, Uncheckable
 from wholebatch.errors import LossError
 

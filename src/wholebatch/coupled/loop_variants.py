@@ -23,9 +23,9 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_map_only
 
 from wholebatch.compile.captured_state import version_of
-from wholebatch.core.forward_state import capture_random, restore_random, same_random
 from wholebatch.coupled.followed_tensor import Follower, followers, tensors_in
 from wholebatch.coupled.normalisation_layers import known_norms
+from wholebatch.window.forward_state import capture_random, restore_random, same_random
 
 _log = logging.getLogger("wholebatch")
 

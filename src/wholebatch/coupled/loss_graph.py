@@ -44,11 +44,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from wholebatch.core.loss import Units
-from wholebatch.core.window import graph_nodes
 from wholebatch.coupled.sample_draws import signed
 from wholebatch.coupled.sample_runs import SCALE, emptied
 from wholebatch.errors import LossError
+from wholebatch.losses.loss import Units
+from wholebatch.window.window import graph_nodes
 
 _log = logging.getLogger("wholebatch")
 

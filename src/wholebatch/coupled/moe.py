@@ -19,10 +19,10 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from wholebatch.core.loss import Loss, Term, Terms, as_loss, causal_lm, terms_of
-from wholebatch.core.splitting import batch_size_of
+from wholebatch.batch import batch_size_of
 from wholebatch.coupled.contrastive.losses import Coupled
 from wholebatch.errors import LossError, OptionError
+from wholebatch.losses.loss import Loss, Term, Terms, as_loss, causal_lm, terms_of
 
 Routers: TypeAlias = Sequence[Tensor | tuple[Tensor, Tensor]]
 """For each layer, the router's logits (tokens, experts); or probabilities and chosen experts."""

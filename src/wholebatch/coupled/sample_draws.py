@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from wholebatch.core.forward_state import capture_python_random, same_random
 from wholebatch.errors import OptionError, UnsupportedError, WindowError
+from wholebatch.window.forward_state import capture_python_random, same_random
 
 _aten = torch.ops.aten
 _MASK_BITS = 24

@@ -23,17 +23,17 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from wholebatch.core.close import read_scalars
-from wholebatch.core.forward_state import ForwardState
-from wholebatch.core.loss import as_loss, terms_of
-from wholebatch.core.precision import SIXTEEN_BIT
-from wholebatch.core.splitting.samples import Layout, flatten
-from wholebatch.core.window import backward_into, graph_nodes, is_reentrant
+from wholebatch.batch.samples import Layout, flatten
 from wholebatch.coupled.batchnorm.whole_batch_norm import FixedNorms
 from wholebatch.coupled.contrastive.losses import OfTheBatch
 from wholebatch.coupled.normalisation_layers import batchnorms, uses_batch_statistics
 from wholebatch.coupled.sample_draws import fused_dropout
 from wholebatch.distributed.process_group import world_size
+from wholebatch.losses.loss import as_loss, terms_of
+from wholebatch.window.close import read_scalars
+from wholebatch.window.forward_state import ForwardState
+from wholebatch.window.precision import SIXTEEN_BIT
+from wholebatch.window.window import backward_into, graph_nodes, is_reentrant
 
 _DROPOUTS = ("aten::native_dropout", "aten::_fused_dropout")
 _DRAWS_BY_INPUT = ("aten::rrelu_with_noise", "aten::rrelu_with_noise_", "aten::randperm")

@@ -20,11 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from wholebatch.batch.samples import flatten, layout_of, readable_layout, tensors_of
 from wholebatch.compile.captured_state import Fingerprint, LookAgain, modules_in_sight, version_of
-from wholebatch.core.forward_state import ForwardState
-from wholebatch.core.loss import Loss, Terms, Units, check_units
-from wholebatch.core.splitting.samples import flatten, layout_of, readable_layout, tensors_of
-from wholebatch.core.window import graph_nodes, transforms_active
 from wholebatch.coupled import loss_graph
 from wholebatch.coupled.adds_up import LookResult, check_adds_up
 from wholebatch.coupled.audit import refused_by_type
@@ -42,6 +39,9 @@ from wholebatch.coupled.normalisation_layers import (
 )
 from wholebatch.coupled.sample_runs import local_collectives
 from wholebatch.errors import LossError
+from wholebatch.losses.loss import Loss, Terms, Units, check_units
+from wholebatch.window.forward_state import ForwardState
+from wholebatch.window.window import graph_nodes, transforms_active
 
 _log = logging.getLogger("wholebatch")
 

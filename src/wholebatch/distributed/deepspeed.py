@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from wholebatch.core.forward_state import replaced_attributes
 from wholebatch.distributed.process_group import Group
 from wholebatch.distributed.sync_strategy import Parameters, Sync, reduces_in_backward_only
 from wholebatch.errors import NonFiniteError, OptionError, UnsupportedError, WindowError
+from wholebatch.window.forward_state import replaced_attributes
 
 
 class EngineOptimizer(torch.optim.Optimizer):

@@ -69,8 +69,8 @@ class Sharded(Sync):
             )
 
     def _choose(self, sync: str, parameters: Sequence[Tensor]) -> tuple[bool, str]:
-        from wholebatch.core.readable_sizes import bytes_said
         from wholebatch.memory.budget import free_memory
+        from wholebatch.readable_sizes import bytes_said
 
         whole = sum(p.numel() * max(p.element_size(), 4) for p in parameters)
         slices = whole // self.ranks

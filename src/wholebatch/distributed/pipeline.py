@@ -16,11 +16,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
-from wholebatch.core.loss import SINGLE, Loss, Units, as_loss
-from wholebatch.core.model_and_optimizer import Scheduler, build_target
-from wholebatch.core.options import Close
-from wholebatch.core.splitting import batch_size_of, split, to_device
-from wholebatch.core.window import HasWindow, Step, Window
+from wholebatch.batch import batch_size_of, split, to_device
 from wholebatch.coupled.normalisation_layers import (
     batchnorms,
     tracked_instance_norms,
@@ -30,6 +26,10 @@ from wholebatch.distributed.ddp import Buckets
 from wholebatch.distributed.process_group import Group
 from wholebatch.distributed.sync_strategy import Parameters, Sync
 from wholebatch.errors import LossError, OptionError, UnsupportedError
+from wholebatch.losses.loss import SINGLE, Loss, Units, as_loss
+from wholebatch.options import Close
+from wholebatch.window.model_and_optimizer import Scheduler, build_target
+from wholebatch.window.window import HasWindow, Step, Window
 
 Stage: TypeAlias = pipelining.PipelineStage
 LossFunction: TypeAlias = Callable[[Any, Any], Loss | Tensor]

@@ -31,13 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wholebatch.core.accumulator import Accumulator
-from wholebatch.core.close import Policy
-from wholebatch.core.loss import Loss, Units
-from wholebatch.core.optional_packages import require
-from wholebatch.core.options import Close, Memory
-from wholebatch.core.stream import AddedLoss, GivenLoss
-from wholebatch.core.window import Step, make_window
+from wholebatch.accumulator import Accumulator
 from wholebatch.errors import OptionError, UnsupportedError, WindowError
 from wholebatch.integrations.host_window import (
     AdapterOptions,
@@ -46,6 +40,12 @@ from wholebatch.integrations.host_window import (
     Settled,
     refuse_shared_batches,
 )
+from wholebatch.losses.loss import Loss, Units
+from wholebatch.optional_packages import require
+from wholebatch.options import Close, Memory
+from wholebatch.stream import AddedLoss, GivenLoss
+from wholebatch.window.close import Policy
+from wholebatch.window.window import Step, make_window
 
 require("accelerate", at_least="1.15", extra="accelerate", purpose="wholebatch in Accelerate")
 

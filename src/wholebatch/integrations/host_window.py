@@ -9,7 +9,7 @@ after the last backward the gradients are
 
 and the close multiplies them by the one number that makes this the gradient of the undivided global
 batch. Whatever the trainer does with gradients comes after that and sees the right ones. The window
-and its laws are those of `core/window.py`.
+and its laws are those of `window/window.py`.
 """
 
 from __future__ import annotations
@@ -27,22 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from wholebatch.core.close import (
-    Closed,
-    CloseOptions,
-    DeferredHooks,
-    Policy,
-    close_gradients,
-    dense_gradients,
-)
-from wholebatch.core.forward_state import attributes_restored
-from wholebatch.core.gradient_store import DeviceStore, Store
-from wholebatch.core.loss import SINGLE, Loss, Terms, check_total
-from wholebatch.core.model_and_optimizer import Target, stand_in
-from wholebatch.core.precision import SIXTEEN_BIT, LossScale, SixteenBit
-from wholebatch.core.splitting.samples import readable_layout
-from wholebatch.core.stream import AddedLoss, GivenLoss, Stream
-from wholebatch.core.window import OpenWindow, Window
+from wholebatch.batch.samples import readable_layout
 from wholebatch.coupled.audit import LossLook
 from wholebatch.distributed import Sync
 from wholebatch.distributed.choose_engine import warn_alone
@@ -52,6 +37,21 @@ from wholebatch.distributed.process_group import Group, world_size
 from wholebatch.distributed.sync_strategy import Context, Parameters
 from wholebatch.distributed.tensor_parallel import norm_over_meshes
 from wholebatch.errors import OptionError, StateError, UnsupportedError, WindowError
+from wholebatch.losses.loss import SINGLE, Loss, Terms, check_total
+from wholebatch.stream import AddedLoss, GivenLoss, Stream
+from wholebatch.window.close import (
+    Closed,
+    CloseOptions,
+    DeferredHooks,
+    Policy,
+    close_gradients,
+    dense_gradients,
+)
+from wholebatch.window.forward_state import attributes_restored
+from wholebatch.window.gradient_store import DeviceStore, Store
+from wholebatch.window.model_and_optimizer import Target, stand_in
+from wholebatch.window.precision import SIXTEEN_BIT, LossScale, SixteenBit
+from wholebatch.window.window import OpenWindow, Window
 
 GradientsIn: TypeAlias = Literal["whole", "sharded", "elsewhere"]
 """Where a host's engine keeps gradients between two backwards of a window: whole ones in `.grad`;

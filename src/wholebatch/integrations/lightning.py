@@ -23,11 +23,6 @@ import torch
 from torch import Tensor, nn
 
 from wholebatch.compile import Execute
-from wholebatch.core.close import Policy
-from wholebatch.core.forward_state import replaced_attributes
-from wholebatch.core.loss import Loss, Units, mean_loss
-from wholebatch.core.optional_packages import require
-from wholebatch.core.stream import AddedLoss, GivenLoss
 from wholebatch.errors import LossError, OptionError, UnsupportedError
 from wholebatch.integrations.host_window import (
     AdapterOptions,
@@ -37,6 +32,11 @@ from wholebatch.integrations.host_window import (
     LoopWindows,
     Settled,
 )
+from wholebatch.losses.loss import Loss, Units, mean_loss
+from wholebatch.optional_packages import require
+from wholebatch.stream import AddedLoss, GivenLoss
+from wholebatch.window.close import Policy
+from wholebatch.window.forward_state import replaced_attributes
 
 require("lightning", at_least="2.6", extra="lightning", purpose="wholebatch in Lightning")
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from wholebatch.core.loss import Loss, wide
 from wholebatch.errors import LossError, OptionError
+from wholebatch.losses.loss import Loss, wide
 from wholebatch.losses.policy import Mean, aggregate
 
 

@@ -25,8 +25,8 @@ from typing import Literal, TypeAlias, get_args
 import torch
 from torch import Tensor
 
-from wholebatch.core.loss import Loss, Units, wide
 from wholebatch.errors import LossError, OptionError
+from wholebatch.losses.loss import Loss, Units, wide
 
 Mean: TypeAlias = Literal[
     "tokens", "sequences", "sequence_sums", "constant", "groups", "group_sequences"

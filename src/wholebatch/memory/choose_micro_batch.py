@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wholebatch.core.readable_sizes import bytes_said
-from wholebatch.core.splitting import batch_size_of
-from wholebatch.core.splitting.samples import Static, layout_of, take
+from wholebatch.batch import batch_size_of
+from wholebatch.batch.samples import Static, layout_of, take
 from wholebatch.coupled.batchnorm.lock_step import Hold, blocks_of
 from wholebatch.errors import OptionError
 from wholebatch.memory.predict import Prediction, Predictor
+from wholebatch.readable_sizes import bytes_said
 
 CLOSE_ENOUGH = 0.04
 """A size is good enough if one larger by this share is known not to fit."""

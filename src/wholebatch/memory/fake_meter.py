@@ -17,9 +17,9 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 
-from wholebatch.core.forward_state import replaced_attributes
 from wholebatch.memory.fake_tensors import run_fake
 from wholebatch.memory.meter import MemoryMeter, Record, StorageLedger, by_category, storage_id
+from wholebatch.window.forward_state import replaced_attributes
 
 _MOST = 1 << 14
 """The number of cached results; a model asks for some hundred different ones at each size."""

@@ -20,9 +20,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional
 
-from wholebatch.core.forward_state import replaced_attributes
-from wholebatch.core.splitting.samples import Leaf, flatten
+from wholebatch.batch.samples import Leaf, flatten
 from wholebatch.errors import UnsupportedError
+from wholebatch.window.forward_state import replaced_attributes
 
 
 def map_tensors(batch: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:

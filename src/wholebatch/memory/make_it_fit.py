@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from wholebatch.core.readable_sizes import bytes_said
 from wholebatch.memory.activation_checkpointing import (
     checkpointed,
     is_checkpointed,
@@ -22,6 +21,7 @@ from wholebatch.memory.activation_checkpointing import (
 from wholebatch.memory.choose_micro_batch import needed
 from wholebatch.memory.fsdp_sharding import Sharding
 from wholebatch.memory.predict import Prediction, Predictor
+from wholebatch.readable_sizes import bytes_said
 
 
 @dataclass(frozen=True)

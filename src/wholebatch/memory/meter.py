@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from wholebatch.core.readable_sizes import CATEGORIES
+from wholebatch.readable_sizes import CATEGORIES
 
 
 class Record:

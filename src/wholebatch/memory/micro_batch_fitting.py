@@ -14,9 +14,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from wholebatch.core.precision import LossScale
-from wholebatch.core.splitting import Batches, Tokens, batch_size_of, joined, split_numbered
-from wholebatch.core.splitting.samples import readable_layout
+from wholebatch.batch import Batches, Tokens, batch_size_of, joined, split_numbered
+from wholebatch.batch.samples import readable_layout
 from wholebatch.coupled.batchnorm.lock_step import Hold
 from wholebatch.distributed import Sync
 from wholebatch.errors import OptionError, RankError, UnsupportedError
@@ -26,6 +25,7 @@ from wholebatch.memory.make_it_fit import ladder, refusal
 from wholebatch.memory.meter import MemoryMeter
 from wholebatch.memory.out_of_memory import Attempt, Recovered, Recovery, within
 from wholebatch.memory.trial_step import choose_on_device, held_bytes, try_out
+from wholebatch.window.precision import LossScale
 
 _STEP_UP = 1.25
 _SPARE = 0.95

@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from wholebatch.core.forward_state import ForwardState, capture_random
-from wholebatch.core.precision import LossScale
-from wholebatch.core.splitting import batch_size_of, split
-from wholebatch.core.splitting.samples import Static
+from wholebatch.batch import batch_size_of, split
+from wholebatch.batch.samples import Static
 from wholebatch.errors import OptionError, SplitError
 from wholebatch.memory.meter import MemoryMeter, free_caches
+from wholebatch.window.forward_state import ForwardState, capture_random
+from wholebatch.window.precision import LossScale
 
 
 @dataclass(frozen=True)

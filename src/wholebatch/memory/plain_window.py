@@ -15,14 +15,14 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from wholebatch.core import precision as precisions
-from wholebatch.core.loss import as_loss, terms_of
 from wholebatch.coupled.batchnorm.lock_step import Hold, LockStep
 from wholebatch.distributed.ddp import Buckets, in_buckets
+from wholebatch.losses.loss import as_loss, terms_of
 from wholebatch.memory.fsdp_sharding import Sharding
 from wholebatch.memory.zero_stages import FlatSlices
 from wholebatch.offload.parameter_buckets import BUCKET_BYTES, bucket_bytes, only
 from wholebatch.offload.transfer_to_host import ring_bytes
+from wholebatch.window import precision as precisions
 
 Reduction: TypeAlias = Literal["overlap", "after"]
 

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import torch
 
-from wholebatch.core.splitting.samples import Static
+from wholebatch.batch.samples import Static
 from wholebatch.errors import OptionError, UnsupportedError
 from wholebatch.memory.activation_checkpointing import (
     checkpointed,

@@ -40,7 +40,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
-from wholebatch.core.splitting.samples import flatten
+from wholebatch.batch.samples import flatten
 from wholebatch.coupled.batchnorm.lock_step import Hold
 from wholebatch.errors import OptionError, UnsupportedError
 from wholebatch.memory.activation_checkpointing import repeated_blocks

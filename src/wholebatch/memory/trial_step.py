@@ -21,14 +21,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wholebatch.core.forward_state import ForwardState
-from wholebatch.core.splitting import batch_size_of, to_device
-from wholebatch.core.splitting.samples import Static
+from wholebatch.batch import batch_size_of, to_device
+from wholebatch.batch.samples import Static
 from wholebatch.memory.choose_micro_batch import Choice, choose_micro_batch, resize_batch
 from wholebatch.memory.fake_tensors import map_tensors
 from wholebatch.memory.meter import MemoryMeter, free_caches, storage_id, tensors_in
 from wholebatch.memory.plain_window import PlainWindow
 from wholebatch.memory.predict import CUDA_WORKSPACES, predict_peak
+from wholebatch.window.forward_state import ForwardState
 
 _SMALLER = 7 / 8
 _MOST_TRIALS = 24  # An eighth less each time: down to a twentieth of the predicted size.

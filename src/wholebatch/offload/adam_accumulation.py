@@ -20,18 +20,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from wholebatch.core.close import Closed, CloseOptions, DeferredHooks, read_scalars
-from wholebatch.core.gradient_store import Store
-from wholebatch.core.precision import SIXTEEN_BIT
 from wholebatch.distributed import Sync
 from wholebatch.distributed.ddp import in_buckets
 from wholebatch.errors import OptionError, StateError, UnsupportedError, WindowError
 from wholebatch.offload.packed_moments import keys_of, pack, unpack
 from wholebatch.offload.parameter_buckets import BUCKET_BYTES, as_real, bucket_bytes, sum_over_ranks
+from wholebatch.window.close import Closed, CloseOptions, DeferredHooks, read_scalars
+from wholebatch.window.gradient_store import Store
+from wholebatch.window.precision import SIXTEEN_BIT
 
 if TYPE_CHECKING:
-    from wholebatch.core.model_and_optimizer import Target
-    from wholebatch.core.window import OpenWindow
+    from wholebatch.window.model_and_optimizer import Target
+    from wholebatch.window.window import OpenWindow
 
 
 _SMALL = 2**15

@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 import torch
 from torch import nn
 
-from wholebatch.core.close import CloseOptions
-from wholebatch.core.gradient_store import DeviceStore, Store, refuse_foreign_code
 from wholebatch.distributed import Sync
 from wholebatch.errors import OptionError, UnsupportedError
 from wholebatch.offload.adam_accumulation import MomentsStore, check_moments
@@ -16,10 +14,12 @@ from wholebatch.offload.host_store import HostStore
 from wholebatch.offload.parameter_buckets import check_parts
 from wholebatch.offload.release_store import ReleaseStore, check_release
 from wholebatch.offload.swap_store import SwapStore, check_swap
+from wholebatch.window.close import CloseOptions
+from wholebatch.window.gradient_store import DeviceStore, Store, refuse_foreign_code
 
 if TYPE_CHECKING:
-    from wholebatch.core.model_and_optimizer import Target
-    from wholebatch.core.options import Memory
+    from wholebatch.options import Memory
+    from wholebatch.window.model_and_optimizer import Target
 
 
 GradientsOn: TypeAlias = Literal["device", "host", "swap", "release", "moments"]

@@ -20,15 +20,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from wholebatch.core.close import (
-    Closed,
-    CloseOptions,
-    DeferredHooks,
-    close_gradients,
-    read_scalars,
-    stepping,
-)
-from wholebatch.core.gradient_store import Store
 from wholebatch.distributed import Sync
 from wholebatch.errors import UnsupportedError
 from wholebatch.offload.graph_sums import GraphSums
@@ -43,10 +34,19 @@ from wholebatch.offload.parameter_buckets import (
     total_norm,
 )
 from wholebatch.offload.transfer_to_host import CudaTransfer, HostTransfer
+from wholebatch.window.close import (
+    Closed,
+    CloseOptions,
+    DeferredHooks,
+    close_gradients,
+    read_scalars,
+    stepping,
+)
+from wholebatch.window.gradient_store import Store
 
 if TYPE_CHECKING:
-    from wholebatch.core.model_and_optimizer import Target
-    from wholebatch.core.window import OpenWindow
+    from wholebatch.window.model_and_optimizer import Target
+    from wholebatch.window.window import OpenWindow
 
 
 _SMALLEST_TO_STAY = 2**20

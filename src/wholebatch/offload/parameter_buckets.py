@@ -19,12 +19,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from wholebatch.core.close import read_scalars
-from wholebatch.core.gradient_store import refuse_foreign_code
-from wholebatch.core.precision import SIXTEEN_BIT
 from wholebatch.distributed import Sync
 from wholebatch.distributed.ddp import in_buckets
 from wholebatch.errors import UnsupportedError
+from wholebatch.window.close import read_scalars
+from wholebatch.window.gradient_store import refuse_foreign_code
+from wholebatch.window.precision import SIXTEEN_BIT
 
 BUCKET_BYTES = {**dict.fromkeys(("host", "swap", "moments"), 64 * 2**20), "release": 32 * 2**20}
 """The largest bucket, by the place of the gradients."""

@@ -18,17 +18,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from wholebatch.core.close import (
-    Closed,
-    CloseOptions,
-    DeferredHooks,
-    check_counts,
-    is_torchs,
-    read_scalars,
-)
-from wholebatch.core.forward_state import replaced_attributes
-from wholebatch.core.gradient_store import DeviceStore
-from wholebatch.core.precision import round_gradient
 from wholebatch.distributed import Sync
 from wholebatch.distributed.ddp import in_buckets
 from wholebatch.errors import OptionError
@@ -40,10 +29,21 @@ from wholebatch.offload.parameter_buckets import (
     only,
     sum_over_ranks,
 )
+from wholebatch.window.close import (
+    Closed,
+    CloseOptions,
+    DeferredHooks,
+    check_counts,
+    is_torchs,
+    read_scalars,
+)
+from wholebatch.window.forward_state import replaced_attributes
+from wholebatch.window.gradient_store import DeviceStore
+from wholebatch.window.precision import round_gradient
 
 if TYPE_CHECKING:
-    from wholebatch.core.model_and_optimizer import Target
-    from wholebatch.core.window import OpenWindow
+    from wholebatch.window.model_and_optimizer import Target
+    from wholebatch.window.window import OpenWindow
 
 
 @dataclass(eq=False)

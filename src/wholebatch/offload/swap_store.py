@@ -21,9 +21,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from wholebatch.core.close import Closed, CloseOptions, DeferredHooks, stepping
-from wholebatch.core.gradient_store import DeviceStore
-from wholebatch.core.precision import SIXTEEN_BIT, round_gradient
 from wholebatch.distributed import Sync
 from wholebatch.offload.adam_accumulation import adam_state_of, check_adam
 from wholebatch.offload.parameter_buckets import (
@@ -34,10 +31,13 @@ from wholebatch.offload.parameter_buckets import (
     one_ahead,
     only,
 )
+from wholebatch.window.close import Closed, CloseOptions, DeferredHooks, stepping
+from wholebatch.window.gradient_store import DeviceStore
+from wholebatch.window.precision import SIXTEEN_BIT, round_gradient
 
 if TYPE_CHECKING:
-    from wholebatch.core.model_and_optimizer import Target
-    from wholebatch.core.window import OpenWindow
+    from wholebatch.window.model_and_optimizer import Target
+    from wholebatch.window.window import OpenWindow
 
 _AT_ONCE = 3
 """Buckets on the device at once: one comes, one is stepped on, one leaves."""

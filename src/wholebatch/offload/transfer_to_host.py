@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wholebatch.core.forward_state import replaced_attributes
 from wholebatch.offload.parameter_buckets import as_real, norm_of_row
+from wholebatch.window.forward_state import replaced_attributes
 
 _SLOTS = 4
 """One is filled, one gets its sums, one adds, one leaves."""

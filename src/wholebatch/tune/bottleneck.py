@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from wholebatch.core.readable_sizes import bytes_said
+from wholebatch.readable_sizes import bytes_said
 from wholebatch.tune.settings import Trial
 
 MUCH = 0.25

@@ -15,11 +15,11 @@ from typing import Any, TypeAlias
 
 import torch
 
-from wholebatch.core.plain_files import finite, write_json
-from wholebatch.core.whole_batch import WholeBatch
 from wholebatch.errors import NonFiniteError, OptionError
+from wholebatch.plain_files import finite, write_json
 from wholebatch.tune.batch_scaling import AutoBatch, Follow
 from wholebatch.tune.window_timing import Make, PeakMeter
+from wholebatch.whole_batch import WholeBatch
 
 Take: TypeAlias = Callable[[int], Any]
 """Returns the next so many samples, as one batch."""

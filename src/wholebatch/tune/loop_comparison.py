@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wholebatch.core.plain_files import finite, write_json
-from wholebatch.core.splitting import to_device
+from wholebatch.batch import to_device
 from wholebatch.errors import OptionError
 from wholebatch.memory.meter import free_caches
+from wholebatch.plain_files import finite, write_json
 from wholebatch.tune.training_loops import LOOPS, Job, TrainingLoop
 from wholebatch.tune.window_timing import refuse_nonfinite, settle, usual, wait_for
 

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from wholebatch.core.readable_sizes import bytes_said
-from wholebatch.core.splitting import batch_size_of, to_device
+from wholebatch.batch import batch_size_of, to_device
 from wholebatch.distributed.process_group import largest_over_ranks, world_size
 from wholebatch.errors import OptionError, WholebatchError
 from wholebatch.memory.choose_micro_batch import resize_batch
 from wholebatch.memory.plain_window import PlainWindow
+from wholebatch.readable_sizes import bytes_said
 from wholebatch.tune.settings import Trial
 from wholebatch.tune.window_timing import Clock, Workload
 

@@ -17,18 +17,15 @@ from typing import Any
 
 import torch
 
-from wholebatch.core.forward_state import replaced_attributes
-from wholebatch.core.options import grouped
-from wholebatch.core.readable_sizes import bytes_said
-from wholebatch.core.splitting import to_device
-from wholebatch.core.whole_batch import WholeBatch
-from wholebatch.core.window import Step
+from wholebatch.batch import to_device
 from wholebatch.distributed.process_group import largest_over_ranks
 from wholebatch.errors import WholebatchError
 from wholebatch.memory.activation_checkpointing import with_checkpoints
 from wholebatch.memory.budget import free_memory
 from wholebatch.memory.meter import free_caches
 from wholebatch.memory.plain_window import PlainWindow
+from wholebatch.options import grouped
+from wholebatch.readable_sizes import bytes_said
 from wholebatch.tune.settings import Predicted, Setting, Trial
 from wholebatch.tune.window_timing import (
     Clock,
@@ -43,6 +40,9 @@ from wholebatch.tune.window_timing import (
     usual,
     wait_for,
 )
+from wholebatch.whole_batch import WholeBatch
+from wholebatch.window.forward_state import replaced_attributes
+from wholebatch.window.window import Step
 
 _log = logging.getLogger("wholebatch")
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from wholebatch.core.splitting.samples import Static
+from wholebatch.batch.samples import Static
 from wholebatch.errors import OptionError, UnsupportedError
 from wholebatch.memory.activation_checkpointing import (
     checkpointed,

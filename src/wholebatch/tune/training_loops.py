@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, IterableDataset
 
-from wholebatch.core.loss import Loss, as_loss
-from wholebatch.core.options import flattened, grouped
-from wholebatch.core.splitting import split, to_device
-from wholebatch.core.whole_batch import WholeBatch
+from wholebatch.batch import split, to_device
+from wholebatch.losses.loss import Loss, as_loss
+from wholebatch.options import flattened, grouped
 from wholebatch.tune.window_timing import Make, PeakMeter
+from wholebatch.whole_batch import WholeBatch
 
 
 @dataclass

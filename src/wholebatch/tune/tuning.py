@@ -20,14 +20,14 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from wholebatch.core.options import Memory, flattened
-from wholebatch.core.plain_files import finite, write_json
-from wholebatch.core.readable_sizes import bytes_said
-from wholebatch.core.splitting import batch_size_of
+from wholebatch.batch import batch_size_of
 from wholebatch.coupled import batchnorms
 from wholebatch.distributed.process_group import largest_over_ranks, world_size
 from wholebatch.errors import OptionError, WindowError
 from wholebatch.memory.budget import Budget, parse_memory, sharing_processes
+from wholebatch.options import Memory, flattened
+from wholebatch.plain_files import finite, write_json
+from wholebatch.readable_sizes import bytes_said
 from wholebatch.tune.bottleneck import Bottleneck, accumulation, fixed_cost, name_bottleneck
 from wholebatch.tune.machine_speed import (
     RanksModel,

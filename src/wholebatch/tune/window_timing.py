@@ -21,11 +21,11 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _push_mode
 
-from wholebatch.core.forward_state import replaced_attributes
-from wholebatch.core.readable_sizes import PARTS
-from wholebatch.core.window import Step
 from wholebatch.errors import NonFiniteError
 from wholebatch.memory.meter import MemoryMeter, peak_with_recordings
+from wholebatch.readable_sizes import PARTS
+from wholebatch.window.forward_state import replaced_attributes
+from wholebatch.window.window import Step
 
 
 def refuse_nonfinite(loss: float) -> None:

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wholebatch.core.loss import Loss, cross_entropy
-from wholebatch.core.splitting import batch_size_of
-from wholebatch.core.splitting.samples import layout_of
+from wholebatch.batch import batch_size_of
+from wholebatch.batch.samples import layout_of
+from wholebatch.losses.loss import Loss, cross_entropy
 
 Micro = dict[str, Tensor]
 

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wholebatch.core.forward_state import ForwardState
-from wholebatch.core.splitting.samples import tensors_of
+from wholebatch.batch.samples import tensors_of
 from wholebatch.coupled.loss_graph import loss_terms
 from wholebatch.verification.loss_weights import TermWeights, Unreadable, read_weights
 from wholebatch.verification.mistakes import apart
@@ -28,6 +27,7 @@ from wholebatch.verification.window_recorder import (
     WindowRecorder,
     first_numbers,
 )
+from wholebatch.window.forward_state import ForwardState
 
 
 def _rows(call: Call) -> int:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wholebatch.core.splitting.samples import tensors_of
+from wholebatch.batch.samples import tensors_of
 from wholebatch.distributed.process_group import largest_over_ranks, sum_over_ranks, world_size
 from wholebatch.verification.run_comparison import distance
 

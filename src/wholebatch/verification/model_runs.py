@@ -17,21 +17,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wholebatch.core.close import ClipNorm, power_of_two_near
-from wholebatch.core.forward_state import capture_random, same_random
-from wholebatch.core.loss import as_loss, terms_of, wide
-from wholebatch.core.options import grouped
-from wholebatch.core.precision import Precision, choose
-from wholebatch.core.splitting import batch_size_of, drop_samples, split, to_device
-from wholebatch.core.splitting.samples import flatten, layout_of
-from wholebatch.core.whole_batch import WholeBatch
+from wholebatch.batch import batch_size_of, drop_samples, split, to_device
+from wholebatch.batch.samples import flatten, layout_of
 from wholebatch.coupled import batchnorms
 from wholebatch.coupled import choose as choose_batchnorm
 from wholebatch.coupled.normalisation_layers import uses_batch_statistics
 from wholebatch.coupled.sample_draws import undivided
 from wholebatch.distributed.process_group import sum_over_ranks, world_size
 from wholebatch.errors import NonFiniteError, WholebatchError
+from wholebatch.losses.loss import as_loss, terms_of, wide
+from wholebatch.options import grouped
 from wholebatch.verification.observed_window import StartingState, StepObserver, WindowRun
+from wholebatch.whole_batch import WholeBatch
+from wholebatch.window.close import ClipNorm, power_of_two_near
+from wholebatch.window.forward_state import capture_random, same_random
+from wholebatch.window.precision import Precision, choose
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -23,9 +23,9 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from wholebatch.core.forward_state import capture_random, restore_random
 from wholebatch.coupled import Coupled
 from wholebatch.coupled.sample_runs import HeldDraws
+from wholebatch.window.forward_state import capture_random, restore_random
 
 
 @dataclass

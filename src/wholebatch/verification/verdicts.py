@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from wholebatch.core.plain_files import finite
+from wholebatch.plain_files import finite
 from wholebatch.verification.mistakes import (
     MISTAKES,
     NOT_JUDGED,

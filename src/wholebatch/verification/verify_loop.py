@@ -19,7 +19,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from wholebatch.core.splitting import to_device
+from wholebatch.batch import to_device
 from wholebatch.distributed.process_group import largest_over_ranks, sum_over_ranks, world_size
 from wholebatch.errors import OptionError
 from wholebatch.verification.example_models import ZOO, Case

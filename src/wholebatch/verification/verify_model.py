@@ -17,18 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wholebatch.core.close import ClipNorm
-from wholebatch.core.forward_state import restore_random
-from wholebatch.core.options import BatchNorm, BatchNormPolicy, flattened
-from wholebatch.core.precision import PrecisionName
-from wholebatch.core.runner import check_functions, modules_of
-from wholebatch.core.splitting import to_device
-from wholebatch.core.whole_batch import MicroBatch
+from wholebatch.batch import to_device
 from wholebatch.coupled.audit import Audit, audit
 from wholebatch.coupled.normalisation_layers import batchnorms as batchnorms_of
 from wholebatch.coupled.normalisation_layers import uses_batch_statistics
 from wholebatch.distributed.process_group import world_size
 from wholebatch.errors import LossError, OptionError, UnsupportedError, WholebatchError
+from wholebatch.options import BatchNorm, BatchNormPolicy, flattened
+from wholebatch.runner import check_functions, modules_of
 from wholebatch.verification.model_runs import DividedBatch, ModelRuns, Numbers, objective, uneven
 from wholebatch.verification.observed_window import StartingState, WindowRun
 from wholebatch.verification.random_numbers import SILENCES, Draws, dropouts
@@ -45,6 +41,10 @@ from wholebatch.verification.run_comparison import (
     percent,
 )
 from wholebatch.verification.verdicts import Cause, Verdict, cause
+from wholebatch.whole_batch import MicroBatch
+from wholebatch.window.close import ClipNorm
+from wholebatch.window.forward_state import restore_random
+from wholebatch.window.precision import PrecisionName
 
 
 @dataclass(frozen=True)

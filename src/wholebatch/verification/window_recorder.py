@@ -32,9 +32,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from wholebatch.core import window
-from wholebatch.core.forward_state import capture_random, same_random
-from wholebatch.core.splitting.samples import tensors_of
+from wholebatch.batch.samples import tensors_of
 from wholebatch.coupled.loss_graph import (
     LossTerm,
     is_ddp_sink,
@@ -45,6 +43,8 @@ from wholebatch.coupled.loss_graph import (
 )
 from wholebatch.verification.batch_statistics import BatchStatistics, Statistic
 from wholebatch.verification.observed_window import places_of
+from wholebatch.window import window
+from wholebatch.window.forward_state import capture_random, same_random
 
 _log = logging.getLogger("wholebatch")
 

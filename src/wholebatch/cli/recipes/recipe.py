@@ -154,7 +154,7 @@ class Recipe:
         """Return the split by a token budget: the recipe's `tokens(budget)`, or the default."""
         if "tokens" in self._parts:
             return self._call("tokens", budget)
-        from wholebatch.core.splitting import tokens
+        from wholebatch.batch import tokens
 
         return tokens(budget)
 

@@ -26,10 +26,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
-from wholebatch.core.forward_state import capture_python_random, restore_random, same_random
-from wholebatch.core.splitting.samples import layout_of
+from wholebatch.batch.samples import layout_of
 from wholebatch.errors import RecipeError, StateError
 from wholebatch.tune.batch_scaling import share_of
+from wholebatch.window.forward_state import capture_python_random, restore_random, same_random
 
 
 @dataclass(frozen=True)

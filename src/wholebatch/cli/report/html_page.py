@@ -15,8 +15,8 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from wholebatch.core.plain_files import finite, write_atomically
 from wholebatch.errors import MissingExtraError, OptionError
+from wholebatch.plain_files import finite, write_atomically
 
 _SIGNS = {"good": "✓", "bad": "✗", "plain": "›"}
 SERIES = 8

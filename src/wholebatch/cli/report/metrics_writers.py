@@ -18,9 +18,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
-from wholebatch.core.plain_files import finite, read_json, reason
-from wholebatch.core.window import Step
 from wholebatch.errors import MissingExtraError, OptionError, StateError
+from wholebatch.plain_files import finite, read_json, reason
+from wholebatch.window.window import Step
 
 TIMING = frozenset({"seconds", "units_per_second", "time", "memory", "recoveries", "communication"})
 """The fields of a record about time and resources: two identical runs differ in them."""

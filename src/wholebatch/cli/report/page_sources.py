@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from wholebatch.core.plain_files import load_json, open_file, reason
 from wholebatch.errors import StateError
+from wholebatch.plain_files import load_json, open_file, reason
 
 Data = dict[str, Any]
 

@@ -18,7 +18,7 @@ from wholebatch.cli.report.html_page import (
     series_color,
 )
 from wholebatch.cli.report.terminal_output import short_count
-from wholebatch.core.readable_sizes import CATEGORIES, PARTS, bytes_said
+from wholebatch.readable_sizes import CATEGORIES, PARTS, bytes_said
 
 Data = Mapping[str, Any]
 

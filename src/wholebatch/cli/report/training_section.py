@@ -13,7 +13,7 @@ from wholebatch.cli.report.html_page import Chart, Section, Table, Text, axis, s
 from wholebatch.cli.report.page_sources import TrainingRun
 from wholebatch.cli.report.result_sections import scale_of
 from wholebatch.cli.report.terminal_output import short_count, short_duration
-from wholebatch.core.readable_sizes import bytes_said
+from wholebatch.readable_sizes import bytes_said
 
 MOST_BARS = 60
 """The most points of a curve that are drawn with their intervals."""

@@ -27,8 +27,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from wholebatch.batch.samples import flatten
 from wholebatch.compile.captured_state import version_of
-from wholebatch.core.splitting.samples import flatten
 from wholebatch.coupled.batchnorm.activation_offload import (
     ActivationPages,
     HostPool,

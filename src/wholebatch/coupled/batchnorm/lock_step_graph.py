@@ -27,12 +27,12 @@ from wholebatch.compile.execute_mode import CannotTrace, Notes, first_line
 from wholebatch.compile.graph_check import differs
 from wholebatch.compile.graph_inputs import Inputs, Key, take_apart
 from wholebatch.compile.trace import Form
-from wholebatch.core.forward_state import ForwardState
-from wholebatch.core.loss import SINGLE, Loss, Terms
-from wholebatch.core.window import Backward, Window, backward_into
 from wholebatch.coupled.batchnorm.lock_step import LockStep
 from wholebatch.coupled.batchnorm.turn_taking_threads import RecordedStreams, draw
 from wholebatch.distributed.sync_strategy import Single
+from wholebatch.losses.loss import SINGLE, Loss, Terms
+from wholebatch.window.forward_state import ForwardState
+from wholebatch.window.window import Backward, Window, backward_into
 
 R = TypeVar("R")
 T = TypeVar("T")

@@ -34,7 +34,6 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from wholebatch.core.forward_state import replaced_attributes
 from wholebatch.coupled.batchnorm.whole_batch_norm import (
     Moments,
     Reduce,
@@ -53,6 +52,7 @@ from wholebatch.coupled.normalisation_layers import (
     uses_batch_statistics,
 )
 from wholebatch.errors import OptionError, StateError, UnsupportedError
+from wholebatch.window.forward_state import replaced_attributes
 
 _log = logging.getLogger("wholebatch")
 Choice = Literal["statistics", "freeze", "group", "layer", "sync", "refuse"]

@@ -29,9 +29,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from wholebatch.core.loss import Loss, Terms
-from wholebatch.core.splitting.samples import flatten
+from wholebatch.batch.samples import flatten
 from wholebatch.errors import LossError, OptionError
+from wholebatch.losses.loss import Loss, Terms
 
 _CHUNK = 1 << 25  # Similarities at a time: 128 MiB in float32.
 

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
-from wholebatch.core.forward_state import capture_random, restore_random
 from wholebatch.coupled.batchnorm.activation_offload import storage_key
 from wholebatch.coupled.batchnorm.lock_step import LockStep
 from wholebatch.distributed import Sync
 from wholebatch.errors import LossError, WindowError
+from wholebatch.window.forward_state import capture_random, restore_random
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ stands where `optax.MultiSteps` stood and takes micro-batches as they come, with
 Neither needs torch.
 """
 
-from wholebatch.core.optional_packages import require
+from wholebatch.optional_packages import require
 
 require("jax", at_least="0.6", extra="jax", purpose="wholebatch in JAX")
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from wholebatch.core.optional_packages import require
 from wholebatch.errors import OptionError, WindowError
 from wholebatch.integrations.jax.wide_gradients import wide
+from wholebatch.optional_packages import require
 
 if TYPE_CHECKING:
     import optax

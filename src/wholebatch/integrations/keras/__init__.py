@@ -18,8 +18,8 @@ model.fit(x, y, batch_size=8)                # 4 × 8 samples make one update, t
 
 from __future__ import annotations
 
-from wholebatch.core.optional_packages import require
 from wholebatch.errors import UnsupportedError
+from wholebatch.optional_packages import require
 
 require("keras", at_least="3.10", extra="keras", purpose="wholebatch in Keras")
 

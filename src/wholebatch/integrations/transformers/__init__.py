@@ -5,7 +5,7 @@ trainer = exact(Trainer)(model=model, args=args, train_dataset=data)       # was
 ```
 """
 
-from wholebatch.core.optional_packages import require
+from wholebatch.optional_packages import require
 
 require("transformers", at_least="5.17", extra="transformers", purpose="wholebatch in Transformers")
 

@@ -20,11 +20,6 @@ import torch
 from torch import Tensor
 
 from wholebatch.compile import Execute
-from wholebatch.core.close import Policy
-from wholebatch.core.forward_state import replaced_attributes
-from wholebatch.core.loss import Units
-from wholebatch.core.options import BatchNorm, Memory, Samples
-from wholebatch.core.whole_batch import MicroBatch
 from wholebatch.coupled.contrastive.losses import Coupled
 from wholebatch.errors import OptionError, UnsupportedError
 from wholebatch.integrations.transformers.exact_trainer import (
@@ -33,7 +28,12 @@ from wholebatch.integrations.transformers.exact_trainer import (
     refuse_own_batches,
 )
 from wholebatch.integrations.transformers.host_steps import engine_keeps
+from wholebatch.losses.loss import Units
 from wholebatch.memory.budget import Budget
+from wholebatch.options import BatchNorm, Memory, Samples
+from wholebatch.whole_batch import MicroBatch
+from wholebatch.window.close import Policy
+from wholebatch.window.forward_state import replaced_attributes
 
 _COUPLED = {
     "aot": "sorts the pairs of a batch",

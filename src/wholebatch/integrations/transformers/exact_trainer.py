@@ -23,12 +23,6 @@ import torch
 from torch import Tensor, nn
 
 from wholebatch.compile import Execute
-from wholebatch.core.close import Policy
-from wholebatch.core.forward_state import capture_random, restore_random
-from wholebatch.core.loss import Loss, Units, check_units, mean_loss
-from wholebatch.core.options import BatchNorm, Close, Memory, Samples
-from wholebatch.core.safe_loading import load_tensors
-from wholebatch.core.whole_batch import MicroBatch
 from wholebatch.coupled.contrastive.losses import Coupled
 from wholebatch.errors import EmptyWindowError, StateError, UnsupportedError
 from wholebatch.integrations.host_window import refuse_shared_batches
@@ -46,7 +40,13 @@ from wholebatch.integrations.transformers.label_units import (
     measured_shift,
 )
 from wholebatch.integrations.transformers.router_balance import balanced, refuse_balance
+from wholebatch.losses.loss import Loss, Units, check_units, mean_loss
 from wholebatch.memory.budget import Budget
+from wholebatch.options import BatchNorm, Close, Memory, Samples
+from wholebatch.safe_loading import load_tensors
+from wholebatch.whole_batch import MicroBatch
+from wholebatch.window.close import Policy
+from wholebatch.window.forward_state import capture_random, restore_random
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Trainer

@@ -10,17 +10,17 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from wholebatch.core.foreign_writes import Watch
-from wholebatch.core.forward_state import ForwardState, attributes_restored
-from wholebatch.core.gradient_store import DeviceStore
-from wholebatch.core.loss import SINGLE, Loss
-from wholebatch.core.runner import LossFunction
-from wholebatch.core.splitting import Batches, batch_size_of
-from wholebatch.core.whole_batch import WholeBatch
-from wholebatch.core.window import Step
+from wholebatch.batch import Batches, batch_size_of
 from wholebatch.coupled.loss_graph import divisors
 from wholebatch.coupled.stream_look import warn_of_divisor
 from wholebatch.errors import StateError, WindowError
+from wholebatch.losses.loss import SINGLE, Loss
+from wholebatch.runner import LossFunction
+from wholebatch.whole_batch import WholeBatch
+from wholebatch.window.foreign_writes import Watch
+from wholebatch.window.forward_state import ForwardState, attributes_restored
+from wholebatch.window.gradient_store import DeviceStore
+from wholebatch.window.window import Step
 
 
 class GivenWindows(WholeBatch):

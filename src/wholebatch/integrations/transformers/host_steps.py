@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wholebatch.core.forward_state import replaced_attributes
-from wholebatch.core.loss import Loss, Units, mean_loss
-from wholebatch.core.splitting import batch_size_of, split
-from wholebatch.core.stream import GivenLoss
+from wholebatch.batch import batch_size_of, split
 from wholebatch.errors import LossError, OptionError, UnsupportedError
 from wholebatch.integrations.host_window import AdapterOptions, FirstLook, GradientsIn, HostWindows
+from wholebatch.losses.loss import Loss, Units, mean_loss
+from wholebatch.stream import GivenLoss
+from wholebatch.window.forward_state import replaced_attributes
 
 
 @dataclass

@@ -14,8 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wholebatch.core.forward_state import attributes_restored
-from wholebatch.core.loss import Loss
 from wholebatch.coupled import Coupled
 from wholebatch.coupled.moe import (
     RecordedRouting,
@@ -25,6 +23,8 @@ from wholebatch.coupled.moe import (
     routing_sums,
 )
 from wholebatch.errors import UnsupportedError
+from wholebatch.losses.loss import Loss
+from wholebatch.window.forward_state import attributes_restored
 
 
 def balanced(trainer: Any, as_loss: Callable[..., Loss]) -> Coupled | None:

@@ -1,0 +1,661 @@
+"""Accumulator: exact windows in a loop of the user's own, and `over`, the loop over a loader.
+
+The loop says which micro-batch is the last of its window, and lets ranks that have run out of data
+take part in the updates of the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from numbers import Integral
+from typing import Any, NoReturn
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+
+from wholebatch.batch.lookahead_loader import NOTHING, Feed
+from wholebatch.errors import EmptyWindowError, LossError, OptionError, RankError, WindowError
+from wholebatch.losses.loss import Loss, Terms, Units, terms_of
+from wholebatch.options import BatchNormPolicy, Close, Memory
+from wholebatch.stream import AddedLoss, GivenLoss, Stream
+from wholebatch.window.close import ClipNorm
+from wholebatch.window.forward_state import ForwardState, restore_random
+from wholebatch.window.model_and_optimizer import Scheduler
+from wholebatch.window.window import Step, Turn, UnitsCount, graph_nodes, make_window
+
+
+@dataclass(frozen=True)
+class Steps:
+    """`changes[k]` steps from update (or epoch) k on, until the next key.
+
+    >>> Steps.of({0: 4, 800: 8}).at(update=799, epoch=0)
+    4
+    >>> Steps.of(by_epoch({0: 4, 8: 8})).at(update=5000, epoch=8)
+    8
+    """
+
+    changes: tuple[tuple[int, int], ...]
+    per_epoch: bool = False
+
+    @staticmethod
+    def of(steps: object) -> Steps:
+        """Read what a user passes: a number, a mapping by update, or `by_epoch(...)`."""
+        if isinstance(steps, Steps):
+            return steps
+        if isinstance(steps, Mapping):
+            return _schedule(steps, per_epoch=False)
+        if isinstance(steps, bool) or not isinstance(steps, Integral) or steps < 1:
+            raise OptionError(
+                f"steps={steps!r}: must be a positive number of micro-batches, a schedule by "
+                "update such as {0: 4, 800: 8}, or wb.by_epoch({0: 4, 8: 8})"
+            )
+        return Steps(((0, int(steps)),))
+
+    def at(self, *, update: int, epoch: int) -> int:
+        """Return the steps of the window that begins after `update` updates, in `epoch`."""
+        now = epoch if self.per_epoch else update
+        return next(steps for start, steps in reversed(self.changes) if start <= now)
+
+
+def by_epoch(schedule: Mapping[int, int]) -> Steps:
+    """Return a schedule for `steps=` by epoch. One pass of `over` is an epoch.
+
+    Args:
+        schedule: Micro-batches per window from an epoch on: `{0: 4, 8: 16}`.
+    """
+    return _schedule(schedule, per_epoch=True)
+
+
+def _schedule(schedule: Mapping[int, int], *, per_epoch: bool) -> Steps:
+    what = "epoch" if per_epoch else "update"
+    if 0 not in schedule:
+        raise OptionError(f"steps={dict(schedule)!r}: must say how many from {what} 0 on")
+    for start, steps in schedule.items():
+        for number, least in ((start, 0), (steps, 1)):
+            if isinstance(number, bool) or not isinstance(number, Integral) or number < least:
+                raise OptionError(
+                    f"steps={dict(schedule)!r}: {start!r}: {steps!r} must be an {what} (0 or "
+                    "more) and a positive number of micro-batches"
+                )
+    changes = sorted((int(start), int(steps)) for start, steps in schedule.items())
+    return Steps(tuple(changes), per_epoch)
+
+
+class Accumulator(Stream):
+    """Every window of `steps` micro-batches makes the update of the undivided batch.
+
+    >>> import torch, wholebatch as wb
+    >>> model = torch.nn.Linear(3, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> acc = wb.Accumulator(model, optimizer, steps=4, clip_norm=1.0)
+    >>> loader = [torch.randn(2, 3) for _ in range(6)]        # the last window is a short one
+    >>> for micro in acc.over(loader):
+    ...     total = model(micro).square().sum()
+    ...     step = acc.backward(total, units=len(micro))
+    ...     if step is not None:
+    ...         print(step.update, step.micro_batches, step.units)
+    1 4 8.0
+    2 2 4.0
+
+    The last `backward` of a window makes the update and returns its Step; every other returns
+    None. Without `over`, every `steps`-th `backward` is the last, and `flush()` closes a short last
+    window.
+
+    Args:
+        model: The model, or a list of models.
+        optimizer: One optimizer or several. With None, a window ends with the whole gradient in
+            `.grad`, for you to step with and to clear.
+        steps: Micro-batches per window. Or a schedule by update, `{0: 4, 800: 8}`, or by epoch,
+            `wb.by_epoch({0: 4, 8: 8})`.
+        clip_norm: Clip the gradient of the whole window to this norm; a list gives one norm per
+            parameter group.
+        scheduler: A learning-rate scheduler, or several. Each is stepped once per update.
+        batchnorm: What to do with BatchNorm layers: "refuse", "statistics", "freeze", "group",
+            "layer" or "sync" (see `wb.BatchNorm`). "exact" needs `WholeBatch`.
+        memory: `wb.Memory(gradients=..., optimizer=...)`.
+        audit: Test the first window: a sum must not be a mean, and samples must not depend on each
+            other. False skips the test.
+        close: `wb.Close(...)`, how a window ends.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Sequence[nn.Module],
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
+        *,
+        steps: int | dict[int, int] | Steps,
+        clip_norm: ClipNorm = None,
+        scheduler: Scheduler | Sequence[Scheduler] | None = None,
+        batchnorm: BatchNormPolicy = "refuse",
+        memory: Memory | None = None,
+        audit: bool = True,
+        close: Close | None = None,
+    ) -> None:
+        self._turn = Turn("Accumulator.backward()")  # first: it also refuses to be copied
+        if batchnorm == "exact":
+            raise OptionError(
+                'batchnorm="exact": exact BatchNorm runs the forwards of a window in lock-step, '
+                "and Accumulator owns no forward: use WholeBatch, or name another policy"
+            )
+        self._steps = Steps.of(steps)
+        window = make_window(
+            model,
+            optimizer,
+            clip_norm=clip_norm,
+            scheduler=scheduler,
+            memory=_without_budget(memory),
+            close=Close.of(close),
+        )
+        super().__init__(window, batchnorm=batchnorm, audit=audit)
+        self.epoch = 0
+        self.last_step: Step | None = None
+        self._places = 0  # micro-batches of this window so far, also those without a backward
+        self._size = 0  # how many it will have
+        self._driver: Feed | None = None
+        self._is_last = False
+        self._has_more = False  # whether this rank has data for another window
+        self._place_done = False
+        self._feed: Feed | None = None
+        self._resume: dict[str, Any] | None = None
+        self._before: ForwardState | None = None  # of the models, before a stand-in's forward
+        self._announced: UnitsCount | None = None  # of the windows, if they are announced
+        # The others of the loop, with their updates when this window began.
+        self._beside: dict[Accumulator, int] = {}
+        self._guards: list[Any] = []  # hooks on the models, from their update to the next item
+        self._watch(self._next_size())
+
+    def __repr__(self) -> str:
+        target = self._window.target
+        models = "+".join(type(model).__name__ for model in target.models)
+        optimizers = "+".join(type(one).__name__ for one in target.optimizers)
+        steps, updates = self.steps, self.updates
+        return f"Accumulator({models}, {optimizers or None}, steps={steps}, updates={updates})"
+
+    # ------------------------------------------------------------- the window
+
+    @property
+    def steps(self) -> int:
+        """Micro-batches of the window that is open, or of the next one."""
+        return self._size if self._places else self._next_size()
+
+    @steps.setter
+    def steps(self, steps: int | dict[int, int] | Steps) -> None:
+        """Set the micro-batches of the next window."""
+        self._steps = Steps.of(steps)
+
+    def _next_size(self) -> int:
+        return self._steps.at(update=self._window.updates, epoch=self.epoch)
+
+    def backward(
+        self,
+        total: Tensor | Loss | AddedLoss | Terms | None = None,
+        units: Units | None = None,
+        *,
+        mean: Tensor | None = None,
+        more: bool = False,
+    ) -> Step | None:
+        """Add one micro-batch's gradient; the window's last backward closes it.
+
+        Args:
+            total: The loss of the micro-batch as a sum over `units`, or a `wb.Loss`, which has
+                both; or `wb.Loss.terms(...)`, after `announce`. A loss made by `compile` is only
+                counted.
+            units: How many units the loss is over: samples, tokens or weights. Where one
+                micro-batch has several backwards over the same units, give them once, and 0 with
+                the others.
+            mean: The loss as a mean over `units`, instead of `total`.
+            more: True if another backward of the same micro-batch follows.
+
+        Returns:
+            The Step if the window was closed, else None.
+        """
+        with self._turn:
+            return self._backward(total, units, mean, more)
+
+    def _backward(
+        self,
+        total: Tensor | Loss | AddedLoss | Terms | None,
+        units: Units | None,
+        mean: Tensor | None,
+        more: bool,
+    ) -> Step | None:
+        self._begin_backward()
+        now = self._window.now
+        if len(now.owners) == isinstance(total, AddedLoss):  # its first backward
+            self._look.begin_window()
+            self._watch(self._size)
+        is_last = self._is_last if self._driver is not None else self._places + 1 >= self._size
+        if isinstance(total, AddedLoss):
+            self.pending.take(total, self)
+        else:
+            self.pending.refuse()
+            now.refuse_broken()
+            self._untouched.check()
+            last = is_last and not more
+            if self._beside:
+                self._refuse_moved(lambda: _leaves_of(total if mean is None else mean))
+            if isinstance(total, Terms) and now.known is not None:
+                if self._look.active:
+                    self._look.at_backward(total, in_parts=self._in_parts)
+                self._window.add_loss(total, last=last, counts=self._counts)
+            else:
+                given = GivenLoss.of(total, units, mean)  # refuses terms that nobody announced
+                place = now.owners.count(now.micro_batches)
+                given.look_at(self._look, in_parts=self._in_parts, place=place)
+                self._window.add(given.summed, given.units, last=last, counts=self._counts)
+            self._untouched.remember()
+        if more:
+            return None
+        if self._look.active:
+            self._look.done()
+        if self._counts:
+            self._window.micro_batch_done()
+        for policy in self._counting:
+            policy.micro()
+        self._places += 1
+        self._place_done = True
+        if not is_last:
+            return None
+        return self._close()
+
+    def _begin_backward(self) -> None:
+        """Begin a window at its first backward; refuse a second one for a micro-batch."""
+        if self._place_done and self._driver is not None:
+            raise WindowError(
+                "a second backward for one micro-batch: pass more=True on all but its last"
+            )
+        if self._places == 0 and self._driver is None:
+            self._open_place()
+
+    def _refuse_moved(self, used: Callable[[], set[int]]) -> None:
+        """Refuse a loss that uses a model which another accumulator has updated in this window.
+
+        `used()` returns the ids of the parameters that the loss is computed with.
+        """
+        now = {other: other.updates for other in self._beside}
+        self._beside = self._beside if self._places else now
+        for other in now:
+            if now[other] != self._beside[other]:
+                for model in other._window.target.models:
+                    if not used().isdisjoint(map(id, model.parameters())):
+                        self._raise_moved(model)
+
+    def _raise_moved(self, model: nn.Module) -> NoReturn:
+        raise WindowError(
+            f"{type(model).__name__} was updated when {self._places} of {self._size} micro-batches "
+            "of another model's window were in, and the next one uses it: that window would be of "
+            "two models. Compute all losses of a micro-batch before its first backward(), and make "
+            "the backward of a loss before those that update the models it goes through"
+        )
+
+    def _guard(self) -> None:
+        """Refuse calls of the updated models in this body that a window beside it may use."""
+        waiting = [one for one in self._beside if one._places and not one._place_done]
+
+        def refuse(model: nn.Module, _: Any) -> None:
+            for one in waiting:
+                if model.training and not one._place_done:
+                    one._raise_moved(model)
+
+        for model in self._window.target.models if waiting else ():
+            self._guards.append(model.register_forward_pre_hook(refuse))
+
+    def announce(self, units: Mapping[str, Units]) -> None:
+        """Give the units of a window by term, before its first backward: it may then have terms.
+
+        `units` are those of all micro-batches that this rank will add to the window; they are
+        summed over the ranks, so every rank announces every window (and has data for the first).
+
+        ```python
+        acc.announce({"policy": masks.sum(), "kl": len(masks)})
+        for micro in micros:
+            acc.backward(wb.Loss.terms({"policy": policy(micro), "kl": (kl(micro), 0.05)}))
+        ```
+        """
+        if self._window.open is not None:
+            raise WindowError(
+                "announce() in an open window: its units must be known before its first backward"
+            )
+        if not isinstance(units, Mapping) or not units:
+            raise OptionError(f"announce({units!r}): must be the units by term, {{name: units}}")
+        self._announced = self._announced or UnitsCount(lambda given: given, self._window.sync)
+        self._window.begin(known=self._announced([units]))
+
+    # ------------------------------------------------- compiled loss functions
+
+    @contextmanager
+    def micro_step(self, modules: nn.Module) -> Iterator[bool]:
+        """Return the context of a compiled function's micro-step; see `Stream`."""
+        self.pending.refuse()
+        self._begin_backward()
+        if self._beside:
+            self._refuse_moved(lambda: set(map(id, modules.parameters())))
+        if self._window.now.known is not None:
+            raise LossError(
+                "announce() with a compiled loss function, which has one total and its units: "
+                "give backward() the wb.Loss.terms(...) of a function that is not compiled"
+            )
+        with super().micro_step(modules) as may_compile:
+            yield may_compile
+
+    def add_eagerly(self, loss: Loss | Terms) -> None:
+        """Make the backward of a compiled function's loss by eager code."""
+        with self._turn:
+            super().add_eagerly(loss)
+
+    @property
+    def _in_parts(self) -> bool:
+        """True if this micro-batch is not the whole global batch."""
+        return self._size > 1 or self._window.sync.ranks > 1
+
+    def _watch(self, size: int) -> None:
+        """Let the look see the forwards of a window in parts; not those with collectives."""
+        sync = self._window.sync
+        alone = not sync.counts_must_agree and not sync.grows_own_graph
+        if alone and not self._look.over and (size > 1 or sync.ranks > 1):
+            self._look.watch()
+
+    def flush(self) -> Step | None:
+        """Close the window with what it holds (a short last one); None when it holds nothing."""
+        with self._turn:
+            self.pending.refuse()
+            if self._window.open is None:
+                self._places = 0
+                return None
+            return self._close()
+
+    def discard(self) -> None:
+        """Drop what the window holds; the next micro-batch begins a new one."""
+        super().discard()
+        self._places = 0
+
+    def _close(self) -> Step:
+        self._untouched.check()
+        if self._look.active:
+            self._look.end_window(self._window.now.micro_batches)
+        self._restore_buffers()
+        self._places = 0
+        if self._driver is not None:
+            self._driver.closed.append(self)
+            self._guard()
+        self.last_step = self._close_window(has_more=self._has_more)
+        self._watch(self._next_size())
+        return self.last_step
+
+    # --------------------------------------------------------------- the loop
+
+    def over(self, loader: Iterable[Any], *, continue_window: bool = False) -> Iterator[Any]:
+        """Yield the loader's micro-batches, in windows of `steps`; the tail makes a short window.
+
+        `continue_window=True` goes on with a window that an earlier loop was left in.
+        """
+        return over(loader, self, continue_window=continue_window)
+
+    def _may_start(self, continue_window: bool) -> None:
+        if self._window.now.owners and not continue_window and self._resume is None:
+            raise WindowError(
+                f"a window is still open with {self._places} of {self._size} micro-batches from "
+                "an earlier loop: flush() to close it, discard() to drop it, or "
+                "over(loader, continue_window=True) to go on with it"
+            )
+
+    def _open_place(self) -> None:
+        """Begin a window: set its size, and refuse a BatchNorm that is in train mode by now."""
+        self._size = self._next_size()
+        self._watch(self._size)
+        for policy in self._refusing:
+            policy.begin_window()
+
+    def _enter_own_place(self, feed: Feed, *, shared: bool) -> None:
+        """Enter the place of the current item, at the pace of this rank."""
+        if self._places == 0:
+            self._open_place()
+        if self._look.active:
+            samples = getattr(getattr(feed.loader, "batch_sampler", None), "batch_size", None)
+            self._look.begin_micro_batch(feed.current, samples)
+        full = self._places + 1 >= self._size
+        more = shared and full and feed.has_next()
+        self._enter_place(is_last=full or not feed.has_next(), has_more=more)
+
+    def _enter_place(self, *, is_last: bool, has_more: bool = False) -> None:
+        self._unguard()
+        self._is_last = is_last
+        self._place_done = False
+        self._has_more = has_more
+
+    def _unguard(self) -> None:
+        while self._guards:
+            self._guards.pop().remove()
+
+    def _stand_in(self, weightless: bool) -> None:
+        """Set whether the next micro-batch only takes part in the others' collectives.
+
+        Its forward leaves no trace: what it changes is put back before the window closes.
+        """
+        self._counts = not weightless
+        self._restore_buffers()
+        if weightless:
+            self._before = ForwardState(*self._window.target.models)
+        for policy in self._counting:
+            policy.counts = not weightless
+
+    def _restore_buffers(self) -> None:
+        if self._before is not None:
+            self._before.restore()
+        self._before = None
+
+    def _leave_place(self) -> None:
+        """End the loop's body. One without a backward has used its place all the same."""
+        if self._place_done:
+            return
+        self.pending.refuse()
+        self._places += 1
+        if not self._is_last:
+            return
+        if self._window.open is not None:
+            self._close()
+            return
+        if self._window.sync.ranks > 1:
+            self._join()
+            return
+        self._places = 0
+        if self._window.options.zero_units == "raise":
+            raise EmptyWindowError(
+                f"none of the {self._size} micro-batches of this window had a backward: nothing "
+                "to update from; pass zero_units='skip' if that may happen"
+            )
+        self._window.skipped += 1
+
+    def _join(self) -> None:
+        """Take part in a window of the other ranks, having nothing to add."""
+        self._places = 0
+        known = None if self._announced is None else self._announced([])
+        self.last_step = self._window.join(known)
+        for policy in self._counting if self.last_step.skipped is None else ():
+            policy.end_window()  # a meeting of the ranks
+
+    # ----------------------------------------------------------------- state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what to resume from, in the middle of a window too (not model and optimizer)."""
+        self.pending.refuse()
+        saved = self._window.state_dict("Accumulator")
+        feed = self._feed
+        saved.update(
+            epoch=self.epoch,
+            places=self._places,
+            size=self._size,
+            batchnorms=[policy.state_dict() for policy in self._batchnorms],
+            feed=None
+            if feed is None or feed.is_exhausted
+            else feed.state_dict(current_is_done=self._place_done),
+        )
+        return saved
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken; call it after the model and optimizer are loaded.
+
+        The next `over(loader)` gets a loader of the same data from its start, and is brought to
+        the saved position; the random generators are put back as they were.
+        """
+        if self._driver is not None:
+            raise WindowError("load_state_dict() inside over(): leave the loop first")
+        self._window.load_state_dict("Accumulator", saved)
+        self._untouched.forget()
+        self.epoch = saved["epoch"]
+        self._places = saved["places"]
+        self._size = saved["size"]
+        for policy, pending in zip(self._batchnorms, saved["batchnorms"], strict=True):
+            policy.load_state_dict(pending)
+        self._feed = None
+        self._resume = saved
+
+
+def _without_budget(memory: Memory | None) -> Memory:
+    if memory is None:
+        return Memory()
+    if not isinstance(memory, Memory) or memory.budget is not None:
+        raise OptionError(
+            f"memory={memory!r}: Accumulator owns no forward, so it can keep no budget; give "
+            "wb.Memory(gradients=..., optimizer=...), or use WholeBatch"
+        )
+    return memory
+
+
+def _leaves_of(loss: Any) -> set[int]:
+    """Return the ids of the parameters that the graph of a loss leads to."""
+    terms = terms_of(loss).values() if isinstance(loss, Loss | Terms) else ()
+    return {
+        id(getattr(node, "variable", None))
+        for node in graph_nodes([t.total for t in terms] or [loss])
+    }
+
+
+_driven: WeakSet[nn.Module] = WeakSet()  # models in a loop right now: nesting two is refused
+
+
+def over(
+    loader: Iterable[Any], *accumulators: Accumulator, continue_window: bool = False
+) -> Iterator[Any]:
+    """Drive several accumulators (a GAN's two) over one loader; each has windows of its own.
+
+    Args:
+        loader: Any iterable of micro-batches.
+        accumulators: The accumulators to drive.
+        continue_window: Continue a window that is open, instead of refusing it.
+    """
+    if not accumulators:
+        raise OptionError("wb.over(loader): give at least one Accumulator")
+    for accumulator in accumulators:
+        if any(model in _driven for model in accumulator._window.target.models):
+            raise WindowError(
+                "over() inside over() on the same model: both would feed its gradients; use one "
+                "loop, or wb.over(loader, first, second) for several accumulators"
+            )
+        accumulator._may_start(continue_window)
+    models = [m for accumulator in accumulators for m in accumulator._window.target.models]
+    if len({id(model) for model in models}) != len(models):
+        raise OptionError(
+            "two accumulators over the same model in one wb.over: give one Accumulator a list of "
+            "optimizers instead"
+        )
+    return _drive(loader, accumulators)
+
+
+def _drive(loader: Iterable[Any], accumulators: Sequence[Accumulator]) -> Iterator[Any]:
+    feed = _feed_for(loader, accumulators)
+    for accumulator in accumulators:
+        accumulator._driver = accumulator._feed = feed
+        accumulator._beside = {one: one.updates for one in accumulators if one is not accumulator}
+        _driven.update(accumulator._window.target.models)
+    try:
+        if any(accumulator._window.sync.counts_must_agree for accumulator in accumulators):
+            yield from _agreed_places(feed, accumulators)
+        else:
+            yield from _own_places(feed, accumulators)
+        for accumulator in accumulators:
+            accumulator.epoch += 1
+    finally:
+        for accumulator in accumulators:
+            accumulator._driver = None
+            accumulator._beside = {}
+            accumulator._unguard()
+            accumulator._stand_in(False)
+            accumulator._look.leave_loop()
+            accumulator._window.sync.restore()
+            for model in accumulator._window.target.models:
+                _driven.discard(model)
+
+
+def _own_places(feed: Feed, accumulators: Sequence[Accumulator]) -> Iterator[Any]:
+    """Yield micro-batches at the pace of this rank; all ranks meet where windows close."""
+    shared = any(accumulator._window.sync.ranks > 1 for accumulator in accumulators)
+    if shared:
+        for accumulator in accumulators:
+            window = accumulator._window
+            window.ranks_with_more = int(window.sync.sum([float(feed.has_next())])[0])
+    while feed.take():
+        for accumulator in accumulators:
+            accumulator._enter_own_place(feed, shared=shared)
+        yield feed.current
+        for accumulator in accumulators:
+            accumulator._leave_place()
+    order = list(feed.closed) or list(accumulators)  # as the bodies of the other ranks close them
+    while shared and any(accumulator._window.ranks_with_more for accumulator in accumulators):
+        for accumulator in order:
+            accumulator._join()
+
+
+def _agreed_places(feed: Feed, accumulators: Sequence[Accumulator]) -> Iterator[Any]:
+    """Yield micro-batches where every rank must run equally many forwards.
+
+    A rank with fewer runs its last item again, with weight zero and its buffers put back.
+    """
+    if len(accumulators) > 1:
+        raise OptionError(
+            "wb.over with several accumulators on a sharded model: their forwards would have to "
+            "agree with each other too; give one Accumulator a list of optimizers (DeepSpeed's "
+            "engines: a loop for each)"
+        )
+    [accumulator] = accumulators
+    window = accumulator._window
+    device = window.target.device
+    stand_in: Any = NOTHING
+    while True:
+        accumulator._open_place()
+        items: list[Any] = []
+        while len(items) < accumulator._size and feed.take():
+            items.append(feed.current)
+        count = int(window.sync.largest(torch.tensor(float(len(items)), device=device)))
+        if count == 0:
+            return
+        if items:
+            stand_in = items[-1]
+        elif stand_in is NOTHING:
+            raise RankError(
+                f"rank {window.sync.rank} has no data at all, and a sharded model needs every rank "
+                "in every forward: give it at least one micro-batch"
+            )
+        for index in range(count):
+            accumulator._enter_place(is_last=index == count - 1)
+            accumulator._stand_in(index >= len(items))
+            yield items[index] if index < len(items) else stand_in
+            accumulator._leave_place()
+            accumulator._stand_in(False)
+
+
+def _feed_for(loader: Iterable[Any], accumulators: Sequence[Accumulator]) -> Feed:
+    saved = next((a._resume for a in accumulators if a._resume is not None), None)
+    for accumulator in accumulators:
+        accumulator._resume = None
+    if saved is not None:
+        restore_random(saved["random"])  # whatever was drawn since it was loaded
+        return Feed(loader, saved["feed"])
+    before = accumulators[0]._feed
+    # An iterator goes on where the last loop left it; the item looked ahead at is still there.
+    if before is not None and before.loader is loader and iter(loader) is loader:
+        return before
+    return Feed(loader)

@@ -1,0 +1,232 @@
+"""A loader with a look one ahead, a position, and a way back to it.
+
+A window must know *before* a micro-batch's forward whether it is the window's last: its backward
+reduces the gradients. Mid-window that takes a look at the next item; where the count already
+says that the window is full, no item is taken early, so that leaving the loop there loses none.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+
+from wholebatch.batch.micro_batches import drop_samples
+from wholebatch.batch.samples import Static, digests, is_other
+from wholebatch.errors import OptionError, StateError, UnsupportedError
+from wholebatch.window.forward_state import capture_random, restore_random
+
+_log = logging.getLogger("wholebatch")
+
+
+@dataclass(frozen=True)
+class Unpadded:
+    """A loader without this rank's repeated samples; made by `unpadded`."""
+
+    loader: DataLoader[Any]
+    kept: int
+    """The number of this rank's samples that are not repeats: always its first ones."""
+    given: int
+    """The number of samples that the sampler gives this rank, repeats included."""
+    batch_size: int
+    static: Static = ()
+    start: int = 0
+
+    @property
+    def sampler(self) -> Any:
+        """Return the DistributedSampler, so that `loader.sampler.set_epoch(epoch)` still works."""
+        return getattr(self.loader.batch_sampler, "sampler", None)
+
+    def __len__(self) -> int:
+        return min(len(self.loader), -(-self.kept // self.batch_size))
+
+    def __iter__(self) -> Iterator[Any]:
+        for index, batch in enumerate(self.loader, self.start):
+            start = index * self.batch_size
+            size = min(self.batch_size, self.given - start)
+            kept = min(size, self.kept - start)
+            if kept == size:
+                yield batch
+            elif kept > 0:
+                yield drop_samples(batch, kept, batch_size=size, static=self.static)
+
+
+def unpadded(loader: Iterable[Any], *, static: Static = (), start: int = 0) -> Iterable[Any]:
+    """Return `loader` with each sample of the dataset on exactly one rank.
+
+    `DistributedSampler(drop_last=False)` repeats the first samples until every rank has the same
+    number. Counted twice, they would bias the update. Here they are dropped, so ranks may differ by
+    one sample (and by one batch, if a batch held only a repeat). Loaders that repeat nothing are
+    returned unchanged.
+
+    Args:
+        loader: A DataLoader; anything else is returned unchanged.
+        static: Leaves that are passed on whole, as for `split`.
+        start: Batches already taken, for a loader that resumes in mid-epoch by itself.
+    """
+    if not isinstance(loader, DataLoader):
+        return loader
+    batches = loader.batch_sampler
+    sampler = loader.sampler if batches is None else getattr(batches, "sampler", None)
+    if not isinstance(sampler, DistributedSampler) or sampler.drop_last:
+        return loader
+    size = len(sampler.dataset)  # type: ignore[arg-type]
+    if sampler.total_size == size:
+        return loader
+    if type(sampler).__iter__ is not DistributedSampler.__iter__:
+        raise UnsupportedError(
+            f"{type(sampler).__name__} repeats samples to fill a rank in an order of its own, so "
+            "the repeats cannot be found: use drop_last=True, or DistributedSampler itself"
+        )
+    if batches is None or type(batches) is not BatchSampler:
+        how = "with batch_size=None" if batches is None else f"with {type(batches).__name__}"
+        raise UnsupportedError(
+            f"a DataLoader {how} does not say which samples are in a batch, so those that the "
+            "DistributedSampler repeats cannot be dropped: give DataLoader(batch_size=..., "
+            "sampler=...), or DistributedSampler(drop_last=True)"
+        )
+    # Rank r has the indices r, r + R, r + 2R, ... of the padded order; those below `size` are real.
+    kept = len(range(sampler.rank, size, sampler.num_replicas))
+    return Unpadded(loader, kept, sampler.num_samples, batches.batch_size, static, start)
+
+
+NOTHING: Any = object()
+"""Stands for an item that is not there."""
+
+
+class Feed:
+    """Items of a loader, one at a time, with `peek`, and a state to resume from.
+
+    The state is: how many items were fetched, the generators as they were before the loader was
+    started (a shuffling sampler draws its seed there), and the items that were fetched but not
+    yet trained on. A loader with `state_dict`/`load_state_dict` keeps its own position.
+    """
+
+    def __init__(self, loader: Iterable[Any], resume: dict[str, Any] | None = None) -> None:
+        if not (hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")):
+            raise OptionError(f"over({loader!r}): must be a loader, or a list of (micro-)batches")
+        self.loader = loader
+        self.fetched = 0
+        self.current: Any = NOTHING
+        self.is_exhausted = False
+        self.closed: list[Any] = []  # who closed a window at the current item, in that order
+        self._held: list[Any] = []
+        self._error: BaseException | None = None
+        if resume is None:
+            self._start_random = capture_random()
+            self._start_generators = [g.get_state() for g in _generators(loader)]
+            self._iterator: Iterator[Any] = iter(unpadded(loader))
+        else:
+            self._resume(resume)
+
+    def _resume(self, state: dict[str, Any]) -> None:
+        now = capture_random()
+        self._start_random = state["random"]
+        self._start_generators = state["generators"]
+        if state["loader"] is not None:
+            if not _keeps_position(self.loader):
+                raise StateError(
+                    "the saved loader kept its own position (state_dict), this one does not: "
+                    "pass a loader of the same kind"
+                )
+            self.loader.load_state_dict(state["loader"])  # type: ignore[attr-defined]
+            self._iterator = iter(unpadded(self.loader, start=state["fetched"]))
+        else:
+            restore_random(self._start_random)
+            generators = _generators(self.loader)
+            if len(generators) != len(self._start_generators):
+                raise StateError(
+                    f"the saved loader had {len(self._start_generators)} random generators of its "
+                    f"own, this one has {len(generators)}: build the loader as before"
+                )
+            for generator, saved in zip(generators, self._start_generators, strict=True):
+                generator.set_state(saved)
+            self._iterator = iter(unpadded(self.loader))
+            item = None
+            for position in range(state["fetched"]):
+                item = next(self._iterator, NOTHING)
+                if item is NOTHING:
+                    raise StateError(
+                        f"the loader ended after {position} micro-batches, and the saved run had "
+                        f"taken {state['fetched']}: pass the same data, from its start"
+                    )
+            if state["held"] and is_other(item, digests(state["held"][-1])):
+                _log.warning(
+                    "item %d of the loader is not the one that the saved run has found there: some "
+                    "samples may be trained on twice in this epoch, and others not at all. Give "
+                    "the loader its data in the same order (a seed, a generator)",
+                    state["fetched"] - 1,
+                )
+        self.fetched = state["fetched"]
+        self._held = list(state["held"])
+        restore_random(now)
+
+    def take(self) -> bool:
+        """Make the next item `current`; return False if there is none."""
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+        item = self._held.pop(0) if self._held else self._fetch()
+        if item is NOTHING:
+            self.current = NOTHING
+            self.is_exhausted = True
+            return False
+        self.current = item
+        self.closed.clear()
+        return True
+
+    def has_next(self) -> bool:
+        """Return True if another item follows the current one. Looks one ahead."""
+        if self._held or self._error is not None:
+            return True
+        try:
+            item = self._fetch()
+        except Exception as error:  # the current item is still good: raise when its turn comes
+            self._error = error
+            return True
+        if item is NOTHING:
+            return False
+        self._held.append(item)
+        return True
+
+    def _fetch(self) -> Any:
+        item = next(self._iterator, NOTHING)
+        if item is not NOTHING:
+            self.fetched += 1
+        return item
+
+    def state_dict(self, *, current_is_done: bool) -> dict[str, Any]:
+        """Return the position; an item without a backward yet is trained on after resuming."""
+        held = [] if current_is_done or self.current is NOTHING else [self.current]
+        return {
+            "fetched": self.fetched,
+            "held": held + self._held,
+            "random": self._start_random,
+            "generators": self._start_generators,
+            "loader": self.loader.state_dict()  # type: ignore[attr-defined]
+            if _keeps_position(self.loader)
+            else None,
+        }
+
+
+def _keeps_position(loader: object) -> bool:
+    return callable(getattr(loader, "state_dict", None)) and callable(
+        getattr(loader, "load_state_dict", None)
+    )
+
+
+def _generators(loader: object) -> list[torch.Generator]:
+    """Return the random generators that a DataLoader and its samplers draw from."""
+    found: list[torch.Generator] = []
+    places = [loader]
+    for name in ("sampler", "batch_sampler"):
+        places += [getattr(place, name, None) for place in list(places)]
+    for place in places:
+        generator = getattr(place, "generator", None)
+        if isinstance(generator, torch.Generator) and all(generator is not g for g in found):
+            found.append(generator)
+    return found

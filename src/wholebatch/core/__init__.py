@@ -1,1 +1,0 @@
-"""The window, its two doors (`WholeBatch` and `Accumulator`), and what both stand on."""

@@ -1,0 +1,374 @@
+"""The loss contract: a sum, and the units that it is a sum over.
+
+A mean of means is only the mean when every part is equally large. So a loss function here says
+two things, the *total* and the *units*, and the one division by all units of the window is made
+once, at its close:
+
+    gradient of the window = sum over micro-batches of d(total) / sum over micro-batches of units
+
+>>> import torch
+>>> per_sample = torch.tensor([0.5, 1.5], requires_grad=True)
+>>> loss = Loss(per_sample.sum(), units=2)
+>>> loss.total.item(), loss.units
+(2.0, 2)
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from numbers import Real
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from wholebatch.errors import LossError
+from wholebatch.losses import sliced_cross_entropy as slices
+
+Units: TypeAlias = int | float | Tensor
+SINGLE = "loss"
+"""The name under which a loss without named terms is kept."""
+
+_SUM_OR_MEAN = (
+    "is this scalar a sum or a mean? For a sum return wb.Loss(total, units), "
+    "for a mean return wb.mean_loss(mean, units), where units is what it is taken over "
+    "(samples, tokens, weights); or return the tensor of per-unit losses"
+)
+
+
+def check_total(total: object) -> Tensor:
+    """Return the total, or raise a LossError that says what is wrong with it."""
+    if not isinstance(total, Tensor):
+        raise LossError(f"total={total!r}: must be a 0-dim tensor, the sum of the losses")
+    if total.dim() != 0:
+        raise LossError(
+            f"total of shape {tuple(total.shape)}: must be a 0-dim tensor, the sum of the losses; "
+            "call .sum() on per-unit losses"
+        )
+    if total.is_complex():
+        raise LossError(f"total of dtype {total.dtype}: must be real, or it has no smallest value")
+    if not total.requires_grad and torch.is_grad_enabled():  # a first pass makes no graph
+        raise LossError(
+            "total does not require a gradient: it is detached from the model, was computed under "
+            "torch.no_grad(), or every parameter that it depends on is frozen"
+        )
+    return total
+
+
+def check_units(units: object) -> Units:
+    """Return the units, or raise a LossError that says what is wrong with them."""
+    if isinstance(units, Tensor):
+        if units.dim() != 0:
+            raise LossError(
+                f"units of shape {tuple(units.shape)}: must be a number or a 0-dim tensor; "
+                "call .sum() on per-sample weights"
+            )
+        if units.is_complex() or units.dtype is torch.bool:
+            raise LossError(f"units of dtype {units.dtype}: must be real numbers")
+        if units.requires_grad:
+            raise LossError(
+                "units require a gradient: that of the mean goes through the sum of all units, "
+                "which no micro-batch knows. If they are constants, give units.detach(); if they "
+                "are trained, let the loss of wb.Coupled return the mean, with units=1"
+            )
+        return units
+    if isinstance(units, torch.SymInt | torch.SymFloat):  # a graph of many sizes is being traced
+        return units  # type: ignore[return-value]
+    if isinstance(units, bool) or not isinstance(units, Real):
+        raise LossError(
+            f"units={units!r}: must be a number or a 0-dim tensor, what the loss is a sum over "
+            "(samples, tokens, weights)"
+        )
+    try:
+        number = float(units)  # also of NumPy's own
+    except OverflowError:  # 10**400 is no float
+        number = math.inf
+    if not 0 <= number < math.inf:
+        raise LossError(f"units={repr(units)[:40]}: must be finite and not negative")
+    return units if isinstance(units, int) else number
+
+
+@dataclass(frozen=True)
+class Term:
+    """One named part of a loss: its sum, the units of that sum, and the weight of its mean."""
+
+    total: Tensor
+    units: Units
+    weight: float = 1.0
+    of_the_batch: bool = False
+    """True if the loss compares samples, so that it is wrong for a micro-batch alone."""
+
+
+@dataclass(frozen=True)
+class Terms:
+    """Several terms, each normalised by its own units over the window and over all ranks.
+
+    Made by `Loss.terms`. The loss is the sum over terms of `weight * total / units`, with totals
+    and units taken over the whole window.
+    """
+
+    by_name: Mapping[str, Term]
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A sum over units; the window's loss is the sum of totals over the sum of units.
+
+    Args:
+        total: The loss of the micro-batch as a sum, a 0-dim tensor.
+        units: What the sum is over: a number of samples or tokens, or a sum of weights. A 0-dim
+            tensor on the device is read once per window.
+        extras: Tensors by name that a compiled loss function returns beside the loss, such as an
+            accuracy. No gradient flows through them.
+    """
+
+    total: Tensor
+    units: Units
+    extras: Mapping[str, Tensor] = field(default_factory=dict, kw_only=True)
+
+    def __post_init__(self) -> None:
+        check_total(self.total)
+        check_units(self.units)
+        for name, extra in self.extras.items():
+            if not isinstance(extra, Tensor):
+                raise LossError(f"extras[{name!r}] is {extra!r}: must be a tensor")
+
+    @staticmethod
+    def terms(terms: Mapping[str, Loss | tuple[Any, ...]]) -> Terms:
+        """Return terms with units: `{"lm": (total, units), "aux": (total, units, weight)}`.
+
+        A `Loss` stands for its total and units: `{"policy": loss, "kl": (other, weight)}`. Each
+        term is normalised by its own units over the window and over all ranks, which must be
+        counted before the first backward: give `WholeBatch` a `units=` function, or call
+        `Accumulator.announce`.
+        """
+        if not terms:
+            raise LossError("wb.Loss.terms({}): give at least one term")
+        parsed = {}
+        for name, term in terms.items():
+            term = term if isinstance(term, tuple) else (term,)
+            given = term[0] if term else None
+            if isinstance(given, Loss):
+                term = (given.total, given.units, *term[1:])
+            if len(term) not in (2, 3):
+                raise LossError(
+                    f"term {name!r} is {term!r}: must be (total, units) or (total, units, weight), "
+                    "or a wb.Loss, or (wb.Loss, weight)"
+                )
+            weight = term[2] if len(term) == 3 else 1.0
+            if isinstance(weight, bool) or not isinstance(weight, Real):
+                raise LossError(f"term {name!r} has weight {weight!r}: must be a number")
+            whole = isinstance(given, Loss) and type(given) is not Loss
+            parsed[name] = Term(check_total(term[0]), check_units(term[1]), float(weight), whole)
+        return Terms(parsed)
+
+
+def as_loss(result: object) -> Loss | Terms:
+    """Return the result of a loss function as a Loss: per-unit losses become their sum."""
+    if isinstance(result, Loss | Terms):
+        return result
+    if isinstance(result, Tensor):
+        if result.dim() == 0:
+            raise LossError(f"the loss function returned a bare scalar: {_SUM_OR_MEAN}")
+        return Loss(result.sum(), result.numel())
+    raise LossError(
+        f"the loss function returned {type(result).__name__}: must be wb.Loss(total, units), "
+        "wb.Loss.terms({...}) or a tensor of per-unit losses"
+    )
+
+
+def terms_of(loss: Loss | Terms) -> dict[str, Term]:
+    """Return the terms of a loss by name; those of a plain one are a single term."""
+    return {SINGLE: Term(loss.total, loss.units)} if isinstance(loss, Loss) else dict(loss.by_name)
+
+
+def wide(values: Tensor) -> Tensor:
+    """Return 16-bit values as float32: sums of thousands overflow fp16 and are rounded in bf16."""
+    return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
+
+
+def mean_loss(mean: Tensor, units: Units) -> Loss:
+    """Return the Loss of a mean over `units`.
+
+    A micro-batch without units (all its tokens masked) has the mean 0/0; here it adds nothing
+    instead of a nan. On a GPU, write a mean of your own that may have no units as
+    `total / count.clamp(min=1)`: otherwise its backward computes 0/0 again.
+
+    Args:
+        mean: The loss of the micro-batch as a mean, a 0-dim tensor.
+        units: What the mean is over: samples, tokens or a sum of weights.
+    """
+    check_total(mean)
+    units = check_units(units)
+    mean = wide(mean)
+    if _is_known_to_be_zero(units):
+        return Loss(_nothing(mean), units)
+    if isinstance(units, Tensor):
+        total = torch.where(units == 0, mean.new_zeros(()), mean * units.to(mean.dtype))
+        return Loss(total, units)
+    return Loss(mean * units, units)
+
+
+def _is_known_to_be_zero(units: Units) -> bool:
+    """Return True if there is no unit, as far as that can be read without waiting."""
+    if not isinstance(units, Tensor):
+        return units == 0
+    if units.device.type != "cpu" or torch.compiler.is_compiling():
+        return False
+    try:
+        return not bool(units)
+    except Exception:  # a tensor that is being traced, or one without numbers: it has no value yet
+        return False
+
+
+def _nothing(mean: Tensor) -> Tensor:
+    """Return zero, with gradients of zero.
+
+    A mean over nothing was divided by zero, and so would a gradient of zero be on its way back.
+    The division is among the last operations: what those give back is zero here, whatever they
+    compute.
+    """
+    nodes = [mean.grad_fn]
+    for node in nodes:  # grows on the way
+        if node is not None:
+            node.register_hook(
+                lambda given, _: tuple(
+                    one if one is None else torch.zeros_like(one) for one in given
+                )
+            )
+            nodes += [n for n, _ in node.next_functions if len(nodes) < 64 and n not in nodes]
+    return mean.nan_to_num() * 0.0
+
+
+def cross_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    ignore_index: int = -100,
+    *,
+    weight: Tensor | None = None,
+    label_smoothing: float = 0.0,
+    dim: int | None = None,
+) -> Loss:
+    """Return the cross-entropy summed over the labels that count, with their number as units.
+
+    Classes are the last dimension (`logits[..., class]`, `labels[...]`) or, as in torch, the
+    second (`logits[n, class, ...]`, `labels[n, ...]`); where both fit, say which by `dim`.
+    Labels of the logits' own shape are probabilities of the classes (mixed or distilled labels);
+    as in torch, their mean is over the rows whatever the weights. The sum is made in float32 or
+    better.
+
+    Args:
+        logits: Scores of the classes.
+        labels: The right classes, or their probabilities.
+        ignore_index: Labels with this value do not count.
+        weight: A weight per class. The units are then the sum of the weights of the labels.
+        label_smoothing: As in torch.
+        dim: The dimension of the classes: -1, or 1.
+    """
+    shape, has_more = logits.shape, logits.dim() > 2
+    of_rows = labels.is_floating_point() and shape == labels.shape and logits.dim() > 1
+    is_last = of_rows or shape[:-1] == labels.shape
+    is_second = has_more and (of_rows or shape[:1] + shape[2:] == labels.shape)
+    shapes = f"logits of shape {tuple(shape)} and labels of shape {tuple(labels.shape)}"
+    if is_last and is_second and dim is None:
+        raise LossError(
+            f"{shapes}: the classes may be the last dimension or the second; say dim=-1, or dim=1 "
+            "as torch has it"
+        )
+    if is_last and dim in (None, -1, logits.dim() - 1):
+        logits = logits.reshape(-1, shape[-1])
+        labels = labels.reshape(logits.shape if of_rows else -1)
+    elif not (is_second and dim in (None, 1)):
+        raise LossError(
+            f"{shapes}{'' if dim is None else f', dim={dim}'}: must be [..., classes] and [...], "
+            "or [n, classes, ...] and [n, ...]; or both of one shape, with probabilities as labels"
+        )
+    total = functional.cross_entropy(
+        wide(logits),
+        labels,
+        weight=weight,
+        ignore_index=ignore_index,
+        reduction="sum",
+        label_smoothing=label_smoothing,
+    )
+    if of_rows:
+        return Loss(total, labels.numel() // logits.shape[1])
+    counted = labels != ignore_index
+    if weight is None:
+        return Loss(total, counted.sum())
+    places = labels.masked_fill(~counted, 0)  # where() would copy its 0 from the host, and wait
+    return Loss(total, (weight[places] * counted).sum())
+
+
+def causal_lm(model: Any, micro: Any) -> Loss:
+    """Return the next-token loss of a language model, over the tokens that count.
+
+    `micro` is a mapping with `input_ids` and optionally `labels` (not shifted, -100 is ignored)
+    and `attention_mask`, as Hugging Face models take it; or a pair `(inputs, targets)` whose
+    targets are already shifted. Without labels, every token that is not masked is one.
+
+    Where the logits would be large, they are made and used up in slices: for models that have
+    `base_model` (which gives the last hidden states) and `get_output_embeddings()` (a linear layer
+    whose output is the logits), as those of Hugging Face do.
+
+    Args:
+        model: The language model.
+        micro: The micro-batch.
+    """
+    if isinstance(micro, tuple | list) and len(micro) == 2:
+        return _next_token(model, micro[:1], {}, micro[1], 0)
+    if not isinstance(micro, Mapping) or "input_ids" not in micro:
+        raise LossError(
+            f"micro-batch of type {type(micro).__name__}: wb.causal_lm takes a mapping with "
+            "'input_ids' (and 'labels', 'attention_mask'), or a pair (inputs, targets)"
+        )
+    inputs = {name: value for name, value in micro.items() if name != "labels"}
+    labels = micro.get("labels")
+    if labels is None:
+        labels = micro["input_ids"]
+        if "attention_mask" in micro:
+            labels = labels.masked_fill(micro["attention_mask"] == 0, -100)
+    if not _takes_keywords(model):
+        return _next_token(model, [micro["input_ids"]], {}, labels, 1)
+    return _next_token(model, (), inputs, labels, 1)
+
+
+def _next_token(
+    model: Any, args: Sequence[Any], kwargs: Mapping[str, Any], labels: Tensor, shift: int
+) -> Loss:
+    """Return the cross-entropy of the model's logits with shifted labels; in slices if large."""
+    head = None
+    if labels.numel() > 1024:
+        head = slices.output_layer(model, args, kwargs, _logits)
+    if head is not None and labels.numel() > slices.rows_at_once(head.weight.shape[0]):
+        hidden = getattr(out := model.base_model(*args, **kwargs), "last_hidden_state", out)
+        hidden = hidden[:, : hidden.shape[1] - shift].flatten(0, 1)
+        targets = labels[:, shift:].flatten()
+        total = slices.sliced_cross_entropy(hidden, head, targets)
+        return Loss(total, (targets != -100).sum())
+    logits = _logits(model(*args, **kwargs))
+    return cross_entropy(logits[:, : logits.shape[1] - shift], labels[:, shift:], dim=-1)
+
+
+def _logits(output: Any) -> Tensor:
+    logits = getattr(output, "logits", output)
+    if isinstance(logits, tuple) and logits:
+        logits = logits[0]
+    if not isinstance(logits, Tensor) or logits.dim() != 3:
+        raise LossError(
+            f"the model returned {type(output).__name__}: wb.causal_lm needs logits of shape "
+            "[samples, tokens, vocabulary], or an object with such .logits"
+        )
+    return logits
+
+
+def _takes_keywords(model: Any) -> bool:
+    forward = getattr(getattr(model, "module", model), "forward", model)
+    parameters = inspect.signature(forward).parameters
+    return "input_ids" in parameters or any(
+        parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()
+    )

@@ -1,0 +1,202 @@
+"""Option objects: what belongs together in the options of `WholeBatch` and `Accumulator`.
+
+Each has good defaults, and most have a short form: `memory="20GiB"`, `batchnorm="freeze"`,
+`micro_batch=8`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal, TypeAlias
+
+import torch
+
+from wholebatch.batch import Tokens
+from wholebatch.batch.micro_batches import check_micro_batch
+from wholebatch.batch.samples import Static, check_layout
+from wholebatch.errors import OptionError
+from wholebatch.window.close import ClipNorm, CloseOptions, OnGradient, Policy
+from wholebatch.window.model_and_optimizer import Ema
+
+BatchNormPolicy: TypeAlias = Literal[
+    "exact", "statistics", "freeze", "group", "layer", "sync", "refuse"
+]
+SyncMode: TypeAlias = Literal["auto", "hold", "every", "gathered", "none"]
+
+
+@dataclass(frozen=True)
+class Close:
+    """Options for the end of a window: reduce over ranks, clip, check, step.
+
+    Args:
+        clip_value: Clamp every number of the gradient. Clipping by norm is `clip_norm=` of
+            `WholeBatch` and `Accumulator`.
+        on_gradient: A function that gets (name, parameter) pairs whose `.grad` is the whole
+            gradient, before clipping. It may change the gradients in place.
+        nonfinite: "raise" an error on a gradient that is not finite, or "skip" and count its
+            window.
+        zero_units: The same for a window without units.
+        scaler: Your own GradScaler.
+        ema: An object with `update_parameters(model)`, called once per update.
+        sync: "hold" reduces gradients once per window, "every" in each backward, "auto" chooses.
+            "gathered" (FSDP2): "hold", with the parameters gathered once per window too.
+            "none" trains a plain model separately on each rank.
+    """
+
+    clip_value: float | None = None
+    on_gradient: OnGradient | None = None
+    nonfinite: Policy = "raise"
+    zero_units: Policy = "raise"
+    scaler: torch.amp.GradScaler | None = None
+    ema: Ema | None = None
+    sync: SyncMode = "auto"
+
+    def with_clip_norm(self, clip_norm: ClipNorm) -> CloseOptions:
+        """Return what the close itself needs."""
+        return CloseOptions(clip_norm, self.clip_value, self.nonfinite, self.zero_units)
+
+    def given(self) -> set[str]:
+        """Return the names of the options that are not at their default."""
+        return {one.name for one in fields(self) if getattr(self, one.name) != one.default}
+
+    @staticmethod
+    def of(close: object) -> Close:
+        """Return the option, or raise an OptionError that says what is allowed."""
+        if close is None:
+            return Close()
+        if not isinstance(close, Close):
+            raise OptionError(f"close={close!r}: must be wb.Close(...)")
+        return close
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Memory options: the budget on the device, and what is kept outside of it.
+
+    Args:
+        budget: A size ("20GiB" or a number of bytes), a fraction of the device, or "free".
+        gradients: "device"; "host" sums them in host memory; "swap" moves Adam's moments to host
+            memory while they are summed; "release" frees them in the last backward; "moments"
+            (Adam accumulation) is an approximation.
+        optimizer: Where the optimizer's state is kept: "device" or "host".
+    """
+
+    budget: int | float | str | None = None
+    gradients: Literal["device", "host", "swap", "release", "moments"] = "device"
+    optimizer: Literal["device", "host"] = "device"
+
+    @staticmethod
+    def of(memory: Memory | int | float | str | None) -> Memory:
+        """Return the option; a budget alone is the short form."""
+        return memory if isinstance(memory, Memory) else Memory(memory)
+
+
+@dataclass(frozen=True)
+class BatchNorm:
+    """Options of BatchNorm in a window of several micro-batches.
+
+    Args:
+        policy: "exact" normalises with the statistics of the whole batch. "statistics" normalises
+            each micro-batch by itself and updates the running statistics once per window. "freeze"
+            uses the running statistics. "group" and "layer" replace BatchNorm by GroupNorm, "sync"
+            by SyncBatchNorm. "refuse" raises an error.
+        hold: What "exact" keeps in device memory between micro-batches: "graphs" (fastest),
+            "inputs" (recomputes), "host" (copies to host memory), or "auto".
+    """
+
+    policy: BatchNormPolicy = "exact"
+    hold: Literal["auto", "graphs", "inputs", "host"] = "auto"
+
+    @staticmethod
+    def of(batchnorm: BatchNorm | BatchNormPolicy) -> BatchNorm:
+        """Return the option; a policy alone is the short form."""
+        return batchnorm if isinstance(batchnorm, BatchNorm) else BatchNorm(batchnorm)
+
+
+@dataclass(frozen=True)
+class Samples:
+    """A micro-batch size, and how a batch is read; made by `samples`."""
+
+    micro_batch: int | Tokens | Literal["auto"] = "auto"
+    batch_size: int | Callable[[Any], int] | None = None
+    static: Static = ()
+
+    @staticmethod
+    def of(micro_batch: Any) -> Samples:
+        """Return the option; a number, "auto" or `wb.tokens(...)` alone is the short form."""
+        if isinstance(micro_batch, Samples):
+            return micro_batch
+        return Samples(check_micro_batch(micro_batch))
+
+
+def samples(
+    micro_batch: int | Tokens | Literal["auto"] = "auto",
+    *,
+    batch_size: int | Callable[[Any], int] | None = None,
+    static: str | Sequence[str] = (),
+) -> Samples:
+    """Return a value for `micro_batch=` that also says how to read a batch.
+
+    It is needed only for batches whose samples are not obvious.
+
+    >>> samples(8, static="class_weights").micro_batch
+    8
+
+    Args:
+        micro_batch: Samples per micro-batch, `wb.tokens(...)` or "auto".
+        batch_size: The number of samples of a batch, or a function that returns it.
+        static: Names of leaves that are passed on whole instead of split.
+    """
+    check_layout(batch_size, static)
+    return Samples(check_micro_batch(micro_batch), batch_size, static)
+
+
+_CLOSE = tuple(one.name for one in fields(Close))
+
+
+def flattened(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options of `WholeBatch` with what is in the objects of this module one by one.
+
+    >>> flattened({"memory": Memory("1GiB", gradients="host"), "close": Close(nonfinite="skip")})
+    {'memory': '1GiB', 'gradients': 'host', 'nonfinite': 'skip'}
+    """
+    flat: dict[str, Any] = {}
+    for name, value in options.items():
+        if isinstance(value, Close):
+            flat.update((one, getattr(value, one)) for one in _CLOSE if one in value.given())
+        elif isinstance(value, Memory):
+            parts = {"memory": value.budget, "gradients": value.gradients}
+            parts["optimizer_on"] = value.optimizer
+            flat.update((one, part) for one, part in parts.items() if part not in (None, "device"))
+        elif isinstance(value, BatchNorm):
+            flat.update(batchnorm=value.policy, hold=value.hold)
+        elif isinstance(value, Samples):
+            flat.update(micro_batch=value.micro_batch, static=value.static)
+            flat.update({} if value.batch_size is None else {"batch_size": value.batch_size})
+        else:
+            flat[name] = value
+    return flat
+
+
+def grouped(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of `flattened` as `WholeBatch` and `Accumulator` take them.
+
+    >>> grouped({"clip_norm": 1.0, "nonfinite": "skip", "hold": "host"})["batchnorm"]
+    BatchNorm(policy='exact', hold='host')
+    """
+    rest = dict(options)
+
+    def taken(*names: str) -> dict[str, Any]:
+        return {name: rest.pop(name) for name in names if name in rest}
+
+    if close := taken(*_CLOSE):
+        rest["close"] = Close(**close)
+    if memory := taken("gradients", "optimizer_on"):
+        optimizer = memory.pop("optimizer_on", "device")
+        rest["memory"] = Memory(rest.get("memory"), optimizer=optimizer, **memory)
+    if hold := taken("hold"):
+        rest["batchnorm"] = BatchNorm(rest.get("batchnorm", "exact"), **hold)
+    if layout := taken("batch_size", "static"):
+        rest["micro_batch"] = samples(rest.get("micro_batch", "auto"), **layout)
+    return rest

@@ -1,0 +1,68 @@
+"""Files of tensors, read without running code that is in them."""
+
+from __future__ import annotations
+
+import pickle
+import re
+import warnings
+import zipfile
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from wholebatch.errors import StateError
+from wholebatch.plain_files import open_file, reason
+
+_DAMAGE = (
+    zipfile.BadZipFile,
+    zlib.error,
+    pickle.UnpicklingError,
+    EOFError,
+    RuntimeError,  # RecursionError too: of lists in lists
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    ImportError,
+    AssertionError,
+    NotImplementedError,  # zipfile, of a compression method that no torch.save writes
+)
+_ASKED_FOR = re.compile(r"GLOBAL ([\w.]+)")  # in torch's message
+
+
+def load_tensors(path: Path, *, also: Sequence[type] = ()) -> Any:
+    """Return what a `torch.save` archive of tensors and plain values holds, on the CPU.
+
+    No code of the file is run: one that asks for a function or a class (other than those of
+    `also`) is refused, and the StateError says what for. Every byte is checked against the
+    checksums of the archive first.
+    """
+    try:
+        with open_file(path) as file:
+            with zipfile.ZipFile(file) as archive:
+                broken = archive.testzip()  # torch.load does not look at the checksums of tensors
+            if broken is not None:
+                raise zipfile.BadZipFile(f"the checksum of {broken} is wrong")
+            file.seek(0)
+            with warnings.catch_warnings(), torch.serialization.safe_globals(list(also)):
+                warnings.simplefilter("ignore")  # of a pickle protocol that torch.save does not use
+                return torch.load(file, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise StateError(f"{path} cannot be read: {reason(error)}") from error
+    except pickle.UnpicklingError as error:  # not torch's words: it advises to run the code
+        asked = _ASKED_FOR.search(str(error))
+        raise hostile(path, asked[1] if asked else None) from None
+    except _DAMAGE as error:
+        raise StateError(f"{path} is damaged: {reason(error)}") from error
+
+
+def hostile(path: Path, asked: str | None) -> StateError:
+    """Return the error for a file whose pickle asks for more than tensors and plain values."""
+    what = f"would run {asked}" if asked else "needs more than tensors and plain values"
+    return StateError(
+        f"{path} is hostile, or not a checkpoint of wholebatch: loading it {what}. It was not "
+        "loaded and nothing of it was run"
+    )

@@ -1,0 +1,552 @@
+"""Windows in a loop whose forwards are not ours: what `Accumulator` and the adapters share.
+
+Such a loop gives its losses one by one. So BatchNorm has no lock-step, what cannot be the update of
+the whole batch is looked for in the first window, and nobody else may write the open window.
+
+`compile` turns a loss function of the loop into a `CompiledLoss`. A call of it makes the whole
+micro-step as one graph (forward, backward and addition), because the seed of the window is known by
+then, and returns an `AddedLoss`. `backward` of the same window only enters that one. Until it does,
+the window refuses everything else, so that no gradient is in it without its units.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, NoReturn, cast, overload
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from wholebatch.compile import Execute, check_execute
+from wholebatch.compile.captured_state import FUNCTIONS, reached
+from wholebatch.coupled import choose as choose_batchnorm
+from wholebatch.coupled.audit import warn_of_spectral_norms
+from wholebatch.coupled.batchnorm.policies import Refuse, Statistics
+from wholebatch.coupled.stream_look import StreamLook
+from wholebatch.errors import LossError, OptionError, UnsupportedError, WindowError
+from wholebatch.losses.loss import SINGLE, Loss, Terms, Units, as_loss, check_units, mean_loss, wide
+from wholebatch.window.close import check_terms
+from wholebatch.window.foreign_writes import Untouched
+from wholebatch.window.forward_state import replaced_attributes
+from wholebatch.window.precision import Full, Precision, choose
+from wholebatch.window.window import HasWindow, Step, Window
+
+_log = logging.getLogger("wholebatch")
+
+_MOST_SHAPES = 64
+
+
+@dataclass(frozen=True)
+class GivenLoss:
+    """The loss of one micro-batch as a loop gives it: a sum or a mean over its units.
+
+    >>> weight = torch.ones((), requires_grad=True)
+    >>> GivenLoss.of(weight * 6, units=3).total.item()
+    6.0
+    >>> GivenLoss.of(mean=weight * 2, units=3).total.item()
+    6.0
+    """
+
+    loss: Tensor
+    units: Units
+    is_mean: bool = False
+    whole: Loss | None = None
+    """The `wb.Loss` that it was given as, if it was."""
+
+    @classmethod
+    def of(
+        cls,
+        total: Tensor | Loss | Terms | None = None,
+        units: Units | None = None,
+        mean: Tensor | None = None,
+    ) -> GivenLoss:
+        """Return the loss that `backward(total, units=)` or `backward(mean=, units=)` was given."""
+        if mean is not None and total is not None:
+            raise LossError(
+                "backward() with both of total and mean=: total is the sum over the units and mean "
+                "is the mean over them; give one of the two"
+            )
+        if isinstance(total, Loss):
+            if units is not None:
+                raise LossError("units= beside a wb.Loss, which carries its own: give one")
+            return cls(total.total, total.units, whole=total)
+        if isinstance(total, Terms):
+            check_terms(None, total.by_name)  # refuses: a stream cannot know the terms' totals
+        loss = total if mean is None else mean
+        if loss is None:
+            raise LossError(
+                "backward() without a loss: give total, the sum over its units, or mean=, the mean "
+                "over them, with units="
+            )
+        if units is None:
+            raise LossError(
+                "backward(mean=...) without units=: say what it is the mean over (units=samples, "
+                "tokens or weights)"
+                if mean is not None
+                else "backward(total) without units=: total is a sum; say what it is a sum over "
+                "(units=samples, tokens or weights), or say that it is a mean: "
+                "backward(mean=..., units=), or pass wb.Loss / wb.mean_loss(mean, units)"
+            )
+        return cls(cast("Tensor", loss), check_units(units), mean is not None)
+
+    def look_at(self, look: StreamLook, *, in_parts: bool, place: int = 0) -> None:
+        """Refuse a loss whose graph shows that micro-batches do not add up to the whole batch.
+
+        After the first window only losses of other shapes or units are looked at.
+        """
+        units = None if isinstance(self.units, Tensor) else self.units
+        shapes = (place, self.is_mean, units, self._reduced_from())
+        is_known = shapes in look.shapes or len(look.shapes) >= _MOST_SHAPES
+        if is_known and not look.active and type(self.whole) in (Loss, type(None)):
+            return
+        where: dict[str, Any] = {"in_parts": in_parts, "place": place}
+        if self.is_mean:
+            look.at_backward(mean=self.loss, units=self.units, **where)
+        else:
+            look.at_backward(self.whole or self.loss, self.units, **where)
+        look.shapes.add(shapes)
+
+    def _reduced_from(self) -> tuple[Any, ...]:
+        """Return the shapes that the loss was reduced from, without reading a number."""
+        found: list[Any] = []
+        waiting = [getattr(self.loss, "grad_fn", None)]
+        for _ in range(_MOST_SHAPES):
+            for child, place in getattr(waiting.pop(), "next_functions", ()) if waiting else ():
+                given = getattr(child, "_input_metadata", ())
+                shape = given[place].shape if given else ()
+                (found if len(shape) else waiting).append(str(shape) if len(shape) else child)
+        return tuple(found)
+
+    @property
+    def summed(self) -> Tensor:
+        """The sum, with its graph."""
+        return mean_loss(self.loss, self.units).total if self.is_mean else self.loss
+
+    @property
+    def weight(self) -> Units:
+        """The factor that makes the loss a sum; a tensor in float64."""
+        if not self.is_mean:
+            return 1.0
+        return self.units.double() if isinstance(self.units, Tensor) else self.units
+
+    @property
+    def total(self) -> Tensor | float:
+        """The sum, detached; a mean over no units (0/0) adds nothing."""
+        value = wide(self.loss.detach().reshape(()))
+        units = self.units
+        if not self.is_mean:
+            return value
+        if isinstance(units, Tensor):
+            units = units.to(value.device)
+            # Not 0.0: where() would copy it from the host, and wait for the device.
+            return torch.where(units == 0, value.new_zeros(()), value * units)
+        return value * units if units else 0.0
+
+
+class Stream(HasWindow):
+    """The base of objects with windows that a loop fills."""
+
+    by: ClassVar[str] = "the loop"
+    """Who writes what an open window must be left alone with."""
+    adds: ClassVar[bool] = True
+    """True if eager code may add weight gradients by the matrix product itself."""
+
+    def __init__(self, window: Window, *, batchnorm: str, audit: bool) -> None:
+        target, sync = window.target, window.sync
+        self._window = window
+        self._untouched = Untouched(window, self.by)
+        reduce = sync.sum_tensor if sync.ranks > 1 else None
+        self._batchnorms = [
+            choose_batchnorm(batchnorm, model, reduce=reduce) for model in target.models
+        ]
+        for model in target.models:
+            warn_of_spectral_norms(model)
+        # Only these have something to do at every micro-batch.
+        self._counting = [one for one in self._batchnorms if isinstance(one, Statistics)]
+        self._refusing = [one for one in self._batchnorms if isinstance(one, Refuse) and one.norms]
+        self._look = StreamLook(target.models, audit=audit, policies=self._batchnorms)
+        self.pending = Pending()
+        self._counts = True  # False while a micro-batch only takes part in others' collectives
+
+    def __del__(self) -> None:
+        window = getattr(getattr(self, "_window", None), "open", None)
+        failed = hasattr(sys, "last_type")  # the program ends by an error, which says enough
+        if window is not None and window.micro_batches and not (window.saved or failed):
+            _log.warning(
+                "%s is gone with an open window: its %d micro-batches have made no update. Close "
+                "the short last window: flush(), or over(loader), which knows the end (with "
+                "Accelerate: prepare the loader)",
+                type(self).__name__,
+                window.micro_batches,
+            )
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches that the open window holds."""
+        return self._window.now.micro_batches
+
+    @overload
+    def compile(
+        self,
+        loss: Callable[..., Any],
+        *,
+        execute: Execute = "auto",
+        precision: Literal["fp8"] | None = None,
+    ) -> CompiledLoss: ...
+
+    @overload
+    def compile(
+        self,
+        loss: None = None,
+        *,
+        execute: Execute = "auto",
+        precision: Literal["fp8"] | None = None,
+    ) -> Callable[[Callable[..., Any]], CompiledLoss]: ...
+
+    def compile(
+        self,
+        loss: Callable[..., Any] | None = None,
+        *,
+        execute: Execute = "auto",
+        precision: Literal["fp8"] | None = None,
+    ) -> CompiledLoss | Callable[[Callable[..., Any]], CompiledLoss]:
+        """Return the loss function as one that runs at the speed of `WholeBatch`.
+
+        ```python
+        @acc.compile
+        def loss(micro):
+            logits = model(micro["x"])
+            return wb.cross_entropy(logits, micro["y"])
+
+        for micro in acc.over(loader):
+            acc.backward(loss(micro))
+        ```
+
+        The function returns a `wb.Loss` (or a tensor of per-unit losses). A call runs forward,
+        backward and addition as one graph, where that is possible, and by eager code where it is
+        not. `backward` then only enters the loss. Tensors to look at (an accuracy) go into
+        `wb.Loss(total, units, extras={...})`, and come back in `loss.extras`.
+
+        The function computes as your loop does, under the autocast it is called with.
+        `precision="fp8"` is bf16 autocast with 8-bit linear layers, as in `WholeBatch`.
+        """
+        if loss is None:
+            return functools.partial(self.compile, execute=execute, precision=precision)
+        return self.compiled(loss, execute, precision=precision)
+
+    def compiled(
+        self,
+        loss: Callable[..., Any],
+        execute: Execute,
+        reads: Callable[..., Any] | None = None,
+        precision: str | None = None,
+    ) -> CompiledLoss:
+        """Return a compiled loss function of these windows (`reads`: see `CompiledLoss`)."""
+        return CompiledLoss(loss, self, execute, reads, precision)
+
+    @contextmanager
+    def micro_step(self, modules: nn.Module) -> Iterator[bool]:
+        """Return the context of a compiled function's micro-step; False if only eager code may.
+
+        `modules` holds all modules that the function uses.
+        """
+        self.pending.refuse()
+        if self._window.open is not None:
+            self._window.open.refuse_broken()
+        self._untouched.check()
+        yield not self._look.active
+        self._untouched.remember()
+
+    def look_at_function(self, model: nn.Module, call: Callable[..., Any], micro: Any) -> None:
+        """Refuse a loss function whose micro-batches do not add up to the whole batch."""
+        if self._in_parts and self._window.sync.ranks == 1:
+            given = {"args": micro["args"], "kwargs": micro["kwargs"]}
+            self._look.at_function(model, lambda few: call(None, {**micro, **few}), given)
+
+    def add_eagerly(self, loss: Loss | Terms) -> None:
+        """Make the backward of a compiled function's loss; refuse several terms.
+
+        Another backward may follow, so that the close reduces.
+        """
+        if self._look.active and isinstance(loss, Loss):
+            self._look.at_backward(loss, in_parts=self._in_parts)
+        self._window.add_loss(loss, counts=self._counts)
+
+    @property
+    def _in_parts(self) -> bool:
+        """True if this micro-batch is not the whole global batch."""
+        return True
+
+    def mark_broken(self) -> None:
+        """Let the window be discarded: some gradients of a micro-batch are in, others are not."""
+        if self._window.open is not None:
+            self._window.open.broken = True
+
+    def discard(self) -> None:
+        """Drop what the window holds; the next micro-batch begins a new one."""
+        self._window.discard()
+        self._untouched.forget()
+        self.pending.loss = None
+        self._look.done()
+        for policy in self._counting:
+            policy.discard_window()
+
+    def _close_window(self, **how: Any) -> Step:
+        """Close the window, and merge its running statistics, unless it is skipped."""
+        self._untouched.forget()
+        try:
+            step = self._window.close(**how)
+            for policy in self._counting if step.skipped is None else ():
+                policy.end_window()
+            return step
+        finally:
+            for policy in self._counting:
+                policy.discard_window()
+
+
+# ------------------------------------------------------------- compiled loss functions
+
+_HAS_GRAPHS = hasattr(torch.nn.Parameter, "grad_dtype")  # since torch 2.11
+
+
+def execute_here(execute: Any) -> Any:
+    """Return the way to run a micro-step: eager code where torch is too old for graphs."""
+    if _HAS_GRAPHS or execute == "eager":
+        return execute
+    if execute == "auto":
+        return "eager"
+    raise UnsupportedError(
+        f'execute="{execute}" with torch {torch.__version__}: compiled and recorded graphs need '
+        'torch 2.11 or newer; use execute="eager", or "auto"'
+    )
+
+
+@dataclass(eq=False, repr=False)
+class AddedLoss:
+    """The loss of a micro-batch whose gradient is in the window already.
+
+    Give it to `backward` of that window. It can be read (`loss.mean`, `float(loss)`, `loss.total`,
+    `loss.extras["accuracy"]`), but not computed with: its backward is made.
+    """
+
+    total: Tensor
+    units: Units
+    extras: Mapping[str, Tensor]
+    owner: object
+    """The window that has its gradient."""
+
+    @property
+    def mean(self) -> Tensor:
+        """The mean over the units, on the device; 0 where there are none."""
+        total = self.total
+        units = torch.as_tensor(self.units, device=total.device, dtype=total.dtype)
+        return total / units.clamp(min=torch.finfo(total.dtype).tiny)
+
+    def detach(self) -> Tensor:
+        """Return the mean, to log it."""
+        return self.mean
+
+    def item(self) -> float:
+        return float(self.mean)
+
+    __float__ = item
+
+    def __repr__(self) -> str:
+        return f"AddedLoss(total={self.total!r}, units={self.units!r})"
+
+    def _refuse(self, *_: object) -> NoReturn:
+        raise LossError(
+            "a compiled loss function has made the backward of its loss already, so that nothing "
+            "can be computed with it: do that inside the function, and give the loss to backward() "
+            "as it is (loss.mean and loss.total are for logging)"
+        )
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _refuse
+    __truediv__ = __rtruediv__ = __neg__ = __pow__ = _refuse
+    backward = sum = _refuse
+
+
+class Pending:
+    """The loss of a compiled function that a window waits for, if any."""
+
+    loss: AddedLoss | None = None
+
+    def take(self, loss: AddedLoss, owner: object) -> None:
+        """Take the loss that was given to backward; refuse any but the one that is waited for."""
+        if loss.owner is not owner:
+            raise WindowError(
+                "this loss was made by the compiled function of another window, which has its "
+                "gradient: give it to backward() of the object whose compile() made the function"
+            )
+        if loss is not self.loss:
+            raise WindowError(
+                "this loss was given to backward() before, or its window was discarded: each call "
+                "of a compiled loss function needs one backward()"
+            )
+        self.loss = None
+
+    def refuse(self) -> None:
+        """Refuse to go on with a window that has a gradient without its units."""
+        if self.loss is not None:
+            raise WindowError(
+                "a compiled loss function has added the gradient of a micro-batch, and its loss "
+                "was not given to backward(): call backward(loss) once after every call of the "
+                "function; discard() drops what the window holds. To evaluate without training, "
+                "call the function under torch.no_grad()"
+            )
+
+
+class CompiledLoss:
+    """A loss function that adds the gradient of its micro-batch when it is called.
+
+    Under `torch.no_grad()` it is the function as it was written. `reads` is the user's own code
+    inside `loss`, if that is not the user's: changes of what it reads are looked for.
+    """
+
+    def __init__(
+        self,
+        loss: Callable[..., Any],
+        door: Stream,
+        execute: Execute,
+        reads: Callable[..., Any] | None,
+        precision: str | None,
+    ) -> None:
+        if not callable(loss):
+            raise OptionError(f"compile({loss!r}): must be a function that returns a wb.Loss")
+        functools.update_wrapper(self, loss, updated=())
+        window = door._window
+        models, device = window.target.models, window.target.device
+        self._loss, self._door, self._window, self._device = loss, door, window, device
+        self._precision = _precision_of(precision, window)
+        self._given: Any = None
+        self._call = _on_micro_batch(loss, models, reads or loss)
+        self._modules = _all_modules(models, reads or loss)
+        from wholebatch.compile.micro_step import Executor  # Not needed to import wholebatch.
+
+        self.executor = Executor(
+            execute_here(check_execute(execute, device)),
+            model=self._modules,
+            loss=self._call,
+            window=window,
+            precision=self._precision,
+            device=device,
+            eager=self._eager_step,
+            single=SINGLE,
+            keeps_moments=bool(door._counting),
+            adds=door.adds,
+        )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the loss of a micro-batch, whose gradient is then in the window."""
+        if not torch.is_grad_enabled():
+            return self._loss(*args, **kwargs)
+        kind = self._device.type
+        is_on = torch.is_autocast_enabled(kind)
+        micro = {
+            "args": args,
+            "kwargs": kwargs,
+            "autocast": torch.get_autocast_dtype(kind) if is_on else None,
+        }
+        if self._precision.name == "fp8" and micro["autocast"] not in (None, torch.bfloat16):
+            raise OptionError(
+                f"compile(..., precision='fp8') called under autocast to {micro['autocast']}: fp8 "
+                "computes the rest in bf16; use bf16 autocast or none, and no GradScaler"
+            )
+        self._given = micro
+        try:
+            with (
+                self._door.micro_step(self._modules) as may_compile,
+                torch.autocast(kind, enabled=False) if is_on else nullcontext(),
+            ):
+                added = self._added(micro, may_compile)
+        finally:
+            self._given = None
+        self._door.pending.loss = added
+        return added
+
+    def _added(self, micro: Any, may_compile: bool) -> AddedLoss:
+        if not may_compile:
+            with self._precision.look():
+                self._door.look_at_function(self._modules, self._call, micro)
+            loss = self._eager_step(micro, self._call)
+            extras = {name: extra.detach() for name, extra in loss.extras.items()}
+            return AddedLoss(loss.total.detach(), loss.units, extras, self._door)
+        entered = len(self._window.now.owners)
+        try:
+            made = self.executor.micro_step(micro)
+        except BaseException:
+            if len(self._window.now.owners) != entered or self.executor.mode != "eager":
+                self._door.mark_broken()
+            raise
+        return AddedLoss(made.totals[SINGLE], made.units[SINGLE], made.extras, self._door)
+
+    def _eager_step(self, _: Any, function: Callable[[Any, Any], Any]) -> Loss:
+        """Run the micro-step on the arguments as they were given: some may belong on the host."""
+        with self._precision.window():
+            with self._precision.forward():
+                loss = as_loss(function(None, self._given))
+            self._door.add_eagerly(loss)  # a stream refuses a loss of several terms
+        assert isinstance(loss, Loss)
+        return loss
+
+
+def _precision_of(precision: str | None, window: Window) -> Precision:
+    """Return the precision of a compiled loss function: the loop's own, or fp8."""
+    if precision is None:
+        return Full()
+    if precision != "fp8":
+        raise OptionError(
+            f"compile(..., precision={precision!r}): must be 'fp8', or None for the precision of "
+            "your loop (torch.autocast around the call, or what your trainer sets)"
+        )
+    target = window.target
+    keeps = not window.sync.grows_own_graph
+    return choose(precision, target.device.type, keeps=keeps, models=target.models)
+
+
+def _on_micro_batch(
+    loss: Callable[..., Any], models: Sequence[nn.Module], reads: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Return the function as one of `(model, micro)`, under the autocast it was called with."""
+    kind = next(models[0].parameters()).device.type
+    replicas = [
+        m for model in models for m in model.modules() if isinstance(m, DistributedDataParallel)
+    ]
+
+    def call(_: Any, micro: Any, reads: Any = reads) -> Any:
+        dtype = micro["autocast"]
+        with ExitStack() as stack:
+            if dtype is not None:
+                stack.enter_context(torch.autocast(kind, dtype=dtype))
+            if replicas and torch._C._len_torch_dispatch_stack():  # it is being traced
+                for one in replicas:  # call the module inside of DDP directly
+                    stack.enter_context(replaced_attributes(one, forward=one.module))
+            return loss(*micro["args"], **micro["kwargs"])
+
+    # What the user's function reads is looked at for changes; our own functions are not.
+    call.__module__ = getattr(reads, "__module__", None) or "__main__"
+    return call
+
+
+def _all_modules(models: Sequence[nn.Module], loss: Any) -> nn.Module:
+    """Return one module with all models, and with those that only the loss function knows.
+
+    Those are what the function reaches, by itself or by the functions that it names: a GAN's
+    generator is trained through a judge that another window trains.
+    """
+    inner = [m.module if isinstance(m, DistributedDataParallel) else m for m in models]
+    known = {module for model in inner for module in model.modules()}
+    more = []
+    values = [value for _, value in reached(loss)]
+    values += [v for one in values if isinstance(one, FUNCTIONS) for _, v in reached(one)]
+    for module in values:
+        if isinstance(module, nn.Module) and known.isdisjoint(module.modules()):
+            more.append(module)
+            known.update(module.modules())
+    return inner[0] if len(inner) == 1 and not more else nn.ModuleList([*inner, *more])

@@ -1,0 +1,488 @@
+"""WholeBatch: give it the whole batch, get the update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import nn
+
+from wholebatch.batch import Batches, Tokens
+from wholebatch.batch.lookahead_loader import NOTHING, Feed
+from wholebatch.batch.samples import digests, is_other
+from wholebatch.compile import Execute
+from wholebatch.coupled.contrastive.losses import Coupled
+from wholebatch.errors import NonFiniteError, RankError, StateError, WindowError
+from wholebatch.memory.budget import Budget
+from wholebatch.memory.micro_batch_fitting import Fitting
+from wholebatch.memory.out_of_memory import Attempt
+from wholebatch.options import BatchNorm, BatchNormPolicy, Close, Memory, Samples
+from wholebatch.runner import (
+    AfterMicro,
+    LossFunction,
+    WindowRun,
+    check_functions,
+    choose_runner,
+    modules_of,
+)
+from wholebatch.window import precision as precisions
+from wholebatch.window.close import ClipNorm, read_scalars
+from wholebatch.window.model_and_optimizer import Scheduler
+from wholebatch.window.noise_scale import NoiseScale, Probe
+from wholebatch.window.window import HasWindow, Step, Turn, UnitsCount, UnitsFunction, make_window
+
+MicroBatch: TypeAlias = int | Tokens | Samples | Literal["auto"]
+Dropout: TypeAlias = Literal["fresh", "per-sample"]
+
+
+class WholeBatch(HasWindow):
+    """The update of the whole batch, in the memory of a micro-batch.
+
+    >>> import torch, wholebatch as wb
+    >>> model = torch.nn.Linear(3, 2)
+    >>> def loss(model, micro):
+    ...     return wb.cross_entropy(model(micro["x"]), micro["y"])
+    >>> train = wb.WholeBatch(
+    ...     model, torch.optim.AdamW(model.parameters()), loss=loss, micro_batch=4, clip_norm=1.0
+    ... )
+    >>> step = train.step({"x": torch.randn(10, 3), "y": torch.randint(0, 2, (10,))})
+    >>> step.update, step.units, step.micro_batches
+    (1, 10.0, 3)
+
+    Batches may stay in host memory: only the micro-batch is copied to the model's device. A window
+    that runs out of memory starts again with smaller micro-batches. The update stays the same.
+
+    Args:
+        model: The model, or a list or dict of models.
+        optimizer: One optimizer or several. With None, call `gradient(batch)` and step yourself.
+        loss: A function `loss(model, micro)` that returns `wb.Loss(total, units)`,
+            `wb.Loss.terms({...})` or a tensor of per-unit losses. For a loss that compares
+            samples: `wb.Coupled(encode, loss)`.
+        micro_batch: Samples per micro-batch, a token budget `wb.tokens(4096)`, or "auto" for the
+            largest that fits `memory`. `wb.samples(8, static=...)` says how to read a batch whose
+            samples are not obvious.
+        units: A function `units(micro)` that counts the units before the first backward: a number,
+            or one per term. A loss of several terms needs it.
+        precision: "full" (or "fp32") computes in the parameters' dtype; "bf16" and "fp16" use
+            autocast; "fp8" is bf16 with linear layers in 8 bits (Hopper GPUs and newer).
+        clip_norm: Clip the gradient of the whole batch to this norm; a list gives one norm per
+            parameter group.
+        scheduler: A learning-rate scheduler, or several. Each is stepped once per update.
+        batchnorm: "exact" gives BatchNorm the statistics of the whole batch. For the other
+            policies see `wb.BatchNorm`.
+        dropout: "fresh" draws masks per micro-batch. With "per-sample" the masks belong to the
+            samples and do not depend on the split.
+        execute: "eager", "compile", "graph" (a recorded CUDA graph), or "auto" for the fastest
+            that gives the same numbers.
+        memory: A budget such as "20GiB", 0.8 of the device or "free"; or `wb.Memory(...)`, which
+            also moves gradients and optimizer state to host memory.
+        audit: Test on the first batch that its micro-batches add up, and refuse a model that
+            couples its samples. False skips the test.
+        close: `wb.Close(...)`, how a window ends: clipping by value, gradients that are not finite,
+            a GradScaler, an EMA.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module],
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
+        *,
+        loss: LossFunction | Coupled,
+        micro_batch: MicroBatch = "auto",
+        units: UnitsFunction | None = None,
+        precision: precisions.PrecisionName = "full",
+        clip_norm: ClipNorm = None,
+        scheduler: Scheduler | Sequence[Scheduler] | None = None,
+        batchnorm: BatchNorm | BatchNormPolicy = "exact",
+        dropout: Dropout = "fresh",
+        execute: Execute = "auto",
+        memory: Memory | Budget | None = None,
+        audit: bool = True,
+        close: Close | None = None,
+    ) -> None:
+        self._turn = Turn("WholeBatch.step()")  # first: it also refuses to be copied
+        check_functions(loss, units)
+        given, memory, norms = Samples.of(micro_batch), Memory.of(memory), BatchNorm.of(batchnorm)
+        root, models = modules_of(model)
+        window = make_window(
+            models,
+            optimizer,
+            clip_norm=clip_norm,
+            scheduler=scheduler,
+            memory=memory,
+            close=Close.of(close),
+            precision=precision,
+            counts_units=units is not None or isinstance(loss, Coupled),
+        )
+        target, sync = window.target, window.sync
+        self.model, self._root = model, root
+        self.micro_batch = given.micro_batch
+        self.last_step: Step | None = None
+        self._count = None if units is None else UnitsCount(units, sync)
+        self._layout: dict[str, Any] = {"batch_size": given.batch_size, "static": given.static}
+        keeps = not sync.grows_own_graph  # else weights come and go with each micro-batch
+        self._precision = precisions.choose(
+            precision, target.device.type, keeps=keeps, models=models
+        )
+        self._window = window
+        self._runner = choose_runner(
+            model,
+            loss,
+            root=root,
+            window=window,
+            precision=self._precision,
+            execute=execute,
+            batchnorm=norms.policy,
+            hold=norms.hold,
+            dropout=dropout,
+            audit=audit,
+        )
+        self._fitting = Fitting(
+            root,
+            loss.stand_in if isinstance(loss, Coupled) else loss,
+            target.optimizers[0],
+            micro_batch=given.micro_batch,
+            memory=memory.budget,
+            precision=precision,
+            layout=self._layout,
+            scale=target.scale,
+            sync=sync,
+            is_coupled=self._runner.needs_lock_step,
+            hold=self._runner.hold,
+            gradients=memory.gradients,
+        )
+        if (keeping := self._runner.keeping) is not None:
+            keeping.room, self._fitting.relieved = self._fitting.room, keeping.relieved
+            self._fitting.recovers &= sync.ranks == 1  # beginning again, one would gather alone
+        self._probe: Probe | None = None
+        self._has_more = False  # whether this rank has data for another window
+        self._while_waiting: Callable[[], object] | None = None
+        self._done = self._of = 0  # micro-batches of the open window that are in it, and of all
+        self._micros: Sequence[Any] = ()
+        self._rest: list[float] = []  # of a saved window, the digests of those not in it yet
+
+    def __repr__(self) -> str:
+        optimizers = "+".join(type(one).__name__ for one in self._window.target.optimizers)
+        return (
+            f"WholeBatch({type(self._root).__name__}, {optimizers or None}, "
+            f"micro_batch={self.micro_batch!r}, updates={self.updates})"
+        )
+
+    @property
+    def compiling(self) -> str | None:
+        """The compilation that goes on beside the run, for a progress line; None if none does."""
+        return self._runner.executor.progress
+
+    @property
+    def micro_batch_size(self) -> int | None:
+        """Samples in a micro-batch: as given, or what was found to fit; None before that."""
+        given = self.micro_batch if isinstance(self.micro_batch, int) else None
+        return self._fitting.size or given
+
+    @property
+    def recoveries(self) -> int:
+        """Windows that ran out of memory and were begun again with smaller micro-batches."""
+        return len(self._fitting.recovered)
+
+    @property
+    def waited(self) -> float | None:
+        """Seconds so far that this rank has waited for others; None where the engine hides it."""
+        return self._window.sync.waited()
+
+    def measure_noise(self, every: int | Literal["auto"] = "auto") -> str | None:
+        """Start to measure the gradient noise scale; `noise` is the estimate so far.
+
+        Args:
+            every: Measure one of so many windows; "auto" is once in 64 micro-batches.
+
+        Returns:
+            The reason if "auto" can measure nothing here, else None.
+        """
+        coupled = self._runner.needs_every_rank() is not None
+        self._probe = Probe(every, self._window, coupled=coupled)
+        return self._probe.off
+
+    @property
+    def noise(self) -> NoiseScale | None:
+        """The gradient noise scale as far as it was measured: `noise.advice()`."""
+        return None if self._probe is None else self._probe.estimate
+
+    def step(self, batch: Any, *, after_micro: AfterMicro | None = None) -> Step:
+        """Make one update from the whole batch. An error leaves nothing of the window behind.
+
+        Args:
+            batch: The whole batch: tensors, or any structure of them.
+            after_micro: A function `after_micro(done, of)`, called after every micro-batch. It may
+                save `state_dict()`; a step with the same batch then resumes in mid-window.
+
+        Returns:
+            The exact mean loss, the gradient norm and what else happened.
+        """
+        if not self._window.target.steps:
+            raise WindowError("step() with optimizer=None: call gradient(batch), then your step")
+        with self._turn, self._window.sync.failures():
+            self.last_step = self._update(batch, after_micro)
+        return self.last_step
+
+    def gradient(self, batch: Any, *, after_micro: AfterMicro | None = None) -> Step:
+        """Leave the gradient of the whole batch in `.grad`: the step is yours.
+
+        It is normalised and clipped. No optimizer, scheduler or EMA is stepped. Clear the gradients
+        after your step: the next window refuses to start on old ones.
+
+        Args:
+            batch: The whole batch, as for `step`.
+            after_micro: As for `step`.
+        """
+        self._window.store.check_hand_over()
+        with self._turn, self._window.sync.failures():
+            self.last_step = self._update(batch, after_micro, steps=False)
+        return self.last_step
+
+    def choose(self, batch: Any) -> str | None:
+        """Choose the micro-batch for batches like this one now; return the choice and its reason.
+
+        On several ranks, call it on all of them.
+
+        Args:
+            batch: A batch like those of the run.
+
+        Returns:
+            Two lines of text, or None if nothing had to be predicted.
+        """
+        with self._turn:
+            self._fitting.split(batch)
+        return self._fitting.said
+
+    def _update(self, batch: Any, after_micro: AfterMicro | None, *, steps: bool = True) -> Step:
+        if not torch.is_grad_enabled():
+            raise WindowError(
+                "a step under torch.no_grad() or torch.inference_mode(), which make no gradients: "
+                "call it outside of them, or under torch.enable_grad()"
+            )
+        micros = self._fitting.split(batch)
+        self._look(batch, micros)
+        window = self._window
+        first = 0 if window.open is None else self._resume_at(micros)
+        known = None if self._count is None or window.open is not None else self._count(micros)
+        attempts: Iterable[Attempt] = [Attempt(micros)]
+        if self._fitting.recovers and not first:  # a resumed window cannot begin again
+            attempts = self._fitting.attempts(micros, self._begin_again)
+        try:
+            with self._precision.window():
+                for attempt in attempts:
+                    with attempt:
+                        self._begin(known, attempt.micros, first)
+                        self._run(attempt, first, after_micro)
+            replays = not first and not self._runner.in_lock_step(attempt.micros)
+            return self._close(attempt.micros, attempt.random if replays else None, steps)
+        finally:
+            window.sync.restore()
+            self._done, self._micros = 0, ()
+            if window.open is not None:
+                window.discard()
+            self._runner.discard_window()
+
+    def _look(self, batch: Any, micros: Sequence[Any]) -> None:
+        """Refuse what does not add up, before the first window that is split."""
+        like = self._fitting.largest_of(batch) if isinstance(batch, Batches) else batch
+        if isinstance(self.micro_batch, Tokens):
+            self._runner.look_at_padding(like, self.micro_batch, self._layout)
+        self._runner.look_at(like, micros, self._layout)
+
+    def _begin(self, known: dict[str, float] | None, micros: Sequence[Any], first: int) -> None:
+        """Open the window, unless it is one that is resumed, or the first loss must open it."""
+        if self._window.open is None:
+            if known is not None:
+                self._window.begin(known=known)
+            numbers = self._runner.numbers_samples
+            self._runner.begin_window(self._fitting.samples if numbers else 0)
+        if self._probe is not None:
+            together = self._runner.in_lock_step(micros)
+            self._probe.begin(first=first, together=together)
+
+    def _begin_again(self) -> None:
+        """Drop an attempt that ran out of memory; all ranks keep the seed they have agreed on."""
+        window = self._window
+        if window.open is not None and window.sync.ranks > 1 and window.next_seed is None:
+            window.next_seed = read_scalars([window.open.seed])[0]
+        window.discard()
+        self._runner.executor.let_go()
+
+    def _run(self, attempt: Attempt, first: int, after_micro: AfterMicro | None) -> None:
+        """Run the forwards and backwards of a window."""
+        probe, micros = self._probe, attempt.micros
+        self._done, self._of, self._micros = first, len(micros), micros
+
+        def before(index: int) -> None:
+            attempt.place = index
+
+        def after(done: int, of: int) -> None:
+            self._done = done
+            if probe is not None:
+                probe.micro_batch_done(done)
+            if after_micro is not None:
+                after_micro(done, of)
+
+        # A rank that must begin again would leave the others in a reduction. A measured window of
+        # one micro-batch is reduced after its norm was taken.
+        measured = probe is not None and probe.active and len(micros) == 1
+        alone = self._fitting.recovers or (measured and self._window.sync.keeps_gradients)
+        numbers = partial(self._fitting.numbers_of, micros)
+        reduces = self._window.sync.ranks == 1 or not alone
+        self._runner.run(micros, WindowRun(first, reduces, before, after, numbers))
+
+    # --------------------------------------------------------------- the loop
+
+    def over(self, loader: Iterable[Any], *, ahead: bool = False) -> Iterator[Any]:
+        """Yield the loader's batches, for `step`; ranks may have different numbers of them.
+
+        A rank that has run out of batches joins the updates of the others with an empty one.
+
+        Args:
+            loader: Any iterable of batches.
+            ahead: Read the next batch while the device computes. Random numbers that the loader
+                draws are then drawn before the step ends.
+        """
+        window, feed = self._window, Feed(iter(loader))
+        last: Any = NOTHING
+        shared = window.sync.ranks > 1
+        if shared:
+            window.ranks_with_more = int(window.sync.sum([float(feed.has_next())])[0])
+        self._while_waiting = feed.has_next if ahead else None
+        try:
+            while feed.take():
+                last = feed.current
+                if shared:
+                    self._has_more = feed.has_next()
+                    self._check_that_all_have_data()
+                yield last
+        finally:
+            self._while_waiting = None
+        while shared and window.ranks_with_more:
+            self._check_that_all_have_data()
+            self.join(last)
+
+    def _check_that_all_have_data(self) -> None:
+        """Refuse to go on where a rank has run out and every rank is needed."""
+        window = self._window
+        why = self._needs_every_rank()
+        if why is not None and window.ranks_with_more != window.sync.ranks:
+            raise RankError(
+                f"only {window.ranks_with_more} of {window.sync.ranks} ranks have data left, "
+                f"and {why}: give every rank equally many batches"
+            )
+
+    def _needs_every_rank(self) -> str | None:
+        """Return why no rank may be without data; None where one may."""
+        if self._window.leaves_gradients:
+            return "after gradient() the step is made by each rank's own loop"
+        return self._runner.needs_every_rank()
+
+    def join(self, like: Any) -> Step:
+        """Take part in the other ranks' step without data.
+
+        Args:
+            like: Any batch. It is not counted.
+        """
+        with self._turn:
+            if self._probe is not None:
+                self._probe.begin()
+            self.last_step = self._joined(like)
+            if self._probe is not None:
+                self._probe.closed(None, self.last_step)
+        return self.last_step
+
+    def _joined(self, like: Any) -> Step:
+        window, self._has_more = self._window, False
+        why = self._needs_every_rank()
+        if why is not None:
+            raise RankError(
+                f"rank {window.sync.rank} has no sample of this batch, and {why}: make the batch "
+                "larger"
+            )
+        self._runner.join_look()
+        if self._count is not None and like is not NOTHING:
+            self._count.learn(like)
+        known = None if self._count is None else self._count([])
+        self._runner.begin_window()
+        if not window.sync.counts_must_agree:
+            return window.join(known)
+        if like is NOTHING:
+            raise RankError(
+                f"rank {window.sync.rank} has no data at all, and a sharded model needs every rank "
+                "in every forward: give it at least one batch"
+            )
+        stand_in = self._fitting.split(like)[0]
+        window.begin(0, known=known)
+        try:
+            with self._precision.window():
+                self._runner.run((), WindowRun(stand_in=stand_in))
+            return window.close()
+        finally:
+            window.sync.restore()
+
+    def _close(self, micros: Sequence[Any], start: dict[str, Any] | None, steps: bool) -> Step:
+        try:
+            seen = None if self._probe is None else self._probe.look()
+            step = self._window.close(
+                steps=steps, has_more=self._has_more, while_waiting=self._while_waiting
+            )
+            if self._probe is not None:
+                self._probe.closed(seen, step)
+            if step.skipped is None:
+                self._runner.end_window()
+            return step
+        except NonFiniteError as error:
+            if error.micro_batch is not None or start is None:
+                raise
+            index, where = self._runner.find_nonfinite(micros, start)
+            raise NonFiniteError(f"{error}. {where}", micro_batch=index) from None
+
+    # ----------------------------------------------------------------- state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what to resume from, in the middle of a window too (not model and optimizer)."""
+        if self._turn.taken and self._runner.keeping is not None:
+            raise StateError(
+                "state_dict() inside a step with wb.Coupled: the gradient of the whole loss is of "
+                "this window alone; save between steps"
+            )
+        saved = self._window.state_dict("WholeBatch")
+        saved.update(
+            done=self._done,
+            of=self._of,
+            rest=digests(self._micros[self._done :]),
+            noise=None if self._probe is None else self._probe.state_dict(),
+            **self._fitting.state_dict(),
+            **self._runner.state_dict(),
+        )
+        return saved
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken; call it after the model and optimizer are loaded."""
+        if self._turn.taken:
+            raise WindowError("load_state_dict() inside step(): leave it first")
+        self._window.load_state_dict("WholeBatch", saved)
+        self._fitting.load_state_dict(saved)
+        self._done = 0 if self._window.open is None else saved["done"]
+        self._of, self._rest = saved["of"], saved["rest"]
+        if self._probe is not None:
+            self._probe.load_state_dict(saved.get("noise"))
+        self._runner.load_state_dict(saved)
+
+    def _resume_at(self, micros: Sequence[Any]) -> int:
+        if len(micros) != self._of:
+            raise StateError(
+                f"the saved window had {self._of} micro-batches, this batch makes {len(micros)}: "
+                "resume with the same batch and the same micro_batch="
+            )
+        if is_other(micros[self._done :], self._rest):
+            raise StateError(
+                f"the first {self._done} of the saved window's {self._of} micro-batches are in it, "
+                "and the others are not those of this batch: resume with the same batch, its "
+                "samples in the same order"
+            )
+        return self._done

@@ -1,0 +1,1 @@
+"""One window: begin, add, close. The promise of the library is kept here."""

@@ -1,0 +1,301 @@
+"""The models and optimizers that a window updates, checked before the first step."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from wholebatch.distributed import Single, Sync
+from wholebatch.errors import OptionError, UnsupportedError
+from wholebatch.window.close import CloseOptions
+from wholebatch.window.precision import LossScale, SixteenBit
+
+UNTESTED_DEVICE = "WHOLEBATCH_UNTESTED_DEVICE"
+"""The environment variable that allows devices on which no test of ours has run."""
+_TESTED_DEVICES = ("cpu", "cuda")
+
+
+class Scheduler(Protocol):
+    """A scheduler that is stepped once per update: torch's, or anything like them."""
+
+    def step(self) -> None: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
+class Ema(Protocol):
+    """An average of the weights, such as torch.optim.swa_utils.AveragedModel."""
+
+    def update_parameters(self, model: nn.Module) -> None: ...
+
+
+@dataclass(frozen=True)
+class Target:
+    """The models, their optimizers, and what else moves once per update."""
+
+    models: tuple[nn.Module, ...]
+    optimizers: tuple[torch.optim.Optimizer, ...]
+    schedulers: tuple[Scheduler, ...]
+    ema: Ema | None
+    scale: LossScale | None
+    sixteen_bit: SixteenBit
+    steps: bool = True
+    """False with optimizer=None: the gradients are left to the user, who steps."""
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the first parameter."""
+        device: torch.device = self.optimizers[0].param_groups[0]["params"][0].device
+        return device
+
+    def groups(self) -> list[list[nn.Parameter]]:
+        """Return the trainable parameters, by parameter group, as they are now."""
+        return [
+            [parameter for parameter in group["params"] if parameter.requires_grad]
+            for optimizer in self.optimizers
+            for group in optimizer.param_groups
+        ]
+
+    def trained(self) -> list[nn.Parameter]:
+        """Return the trainable parameters, as they are now."""
+        return [parameter for group in self.groups() for parameter in group]
+
+    def settings(self, options: CloseOptions) -> str:
+        """Return what all ranks must share, to six digits: machines may round otherwise."""
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        found = [(name, group.get(name)) for group in groups for name in ("lr", "weight_decay")]
+        found += [("clip_norm", options.clip_norm), ("clip_value", options.clip_value)]
+        shown = [f"{name} {value:.6g}" for name, value in found if type(value) is float]
+        # Gradients are summed in the optimizers' order, which a set of names may have made.
+        places = {id(p): i for i, p in enumerate(p for m in self.models for p in m.parameters())}
+        order = repr([places.get(id(parameter)) for parameter in self.trained()])
+        return ", ".join([*shown, f"order of parameters {zlib.crc32(order.encode()):x}"])
+
+    def all_parameters(self) -> dict[str, nn.Parameter]:
+        """Return the models' parameters and others that are trained, by name ("0.weight")."""
+        found = {
+            name if len(self.models) == 1 else f"{place}.{name}": parameter
+            for place, model in enumerate(self.models)
+            for name, parameter in model.named_parameters()
+        }
+        known = set(map(id, found.values()))
+        beside = ((n, p) for n, p in enumerate(self.trained()) if id(p) not in known)
+        return found | {f"parameter {n}": parameter for n, parameter in beside}
+
+    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Return the trainable parameters by name; of several models, by place: "0.weight"."""
+        names = {id(parameter): name for name, parameter in self.all_parameters().items()}
+        return [(names[id(parameter)], parameter) for parameter in self.trained()]
+
+    def name_of(self, parameter: nn.Parameter) -> str:
+        return name_of(parameter, self.models)
+
+    def refuse_hooks(self) -> None:
+        """Refuse hooks that would run after every micro-batch, on a part of the gradient."""
+        for parameter in self.trained():
+            if parameter._post_accumulate_grad_hooks:
+                raise UnsupportedError(
+                    f"{self.name_of(parameter)} has a post-accumulate-grad hook: it fires at every "
+                    "micro-batch, before the window's gradient is complete (optimizer-in-backward "
+                    "would step on each slice); remove it. on_gradient= sees the whole gradient"
+                )
+
+
+def build_target(
+    model: nn.Module | Sequence[nn.Module],
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
+    *,
+    options: CloseOptions,
+    scheduler: Scheduler | Sequence[Scheduler] | None = None,
+    ema: Ema | None = None,
+    precision: str = "full",
+    scaler: torch.amp.GradScaler | None = None,
+    sync: Sync | None = None,
+) -> Target:
+    """Return everything that a window updates, or raise the error that says why it cannot."""
+    sync = Single() if sync is None else sync
+    models = tuple(_as_list(model, nn.Module, "model", "an nn.Module"))
+    given = sync.optimizer(optimizer)
+    if given is None:
+        for name, value in (("scheduler", scheduler), ("ema", ema)):
+            if value is not None:
+                raise OptionError(
+                    f"{name}= with optimizer=None: the step is yours, and what follows it too; "
+                    "call it after your step"
+                )
+        given = stand_in(models)
+    optimizers = tuple(
+        _as_list(given, torch.optim.Optimizer, "optimizer", "a torch.optim.Optimizer")
+    )
+    parameters = _check_parameters(optimizers, models)
+    _check_belongs(parameters, models)
+    for one in optimizers:
+        _check_optimizer(one)
+    options.check(optimizers)
+    if options.clip_value is not None and any(p.is_complex() for p in parameters):
+        raise OptionError(
+            "clip_value= with complex parameters: a complex number has no order to clamp by; "
+            "use clip_norm="
+        )
+    schedulers = () if scheduler is None else _schedulers(scheduler, optimizers)
+    if ema is not None and not callable(getattr(ema, "update_parameters", None)):
+        raise OptionError(
+            f"ema={type(ema).__name__}: must have update_parameters(model), as "
+            "torch.optim.swa_utils.AveragedModel has"
+        )
+    sync.check(
+        precision=precision,
+        scaler=scaler,
+        ema=ema,
+        schedulers=schedulers,
+        clips=options.clip_norm is not None or options.clip_value is not None,
+    )
+    device = parameters[0].device
+    for parameter in parameters:
+        check_device(parameter.device)
+    target = Target(
+        models=models,
+        optimizers=optimizers,
+        schedulers=schedulers,
+        ema=ema,
+        scale=_loss_scale(precision, scaler, device),
+        sixteen_bit=SixteenBit(() if sync.owns_step else optimizers),
+        steps=optimizer is not None,
+    )
+    if not sync.owns_hooks:
+        target.refuse_hooks()
+    return target
+
+
+def stand_in(models: Sequence[nn.Module]) -> torch.optim.Optimizer:
+    """Hold the models' parameters where the user steps them; it is never stepped itself."""
+    parameters = {id(p): p for model in models for p in model.parameters()}
+    if not parameters:
+        raise UnsupportedError("optimizer=None and a model without parameters: nothing to train")
+    return torch.optim.SGD(list(parameters.values()), lr=0.0)
+
+
+def step_scheduler(scheduler: Any, loss: float) -> None:
+    """Step once per update; a plateau scheduler watches the window's exact mean loss."""
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        scheduler.step(loss)
+    else:
+        scheduler.step()
+
+
+def check_device(device: torch.device) -> None:
+    """Refuse devices on which no test of ours has ever run."""
+    if device.type == "meta":
+        raise UnsupportedError(
+            "parameters on the meta device hold no numbers: call model.to_empty(device=...) and "
+            "load or initialise the weights first"
+        )
+    if device.type not in _TESTED_DEVICES and os.environ.get(UNTESTED_DEVICE) != "1":
+        raise UnsupportedError(
+            f"parameters on device {device.type!r}: wholebatch is tested on "
+            f"{' and '.join(_TESTED_DEVICES)} only, so its promise is not proven there; move the "
+            f"model, or set {UNTESTED_DEVICE}=1 and verify the update on your model"
+        )
+
+
+def _as_list(value: Any, kind: type, name: str, wanted: str) -> list[Any]:
+    values = [value] if isinstance(value, kind) else value
+    if not isinstance(values, Sequence) or isinstance(values, str) or not values:
+        raise OptionError(f"{name}={type(value).__name__}: must be {wanted} or a list of them")
+    for one in values:
+        if not isinstance(one, kind):
+            raise OptionError(f"{name} holds {type(one).__name__}: must be {wanted}")
+    return list(values)
+
+
+def _check_parameters(
+    optimizers: Iterable[torch.optim.Optimizer], models: Sequence[nn.Module]
+) -> list[nn.Parameter]:
+    seen: dict[int, nn.Parameter] = {}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) in seen:
+                    raise UnsupportedError(
+                        f"{name_of(parameter, models)} is in two optimizers: each would update "
+                        "it; leave it in one"
+                    )
+                seen[id(parameter)] = parameter
+    parameters = list(seen.values())
+    if not any(parameter.requires_grad for parameter in parameters):
+        raise UnsupportedError("every parameter of the optimizer is frozen: nothing to train")
+    return parameters
+
+
+def _check_belongs(parameters: Sequence[nn.Parameter], models: Sequence[nn.Module]) -> None:
+    """Refuse an optimizer of another model; one of parameters beside a frozen model is left be."""
+    theirs = {id(p) for model in models for p in model.parameters() if p.requires_grad}
+    if theirs and not any(id(parameter) in theirs for parameter in parameters):
+        raise UnsupportedError(
+            f"none of the optimizer's {len(parameters)} parameters is a trainable one of the "
+            "model: was the optimizer made for another model, or before its layers were replaced, "
+            "copied or sharded? Make it from this model's parameters()"
+        )
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    try:
+        closure = inspect.signature(optimizer.step).parameters.get("closure")
+    except (TypeError, ValueError):
+        return
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise UnsupportedError(
+            f"{type(optimizer).__name__} needs a closure that evaluates the loss again within its "
+            "step; give optimizer=None and let the closure return train.gradient(batch).loss, or "
+            "use an optimizer whose step() takes none"
+        )
+
+
+def _schedulers(
+    scheduler: Scheduler | Sequence[Scheduler], optimizers: Sequence[torch.optim.Optimizer]
+) -> tuple[Scheduler, ...]:
+    schedulers = tuple(scheduler) if isinstance(scheduler, Sequence) else (scheduler,)
+    ours = [one for o in optimizers for one in (o, *getattr(o, "stands_for", ()))]
+    for one in schedulers:
+        if not callable(getattr(one, "step", None)):
+            raise OptionError(
+                f"scheduler={type(one).__name__}: must have step(), called once per update"
+            )
+        theirs = getattr(one, "optimizer", None)
+        if theirs is not None and not any(theirs is optimizer for optimizer in ours):
+            raise OptionError(
+                f"scheduler={type(one).__name__}: belongs to an optimizer that is not among "
+                "those given; pass the scheduler of this optimizer"
+            )
+    return schedulers
+
+
+def _loss_scale(
+    precision: str, scaler: torch.amp.GradScaler | None, device: torch.device
+) -> LossScale | None:
+    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+        raise OptionError(f"scaler={type(scaler).__name__}: must be a torch.amp.GradScaler")
+    if scaler is not None and precision in ("bf16", "fp8"):
+        raise OptionError(
+            f"scaler= with precision={precision!r}: bf16 has the range of fp32 and needs no loss "
+            "scaling; leave the scaler out"
+        )
+    if scaler is None and precision == "fp16":
+        scaler = torch.amp.GradScaler(device.type)
+    return None if scaler is None or not scaler.is_enabled() else LossScale(scaler, device)
+
+
+def name_of(parameter: nn.Parameter, models: Iterable[nn.Module]) -> str:
+    """Return the parameter's name in the first of these models that has it."""
+    for model in models:
+        for name, candidate in model.named_parameters():
+            if candidate is parameter:
+                return name
+    return f"a parameter of shape {tuple(parameter.shape)}"

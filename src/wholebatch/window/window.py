@@ -1,0 +1,974 @@
+"""The ledger of a window: begin, add, close. The whole story of one update is in this file.
+
+Every micro-batch's backward starts from a *seed*, the same number for the whole window and for
+all ranks, and adds `seed × d(total)` into the gradients. Where all units were counted before
+(`known`), the seed is exactly `1 / units`. In a stream it is provisional: a power of two near
+that, from the window before or from the first micro-batch, so that it rounds nothing. The close
+knows the units and multiplies by the one number that makes the difference.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import chain
+from typing import Any, NoReturn, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from wholebatch.distributed import Sync
+from wholebatch.distributed import choose as choose_sync
+from wholebatch.distributed.sync_strategy import checksums
+from wholebatch.errors import (
+    EmptyWindowError,
+    LossError,
+    NonFiniteError,
+    RankError,
+    StateError,
+    UnsupportedError,
+    WindowError,
+)
+from wholebatch.losses.loss import SINGLE, Loss, Term, Terms, Units, check_total, check_units
+from wholebatch.offload import choose as choose_store
+from wholebatch.options import Close, Memory
+from wholebatch.window.close import (
+    ClipNorm,
+    Closed,
+    CloseOptions,
+    DeferredHooks,
+    OnGradient,
+    check_counts,
+    check_terms,
+    power_of_two_near,
+    read_scalars,
+    scalar_on,
+)
+from wholebatch.window.forward_state import capture_random, restore_random
+from wholebatch.window.gradient_store import DeviceStore, Store
+from wholebatch.window.model_and_optimizer import Scheduler, Target, build_target, step_scheduler
+from wholebatch.window.precision import SIXTEEN_BIT, LossScale
+
+_engine = getattr(torch.autograd.Variable, "_execution_engine", None)
+_run_backward: Any = getattr(_engine, "run_backward", None)
+"""The engine's own function. `torch.autograd.backward` checks its arguments first, which takes a
+tenth of a short backward; the arguments here are always of one kind."""
+_SECOND_BACKWARD = (
+    "a backward of this window has freed a part of this loss's graph. Losses of one forward: add "
+    "them up, and make one backward of the sum. A state that is carried from one micro-batch into "
+    "the next: detach() it. What all micro-batches use (an encoder's output): compute it in each"
+)
+_CLAMPED = (
+    "the loss of a micro-batch is exactly 0 over 1 unit, where another one has %g. If its units "
+    "are clamped because nothing in it counts, as in max(count, 1), the window is divided by too "
+    "many: give the count itself (a window without any is zero_units='skip')"
+)
+_log = logging.getLogger("wholebatch")
+_FORMAT = 1  # of a state dict
+_SAVED = ("micro_batches", "known", "weights", "owners", "loss_scale")  # of an open window, as is
+transforms_active: Any = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
+
+
+@dataclass(frozen=True)
+class Backward:
+    """A backward that adds into chosen parameters only."""
+
+    run: Callable[[Sequence[Tensor], Sequence[Tensor]], None]
+    overlaps: bool = True
+    """True if each gradient is complete when it is added (not so with reentrant checkpoints)."""
+
+
+def backward_into(
+    parameters: Sequence[Tensor], models: Iterable[nn.Module], totals: Iterable[Tensor]
+) -> Backward:
+    """Return a backward for graphs like those of `totals` that adds into `parameters` alone.
+
+    A GAN's generator loss flows through the judge, whose parameters must not be added to.
+    Autograd's `inputs=` does that, except with reentrant activation checkpointing, which refuses
+    it. There a plain backward runs, and the other parameters get back what they held.
+    """
+    if not is_reentrant(totals):
+        leaves = tuple(parameters)
+
+        def isolated(totals: Sequence[Tensor], seeds: Sequence[Tensor]) -> None:
+            plain = _run_backward is not None and not transforms_active()
+            if plain and all(type(total) is Tensor for total in totals):
+                _run_backward(tuple(totals), tuple(seeds), False, False, leaves, True, True)
+            else:
+                torch.autograd.backward(totals, seeds, inputs=parameters)
+
+        return Backward(isolated)
+
+    own = {id(parameter) for parameter in parameters}
+    others = [p for model in models for p in model.parameters() if id(p) not in own]
+
+    def restoring(totals: Sequence[Tensor], seeds: Sequence[Tensor]) -> None:
+        held = [parameter.grad for parameter in others]
+        for parameter in others:
+            parameter.grad = None
+        try:
+            torch.autograd.backward(totals, seeds)
+        finally:
+            for parameter, gradient in zip(others, held, strict=True):
+                parameter.grad = gradient
+
+    return Backward(restoring, overlaps=False)
+
+
+def graph_nodes(totals: Iterable[Any], until: Iterable[Any] = ()) -> Iterator[Any]:
+    """Yield every node of the graph at and below these totals or nodes, and above `until`."""
+    stack: list[Any] = [getattr(total, "grad_fn", total) for total in totals]
+    seen: set[Any] = set(until)
+    while stack:
+        node = stack.pop()
+        if node is not None and node not in seen:
+            yield node
+            seen.add(node)
+            stack.extend(successor for successor, _ in node.next_functions)
+
+
+def is_reentrant(totals: Iterable[Tensor]) -> bool:
+    """Return True if the graph has a node of torch.utils.checkpoint(use_reentrant=True)."""
+    return any(type(n).__name__ == "CheckpointFunctionBackward" for n in graph_nodes(totals))
+
+
+UnitsFunction: TypeAlias = Callable[[Any], Units | Mapping[str, Units]]
+
+
+class UnitsCount:
+    """Count all units of a window, by term, over the ranks too, before its first backward."""
+
+    def __init__(self, units: UnitsFunction, sync: Sync) -> None:
+        self._units = units
+        self._sync = sync
+        self._names = [SINGLE]
+
+    def learn(self, like: Any) -> None:
+        """Take the names of the terms from a batch that is not counted."""
+        self._names = sorted(count_units(self._units, [like]))
+
+    def __call__(self, micros: Sequence[Any]) -> dict[str, float]:
+        counted = count_units(self._units, micros) or dict.fromkeys(self._names, 0.0)
+        self._names = sorted(counted)
+        sums = self._sync.sum([counted[name] for name in self._names])
+        return dict(zip(self._names, sums, strict=True))
+
+
+def count_units(units: UnitsFunction, micros: Sequence[Any]) -> dict[str, float]:
+    """Return the units of all micro-batches, by term; a number counts the unnamed term."""
+    counts: dict[str, list[Units]] = {}
+    for micro in micros:
+        counted = units(micro)
+        by_name = counted if isinstance(counted, Mapping) else {SINGLE: counted}
+        if counts and by_name.keys() != counts.keys():
+            raise LossError(
+                f"units= counted the terms {sorted(by_name)} in one micro-batch and "
+                f"{sorted(counts)} in another: return all terms for each, 0 where none"
+            )
+        for name, count in by_name.items():
+            counts.setdefault(name, []).append(check_units(count))
+    return {name: math.fsum(_read_units(values, counted=True)) for name, values in counts.items()}
+
+
+def _read_units(units: Sequence[Tensor | float], *, counted: bool = False) -> list[float]:
+    """Return units as numbers, now that those on a device can be checked."""
+    counts = read_scalars(units)
+    for place, count in enumerate(counts, 1):
+        if not 0 <= count < math.inf:
+            must = "must be finite and not negative"
+            if counted:
+                raise LossError(f"units= counted {count:g}: {must}")
+            raise LossError(
+                f"units={count:g} of the window's backward {place}: {must}, what the loss is a sum "
+                "over (samples, tokens, weights)"
+            )
+    return counts
+
+
+class Turn:
+    """Refuse a call while another one is running, in a second thread or inside the first.
+
+    Both would write the same gradients at once. A lock that waits would hide the first mistake and
+    never return from the second.
+
+    >>> turn = Turn("WholeBatch.step()")
+    >>> with turn:
+    ...     turn.taken
+    True
+    >>> turn.taken
+    False
+    """
+
+    def __init__(self, call: str) -> None:
+        self._call = call
+        self._lock = threading.Lock()
+
+    @property
+    def taken(self) -> bool:
+        return self._lock.locked()
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            raise WindowError(
+                f"{self._call} is running already, and was called again from another thread, or "
+                "from inside (its loss function, a hook, a callback): a window is made by one call "
+                "after the other; give each thread a model and a wholebatch object of its own"
+            )
+
+    def __reduce__(self) -> NoReturn:
+        owner = self._call.partition(".")[0]
+        raise UnsupportedError(
+            f"{owner} cannot be pickled or copied: it holds hooks, buffers and locks of this "
+            "process. Save its state_dict() with those of the model and the optimizer, and make a "
+            f"new {owner} to load them into"
+        )
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
+
+
+_SINGLE_WEIGHT = {SINGLE: 1.0}
+
+
+@dataclass(frozen=True, repr=False)
+class Step:
+    """One update: its exact mean loss, and what happened on the way.
+
+    `loss` is the mean over all units of the window and of all ranks; `grad_norm` is the norm of
+    the normalised gradient, after `on_gradient=` and before clipping; `skipped` is the reason when
+    no update was made.
+    """
+
+    update: int
+    loss: float
+    units: float
+    grad_norm: float
+    micro_batches: int
+    seconds: float
+    clip: float = 1.0
+    loss_scale: float = 1.0
+    terms: Mapping[str, float] = field(default_factory=dict)
+    skipped: str | None = None
+
+    def __repr__(self) -> str:
+        said = f"loss={self.loss:.6g}, units={self.units:g}, grad_norm={self.grad_norm:.4g}"
+        said += f", micro_batches={self.micro_batches}, seconds={self.seconds:.3g}"
+        said += f", skipped={self.skipped!r}" if self.skipped else ""
+        return f"Step(update={self.update}, {said})"
+
+
+@dataclass(eq=False)
+class OpenWindow:
+    """The record of a window while it is open: `Window.begin` makes it, the close consumes it."""
+
+    groups: list[list[nn.Parameter]]
+    """The parameters that are trained, by parameter group."""
+    known: Mapping[str, float] | None = None
+    """All units by term, if they were counted over the window and all ranks before."""
+    seed: float | Tensor = 1.0
+    averaged_by: float = 1.0
+    scale: LossScale | None = None
+    loss_scale: float = 1.0
+    totals: dict[str, list[Any]] = field(default_factory=dict)
+    units: dict[str, list[Any]] = field(default_factory=dict)
+    weights: dict[str, float] = field(default_factory=dict)
+    owners: list[int] = field(default_factory=list)
+    """The micro-batch of each total (one may have several)."""
+    micro_batches: int = 0
+    saved: bool = False  # for a run that goes on from here
+    broken: bool = False
+    """True if a backward failed half way, so that a part of a micro-batch is in."""
+    resumed: Callable[[], None] | None = None
+    """Refuses a window that was loaded into a model with other parameters; called once."""
+    reduced: bool = False
+    """True if the last backward has reduced the gradients over the ranks."""
+    started: float = field(default_factory=time.perf_counter)
+    unmade: int = 0
+    """Losses that were weighed, and whose backward somebody else has still to make."""
+    _last_seed: tuple[str, float, Tensor] | None = None
+
+    def __post_init__(self) -> None:
+        self.inputs = [parameter for group in self.groups for parameter in group]
+        if self.scale is not None:
+            self.loss_scale = self.scale.value()
+
+    def refuse_broken(self) -> None:
+        """Refuse to go on with a window that holds a part of a micro-batch, or of another model."""
+        if self.resumed is not None:
+            self.resumed()
+            self.resumed = None
+        if self.broken:
+            raise WindowError(
+                "the last backward of this window failed half way and left part of its gradients "
+                "behind: call discard() before going on"
+            )
+
+    def record(
+        self,
+        totals: Mapping[str, Tensor | float],
+        units: Mapping[str, Units],
+        weights: Mapping[str, float],
+        *,
+        counts: bool = True,
+    ) -> None:
+        """Record a loss whose gradient is in, or comes next; one that does not count is 0."""
+        for name, total in totals.items():
+            self.totals.setdefault(name, []).append(total if counts else 0.0)
+            self.units.setdefault(name, []).append(units[name] if counts else 0)
+        for name, weight in weights.items():
+            first = self.weights.setdefault(name, weight)
+            if weight != first:
+                raise LossError(
+                    f"the weight of term {name!r} is {first:g} in one micro-batch of this window "
+                    f"and {weight:g} in another: it belongs to the whole window; multiply the "
+                    "totals by what differs between samples"
+                )
+        self.owners.append(self.micro_batches)
+
+    def seed_of(self, name: str, total: Tensor, weight: float, *, counts: bool = True) -> Tensor:
+        """Return the number that the backward of this total starts from."""
+        last = self._last_seed  # nearly always it is the same again
+        if last is not None and last[:2] == (name, weight) and counts:
+            value = last[2]
+            if value.dtype is total.dtype and value.device == total.device:
+                return value
+        seed = self.seed
+        if not counts:
+            seed = 0.0
+        elif self.known is not None:
+            counted = self.known[name]
+            seed = self.seed * weight / counted if counted else 0.0
+        value = scalar_on(total.device, seed, total.dtype)
+        if self.averaged_by != 1:
+            value = value * self.averaged_by
+        if self.scale is not None:
+            value = self.scale.scale(value).to(total.dtype)
+        if counts:
+            self._last_seed = (name, weight, value)
+        return value
+
+    def weigh(self, loss: Tensor, weight: Units = 1.0) -> None:
+        """Multiply what a backward of `loss` that is not ours starts from."""
+        self.unmade += 1
+
+        def weighed(gradient: Tensor) -> Tensor:
+            self.unmade -= 1
+            if isinstance(weight, Tensor):
+                return gradient * weight.to(gradient.device, gradient.dtype)
+            return gradient * weight
+
+        loss.register_hook(weighed)
+
+    def round_seed(self, total: Tensor) -> None:
+        """Take a power of two as the seed of a 16-bit total, and leave the rest to the close.
+
+        1 / units would be rounded to 8 bits.
+        """
+        if self.known is not None and total.dtype in SIXTEEN_BIT:
+            self.seed, self.known = power_of_two_near(1.0 / (self.known[SINGLE] or 1.0)), None
+
+    def round_seeds(self, terms: Mapping[str, Term]) -> None:
+        """Choose a factor of all seeds by which 16-bit totals round none of them by much.
+
+        The close can undo one factor, and each term has another 1 / units.
+        """
+        factors, gaps = 1 + torch.arange(4096, dtype=torch.float64) / 4096, []
+        for name, term in terms.items():
+            if term.total.dtype in SIXTEEN_BIT and self.known and self.known[name] and term.weight:
+                seeds = factors * term.weight / self.known[name]
+                gaps.append((seeds.to(term.total.dtype) / seeds - 1).abs())
+        self.seed = float(factors[torch.stack(gaps).amax(0).argmin()]) if gaps else 1.0
+
+    def normalise(self, units: float, units_of: Mapping[str, float]) -> float:
+        """Return the factor from the gradients as they are to those of the mean loss."""
+        if self.known is not None:
+            check_counts(self.known, units_of)
+            units = 1.0
+        return 1.0 / (units * read_scalars([self.seed])[0])
+
+
+_NO_WINDOW = OpenWindow([])
+
+
+class Window:
+    """The micro-batches that together make one update, one window after the other."""
+
+    def __init__(
+        self,
+        target: Target,
+        options: CloseOptions,
+        sync: Sync,
+        store: Store | None = None,
+        on_gradient: OnGradient | None = None,
+    ) -> None:
+        self.target = target
+        clips = sync.clip_norm is not None
+        self.options = replace(options, clip_norm=sync.clip_norm) if clips else options
+        self.sync = sync
+        self.store = DeviceStore(target, self.options, sync) if store is None else store
+        self.store.options = self.options
+        self.open: OpenWindow | None = None
+        self._warns_of_clamped = True
+        self._agreed = False  # True if all ranks are known to train the same parameters
+        self.updates = 0
+        self.skipped = 0
+        self.next_seed: float | None = None
+        self.ranks_with_more = 0  # how many ranks did, at the last close
+        self._last_weights: dict[str, float] = {SINGLE: 1.0}
+        self._backward_into: Backward | None = None  # of graphs like those of this window
+        self.calls_on_gradient = on_gradient is not None
+        self.leaves_gradients = not target.steps  # whether the last window has left them in .grad
+        self.hooks = DeferredHooks(on_gradient, target.named_parameters)
+
+    # ------------------------------------------------------------------ begin
+
+    def begin(self, units: Units = 1, *, known: Mapping[str, float] | None = None) -> OpenWindow:
+        """Open the window. `known`: all units by term, counted over the window and all ranks."""
+        if self.open is not None:
+            raise WindowError("begin() on an open window: close or discard it first")
+        self.store.refuse_stray()
+        if not self.sync.owns_hooks:
+            self.target.refuse_hooks()
+        window = OpenWindow(
+            self.target.groups(), known, 1.0, self.sync.averaged_by, self.target.scale
+        )
+        if not window.inputs:
+            raise WindowError("every parameter of the optimizer is frozen: nothing to train")
+        self._agree_on_parameters()
+        self.store.begin(window)
+        self.sync.begin(window.inputs)
+        self.hooks.take(self.store.parameters)
+        if known is None:
+            window.seed = self.next_seed or self._first_seed(units)
+        self.open = window
+        return window
+
+    def _agree_on_parameters(self) -> None:
+        """Refuse parameters that are not alike on all ranks, before gradients are added up."""
+        if not self._agreed:
+            self._agreed = True
+            target = self.target
+            self.sync.refuse_other_parameters(target.all_parameters(), target.trained())
+
+    def _first_seed(self, units: Units) -> float | Tensor:
+        """Return a power of two near 1/units of the first micro-batch, the same on every rank."""
+        if isinstance(units, Tensor):  # stays on the device: no synchronisation
+            largest = self.sync.largest(units.to(torch.float32)).clamp(min=1.0)
+            return torch.exp2(-torch.log2(largest).round())
+        if self.sync.ranks > 1:
+            units = float(self.sync.largest(torch.tensor(float(units), device=self.target.device)))
+        return power_of_two_near(1.0 / max(float(units), 1.0))
+
+    def open_early(self) -> bool:
+        """Open the window if its seed is known without a loss; return True if it is open."""
+        if self.open is None and self.next_seed is not None:
+            self.begin()
+        return self.open is not None
+
+    @property
+    def current(self) -> OpenWindow:
+        """The open window, where there must be one."""
+        assert self.open is not None, "no window is open"
+        return self.open
+
+    @property
+    def now(self) -> OpenWindow:
+        """The open window; an empty one where none is open."""
+        return _NO_WINDOW if self.open is None else self.open
+
+    @property
+    def only_eager(self) -> str | None:
+        """The reason why micro-steps can only run by eager code; None where there is none."""
+        if not self.sync.takes_graphs or self.sync.counts_must_agree:
+            return "this engine's collectives run in its forwards and backwards, by eager code"
+        return self.store.only_eager
+
+    @property
+    def lends_buffers(self) -> bool:
+        """True if eager code may add into the buffers of graphs from the start.
+
+        It may not if ranks must know which parameters have no gradient, nor if an optimizer
+        requires sparse gradients: in a buffer they would become dense.
+        """
+        sparse = any(isinstance(one, torch.optim.SparseAdam) for one in self.target.optimizers)
+        return self.sync.ranks == 1 and self.store.takes_buffers and not sparse
+
+    # -------------------------------------------------------------------- add
+
+    def add(self, total: Tensor, units: Units, *, last: bool = False, counts: bool = True) -> None:
+        """Run the backward of one total into the gradients. Nothing is read from the device.
+
+        `last`: it is the window's last backward, which reduces. One that does not count only takes
+        part in the collectives of the other ranks.
+        """
+        check_total(total)
+        self.store.check_total(total)
+        units = check_units(units)
+        window = self.begin(units) if self.open is None else self.open
+        if window.known is not None and window.known.keys() != {SINGLE}:
+            raise LossError(
+                f"units= counts the terms {sorted(window.known)}, but the loss has no named terms: "
+                "return wb.Loss.terms({...}) with the same names"
+            )
+        window.round_seed(total)
+        window.record({SINGLE: total.detach()}, {SINGLE: units}, _SINGLE_WEIGHT, counts=counts)
+        self.backward([total], [window.seed_of(SINGLE, total, 1.0, counts=counts)], last=last)
+
+    def add_loss(self, loss: Loss | Terms, *, last: bool = False, counts: bool = True) -> None:
+        """Run the backward of one micro-batch's loss, plain or in terms (see `add`)."""
+        if isinstance(loss, Loss):
+            self.add(loss.total, loss.units, last=last, counts=counts)
+            return
+        check_terms(self.now.known, loss.by_name)
+        terms, window = loss.by_name.items(), self.current
+        if not window.owners and self.sync.ranks == 1 and type(self.store) is DeviceStore:
+            window.round_seeds(loss.by_name)
+        window.record(
+            {name: term.total.detach() for name, term in terms},
+            {name: term.units for name, term in terms},
+            {name: term.weight for name, term in terms},
+            counts=counts,
+        )
+        seeds = [window.seed_of(n, term.total, term.weight, counts=counts) for n, term in terms]
+        self.backward([term.total for _, term in terms], seeds, last=last)
+
+    def backward(
+        self,
+        totals: Sequence[Tensor],
+        seeds: Sequence[Tensor],
+        also: Sequence[Tensor] = (),
+        *,
+        last: bool = False,
+    ) -> None:
+        """Add the gradients of totals, times their seeds, into the parameters and into `also`."""
+        sync, window = self.sync, self.current
+        window.refuse_broken()
+        if self._backward_into is None:
+            self._backward_into = (
+                Backward(sync.run_backward)
+                if sync.grows_own_graph
+                else backward_into([*window.inputs, *also], self.target.models, totals)
+            )
+        into, reduces = self._backward_into, last and self.store.in_grad
+        if not self.store.before_backward(window, last=last and into.overlaps):
+            return
+        try:
+            if sync.ranks == 1 and not sync.grows_own_graph:
+                into.run(totals, seeds)
+            else:
+                with sync.backward(window.inputs, reduces=reduces, overlap=into.overlaps):
+                    into.run(totals, seeds)
+            self.store.backward_made()
+        except BaseException as error:
+            window.broken = True  # some gradients of this micro-batch are in, others are not
+            if "through the graph a second time" in str(error):
+                raise LossError(_SECOND_BACKWARD) from error
+            raise
+        window.reduced = reduces
+        self._backward_into = None if also else self._backward_into  # other graphs follow
+
+    def micro_batch_done(self) -> None:
+        """Count a micro-batch whose backwards are all made."""
+        self.current.micro_batches += 1
+
+    # ------------------------------------------------------------------ close
+
+    def close(
+        self,
+        *,
+        steps: bool = True,
+        has_more: bool = False,
+        while_waiting: Callable[[], object] | None = None,
+    ) -> Step:
+        """Reduce, rescale, clip, step, schedule, clear. The window is over in any case.
+
+        Without `steps` the gradients stay in `.grad`, for the user to step with and to clear.
+        `has_more`: this rank has data for another window; the ranks count those that have.
+        `while_waiting()` is called where the host waits for the device.
+        """
+        try:
+            self.leaves_gradients = not (steps and self.target.steps)
+            step = self._close(self.current, not self.leaves_gradients, has_more, while_waiting)
+            if step.skipped is not None and self.leaves_gradients:
+                self.store.skip()
+            return step
+        finally:
+            self.discard()
+
+    def _close(
+        self,
+        window: OpenWindow,
+        steps: bool,
+        has_more: bool,
+        while_waiting: Callable[[], object] | None,
+    ) -> Step:
+        window.refuse_broken()
+        if not window.reduced:
+            self.store.reduce_now()
+        ahead = None
+        if steps and window.totals:  # the device closes the window while the host waits for it
+            ahead = self.store.close_ahead(window, self.hooks, while_waiting)
+        weights = window.weights or self._last_weights  # none: this rank only joins the others
+        names = sorted(weights)
+        totals = {name: read_scalars(window.totals.get(name, ())) for name in names}
+        sum_of, units_of = self._sums(window, totals, has_more)
+        units = max(units_of.values())
+        if units == 0.0:
+            return self._empty(window)
+        means = {name: sum_of[name] / units_of[name] if units_of[name] else 0.0 for name in names}
+        loss = math.fsum(weights[name] * means[name] for name in names)
+
+        losses_finite = all(map(math.isfinite, sum_of.values()))
+        closed = ahead or self._closed(window, window.normalise(units, units_of), losses_finite)
+        if closed.norm == 0.0:
+            self.store.refuse_nothing()
+        finite = closed.finite and losses_finite
+        skipped = None if finite else self._nonfinite(window, totals, losses_finite)
+        if finite:
+            self._update(closed, loss, steps)
+        if self.target.scale is not None:
+            self.target.scale.update(finite=finite)
+        self.skipped += skipped is not None
+        self.sync.after_update()
+        self.next_seed = power_of_two_near(1.0 / units)
+        self._last_weights = weights
+        return self._report(
+            window,
+            loss=loss,
+            units=units,
+            grad_norm=closed.norm,
+            clip=closed.clip,
+            terms=means if names != [SINGLE] else {},
+            skipped=skipped,
+        )
+
+    def _sums(
+        self, window: OpenWindow, totals: Mapping[str, Sequence[float]], has_more: bool
+    ) -> tuple[dict[str, float], dict[str, float]]:
+        """Return totals and units of each term over the window and all ranks (one collective).
+
+        With them go whether this rank has more data, a digest of its settings, and which
+        parameters have a gradient here: one that has none on any rank keeps none, as for the
+        undivided batch.
+        """
+        names = list(totals)
+        values = [math.fsum(totals[name]) for name in names]
+        for name in names:
+            units_of_each = _read_units(window.units.get(name, ()))
+            self._warn_of_clamped_units(totals[name], units_of_each)
+            values.append(math.fsum(units_of_each))
+        if self.sync.ranks == 1:
+            self.ranks_with_more = int(has_more)
+        else:
+            absent = self.store.absent()
+            shared = window.inputs if self.sync.same_parameters else []
+            present = [float(id(parameter) not in absent) for parameter in shared]
+            settings = self.target.settings(self.options) if shared else ""
+            ours = float(zlib.crc32(settings.encode()) & 0xFFF)
+            values = self.sync.sum([*values, float(has_more), ours, ours * ours, *present])
+            more, digests, squares, *counts = values[2 * len(names) :]
+            self.ranks_with_more = int(more)
+            if squares * self.sync.ranks != digests * digests:  # equal only of equal numbers
+                raise RankError(
+                    "the learning rate, weight decay, clipping, or the order of the optimizer's "
+                    f"parameters is another on another rank ({settings} here), so their models "
+                    "would drift apart: set them alike (sort the names of a set), and step "
+                    "schedulers by what is the same on all ranks, such as step.loss"
+                )
+            for parameter, count in zip(shared, counts, strict=True):
+                if count == 0:
+                    self.store.drop(parameter)
+        sums, units = values[: len(names)], values[len(names) : 2 * len(names)]
+        return dict(zip(names, sums, strict=True)), dict(zip(names, units, strict=True))
+
+    def _warn_of_clamped_units(self, totals: Sequence[float], units: Sequence[float]) -> None:
+        """Warn of a micro-batch in which nothing counts, and whose units are 1 all the same."""
+        pairs = zip(totals, units, strict=False)
+        if self._warns_of_clamped and (0.0, 1.0) in pairs and max(units) > 1:
+            self._warns_of_clamped = False
+            _log.warning(_CLAMPED, max(units))
+
+    def join(self, known: Mapping[str, float] | None = None) -> Step:
+        """Take part in a window of the other ranks, without a micro-batch."""
+        if known is not None and known.keys() != self._last_weights.keys():
+            self._last_weights = dict.fromkeys(known, 1.0)  # the first window: only names matter
+        self.begin(0, known=known)
+        return self.close()
+
+    def _closed(self, window: OpenWindow, normalise: float, losses_finite: bool) -> Closed:
+        """Bring the gradients to what the optimizer must see."""
+        if self.hooks.calls and not losses_finite:  # no update: there is nothing to work on
+            return Closed(norm=math.nan, clip=1.0, finite=False)
+        closed = self.store.close(window, normalise / window.loss_scale, self.hooks)
+        if self.hooks.calls and self.sync.ranks > 1 and self.sync.keeps_gradients:
+            self._refuse_other_norm(closed.norm)
+        return closed
+
+    def _refuse_other_norm(self, norm: float) -> None:
+        """Refuse an `on_gradient` that has made other gradients here than on another rank."""
+        norm = norm if math.isfinite(norm) else math.inf
+        both = torch.tensor([norm, -norm], dtype=torch.float64, device=self.target.device)
+        most, least = self.sync.largest(both).tolist()
+        if not math.isclose(most, -least, rel_tol=1e-6):
+            raise RankError(
+                f"on_gradient= has made gradients of norm {most:g} on one rank and {-least:g} on "
+                "another, so their models would drift apart: it must do the same on every rank "
+                "(draw noise from a torch.Generator with one seed for all)"
+            )
+
+    def _update(self, closed: Closed, loss: float, steps: bool) -> None:
+        """Step the optimizers, schedulers and EMA, or leave the gradients to the user."""
+        if not steps:
+            self.store.hand_over(closed.remaining)
+            return
+        if not closed.stepped:
+            self.store.update(closed.remaining)
+        self.updates += 1
+        for scheduler in self.target.schedulers:
+            step_scheduler(scheduler, loss)
+        if self.target.ema is not None:
+            self.target.ema.update_parameters(self.target.models[0])
+
+    def _empty(self, window: OpenWindow) -> Step:
+        if self.options.zero_units == "raise":
+            raise EmptyWindowError(
+                f"all {window.micro_batches} micro-batches of this window have zero units (every "
+                "label is ignored or every weight is zero), so its mean does not exist: filter "
+                "such batches, or pass zero_units='skip' to skip and count them"
+            )
+        self.skipped += 1
+        return self._report(window, loss=math.nan, units=0.0, grad_norm=0.0, skipped="no units")
+
+    def _report(self, window: OpenWindow, **found: Any) -> Step:
+        return Step(
+            update=self.updates,
+            micro_batches=window.micro_batches,
+            seconds=time.perf_counter() - window.started,
+            loss_scale=window.loss_scale,
+            **found,
+        )
+
+    def _nonfinite(
+        self, window: OpenWindow, totals: Mapping[str, Sequence[float]], losses_finite: bool
+    ) -> str:
+        """Return the reason for skipping, or raise the error; the same on all ranks."""
+        pairs = (zip(window.owners, values, strict=False) for values in totals.values())
+        bad_ones = [owner for owner, total in chain(*pairs) if not math.isfinite(total)]
+        culprit = min(bad_ones, default=None)
+        scaled = self.target.scale is not None and self.target.scale.enabled
+        if scaled and losses_finite:
+            return f"gradients not finite at loss scale {window.loss_scale:g}"
+        bad, where = "a loss that is not finite", "the losses are finite but the gradients are not"
+        if culprit is not None:
+            on = f" on rank {self.sync.rank}" if self.sync.ranks > 1 else ""
+            where = f"micro-batch {culprit + 1} of {window.micro_batches}{on} has {bad}"
+        elif not losses_finite:
+            where = f"{'another rank' if window.owners else 'the batch'} has {bad}"
+        if self.options.nonfinite == "skip":
+            return where
+        raise NonFiniteError(
+            f"update {self.updates + 1}: {where}. Nothing was updated: {self.store.after_failure}",
+            micro_batch=culprit,
+        )
+
+    # ---------------------------------------------------------------- discard
+
+    def discard(self) -> None:
+        """Drop what the window holds. Parameters and optimizer state stay as they are."""
+        self.store.discard()
+        self.sync.discard()
+        self.hooks.give_back()
+        self.open = self._backward_into = None
+
+    # ------------------------------------------------------------------ state
+
+    def state_dict(self, kind: str) -> dict[str, Any]:
+        """Return what every object of windows saves (`kind`: its class): counters and generators.
+
+        The model and the optimizer are saved by their own `state_dict`, as everywhere in torch.
+        """
+        target = self.target
+        return {
+            "format": _FORMAT,
+            "kind": kind,
+            "updates": self.updates,
+            "skipped": self.skipped,
+            "next_seed": self.next_seed,
+            "window": None if self.open is None else self.open_state(),
+            "scaler": None if target.scale is None else target.scale.state_dict(),
+            "schedulers": [scheduler.state_dict() for scheduler in target.schedulers],
+            "ema": target.ema.state_dict() if isinstance(target.ema, nn.Module) else None,
+            "random": capture_random(),
+        }
+
+    def load_state_dict(self, kind: str, state: dict[str, Any]) -> None:
+        """Load `state_dict`; a StateError, with nothing changed, says that it is not of here."""
+        if not isinstance(state, dict) or "format" not in state:
+            raise StateError("this is not a state dict of wholebatch (it has no 'format')")
+        if state["format"] != _FORMAT:
+            raise StateError(
+                f"state dict of format {state['format']}, this version reads format {_FORMAT}: "
+                "use the version of wholebatch that wrote it"
+            )
+        if state["kind"] != kind:
+            raise StateError(f"state dict of {state['kind']}: cannot be loaded into {kind}")
+        target = self.target
+        if (state["scaler"] is None) != (target.scale is None):
+            raise StateError(
+                "loss scaling differs: the state was saved "
+                f"{'without' if state['scaler'] is None else 'with'} a scaler; use the same "
+                "precision"
+            )
+        if len(state["schedulers"]) != len(target.schedulers):
+            raise StateError(
+                f"the state holds {len(state['schedulers'])} schedulers, and "
+                f"{len(target.schedulers)} are here: pass the same ones"
+            )
+        self.check_open_state(state["window"])
+        if self.open is not None:
+            self.discard()
+
+        self._agreed = False
+        self.updates, self.skipped = state["updates"], state["skipped"]
+        self.next_seed = state["next_seed"]
+        if target.scale is not None:
+            target.scale.load_state_dict(state["scaler"])
+        for scheduler, saved in zip(target.schedulers, state["schedulers"], strict=True):
+            scheduler.load_state_dict(saved)
+        if isinstance(target.ema, nn.Module) and state["ema"] is not None:
+            target.ema.load_state_dict(state["ema"])
+        self.load_open_state(state["window"])
+        restore_random(state["random"])
+
+    def open_state(self) -> dict[str, Any]:
+        """Return the open window, with its gradients."""
+        now = self.current
+        now.saved = True
+        if now.broken:
+            raise StateError(
+                "the last backward of this window failed half way: discard() it before saving"
+            )
+        if not self.sync.keeps_gradients:
+            raise StateError(
+                "a sharded model holds the gradients of an open window inside its engine: save "
+                "between windows"
+            )
+        return {
+            **{name: copy.copy(getattr(now, name)) for name in _SAVED},
+            "seed": read_scalars([now.seed])[0],
+            "totals": {name: read_scalars(totals) for name, totals in now.totals.items()},
+            "units": {name: read_scalars(units) for name, units in now.units.items()},
+            "seconds": time.perf_counter() - now.started,
+            "gradients": self.store.saved(),
+            "parameters": self._checksums(),
+        }
+
+    def check_open_state(self, saved: dict[str, Any] | None) -> None:
+        """Raise a StateError if a saved window does not belong here; there may be none."""
+        if saved is None:
+            return
+        gradients = saved["gradients"]
+        self.store.check(gradients)
+        if not isinstance(gradients, list):
+            return  # kept in the optimizer's own state, which checks itself
+        parameters = self.target.trained()
+        if len(gradients) != len(parameters):
+            raise StateError(
+                f"the saved window holds gradients of {len(gradients)} parameters, and "
+                f"{len(parameters)} are trained here: load it into the same model and optimizer"
+            )
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            if gradient is not None and gradient.shape != parameter.shape:
+                raise StateError(
+                    f"the saved gradient of {self.target.name_of(parameter)} has shape "
+                    f"{tuple(gradient.shape)}, and the parameter has {tuple(parameter.shape)}: "
+                    "load it into the same model and optimizer"
+                )
+
+    def load_open_state(self, state: dict[str, Any] | None) -> None:
+        """Open the window that `open_state` has saved, if there was one."""
+        if state is None:
+            return
+        for parameter in self.target.trained():
+            parameter.grad = None
+        self._agreed = True  # until the first backward: another rank may have no window open
+        now = self.begin(known=state["known"])
+        self._agreed = False
+        for name in (*_SAVED, "seed", "totals", "units"):
+            setattr(now, name, copy.deepcopy(state[name]))
+        now.started = time.perf_counter() - state["seconds"]
+        now.resumed = partial(self._refuse_other_parameters, state["parameters"])
+        self.store.load(state["gradients"])
+
+    def _checksums(self) -> list[int]:
+        return checksums(p for model in self.target.models for p in model.parameters())
+
+    def _refuse_other_parameters(self, saved: list[int]) -> None:
+        """Refuse to go on with a window whose first gradients are of other parameters."""
+        frozen = [parameter for parameter in self.now.inputs if not parameter.requires_grad]
+        if frozen or self._checksums() != saved:
+            raise StateError(
+                f"the loaded window holds {self.now.micro_batches} micro-batches, whose gradients "
+                "are of other parameters than those of the model here: load the model and the "
+                "optimizer of the same checkpoint too, with the same ones frozen, or discard() the "
+                "window"
+            )
+        self._agree_on_parameters()
+
+
+class HasWindow:
+    """The base of objects that make windows: it counts their updates."""
+
+    _window: Window
+
+    @property
+    def updates(self) -> int:
+        """Updates made so far."""
+        return self._window.updates
+
+    @property
+    def skipped(self) -> int:
+        """Windows that made no update (not finite, or without units)."""
+        return self._window.skipped
+
+
+def make_window(
+    models: nn.Module | Sequence[nn.Module],
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
+    *,
+    clip_norm: ClipNorm,
+    scheduler: Scheduler | Sequence[Scheduler] | None,
+    memory: Memory,
+    close: Close,
+    precision: str = "full",
+    counts_units: bool = False,
+) -> Window:
+    """Return the window of these models and optimizers; refuse what does not go together."""
+    options = close.with_clip_norm(clip_norm)
+    sync = choose_sync(models, sync=close.sync)
+    target = build_target(
+        models,
+        optimizer,
+        options=options,
+        scheduler=scheduler,
+        ema=close.ema,
+        precision=precision,
+        scaler=close.scaler,
+        sync=sync,
+    )
+    store = choose_store(
+        memory,
+        target=target,
+        options=options,
+        sync=sync,
+        counts_units=counts_units,
+        on_gradient=close.on_gradient is not None,
+    )
+    return Window(target, options, sync, store, close.on_gradient)

@@ -1,0 +1,217 @@
+"""Small models for the tests of execute/, and how to run them as traced without a compiler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import wholebatch as wb
+from tests.support import measured, mlp, samples, sgd
+from wholebatch.compile.graph_inputs import take_apart
+from wholebatch.compile.graph_rewrite import Fusions, Rewritten, rewrite
+from wholebatch.compile.trace import Form, State, trace
+from wholebatch.window.precision import Precision
+
+Micro = dict[str, Tensor]
+
+
+class Tagger(nn.Module):
+    """Tied embedding with a padding row, LayerNorm, attention, and a layer that is not used."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.embed = nn.Embedding(11, 8, padding_idx=0)
+        self.norm = nn.LayerNorm(8)
+        self.qkv = nn.Linear(8, 24)
+        self.drop = nn.Dropout(dropout)
+        self.read = nn.Linear(8, 11, bias=False)
+        self.read.weight = self.embed.weight
+        self.spare = nn.Linear(8, 2)
+        self.register_buffer("seen", torch.zeros(8, dtype=torch.float64))
+        self.seen: Tensor
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.norm(self.embed(tokens))
+        with torch.no_grad():
+            self.seen.add_(x.sum((0, 1)))
+        q, k, v = self.qkv(x).chunk(3, dim=-1)
+        mixed = functional.scaled_dot_product_attention(q[:, None], k[:, None], v[:, None])
+        logits: Tensor = self.read(self.drop(x + mixed[:, 0]))
+        return logits
+
+
+def dropping() -> nn.Module:
+    """Drops half of its 64 inputs, and weighs the rest."""
+    return nn.Sequential(nn.Dropout(0.5), nn.Linear(64, 1, bias=False))
+
+
+def total(model: nn.Module, micro: Tensor) -> wb.Loss:
+    """The sum of what a model gives."""
+    return wb.Loss(model(micro).sum(), len(micro))
+
+
+def tagged(number: int, length: int = 6) -> Micro:
+    generator = torch.Generator().manual_seed(number)
+    tokens = torch.randint(0, 11, (number, length), generator=generator)
+    labels = torch.randint(0, 11, (number, length), generator=generator)
+    counted = torch.randint(1, length, (number, 1), generator=generator)
+    return {"x": tokens, "y": labels.masked_fill(torch.arange(length) >= counted, -100)}
+
+
+class Encoder(nn.Module):
+    """Texts with a padding mask in their attention, and an output that is tied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.token = nn.Embedding(13, 8, padding_idx=0)
+        self.place = nn.Embedding(32, 8)
+        self.norm = nn.LayerNorm(8)
+        self.qkv = nn.Linear(8, 24)
+        self.up = nn.Linear(8, 16)
+        self.down = nn.Linear(16, 8)
+        self.read = nn.Linear(8, 13, bias=False)
+        self.read.weight = self.token.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        rows, length = tokens.shape
+        keep = (tokens != 0)[:, None, None, :]
+        x = self.token(tokens) + self.place(torch.arange(length, device=tokens.device))
+        q, k, v = (
+            part.view(rows, length, 2, 4).transpose(1, 2)
+            for part in self.qkv(self.norm(x)).split(8, dim=2)
+        )
+        mixed = functional.scaled_dot_product_attention(q, k, v, attn_mask=keep)
+        x = x + mixed.transpose(1, 2).reshape(rows, length, 8)
+        logits: Tensor = self.read(x + self.down(functional.gelu(self.up(x))))
+        return logits
+
+
+class Blocks(nn.Module):
+    """Two perceptrons on normalised input, each added to it, or normalised after that."""
+
+    def __init__(
+        self,
+        *,
+        after: bool = False,
+        affine: bool = True,
+        bias: bool = True,
+        shared: bool = False,
+        approximate: str = "tanh",
+    ) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.after, self.approximate = after, approximate
+        self.embed = nn.Embedding(11, 8)
+        self.norms = nn.ModuleList(
+            nn.LayerNorm(8, elementwise_affine=affine, bias=bias) for _ in range(3)
+        )
+        if shared:
+            self.norms[1] = self.norms[0]
+        self.ups = nn.ModuleList(nn.Linear(8, 16) for _ in range(2))
+        self.downs = nn.ModuleList(nn.Linear(16, 8) for _ in range(2))
+        self.read = nn.Linear(8, 11)
+        for norm in self.norms:
+            for parameter in norm.parameters():
+                nn.init.normal_(parameter, 1.0)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for norm, up, down in zip(self.norms, self.ups, self.downs, strict=False):
+            inner = x if self.after else norm(x)
+            added = down(functional.gelu(up(inner), approximate=self.approximate))
+            x = norm(x + added) if self.after else x + added
+        logits: Tensor = self.read(self.norms[2](x))
+        return logits
+
+
+def texts(seed: int, number: int = 14, longest: int = 16) -> Micro:
+    """Padded to the longest; each has a length of its own."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(2, longest + 1, (number, 1), generator=generator)
+    lengths[0] = longest
+    beyond = torch.arange(longest) >= lengths
+    tokens = torch.randint(1, 13, (number, longest), generator=generator)
+    labels = torch.randint(0, 13, (number, longest), generator=generator)
+    return {"x": tokens.masked_fill(beyond, 0), "y": labels.masked_fill(beyond, -100)}
+
+
+def loss(model: nn.Module, micro: Micro) -> wb.Loss:
+    return wb.cross_entropy(model(micro["x"]), micro["y"])
+
+
+def mean_of_tokens(model: nn.Module, micro: Micro) -> Tensor:
+    return functional.cross_entropy(model(micro["x"]).flatten(0, -2), micro["y"].flatten())
+
+
+def traced(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **options: Any
+) -> wb.WholeBatch:
+    """A WholeBatch whose graphs run as traced: the compiler takes too long for most tests."""
+    options = {"loss": loss, "micro_batch": 4, "execute": "compile", **options}
+    train = measured(model, optimizer or sgd(model), **{"noise": None, **options})
+    train._runner.executor._plan.compiles = False
+    return train
+
+
+def mode_of(train: wb.WholeBatch) -> str:
+    return train._runner.executor.mode
+
+
+__all__ = [
+    "Encoder",
+    "Micro",
+    "Tagger",
+    "loss",
+    "mean_of_tokens",
+    "mlp",
+    "mode_of",
+    "samples",
+    "tagged",
+    "texts",
+    "traced",
+]
+
+
+def run_rewritten(
+    model: nn.Module,
+    function: Callable[[Any, Any], wb.Loss],
+    precision: Precision,
+    options: Fusions,
+    *,
+    held: float = 0.0,
+) -> tuple[Rewritten, list[Tensor], list[Tensor]]:
+    """The rewritten graph of a micro-step, what it returns, and what it has added to the buffers.
+
+    These have `held` in them before, and are as wide as the parameters; the seed is a quarter.
+    """
+    micro = tagged(5)
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    state = State.of(model, trainable)
+    inputs = take_apart(micro)
+    with precision.forward():
+        form = Form.of(function(model, micro), "loss")
+    written = trace(model, function, precision, state, inputs, form, "loss")
+    trained = [parameter.detach() for parameter in state.trained.values()]
+    dtypes = [trained[0].dtype] * len(written.used)
+    rewritten = rewrite(written, len(trained), dtypes, options)
+    buffers = [torch.full_like(trained[index], held) for index in written.used]
+    casts = [trained[index].to(dtype) for index, dtype in rewritten.casts]
+    others = [other.clone() for other in state.others.values()]
+    seed = torch.tensor(0.25).to(form.dtypes[0])
+    with torch.no_grad():
+        outputs = rewritten.graph(*trained, *others, *inputs.tensors, seed, *casts, *buffers)
+    return rewritten, list(outputs), [buffer - held for buffer in buffers]
+
+
+BETA = 1.0
+
+
+def beta() -> float:
+    """Read a global of this module, for a loss function of another one."""
+    return BETA

@@ -1,0 +1,240 @@
+"""Layers that are alike are compiled once, and make the update of the undivided batch."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import wholebatch as wb
+from tests.compile.nets import loss, mean_of_tokens, mode_of, tagged
+from tests.support import Seen, Whole, sgd
+from wholebatch.compile import joint_graph, repeated_blocks
+from wholebatch.compile.joint_graph import JointStep
+from wholebatch.compile.repeated_blocks import BlockProgram, PieceProgram, _Input
+
+
+class Layer(nn.Module):
+    """Attention and a perceptron, each on normalised input and added to it."""
+
+    def __init__(self, width: int, inner: int, scale: float, dropout: float, rank: int) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+        self.qkv, self.mix = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, inner), nn.Linear(inner, width)
+        self.drop = nn.Dropout(dropout)
+        self.scale = scale
+        self.low = nn.ModuleList()
+        if rank:
+            self.requires_grad_(False)
+            self.low.extend([nn.Linear(width, rank, bias=False), nn.Linear(rank, inner)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norms[0](x)).unsqueeze(1).chunk(3, dim=-1)
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.scale * self.mix(mixed.squeeze(1))
+        normed = self.norms[1](x)
+        inner = self.up(normed)
+        if self.low:
+            inner = inner + self.low[1](self.low[0](normed))
+        added: Tensor = self.drop(self.down(functional.gelu(inner)))
+        return x + added
+
+
+class Deep(nn.Module):
+    """A language model of `depth` layers with tied embeddings."""
+
+    def __init__(
+        self,
+        depth: int,
+        *,
+        inner: Callable[[int], int] = lambda _: 16,
+        scale: Callable[[int], float] = lambda _: 0.5,
+        dropout: float = 0.0,
+        rank: int = 0,
+        shared: bool = False,
+    ) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.embed = nn.Embedding(11, 8, padding_idx=0)
+        made = [Layer(8, inner(i), scale(i), dropout, rank) for i in range(depth)]
+        self.layers = nn.ModuleList(made[:1] * depth if shared else made)
+        self.norm = nn.LayerNorm(8)
+        self.read = nn.Linear(8, 11, bias=False)
+        self.read.weight = self.embed.weight
+        self.register_buffer("seen", torch.zeros(8, dtype=torch.float64))
+        self.seen: Tensor
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        with torch.no_grad():
+            self.seen.add_(x.sum((0, 1)))
+        logits: Tensor = self.read(self.norm(x))
+        return logits
+
+
+@pytest.fixture
+def compilations(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of operations of each piece; the pieces run as traced."""
+    found: list[int] = []
+
+    def as_traced(graph: Any, arguments: Any, **_: Any) -> Any:
+        found.append(sum(node.op == "call_function" for node in graph.graph.nodes))
+        return graph
+
+    monkeypatch.setattr(joint_graph, "compiled_by_inductor", as_traced)
+    return found
+
+
+def blocks_of(train: wb.WholeBatch) -> BlockProgram:
+    joint = next(iter(train._runner.executor._steps.values())).joint
+    assert isinstance(joint._run, BlockProgram)
+    return joint._run
+
+
+def trained(model: nn.Module, **options: Any) -> wb.WholeBatch:
+    """A model after uneven windows, each of which made the update of the undivided batch."""
+    whole = Whole(model, loss=mean_of_tokens, clip_norm=0.2)
+    optimizer = sgd(model)
+    seen = Seen(model, optimizer)
+    train = wb.WholeBatch(
+        model, optimizer, loss=loss, micro_batch=3, clip_norm=0.2, execute="compile", **options
+    )
+    for number in (6, 8, 6, 7, 5):
+        whole.step(tagged(number))
+        train.step(tagged(number))
+    whole.assert_same(model, seen, 1e-12)
+    return train
+
+
+KINDS: dict[str, tuple[Callable[[int], nn.Module], int]] = {
+    "alike": (Deep, 5),
+    "one layer is wider": (lambda depth: Deep(depth, inner=lambda i: 24 if i == 3 else 16), 7),
+    "low rank": (lambda depth: Deep(depth, rank=2), 5),
+    "one shared layer": (lambda depth: Deep(depth, shared=True), 5),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_layers_that_are_alike_are_compiled_once(kind: str, compilations: list[int]) -> None:
+    build, distinct = KINDS[kind]
+    train = trained(build(6).double())
+    program = blocks_of(train)
+    assert program.compiled <= distinct, compilations
+    assert program.pieces > 12
+    # The graph of open sizes too.
+    joints = {id(step.joint): step.joint for step in train._runner.executor._steps.values()}
+    assert [one.sizes is not None for one in joints.values()] == [False, True]
+    assert all(one._run.pieces > 12 for one in joints.values())  # type: ignore[attr-defined]
+
+
+def test_the_number_of_compilations_does_not_grow_with_the_depth(
+    compilations: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for depth, much in ((4, math.inf), (8, math.inf), (4, 0.0)):
+        monkeypatch.setattr(repeated_blocks, "_MUCH", much)
+        compilations.clear()
+        program = blocks_of(trained(Deep(depth).double()))
+        found.append((compilations[: program.compiled], program.compiled))
+    assert found[0] == found[1]
+    # With 0, anything that is saved is enough: the backward of a layer computes its GELU again.
+    more = [b - a for a, b in zip(found[0][0], found[2][0], strict=True)]
+    assert sorted(more) == [0, 0, 0, 0, 1]
+
+
+def test_layers_with_different_constants_are_not_taken_for_each_other(
+    compilations: list[int],
+) -> None:
+    trained(Deep(6, scale=lambda i: 1.0 / (i + 1)).double())
+    assert compilations
+
+
+def test_blocks_can_be_switched_off(
+    compilations: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(JointStep, "blocks", False)
+    assert blocks_of(trained(Deep(6).double())).pieces == 1
+    assert min(compilations) > 600
+
+
+class Drop(nn.Module):
+    """Adds a dropped vector of ones, on average as it is, to its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(64, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        one: Tensor = self.weight
+        for _ in range(6):
+            one = one.sin().tanh()
+        return x + functional.dropout(torch.ones_like(x) + one, 0.5)
+
+
+def spread(model: nn.Module, micro: Tensor) -> wb.Loss:
+    """The variance of the mean of all layers: 1 if all drop the same, 1 / layers if not."""
+    mean = model(micro) / 16 - 1.0
+    return wb.Loss((mean**2).sum(), mean.numel())
+
+
+def drops_fresh_numbers() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Drop() for _ in range(16)))
+    train = wb.WholeBatch(model, sgd(model), loss=spread, micro_batch=4, execute="compile")
+    losses = [train.step(torch.zeros(8, 64, dtype=torch.float64)).loss for _ in range(4)]
+    assert blocks_of(train).pieces > 16
+    assert mode_of(train) == "compile"
+    assert all(0.03 < float(one) < 0.1 for one in losses)  # 1 / 16 on average.
+    assert len({float(one) for one in losses}) == 4
+
+
+def test_every_layer_drops_other_numbers(compilations: list[int]) -> None:
+    drops_fresh_numbers()
+    assert len(compilations) <= 6
+
+
+@pytest.mark.slow
+def test_every_layer_drops_other_numbers_when_compiled() -> None:
+    with warnings.catch_warnings():  # Warnings of the compiler are its own.
+        warnings.simplefilter("default")
+        drops_fresh_numbers()
+
+
+@pytest.mark.slow
+def test_compiled_blocks_make_the_update_of_the_undivided_batch() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        train = trained(Deep(5).double())
+    program = blocks_of(train)
+    assert program.compiled == 5
+
+
+def test_a_piece_is_tried_on_zeros_if_its_operations_take_any_numbers() -> None:
+    given = []
+
+    def run(inputs: list[Any]) -> list[Any]:
+        given.extend(inputs)
+        return [inputs[0].index_select(0, inputs[1])]
+
+    cpu = torch.device("cpu")
+    rows = ((3, 2), (0, 1), torch.float32, cpu)  # Expanded: all rows are one.
+    numbers = ((4,), (1,), torch.int64, cpu)
+    operation = (torch.ops.aten.index_select.default, (_Input(0), 0, _Input(1)), {})
+    program = PieceProgram([operation], [rows, numbers, 7], [0])
+    assert program.is_safe
+    program.try_out(run)
+    assert not given[0].any()
+    assert given[0].stride() == (0, 1)
+    assert not given[1].any()
+    assert given[2] == 7
+    foreign = (torch.ops.quantized.linear.default, (), {})
+    assert not PieceProgram([operation, foreign], [rows, numbers], [0]).is_safe

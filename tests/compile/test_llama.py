@@ -1,0 +1,246 @@
+"""Models of the Llama family: what the rewritten graph computes, in float64, and what it calls."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+import wholebatch as wb
+from tests.support import distance
+from wholebatch.compile import repeated_blocks
+from wholebatch.compile.fused_weight_grad import add_product
+from wholebatch.compile.gradient_buffers import Casts, Gradients, as_one, in_one_piece
+from wholebatch.compile.graph_inputs import take_apart
+from wholebatch.compile.graph_rewrite import Fusions, Rewritten, rewrite
+from wholebatch.compile.joint_graph import JointStep, _rewritten
+from wholebatch.compile.trace import Form, State, Traced, trace
+from wholebatch.window.precision import choose
+
+transformers = pytest.importorskip("transformers")
+
+
+def _model(**options: Any) -> nn.Module:
+    """Two layers with grouped heads and tied weights; Qwen2 has biases at queries, keys, values."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True}
+    config = transformers.Qwen2Config(**(sizes | heads | options), use_cache=False)
+    model: nn.Module = transformers.Qwen2ForCausalLM(config)
+    return model
+
+
+def _loss(model: Any, batch: Any) -> wb.Loss:
+    return wb.mean_loss(model(**batch).loss, (batch["labels"][:, 1:] != -100).sum())
+
+
+def _micro(*, padded: bool = False) -> dict[str, Tensor]:
+    tokens = torch.randint(0, 64, (3, 8), generator=torch.Generator().manual_seed(1))
+    mask = {"attention_mask": torch.ones_like(tokens)} if padded else {}
+    return {"input_ids": tokens, "labels": tokens, **mask}
+
+
+def _traced(
+    model: nn.Module, micro: dict[str, Tensor], loss: Any = _loss
+) -> tuple[Traced, State, list[Tensor]]:
+    precision, inputs = choose("bf16", "cpu"), take_apart(micro)
+    state = State.of(model, list(model.parameters()))
+    with precision.forward():
+        form = Form.of(loss(model, micro), "loss")
+    return trace(model, loss, precision, state, inputs, form, "loss"), state, list(inputs.tensors)
+
+
+class InFloat64(fx.Interpreter):
+    """Runs a graph with every cast between float dtypes made to float64."""
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target in (add_product(), add_product(gaps=True)):
+            buffer, left, right = args
+            return buffer.addmm_(left, right)
+
+        def wide(part: Any) -> Any:
+            is_float = isinstance(part, torch.dtype) and part.is_floating_point
+            return torch.float64 if is_float else part
+
+        kwargs = {name: wide(part) for name, part in kwargs.items()}
+        return super().call_function(target, tuple(map(wide, args)), kwargs)
+
+
+def _gradients(
+    traced: Traced, state: State, tensors: list[Tensor], options: Fusions
+) -> tuple[Rewritten, list[Tensor]]:
+    """What the rewritten graph adds to buffers of ones, less these."""
+    trained = [one.detach().double() for one in state.trained.values()]
+    rewritten = rewrite(traced, len(trained), [torch.float32] * len(traced.used), options)
+    sources = [trained[index] for index, _ in rewritten.casts]
+    casts = in_one_piece(sources, [torch.float64] * len(sources))
+    buffers = in_one_piece(
+        [trained[index] for index in traced.used], [torch.float64] * len(trained)
+    )
+    torch._foreach_copy_(casts, sources)
+    torch._foreach_add_(buffers, 1.0)
+    tail = [*casts, *buffers]
+    joined = [as_one([tail[place] for place in places]) for places in rewritten.joined]
+    others = [one.double() if one.is_floating_point() else one for one in state.others.values()]
+    seed = torch.tensor(0.25, dtype=torch.float64)
+    with torch.no_grad():
+        InFloat64(rewritten.graph).run(*trained, *others, *tensors, seed, *tail, *joined)
+    return rewritten, [buffer - 1.0 for buffer in buffers]
+
+
+def test_the_rewritten_graph_makes_the_same_gradients() -> None:
+    given = _traced(_model(), _micro())
+    _, plain = _gradients(*given, Fusions(products=True))
+    all_of_them = Fusions(products=True, norms=True, shared_inputs=True)
+    rewritten, found = _gradients(*given, all_of_them)
+    assert rewritten.fused["norms"] == 5
+    assert rewritten.fused["shared"] == 2 * (2 + 1)
+    assert distance(found, plain) <= 1e-12
+    assert all(bool(one.abs().sum() > 0) for one in found)
+    called = [node.target for node in rewritten.graph.graph.nodes]
+    products = [called.count(one) for one in (torch.ops.aten.mm.default, add_product())]
+    # Of each layer 4 products, with 2 of their gradients each; the output layer, tied to tokens.
+    assert products == [2 * (3 + 4) + 2, 2 * 4 + 1]
+    exact = _model().double()
+    _loss(exact, _micro()).total.mul(0.25).backward()
+    wanted = [one.grad for one in exact.parameters()]
+    # The model normalises and rotates in float32, whatever its dtype is.
+    assert distance(found, [one for one in wanted if one is not None]) <= 1e-6
+
+
+def test_the_backward_of_a_layer_is_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So one kernel computes an activation again, for the weight's gradient, and its own slope."""
+    options = Fusions(products=True, norms=True, shared_inputs=True)
+    monkeypatch.setattr(JointStep, "_possible_fusions", lambda *_: options)
+    monkeypatch.setattr(repeated_blocks, "_MUCH", 0.0)
+    traced, state, tensors = _traced(_model(num_hidden_layers=4, intermediate_size=176), _micro())
+    parts = state, Gradients(of := list(state.trained.values())), Casts(of)
+    step = JointStep(traced, *parts, compiled=True, example=tensors)
+    assert step._blocks is not None
+    called = [[node.target for node in piece.nodes] for piece in step._blocks._pieces]
+    kinds = add_product(), torch.ops.aten.silu.default, torch.ops.aten.silu_backward.default
+    found = [tuple(map(one.count, kinds)) for one in called if kinds[2] in one]
+    assert found[1:] == 3 * [(4, 1, 1)]
+
+
+def test_keys_are_not_repeated_for_16_bit_and_padding_keeps_its_mask() -> None:
+    def keys(micro: dict[str, Tensor], **options: Any) -> set[int]:
+        nodes = _traced(_model(**options), micro)[0].graph.graph.nodes
+        calls = [n for n in nodes if "attention_for_cpu.default" in str(n.target)]
+        assert all((n.kwargs.get("attn_mask") is None) == (len(n.args) == 5) for n in calls)
+        return {n.args[1].meta["val"].shape[1] for n in calls}
+
+    assert keys(_micro()) == {2}
+    assert keys(_micro(), num_key_value_heads=1, num_hidden_layers=1) == {1}
+    assert keys(_micro(padded=True)) == {4}  # It needs a mask: torch has no fused kernel for both.
+
+
+def _mask(kind: str, tokens: Tensor, dtype: torch.dtype) -> Tensor:
+    place = torch.arange(tokens.shape[1])
+    past = place[None, :] <= place[:, None]
+    if kind == "bool":
+        return past
+    if kind == "near":
+        return past & (place[:, None] - place[None, :] < 4)
+    if kind == "later":
+        return place[None, :] < place[:, None] + 2
+    if kind == "data":
+        return past & (tokens != 5)[:, None, None, :]
+    hidden = {"infinite": float("-inf"), "lowest": torch.finfo(torch.float32).min, "low": -3.0}
+    return torch.zeros(past.shape, dtype=dtype).masked_fill(~past, hidden[kind])
+
+
+class Attends(nn.Module):
+    """One attention over tokens, with a mask of some kind."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.kind = kind
+        self.embed = nn.Embedding(64, 16)
+        self.read = nn.Linear(16, 64)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+        x = self.embed(input_ids)[:, None]
+        mask = _mask(self.kind, input_ids, x.dtype)
+        mixed = nn.functional.scaled_dot_product_attention(x, x.sin(), x.cos(), attn_mask=mask)
+        logits = self.read(mixed[:, 0]).flatten(0, 1)
+        return nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum")
+
+
+def _sum(model: Any, batch: Any) -> wb.Loss:
+    return wb.Loss(model(**batch), batch["labels"].numel())
+
+
+@pytest.mark.parametrize("kind", ["bool", "infinite", "lowest", "low", "near", "later", "data"])
+def test_only_a_mask_that_always_is_causal_is_left_out(kind: str) -> None:
+    model, micro = Attends(kind), _micro()
+    given = _traced(model, micro, _sum)
+    calls = [n for n in given[0].graph.graph.nodes if "attention_for_cpu.default" in str(n.target)]
+    left_out = [len(node.args) == 5 and node.args[4] for node in calls]
+    assert left_out == [kind in ("bool", "infinite", "lowest")]
+    _, found = _gradients(*given, Fusions(products=True))
+    exact = model.double()
+    _sum(exact, micro).total.mul(0.25).backward()
+    assert distance(found, [one.grad for one in exact.parameters()]) <= 1e-12  # type: ignore[misc]
+
+
+class Reads(nn.Module):
+    """Pairs of layers on one input: applied twice, by themselves elsewhere, and with biases.
+
+    The backward reads the result of one layer of `read_again`, and not that of the other.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(64, 8)
+        self.twice = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(2))
+        self.apart = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(2))
+        self.read_again = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(2))
+        self.odd = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.read = nn.Linear(8, 64)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+        x = self.embed(input_ids)
+        for _ in range(2):
+            x = x + self.twice[0](x).sin() * self.twice[1](x)
+        x = x + self.apart[0](x).sin() * self.apart[1](x)
+        x = x + self.apart[1](x)
+        x = x + self.read_again[0](x) + self.read_again[1](x).sin()
+        x = x + self.odd[0](x).sin() * self.odd[1](x) * self.odd[2](x).cos()
+        logits = self.read(x).flatten(0, 1)
+        return nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum")
+
+
+def test_layers_used_twice_and_biases_of_odd_sizes() -> None:
+    model, micro = Reads(), _micro()
+    given = _traced(model, micro, _sum)
+    rewritten, found = _gradients(*given, Fusions(products=True, shared_inputs=True))
+    assert rewritten.fused["shared"] == 2 + 1 + 1 + 2
+    assert len(rewritten.joined) == 2 + 1 + 2 + 2  # Weights and buffers; `apart` only its weights.
+    called = [node.target for node in rewritten.graph.graph.nodes]
+    assert called.count(torch.ops.aten.clone.default) == 1
+    exact = model.double()
+    _sum(exact, micro).total.mul(0.25).backward()
+    assert distance(found, [one.grad for one in exact.parameters()]) <= 1e-12  # type: ignore[misc]
+
+
+def test_buffers_that_lie_apart_are_not_joined() -> None:
+    model = Reads()
+    traced, state, _ = _traced(model, _micro(), _sum)
+    parameters = list(state.trained.values())
+    options = Fusions(products=True, shared_inputs=True)
+    gradients = Gradients(parameters)
+    buffers = gradients.of(traced.used)
+    rewritten, tail = _rewritten(traced, len(parameters), gradients, Casts(parameters), options)
+    assert len(tail) == len(rewritten.casts) + len(buffers) + len(rewritten.joined)
+    assert rewritten.fused["shared"]
+    apart = Gradients(parameters)
+    for index in traced.used:  # one allocation each
+        apart.of([index])
+    rewritten, tail = _rewritten(traced, len(parameters), apart, Casts(parameters), options)
+    assert not rewritten.fused["shared"]
+    assert len(tail) == len(rewritten.casts) + len(buffers)

@@ -1,0 +1,453 @@
+"""Python state around a graph: what it reads is as it was, what it writes no graph would write."""
+
+from __future__ import annotations
+
+import array
+import contextvars
+import functools
+import os
+import warnings
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import Tensor, nn
+
+import wholebatch as wb
+from tests.compile import nets
+from tests.compile.nets import Micro, loss, mode_of, tagged, traced
+from tests.support import Whole, mlp, samples, sgd
+from wholebatch.compile import ExecuteWarning
+from wholebatch.compile.captured_state import Fingerprint, Reach
+
+COUNTED = {"calls": 0}
+
+
+class Net(nn.Module):
+    """A perceptron whose hidden layer passes through `more`."""
+
+    def __init__(self, more: Callable[[Net, Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.first, self.last = nn.Linear(5, 8), nn.Linear(8, 3)
+        self.register_buffer("mean", torch.zeros(8))
+        self.kept: list[float] = []
+        self.table: Tensor | None = None
+        self.more = more
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(self.more(self, torch.tanh(self.first(x))))
+        return out
+
+
+def capped(_: Net, x: Tensor) -> Tensor:
+    x = x.clone()
+    x[x > 0.3] = 0.3  # a constant in the graph
+    x[:, 0] = 0.0
+    return x * torch.tensor([2.0], dtype=x.dtype)
+
+
+def follows_its_mean(net: Net, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        net.mean.mul_(0.9).add_(0.1 * x.mean(0))
+    return x - net.mean
+
+
+def looks_up(net: Net, x: Tensor) -> Tensor:
+    if net.table is None:
+        net.table = torch.linspace(0.5, 1.5, 8, dtype=x.dtype)
+    return x * net.table
+
+
+def appends(net: Net, x: Tensor) -> Tensor:
+    net.kept.append(1.0)
+    return x * (1.0 + 0.1 * len(net.kept))
+
+
+def counts_globally(_: Net, x: Tensor) -> Tensor:
+    COUNTED["calls"] += 1
+    return x * (1.0 + 0.1 * COUNTED["calls"])
+
+
+def draws(_: Net, x: Tensor) -> Tensor:
+    return x * (1.0 + float(numpy.random.rand()))
+
+
+def both_ways(make: Callable[[], nn.Module], loss_of: Callable[[], Any]) -> tuple[str, list[str]]:
+    """Five windows as a graph (if it can be) beside eager code: mode, and what was said."""
+    found = []
+    said: list[str] = []
+    mode = ""
+    for execute in ("eager", "compile"):
+        COUNTED["calls"] = 0
+        numpy.random.seed(0)
+        model = make().double()
+        train = traced(model, loss=loss_of(), execute=execute, audit=False)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("warnings.warn", lambda text, *_, **__: said.append(str(text)))
+            losses = [train.step(samples(8 + seed)).loss for seed in range(5)]
+        mode = mode_of(train)
+        found.append((losses, [p.detach() for p in model.parameters()], list(model.buffers())))
+    for ours, theirs in zip(found[1], found[0], strict=True):
+        for a, b in zip(ours, theirs, strict=True):
+            assert torch.as_tensor(a).allclose(torch.as_tensor(b), rtol=1e-12, atol=1e-14)
+    return mode, said
+
+
+@pytest.mark.parametrize("more", [capped, follows_its_mean, looks_up])
+def test_constants_and_moved_buffers_are_part_of_the_graph(more: Any) -> None:
+    mode, said = both_ways(lambda: Net(more), lambda: loss)
+    assert mode == "operations"
+    assert not said
+
+
+@pytest.mark.parametrize(
+    ("more", "what"), [(appends, "kept"), (counts_globally, "COUNTED"), (draws, "numpy's random")]
+)
+def test_a_forward_that_leaves_something_behind(more: Any, what: str) -> None:
+    mode, said = both_ways(lambda: Net(more), lambda: loss)
+    assert mode == "eager"
+    assert len(said) == 1
+    assert what in said[0]
+
+
+def in_a_dictionary() -> Any:
+    state = {"weight": 1.0}
+
+    def annealed(model: nn.Module, micro: Micro) -> wb.Loss:
+        state["weight"] *= 0.999
+        plain = loss(model, micro)
+        return wb.Loss(plain.total * state["weight"], plain.units)
+
+    return annealed
+
+
+def in_a_free_variable() -> Any:
+    weight = 1.0
+
+    def annealed(model: nn.Module, micro: Micro) -> wb.Loss:
+        nonlocal weight
+        weight *= 0.999
+        plain = loss(model, micro)
+        return wb.Loss(plain.total * weight, plain.units)
+
+    return annealed
+
+
+class InAnObject:
+    def __init__(self) -> None:
+        self.weight = 1.0
+
+    def anneal(self) -> float:
+        self.weight *= 0.999
+        return self.weight
+
+    def __call__(self, model: nn.Module, micro: Micro) -> wb.Loss:
+        plain = loss(model, micro)
+        return wb.Loss(plain.total * self.anneal(), plain.units)
+
+
+def in_a_tensor() -> Any:
+    seen = torch.ones((), dtype=torch.float64)
+
+    def followed(model: nn.Module, micro: Micro) -> wb.Loss:
+        plain = loss(model, micro)
+        seen.mul_(0.9).add_(0.1 * plain.total.detach())
+        return wb.Loss(plain.total * (1.0 + 0.01 * seen), plain.units)
+
+    return followed
+
+
+@pytest.mark.parametrize(
+    "make",
+    [in_a_dictionary, in_a_free_variable, InAnObject, lambda: InAnObject().__call__, in_a_tensor],
+)
+def test_a_loss_function_that_changes_its_own_state(make: Any) -> None:
+    """Tracing calls it once more than eager code does, and must not be felt."""
+    mode, said = both_ways(mlp, make)
+    assert mode == "eager"
+    assert len(said) == 1
+    assert "which a graph would do only once" in said[0]
+
+
+def test_state_that_is_changed_between_windows_makes_a_new_graph() -> None:
+    """Wherever the loss function finds it; other things of the same objects may change."""
+    options = {"power": [1.0]}
+    trainer = SimpleNamespace(config=SimpleNamespace(weight=1.0), step=0)
+    small = torch.ones((), dtype=torch.float64)
+
+    def annealed(model: nn.Module, micro: Micro) -> wb.Loss:
+        plain = loss(model, micro)
+        weight = trainer.config.weight * options["power"][0] * small
+        return wb.Loss(plain.total * weight, plain.units)
+
+    model, reference = mlp(), mlp()
+    train = traced(model, loss=annealed)
+    eager = wb.WholeBatch(reference, sgd(reference), loss=annealed, micro_batch=4, execute="eager")
+    for step in range(9):
+        trainer.step += 1
+        options["power"][0] = 1.0 if step < 3 else 0.5
+        trainer.config.weight = 1.0 if step < 5 else 0.7
+        if step == 7:
+            small.mul_(2.0)
+        found, wanted = train.step(samples(8)), eager.step(samples(8))
+        assert found.loss == pytest.approx(wanted.loss, rel=1e-12)
+    assert mode_of(train) == "operations"
+
+
+def test_what_changes_at_every_window_is_for_eager_code() -> None:
+    weight = 1.0
+
+    def annealed(model: nn.Module, micro: Micro) -> wb.Loss:
+        plain = loss(model, micro)
+        return wb.Loss(plain.total * weight, plain.units)
+
+    model = mlp()
+    train = traced(model, loss=annealed)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(12):
+            weight *= 0.99
+            train.step(samples(8))
+    assert ["the loss function changes again and again" in str(one.message) for one in said] == [
+        True
+    ]
+    assert mode_of(train) == "eager"
+
+
+def test_recurrent_layers_and_sparse_gradients() -> None:
+    class Reader(nn.Module):
+        def __init__(self, sparse: bool) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.embed = nn.Embedding(11, 6, sparse=sparse)
+            self.read = nn.LSTM(6, 6, batch_first=True)
+            self.last = nn.Linear(6, 11)
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            out: Tensor = self.last(self.read(self.embed(tokens))[0])
+            return out
+
+    for sparse in (False, True):
+        model = Reader(sparse).double()
+        whole = Whole(
+            model,
+            loss=lambda m, b: nn.functional.cross_entropy(
+                m(b["x"]).flatten(0, 1), b["y"].flatten()
+            ),
+        )
+        train = traced(model)
+        if sparse:
+            with pytest.warns(ExecuteWarning, match="sparse gradients"):
+                train.step(tagged(8))
+        else:
+            train.step(tagged(8))
+        train.step(tagged(8))
+        train.step(tagged(8))
+        assert mode_of(train) == ("eager" if sparse else "operations")
+        for _ in range(3):
+            whole.step(tagged(8))
+        whole.assert_same(model)
+
+
+def test_what_can_be_reached() -> None:
+    inner = {"deep": [{"number": 1}]}
+    weights = torch.ones(3)
+
+    def helper(x: Tensor) -> Tensor:
+        return x * inner["deep"][0]["number"] * weights  # type: ignore[index]
+
+    def outer(model: nn.Module, micro: Tensor, *, given: list[int] = [2]) -> Tensor:  # noqa: B006
+        return helper(micro) * given[0]
+
+    reach = Reach(mlp(), outer)
+    assert reach.changed() is None
+    inner["deep"][0]["number"] = 2
+    assert reach.changed() == "inner['deep'][0]"
+    reach.restore()
+    assert inner["deep"][0]["number"] == 1
+    weights += 1.0
+    assert reach.changed() == "weights"
+    reach.restore()
+    assert torch.equal(weights, torch.ones(3))
+    outer.__kwdefaults__["given"].append(3)
+    assert reach.written() == "given"
+
+
+class Base:
+    """A trainer: a base with a loss, counters that do not matter, and a schedule."""
+
+    depth = 2.0
+
+    def __init__(self) -> None:
+        self.updates, self.smoothing, self.hidden, self._rate = 0, 0.1, 1.0, 1.0
+        self.schedule = Schedule()
+
+    def compute(self, model: nn.Module, micro: Micro) -> Tensor:
+        out: Tensor = model(micro["x"]).sum() * self.smoothing
+        return out
+
+
+class Schedule:
+    def __init__(self) -> None:
+        self.at = 0.0
+
+    def value(self) -> float:
+        return self.at
+
+
+class Derived(Base):
+    @property
+    def rate(self) -> float:
+        return 2 * self._rate
+
+    def compute(self, model: nn.Module, micro: Micro) -> Tensor:
+        weight = self.rate * self.depth * getattr(self, "hidden") + self.schedule.value()  # noqa: B009
+        return weight * super().compute(model, micro)
+
+
+def test_a_method_reads_the_attributes_that_its_code_names_and_no_others() -> None:
+    """By a partial of a library's function, a base's method, a property, a class or by getattr."""
+    trainer = Derived()
+    reach = Reach(nn.Linear(1, 1), functools.partial(wb.mean_loss, trainer.compute))
+    trainer.updates += 1
+    assert reach.changed() is None
+    for change in (
+        lambda: setattr(trainer, "smoothing", 0.2),
+        lambda: setattr(trainer, "hidden", 2.0),
+        lambda: setattr(trainer, "_rate", 3.0),
+        lambda: setattr(trainer, "depth", 3.0),
+        lambda: setattr(trainer.schedule, "at", 1.0),
+    ):
+        reach = Reach(nn.Linear(1, 1), functools.partial(wb.mean_loss, trainer.compute))
+        assert reach.changed() is None
+        change()
+        assert reach.changed() is not None
+    reach = Reach(nn.Linear(1, 1), functools.partial(wb.mean_loss, Derived().compute))
+    Base.depth = 4.0
+    assert reach.changed() is not None
+    Base.depth = 2.0
+
+
+class Slotted:
+    __slots__ = ("beta",)
+    beta: float
+
+
+class Fixed:
+    """Values on the class: read by name, by a static method, or in a dict of the class."""
+
+    beta = 1.0
+    table = {"beta": 1.0}  # noqa: RUF012
+
+    @staticmethod
+    def value() -> float:
+        return Fixed.beta
+
+
+def own_attribute() -> float:
+    return own_attribute.beta  # type: ignore[attr-defined, no-any-return]
+
+
+def nested(levels: int) -> tuple[SimpleNamespace, SimpleNamespace]:
+    """Return a chain of namespaces, linked by `a`: the first and the last one."""
+    first = last = SimpleNamespace()
+    for _ in range(levels):
+        last.a = SimpleNamespace()
+        last = last.a
+    last.beta = 1.0
+    return first, last
+
+
+SLOTTED, NUMBERS, BYTES = Slotted(), numpy.ones(3), array.array("d", [1.0])
+CONTEXT = contextvars.ContextVar("beta", default=1.0)
+FIRST, LAST = nested(6)
+MANY = dict.fromkeys(range(2000), 1.0)
+RATED = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+RATES = torch.optim.lr_scheduler.LambdaLR(RATED, lambda _: 1.0)
+READ_ANYWHERE: dict[str, tuple[Callable[[], Any], Callable[[float], Any]]] = {
+    "an imported module": (lambda: nets.BETA, lambda b: setattr(nets, "BETA", b)),
+    "its function": (lambda: nets.beta(), lambda b: setattr(nets, "BETA", b)),
+    "a class": (lambda: Fixed.beta, lambda b: setattr(Fixed, "beta", b)),
+    "its method": (lambda: Fixed.value(), lambda b: setattr(Fixed, "beta", b)),
+    "its dict": (lambda: Fixed.table["beta"], lambda b: Fixed.table.update(beta=b)),
+    "a global": (lambda: globals()["BETA"], lambda b: globals().update(BETA=b)),
+    "one with a made name": (
+        lambda: globals()["".join(["BE", "TA"])],
+        lambda b: globals().update(BETA=b),
+    ),
+    "a global in a text": (lambda: eval("BETA * 2"), lambda b: globals().update(BETA=b)),
+    "a global of an inner function": (
+        lambda: (lambda x: x * BETA)(1.0),  # type: ignore[name-defined]  # noqa: F821
+        lambda b: globals().update(BETA=b),
+    ),
+    "slots": (lambda: SLOTTED.beta, lambda b: setattr(SLOTTED, "beta", b)),
+    "a function's attribute": (own_attribute, lambda b: setattr(own_attribute, "beta", b)),
+    "six levels": (lambda: FIRST.a.a.a.a.a.a.beta, lambda b: setattr(LAST, "beta", b)),
+    "a large dict": (lambda: MANY[7], lambda b: MANY.update({7: b})),
+    "a context": (lambda: CONTEXT.get(), lambda b: CONTEXT.set(b)),
+    "an array": (lambda: BYTES[0], lambda b: BYTES.__setitem__(0, b)),
+    "numpy": (lambda: NUMBERS.sum(), lambda b: NUMBERS.__setitem__(1, b)),
+    "environ": (lambda: os.environ["BETA"], lambda b: os.environ.update(BETA=str(b))),
+    "getenv": (lambda: os.getenv("BETA"), lambda b: os.environ.update(BETA=str(b))),
+    "a rate": (
+        lambda: RATED.param_groups[0]["lr"],
+        lambda b: RATED.param_groups[0].update(lr=b),
+    ),
+    "a schedule": (lambda: RATES.get_last_lr()[0], lambda b: setattr(RATES, "_last_lr", [b])),
+}
+
+
+@pytest.mark.parametrize("name", READ_ANYWHERE)
+def test_a_value_that_the_loss_reads_from_anywhere(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None of these was noticed: a compiled loss went on with the value of its first window."""
+    read, write = READ_ANYWHERE[name]
+    monkeypatch.setenv("BETA", "1.0")
+    write(1.0)
+
+    def loss(model: nn.Module, micro: Micro) -> Tensor:
+        return float(read()) * model(micro["x"]).sum(1)
+
+    fingerprint = Fingerprint(mlp(), loss)
+    assert fingerprint.holds()
+    write(3.0)
+    assert fingerprint.changed() is not None
+
+
+def test_a_module_whose_function_or_part_is_another_one() -> None:
+    """Also of a module that is not trained, and that only the loss function holds."""
+    model, teacher = Net(capped), nn.Sequential(nn.Linear(3, 3))
+
+    def loss(model: nn.Module, micro: Micro) -> Tensor:
+        out: Tensor = teacher(model(micro["x"])).sum(1)
+        return out
+
+    for change in (
+        lambda: setattr(model, "more", looks_up),
+        lambda: setattr(model.last, "forward", model.first.forward),
+        lambda: setattr(model, "last", nn.Linear(8, 3)),
+        lambda: setattr(teacher[0], "weight", nn.Parameter(torch.eye(3))),
+        lambda: teacher.__setitem__(0, nn.Tanh()),
+    ):
+        fingerprint = Fingerprint(model, loss)
+        assert fingerprint.holds()
+        change()
+        assert not fingerprint.holds()
+
+
+def test_what_a_trace_changes_on_a_class_or_in_slots_is_put_back() -> None:
+    def loss(model: nn.Module, micro: Micro) -> float:
+        return Fixed.beta * SLOTTED.beta
+
+    SLOTTED.beta = 1.0
+    reach = Reach(mlp(), loss)
+    before = Fixed.beta
+    Fixed.beta, SLOTTED.beta = before + 1, 2.0
+    assert reach.written() is not None
+    reach.restore()
+    assert (Fixed.beta, SLOTTED.beta) == (before, 1.0)

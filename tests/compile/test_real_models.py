@@ -1,0 +1,479 @@
+"""What the code of real models does, and a trace must bear: each as one graph, or refused."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+import wholebatch as wb
+from tests.compile.nets import mode_of, traced
+from tests.support import EXACT, Whole, distance, mlp, samples, sgd
+from wholebatch.compile import ExecuteWarning
+from wholebatch.compile.captured_state import Fingerprint
+from wholebatch.compile.execute_mode import CannotTrace
+from wholebatch.compile.host_constants import lift_host_constants
+from wholebatch.compile.repeated_draws import RepeatedDraws
+from wholebatch.compile.value_reads import draws
+
+
+class Wrapped(nn.Module):
+    """An MLP whose forward does something more."""
+
+    def __init__(self, more: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.inner = mlp()
+        self.more = more
+        self.rate = 0.0
+        self.register_buffer("flag", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(self.more(self, x))
+        return out
+
+
+def drops_layers(model: Any, x: Tensor) -> Tensor:
+    if torch.rand([]) < model.rate:
+        return x
+    return 2 * x
+
+
+def reads_constants(_: Any, x: Tensor) -> Tensor:
+    places = torch.arange(4)
+    return 2 * x if int(places.max()) == 3 and (places < 4).all() else x
+
+
+def makes_tensors(_: Any, x: Tensor) -> Tensor:
+    return x * torch.tensor(2.0, dtype=x.dtype) + torch.tensor([1.0, 2, 3, 4, 5], dtype=x.dtype)
+
+
+def asserts(_: Any, x: Tensor) -> Tensor:
+    torch._check_tensor_all(x < 100.0, lambda: "too large")
+    return 2 * x
+
+
+def converts_nothing(model: Any, x: Tensor) -> Tensor:
+    model.inner = model.inner.to(x.dtype)
+    return 2 * x
+
+
+def has_a_distribution(_: Any, x: Tensor) -> Tensor:
+    return torch.distributions.Normal(x, x.square() + 1).log_prob(2 * x)
+
+
+def hooked(function: Callable[..., Any]) -> nn.Module:
+    model = mlp()
+    model[0].register_forward_hook(function)
+    return model
+
+
+def make_inputs_require_grads(module: Any, input: Any, output: Any) -> None:
+    output.requires_grad_(True)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Wrapped(drops_layers),
+        lambda: Wrapped(reads_constants),
+        lambda: Wrapped(makes_tensors),
+        lambda: Wrapped(asserts),
+        lambda: Wrapped(converts_nothing),
+        lambda: Wrapped(has_a_distribution),
+        lambda: hooked(make_inputs_require_grads),
+    ],
+)
+def test_is_one_graph_with_the_update_of_the_undivided_batch(make: Any) -> None:
+    model = make()
+    whole = Whole(model)
+    eager_model = copy.deepcopy(model)
+    eager = wb.WholeBatch(
+        eager_model, sgd(eager_model), loss=wb_loss, micro_batch=4, execute="eager"
+    )
+    train = traced(model)
+    for number in (10, 10, 11, 10):
+        train.step(samples(number))
+        eager.step(samples(number))
+        whole.step(samples(number))
+    assert mode_of(train) == "operations"
+    steps = train._runner.executor._steps.values()
+    assert [step.joint.random for step in steps] == [False] * len(steps)  # So they were checked.
+    whole.assert_same(model)
+    assert distance(model.parameters(), eager_model.parameters()) <= EXACT
+
+
+def wb_loss(model: nn.Module, micro: dict[str, Tensor]) -> wb.Loss:
+    return wb.cross_entropy(model(micro["x"]), micro["y"])
+
+
+# --------------------------------------------- values that may differ next time
+
+
+def decides_by_data(_: Any, x: Tensor) -> Tensor:
+    return 2 * x if (x < 100.0).all() else x
+
+
+def decides_by_a_buffer(model: Any, x: Tensor) -> Tensor:
+    return 2 * x if model.flag > 0 else x
+
+
+def decides_by_a_weight(model: Any, x: Tensor) -> Tensor:
+    return 2 * x if model.inner[0].weight.sum() < 100.0 else x
+
+
+def casts(model: Any, x: Tensor) -> Tensor:
+    model.inner.to(torch.float32)
+    model.inner.to(torch.float64)
+    return x
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: Wrapped(decides_by_data), r"test_real_models.py, line \d+: return 2 \* x if \(x"),
+        (lambda: Wrapped(decides_by_a_buffer), "line .* if model.flag > 0"),
+        (lambda: Wrapped(decides_by_a_weight), "line .* if model.inner"),
+        (lambda: hooked(lambda *_: None), "0 has forward hooks"),
+        (lambda: hooked(lambda m, i, o: o.retain_grad()), "0 has forward hooks"),
+    ],
+)
+def test_a_value_that_may_differ_next_time_is_refused(make: Any, reason: str) -> None:
+    train = traced(make())
+    with pytest.warns(ExecuteWarning, match=reason):
+        train.step(samples(10))
+    train.step(samples(10))
+    assert mode_of(train) == "eager"
+
+
+def test_a_forward_that_rounds_the_gradients_of_the_window_is_refused() -> None:
+    train = traced(Wrapped(casts))
+    with (
+        pytest.warns(ExecuteWarning, match="its forward moves or casts a Sequential"),
+        pytest.raises(wb.errors.WindowError, match="has changed since the window's last backward"),
+    ):
+        train.step(samples(10))
+
+
+def test_a_rate_that_is_no_longer_zero_is_not_used_in_silence() -> None:
+    model = Wrapped(drops_layers)
+    train = traced(model, audit=False)
+    for _ in range(3):
+        train.step(samples(8))
+    assert mode_of(train) == "operations"
+    model.rate = 0.5
+    with pytest.warns(ExecuteWarning, match=r"if torch.rand\(\[\]\) < model.rate"):
+        train.step(samples(8))
+    assert mode_of(train) == "eager"
+    model.rate = 1.0  # Every layer is dropped: the other path, known for good.
+    whole = Whole(model)
+    train = traced(model)
+    for _ in range(3):
+        train.step(samples(10))
+        whole.step(samples(10))
+    assert mode_of(train) == "operations"
+    whole.assert_same(model)
+
+
+def test_an_assertion_that_fails_later_is_an_error() -> None:
+    model = Wrapped(asserts)
+    train = traced(model)
+    for _ in range(3):
+        train.step(samples(8))
+    assert mode_of(train) == "operations"
+    batch = samples(8)
+    batch["x"][5, 0] = 1000.0
+    with pytest.raises(RuntimeError, match="an assertion of the model's code failed"):
+        train.step(batch)
+
+
+class Scaled(nn.Module):
+    """Tensors that are neither parameters nor buffers, one of which decides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = mlp()
+        self.scale = torch.ones(5, dtype=torch.float64)
+        self._shift = torch.zeros(5, dtype=torch.float64)
+        self._on = torch.ones(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(x * self.scale + self._shift if self._on * 1 > 0 else x)
+        return out
+
+
+@pytest.mark.parametrize("name", ["scale", "_shift", "_on"])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_changed_tensor_of_a_module_makes_a_new_graph_once(name: str, in_place: bool) -> None:
+    model = Scaled()
+    whole = Whole(model)
+    train = traced(model)
+    modes = []
+    for step in range(7):
+        if step == 4:
+            for one in (model, whole.model):
+                tensor = getattr(one, name)
+                if in_place:
+                    tensor.sub_(2.0)
+                else:
+                    setattr(one, name, tensor - 2.0)
+        train.step(samples(8))
+        whole.step(samples(8))
+        modes.append(mode_of(train))
+    assert modes == ["operations"] * 7
+    whole.assert_same(model)
+
+
+# ------------------------------------------------------ checkpoints with dropout
+
+
+class Checkpointed(nn.Module):
+    """Dropout of each kind in parts that are run again in the backward."""
+
+    def __init__(self, *, on: bool, **options: Any) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.parts = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.read = nn.Linear(8, 3)
+        self.on = on
+        self.options = options
+
+    def part(self, layer: nn.Module, x: Tensor) -> Tensor:
+        x = functional.dropout(torch.tanh(layer(x)), 0.3, self.training)
+        kept = x.new_empty(len(x), 1).bernoulli_(0.8)
+        kept.div_(0.8)  # Drawn in place, and changed after it.
+        return x * kept + torch.rand_like(x).add_(1.0) * x
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.parts:
+            if self.on:
+                x = checkpoint(self.part, layer, x, use_reentrant=False, **self.options)
+            else:
+                x = self.part(layer, x)
+        logits: Tensor = self.read(x)
+        return logits
+
+
+def test_a_checkpoint_with_dropout_uses_the_numbers_of_its_forward() -> None:
+    """The same numbers are drawn in the same order, so the gradient is that without checkpoints."""
+    found = []
+    for on, execute in ((True, "compile"), (False, "eager"), (True, "eager")):
+        model = Checkpointed(on=on).double()
+        if execute == "compile":
+            train = traced(model, audit=False)
+        else:
+            train = wb.WholeBatch(
+                model, sgd(model), loss=wb_loss, micro_batch=4, execute="eager", audit=False
+            )
+        for step in range(4):
+            torch.manual_seed(step)
+            train.step(samples(8, features=8))
+        found.append([parameter.detach().clone() for parameter in model.parameters()])
+        if execute == "compile":
+            assert mode_of(train) == "operations"
+            assert all(step.joint.random for step in train._runner.executor._steps.values())
+    assert distance(found[2], found[1]) <= EXACT
+    assert distance(found[0], found[1]) <= EXACT
+
+
+def test_a_checkpoint_leaves_the_generators_of_devices_alone() -> None:
+    """Their states are not read in a trace: those of CUDA would be set from fake tensors."""
+    from torch.utils import checkpoint as module
+
+    before = module.get_device_states, torch.get_rng_state
+    with RepeatedDraws().as_generator():
+        assert module.get_device_states(torch.ones(1)) == ([], [])
+        torch.set_rng_state(torch.get_rng_state())
+        with pytest.raises(CannotTrace, match="sets the state of the random generator"):
+            torch.set_rng_state(torch.zeros(4))
+    assert (module.get_device_states, torch.get_rng_state) == before
+
+
+def test_a_checkpoint_that_draws_new_numbers_is_refused() -> None:
+    model = Checkpointed(on=True, preserve_rng_state=False).double()
+    train = traced(model, audit=False)
+    with pytest.warns(ExecuteWarning, match="its backward draws random numbers"):
+        train.step(samples(8, features=8))
+    train.step(samples(8, features=8))
+
+
+# ------------------------------------------------------------- recurrent layers
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind: type[nn.RNNBase], **options: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.drop = nn.Dropout(0.5 if options.get("dropout") else 0.0)
+        self.recur = kind(5, 6, num_layers=2, batch_first=True, **options)
+        self.read = nn.Linear(12 if options.get("bidirectional") else 6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs = self.recur(torch.stack([x, 2 * x, -x], 1))[0]
+        logits: Tensor = self.read(self.drop(outputs[:, -1]))
+        return logits
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_recurrent_layers_are_one_graph(kind: Any, bidirectional: bool) -> None:
+    model = Recurrent(kind, bidirectional=bidirectional).double()
+    whole = Whole(model)
+    train = traced(model)
+    for _ in range(3):
+        train.step(samples(10))
+        whole.step(samples(10))
+    assert mode_of(train) == "operations"
+    targets = [
+        str(node.target)
+        for made in train._runner.executor._traced.values()
+        for node in made.graph.graph.nodes
+    ]
+    assert "wholebatch.recurrent_backward.default" in targets
+    assert not any("sigmoid" in name for name in targets)  # They are not unrolled over time.
+    whole.assert_same(model)
+
+
+def test_dropout_within_a_recurrent_layer_is_not_left_out() -> None:
+    """torch's trace of it has none; with other dropout in the model, no comparison would tell."""
+    train = traced(Recurrent(nn.LSTM, dropout=0.5).double(), audit=False)
+    with pytest.warns(ExecuteWarning, match="recur is an nn.LSTM with dropout"):
+        train.step(samples(8))
+    train.step(samples(8))
+    assert mode_of(train) == "eager"
+
+
+# -------------------------------------------------------------------- operations
+
+
+class Forecast(nn.Module):
+    """Its loss has a gradient whose strides torch predicts wrongly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.read = nn.Linear(4, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.read(x).transpose(1, 2)  # type: ignore[no-any-return]
+
+
+def test_strides_that_torch_predicts_wrongly() -> None:
+    def squares(model: nn.Module, micro: dict[str, Tensor]) -> wb.Loss:
+        error = functional.mse_loss(model(micro["x"]), micro["y"])
+        return wb.mean_loss(error, micro["y"].numel())
+
+    def batch(number: int) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(number)
+        shapes = {"x": (number, 3, 4), "y": (number, 6, 3)}
+        return {
+            name: torch.randn(shape, generator=generator, dtype=torch.float64)
+            for name, shape in shapes.items()
+        }
+
+    def mean_square(model: nn.Module, micro: dict[str, Tensor]) -> Tensor:
+        return functional.mse_loss(model(micro["x"]), micro["y"])
+
+    model = Forecast().double()
+    whole = Whole(model, loss=mean_square)
+    train = traced(model, loss=squares)
+    for _ in range(3):
+        train.step(batch(10))
+        whole.step(batch(10))
+    assert mode_of(train) == "operations"
+    whole.assert_same(model)
+
+
+class Experts(nn.Module):
+    """Two experts, each for the tokens of its sign, as transformers runs them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weights = nn.Parameter(torch.randn(2, 8, 8) / 3)
+        self.read = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        order = torch.sort((x[:, 0] > 0).long(), stable=True)
+        offsets = torch.cumsum(torch.stack([1 - order.values, order.values]).sum(1), 0).int()
+        mixed = functional.grouped_mm(x[order.indices], self.weights, offs=offsets)
+        back = torch.zeros_like(mixed).index_copy(0, order.indices, mixed)
+        logits: Tensor = self.read(torch.tanh(back))
+        return logits
+
+
+@pytest.mark.skipif(not hasattr(functional, "grouped_mm"), reason="torch has no grouped_mm")
+def test_grouped_products_of_float32() -> None:
+    """torch has none in float64; the graph must give what eager code gives."""
+    model = Experts()
+    eager_model = copy.deepcopy(model)
+    eager = wb.WholeBatch(
+        eager_model, sgd(eager_model), loss=wb_loss, micro_batch=4, execute="eager"
+    )
+    train = traced(model)
+    for number in (10, 10, 10):
+        batch = samples(number, features=8, dtype=torch.float32)
+        train.step(batch)
+        eager.step(batch)
+    assert mode_of(train) == "operations"
+    assert distance(model.parameters(), eager_model.parameters()) <= 1e-6
+
+
+def test_a_graph_that_fails_when_it_runs_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    from wholebatch.compile import joint_graph
+
+    def fails(*_: Any) -> Any:
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(joint_graph.JointStep, "__call__", fails)
+    model = mlp()
+    whole = Whole(model)
+    train = traced(model)
+    with pytest.warns(ExecuteWarning, match="it fails as a graph .RuntimeError: no such kernel"):
+        train.step(samples(10))
+    train.step(samples(10))
+    for _ in range(2):
+        whole.step(samples(10))
+    whole.assert_same(model)
+
+
+# ---------------------------------------------------------------- host constants
+
+
+def test_host_constants_are_computed_once() -> None:
+    table = torch.arange(32.0, dtype=torch.float64)
+
+    def function(x: Tensor) -> Tensor:
+        scale = torch.tensor([2.0], dtype=torch.float64).sqrt()
+        return x * scale + (torch.arange(32) % 5) * table + torch.rand(32).double() * 0
+
+    x = torch.randn(32, dtype=torch.float64)
+    module = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(x)
+    sources = lift_host_constants(module, torch.device("cpu"))
+    targets = {str(node.target) for node in module.graph.nodes if node.op == "call_function"}
+    assert not any("arange" in name or "sqrt" in name or "remainder" in name for name in targets)
+    assert any("rand" in name for name in targets)  # What is drawn stays.
+    assert distance([module(x)], [function(x)]) <= EXACT
+    (found,) = sources  # Larger than what is compared by value.
+    assert found is table
+    watched = Fingerprint(mlp(), wb_loss)
+    watched.watch(sources)
+    assert watched.holds()
+    table.add_(1.0)
+    assert watched.changed() == "a tensor on the host"
+
+
+def test_backwards_of_attention_have_the_seed_of_their_forward() -> None:
+    aten = torch.ops.aten
+    for name in ("efficient", "cudnn", "flash"):
+        forward = getattr(aten, f"_scaled_dot_product_{name}_attention").default
+        backward = getattr(aten, f"_scaled_dot_product_{name}_attention_backward").default
+        assert draws(forward, (), {"dropout_p": 0.1})
+        assert not draws(forward, (), {"dropout_p": 0.0})
+        assert not draws(backward, (), {"dropout_p": 0.1})

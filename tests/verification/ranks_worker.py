@@ -1,0 +1,168 @@
+"""Run under torchrun: verify on engines of several ranks, and loops that forget to reduce."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import wholebatch as wb
+from tests.verification.loops.mistakes import mean, total, units
+from wholebatch.verification import verify_loop
+from wholebatch.verification.example_models import ZOO, loss
+
+
+def all_units(micros: Any) -> float:
+    counted = torch.tensor(float(units(micros)))
+    dist.all_reduce(counted)
+    return float(counted)
+
+
+def right_ddp(model: Any, optimizer: Any, micros: Any) -> None:
+    """DDP averages, so the shares of all units are multiplied by the ranks."""
+    wrapped = DistributedDataParallel(model)
+    scale = dist.get_world_size() / all_units(micros)
+    for micro in micros[:-1]:
+        with wrapped.no_sync():
+            (total(wrapped, micro) * scale).backward()
+    (total(wrapped, micros[-1]) * scale).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def right_by_hand(model: Any, optimizer: Any, micros: Any) -> None:
+    counted = all_units(micros)
+    for micro in micros:
+        (total(model, micro) / counted).backward()
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def means_of_ranks(model: Any, optimizer: Any, micros: Any) -> None:
+    """What DDP does by itself with uneven ranks."""
+    wrapped = DistributedDataParallel(model)
+    counted = units(micros)
+    for micro in micros[:-1]:
+        with wrapped.no_sync():
+            (total(wrapped, micro) / counted).backward()
+    (total(wrapped, micros[-1]) / counted).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def never_reduced(model: Any, optimizer: Any, micros: Any) -> None:
+    """Every backward inside no_sync, the last too."""
+    wrapped = DistributedDataParallel(model)
+    for micro in micros:
+        with wrapped.no_sync():
+            (mean(wrapped, micro) / len(micros)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def not_wrapped(model: Any, optimizer: Any, micros: Any) -> None:
+    counted = units(micros)
+    for micro in micros:
+        (total(model, micro) / counted).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def not_divided(model: Any, optimizer: Any, micros: Any) -> None:
+    wrapped = DistributedDataParallel(model)
+    for micro in micros:
+        mean(wrapped, micro).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def ranks_added(model: Any, optimizer: Any, micros: Any) -> None:
+    for micro in micros:
+        (mean(model, micro) / len(micros)).backward()
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def world_size_forgotten(model: Any, optimizer: Any, micros: Any) -> None:
+    """DDP averages what is divided by the units of all ranks already."""
+    wrapped = DistributedDataParallel(model)
+    counted = all_units(micros)
+    for micro in micros:
+        (total(wrapped, micro) / counted).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def in_engine(kind: str, rank: int) -> dict[str, Any]:
+    """The verdict of `wb.verify` on a model inside an engine."""
+    torch.manual_seed(5)
+    layers: list[nn.Module] = [nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, 5)]
+    if kind == "ddp-batchnorm":
+        layers.insert(1, nn.BatchNorm1d(16))
+    plain = nn.Sequential(*layers)
+    model: nn.Module = plain
+    if kind.startswith("ddp"):
+        model = DistributedDataParallel(plain)
+    else:
+        model = fully_shard(plain, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    generator = torch.Generator().manual_seed(rank)
+    size = 9 + 4 * rank
+    batch = {
+        "x": torch.randn(size, 12, generator=generator),
+        "y": torch.randint(0, 5, (size,), generator=generator),
+    }
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    verdict = wb.verify(model, loss, batch, micro_batch=4, optimizer=optimizer, clip_norm=0.05)
+    untouched = all(bool((a == b).all()) for a, b in zip(before, model.parameters(), strict=True))
+    return {**verdict.to_dict(), "untouched": untouched and not optimizer.state}
+
+
+LOOPS = {
+    right_ddp: [],
+    right_by_hand: [],
+    means_of_ranks: ["mean-of-means"],
+    never_reduced: ["unsynchronised-ranks"],
+    not_wrapped: ["unsynchronised-ranks"],
+    not_divided: ["not-divided"],
+    ranks_added: ["ranks-added"],
+    world_size_forgotten: ["world-size-forgotten"],
+}
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    found: dict[str, Any] = {"engines": {}, "loops": {}}
+    for kind in ("ddp", "fsdp2", "ddp-batchnorm"):
+        found["engines"][kind] = in_engine(kind, rank)
+    for loop in LOOPS:
+        # The mistake of its own on all three models; what one rank can show too, on one.
+        everywhere = loop in (right_ddp, never_reduced, not_wrapped, world_size_forgotten)
+        for case in ZOO if everywhere else ["mlp"]:
+            verdict = verify_loop(loop, case=case)
+            found["loops"][f"{loop.__name__} {case}"] = {
+                "found": list(verdict.mistakes),
+                "same": verdict.same,
+                "wanted": LOOPS[loop],
+                "said": str(verdict),
+            }
+    if rank == 0:
+        Path(sys.argv[1]).write_text(json.dumps(found), encoding="utf-8")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
