@@ -233,7 +233,7 @@ UNSEEN: dict[str, tuple[Callable[..., Any], str, Any]] = {
             a.backward(mean=mean(m, b), units=4, more=True),
             a.backward(mean=m(b["x"]).square().mean(), units=0),
         ],
-        "it would add nothing",
+        "it would be multiplied by 0 and lost",
         EVEN,
     ),
     "weights of classes, one sample each": (
