@@ -35,6 +35,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "batchnorm.md",
         "contrastive.md",
         "which-mean.md",
+        "several-losses.md",
         "moe.md",
         "diffusion.md",
         "packing.md",
