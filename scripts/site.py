@@ -46,7 +46,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "engines.md",
         "monitoring.md",
     ),
-    "Commands": ("train.md", "verify.md", "tune.md", "bench.md", "report.md"),
+    "Commands": ("train.md", "verify.md", "tune.md", "report.md"),
     "Integrations": (),
     "Lint": ("lint/README.md",),
     "Reference": (
