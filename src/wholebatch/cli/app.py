@@ -28,7 +28,7 @@ GROUPS = {
     },
     "Plan and measure": {
         "plan": "Predict peak memory and recommend a micro-batch. Nothing is trained.",
-        "tune": "Find the fastest settings for a batch here, or a learning rate.",
+        "tune": "Find the fastest settings for a batch on this machine, or a learning rate.",
         "scale": "Work out batch, micro-batch, steps and ranks from each other.",
     },
     "Housekeeping": {

@@ -195,7 +195,7 @@ def _tune(
     switch_on = {"checkpointing": settings.pop("checkpointing")}
     words = [f"--{name.replace('_', '-')} {value}" for name, value in settings.items()]
     words += [f"--{name}" for name, value in switch_on.items() if value]
-    line = f"wholebatch train {recipe.known_as} {' '.join(words)}"
+    line = f"wholebatch train {options.recipe or recipe.name} {' '.join(words)}"
     say_command(doing.console, "Train with these settings:", line)
 
 
