@@ -159,7 +159,7 @@ def ladder(console: Console) -> None:
     """The table of `tune --ladder`, as measured steps give it."""
     cost = SimpleNamespace(seconds=0.1806, peak=13_650_000, predicted=None, status="measured")
     bound = SimpleNamespace(kind="memory", utilisation=0.24)
-    steps = ("as it is", "gradient checkpointing", "accumulation, 8 × 4", "gradients: release")
+    steps = ("as it is", "gradient checkpointing", "accumulation, 8 × 4")
     rungs = [SimpleNamespace(what=w, together=cost, alone=cost, bottleneck=bound) for w in steps]
     console.print(
         fitting(tune_command._ladder(cast(Any, SimpleNamespace(ladder=rungs))), console.width)

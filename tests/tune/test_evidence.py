@@ -90,7 +90,7 @@ def test_the_ladder_measures_each_step_alone_and_on_top_of_the_others() -> None:
         base=WAY,
         precision="bf16",
         can_checkpoint=True,
-        offload="release",
+        can_offload=True,
         measure=measure,
         bound=lambda trial: name_bottleneck(trial, fixed=None, used=0.5),
     )
@@ -99,15 +99,17 @@ def test_the_ladder_measures_each_step_alone_and_on_top_of_the_others() -> None:
         "bf16 precision",
         "gradient checkpointing",
         "accumulation, 2 × 4",
-        "gradients: release",
+        "optimizer state on the host",
     ]
     assert [rung.together.setting.said() for rung in rungs[2:]] == [
         "micro-batch 8, full, checkpointed, eager",  # bf16 was far too slow, and is left out
         "micro-batch 2, full, checkpointed, eager",
-        "micro-batch 2, full, checkpointed, eager, gradients: release",
+        "micro-batch 2, full, checkpointed, eager, optimizer state on the host",
     ]
     assert rungs[4].alone is not None
-    assert rungs[4].alone.setting.said() == "micro-batch 8, full, eager, gradients: release"
+    assert (
+        rungs[4].alone.setting.said() == "micro-batch 8, full, eager, optimizer state on the host"
+    )
     assert rungs[0].to_dict()["remedy"] == "a lower precision, fewer operations, or more devices"
 
 

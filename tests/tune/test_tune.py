@@ -61,14 +61,14 @@ def test_grouped_options(monkeypatch: pytest.MonkeyPatch) -> None:
         batch={**batch(), "w": torch.ones(24)},
         micro_batches=[12],
         limits=QUICK,
-        memory=wb.Memory("1GiB", gradients="host"),
+        memory=wb.Memory("1GiB", optimizer_state="host"),
         close=wb.Close(clip_value=0.5, sync="hold"),
         micro_batch=wb.samples(static="w"),
     )
     assert found.budget == 2**30
     assert given
     for options in given:
-        assert options["memory"] == wb.Memory(gradients="host")
+        assert options["memory"] == wb.Memory(optimizer_state="host")
         assert options["close"] == wb.Close(clip_value=0.5, nonfinite="skip", sync="hold")
         assert options["micro_batch"] == wb.samples(12, static="w")
 

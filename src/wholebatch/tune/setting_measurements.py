@@ -108,7 +108,7 @@ class Running:
                     "micro_batch": setting.micro_batch,
                     "sync": mode.sync,
                     "nonfinite": "skip",
-                    **({} if mode.gradients == "device" else {"gradients": mode.gradients}),
+                    **({"optimizer_state": "host"} if mode.optimizer_state == "host" else {}),
                 }
             ),
         )

@@ -28,7 +28,7 @@ class RunMode(NamedTuple):
     checkpointing: bool
     execute: str
     sync: str
-    gradients: str = "device"
+    optimizer_state: str = "device"
 
     def said(self) -> str:
         """Return the mode in words.
@@ -38,7 +38,7 @@ class RunMode(NamedTuple):
         """
         words = [self.precision, *(["checkpointed"] if self.checkpointing else []), self.execute]
         words += [self.sync] if self.sync != "auto" else []
-        words += [f"gradients: {self.gradients}"] if self.gradients != "device" else []
+        words += ["optimizer state on the host"] if self.optimizer_state == "host" else []
         return ", ".join(words)
 
 
@@ -172,20 +172,20 @@ class Predicted:
     def of(self, setting: Setting) -> Prediction | None:
         """Return the prediction for eager execution, used for every `execute` and `sync`."""
         mode = setting.mode
-        key = (mode.precision, mode.checkpointing, mode.gradients, setting.micro_batch)
+        key = (mode.precision, mode.checkpointing, mode.optimizer_state, setting.micro_batch)
         if key not in self.made and not self.why_not:
             self._predict(key)
         return self.made.get(key)
 
     def _predict(self, key: tuple[str, bool, str, int]) -> None:
-        precision, again, gradients, size = key
+        precision, again, optimizer_state, size = key
         try:
             with checkpointed(self.model) if again else nullcontext():
                 self.made[key] = self._predictor.peak(
                     resize_batch(self.batch, size, static=self.static),
                     precision=precision,
                     micro_batches=1 if size == self.samples else 2,
-                    gradients=gradients,
+                    optimizer_state=optimizer_state,
                 )
         except UnsupportedError as error:
             self.why_not = str(error)
@@ -205,7 +205,7 @@ class Predicted:
         found = sorted(
             (size, prediction)
             for (*way, size), prediction in self.made.items()
-            if way == [mode.precision, mode.checkpointing, mode.gradients]
+            if way == [mode.precision, mode.checkpointing, mode.optimizer_state]
         )
         return [
             {

@@ -240,14 +240,14 @@ def climb(
     base: RunMode,
     precision: str | None,
     can_checkpoint: bool,
-    offload: str | None,
+    can_offload: bool,
     measure: Callable[[Setting], Trial],
     bound: Callable[[Trial], Bottleneck],
 ) -> tuple[Rung, ...]:
     """Measure the steps that apply here.
 
-    `micro_batch` is that of the accumulation step, `offload` the place of the gradients in the last
-    one. None leaves a step out.
+    `micro_batch` is that of the accumulation step. With `can_offload`, the last step keeps the
+    optimizer's state on the host. `precision=None` leaves that step out.
     """
     changes: list[tuple[str, dict[str, Any], int]] = [("as it is", {}, samples)]
     if precision is not None:
@@ -256,8 +256,8 @@ def climb(
         changes.append(("gradient checkpointing", {"checkpointing": True}, samples))
     steps = -(-samples // micro_batch)
     changes.append((f"accumulation, {micro_batch} × {steps}", {}, micro_batch))
-    if offload is not None:
-        changes.append((f"gradients: {offload}", {"gradients": offload}, samples))
+    if can_offload:
+        changes.append(("optimizer state on the host", {"optimizer_state": "host"}, samples))
     rungs: list[Rung] = []
     mode, size = base, samples
     for what, change, own_size in changes:
@@ -308,7 +308,7 @@ def tune(
     memory and by earlier measurements; `exhaustive=True` measures everything that fits, and
     `ladder=True` also what each way to save memory gives alone and on top of the others. Other
     options go to `WholeBatch`: `units=`, `clip_norm=`, `batchnorm=`, `close=wb.Close(…)`, …;
-    `memory=wb.Memory("20GiB", gradients="host")` and `micro_batch=wb.samples(static=…)` too. With
+    `memory=wb.Memory("20GiB", optimizer_state="host")`, `micro_batch=wb.samples(static=…)`. With
     `bandwidth` (bytes per second of one rank's link) the result includes a model of the time over
     `ranks`. `clock` times the windows: on a shared CPU, `time.process_time` counts this process
     alone, which is right for one thread.
@@ -457,7 +457,6 @@ def _ladder(search: Search, facts: _ModelFacts, batch: Any, found: Tuned) -> tup
     divided = found.best.setting.micro_batch
     precisions = [mode.precision for mode in modes if mode.precision != base.precision]
     copies = copy_bandwidth(facts.device)
-    has_units = search.workload.options.get("units") is not None
 
     def bound(trial: Trial) -> Bottleneck:
         used = share_of_arithmetic(
@@ -471,8 +470,7 @@ def _ladder(search: Search, facts: _ModelFacts, batch: Any, found: Tuned) -> tup
         base=base,
         precision=precisions[0] if precisions else None,
         can_checkpoint=any(mode.checkpointing for mode in modes),
-        # On a CPU the host is the device. Releasing gradients saves there, if units are counted.
-        offload="release" if has_units and facts.device.type == "cpu" else "host",
+        can_offload=facts.device.type == "cuda",  # on a CPU, the host is the device
         measure=search.measured,
         bound=bound,
     )
