@@ -3,7 +3,7 @@
     python benchmarks/gpu_optimizer_state.py                     # on the GPU
     python benchmarks/gpu_optimizer_state.py --model gpt-124m
 
-Prints one line per row: milliseconds per window (median), the peak of device memory, and the largest
+Prints one line per row: median milliseconds per window, peak of device memory, and the largest
 difference of the parameters from the plain window after all updates.
 """
 
