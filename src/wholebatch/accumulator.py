@@ -115,7 +115,7 @@ class Accumulator(Stream):
         scheduler: A learning-rate scheduler, or several. Each is stepped once per update.
         batchnorm: What to do with BatchNorm layers: "refuse", "statistics", "freeze", "group",
             "layer" or "sync" (see `wb.BatchNorm`). "exact" needs `WholeBatch`.
-        memory: `wb.Memory(gradients=..., optimizer=...)`.
+        memory: `wb.Memory(optimizer_state=...)`.
         audit: Test the first window: a sum must not be a mean, and samples must not depend on each
             other. False skips the test.
         close: `wb.Close(...)`, how a window ends.
@@ -538,7 +538,7 @@ def _without_budget(memory: Memory | None) -> Memory:
     if not isinstance(memory, Memory) or memory.budget is not None:
         raise OptionError(
             f"memory={memory!r}: Accumulator owns no forward, so it can keep no budget; give "
-            "wb.Memory(gradients=..., optimizer=...), or use WholeBatch"
+            "wb.Memory(optimizer_state=...), or use WholeBatch"
         )
     return memory
 

@@ -114,7 +114,6 @@ class WholeBatch(HasWindow):
             memory=memory,
             close=Close.of(close),
             precision=precision,
-            counts_units=units is not None or isinstance(loss, Coupled),
         )
         target, sync = window.target, window.sync
         self.model, self._root = model, root
@@ -151,7 +150,7 @@ class WholeBatch(HasWindow):
             sync=sync,
             is_coupled=self._runner.needs_lock_step,
             hold=self._runner.hold,
-            gradients=memory.gradients,
+            optimizer_state=memory.optimizer_state,
         )
         if (keeping := self._runner.keeping) is not None:
             keeping.room, self._fitting.relieved = self._fitting.room, keeping.relieved
