@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from wholebatch.accumulator import Accumulator, by_epoch, over
     from wholebatch.batch import split, tokens
     from wholebatch.batch.lookahead_loader import unpadded
-    from wholebatch.coupled.audit import audit
     from wholebatch.coupled.contrastive.losses import (
         Coupled,
         clip_loss,
@@ -78,7 +77,6 @@ __all__ = [
     "__version__",
     "aggregate",
     "aggregate_units",
-    "audit",
     "by_epoch",
     "causal_lm",
     "clip_loss",
@@ -123,7 +121,6 @@ _NAMES = {
     "batch": "split tokens",
     "whole_batch": "WholeBatch",
     "window.window": "Step",
-    "coupled.audit": "audit",
     "coupled.contrastive.losses": "Coupled clip_loss info_nce siglip_loss supcon_loss",
     "coupled.moe": "moe_loss",
     "coupled.sample_draws": "rand_like randint_like randn_like",

@@ -341,7 +341,7 @@ class Accumulator(Stream):
     # ------------------------------------------------- compiled loss functions
 
     @contextmanager
-    def micro_step(self, modules: nn.Module) -> Iterator[bool]:
+    def micro_step(self, modules: nn.Module) -> Iterator[None]:
         """Return the context of a compiled function's micro-step; see `Stream`."""
         self.pending.refuse()
         self._begin_backward()
@@ -352,8 +352,8 @@ class Accumulator(Stream):
                 "announce() with a compiled loss function, which has one total and its units: "
                 "give backward() the wb.Loss.terms(...) of a function that is not compiled"
             )
-        with super().micro_step(modules) as may_compile:
-            yield may_compile
+        with super().micro_step(modules):
+            yield
 
     def add_eagerly(self, loss: Loss | Terms) -> None:
         """Make the backward of a compiled function's loss by eager code."""

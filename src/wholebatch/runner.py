@@ -15,20 +15,17 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
-from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from wholebatch.batch import Tokens, batch_size_of, to_device
-from wholebatch.batch.samples import Layout, layout_of
+from wholebatch.batch.samples import layout_of
 from wholebatch.compile import Execute, check_execute
-from wholebatch.compile.disk_cache import leave_mark
-from wholebatch.compile.kept_steps import entry_of
 from wholebatch.coupled import choose as choose_batchnorm
-from wholebatch.coupled.adds_up import SAMPLES
-from wholebatch.coupled.audit import SplitGuard, check_padding
+from wholebatch.coupled.additivity import AdditivityTest, WindowData
+from wholebatch.coupled.audit import check_padding, refuse_lazy_parameters, warn_of_spectral_norms
 from wholebatch.coupled.batchnorm.lock_step import Hold, LockStep
 from wholebatch.coupled.batchnorm.lock_step_graph import Recorder
 from wholebatch.coupled.batchnorm.policies import Policy, Statistics
@@ -41,6 +38,8 @@ from wholebatch.coupled.contrastive.two_pass import (
 )
 from wholebatch.coupled.normalisation_layers import (
     batchnorms,
+    known_norms,
+    refuse_new_norms,
     running_buffers,
     tracked_instance_norms,
 )
@@ -115,9 +114,15 @@ class Runner:
         self._precision = precision
         self._device = window.target.device
         self._untouched = Untouched(window, by="the loss function")
-        looks = audit and not window.sync.counts_must_agree
         read = loss.stand_in if isinstance(loss, Coupled) else loss
-        self._guard = SplitGuard(root, window.sync, looks=looks, loss=read)
+        refuse_lazy_parameters(root)
+        warn_of_spectral_norms(root)
+        self._known_norms = {module for _, module in batchnorms(root)}
+        known_norms.update(self._known_norms)
+        shares = window.sync.counts_must_agree
+        self._test = AdditivityTest(
+            root, window.sync, enabled=audit, shares_forwards=shares, loss=read
+        )
         from wholebatch.compile.micro_step import Executor  # Not needed to import wholebatch.
 
         self.executor = Executor(
@@ -147,64 +152,43 @@ class Runner:
             raise OptionError(f'execute="{execute}": not possible here: {why}; use "auto"')
         return execute if why is None else "eager"
 
-    # --------------------------------------------------------------- the look
+    # --------------------------------------------------------------- the test
 
-    @property
-    def is_checked(self) -> bool:
-        """True if no look is to come."""
-        return not self._guard.pending
-
-    def look_at(
+    def test_window(
         self,
         batch: Any,
         micros: Sequence[Any],
         layout: Mapping[str, Any],
         steps: Collection[int] = (),
     ) -> None:
-        """Refuse what does not add up, before the first window that is split."""
-        guard = self._guard
-        guard.begin_window(self.executor.changed())
+        """Refuse what does not add up, before windows 1, 2, 4, 8, ... of those that are split."""
         sync = self._window.sync
-        # A batch that is whole now may be cut when memory runs out: `run` looks then.
+        # A batch that is whole now may be cut when memory runs out: `run` tests it then.
         self._undivided = layout if len(micros) == 1 else None
-        if not guard.pending or (len(micros) == 1 and sync.ranks == 1):
+        if len(micros) == 1 and sync.ranks == 1:
+            return
+        if not self._test.begin_window(self.executor.changed()):
             return
         function = self._loss
         encodes = isinstance(function, Coupled) and function.addends is None
         if isinstance(function, Coupled):
             function = function.addends or function.encode
+        elif self._drop is None and self.policy is None:
+            self.executor.look_ahead(micros[0], known=False)
 
         def run(few: Any) -> Any:
             with self._precision.look(), self._draws.micro(lambda: None):
                 return function(self.model, to_device(few, self._device))
 
+        refuse_new_norms([self._root], self._known_norms)
         name = getattr(function, "__name__", "a function")
-        entry: Path | None = None
-
-        def known_to_add_up(samples: Layout | None, size: int | None) -> bool:
-            nonlocal entry
-            if samples is None or self.executor.is_eager or encodes:
-                return False
-            few = samples.take(list(range(min(max(SAMPLES, size or 0), samples.size))))
-            sizes = (samples.size, size)
-            options = (self._device, self._precision.name, *sizes, self._tensor_norms())
-            entry = entry_of("look", self._root, function, *options, batch=few)
-            known = entry is not None and entry.exists()
-            if self._drop is None and self.policy is None and function is self._loss:
-                self.executor.look_ahead(micros[0], known=known)
-            return known
-
-        how: dict[str, Any] = {**layout, "outputs": encodes, "name": name, "steps": steps}
-        adds_up = guard.look(run, batch, micros, **how, known_to_add_up=known_to_add_up)
-        if adds_up and entry is not None and not self._draws.used:
-            leave_mark(entry)
+        self._test.test(run, WindowData(batch, micros, layout, steps), outputs=encodes, name=name)
         self._share_that_draws_are_used()
 
-    def _tensor_norms(self) -> list[float]:
-        """Return the norm of each tensor of the model: a look may find other things with others."""
-        tensors = (*self._root.parameters(), *self._root.buffers())
-        local = [getattr(one.detach(), "_local_tensor", one.detach()) for one in tensors]
-        return read_scalars(torch._foreach_norm([one for one in local if one.is_floating_point()]))
+    @property
+    def is_tested(self) -> bool:
+        """True if the next window is not one of those that are tested."""
+        return not self._test.is_next_due
 
     def look_at_padding(self, batch: Any, by: Tokens, layout: Mapping[str, Any]) -> None:
         """Refuse a loss that is another one without padding, or in a row of several sequences."""
@@ -219,10 +203,10 @@ class Runner:
         models = self._window.target.models
         self._looked_at_padding = check_padding(run, layout_of(batch, **layout), by, models)
 
-    def join_look(self) -> None:
-        """Take part in the other ranks' look, without a sample."""
-        if self._guard.pending:
-            self._guard.join()
+    def join_test(self) -> None:
+        """Take part in the other ranks' test, without a sample."""
+        if self._test.begin_window():
+            self._test.join()
             self._share_that_draws_are_used()
 
     def _share_that_draws_are_used(self) -> None:
@@ -295,12 +279,13 @@ class Runner:
 
     @contextmanager
     def _prepared(self, micros: Sequence[Any], how: WindowRun) -> Iterator[None]:
-        """Look at a batch that is cut only now; put the random state back after the run."""
+        """Test a batch that is cut only now; put the random state back after the run."""
         sync = self._window.sync
         self._in_parts = len(micros) > 1 or sync.ranks > 1
         is_cut = self._undivided is not None and len(micros) > 1 and sync.ranks == 1
         if is_cut:
-            self.look_at(micros[0], micros, {**(self._undivided or {}), "batch_size": None})
+            layout = {**(self._undivided or {}), "batch_size": None}
+            self.test_window(micros[0], micros, layout, steps=[len(micros)])
         self._places = {id(micro): place for place, micro in enumerate(micros)}
         self._numbers = cache(how.numbers)
         drawn = None if self._drop is None else torch.get_rng_state()

@@ -26,8 +26,10 @@ from torch.nn.parallel import DistributedDataParallel
 from wholebatch.compile import Execute, check_execute
 from wholebatch.compile.captured_state import FUNCTIONS, reached
 from wholebatch.coupled import choose as choose_batchnorm
+from wholebatch.coupled.additivity import AdditivityTest, WindowData
 from wholebatch.coupled.audit import warn_of_spectral_norms
 from wholebatch.coupled.batchnorm.policies import Refuse, Statistics
+from wholebatch.coupled.contrastive.losses import refuse_in_parts
 from wholebatch.coupled.stream_look import StreamLook
 from wholebatch.errors import LossError, OptionError, UnsupportedError, WindowError
 from wholebatch.losses.loss import (
@@ -186,6 +188,7 @@ class Stream(HasWindow):
         self._counting = [one for one in self._batchnorms if isinstance(one, Statistics)]
         self._refusing = [one for one in self._batchnorms if isinstance(one, Refuse) and one.norms]
         self._look = StreamLook(target.models, audit=audit, policies=self._batchnorms)
+        self.audits = audit
         self.pending = Pending()
         self._counts = True  # False while a micro-batch only takes part in others' collectives
 
@@ -266,8 +269,8 @@ class Stream(HasWindow):
         return CompiledLoss(loss, self, execute, reads, precision)
 
     @contextmanager
-    def micro_step(self, modules: nn.Module) -> Iterator[bool]:
-        """Return the context of a compiled function's micro-step; False if only eager code may.
+    def micro_step(self, modules: nn.Module) -> Iterator[None]:
+        """Return the context of a compiled function's micro-step.
 
         `modules` holds all modules that the function uses.
         """
@@ -275,22 +278,16 @@ class Stream(HasWindow):
         if self._window.open is not None:
             self._window.open.refuse_broken()
         self._untouched.check()
-        yield not self._look.active
+        yield
         self._untouched.remember()
-
-    def look_at_function(self, model: nn.Module, call: Callable[..., Any], micro: Any) -> None:
-        """Refuse a loss function whose micro-batches do not add up to the whole batch."""
-        if self._in_parts and self._window.sync.ranks == 1:
-            given = {"args": micro["args"], "kwargs": micro["kwargs"]}
-            self._look.at_function(model, lambda few: call(None, {**micro, **few}), given)
 
     def add_eagerly(self, loss: Loss | Terms) -> None:
         """Make the backward of a compiled function's loss; refuse several terms.
 
         Another backward may follow, so that the close reduces.
         """
-        if self._look.active and isinstance(loss, Loss):
-            self._look.at_backward(loss, in_parts=self._in_parts, steps=self._planned_steps)
+        if self._in_parts and self.audits:
+            refuse_in_parts(loss)
         self._window.add_loss(loss, counts=self._counts)
 
     @property
@@ -447,6 +444,12 @@ class CompiledLoss:
         self._given: Any = None
         self._call = _on_micro_batch(loss, models, reads or loss)
         self._modules = _all_modules(models, reads or loss)
+        sync = window.sync
+        shares = sync.counts_must_agree or sync.grows_own_graph
+        # Ranks may have different numbers of micro-batches, so each tests alone.
+        self._test = AdditivityTest(
+            self._modules, None, enabled=door.audits, shares_forwards=shares, loss=self._call
+        )
         from wholebatch.compile.micro_step import Executor  # Not needed to import wholebatch.
 
         self.executor = Executor(
@@ -481,22 +484,17 @@ class CompiledLoss:
         self._given = micro
         try:
             with (
-                self._door.micro_step(self._modules) as may_compile,
+                self._door.micro_step(self._modules),
                 torch.autocast(kind, enabled=False) if is_on else nullcontext(),
             ):
-                added = self._added(micro, may_compile)
+                added = self._added(micro)
         finally:
             self._given = None
         self._door.pending.loss = added
         return added
 
-    def _added(self, micro: Any, may_compile: bool) -> AddedLoss:
-        if not may_compile:
-            with self._precision.look():
-                self._door.look_at_function(self._modules, self._call, micro)
-            loss = self._eager_step(micro, self._call)
-            extras = {name: extra.detach() for name, extra in loss.extras.items()}
-            return AddedLoss(loss.total.detach(), loss.units, extras, self._door)
+    def _added(self, micro: Any) -> AddedLoss:
+        self._test_window(micro)
         entered = len(self._window.now.owners)
         try:
             made = self.executor.micro_step(micro)
@@ -505,6 +503,19 @@ class CompiledLoss:
                 self._door.mark_broken()
             raise
         return AddedLoss(made.totals[SINGLE], made.units[SINGLE], made.extras, self._door)
+
+    def _test_window(self, micro: Any) -> None:
+        """Refuse a loss that does not add up, at the start of windows 1, 2, 4, 8, ..."""
+        door = self._door
+        if self._window.now.owners or not door._in_parts or not self._test.begin_window():
+            return
+        given = {"args": micro["args"], "kwargs": micro["kwargs"]}
+
+        def run(few: Any) -> Any:
+            return self._call(None, {**micro, **few})
+
+        with self._precision.look(), door._look._not_counting():
+            self._test.test(run, WindowData(given, [given], steps=[door._planned_steps]))
 
     def _eager_step(self, _: Any, function: Callable[[Any, Any], Any]) -> Loss:
         """Run the micro-step on the arguments as they were given: some may belong on the host."""

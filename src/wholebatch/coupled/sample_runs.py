@@ -7,7 +7,6 @@ its gradient a few numbers are kept. `Tolerance` tells rounding from another los
 from __future__ import annotations
 
 import math
-import random
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,8 +16,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, distributed, nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -28,7 +26,6 @@ from wholebatch.coupled.batchnorm.whole_batch_norm import FixedNorms
 from wholebatch.coupled.contrastive.losses import OfTheBatch
 from wholebatch.coupled.normalisation_layers import batchnorms, uses_batch_statistics
 from wholebatch.coupled.sample_draws import fused_dropout
-from wholebatch.distributed.process_group import world_size
 from wholebatch.losses.loss import as_loss, terms_of
 from wholebatch.window.close import read_scalars
 from wholebatch.window.forward_state import ForwardState

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from wholebatch.batch.samples import flatten, layout_of, readable_layout, tensors_of
 from wholebatch.compile.captured_state import Fingerprint, LookAgain, modules_in_sight, version_of
 from wholebatch.coupled import loss_graph
-from wholebatch.coupled.adds_up import LookResult, check_adds_up
+from wholebatch.coupled.adds_up import AdditivityResult, check_adds_up
 from wholebatch.coupled.audit import refused_by_type
 from wholebatch.coupled.batchnorm.policies import Policy, Statistics
 from wholebatch.coupled.batchnorm.whole_batch_norm import recomputing
@@ -38,7 +38,6 @@ from wholebatch.coupled.normalisation_layers import (
     refuse_new_norms,
     running_buffers,
 )
-from wholebatch.coupled.sample_runs import local_collectives
 from wholebatch.errors import LossError
 from wholebatch.losses.loss import Loss, Terms, Units, check_units
 from wholebatch.window.forward_state import ForwardState
@@ -216,7 +215,9 @@ class StreamLook:
                 kinds = {finding.kind for finding in self._found}
                 if "time" in kinds and not self._is_batch_first(scalar, number):
                     kinds.remove("time")
-            LookResult(tuple(f for f in self._found if f.kind in kinds)).refuse(off="audit=False")
+            AdditivityResult(tuple(f for f in self._found if f.kind in kinds)).refuse(
+                off="audit=False"
+            )
             if not self._looked:
                 self._refuse_comparisons(scalar, number)
                 for output in self._outputs:
@@ -274,7 +275,7 @@ class StreamLook:
             self._raise_compared("it has numbers that were computed from their outputs (detached)")
         if found.norm is not None:
             norm = outside_norm("the loop", found.norm, "(the loss)")
-            LookResult((norm,)).refuse(off="audit=False")
+            AdditivityResult((norm,)).refuse(off="audit=False")
         what = "an input of the model" if found.of == "input" else "the loss of a sample"
         self._warn_of(f"{what} depends on the data of other samples, by what is computed")
 
@@ -302,7 +303,7 @@ class StreamLook:
             trained = _writes(norm)[1] != was[1] or any(p.grad is not None for p in parameters)
             if not trained or any(one in inputs for one in parameters):
                 found = outside_norm("the loop", type(norm).__name__, "(the loss)")
-                LookResult((found,)).refuse(off="audit=False")
+                AdditivityResult((found,)).refuse(off="audit=False")
 
     def done(self) -> None:
         """End a micro-batch, after its backwards: one that was looked at is enough."""
@@ -400,20 +401,6 @@ class StreamLook:
         if found is not None:
             self._judged.add(module)
             self._found += found
-
-    def at_function(self, model: nn.Module, run: Callable[[Any], Any], given: Any) -> None:
-        """Refuse a loss function whose micro-batches do not add up: it is run on some samples."""
-        layout = readable_layout(given, None, ())
-        if not self._handles or layout is None or layout.size < 2:
-            return
-        try:
-            with self._not_counting(), local_collectives():
-                result = check_adds_up(model, run, layout)
-        except Exception as error:  # most often the function's own, and the call will raise it
-            _log.warning("not tested if micro-batches add up to the whole batch: %r", error)
-            return
-        result.refuse()
-        self._judged.update(model.modules() if result.conclusive else ())
 
     @contextmanager
     def _not_counting(self) -> Iterator[None]:
@@ -522,11 +509,11 @@ def look_at_call(
 
 def _looked(
     module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *, dim: int
-) -> LookResult:
+) -> AdditivityResult:
     """Make the call on a few samples, which lie in dimension `dim`, and on their halves."""
     sizes = {t.shape[dim] if t.dim() > dim else 0 for t in _tensors_of((args, kwargs))}
     if len(sizes) != 1 or max(sizes) < 2:
-        return LookResult(conclusive=False)
+        return AdditivityResult(conclusive=False)
 
     def call(few: Any) -> dict[str, Tensor]:
         args, kwargs = _swapped(few, dim)
@@ -540,11 +527,10 @@ def _looked(
     try:
         rows = _outputs_with_rows(module, call, batch, max(sizes))
         layout = readable_layout(batch, None, ())
-        with local_collectives():
-            return check_adds_up(module, run, layout, outputs=True, name="forward")
+        return check_adds_up(module, run, layout, outputs=True, name="forward")
     except Exception as error:  # it cannot be called so: with fewer samples, or time as samples
         _log.debug("a call of %s was not looked at: %r", type(module).__name__, error)
-        return LookResult(conclusive=False)
+        return AdditivityResult(conclusive=False)
 
 
 @torch.no_grad()

@@ -27,8 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from wholebatch.batch.samples import readable_layout
-from wholebatch.coupled.audit import LossLook
+from wholebatch.coupled.additivity import AdditivityTest, WindowData
 from wholebatch.distributed import Sync
 from wholebatch.distributed.choose_engine import warn_alone
 from wholebatch.distributed.ddp import Buckets
@@ -396,8 +395,6 @@ class HostWindows(Stream):
             window = Window(target, self.options.close, self._engine, store)
         super().__init__(window, batchnorm=self.options.batchnorm, audit=self.options.audit)
         self._window.updates = updates
-        # An engine that shards has collectives in its forwards and backwards.
-        self.may_look = gradients == "whole" and self.options.audit
         if gradients == "whole" and not owns_forward:
             if not self._engine.wrapped:
                 ours = "the model that accelerator.prepare() or fabric.setup() returned"
@@ -503,12 +500,12 @@ class HostWindows(Stream):
         self._engine.backward_made()
 
     @contextmanager
-    def micro_step(self, modules: nn.Module) -> Iterator[bool]:
+    def micro_step(self, modules: nn.Module) -> Iterator[None]:
         """Return the context of a compiled function's micro-step; see `Stream`."""
         if self.open is None:
             self._begin_window()
-        with super().micro_step(modules) as may_compile, self._engine.held():
-            yield may_compile
+        with super().micro_step(modules), self._engine.held():
+            yield
 
     def add_eagerly(self, loss: Loss | Terms) -> None:
         """Make the backward of a compiled function's loss by eager code."""
@@ -670,35 +667,34 @@ def refuse_shared_batches(accelerator: Any, host: str) -> None:
             )
 
 
-class FirstLook(LossLook):
-    """Looks once whether the loss of a host's micro-batches adds up.
+class HostTest:
+    """Tests in windows 1, 2, 4, 8, ... whether the loss of a host's micro-batches adds up.
 
     A run of the loss may change attributes of `host`, beside the model's. Numbers among them, and
     small containers (a trainer's metrics), are put back.
     """
 
     def __init__(self, model: nn.Module, windows: HostWindows, *, host: object, off: str) -> None:
-        super().__init__(model, windows.sync, looks=windows.may_look, off=off)
         self._windows, self._host = windows, host
+        self._test = AdditivityTest(
+            model,
+            windows.sync,
+            enabled=windows.options.audit,
+            shares_forwards=windows.kept != "whole",
+            off=off,
+        )
 
-    @property
-    def pending(self) -> bool:
-        if self._windows.open is not None:
-            return False
-        self.begin_window()
-        return super().pending
+    def begin_micro_batch(self) -> bool:
+        """Return True if a window begins with this micro-batch, and is to be tested."""
+        return self._windows.open is None and self._test.begin_window()
 
-    def at(
-        self, run: Callable[[Any], Loss], batch: Any, *, micro_batch: int | None, steps: int
+    def test(
+        self, run: Callable[[Any], Loss], batch: Any, micros: Sequence[Any], *, steps: int
     ) -> None:
-        """Refuse a loss that does not add up, on the first samples of `batch`, on all ranks."""
+        """Refuse a loss that does not add up, on samples of `batch`, on all ranks."""
         try:
             with attributes_restored(self._host):
-                self.look_at(
-                    run,
-                    lambda: (readable_layout(batch, None, ()), micro_batch),
-                    steps=[steps],
-                    name="the loss",
-                )
+                data = WindowData(batch, micros, steps=[steps])
+                self._test.test(run, data, name="the loss")
         finally:
             self._windows.discard()  # what BatchNorm policies have recorded of the runs

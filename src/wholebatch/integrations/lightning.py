@@ -26,8 +26,8 @@ from wholebatch.compile import Execute
 from wholebatch.errors import LossError, OptionError, UnsupportedError
 from wholebatch.integrations.host_window import (
     AdapterOptions,
-    FirstLook,
     GradientsIn,
+    HostTest,
     HostWindows,
     LoopWindows,
     Settled,
@@ -223,7 +223,7 @@ class ExactWindows(Callback):
         inner, clear = module.training_step, module.optimizer_zero_grad
         how = (self._execute, self._precision)
         compiled = self._step = CompiledStep(module, windows, self._units_of, *how)
-        look = FirstLook(module, windows, host=self, off="ExactWindows(..., audit=False)")
+        test = HostTest(module, windows, host=self, off="ExactWindows(..., audit=False)")
 
         @functools.wraps(inner)  # Lightning looks at what arguments it takes
         def training_step(*args: Any, **kwargs: Any) -> Any:
@@ -241,10 +241,9 @@ class ExactWindows(Callback):
                 return mean_loss(_mean_in(output), self._units_of(output, few))
 
             in_parts = trainer.accumulate_grad_batches > 1 or windows.sync.ranks > 1
-            if in_parts and look.pending:
+            if in_parts and test.begin_micro_batch():
                 with replaced_attributes(module, log=_log_nothing, log_dict=_log_nothing):
-                    steps = trainer.accumulate_grad_batches
-                    look.at(run, batch, micro_batch=None, steps=steps)
+                    test.test(run, batch, [batch], steps=trainer.accumulate_grad_batches)
             if compiled.runs:
                 if windows.open is None:
                     for optimizer in trainer.optimizers:  # Lightning would do it too late

@@ -77,11 +77,11 @@ class GivenWindows(WholeBatch):
     def _known(self, micros: Sequence[Any]) -> dict[str, float]:
         return self._counted(micros) if self._announced is None else self._announced
 
-    def _look(self, batch: Any, micros: Sequence[Any]) -> None:
+    def _test(self, batch: Any, micros: Sequence[Any]) -> None:
         in_parts = len(micros) > 1 or self._window.sync.ranks > 1
-        runs = in_parts and self._host is not None and not self._runner.is_checked
+        runs = in_parts and self._host is not None and not self._runner.is_tested
         with attributes_restored(self._host) if runs else nullcontext():
-            super()._look(batch, micros)
+            super()._test(batch, micros)
 
     def _step_counts(self, micros: Sequence[Any]) -> set[int]:
         return {len(micros), self._batches}

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from wholebatch.batch import batch_size_of, split
 from wholebatch.errors import LossError, OptionError, UnsupportedError
-from wholebatch.integrations.host_window import AdapterOptions, FirstLook, GradientsIn, HostWindows
+from wholebatch.integrations.host_window import AdapterOptions, GradientsIn, HostTest, HostWindows
 from wholebatch.losses.loss import Loss, Units, mean_loss
 from wholebatch.stream import GivenLoss
 from wholebatch.window.forward_state import replaced_attributes
@@ -71,7 +71,7 @@ class HostSteps:
             scaled_by=trainer.accelerator,
         )
         off = "exact(..., audit=False)"
-        self._look = FirstLook(self._model, self.windows, host=trainer, off=off)
+        self._test = HostTest(self._model, self.windows, host=trainer, off=off)
         # DeepSpeed's engine divides by itself.
         self._knows_start = self.kept == "elsewhere" or not trainer.audit
 
@@ -85,7 +85,7 @@ class HostSteps:
             inputs = dict(inputs)
             micros = split(inputs, min(trainer.micro_batch, batch_size_of(inputs)))
         if len(micros) > 1 or window.size > 1 or windows.sync.ranks > 1:
-            self._look_first(inputs, max(window.size, len(micros)))
+            self._test_window(inputs, micros, max(window.size, len(micros)))
         shares = []
         for index, micro in enumerate(micros):
             holds = index + 1 < len(micros)
@@ -99,10 +99,10 @@ class HostSteps:
             windows.settle()
         return torch.stack(shares).sum()
 
-    def _look_first(self, inputs: Any, steps: int) -> None:
-        """Refuse a loss that does not add up, before the first window in parts."""
+    def _test_window(self, inputs: Any, micros: Sequence[Any], steps: int) -> None:
+        """Refuse a loss that does not add up, before windows 1, 2, 4, 8, ..."""
         trainer = self._trainer
-        if not self._look.pending:
+        if not self._test.begin_micro_batch():
             return
 
         def run(few: Any) -> Loss:
@@ -110,8 +110,9 @@ class HostSteps:
                 mean: Any = trainer.compute_loss(self._model, copy.copy(few))
             return mean_loss(mean, trainer.count_units(few))
 
-        how: dict[str, Any] = {"micro_batch": trainer.micro_batch, "steps": steps}
-        self._look.at(run, trainer._prepared(inputs), **how)
+        prepared = trainer._prepared(inputs)
+        given = [prepared] if len(micros) == 1 else list(map(trainer._prepared, micros))
+        self._test.test(run, prepared, given, steps=steps)
 
     def _weighing(self, window: TrainerWindow, *, is_last: bool) -> AbstractContextManager[None]:
         """Return a context in which every loss is weighted by its share of the window's units.
