@@ -186,11 +186,6 @@ class WholeBatch(HasWindow):
         """Windows that ran out of memory and were begun again with smaller micro-batches."""
         return len(self._fitting.recovered)
 
-    @property
-    def waited(self) -> float | None:
-        """Seconds so far that this rank has waited for others; None where the engine hides it."""
-        return self._window.sync.waited()
-
     def measure_noise(self, every: int | Literal["auto"] = "auto") -> str | None:
         """Start to measure the gradient noise scale; `noise` is the estimate so far.
 
@@ -222,7 +217,7 @@ class WholeBatch(HasWindow):
         """
         if not self._window.target.steps:
             raise WindowError("step() with optimizer=None: call gradient(batch), then your step")
-        with self._turn, self._window.sync.failures():
+        with self._turn:
             self.last_step = self._update(batch, after_micro)
         return self.last_step
 
@@ -237,7 +232,7 @@ class WholeBatch(HasWindow):
             after_micro: As for `step`.
         """
         self._window.store.check_hand_over()
-        with self._turn, self._window.sync.failures():
+        with self._turn:
             self.last_step = self._update(batch, after_micro, steps=False)
         return self.last_step
 

@@ -76,6 +76,7 @@ class TrainingLoop:
     _units: float = 0.0
     _seconds: float = 0.0
     _metered: bool = True
+    _has_made_a_window: bool = False
     _skipped_in_a_row: int = 0
     _reading: float = 0.0  # seconds of the windows since the meter was off
     _windows: int = 0
@@ -83,7 +84,6 @@ class TrainingLoop:
     def __post_init__(self) -> None:
         self._checkpoints = Checkpoints(self.folder.checkpoints)
         self._memory = self.session.memory
-        self._waited = self.session.train.waited
         self._noise: NoiseScale | None = self.session.train.noise
         for sink in self.sinks:
             if isinstance(sink, MetricsFile):  # of a run that is resumed
@@ -132,6 +132,9 @@ class TrainingLoop:
         if self._metered and not metered:
             self._units = self._seconds = 0.0  # the meter is slow: count from here on
         self._metered = metered
+        if not self._has_made_a_window:
+            self._has_made_a_window = True
+            session.world.first_window_made(seconds)
         self._units += step.units
         self._seconds += seconds
         record = record_of(
@@ -140,7 +143,7 @@ class TrainingLoop:
             epoch=session.position.epoch,
             lr=rates,
             now=time.time(),
-            more={**self._more(seconds), **self._spike(step)},
+            more={**self._more(), **self._spike(step)},
         )
         session.pace.end(step, session.train.noise)
         self._write(record)
@@ -154,8 +157,8 @@ class TrainingLoop:
         )
         self._watch_skipped(step.skipped)
 
-    def _more(self, seconds: float) -> dict[str, Any]:
-        """Return what a window has to record beside its step; it took so many seconds."""
+    def _more(self) -> dict[str, Any]:
+        """Return what a window has to record beside its step."""
         session, train = self.session, self.session.train
         found: dict[str, Any] = {"skipped_windows": train.skipped}
         if session.pace.changes:
@@ -176,10 +179,6 @@ class TrainingLoop:
             )
         found["memory"] = session.memory.measured
         found["recoveries"] = train.recoveries
-        waited = train.waited
-        if waited is not None and self._waited is not None and seconds > 0:
-            found["communication"] = round(min(1.0, (waited - self._waited) / seconds), 6)
-        self._waited = waited
         return found
 
     def _spike(self, step: Step) -> dict[str, Any]:

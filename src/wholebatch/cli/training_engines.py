@@ -179,7 +179,6 @@ class Staged(Pipeline):
 
     recoveries = 0
     noise = None
-    waited = None
     about: ClassVar[dict[str, Any]] = {"name": "pipeline"}
 
     def __init__(
