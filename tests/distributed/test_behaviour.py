@@ -104,7 +104,7 @@ def test_refusals_name_what_was_given(ranks: Any) -> None:
     assert 'sync="every" with DistributedDataParallel' in every
     assert "sync='sometimes': must be" in unknown
     assert "Sequential around DistributedDataParallel" in inside
-    assert "save between windows" in state
+    assert "save after the Step" in state
     assert "has none left" in flush
 
 

@@ -203,16 +203,12 @@ def _run(
     from wholebatch.cli.train_loop import run_loop
 
     world = session.world
-    mid_window = world.ranks == 1 and bool(found and found.state["train"]["window"] is not None)
-    outcome = run_loop(session, folder, terminal, mid_window=mid_window)
+    outcome = run_loop(session, folder, terminal)
     updates = session.train.updates
     if not outcome.finished:
         auto = session.pace.auto
         data = "" if auto is None else f" ({auto.done} by the data)"
         place = f"after update {updates}{data} of {session.config.steps}"
-        done, of = outcome.stopped_at
-        if of:
-            place += f", {done} of {of} micro-batches into the next"
         terminal.note(f"stopped {place}; checkpoint {path_from_here(outcome.checkpoint)}")
         again = resume_command(folder.path, parallel=world.parallel)
         terminal.command("Continue with:", again)
@@ -363,11 +359,8 @@ def _memory_text(session: Session, chosen: str | None) -> list[str]:
 
 
 def _resumed_text(found: Found, session: Session) -> str:
-    state, ranks = found.state["train"], session.world.ranks
+    ranks = session.world.ranks
     into = f"after update {session.train.updates}"
-    if state["window"]:
-        into += f", {state['done']} micro-batches into the next"
-        into += " (begun again: there were no ranks)" if ranks > 1 else ""
     then = len(found.state.get("ranks", [0]))
     into += f", which {then} rank{'' if then == 1 else 's'} made" if then != ranks else ""
     return into
