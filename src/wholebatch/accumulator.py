@@ -122,7 +122,7 @@ class Accumulator(Stream):
         scheduler: A learning-rate scheduler, or several. Each is stepped once per update.
         batchnorm: What to do with BatchNorm layers: "refuse", "statistics", "freeze", "group",
             "layer" or "sync" (see `wb.BatchNorm`). "exact" needs `WholeBatch`.
-        memory: `wb.Memory(gradients=..., optimizer=...)`.
+        memory: `wb.Memory(optimizer_state=...)`.
         audit: Test the first window: a sum must not be a mean, and samples must not depend on each
             other. False skips the test.
         close: `wb.Close(...)`, how a window ends.
@@ -251,12 +251,14 @@ class Accumulator(Stream):
                 self._refuse_moved(lambda: _leaves_of(total if mean is None else mean))
             if isinstance(total, Terms) and now.known is not None:
                 if self._look.active:
-                    self._look.at_backward(total, in_parts=self._in_parts)
+                    where: dict[str, Any] = {"in_parts": self._in_parts, "steps": self._size}
+                    self._look.at_backward(total, **where)
                 self._window.add_loss(total, last=reduces, counts=self._counts)
             else:
                 given = GivenLoss.of(total, units, mean)  # refuses terms that nobody announced
                 place = now.owners.count(now.micro_batches)
-                given.look_at(self._look, in_parts=self._in_parts, place=place)
+                where = {"in_parts": self._in_parts, "place": place, "steps": self._size}
+                given.look_at(self._look, **where)
                 self._window.add(given.summed, given.units, last=reduces, counts=self._counts)
             self._untouched.remember()
         if more:
@@ -370,6 +372,10 @@ class Accumulator(Stream):
     def _in_parts(self) -> bool:
         """True if this micro-batch is not the whole global batch."""
         return self._size > 1 or self._window.sync.ranks > 1
+
+    @property
+    def _planned_steps(self) -> int:
+        return self._size
 
     def _watch(self, size: int) -> None:
         """Let the look see the forwards of a window in parts; not those with collectives."""
@@ -537,7 +543,7 @@ def _without_budget(memory: Memory | None) -> Memory:
     if not isinstance(memory, Memory) or memory.budget is not None:
         raise OptionError(
             f"memory={memory!r}: Accumulator owns no forward, so it can keep no budget; give "
-            "wb.Memory(gradients=..., optimizer=...), or use WholeBatch"
+            "wb.Memory(optimizer_state=...), or use WholeBatch"
         )
     return memory
 

@@ -11,7 +11,7 @@ Which one a `WholeBatch` needs is decided once, when it is made (`choose_runner`
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, TypeAlias
@@ -136,7 +136,13 @@ class Runner:
         """True if no look is to come."""
         return not self._guard.pending
 
-    def look_at(self, batch: Any, micros: Sequence[Any], layout: Mapping[str, Any]) -> None:
+    def look_at(
+        self,
+        batch: Any,
+        micros: Sequence[Any],
+        layout: Mapping[str, Any],
+        steps: Collection[int] = (),
+    ) -> None:
         """Refuse what does not add up, before the first window that is split."""
         guard = self._guard
         guard.begin_window(self.executor.changed())
@@ -155,9 +161,9 @@ class Runner:
                 return function(self.model, to_device(few, self._device))
 
         name = getattr(function, "__name__", "a function")
-        if self.policy is None and function is self._loss:
+        if self.policy is None and function is self._loss and not self.executor.is_eager:
             self.executor.look_ahead(micros[0], known=False)
-        guard.look(run, batch, micros, **layout, outputs=encodes, name=name)
+        guard.look(run, batch, micros, **layout, outputs=encodes, name=name, steps=steps)
 
     def look_at_padding(self, batch: Any, by: Tokens, layout: Mapping[str, Any]) -> None:
         """Refuse a loss that is another one without padding, or in a row of several sequences."""

@@ -553,7 +553,6 @@ class Window:
         part in the collectives of the other ranks.
         """
         check_total(total)
-        self.store.check_total(total)
         units = check_units(units)
         window = self.begin(units) if self.open is None else self.open
         if window.known is not None and window.known.keys() != {SINGLE}:
@@ -600,9 +599,7 @@ class Window:
                 if sync.grows_own_graph
                 else backward_into([*window.inputs, *also], self.target.models, totals)
             )
-        into, reduces = self._backward_into, last and self.store.in_grad
-        if not self.store.before_backward(window, last=last and into.overlaps):
-            return
+        into, reduces = self._backward_into, last
         try:
             if sync.ranks == 1 and not sync.grows_own_graph:
                 into.run(totals, seeds)
@@ -924,9 +921,6 @@ class Window:
         if saved is None:
             return
         gradients = saved["gradients"]
-        self.store.check(gradients)
-        if not isinstance(gradients, list):
-            return  # kept in the optimizer's own state, which checks itself
         parameters = self.target.trained()
         if len(gradients) != len(parameters):
             raise StateError(
@@ -997,7 +991,6 @@ def make_window(
     memory: Memory,
     close: Close,
     precision: str = "full",
-    counts_units: bool = False,
 ) -> Window:
     """Return the window of these models and optimizers; refuse what does not go together."""
     options = close.with_clip_norm(clip_norm)
@@ -1017,7 +1010,6 @@ def make_window(
         target=target,
         options=options,
         sync=sync,
-        counts_units=counts_units,
         on_gradient=close.on_gradient is not None,
     )
     return Window(target, options, sync, store, close.on_gradient)
