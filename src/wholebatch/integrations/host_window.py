@@ -118,7 +118,7 @@ class HostEngine(Sync):
         for parameter in parameters:
             if parameter.grad is not None and parameter.grad.is_sparse:
                 parameter.grad = parameter.grad.to_dense()
-        buckets = Buckets(parameters, None, self.group.wait)
+        buckets = Buckets(parameters, None)
         with buckets.reducing(overlap=False):
             pass
         self._filled_in = buckets.filled_in
