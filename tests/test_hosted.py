@@ -17,7 +17,7 @@ import wholebatch as wb
 from tests.distributed.launch import reports
 from tests.support import EXACT, Whole, distance, mean, mlp, pieces, samples
 from wholebatch.errors import EmptyWindowError, LossError, OptionError, StateError, WindowError
-from wholebatch.integrations.host_window import AdapterOptions, FirstLook, HostEngine, HostWindows
+from wholebatch.integrations.host_window import AdapterOptions, HostEngine, HostTest, HostWindows
 from wholebatch.stream import GivenLoss
 from wholebatch.window.close import read_scalars
 
@@ -114,7 +114,7 @@ def test_a_first_look_leaves_its_host_as_it_was() -> None:
 
     host, model = Host(), mlp()
     window = HostWindows([model], [], device=CPU, owns_forward=True)
-    look = FirstLook(model, window, host=host, off="audit=False")
+    test = HostTest(model, window, host=host, off="audit=False")
     kept = host.metrics["loss"]
 
     def run(few: Any) -> wb.Loss:
@@ -126,9 +126,10 @@ def test_a_first_look_leaves_its_host_as_it_was() -> None:
         host.added = True  # type: ignore[attr-defined]
         return wb.mean_loss(mean(model, few), len(few["y"]))
 
-    assert look.pending
-    look.at(run, samples(8), micro_batch=None, steps=2)
-    assert not look.pending
+    assert test.begin_micro_batch()
+    test.test(run, samples(8), [samples(8)], steps=2)
+    assert test.begin_micro_batch()  # the second window
+    assert not test.begin_micro_batch()
     assert vars(host) == vars(Host())
     assert host.metrics["loss"] is kept
     assert host.last.maxlen == 2

@@ -1,7 +1,7 @@
 """Windows in a loop whose forwards are not ours: what `Accumulator` and the adapters share.
 
 Such a loop gives its losses one by one. So BatchNorm has no lock-step, what cannot be the update of
-the whole batch is looked for in the first window, and nobody else may write the open window.
+the whole batch is checked for in the first window, and nobody else may write the open window.
 
 `compile` turns a loss function of the loop into a `CompiledLoss`. A call of it makes the whole
 micro-step as one graph (forward, backward and addition), because the seed of the window is known by
@@ -30,7 +30,7 @@ from wholebatch.coupled.additivity import AdditivityTest, WindowData
 from wholebatch.coupled.audit import warn_of_spectral_norms
 from wholebatch.coupled.batchnorm.policies import Refuse, Statistics
 from wholebatch.coupled.contrastive.losses import refuse_in_parts
-from wholebatch.coupled.stream_look import StreamLook
+from wholebatch.coupled.loop_checks import LoopChecks
 from wholebatch.errors import LossError, OptionError, UnsupportedError, WindowError
 from wholebatch.losses.loss import (
     SINGLE,
@@ -51,8 +51,6 @@ from wholebatch.window.precision import Full, Precision, choose
 from wholebatch.window.window import HasWindow, Step, Window
 
 _log = logging.getLogger("wholebatch")
-
-_MOST_SHAPES = 64
 
 
 @dataclass(frozen=True)
@@ -111,34 +109,15 @@ class GivenLoss:
             refuse_lost_mean(mean)
         return given
 
-    def look_at(self, look: StreamLook, *, in_parts: bool, place: int = 0, steps: int = 0) -> None:
-        """Refuse a loss whose graph shows that micro-batches do not add up to the whole batch.
+    def check(self, checks: LoopChecks, *, in_parts: bool, steps: int = 0) -> None:
+        """Refuse a loss with one of the mistakes that a loop is tested for.
 
-        After the first window only losses of other shapes or units are looked at. `steps` is the
-        number of micro-batches of the window, if it is known.
+        `steps` is the number of micro-batches of the window, if it is known.
         """
-        units = None if isinstance(self.units, Tensor) else self.units
-        shapes = (place, self.is_mean, units, self._reduced_from())
-        is_known = shapes in look.shapes or len(look.shapes) >= _MOST_SHAPES
-        if is_known and not look.active and type(self.whole) in (Loss, type(None)):
-            return
-        where: dict[str, Any] = {"in_parts": in_parts, "place": place, "steps": steps}
         if self.is_mean:
-            look.at_backward(mean=self.loss, units=self.units, **where)
+            checks.check(mean=self.loss, units=self.units, in_parts=in_parts, steps=steps)
         else:
-            look.at_backward(self.whole or self.loss, self.units, **where)
-        look.shapes.add(shapes)
-
-    def _reduced_from(self) -> tuple[Any, ...]:
-        """Return the shapes that the loss was reduced from, without reading a number."""
-        found: list[Any] = []
-        waiting = [getattr(self.loss, "grad_fn", None)]
-        for _ in range(_MOST_SHAPES):
-            for child, place in getattr(waiting.pop(), "next_functions", ()) if waiting else ():
-                given = getattr(child, "_input_metadata", ())
-                shape = given[place].shape if given else ()
-                (found if len(shape) else waiting).append(str(shape) if len(shape) else child)
-        return tuple(found)
+            checks.check(self.whole or self.loss, self.units, in_parts=in_parts, steps=steps)
 
     @property
     def summed(self) -> Tensor:
@@ -187,7 +166,7 @@ class Stream(HasWindow):
         # Only these have something to do at every micro-batch.
         self._counting = [one for one in self._batchnorms if isinstance(one, Statistics)]
         self._refusing = [one for one in self._batchnorms if isinstance(one, Refuse) and one.norms]
-        self._look = StreamLook(target.models, audit=audit, policies=self._batchnorms)
+        self._checks = LoopChecks(target.models, audit=audit)
         self.audits = audit
         self.pending = Pending()
         self._counts = True  # False while a micro-batch only takes part in others' collectives
@@ -310,7 +289,7 @@ class Stream(HasWindow):
         self._window.discard()
         self._untouched.forget()
         self.pending.loss = None
-        self._look.done()
+        self._checks.end_micro_batch()
         for policy in self._counting:
             policy.discard_window()
 
@@ -482,6 +461,7 @@ class CompiledLoss:
                 "computes the rest in bf16; use bf16 autocast or none, and no GradScaler"
             )
         self._given = micro
+        self._door._checks.stop()  # The function itself is tested.
         try:
             with (
                 self._door.micro_step(self._modules),
@@ -514,7 +494,7 @@ class CompiledLoss:
         def run(few: Any) -> Any:
             return self._call(None, {**micro, **few})
 
-        with self._precision.look(), door._look._not_counting():
+        with self._precision.look():
             self._test.test(run, WindowData(given, [given], steps=[door._planned_steps]))
 
     def _eager_step(self, _: Any, function: Callable[[Any, Any], Any]) -> Loss:

@@ -101,7 +101,6 @@ def in_compiled(loss: LossOf, seen: list[int]) -> None:
 
 def in_trainer(loss: LossOf, seen: list[int]) -> None:
     pytest.importorskip("transformers")
-    from tests.integrations.doors import in_transformers
 
     class Counted:
         def __getitem__(self, index: int) -> Batch:

@@ -52,7 +52,7 @@ _log = logging.getLogger("wholebatch")
 
 SAMPLES = 8
 """How many samples the first test takes, with their gradient."""
-_MISTAKES = ("mean", "sum", "added", "units", "divided")
+_MISTAKES = ("mean", "sum", "added", "units", "divided", "compared")
 _ADVICE = (
     "Move it once per update, outside of the forward; or freeze it. If it is set only once, from "
     "the first batch, run that batch through the model before training"
@@ -125,7 +125,11 @@ def check_adds_up(
                     raise
         raise AssertionError
     except Uncheckable as reason:
-        _log.debug("the loss was not tested: %s", reason)
+        _log.warning(
+            "not tested if micro-batches add up to the whole batch: %s (wb.verify compares whole "
+            "updates)",
+            reason,
+        )
         return AdditivityResult()
     finally:
         torch.clear_autocast_cache()
@@ -154,6 +158,11 @@ class _Test:
         except Exception as problem:
             _log.debug("a part of %s samples could not be run: %r", samples.count, problem)
             return AdditivityResult(self._layers())
+        if samples.reads_outputs:
+            # Another output may have had as many rows as one run has samples.
+            runs = (whole, first, second, again)
+            common = set.intersection(*(set(run.terms) for run in runs))
+            whole, first, second, again = (run.only(common) for run in runs)
         if samples.called.outside_norm is not None:
             return AdditivityResult((outside_norm(samples.name, samples.called.outside_norm),))
         if not whole.terms or not whole.units or not whole.is_finite:
@@ -212,7 +221,7 @@ class _Test:
         except Exception as problem:  # not a loss, or none in evaluation mode
             raise Uncheckable(repr(problem)) from None
         if not samples.draws.held or not whole.drew_alike(parts):
-            raise Uncheckable("its random numbers cannot be held")
+            raise Uncheckable(f"the random numbers of {samples.name} cannot be given to its parts")
         if samples.tolerance.adds_up(whole, parts):
             return AdditivityResult()
         return AdditivityResult(self._causes(whole, *parts))

@@ -26,6 +26,7 @@ from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.nn.parallel import DistributedDataParallel
 
 from wholebatch.batch.samples import flatten, readable_layout, tensors_of
@@ -37,7 +38,7 @@ from wholebatch.coupled.contrastive.losses import refuse_in_parts
 from wholebatch.coupled.last_reduction import Reduction, find_step_division, last_reductions
 from wholebatch.coupled.sample_runs import emptied
 from wholebatch.losses.loss import Loss, Terms, Units, check_units, terms_of
-from wholebatch.window.window import transforms_active
+from wholebatch.window.window import graph_nodes, transforms_active
 
 _log = logging.getLogger("wholebatch")
 
@@ -125,17 +126,19 @@ def linked_rows(window: LoopWindow, loss: Tensor, units: float) -> AuditFinding 
     outputs = [one for one in window.outputs if _can_be_differentiated(one, units)]
     if units <= 1 or not outputs:
         return None
+    between = graph_nodes([loss], {one.grad_fn for one in outputs})
+    if any(isinstance(node, BackwardCFunction) for node in between):
+        return None  # A custom autograd function may change what it has saved.
     hooks = [one._backward_hooks for one in outputs]  # Fabric refuses a backward that is not its
     try:
         with emptied(hooks), torch.enable_grad(), torch.autocast(loss.device.type, enabled=False):
             made = torch.autograd.grad(loss, outputs, create_graph=True, allow_unused=True)
             used = [(o, g) for o, g in zip(outputs, made, strict=True) if g is not None]
-            for rows in {len(output) for output, _ in used}:
-                same = [(o, g) for o, g in used if len(o) == rows]
-                for row in (0, rows // 2):
-                    linked = _linked_with(row, same)
-                    if rows / max(linked, 1) < min(units, rows):
-                        return _comparison(linked, rows, units)
+            for size in {len(output) for output, _ in used}:
+                for row in (0, size // 2):
+                    for rows, linked in _linked_with(row, size, used).items():
+                        if linked and rows / linked < min(units, rows):
+                            return _comparison(linked, rows, units)
     except (RuntimeError, NotImplementedError):  # an operation without a second derivative
         return None
     return None
@@ -149,22 +152,31 @@ def _can_be_differentiated(output: Tensor, units: float) -> bool:
         and output.layout is torch.strided
         and 1 < len(output) <= _MOST_ROWS
         and output.numel() <= _MOST_ELEMENTS
-        and not (output.dim() > 1 and output.shape[1] == units != len(output))  # [time, samples]
+        and not output.retains_grad
+        # [time, samples], or the last states of a recurrent layer, [layers, samples, ...]
+        and not (output.dim() > 1 and output.shape[1] == units != len(output))
+        and not (output.dim() > 2 and output.shape[1] == units)
     )
 
 
-def _linked_with(row: int, outputs: Sequence[tuple[Tensor, Tensor]]) -> int:
-    """Return how many rows move the gradient of this row, itself included."""
-    asked = torch.stack([_mixed(gradient[row]) for _, gradient in outputs]).sum()
+def _linked_with(row: int, size: int, outputs: Sequence[tuple[Tensor, Tensor]]) -> dict[int, int]:
+    """Return how many rows move the gradient of this row of the outputs with `size` rows.
+
+    They are counted by the number of rows of the output that they are in.
+    """
+    own = [gradient[row] for output, gradient in outputs if len(output) == size]
+    asked = torch.stack([_mixed(gradient) for gradient in own]).sum()
     if not asked.requires_grad:  # a loss that is linear in the outputs
-        return 1
+        return {}
     tensors = [output for output, _ in outputs]
     moved = torch.autograd.grad(asked, tensors, retain_graph=True, allow_unused=True)
     found = [one.nan_to_num().abs().flatten(1).amax(1) for one in moved if one is not None]
-    if not found:
-        return 1
-    largest = torch.stack(found).amax(0)
-    return int((largest > _LINKED * largest.max()).sum())
+    largest = max((float(one.max()) for one in found), default=0.0)
+    linked: dict[int, Tensor] = {}
+    for one in found:
+        above = one > _LINKED * largest
+        linked[len(one)] = linked.get(len(one), torch.zeros_like(above)) | above
+    return {rows: int(which.sum()) for rows, which in linked.items()}
 
 
 def _mixed(row: Tensor) -> Tensor:
@@ -181,7 +193,7 @@ def _comparison(linked: int, rows: int, units: float) -> AuditFinding:
         "Use WholeBatch with loss=wb.Coupled(encode, loss), which sees the whole batch; where "
         "several rows make one unit (pairs, lists), give units= their number"
     )
-    return AuditFinding(_LOSS, "comparison", "loss", text)
+    return AuditFinding(_LOSS, "comparison", "compared", text)
 
 
 def first_calls(window: LoopWindow, loss: Tensor, units: float) -> AuditFinding | None:
@@ -292,13 +304,18 @@ class LoopChecks:
 
     def end_window(self, micro_batches: int = 0) -> None:
         """End the first window; refuse means divided by its number of micro-batches."""
+        if self.active:
+            self.stop()
+            self._warn_of_division(micro_batches)
+            self._reductions.clear()
+
+    def stop(self) -> None:
+        """Take the hooks off the models, and check nothing more but the type of losses."""
         self.active = False
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         self._outputs.clear()
-        self._warn_of_division(micro_batches)
-        self._reductions.clear()
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -89,9 +89,9 @@ class SampleRun:
         """True if the loss is finite; if not, the step will tell."""
         return math.isfinite(self.total)
 
-    def is_identical(self, other: SampleRun) -> bool:
-        """True if both gave the same loss to the last bit, or this one none."""
-        return self.terms == other.terms or not self.is_finite
+    def only(self, names: Collection[str]) -> SampleRun:
+        """Return the run with these terms alone."""
+        return replace(self, terms={name: self.terms[name] for name in names})
 
     def drew_alike(self, others: Iterable[SampleRun]) -> bool:
         """True if all have drawn equally often from Python's and NumPy's generators."""

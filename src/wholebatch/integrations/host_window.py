@@ -352,7 +352,7 @@ class HostWindows(Stream):
     (3.5, 3.5, 4.0)
 
     `gradients` says where the host keeps them within a window. `owns_forward`: the adapter calls
-    the forward itself, so that it looks at it by a `FirstLook`. `scaled_by` has the host's
+    the forward itself, so that a `HostTest` tests it. `scaled_by` has the host's
     GradScaler as its attribute `scaler`, if there is one. `divided_by()` is what the host itself
     divides a loss by on the way (its number of micro-batches), to be undone. Backwards of ours run
     within `inside()`. Where an engine lets only its own `window` make backwards and updates
@@ -399,7 +399,7 @@ class HostWindows(Stream):
             if not self._engine.wrapped:
                 ours = "the model that accelerator.prepare() or fabric.setup() returned"
                 warn_alone(self.sync.ranks, ours)
-            self._look.watch()
+            self._checks.watch()
 
     @property
     def sync(self) -> Sync:
@@ -441,7 +441,7 @@ class HostWindows(Stream):
         """Make the backward of a loss by the window's own engine."""
         self._begin_loss(given)
         self._window.add(given.summed, given.units, last=last)
-        self._look.done()
+        self._checks.end_micro_batch()
         self._count_micro_batch()
 
     def _begin_loss(
@@ -453,7 +453,7 @@ class HostWindows(Stream):
             self.open.refuse_broken()
         one_number = isinstance(given.loss, Tensor) and given.loss.numel() == 1
         check_total(given.loss.reshape(()) if one_number else given.loss)
-        given.look_at(self._look, in_parts=not is_whole, steps=self._planned_steps)
+        given.check(self._checks, in_parts=not is_whole, steps=self._planned_steps)
         if self.open is None:
             self._begin_window()
             known = None if announced is None else {SINGLE: announced}
@@ -496,7 +496,7 @@ class HostWindows(Stream):
         """Note how the host's backward leaves the gradients."""
         self._window.store.backward_made()
         self._untouched.remember()
-        self._look.done()
+        self._checks.end_micro_batch()
         self._engine.backward_made()
 
     @contextmanager
@@ -516,7 +516,7 @@ class HostWindows(Stream):
     def take(self, loss: AddedLoss) -> None:
         """Enter the loss of a compiled function, whose gradient is in the window."""
         self.pending.take(loss, self)
-        self._look.done()
+        self._checks.end_micro_batch()
         self._count_micro_batch()
 
     # ----------------------------------------------------------------- settle
@@ -547,7 +547,7 @@ class HostWindows(Stream):
         """Refuse gradients that others changed, a loss without its backward, and a held sync."""
         number = window.micro_batches
         if number > 1 or self.sync.ranks > 1:
-            self._look.end_window(number)
+            self._checks.end_window(number)
         if not self._scale.enabled:  # a scaler may have unscaled the gradients already
             self._untouched.check()
         if self.kept != "elsewhere" and window.unmade:
@@ -566,7 +566,7 @@ class HostWindows(Stream):
     def detach(self) -> None:
         """Leave the models as they were found (a conversion of BatchNorm is kept)."""
         self._window.hooks.give_back()
-        self._look.end_window()
+        self._checks.end_window()
         for policy in self._batchnorms:
             policy.detach()
 

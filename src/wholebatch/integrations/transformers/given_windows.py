@@ -23,8 +23,8 @@ from wholebatch.window.window import Step
 class GivenWindows(WholeBatch):
     """A WholeBatch whose window is a list of batches; the trainer clips, steps and clears.
 
-    A run of the loss may change attributes of `host`, such as a trainer's metrics; after the first
-    look, numbers and small containers among them are put back.
+    A run of the loss may change attributes of `host`, such as a trainer's metrics; after a
+    test, numbers and small containers among them are put back.
 
     >>> import wholebatch as wb
     >>> model = torch.nn.Linear(3, 2)
