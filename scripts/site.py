@@ -17,7 +17,6 @@ ORDER: dict[str, tuple[str, ...]] = {
         "choose.md",
         "gallery.md",
         "migrate/hand-written.md",
-        "migrate/transformers.md",
         "migrate/accelerate.md",
         "migrate/lightning.md",
         "migrate/keras.md",

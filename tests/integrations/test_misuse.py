@@ -27,7 +27,7 @@ from transformers import Trainer, TrainerCallback
 from wholebatch.integrations.accelerate import ExactWindows, accumulator
 from wholebatch.integrations.lightning import FabricWindows
 from wholebatch.integrations.transformers import exact
-from wholebatch.integrations.transformers.host_steps import stepped_here
+from wholebatch.integrations.transformers.weighted_loss import WeightedLoss
 from wholebatch.stream import GivenLoss
 
 pytestmark = [
@@ -363,7 +363,7 @@ def test_a_training_step_that_divides_again() -> None:
 
 def test_units_are_conserved() -> None:
     model = mlp()
-    with pytest.raises(LossError, match=r"counted 12 units .* returned 6: .* same thing"):
+    with pytest.raises(LossError, match=r"counted 12 units .* are over 6: .* same inputs"):
         in_transformers(model, sgd(model), pieces(samples(24), [4] * 6), 3, kind=Halves)
     Whole(mlp()).assert_same(model)
 
@@ -397,13 +397,15 @@ class _Engine(nn.Module):
 
 def test_deepspeed_must_add_in_fp32() -> None:
     class Host:
-        optimizer, nonfinite = None, "raise"
+        model = nn.Linear(2, 2)
+        optimizer = coupled = micro_batch = window_precision = None
+        nonfinite, batchnorm, audit = "raise", "exact", True
         model_wrapped = _Engine(torch.bfloat16)
 
     with pytest.raises(UnsupportedError, match="grad_accum_dtype"):
-        stepped_here(Host)
+        WeightedLoss(Host, "DeepSpeed")
     Host.model_wrapped = _Engine(torch.float32)
-    assert stepped_here(Host) == []
+    WeightedLoss(Host, "DeepSpeed")
     Host.nonfinite = "skip"
-    with pytest.raises(UnsupportedError, match="steps within the last backward"):
-        stepped_here(Host)
+    with pytest.raises(OptionError, match=r"Trainer makes the steps \(DeepSpeed\)"):
+        WeightedLoss(Host, "DeepSpeed")

@@ -33,12 +33,12 @@ from torch import Tensor, nn
 
 from wholebatch.accumulator import Accumulator
 from wholebatch.errors import OptionError, UnsupportedError, WindowError
+from wholebatch.integrations.handed_over import refuse_shared_batches
 from wholebatch.integrations.host_window import (
     AdapterOptions,
     GradientsIn,
     LoopWindows,
     Settled,
-    refuse_shared_batches,
 )
 from wholebatch.losses.loss import Loss, Units
 from wholebatch.optional_packages import require

@@ -36,7 +36,7 @@ from wholebatch.distributed.fsdp import check_dtypes
 from wholebatch.distributed.process_group import Group, world_size
 from wholebatch.distributed.sync_strategy import Context, Parameters
 from wholebatch.distributed.tensor_parallel import norm_over_meshes
-from wholebatch.errors import OptionError, StateError, UnsupportedError, WindowError
+from wholebatch.errors import OptionError, StateError, WindowError
 from wholebatch.losses.loss import SINGLE, Loss, Terms, check_total
 from wholebatch.stream import AddedLoss, GivenLoss, Stream
 from wholebatch.window.close import (
@@ -653,17 +653,6 @@ class LoopWindows(HostWindows):
                 f"are inside {self.engine_kind}: save {self.save_when}"
             )
         return super().state_dict()
-
-
-def refuse_shared_batches(accelerator: Any, host: str) -> None:
-    """Refuse an Accelerator whose ranks share batches, so that units would be counted twice."""
-    parallel = getattr(accelerator, "parallelism_config", None)
-    for name in ("tp", "cp", "sp"):
-        if parallel is not None and getattr(parallel, f"{name}_size", 1) > 1:
-            raise UnsupportedError(
-                f"{host} with {name}_size={getattr(parallel, f'{name}_size')}: units would be "
-                "counted more than once over ranks that share a batch; use data parallelism alone"
-            )
 
 
 class FirstLook(LossLook):

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from wholebatch.batch import Batches, batch_size_of
 from wholebatch.coupled.loss_graph import divisors
 from wholebatch.coupled.stream_look import warn_of_divisor
-from wholebatch.errors import StateError, WindowError
+from wholebatch.errors import WindowError
 from wholebatch.losses.loss import SINGLE, Loss
 from wholebatch.runner import LossFunction
 from wholebatch.whole_batch import WholeBatch
@@ -126,33 +126,6 @@ class GivenWindows(WholeBatch):
             "whose gradient is complete before its second batch: leave zero_grad(), clipping and "
             "step() to the trainer"
         )
-
-    # ------------------------------------------------------------------ state
-
-    def saved_gradient(self) -> list[Tensor | None]:
-        """Return a copy of the gradient that `make_gradient` has left."""
-        return [
-            None if p.grad is None else p.grad.detach().clone()
-            for p in self._window.target.trained()
-        ]
-
-    def load_gradient(self, saved: Sequence[Tensor | None]) -> None:
-        """Go on with the gradient of `saved_gradient`."""
-        trained = self._window.target.trained()
-        if len(saved) != len(trained):
-            raise StateError(
-                f"the checkpoint has gradients of {len(saved)} parameters, and {len(trained)} are "
-                "trained here: resume with the model and optimizer that saved it"
-            )
-        for parameter, gradient in zip(trained, saved, strict=True):
-            parameter.grad = None
-            if gradient is None:
-                continue
-            if gradient.dtype is not parameter.dtype:
-                parameter.grad_dtype = gradient.dtype
-            parameter.grad = gradient.to(parameter.device)
-        self._watch.forget()
-        self._watch.remember(trained)
 
     def release(self) -> None:
         """Free the memory of graphs and gradients; another window makes them again."""
