@@ -4,8 +4,8 @@
     python scripts/peer_tests.py lightning CLONE       # a clone of Lightning-AI/pytorch-lightning
 
 The clones bring the tests; the packages are those that are installed. Every test runs twice: as it
-is, and with `exact(Trainer)` in place of `Trainer`, or with the callback `ExactWindows` in every
-Lightning Trainer. The table shows both outcomes. Models, tokenizers and texts that the tests
+is, and with `exact(Trainer)` in place of `Trainer`, or with the callback `ExactAccumulation` in
+every Lightning Trainer. The table shows both outcomes. Models, tokenizers and texts that the tests
 would download are replaced by small ones made here.
 """
 
@@ -71,16 +71,16 @@ def pytest_configure() -> None:
 
 
 def add_callback() -> None:
-    """Add `ExactWindows` to every Lightning Trainer; the tests' losses are means over samples."""
+    """Add `ExactAccumulation` to every Lightning Trainer; the tests' losses are sample means."""
     import lightning.pytorch as pl
 
-    from wholebatch.integrations.lightning import ExactWindows
+    from wholebatch.integrations.lightning import ExactAccumulation
 
     before = pl.Trainer.__init__
 
     def with_windows(self: Any, *args: Any, callbacks: Any = None, **kwargs: Any) -> None:
         given = callbacks if isinstance(callbacks, list) else [callbacks] if callbacks else []
-        before(self, *args, callbacks=[*given, ExactWindows(len)], **kwargs)
+        before(self, *args, callbacks=[*given, ExactAccumulation(len)], **kwargs)
 
     setattr(pl.Trainer, "__init__", with_windows)  # noqa: B010
 

@@ -17,8 +17,6 @@ ORDER: dict[str, tuple[str, ...]] = {
         "choose.md",
         "gallery.md",
         "migrate/hand-written.md",
-        "migrate/accelerate.md",
-        "migrate/lightning.md",
         "migrate/keras.md",
         "troubleshooting.md",
         "faq.md",

@@ -26,7 +26,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset(
         {"cli.recipes", "cli.report", "integrations", "lint", "testing", "tune", "verification"}
     ),
-    frozenset({"accumulator", "whole_batch", "integrations.host_window"}),
+    frozenset({"accumulator", "whole_batch"}),
     frozenset(
         {
             "cli.checkpoints",

@@ -120,13 +120,18 @@ def test_gkd_is_refused_by_name() -> None:
             exact(kind)
 
 
-@pytest.mark.parametrize("name", TRAINERS)
+@pytest.mark.parametrize("name", ["DPO", "Reward", "KTO"])
 def test_batches_can_be_cut_further(name: str) -> None:
     """Pairs stay together, and a micro-batch of KTO knows the window's estimate."""
     whole = trained(TRAINERS[name](plain, 1))
-    for size in (3, *([wb.tokens(40)] if name != "GRPO" else [])):
+    for size in (3, wb.tokens(40)):
         ours = trained(TRAINERS[name](lambda kind, size=size: exact(kind, micro_batch=size), 2))
         assert off(ours, whole) <= FLOAT32
+
+
+def test_batches_of_grpo_are_not_cut() -> None:
+    with pytest.raises(wb.errors.OptionError, match=r"micro_batch=3 .*GRPOTrainer\.training_step"):
+        trained(runs.grpo(lambda kind: exact(kind, micro_batch=3), 2))
 
 
 def test_completions_that_serve_several_windows() -> None:
