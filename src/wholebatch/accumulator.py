@@ -244,12 +244,14 @@ class Accumulator(Stream):
                 self._refuse_moved(lambda: _leaves_of(total if mean is None else mean))
             if isinstance(total, Terms) and now.known is not None:
                 if self._look.active:
-                    self._look.at_backward(total, in_parts=self._in_parts)
+                    where: dict[str, Any] = {"in_parts": self._in_parts, "steps": self._size}
+                    self._look.at_backward(total, **where)
                 self._window.add_loss(total, last=reduces, counts=self._counts)
             else:
                 given = GivenLoss.of(total, units, mean)  # refuses terms that nobody announced
                 place = now.owners.count(now.micro_batches)
-                given.look_at(self._look, in_parts=self._in_parts, place=place)
+                where = {"in_parts": self._in_parts, "place": place, "steps": self._size}
+                given.look_at(self._look, **where)
                 self._window.add(given.summed, given.units, last=reduces, counts=self._counts)
             self._untouched.remember()
         if more:
@@ -362,6 +364,10 @@ class Accumulator(Stream):
     def _in_parts(self) -> bool:
         """True if this micro-batch is not the whole global batch."""
         return self._size > 1 or self._window.sync.ranks > 1
+
+    @property
+    def _planned_steps(self) -> int:
+        return self._size
 
     def _watch(self, size: int) -> None:
         """Let the look see the forwards of a window in parts; not those with collectives."""

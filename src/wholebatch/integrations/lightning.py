@@ -132,6 +132,10 @@ class FabricAccumulator(HandedOver):
         with _in_fabric_backward():
             return super().backward(*args, last=last, **kwargs)
 
+    @property
+    def _planned_steps(self) -> int:
+        return 0  # not known before the window's end
+
     @contextmanager
     def micro_step(self, modules: nn.Module) -> Iterator[bool]:
         """Return the context of a compiled function's micro-step; see `Stream`."""
@@ -367,7 +371,8 @@ class TrainingStep:
         try:
             with silent, attributes_restored(self._host):
                 layout = functools.partial(readable_layout, batch, None, ())
-                self._look.look_at(run, lambda: (layout(), None), name="the loss")
+                steps = [self._trainer.accumulate_grad_batches]
+                self._look.look_at(run, lambda: (layout(), None), steps=steps, name="the loss")
         finally:
             self._windows.discard()  # what BatchNorm policies have recorded of the runs
 

@@ -284,8 +284,7 @@ def trainer_loss(trainer: Any) -> dict[str, Any]:
         units=count,
     )
     loss.__name__ = "the loss"  # type: ignore[attr-defined]
-    mean = functools.partial(loss, units=lambda _: 1)
-    return {"loss": loss, "units": count, "mean": mean}
+    return {"loss": loss, "units": count}
 
 
 def _as_loss(

@@ -138,7 +138,10 @@ class WeightedLoss:
         batch = trainer._prepared(inputs)
         with attributes_restored(trainer):
             self._look.look_at(
-                run, lambda: (readable_layout(batch, None, ()), None), name="the loss"
+                run,
+                lambda: (readable_layout(batch, None, ()), None),
+                steps=[steps],
+                name="the loss",
             )
 
     def _weighing(self, window: TrainerWindow) -> AbstractContextManager[None]:
