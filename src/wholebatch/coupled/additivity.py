@@ -133,7 +133,7 @@ class AdditivityTest:
                     division.run if is_first else run,
                     layout,
                     gradients=is_first and not self._shares_forwards,
-                    names_layers=self._ranks == 1,
+                    names_layers=self._ranks == 1 and not self._shares_forwards,
                     outputs=outputs,
                     name=name,
                 )
