@@ -25,10 +25,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from wholebatch.batch.samples import Layout, flatten
 from wholebatch.coupled.batchnorm.whole_batch_norm import FixedNorms
-from wholebatch.coupled.contrastive.losses import OfTheBatch
 from wholebatch.coupled.normalisation_layers import batchnorms, uses_batch_statistics
 from wholebatch.distributed.process_group import world_size
-from wholebatch.losses.loss import as_loss, terms_of
+from wholebatch.losses.loss import OfTheBatch, as_loss, terms_of
 from wholebatch.window.close import read_scalars
 from wholebatch.window.forward_state import ForwardState
 from wholebatch.window.precision import SIXTEEN_BIT

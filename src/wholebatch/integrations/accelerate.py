@@ -41,11 +41,12 @@ from wholebatch.integrations.host_window import (
     refuse_shared_batches,
 )
 from wholebatch.losses.loss import Loss, Units
+from wholebatch.make_window import make_window
 from wholebatch.optional_packages import require
 from wholebatch.options import Close, Memory
 from wholebatch.stream import AddedLoss, GivenLoss
 from wholebatch.window.close import Policy
-from wholebatch.window.window import Step, make_window
+from wholebatch.window.window import Step
 
 require("accelerate", at_least="1.15", extra="accelerate", purpose="wholebatch in Accelerate")
 
