@@ -319,8 +319,6 @@ class OpenWindow:
     reduced: bool = False
     """True if the last backward has reduced the gradients over the ranks."""
     started: float = field(default_factory=time.perf_counter)
-    unmade: int = 0
-    """Losses that were weighed, and whose backward somebody else has still to make."""
     _last_seed: tuple[str, float, Tensor] | None = None
     _units_of_micro_batch: dict[str, Units] = field(default_factory=dict)
 
@@ -391,18 +389,6 @@ class OpenWindow:
         if counts:
             self._last_seed = (name, weight, value)
         return value
-
-    def weigh(self, loss: Tensor, weight: Units = 1.0) -> None:
-        """Multiply what a backward of `loss` that is not ours starts from."""
-        self.unmade += 1
-
-        def weighed(gradient: Tensor) -> Tensor:
-            self.unmade -= 1
-            if isinstance(weight, Tensor):
-                return gradient * weight.to(gradient.device, gradient.dtype)
-            return gradient * weight
-
-        loss.register_hook(weighed)
 
     def round_seed(self, total: Tensor) -> None:
         """Take a power of two as the seed of a 16-bit total, and leave the rest to the close.
