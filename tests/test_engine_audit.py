@@ -173,20 +173,6 @@ def test_an_error_in_the_loss_function_is_that_of_the_step() -> None:
         train.step(samples(10))
 
 
-class OwnNorm(nn.BatchNorm1d):
-    """A subclass that normalises by mathematics of its own: no lock-step can meet in it."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x - x.mean(0)) / (x.var(0, unbiased=False) + self.eps).sqrt()
-
-
-def test_a_batchnorm_with_mathematics_of_its_own_is_refused_by_name() -> None:
-    model = nn.Sequential(nn.Linear(5, 8), OwnNorm(8), nn.Linear(8, 3)).double()
-    train = wb.WholeBatch(model, sgd(model), loss=loss, micro_batch=4)
-    with pytest.raises(wb.errors.UnsupportedError, match="1"):
-        train.step(samples(10))
-
-
 def test_lazy_batchnorms_are_exact_once_they_are_there() -> None:
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(5, 8), nn.LazyBatchNorm1d(dtype=torch.float64), nn.Linear(8, 3))

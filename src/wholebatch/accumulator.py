@@ -113,8 +113,8 @@ class Accumulator(Stream):
         clip_norm: Clip the gradient of the whole window to this norm; a list gives one norm per
             parameter group.
         scheduler: A learning-rate scheduler, or several. Each is stepped once per update.
-        batchnorm: What to do with BatchNorm layers: "refuse", "statistics", "freeze", "group",
-            "layer" or "sync" (see `wb.BatchNorm`). "exact" needs `WholeBatch`.
+        batchnorm: What to do with BatchNorm layers: "refuse", "freeze" (normalise with the running
+            statistics) or "allow" (with those of each micro-batch). "exact" needs `WholeBatch`.
         memory: `wb.Memory(gradients=..., optimizer=...)`.
         audit: Test the first window: a sum must not be a mean, and samples must not depend on each
             other. False skips the test.
@@ -137,7 +137,7 @@ class Accumulator(Stream):
         self._turn = Turn("Accumulator.backward()")  # first: it also refuses to be copied
         if batchnorm == "exact":
             raise OptionError(
-                'batchnorm="exact": exact BatchNorm runs the forwards of a window in lock-step, '
+                'batchnorm="exact": exact BatchNorm runs the batch undivided, '
                 "and Accumulator owns no forward: use WholeBatch, or name another policy"
             )
         self._steps = Steps.of(steps)
@@ -253,8 +253,6 @@ class Accumulator(Stream):
             self._look.done()
         if self._counts:
             self._window.micro_batch_done()
-        for policy in self._counting:
-            policy.micro()
         self._places += 1
         self._place_done = True
         if not is_last:
@@ -439,8 +437,6 @@ class Accumulator(Stream):
         self._restore_buffers()
         if weightless:
             self._before = ForwardState(*self._window.target.models)
-        for policy in self._counting:
-            policy.counts = not weightless
 
     def _restore_buffers(self) -> None:
         if self._before is not None:
@@ -474,8 +470,6 @@ class Accumulator(Stream):
         self._places = 0
         known = None if self._announced is None else self._announced([])
         self.last_step = self._window.join(known)
-        for policy in self._counting if self.last_step.skipped is None else ():
-            policy.end_window()  # a meeting of the ranks
 
     # ----------------------------------------------------------------- state
 
@@ -488,7 +482,6 @@ class Accumulator(Stream):
             epoch=self.epoch,
             places=self._places,
             size=self._size,
-            batchnorms=[policy.state_dict() for policy in self._batchnorms],
             feed=None
             if feed is None or feed.is_exhausted
             else feed.state_dict(current_is_done=self._place_done),
@@ -508,8 +501,6 @@ class Accumulator(Stream):
         self.epoch = saved["epoch"]
         self._places = saved["places"]
         self._size = saved["size"]
-        for policy, pending in zip(self._batchnorms, saved["batchnorms"], strict=True):
-            policy.load_state_dict(pending)
         self._feed = None
         self._resume = saved
 

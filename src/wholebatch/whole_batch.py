@@ -18,7 +18,7 @@ from wholebatch.errors import NonFiniteError, RankError, StateError, WindowError
 from wholebatch.memory.budget import Budget
 from wholebatch.memory.micro_batch_fitting import Fitting
 from wholebatch.memory.out_of_memory import Attempt
-from wholebatch.options import BatchNorm, BatchNormPolicy, Close, Memory, Samples
+from wholebatch.options import BatchNormPolicy, Close, Memory, Samples
 from wholebatch.runner import (
     AfterMicro,
     LossFunction,
@@ -70,8 +70,10 @@ class WholeBatch(HasWindow):
         clip_norm: Clip the gradient of the whole batch to this norm; a list gives one norm per
             parameter group.
         scheduler: A learning-rate scheduler, or several. Each is stepped once per update.
-        batchnorm: "exact" gives BatchNorm the statistics of the whole batch. For the other
-            policies see `wb.BatchNorm`.
+        batchnorm: "exact" gives BatchNorm the statistics of the whole batch, which is then not
+            split: it runs undivided, with checkpointed blocks if it must. "freeze" normalises with
+            the running statistics, "allow" with those of each micro-batch, "refuse" raises an
+            error.
         dropout: "fresh" draws masks per micro-batch. With "per-sample" the masks belong to the
             samples and do not depend on the split.
         execute: "eager", "compile", "graph" (a recorded CUDA graph), or "auto" for the fastest
@@ -95,7 +97,7 @@ class WholeBatch(HasWindow):
         precision: precisions.PrecisionName = "full",
         clip_norm: ClipNorm = None,
         scheduler: Scheduler | Sequence[Scheduler] | None = None,
-        batchnorm: BatchNorm | BatchNormPolicy = "exact",
+        batchnorm: BatchNormPolicy = "exact",
         dropout: Dropout = "fresh",
         execute: Execute = "auto",
         memory: Memory | Budget | None = None,
@@ -104,7 +106,7 @@ class WholeBatch(HasWindow):
     ) -> None:
         self._turn = Turn("WholeBatch.step()")  # first: it also refuses to be copied
         check_functions(loss, units)
-        given, memory, norms = Samples.of(micro_batch), Memory.of(memory), BatchNorm.of(batchnorm)
+        given, memory = Samples.of(micro_batch), Memory.of(memory)
         root, models = modules_of(model)
         window = make_window(
             models,
@@ -134,8 +136,7 @@ class WholeBatch(HasWindow):
             window=window,
             precision=self._precision,
             execute=execute,
-            batchnorm=norms.policy,
-            hold=norms.hold,
+            batchnorm=batchnorm,
             dropout=dropout,
             audit=audit,
         )
@@ -149,12 +150,11 @@ class WholeBatch(HasWindow):
             layout=self._layout,
             scale=target.scale,
             sync=sync,
-            is_coupled=self._runner.needs_lock_step,
-            hold=self._runner.hold,
+            is_undivided=self._runner.is_undivided,
+            frees_memory=self._runner.frees_memory,
             gradients=memory.gradients,
         )
-        if (keeping := self._runner.keeping) is not None:
-            keeping.room, self._fitting.relieved = self._fitting.room, keeping.relieved
+        if self._runner.is_coupled:
             self._fitting.recovers &= sync.ranks == 1  # beginning again, one would gather alone
         self._probe: Probe | None = None
         self._has_more = False  # whether this rank has data for another window
@@ -267,16 +267,16 @@ class WholeBatch(HasWindow):
         window = self._window
         first = 0 if window.open is None else self._resume_at(micros)
         known = None if self._count is None or window.open is not None else self._count(micros)
-        attempts: Iterable[Attempt] = [Attempt(micros)]
-        if self._fitting.recovers and not first:  # a resumed window cannot begin again
+        attempts: Iterable[Attempt] = [Attempt(micros, inside=self._fitting.inside())]
+        if self._fitting.may_begin_again() and not first:  # a resumed window cannot begin again
             attempts = self._fitting.attempts(micros, self._begin_again)
         try:
             with self._precision.window():
                 for attempt in attempts:
                     with attempt:
-                        self._begin(known, attempt.micros, first)
+                        self._begin(known, first)
                         self._run(attempt, first, after_micro)
-            replays = not first and not self._runner.in_lock_step(attempt.micros)
+            replays = not first and not self._runner.is_undivided()
             return self._close(attempt.micros, attempt.random if replays else None, steps)
         finally:
             window.sync.restore()
@@ -292,7 +292,7 @@ class WholeBatch(HasWindow):
             self._runner.look_at_padding(like, self.micro_batch, self._layout)
         self._runner.look_at(like, micros, self._layout)
 
-    def _begin(self, known: dict[str, float] | None, micros: Sequence[Any], first: int) -> None:
+    def _begin(self, known: dict[str, float] | None, first: int) -> None:
         """Open the window, unless it is one that is resumed, or the first loss must open it."""
         if self._window.open is None:
             if known is not None:
@@ -300,8 +300,7 @@ class WholeBatch(HasWindow):
             numbers = self._runner.numbers_samples
             self._runner.begin_window(self._fitting.samples if numbers else 0)
         if self._probe is not None:
-            together = self._runner.in_lock_step(micros)
-            self._probe.begin(first=first, together=together)
+            self._probe.begin(first=first)
 
     def _begin_again(self) -> None:
         """Drop an attempt that ran out of memory; all ranks keep the seed they have agreed on."""
@@ -329,7 +328,7 @@ class WholeBatch(HasWindow):
         # A rank that must begin again would leave the others in a reduction. A measured window of
         # one micro-batch is reduced after its norm was taken.
         measured = probe is not None and probe.active and len(micros) == 1
-        alone = self._fitting.recovers or (measured and self._window.sync.keeps_gradients)
+        alone = self._fitting.may_begin_again() or (measured and self._window.sync.keeps_gradients)
         numbers = partial(self._fitting.numbers_of, micros)
         reduces = self._window.sync.ranks == 1 or not alone
         self._runner.run(micros, WindowRun(first, reduces, before, after, numbers))
@@ -445,7 +444,7 @@ class WholeBatch(HasWindow):
 
     def state_dict(self) -> dict[str, Any]:
         """Return what to resume from, in the middle of a window too (not model and optimizer)."""
-        if self._turn.taken and self._runner.keeping is not None:
+        if self._turn.taken and self._runner.is_coupled:
             raise StateError(
                 "state_dict() inside a step with wb.Coupled: the gradient of the whole loss is of "
                 "this window alone; save between steps"

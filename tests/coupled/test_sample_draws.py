@@ -165,10 +165,8 @@ def _after(state: Tensor, draw: Any, like: Tensor) -> Tensor:
     return made
 
 
-def test_lock_step_two_passes_and_resuming(tmp_path: Any) -> None:
-    batch, norm = images(), {"norm": lambda c: nn.BatchNorm2d(c)}
-    whole = stepped(UNet(**norm).double(), by_unet, batch, 13)[1]
-    assert distance(stepped(UNet(**norm).double(), by_unet, batch, 4)[1], whole) <= EXACT
+def test_two_passes_and_resuming(tmp_path: Any) -> None:
+    batch = images()
 
     def encode(model: Any, micro: Batch) -> Tensor:
         t = wb.rand_like(micro["x"][:, 0, 0, 0])

@@ -259,5 +259,5 @@ def test_what_is_refused() -> None:
         accumulator(accelerator, model, optimizer, close=scaled)
     with pytest.raises(UnsupportedError, match="BatchNorm in '0'"):
         ExactWindows(accelerator, nn.Sequential(nn.BatchNorm1d(5)), optimizer)
-    with pytest.raises(OptionError, match="lock-step"):
+    with pytest.raises(OptionError, match="runs the batch undivided"):
         ExactWindows(accelerator, model, optimizer, batchnorm="exact")

@@ -181,18 +181,6 @@ def test_not_finite(policy: Any) -> None:
     train.step(samples(10))
 
 
-def test_exact_batchnorm_in_lock_step() -> None:
-    def normed() -> nn.Module:
-        torch.manual_seed(3)
-        return nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)).double()
-
-    whole = Whole(normed(), sgd)
-    whole.step(samples(10))
-    model = normed()
-    made(model, sgd, sizes=[4, 4, 2]).step(samples(10))
-    whole.assert_same(model)
-
-
 def test_reentrant_checkpoints() -> None:
     from torch.utils.checkpoint import checkpoint
 

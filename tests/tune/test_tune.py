@@ -188,19 +188,6 @@ def test_a_loss_that_is_not_finite_is_not_measured() -> None:
     assert str(it.value).count("the first batch is nan") == 1
 
 
-def test_batchnorm_runs_in_lock_step_and_is_tuned_too() -> None:
-    def with_norm() -> tuple[nn.Module, torch.optim.Optimizer]:
-        model = nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32), nn.Linear(32, 4))
-        return model, torch.optim.SGD(model.parameters(), lr=0.1)
-
-    found = tune(with_norm, loss=loss, batch=batch(), micro_batches=[24, 12], limits=QUICK)
-    divided = next(t for t in found.trials if t.steps == 2)
-    if divided.split:
-        assert divided.split["micro-step"] > 0
-        assert divided.split["forward"] == 0
-    assert all(t.predicted is None for t in found.trials)
-
-
 def test_data_that_is_slow_is_the_bottleneck() -> None:
     import time
 

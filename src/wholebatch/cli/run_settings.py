@@ -189,10 +189,9 @@ class Config:
         "moments: added into Adam's moments (an approximation).",
     )
     batchnorm: str = _batch_choice(
-        "exact|statistics|freeze|group|layer|sync|refuse",
-        "What BatchNorm normalises by. exact: the whole batch. statistics: micro-batches, with "
-        "running statistics of the batch. freeze: running statistics. group, layer: GroupNorm or "
-        "one group instead. sync: over GPUs.",
+        "exact|freeze|allow|refuse",
+        "What BatchNorm normalises by. exact: the whole batch, which is not split. freeze: running "
+        "statistics. allow: each micro-batch.",
     )
     lr_steps: int | None = _follows_setting(
         None,

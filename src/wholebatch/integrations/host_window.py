@@ -323,9 +323,8 @@ class AdapterOptions:
         self.close.check(())
         if self.batchnorm == "exact":
             raise OptionError(
-                'batchnorm="exact" in the loop of another library: exact BatchNorm runs the '
-                "forwards of a window in lock-step, and they are not ours; use wb.WholeBatch, or "
-                "name another policy"
+                'batchnorm="exact" in the loop of another library: exact BatchNorm runs the batch '
+                "undivided, and the loop has split it; use wb.WholeBatch, or name another policy"
             )
 
 
@@ -479,8 +478,6 @@ class HostWindows(Stream):
 
     def _count_micro_batch(self) -> None:
         self._window.micro_batch_done()
-        for policy in self._counting:
-            policy.micro()
 
     @contextmanager
     def host_backward(self) -> Iterator[None]:
@@ -564,7 +561,7 @@ class HostWindows(Stream):
             )
 
     def detach(self) -> None:
-        """Leave the models as they were found (a conversion of BatchNorm is kept)."""
+        """Leave the models as they were found."""
         self._window.hooks.give_back()
         self._look.end_window()
         for policy in self._batchnorms:
@@ -578,7 +575,6 @@ class HostWindows(Stream):
         saved: dict[str, Any] = {
             "updates": self.updates,
             "next_seed": self._window.next_seed,
-            "batchnorms": [policy.state_dict() for policy in self._batchnorms],
             "window": None,
         }
         if self.open is not None:
@@ -597,8 +593,6 @@ class HostWindows(Stream):
         self._window.check_open_state(window)
         self.discard()
         self._window.updates, self._window.next_seed = saved["updates"], saved["next_seed"]
-        for policy, state in zip(self._batchnorms, saved["batchnorms"], strict=True):
-            policy.load_state_dict(state)
         if window is not None and self.sync.rank != 0:
             window = {**window, "totals": {SINGLE: [0.0]}, "units": {SINGLE: [0.0]}}
         self._window.load_open_state(window)
@@ -693,4 +687,4 @@ class FirstLook(LossLook):
                     run, lambda: (readable_layout(batch, None, ()), micro_batch), name="the loss"
                 )
         finally:
-            self._windows.discard()  # what BatchNorm policies have recorded of the runs
+            self._windows.discard()

@@ -168,8 +168,6 @@ class Running:
         executor = self._runner.executor
         if self._is_eager or executor.mode not in ("eager", "compiled forward"):
             return None
-        if self._runner.needs_lock_step():
-            return None  # Lock-step captures its windows in its own way.
         notes = executor.notes.history
         return notes[-1] if notes else f"micro-steps run {executor.mode}"
 
@@ -196,20 +194,18 @@ class Running:
         clock = Clock(self.device, self._workload.clock)
         last = self.train.last_step
         steps = 1 if last is None else last.micro_batches
-        in_lock_step = steps > 1 and self._runner.needs_lock_step()
-        is_told_apart = self._is_eager and not in_lock_step
         parts: list[dict[str, float]] = []
         with clock.watching() as busy:
             for _ in range(windows):
-                stamps = Stamps(clock, tells_apart=is_told_apart)
-                with replaced_attributes(self, _stamps=stamps if is_told_apart else None):
+                stamps = Stamps(clock, tells_apart=self._is_eager)
+                with replaced_attributes(self, _stamps=stamps if self._is_eager else None):
                     stamps.mark("data")
                     batch = self._workload.batches()
                     stamps.mark("start")
                     self.train.step(batch, after_micro=stamps.after_micro)
                     stamps.mark("end")
                 alone = None
-                if self._ranks > 1 and steps == 1 and is_told_apart:
+                if self._ranks > 1 and steps == 1 and self._is_eager:
                     alone = self._backward_alone(batch)
                 parts.append(split_of(stamps, ranks=self._ranks, alone=alone))
         mean = {name: statistics.fmean(part[name] for part in parts) for name in parts[0]}

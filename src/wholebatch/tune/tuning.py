@@ -350,8 +350,7 @@ def tune(
     static = layout.get("static", ())
     predicted = Predicted(inner, optimizer, loss, first, samples, budget, static=static)
     if batchnorms(inner) and options.get("batchnorm", "exact") == "exact":
-        # Lock-step keeps the activations of all micro-batches, so predicting one says little.
-        predicted.why_not = "BatchNorm runs micro-batches in lock-step"
+        predicted.why_not = "BatchNorm runs the batch undivided"
     if "batch_size" in layout:
         predicted.why_not = "a batch that does not show its samples cannot be resized"
     del model, optimizer, inner

@@ -230,7 +230,7 @@ class PeakMeter:
             torch.cuda.reset_peak_memory_stats(self._device)
 
     def follow_thread(self) -> None:
-        """Count in this thread too: lock-step and some frameworks run their loss in others."""
+        """Count in this thread too: some frameworks run their loss in others."""
         if self._meter is not None and self._meter not in _get_current_dispatch_mode_stack():
             _push_mode(self._meter)
 

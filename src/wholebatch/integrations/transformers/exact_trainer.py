@@ -42,7 +42,7 @@ from wholebatch.integrations.transformers.label_units import (
 from wholebatch.integrations.transformers.router_balance import balanced, refuse_balance
 from wholebatch.losses.loss import Loss, Units, check_units, mean_loss
 from wholebatch.memory.budget import Budget
-from wholebatch.options import BatchNorm, Close, Memory, Samples
+from wholebatch.options import Close, Memory, Samples
 from wholebatch.safe_loading import load_tensors
 from wholebatch.whole_batch import MicroBatch
 from wholebatch.window.close import Policy
@@ -96,7 +96,7 @@ class ExactWindows(_Trainer):
     window_precision: Literal["fp8"] | None = None
     micro_batch: MicroBatch | Samples | None = None
     memory: Memory | Budget | None = None
-    batchnorm: BatchNorm | str = "exact"
+    batchnorm: str = "exact"
     nonfinite: Policy = "raise"
     audit: bool = True
     held: Mapping[str, Any] = MappingProxyType({})
