@@ -32,7 +32,7 @@ import wholebatch as wb
 from wholebatch.memory import with_checkpoints
 
 Batch = dict[str, Tensor]
-WAYS = {
+WAYS: dict[str, dict[str, Any]] = {
     "plain": {},
     "torch.compile": {"compiled": True},
     "blocks checkpointed": {"checkpoints": True},
@@ -139,8 +139,8 @@ def main() -> None:
             page.append(f"| {name} | failed: {ran.stderr.strip().splitlines()[-1][:120]} | | | |")
         else:
             ms, *held, note = json.loads(ran.stdout.splitlines()[-1])
-            sizes = [f"{one:.2f}" for one in held] if len(held) == 2 else ["", ""]
-            page.append(f"| {name} | {ms:.1f} | {' | '.join(sizes)} | {note} |")
+            used = [f"{one:.2f}" for one in held] if len(held) == 2 else ["", ""]
+            page.append(f"| {name} | {ms:.1f} | {' | '.join(used)} | {note} |")
         print(page[-1], flush=True)
     folder = Path(os.environ.get("OUT", Path(__file__).parents[1] / "docs/benchmarks"))
     (folder / "batchnorm.md").write_text("\n".join(page) + "\n", encoding="utf-8")
