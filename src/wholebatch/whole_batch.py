@@ -290,7 +290,11 @@ class WholeBatch(HasWindow):
         like = self._fitting.largest_of(batch) if isinstance(batch, Batches) else batch
         if isinstance(self.micro_batch, Tokens):
             self._runner.look_at_padding(like, self.micro_batch, self._layout)
-        self._runner.look_at(like, micros, self._layout)
+        self._runner.look_at(like, micros, self._layout, steps=self._step_counts(micros))
+
+    def _step_counts(self, micros: Sequence[Any]) -> set[int]:
+        """Return the numbers that a loop may call its accumulation steps."""
+        return {len(micros)}
 
     def _begin(self, known: dict[str, float] | None, first: int) -> None:
         """Open the window, unless it is one that is resumed, or the first loss must open it."""

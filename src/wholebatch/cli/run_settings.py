@@ -365,7 +365,7 @@ def check(name: str, value: Any, label: str) -> Any:
 def like_train(
     name: str,
     help: str,
-    panel: str,
+    panel: str | None,
     *,
     default: Any = None,
     metavar: str | None = None,
