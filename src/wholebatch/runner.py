@@ -12,23 +12,19 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cache, partial
-from pathlib import Path
+from functools import partial
 from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from wholebatch.batch import Tokens, batch_size_of, to_device
-from wholebatch.batch.samples import Layout, layout_of
+from wholebatch.batch import Tokens, to_device
+from wholebatch.batch.samples import layout_of
 from wholebatch.compile import Execute, check_execute
-from wholebatch.compile.disk_cache import leave_mark
-from wholebatch.compile.kept_steps import entry_of
 from wholebatch.coupled import choose as choose_batchnorm
-from wholebatch.coupled.adds_up import SAMPLES
 from wholebatch.coupled.audit import SplitGuard, check_padding
 from wholebatch.coupled.batchnorm.over_ranks import norms_over_ranks
 from wholebatch.coupled.batchnorm.policies import Policy
@@ -43,7 +39,6 @@ from wholebatch.coupled.normalisation_layers import (
     uses_whole_batch,
     whole_batch_norms,
 )
-from wholebatch.coupled.sample_draws import PerSample, WindowDraws, check_dropout
 from wholebatch.distributed.ddp import Replicated
 from wholebatch.errors import LossError, OptionError, UnsupportedError, WindowError
 from wholebatch.losses.loss import SINGLE, Loss, Term, Terms, as_loss, terms_of
@@ -65,14 +60,10 @@ BeforeMicro: TypeAlias = Callable[[int], None]
 class WindowRun:
     """Options for one run of a window's micro-batches."""
 
-    first: int = 0
-    """The micro-batches before this one are in the window already."""
     reduces: bool = True
     """The last backward reduces the gradients over the ranks; otherwise the close does."""
     before_micro: BeforeMicro = lambda index: None
     after_micro: AfterMicro = lambda done, of: None
-    numbers: Callable[[], Sequence[Sequence[int]]] = tuple
-    """Return the places of each micro-batch's samples in this rank's batch."""
     stand_in: Any = None
     """A micro-batch that is not counted, for a rank that has none."""
 
@@ -96,17 +87,11 @@ class Runner:
         precision: Precision,
         execute: Execute,
         policy: Policy | None,
-        dropout: PerSample | None,
         audit: bool,
     ) -> None:
         self.model, self._root = model, root
         self.policy = policy
         self._loss = loss
-        self._drop = dropout
-        self._draws = WindowDraws()
-        self._places: dict[int, int] = {}
-        self._numbers: Callable[[], Sequence[Sequence[int]]] = tuple
-        self._first_number = 0
         self._audits, self._in_parts = audit, False
         self._looked_at_padding = False
         self._undivided: Mapping[str, Any] | None = None
@@ -135,15 +120,13 @@ class Runner:
             single=SINGLE,
         )
         # Eager code alone, as on a CPU: decided here, not at every micro-step.
-        self._is_plain = self.executor.is_plain and dropout is None
+        self._is_plain = self.executor.is_plain
 
     def _executed(self, execute: Execute) -> Execute:
         """Return how micro-steps run; refuse a graph where only eager code can do it."""
         why = None
         if isinstance(self._loss, Coupled):
             why = "a loss of wb.Coupled runs encode twice (compile the encoder itself instead)"
-        elif self._drop is not None:
-            why = 'dropout="per-sample" makes its masks in Python'
         elif not isinstance(self.model, nn.Module):
             why = "several models"
         if why is not None and execute in ("compile", "graph"):
@@ -178,36 +161,13 @@ class Runner:
             function = function.addends or function.encode
 
         def run(few: Any) -> Any:
-            with self._precision.look(), self._draws.micro(lambda: None):
+            with self._precision.look():
                 return function(self.model, to_device(few, self._device))
 
         name = getattr(function, "__name__", "a function")
-        entry: Path | None = None
-
-        def known_to_add_up(samples: Layout | None, size: int | None) -> bool:
-            nonlocal entry
-            if samples is None or self.executor.is_eager or encodes:
-                return False
-            few = samples.take(list(range(min(max(SAMPLES, size or 0), samples.size))))
-            sizes = (samples.size, size)
-            options = (self._device, self._precision.name, *sizes, self._tensor_norms())
-            entry = entry_of("look", self._root, function, *options, batch=few)
-            known = entry is not None and entry.exists()
-            if self._drop is None and self.policy is None and function is self._loss:
-                self.executor.look_ahead(micros[0], known=known)
-            return known
-
-        how: dict[str, Any] = {**layout, "outputs": encodes, "name": name, "steps": steps}
-        adds_up = guard.look(run, batch, micros, **how, known_to_add_up=known_to_add_up)
-        if adds_up and entry is not None and not self._draws.used:
-            leave_mark(entry)
-        self._share_that_draws_are_used()
-
-    def _tensor_norms(self) -> list[float]:
-        """Return the norm of each tensor of the model: a look may find other things with others."""
-        tensors = (*self._root.parameters(), *self._root.buffers())
-        local = [getattr(one.detach(), "_local_tensor", one.detach()) for one in tensors]
-        return read_scalars(torch._foreach_norm([one for one in local if one.is_floating_point()]))
+        if self.policy is None and function is self._loss and not self.executor.is_eager:
+            self.executor.look_ahead(micros[0], known=False)
+        guard.look(run, batch, micros, **layout, outputs=encodes, name=name, steps=steps)
 
     def look_at_padding(self, batch: Any, by: Tokens, layout: Mapping[str, Any]) -> None:
         """Refuse a loss that is another one without padding, or in a row of several sequences."""
@@ -226,51 +186,24 @@ class Runner:
         """Take part in the other ranks' look, without a sample."""
         if self._guard.pending:
             self._guard.join()
-            self._share_that_draws_are_used()
-
-    def _share_that_draws_are_used(self) -> None:
-        """Let all ranks know if the loss draws numbers that follow their samples."""
-        self._draws.used = bool(self._window.sync.sum([float(self._draws.used)])[0])
 
     # ------------------------------------------------------------ the windows
 
-    @property
-    def numbers_samples(self) -> bool:
-        """True if `begin_window` needs to know how many samples there are."""
-        return self._drop is not None or self._draws.used
-
-    def begin_window(self, samples: int = 0) -> None:
-        """Begin an attempt at a window of so many samples."""
+    def begin_window(self) -> None:
+        """Begin an attempt at a window."""
         self._untouched.forget()
         if self.policy is not None:
             self.policy.begin_window()
         moving = [norm for _, norm in self._norms if norm.training]
         buffers = [b for norm in moving for b in running_buffers(norm).values()]
         self._before = [(buffer, buffer.clone()) for buffer in buffers]
-        seed = self._agree_on_samples(samples) if self.numbers_samples else None
-        self._draws.begin_window(seed, self._window.sync.ranks)
-        if self._drop is not None:
-            self._drop.begin_window(seed)
-
-    def _agree_on_samples(self, samples: int) -> int:
-        """Agree on one seed for all ranks, and a number for every sample of the global batch."""
-        sync = self._window.sync
-        seed = PerSample.draw_seed()
-        values = [0.0] * (1 + sync.ranks)
-        values[0] = float(seed) if sync.rank == 0 else 0.0
-        values[1 + sync.rank] = float(samples)
-        values = sync.sum(values)
-        self._first_number = int(sum(values[1 : 1 + sync.rank]))
-        return int(values[0])
 
     def end_window(self) -> None:
         """Take note that the window's update is made."""
-        self._draws.end_window()
         self._before = []
 
     def discard_window(self) -> None:
         """Forget the window; one without an update leaves no trace in running statistics."""
-        self._draws.leave()
         for buffer, before in self._before:
             buffer.copy_(before)
         self._before = []
@@ -282,37 +215,29 @@ class Runner:
         one again (or `how.stand_in`), with weight zero and its buffers put back.
         """
         micro_step = self._eager_step if self._is_plain else self.micro_step
-        with self._prepared(micros, how), self._norms_over_ranks():
-            places, sync = len(micros), self._window.sync
-            if sync.counts_must_agree:
-                places = int(sync.largest(torch.tensor(float(places), device=self._device)))
-            sync.before_forwards()
-            for index in range(how.first, places):
+        self._prepare(micros)
+        places, sync = len(micros), self._window.sync
+        if sync.counts_must_agree:
+            places = int(sync.largest(torch.tensor(float(places), device=self._device)))
+        sync.before_forwards()
+        with self._norms_over_ranks():
+            for index in range(places):
                 self._is_last = how.reduces and index == places - 1
                 how.before_micro(index)
                 if index < len(micros):
-                    self._draws.enter(partial(self._numbers_at, index))
                     micro_step(micros[index])
-                    self._draws.leave()
                     self._window.micro_batch_done()
                     how.after_micro(index + 1, len(micros))
                 else:
                     self._run_weightless(micros[-1] if micros else how.stand_in)
 
-    @contextmanager
-    def _prepared(self, micros: Sequence[Any], how: WindowRun) -> Iterator[None]:
-        """Look at a batch that is cut only now; put the random state back after the run."""
+    def _prepare(self, micros: Sequence[Any]) -> None:
+        """Test a batch that is cut only now, since memory ran out."""
         sync = self._window.sync
         self._in_parts = len(micros) > 1 or sync.ranks > 1
         is_cut = self._undivided is not None and len(micros) > 1 and sync.ranks == 1
         if is_cut:
             self.look_at(micros[0], micros, {**(self._undivided or {}), "batch_size": None})
-        self._places = {id(micro): place for place, micro in enumerate(micros)}
-        self._numbers = cache(how.numbers)
-        drawn = None if self._drop is None else torch.get_rng_state()
-        yield
-        if drawn is not None:  # the window has drawn its seed, and nothing else counts
-            torch.set_rng_state(drawn)
 
     def _run_weightless(self, micro: Any) -> None:
         """Take part in the collectives of a micro-batch, and leave no trace of it."""
@@ -351,16 +276,14 @@ class Runner:
 
     def micro_step(self, micro: Any) -> None:
         """Run forward and backward of a micro-batch, and enter it in the window."""
-        with nullcontext() if self._drop is None else self._sampling(micro):
-            if self._window.sync.ranks > 1 and self.is_undivided():
-                self._eager_step(micro)  # with collectives in every BatchNorm
-            else:
-                self.executor.micro_step(micro, reduces=self._is_last)
+        if self._window.sync.ranks > 1 and self.is_undivided():
+            self._eager_step(micro)  # with collectives in every BatchNorm
+        else:
+            self.executor.micro_step(micro, reduces=self._is_last)
 
     def forward(self, micro: Any, loss_function: LossFunction | None = None) -> Loss | Terms:
         """Return the loss of a micro-batch, in the window's precision and on its device."""
-        with self._sampling(micro):
-            return self._loss_of(micro, loss_function or self._loss)
+        return self._loss_of(micro, loss_function or self._loss)
 
     def _eager_step(self, micro: Any, loss_function: LossFunction | None = None) -> Loss | Terms:
         """Run forward and backward by autograd; return the loss."""
@@ -381,25 +304,6 @@ class Runner:
         if self._in_parts and self._audits and type(loss) is not Loss:
             refuse_in_parts(loss)
         return loss
-
-    @contextmanager
-    def _sampling(self, micro: Any) -> Iterator[None]:
-        """Give dropout's masks, and draws that follow their samples, those of `micro`."""
-        place = self._places.get(id(micro))
-        if place is None:  # a stand-in, which is not counted
-            numbers: Callable[[], Sequence[int]] = partial(range, batch_size_of(micro))
-        else:
-            numbers = partial(self._numbers_at, place)
-        with self._draws.micro(numbers):
-            if self._drop is None:
-                yield
-                return
-            with self._drop.micro(torch.tensor(numbers())):
-                yield
-
-    def _numbers_at(self, place: int) -> list[int]:
-        """Return the numbers in the global batch of the samples of a micro-batch."""
-        return [number + self._first_number for number in self._numbers()[place]]
 
     def find_nonfinite(
         self, micros: Sequence[Any], start: dict[str, Any]
@@ -426,23 +330,6 @@ class Runner:
             "Replayed, no micro-batch has such a gradient alone: their sum overflows, or a "
             "gradient hook or on_gradient= has made it so"
         )
-
-    # ----------------------------------------------------------------- state
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what an open window holds beside its gradients."""
-        return {
-            "draws": self._draws.state(),
-            "first_number": self._first_number,
-        }
-
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Go on with the window of `state_dict`."""
-        self._first_number = saved["first_number"]
-        self._draws.used, seed = saved["draws"]
-        self._draws.begin_window(seed, self._window.sync.ranks)
-        if self._drop is not None and seed is not None:
-            self._drop.begin_window(seed)
 
 
 class TwoPassRunner(Runner):
@@ -480,25 +367,24 @@ class TwoPassRunner(Runner):
 
     def run(self, micros: Sequence[Any], how: WindowRun) -> None:
         """Run both passes over all micro-batches; one is done after its second pass."""
-        with self._prepared(micros, how), self._norms_over_ranks():
+        self._prepare(micros)
+        with self._norms_over_ranks():
             self._run_passes(micros, how)
 
     def _run_passes(self, micros: Sequence[Any], how: WindowRun) -> None:
         window = self._window
 
         def encode(micro: Any) -> Any:
-            with self._sampling(micro), self._precision.forward():
+            with self._precision.forward():
                 return self._coupled.encode(self.model, to_device(micro, self._device))
 
         def inject(index: int, outputs: list[Tensor], gradients: list[Tensor]) -> None:
             last = how.reduces and window.current.micro_batches == len(micros) - 1
-            # A checkpointed block draws its masks again.
-            with self._sampling(micros[index]):
-                if outputs:
-                    with self._untouched.backward():
-                        window.backward(outputs, gradients, last=last)
-                window.micro_batch_done()
-                how.after_micro(window.current.micro_batches, len(micros))
+            if outputs:
+                with self._untouched.backward():
+                    window.backward(outputs, gradients, last=last)
+            window.micro_batch_done()
+            how.after_micro(window.current.micro_batches, len(micros))
 
         passes = TwoPasses(
             micros,
@@ -594,13 +480,11 @@ def choose_runner(
     root: nn.Module,
     window: Window,
     batchnorm: str,
-    dropout: str,
     **options: Any,
 ) -> Runner:
     """Return the runner that this model and loss need; refuse options that do not go together."""
-    drop = check_dropout(dropout, root)
     policy = None if batchnorm == "exact" else choose_batchnorm(batchnorm, root)
-    options.update(root=root, window=window, policy=policy, dropout=drop)
+    options.update(root=root, window=window, policy=policy)
     if isinstance(loss, Coupled):
         return TwoPassRunner(model, loss, **options)
     return Runner(model, loss, **options)
