@@ -36,7 +36,7 @@ $(VENV)/.setup: pyproject.toml constraints.txt
 
 $(VENV)/.dev: $(VENV)/.setup
 	@echo "Installing what tests and checks need into $(VENV) (once) ..."
-	@$(PIP_INSTALL) --editable '.[cli,recipes,tensorboard,lint,deepspeed,accelerate,lightning,transformers,trl,keras,jax,wandb,report,docs,peers,dev]'
+	@$(PIP_INSTALL) --editable '.[cli,recipes,tensorboard,deepspeed,accelerate,lightning,transformers,trl,keras,jax,wandb,report,docs,peers,dev]'
 	@touch $@
 
 setup: $(VENV)/.setup ## create .venv with the package and its command line
