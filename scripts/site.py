@@ -24,7 +24,6 @@ ORDER: dict[str, tuple[str, ...]] = {
         "troubleshooting.md",
         "faq.md",
         "glossary.md",
-        "coverage.md",
         "compatibility.md",
     ),
     "Guides": (
@@ -35,18 +34,20 @@ ORDER: dict[str, tuple[str, ...]] = {
         "batchnorm.md",
         "contrastive.md",
         "which-mean.md",
+        "several-losses.md",
         "moe.md",
         "diffusion.md",
         "packing.md",
         "scaling.md",
         "noise.md",
-        "gradients.md",
+        "optimizer-state.md",
         "whole-gradient.md",
         "distributed.md",
         "engines.md",
+        "kubernetes.md",
         "monitoring.md",
     ),
-    "Commands": ("train.md", "verify.md", "tune.md", "bench.md", "report.md"),
+    "Commands": ("train.md", "verify.md", "tune.md", "report.md"),
     "Integrations": (),
     "Lint": ("lint/README.md",),
     "Reference": (
@@ -64,13 +65,9 @@ TITLES = {
     "index.md": "Home",
     "benchmarks/speed.md": "Speed on an H200",
     "benchmarks/speed-cpu.md": "Speed on a CPU",
-    "benchmarks/speed-earlier.md": "Speed on an H200, earlier run",
-    "benchmarks/speed-kernels.md": "Speed, kernel by kernel",
-    "benchmarks/speed-variants.md": "Speed, with parts left out",
     "benchmarks/look.md": "Cost of the first look, CPU",
     "benchmarks/look-cuda.md": "Cost of the first look, H200",
-    "benchmarks/adam_accumulation.md": "Adam accumulation",
-    "benchmarks/gradient_memory.md": "Gradient memory by category",
+    "benchmarks/gradient_memory.md": "Memory by category",
     "reference/memory.md": "Memory prediction",
 }
 """Names in the sidebar of pages whose first heading is not enough there."""
@@ -111,8 +108,8 @@ def inside(markdown: str, page: Path, docs: Path) -> str:
     """The page's text; links to files of the repository that the site does not have become names.
 
     >>> docs = Path("/r/docs")
-    >>> inside("see [the job](../kubernetes/job.yaml).", docs / "ranks.md", docs)
-    'see the job (`kubernetes/job.yaml` in the repository).'
+    >>> inside("see [it](../examples/two_ranks.py).", docs / "ranks.md", docs)
+    'see it (`examples/two_ranks.py` in the repository).'
     """
 
     def kept(match: re.Match[str]) -> str:

@@ -11,7 +11,7 @@ Which one a `WholeBatch` needs is decided once, when it is made (`choose_runner`
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
@@ -154,7 +154,13 @@ class Runner:
         """True if no look is to come."""
         return not self._guard.pending
 
-    def look_at(self, batch: Any, micros: Sequence[Any], layout: Mapping[str, Any]) -> None:
+    def look_at(
+        self,
+        batch: Any,
+        micros: Sequence[Any],
+        layout: Mapping[str, Any],
+        steps: Collection[int] = (),
+    ) -> None:
         """Refuse what does not add up, before the first window that is split."""
         guard = self._guard
         guard.begin_window(self.executor.changed())
@@ -188,7 +194,7 @@ class Runner:
                 self.executor.look_ahead(micros[0], known=known)
             return known
 
-        how: dict[str, Any] = {**layout, "outputs": encodes, "name": name}
+        how: dict[str, Any] = {**layout, "outputs": encodes, "name": name, "steps": steps}
         adds_up = guard.look(run, batch, micros, **how, known_to_add_up=known_to_add_up)
         if adds_up and entry is not None and not self._draws.used:
             leave_mark(entry)

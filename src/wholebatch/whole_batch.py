@@ -114,7 +114,6 @@ class WholeBatch(HasWindow):
             memory=memory,
             close=Close.of(close),
             precision=precision,
-            counts_units=units is not None or isinstance(loss, Coupled),
         )
         target, sync = window.target, window.sync
         self.model, self._root = model, root
@@ -151,7 +150,7 @@ class WholeBatch(HasWindow):
             sync=sync,
             is_coupled=self._runner.needs_lock_step,
             hold=self._runner.hold,
-            gradients=memory.gradients,
+            optimizer_state=memory.optimizer_state,
         )
         if (keeping := self._runner.keeping) is not None:
             keeping.room, self._fitting.relieved = self._fitting.room, keeping.relieved
@@ -290,7 +289,11 @@ class WholeBatch(HasWindow):
         like = self._fitting.largest_of(batch) if isinstance(batch, Batches) else batch
         if isinstance(self.micro_batch, Tokens):
             self._runner.look_at_padding(like, self.micro_batch, self._layout)
-        self._runner.look_at(like, micros, self._layout)
+        self._runner.look_at(like, micros, self._layout, steps=self._step_counts(micros))
+
+    def _step_counts(self, micros: Sequence[Any]) -> set[int]:
+        """Return the numbers that a loop may call its accumulation steps."""
+        return {len(micros)}
 
     def _begin(self, known: dict[str, float] | None, micros: Sequence[Any], first: int) -> None:
         """Open the window, unless it is one that is resumed, or the first loss must open it."""

@@ -20,9 +20,8 @@ from rich.console import Console
 from tests.cli.helpers import EXACT, command_line, environment_of
 from tests.cli.screens import screen_of, terminal
 from wholebatch import verification
-from wholebatch.cli import main, plan_command, rate_command, tune_command
+from wholebatch.cli import main, plan_command
 from wholebatch.cli.app import COMMANDS, load
-from wholebatch.cli.report.terminal_output import fitting
 from wholebatch.memory import plan
 
 WIDTHS = (60, 80, 120)
@@ -56,7 +55,6 @@ for step in range(8):
         optimizer.step()
         optimizer.zero_grad()
 """
-BENCH = ("bench", "mine.py", "--seconds", "0.02", "--beside", "wholebatch,loop")
 SCREENS: dict[str, tuple[str, ...]] = {
     "train": ("train", "mine.py", "--out", "run", "--steps", "2", "--noise", "off"),
     "resumed": ("train", "--resume", "--out", "run", "--steps", "3"),
@@ -69,10 +67,7 @@ SCREENS: dict[str, tuple[str, ...]] = {
     "plan none": ("plan", "mine.py", "--gpu-memory", "1KiB"),
     "verify trainer": ("verify", "--trainer", "trainer.py"),
     "tune": ("tune", "mine.py", "--seconds", "0.5", "--micro-batch", "5,10"),
-    "bench": BENCH,
-    "rate": ("rate", "mine.py", "--updates", "10"),
-    "rival": ("rival", "mine.py", "--seconds", "0.02", "--micro-batch", "5"),
-    "cache": ("cache",),
+    "tune --lr": ("tune", "mine.py", "--lr", "1e-3,1e-2"),
     "scale": (
         *("scale", "--batch-size", "500", "--micro-batch", "7", "--base-batch", "64"),
         *("--lr", "1e-3", "--warmup", "100", "--betas", "0.9,0.95", "--samples", "12345"),
@@ -143,7 +138,7 @@ def test_no_word_is_split_and_no_line_is_too_wide(name: str, folder: Path) -> No
         main([*SCREENS["train"]])
         main([*SCREENS["resumed"]])
     # Measured words may come and go: a remark on drift, the fastest setting.
-    measured = name in ("tune", "bench", "rival")
+    measured = name == "tune"
     known = set() if measured else words_of(shown(WIDE, SCREENS[name]))
     for width in WIDTHS:
         if name == "train":
@@ -153,17 +148,6 @@ def test_no_word_is_split_and_no_line_is_too_wide(name: str, folder: Path) -> No
         text = "\n".join(lines)
         assert text.count("…") == 0 or "--help" in name
         assert measured or not words_of(lines) - known, text
-
-
-def ladder(console: Console) -> None:
-    """The table of `tune --ladder`, as measured steps give it."""
-    cost = SimpleNamespace(seconds=0.1806, peak=13_650_000, predicted=None, status="measured")
-    bound = SimpleNamespace(kind="memory", utilisation=0.24)
-    steps = ("as it is", "gradient checkpointing", "accumulation, 8 × 4", "gradients: release")
-    rungs = [SimpleNamespace(what=w, together=cost, alone=cost, bottleneck=bound) for w in steps]
-    console.print(
-        fitting(tune_command._ladder(cast(Any, SimpleNamespace(ladder=rungs))), console.width)
-    )
 
 
 def hardware(console: Console) -> None:
@@ -180,16 +164,7 @@ def hardware(console: Console) -> None:
     plan_command._show_answer(console, cast(Any, SimpleNamespace(answer=answer, sync="every")))
 
 
-def curve(console: Console) -> None:
-    """The plot of `rate`, over more updates than a terminal has columns."""
-    points = {
-        "x": [1e-5 * 1.1**n for n in range(130)],
-        "y": [2 + (n - 90) ** 2 for n in range(130)],
-    }
-    rate_command._show(console, cast(Any, SimpleNamespace(curves=[points], advice=[])))
-
-
-@pytest.mark.parametrize("show", [ladder, hardware, curve])
+@pytest.mark.parametrize("show", [hardware])
 def test_wide_tables_become_lines(show: Callable[[Console], None]) -> None:
     """The widest tables, drawn from results: measuring them takes minutes."""
 
@@ -272,7 +247,7 @@ def test_a_wrong_option_is_told_without_torch(arguments: list[str]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["train", "verify", "plan", "tune", "rate", "cache", "recipes"])
+@pytest.mark.parametrize("name", ["train", "verify", "plan", "tune", "recipes"])
 def test_something_is_on_the_screen_at_once(
     name: str, folder: Path, recipe: Callable[..., Path]
 ) -> None:

@@ -180,7 +180,7 @@ def test_units_may_be_tensors_and_a_micro_batch_may_have_none() -> None:
     data = samples(6)
     for units, batch in zip([4, 0], pieces(data, [4, 2]), strict=True):
         with accelerator.accumulate(model):
-            windows.backward(mean=mean(model, batch), units=torch.tensor(units))
+            windows.backward(mean=mean(model, batch) * (units > 0), units=torch.tensor(units))
             optimizer.step()
             optimizer.zero_grad()
     whole = Whole(mlp())
@@ -192,11 +192,11 @@ def test_a_window_without_units_is_refused_or_steps_by_nothing() -> None:
     accelerator, model, optimizer, _, _ = prepared(mlp(), steps=1)
     windows = ExactWindows(accelerator, model, optimizer)
     with accelerator.accumulate(model), pytest.raises(EmptyWindowError, match="zero_units='skip'"):
-        windows.backward(mean=mean(model, samples(2)), units=0)
+        windows.backward(mean=mean(model, samples(2)) * 0, units=0)
     lenient = ExactWindows(accelerator, model, optimizer, zero_units="skip")
     optimizer.zero_grad()
     with accelerator.accumulate(model):
-        assert lenient.backward(mean=mean(model, samples(2)), units=0) is None
+        assert lenient.backward(mean=mean(model, samples(2)) * 0, units=0) is None
         optimizer.step()
     Whole(mlp()).assert_same(model)
 

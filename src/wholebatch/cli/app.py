@@ -28,14 +28,10 @@ GROUPS = {
     },
     "Plan and measure": {
         "plan": "Predict peak memory and recommend a micro-batch. Nothing is trained.",
-        "tune": "Find the fastest settings for a batch on this machine.",
-        "bench": "Benchmark accumulation loops: time, memory, gradient error.",
-        "rival": "Measure if the batch learns faster than its micro-batch alone.",
-        "rate": "Find a learning rate: raise it until the loss diverges.",
+        "tune": "Find the fastest settings for a batch on this machine, or a learning rate.",
         "scale": "Work out batch, micro-batch, steps and ranks from each other.",
     },
     "Housekeeping": {
-        "cache": "Show the disk cache of compiled code, or clear it.",
         "completion": "Print the completion script of bash, zsh or fish.",
     },
 }

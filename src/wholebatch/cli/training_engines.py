@@ -47,10 +47,10 @@ def train_with(
                 f"--batch-size {config.batch_schedule} with --parallel pipeline: its stages do not "
                 "measure the gradient noise; give a size or a schedule"
             )
-        if config.gradients != "device":
+        if config.optimizer_state != "device":
             raise OptionError(
-                f"--gradients {config.gradients} with --parallel pipeline: its stages keep their "
-                "gradients; leave it out, or use --parallel ddp"
+                "--optimizer-state host with --parallel pipeline: its stages step their own "
+                "optimizers; leave it out, or use --parallel ddp"
             )
         parts = stage_parts(recipe, config, world, model)
         optimizer = recipe.build_optimizer(parts, lr=config.lr)
@@ -82,10 +82,9 @@ def train_with(
         precision=config.autocast,  # type: ignore[arg-type]
         clip_norm=config.clip_norm,
         batchnorm=config.batchnorm,  # type: ignore[arg-type]
-        memory=Memory(config.budget, gradients=config.gradients),  # type: ignore[arg-type]
+        memory=Memory(config.budget, optimizer_state=config.optimizer_state),  # type: ignore[arg-type]
         execute=config.execute,  # type: ignore[arg-type]
         close=Close(
-            nonfinite="skip" if config.gradients == "release" else "raise",
             sync=config.sync,  # type: ignore[arg-type]
         ),
         scheduler=scheduler,

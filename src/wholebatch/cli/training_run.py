@@ -270,8 +270,8 @@ def fit_in(
 ) -> tuple[Config, str]:
     """Return settings with which one sample fits on every rank, and a line on what was applied.
 
-    Mixed precision first (unless the user has named one), then checkpointing as well, then sums of
-    the gradients on the host: each makes the update of the whole batch. The model's
+    Mixed precision first (unless the user has named one), then checkpointing as well, then the
+    optimizer's state on the host: each makes the update of the whole batch. The model's
     blocks are checkpointed by `apply_checkpointing`, as in a run that is resumed.
     """
     assert config.budget is not None
@@ -296,8 +296,8 @@ def fit_in(
             lowers=not keeps_precision and config.precision != "bf16-pure",
         )
         own = (place for place, rung in enumerate(rungs) if rung.fits)
-        if world.parallel != "ddp":  # engines that shard or cut a model move gradients themselves
-            own = (place for place in own if rungs[place].gradients == "device")
+        if world.parallel != "ddp":  # engines that shard or cut a model keep its state
+            own = (place for place in own if rungs[place].optimizer_state == "device")
         chosen = next(own, _REFUSED)
         if chosen == _REFUSED:
             problem = OptionError(f"--fit: {refusal(rungs, budget)}")
@@ -322,7 +322,7 @@ def _with_rung(config: Config, rung: Rung) -> Config:
         config,
         precision=config.precision if is_pure else rung.precision,
         checkpointing=rung.checkpoints,
-        gradients=config.gradients if rung.gradients == "device" else rung.gradients,
+        optimizer_state="host" if rung.optimizer_state == "host" else config.optimizer_state,
     )
 
 

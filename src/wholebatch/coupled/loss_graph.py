@@ -276,28 +276,6 @@ def _refuse_scaled(node: Any) -> None:
             )
 
 
-def divisors(scalar: Tensor, units: Units) -> set[int]:
-    """Return the whole numbers above 2 that a loss is divided by, but for what it is a mean over.
-
-    >>> import torch
-    >>> losses = torch.rand(6, requires_grad=True)
-    >>> divisors(losses.sum() / 4, 6), divisors(losses.mean(), 6)
-    ({4}, set())
-    """
-    found = set()
-    for term in loss_terms(scalar.grad_fn):
-        if term.kind in ("unknown", "nonlinear", "regulariser", "zero"):
-            continue
-        counts = (term.count, *term.sizes, _number(units) or 0.0)
-        for value in (*term.over, *(1 / factor for factor in term.times if factor)):
-            if not math.isfinite(value):
-                continue
-            whole = round(value)
-            if whole > 2 and close(value, whole) and not any(close(value, c) for c in counts):
-                found.add(whole)
-    return found
-
-
 def _is_mean(term: LossTerm, units: float) -> bool:
     """True if this term is certainly a mean, and no factor makes it a sum again."""
     if term.kind == "sum":

@@ -233,8 +233,8 @@ def reduces_in_backward_only(engine: str) -> WindowError:
     """Return the error of an engine that cannot reduce without a backward."""
     return WindowError(
         f"{engine} reduces its gradients inside a backward, and this window has none left: let "
-        "every micro-batch make its backward (units=0 for one that does not count), and let over() "
-        "find the last one instead of calling flush()"
+        "every micro-batch make its backward (loss * 0 and units=0 for one that does not count), "
+        "and let over() find the last one instead of calling flush()"
     )
 
 

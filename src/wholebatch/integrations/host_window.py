@@ -36,7 +36,7 @@ from wholebatch.distributed.fsdp import check_dtypes
 from wholebatch.distributed.process_group import Group, world_size
 from wholebatch.distributed.sync_strategy import Context, Parameters
 from wholebatch.distributed.tensor_parallel import norm_over_meshes
-from wholebatch.errors import OptionError, StateError, UnsupportedError, WindowError
+from wholebatch.errors import LossError, OptionError, StateError, UnsupportedError, WindowError
 from wholebatch.losses.loss import SINGLE, Loss, Terms, check_total
 from wholebatch.stream import AddedLoss, GivenLoss, Stream
 from wholebatch.window.close import (
@@ -148,6 +148,8 @@ class HostScale(LossScale):
     `owner` has the scaler as its attribute `scaler`, if there is one.
     """
 
+    is_undone_at_close = False
+
     def __init__(self, owner: object) -> None:
         self._owner = owner
 
@@ -160,11 +162,8 @@ class HostScale(LossScale):
     def enabled(self) -> bool:
         return self.scaler is not None and bool(self.scaler.is_enabled())
 
-    def scale(self, seed: Tensor) -> Tensor:
-        return super().scale(seed) if self.enabled else seed
-
     def value(self) -> float:
-        return 1.0  # the close leaves the scale in the gradients
+        return super().value() if self.enabled else 1.0
 
     def update(self, *, finite: bool) -> None:
         return
@@ -457,7 +456,7 @@ class HostWindows(Stream):
             self.open.refuse_broken()
         one_number = isinstance(given.loss, Tensor) and given.loss.numel() == 1
         check_total(given.loss.reshape(()) if one_number else given.loss)
-        given.look_at(self._look, in_parts=not is_whole)
+        given.look_at(self._look, in_parts=not is_whole, steps=self._planned_steps)
         if self.open is None:
             self._begin_window()
             known = None if announced is None else {SINGLE: announced}
@@ -470,6 +469,10 @@ class HostWindows(Stream):
                 f"{divisor:g}: change the number of micro-batches between windows"
             )
         return self.open
+
+    @property
+    def _planned_steps(self) -> int:
+        return int(self._divided_by())
 
     def _begin_window(self) -> None:
         """Refuse a BatchNorm that is in train mode by now; note what the host divides by."""
@@ -533,7 +536,7 @@ class HostWindows(Stream):
         self.pending.refuse()
         try:
             self._check_complete(self.open)
-        except WindowError:
+        except (WindowError, LossError):
             self.discard()
             raise
         step, self.last = self._close_window(steps=self._steps), None
@@ -560,7 +563,7 @@ class HostWindows(Stream):
             raise WindowError(
                 "the last backward of this window did not reduce the gradients over the "
                 f"{self.sync.ranks} processes: the last micro-batch must make its backward, "
-                "outside of no_sync (units=0 for one that does not count)"
+                "outside of no_sync (loss * 0 and units=0 for one that does not count)"
             )
 
     def detach(self) -> None:
@@ -685,12 +688,17 @@ class FirstLook(LossLook):
         self.begin_window()
         return super().pending
 
-    def at(self, run: Callable[[Any], Loss], batch: Any, *, micro_batch: int | None = None) -> None:
+    def at(
+        self, run: Callable[[Any], Loss], batch: Any, *, micro_batch: int | None, steps: int
+    ) -> None:
         """Refuse a loss that does not add up, on the first samples of `batch`, on all ranks."""
         try:
             with attributes_restored(self._host):
                 self.look_at(
-                    run, lambda: (readable_layout(batch, None, ()), micro_batch), name="the loss"
+                    run,
+                    lambda: (readable_layout(batch, None, ()), micro_batch),
+                    steps=[steps],
+                    name="the loss",
                 )
         finally:
             self._windows.discard()  # what BatchNorm policies have recorded of the runs

@@ -243,7 +243,8 @@ class ExactWindows(Callback):
             in_parts = trainer.accumulate_grad_batches > 1 or windows.sync.ranks > 1
             if in_parts and look.pending:
                 with replaced_attributes(module, log=_log_nothing, log_dict=_log_nothing):
-                    look.at(run, batch)
+                    steps = trainer.accumulate_grad_batches
+                    look.at(run, batch, micro_batch=None, steps=steps)
             if compiled.runs:
                 if windows.open is None:
                     for optimizer in trainer.optimizers:  # Lightning would do it too late
@@ -276,7 +277,7 @@ class ExactWindows(Callback):
         if output is None and not alone:
             raise LossError(
                 "training_step returned None on one of several processes, and the others wait for "
-                "its backward: return a loss with 0 units for a batch that does not count"
+                "its backward: return loss * 0 with 0 units for a batch that does not count"
             )
         mean = _mean_in(output)
         if not isinstance(mean, Tensor):

@@ -419,8 +419,7 @@ def trainer_loss(trainer: Any) -> dict[str, Any]:
         over=over,
     )
     loss.__name__ = "the loss"  # type: ignore[attr-defined]
-    mean = functools.partial(loss, units=lambda _: 1, over=None)
-    return {"loss": loss, "units": over or count, "mean": mean}
+    return {"loss": loss, "units": over or count}
 
 
 def _as_loss(

@@ -85,7 +85,7 @@ class HostSteps:
             inputs = dict(inputs)
             micros = split(inputs, min(trainer.micro_batch, batch_size_of(inputs)))
         if len(micros) > 1 or window.size > 1 or windows.sync.ranks > 1:
-            self._look_first(inputs)
+            self._look_first(inputs, max(window.size, len(micros)))
         shares = []
         for index, micro in enumerate(micros):
             holds = index + 1 < len(micros)
@@ -99,7 +99,7 @@ class HostSteps:
             windows.settle()
         return torch.stack(shares).sum()
 
-    def _look_first(self, inputs: Any) -> None:
+    def _look_first(self, inputs: Any, steps: int) -> None:
         """Refuse a loss that does not add up, before the first window in parts."""
         trainer = self._trainer
         if not self._look.pending:
@@ -110,7 +110,8 @@ class HostSteps:
                 mean: Any = trainer.compute_loss(self._model, copy.copy(few))
             return mean_loss(mean, trainer.count_units(few))
 
-        self._look.at(run, trainer._prepared(inputs), micro_batch=trainer.micro_batch)
+        how: dict[str, Any] = {"micro_batch": trainer.micro_batch, "steps": steps}
+        self._look.at(run, trainer._prepared(inputs), **how)
 
     def _weighing(self, window: TrainerWindow, *, is_last: bool) -> AbstractContextManager[None]:
         """Return a context in which every loss is weighted by its share of the window's units.
