@@ -53,7 +53,10 @@ class Score:
     def table(self) -> str:
         """Return the table over all rules, with the differences and silent files below it."""
         codes = sorted({*self.right, *self.wrong, *self.missed})
-        lines = ["| rule | right | wrong | missed | precision | recall |", "|---|---|---|---|---|---|"]
+        lines = [
+            "| rule | right | wrong | missed | precision | recall |",
+            "|---|---|---|---|---|---|",
+        ]
         lines += [self.row(code, [code]) for code in codes]
         lines += [self.row("wrong updates", WRONG_UPDATE), self.row("all", codes), ""]
         lines += [

@@ -90,7 +90,6 @@ ROOT_UNIT = "whole_batch"
 # that uses it. Torch is the core's one dependency, and `lint` must not reach even that.
 EAGER: dict[str, frozenset[str]] = {
     "cli": frozenset({"rich"}),
-    "lint": frozenset({"libcst"}),
     "cli.report": frozenset({"rich"}),
     "cli.recipes": frozenset({"sklearn"}),
     "compile.triton_kernels": frozenset({"triton"}),  # comes with torch's CUDA builds

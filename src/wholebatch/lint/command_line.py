@@ -40,6 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _lint(given: argparse.Namespace) -> int:
+    if "" in given.paths:
+        raise SettingsError('PATH "": is empty; give a value (a variable that is not set?)')
     settings = load_settings(
         Path.cwd(), select=given.select, ignore=given.ignore, exclude=given.exclude
     )

@@ -176,20 +176,25 @@ def target_names(target: ast.expr) -> Iterator[str]:
             yield name
 
 
+# The fields of a statement that hold other statements, or parts of them that can set names.
+_BLOCKS = ("body", "orelse", "finalbody", "handlers", "items", "cases")
+
+
 def assigned_names(body: Sequence[ast.stmt]) -> set[str]:
     """Return every name (also `self.x`) that the statements change, except inside functions."""
     found: set[str] = set()
     todo: list[ast.AST] = list(body)
     while todo:
         node = todo.pop()
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             continue
         if isinstance(node, ast.Assign):
             for target in node.targets:
                 found.update(target_names(target))
-        elif isinstance(node, (ast.AugAssign, ast.AnnAssign, ast.For, ast.AsyncFor, ast.NamedExpr)):
+        elif isinstance(node, (ast.AugAssign, ast.AnnAssign, ast.For, ast.AsyncFor)):
             found.update(target_names(node.target))
         elif isinstance(node, ast.withitem) and node.optional_vars is not None:
             found.update(target_names(node.optional_vars))
-        todo += ast.iter_child_nodes(node)
+        for block in _BLOCKS:
+            todo += getattr(node, block, ())
     return found

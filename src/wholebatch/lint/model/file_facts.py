@@ -76,6 +76,19 @@ class Facts:
         return bool(self.made(*_FSDP)) or any(last_part(kind) in _FSDP for kind in asked)
 
     @cached_property
+    def has_ignored_label(self) -> bool:
+        """True if -100 is used other than as `ignore_index=` or in a comparison."""
+        asked: set[int] = set()
+        for node in ast.walk(self.tree) if "100" in self.source else ():
+            if isinstance(node, ast.keyword) and node.arg == "ignore_index":
+                asked.add(id(node.value))
+            elif isinstance(node, ast.Compare):
+                asked.update(map(id, node.comparators))
+            elif isinstance(node, ast.UnaryOp) and id(node) not in asked and number(node) == -100:
+                return True
+        return False
+
+    @cached_property
     def accelerator(self) -> ast.Call | None:
         """Return the call that creates the Accelerator, if it is in this file."""
         found = self.made("Accelerator")

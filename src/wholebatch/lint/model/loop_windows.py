@@ -63,6 +63,7 @@ class LoopWindow:
     every: ast.expr | None = None
     ends: list[Event] = field(default_factory=list)  # The steps at the boundary.
     _when: dict[Event, str] = field(default_factory=dict)
+    _boundaries: dict[Guard, Boundary | None] = field(default_factory=dict)
 
     @property
     def accumulates(self) -> bool:
@@ -126,9 +127,15 @@ class LoopWindow:
     def boundaries(self, event: Event) -> Iterator[Boundary]:
         """Yield the boundaries among the conditions of an event, outermost first."""
         for guard in event.guards(self.loop):
-            found = of_guard(guard, self.loop, self.resolver)
+            found = self.boundary_of(guard)
             if found is not None:
                 yield found
+
+    def boundary_of(self, guard: Guard) -> Boundary | None:
+        """Return the boundary that a condition of the loop stands for, or None."""
+        if guard not in self._boundaries:
+            self._boundaries[guard] = of_guard(guard, self.loop, self.resolver)
+        return self._boundaries[guard]
 
     def _classify(self, event: Event) -> str:
         if self.loop not in event.path:
@@ -140,7 +147,7 @@ class LoopWindow:
         # If nothing asks Accelerate to accumulate, `sync_gradients` is always true.
         always_syncs = self.shape == "boundary" and "accumulate" not in self.facts.called
         for guard in event.guards(self.loop):
-            found = of_guard(guard, self.loop, self.resolver)
+            found = self.boundary_of(guard)
             if found is None and self._without_accumulation(guard):
                 return "never"
             if found is not None and found.kind == "accelerate" and always_syncs:
@@ -164,7 +171,7 @@ class LoopWindow:
         return any(
             (g.key[0], not g.positive) in mine
             and not self._varies(g)
-            and of_guard(g, self.loop, self.resolver) is None
+            and self.boundary_of(g) is None
             for g in end.guards(self.loop)
         )
 

@@ -166,10 +166,10 @@ def _ignores_labels(call: ast.Call, file: File) -> bool:
         return False
     ignored = keyword(call, "ignore_index")
     if ignored is None:  # -100 is the default.
-        return last_part(call.func) in _CROSS_ENTROPY and _makes_ignored_label(file)
+        return last_part(call.func) in _CROSS_ENTROPY and file.facts.has_ignored_label
     value = number(ignored)
     if value == -100:
-        return _makes_ignored_label(file) or not _makes_data(file)
+        return file.facts.has_ignored_label or not _makes_data(file)
     # A padding token by its name or number; -1 is often asked for and never made.
     return value >= 0 if value is not None else bool(_PADDING.search(text(ignored)))
 
@@ -178,20 +178,6 @@ def _makes_data(file: File) -> bool:
     """True if the data are made in this file, so that it would show a label that is left out."""
     functions = any("collate" in f.name for f in file.facts.every_function)
     return functions or any("Dataset" in base for c in file.facts.classes for base in c.bases)
-
-
-def _makes_ignored_label(file: File) -> bool:
-    """True if -100 is used other than as `ignore_index=` or in a comparison."""
-    asked: set[int] = set()
-    found = False
-    for node in ast.walk(file.tree):
-        if isinstance(node, ast.keyword) and node.arg == "ignore_index":
-            asked.add(id(node.value))
-        elif isinstance(node, ast.Compare):
-            asked.update(map(id, node.comparators))
-        elif isinstance(node, ast.UnaryOp) and id(node) not in asked:
-            found = found or number(node) == -100
-    return found
 
 
 def _has_one_label(call: ast.Call) -> bool:
@@ -208,4 +194,4 @@ def _is_language_model(call: ast.Call, file: File) -> bool:
     if file.facts.mentions(_PACKED):
         return False
     collated = file.facts.mentions(_MASKING_COLLATOR) and file.facts.mentions(_LANGUAGE_MODEL)
-    return collated or _makes_ignored_label(file)
+    return collated or file.facts.has_ignored_label
