@@ -17,7 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from wholebatch.batch.lookahead_loader import NOTHING, Feed
-from wholebatch.errors import EmptyWindowError, LossError, OptionError, RankError, WindowError
+from wholebatch.errors import (
+    EmptyWindowError,
+    LossError,
+    OptionError,
+    RankError,
+    StateError,
+    WindowError,
+)
 from wholebatch.losses.loss import Loss, Terms, Units, terms_of
 from wholebatch.options import BatchNormPolicy, Close, Memory
 from wholebatch.stream import AddedLoss, GivenLoss, Stream
@@ -255,6 +262,7 @@ class Accumulator(Stream):
                 self._window.add(given.summed, given.units, last=reduces, counts=self._counts)
             self._untouched.remember()
         if more:
+            self._window.now.more_of_micro_batch = True
             return None
         if self._look.active:
             self._look.done()
@@ -498,19 +506,19 @@ class Accumulator(Stream):
     # ----------------------------------------------------------------- state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what to resume from, in the middle of a window too (not model and optimizer)."""
-        self.pending.refuse()
+        """Return what to resume from beside the model and the optimizer.
+
+        Call it between windows: inside `over`, after the backward that returned a Step.
+        """
+        if self._driver is not None and not self._place_done and self._window.open is None:
+            raise StateError(
+                "state_dict() inside over() before the backward of this micro-batch, which would "
+                "be lost: save after the Step"
+            )
         saved = self._window.state_dict("Accumulator")
         feed = self._feed
-        saved.update(
-            epoch=self.epoch,
-            places=self._places,
-            size=self._size,
-            batchnorms=[policy.state_dict() for policy in self._batchnorms],
-            feed=None
-            if feed is None or feed.is_exhausted
-            else feed.state_dict(current_is_done=self._place_done),
-        )
+        goes_on = feed is not None and not feed.is_exhausted
+        saved.update(epoch=self.epoch, feed=feed.state_dict() if feed and goes_on else None)
         return saved
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
@@ -524,10 +532,7 @@ class Accumulator(Stream):
         self._window.load_state_dict("Accumulator", saved)
         self._untouched.forget()
         self.epoch = saved["epoch"]
-        self._places = saved["places"]
-        self._size = saved["size"]
-        for policy, pending in zip(self._batchnorms, saved["batchnorms"], strict=True):
-            policy.load_state_dict(pending)
+        self._places = 0
         self._feed = None
         self._resume = saved
 

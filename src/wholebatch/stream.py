@@ -40,7 +40,6 @@ from wholebatch.losses.loss import (
     is_known_to_be_zero,
     mean_loss,
     refuse_lost_mean,
-    wide,
 )
 from wholebatch.window.close import check_terms
 from wholebatch.window.foreign_writes import Untouched
@@ -58,9 +57,9 @@ class GivenLoss:
     """The loss of one micro-batch as a loop gives it: a sum or a mean over its units.
 
     >>> weight = torch.ones((), requires_grad=True)
-    >>> GivenLoss.of(weight * 6, units=3).total.item()
+    >>> GivenLoss.of(weight * 6, units=3).summed.item()
     6.0
-    >>> GivenLoss.of(mean=weight * 2, units=3).total.item()
+    >>> GivenLoss.of(mean=weight * 2, units=3).summed.item()
     6.0
     """
 
@@ -142,26 +141,6 @@ class GivenLoss:
     def summed(self) -> Tensor:
         """The sum, with its graph."""
         return mean_loss(self.loss, self.units).total if self.is_mean else self.loss
-
-    @property
-    def weight(self) -> Units:
-        """The factor that makes the loss a sum; a tensor in float64."""
-        if not self.is_mean:
-            return 1.0
-        return self.units.double() if isinstance(self.units, Tensor) else self.units
-
-    @property
-    def total(self) -> Tensor | float:
-        """The sum, detached; a mean over no units (0/0) adds nothing."""
-        value = wide(self.loss.detach().reshape(()))
-        units = self.units
-        if not self.is_mean:
-            return value
-        if isinstance(units, Tensor):
-            units = units.to(value.device)
-            # Not 0.0: where() would copy it from the host, and wait for the device.
-            return torch.where(units == 0, value.new_zeros(()), value * units)
-        return value * units if units else 0.0
 
 
 class Stream(HasWindow):

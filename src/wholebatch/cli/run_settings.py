@@ -306,13 +306,6 @@ class Config:
         "also keeps the whole parameters over a window.",
         may_change=True,
     )
-    deadline: str | None = option(
-        None,
-        "SECONDS|auto|off",
-        "Under torchrun: stop all ranks if one makes no progress for this time. auto: ten times "
-        "the slowest window, at least 5 minutes.",
-        _RUN,
-    )
 
     @property
     def stored(self) -> dict[str, Any]:

@@ -129,7 +129,7 @@ class PlainWindow:
         if not reduces:
             return nullcontext()
         trained = [p for p in self.model.parameters() if p.requires_grad]
-        return Buckets(trained, None, lambda work: None, send=self.sent).reducing(overlap=overlap)
+        return Buckets(trained, None, send=self.sent).reducing(overlap=overlap)
 
     def step(self) -> None:
         """Run the optimizer's step; gradients stay."""
