@@ -2,9 +2,9 @@
 
     python benchmarks/lint_speed.py [--files 400] [--loops 2000]
 
-The tree is made fresh: one file of five is a training script with an accumulating loop, a helper and
-settings, each with other names, so that nothing can be cached. The others are ordinary modules. The
-times are processor seconds of the whole command in a process of its own, start included.
+The tree is made fresh: one file of five is a training script with an accumulating loop, a helper
+and settings, each with other names, so that nothing can be cached. The others are ordinary modules.
+The times are processor seconds of the whole command in a process of its own, start included.
 """
 
 from __future__ import annotations
