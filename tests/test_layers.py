@@ -26,7 +26,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset(
         {"cli.recipes", "cli.report", "integrations", "lint", "testing", "tune", "verification"}
     ),
-    frozenset({"integrations.handed_over"}),
+    frozenset({"integrations.handed_over", "integrations.host_internals"}),
     frozenset({"accumulator", "whole_batch"}),
     frozenset(
         {

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
         sequence_logprobs,
         simpo_loss,
     )
-    from wholebatch.options import BatchNorm, Close, Memory, samples
+    from wholebatch.options import Close, Memory, samples
     from wholebatch.verification import verify, watch
     from wholebatch.whole_batch import WholeBatch
     from wholebatch.window.window import Step
@@ -66,7 +66,6 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Accumulator",
-    "BatchNorm",
     "Close",
     "Coupled",
     "Loss",
@@ -115,7 +114,7 @@ _NAMES = {
     "accumulator": "Accumulator by_epoch over",
     "batch.lookahead_loader": "unpadded",
     "losses.loss": "Loss causal_lm cross_entropy mean_loss",
-    "options": "BatchNorm Close Memory samples",
+    "options": "Close Memory samples",
     "batch": "split tokens",
     "whole_batch": "WholeBatch",
     "window.window": "Step",

@@ -1,17 +1,17 @@
-"""One model through every door: ms per window and memory, beside each trainer alone.
+"""Speed and memory of each trainer, with and without wholebatch.
 
-    python benchmarks/gpu_doors.py                                   # all rows, on a CUDA device
-    python benchmarks/gpu_doors.py --rows llama/4 --doors trainer,exact --budget 300
-    python benchmarks/gpu_doors.py --rows tiny/2 --execute eager     # a small model, on a CPU too
-    python benchmarks/gpu_doors.py --rows llama-1b/4 --doors acc,exact,whole --fp8
-    python benchmarks/gpu_doors.py --llama     # beside torch.compile of the undivided batch
-    python benchmarks/gpu_doors.py --llama --rows llama/4,llama/64 --budget 60 --profile
+    python benchmarks/gpu_trainers.py                                   # all rows, on a CUDA device
+    python benchmarks/gpu_trainers.py --rows llama/4 --trainers trainer,exact --budget 300
+    python benchmarks/gpu_trainers.py --rows tiny/2 --execute eager  # a small model, on a CPU too
+    python benchmarks/gpu_trainers.py --rows llama-1b/4 --trainers acc,exact,whole --fp8
+    python benchmarks/gpu_trainers.py --llama     # beside torch.compile of the undivided batch
+    python benchmarks/gpu_trainers.py --llama --rows llama/4,llama/64 --budget 60 --profile
 
 A Llama of transformers under bf16 autocast (the tiny one in float32), fused AdamW, clipped by norm,
 on sequences of one length, without logging and saving. Windows are measured after the first few,
 which trace and compile; the median counts, by the device's clock and without waiting in between.
 GiB are what they have reserved on the device, the memory of recorded graphs with it. Packages that
-are missing are named and their rows left out. Everything runs in one process, one door after the
+are missing are named and their rows left out. Everything runs in one process, one trainer after the
 other, each with a fresh model. The rows of `--llama` are processes, which get ready side by side;
 while one is timed the others are stopped.
 """
@@ -82,7 +82,7 @@ class Job:
     profile: str = ""
     """The kernels of two windows more."""
     fp8: bool = False
-    """True if the doors of wholebatch compute linear layers in 8 bits."""
+    """True if the entry points of wholebatch compute linear layers in 8 bits."""
 
     @property
     def precision(self) -> Any:
@@ -214,7 +214,7 @@ def adamw(model: Any, job: Job) -> torch.optim.Optimizer:
     return torch.optim.AdamW(trained, lr=5e-5, fused=job.on_cuda)
 
 
-# ---------------------------------------------------------------------- doors
+# ---------------------------------------------------------------------- trainers
 
 
 def own_loop(job: Job, *, compiled: bool = False) -> None:
@@ -434,7 +434,7 @@ def trainer(job: Job, *, ours: bool = False, **options: Any) -> None:
         print("   " + "; ".join(host._whole._runner.executor.notes.history), flush=True)
 
 
-DOORS: dict[str, tuple[str, tuple[str, ...], Callable[[Job], None]]] = {
+TRAINERS: dict[str, tuple[str, tuple[str, ...], Callable[[Job], None]]] = {
     "loop": ("own loop", (), own_loop),
     "loop+": ("own loop, torch.compile", (), lambda job: own_loop(job, compiled=True)),
     "trainer": ("Trainer", ("accelerate",), trainer),
@@ -507,15 +507,15 @@ def missing(packages: tuple[str, ...]) -> list[str]:
 
 
 def measured(
-    row: str, door: str, execute: str, seconds: float, **options: Any
+    row: str, name: str, execute: str, seconds: float, **options: Any
 ) -> tuple[float, float, str] | str:
     """Return ms per window, GiB and kernels, or why there are none."""
-    name, window, micro, length = ROWS[row]
-    job = Job(name, window, micro, length, execute, seconds, **options)
+    kind, window, micro, length = ROWS[row]
+    job = Job(kind, window, micro, length, execute, seconds, **options)
     try:
-        DOORS[door][2](job)
+        TRAINERS[name][2](job)
         return job.found()
-    except Exception as problem:  # the other doors are still measured
+    except Exception as problem:  # the other trainers are still measured
         return f"{type(problem).__name__}: {str(problem).splitlines()[0][:120]}"
     finally:
         gc.collect()
@@ -524,10 +524,10 @@ def measured(
             torch.cuda.empty_cache()
 
 
-def line(row: str, door: str, found: Any) -> str:
+def line(row: str, name: str, found: Any) -> str:
     """Print the line of the table for what was found, and return it."""
     ms, gib, profile = (found, "", "") if isinstance(found, str) else found
-    shown = f"| {row} | {DOORS[door][0]} | {ms if gib == '' else f'{ms:.1f} | {gib:.2f}'} |"
+    shown = f"| {row} | {TRAINERS[name][0]} | {ms if gib == '' else f'{ms:.1f} | {gib:.2f}'} |"
     print("\n".join(filter(None, (shown, profile))), flush=True)
     return shown
 
@@ -535,16 +535,16 @@ def line(row: str, door: str, found: Any) -> str:
 def one_by_one(todo: list[tuple[str, str]], execute: str, budget: float, *, fp8: bool) -> list[str]:
     """Measure these rows in this process; return the lines of their table."""
     ends, lines = time.perf_counter() + budget, []
-    for place, (row, door) in enumerate(todo):
+    for place, (row, name) in enumerate(todo):
         left = ends - time.perf_counter()
-        without = missing(DOORS[door][1])
+        without = missing(TRAINERS[name][1])
         if without:
             found: Any = f"missing: {', '.join(without)}"
         elif left <= 0:
             found = "no time left"
         else:
-            found = measured(row, door, execute, left / (len(todo) - place), fp8=fp8)
-        lines.append(line(row, door, found))
+            found = measured(row, name, execute, left / (len(todo) - place), fp8=fp8)
+        lines.append(line(row, name, found))
     return lines
 
 
@@ -560,7 +560,7 @@ def side_by_side(
         lines.append(line(row["model"], row["mode"], found))
 
     run_rows(
-        [(row, door, 0) for row, door in rows],
+        [(row, name, 0) for row, name in rows],
         lambda spec, gib: Child(script, spec, options, paths, gib),
         lambda spec: Expected(_SECONDS_OF_A_ROW, LLAMA[spec[:2]]),
         until=time.monotonic() + budget,
@@ -587,9 +587,9 @@ def write(page: Path, table: list[str]) -> None:
     versions = ", ".join(f"{name} {version(name)}" for name in found)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     head = [
-        "# One model through every door",
+        "# Speed of each trainer, with and without wholebatch",
         "",
-        f"Written by `python benchmarks/gpu_doors.py` on {date.today()}: {device}, {versions}.",
+        f"Written by `python benchmarks/gpu_trainers.py` on {date.today()}: {device}, {versions}.",
         "",
         "Median of the windows after the first four, at most eight; bf16 autocast, fused AdamW,",
         "clipped by norm. Window, micro-batch and length of each row are in the script.",
@@ -608,12 +608,12 @@ def version(name: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rows", help=f"of {', '.join(ROWS)}")
-    parser.add_argument("--doors", default=",".join(DOORS), help=f"of {', '.join(DOORS)}")
+    parser.add_argument("--trainers", default=",".join(TRAINERS), help=f"of {', '.join(TRAINERS)}")
     parser.add_argument("--budget", type=float, default=600.0, help="seconds for everything")
     parser.add_argument("--execute", default="graph", help="of WholeBatch and exact(Trainer)")
     parser.add_argument("--llama", action="store_true", help="the Llama family, and nothing else")
     parser.add_argument("--together", type=int, default=4, help="rows of --llama at once")
-    parser.add_argument("--fp8", action="store_true", help="the doors of wholebatch in fp8")
+    parser.add_argument("--fp8", action="store_true", help="the entry points of wholebatch in fp8")
     parser.add_argument("--profile", action="store_true", help="kernels of the rows of --llama")
     parser.add_argument("--write", help="a markdown file for the table")
     for name in ("--child", "--models", "--micro"):  # one of the rows that get ready side by side
@@ -630,15 +630,15 @@ def main() -> None:
         row = {"model": options.models, "mode": options.child, "found": found}
         print(f"ROW {json.dumps(row)}", flush=True)
         return
-    table = ["| model, micro | door | ms per window | GiB |", "|---|---|---:|---:|"]
+    table = ["| model, micro | trainer | ms per window | GiB |", "|---|---|---:|---:|"]
     if options.llama:
         wanted = options.rows.split(",") if options.rows else [row for row, _ in LLAMA]
-        rows = [(row, door) for row, door in LLAMA if row in wanted]
+        rows = [(row, name) for row, name in LLAMA if row in wanted]
         given = ["--execute", options.execute, *(["--profile"] if options.profile else [])]
         table += side_by_side(rows, given, options.budget, options.together)
     else:
         rows_of = (options.rows or "llama/4,llama/1").split(",")
-        todo = [(row, door) for row in rows_of for door in options.doors.split(",")]
+        todo = [(row, name) for row in rows_of for name in options.trainers.split(",")]
         table += one_by_one(todo, options.execute, options.budget, fp8=options.fp8)
     print("\n".join(["", *table]), flush=True)
     if options.write is not None:
