@@ -1,6 +1,6 @@
 """Windows in a loop whose forwards are not ours: what `Accumulator` and the adapters share.
 
-Such a loop gives its losses one by one. So BatchNorm has no lock-step, what cannot be the update of
+Such a loop gives its losses one by one. So BatchNorm cannot be exact, what cannot be the update of
 the whole batch is checked for in the first window, and nobody else may write the open window.
 
 `compile` turns a loss function of the loop into a `CompiledLoss`. A call of it makes the whole
@@ -28,7 +28,7 @@ from wholebatch.compile.captured_state import FUNCTIONS, reached
 from wholebatch.coupled import choose as choose_batchnorm
 from wholebatch.coupled.additivity import AdditivityTest, WindowData
 from wholebatch.coupled.audit import warn_of_spectral_norms
-from wholebatch.coupled.batchnorm.policies import Refuse, Statistics
+from wholebatch.coupled.batchnorm.policies import Refuse
 from wholebatch.coupled.contrastive.losses import refuse_in_parts
 from wholebatch.coupled.loop_checks import LoopChecks
 from wholebatch.errors import LossError, OptionError, UnsupportedError, WindowError
@@ -133,17 +133,12 @@ class Stream(HasWindow):
     """True if eager code may add weight gradients by the matrix product itself."""
 
     def __init__(self, window: Window, *, batchnorm: str, audit: bool) -> None:
-        target, sync = window.target, window.sync
+        target = window.target
         self._window = window
         self._untouched = Untouched(window, self.by)
-        reduce = sync.sum_tensor if sync.ranks > 1 else None
-        self._batchnorms = [
-            choose_batchnorm(batchnorm, model, reduce=reduce) for model in target.models
-        ]
+        self._batchnorms = [choose_batchnorm(batchnorm, model) for model in target.models]
         for model in target.models:
             warn_of_spectral_norms(model)
-        # Only these have something to do at every micro-batch.
-        self._counting = [one for one in self._batchnorms if isinstance(one, Statistics)]
         self._refusing = [one for one in self._batchnorms if isinstance(one, Refuse) and one.norms]
         self._checks = LoopChecks(target.models, audit=audit)
         self.audits = audit
@@ -269,20 +264,11 @@ class Stream(HasWindow):
         self._untouched.forget()
         self.pending.loss = None
         self._checks.end_micro_batch()
-        for policy in self._counting:
-            policy.discard_window()
 
     def _close_window(self, **how: Any) -> Step:
-        """Close the window, and merge its running statistics, unless it is skipped."""
+        """Close the window."""
         self._untouched.forget()
-        try:
-            step = self._window.close(**how)
-            for policy in self._counting if step.skipped is None else ():
-                policy.end_window()
-            return step
-        finally:
-            for policy in self._counting:
-                policy.discard_window()
+        return self._window.close(**how)
 
 
 # ------------------------------------------------------------- compiled loss functions
@@ -419,7 +405,6 @@ class CompiledLoss:
             device=device,
             eager=self._eager_step,
             single=SINGLE,
-            keeps_moments=bool(door._counting),
             adds=door.adds,
         )
 

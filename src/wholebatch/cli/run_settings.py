@@ -187,10 +187,9 @@ class Config:
         "Where the optimizer's state is between updates: on the device or in host memory.",
     )
     batchnorm: str = _batch_choice(
-        "exact|statistics|freeze|group|layer|sync|refuse",
-        "What BatchNorm normalises by. exact: the whole batch. statistics: micro-batches, with "
-        "running statistics of the batch. freeze: running statistics. group, layer: GroupNorm or "
-        "one group instead. sync: over GPUs.",
+        "exact|freeze|allow|refuse",
+        "What BatchNorm normalises by. exact: the whole batch, which is not split. freeze: running "
+        "statistics. allow: each micro-batch.",
     )
     lr_steps: int | None = _follows_setting(
         None,

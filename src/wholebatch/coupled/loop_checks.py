@@ -32,12 +32,12 @@ from torch.nn.parallel import DistributedDataParallel
 from wholebatch.batch.samples import flatten, readable_layout, tensors_of
 from wholebatch.coupled.adds_up import AdditivityResult, check_adds_up
 from wholebatch.coupled.audit import refused_by_type
-from wholebatch.coupled.batchnorm.whole_batch_norm import recomputing
 from wholebatch.coupled.causes import AuditFinding
 from wholebatch.coupled.contrastive.losses import refuse_in_parts
 from wholebatch.coupled.last_reduction import Reduction, find_step_division, last_reductions
 from wholebatch.coupled.sample_runs import emptied
 from wholebatch.losses.loss import Loss, Terms, Units, check_units, terms_of
+from wholebatch.window.forward_state import in_backward
 from wholebatch.window.window import graph_nodes, transforms_active
 
 _log = logging.getLogger("wholebatch")
@@ -331,7 +331,7 @@ class LoopChecks:
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self._paused or transforms_active():
             return
-        if self._depth == 0 and torch.is_grad_enabled() and not recomputing():
+        if self._depth == 0 and torch.is_grad_enabled() and not in_backward():
             self._test_call(module, args, kwargs)
         self._depth += 1
 
@@ -340,7 +340,7 @@ class LoopChecks:
             return
         self._depth -= 1
         given = [tensor for tensor in tensors_of((args, kwargs)) if tensor.dim()]
-        if self._depth or recomputing() or not given or not torch.is_grad_enabled():
+        if self._depth or in_backward() or not given or not torch.is_grad_enabled():
             return
         made = (one for one in tensors_of(output) if one.dim() and one.requires_grad)
         self._outputs += [one for one in made if len(one) == len(given[0])]
