@@ -37,7 +37,6 @@ from wholebatch.coupled.contrastive.two_pass import (
 )
 from wholebatch.coupled.normalisation_layers import (
     batchnorms,
-    known_norms,
     refuse_new_norms,
     running_buffers,
     uses_whole_batch,
@@ -112,7 +111,6 @@ class Runner:
         refuse_lazy_parameters(root)
         warn_of_spectral_norms(root)
         self._known_norms = {module for _, module in batchnorms(root)}
-        known_norms.update(self._known_norms)
         shares = window.sync.counts_must_agree
         self._test = AdditivityTest(
             root, window.sync, enabled=audit, shares_forwards=shares, loss=read

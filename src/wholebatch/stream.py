@@ -386,6 +386,7 @@ class CompiledLoss:
         self._loss, self._door, self._window, self._device = loss, door, window, device
         self._precision = _precision_of(precision, window)
         self._given: Any = None
+        door._checks.stop()  # The function itself is tested, and hooks on models stop a graph.
         self._call = _on_micro_batch(loss, models, reads or loss)
         self._modules = _all_modules(models, reads or loss)
         sync = window.sync
@@ -425,7 +426,6 @@ class CompiledLoss:
                 "computes the rest in bf16; use bf16 autocast or none, and no GradScaler"
             )
         self._given = micro
-        self._door._checks.stop()  # The function itself is tested.
         try:
             with (
                 self._door.micro_step(self._modules),

@@ -22,7 +22,7 @@ from wholebatch.coupled.causes import AuditFinding
 from wholebatch.coupled.last_reduction import StepDivision, find_step_division, last_reductions
 from wholebatch.distributed.sync_strategy import Sync
 from wholebatch.errors import WholebatchError
-from wholebatch.losses.loss import Loss, Terms, terms_of
+from wholebatch.losses.loss import Loss, OfTheBatch, Terms, terms_of
 from wholebatch.window.forward_state import ForwardState
 from wholebatch.window.tested_windows import is_tested_window
 
@@ -196,7 +196,8 @@ class _ReadDivision:
 
     def run(self, batch: Any) -> Any:
         result = self._run(batch)
-        if not self._is_read and isinstance(result, Loss | Terms):
+        is_loss = isinstance(result, Loss | Terms) and not isinstance(result, OfTheBatch)
+        if is_loss and not self._is_read:
             self._is_read = True
             for term in terms_of(result).values():
                 read = find_step_division(last_reductions(term.total), term.units, self._steps)

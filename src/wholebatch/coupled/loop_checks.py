@@ -5,7 +5,7 @@ A stream gives its losses and keeps its forwards to itself. So only this is test
 1. a loss of the whole batch (`wb.info_nce`), by its type;
 2. layers that no micro-batch can compute for the batch, by their type;
 3. a mean given as a sum, or a sum as a mean, by the last reduction of the loss;
-4. a mean that is divided by the number of steps;
+4. a mean that is divided by the number of steps, or scaled by a GradScaler;
 5. a loss that compares samples: rows of the model's outputs linked by its second derivative;
 6. a model whose samples act on each other, or whose forward changes state: its first call is made
    again on two parts.
@@ -16,6 +16,7 @@ A stream gives its losses and keeps its forwards to itself. So only this is test
 from __future__ import annotations
 
 import logging
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -35,9 +36,11 @@ from wholebatch.coupled.audit import refused_by_type
 from wholebatch.coupled.causes import AuditFinding
 from wholebatch.coupled.contrastive.losses import refuse_in_parts
 from wholebatch.coupled.last_reduction import Reduction, find_step_division, last_reductions
+from wholebatch.coupled.normalisation_layers import batchnorms, refuse_new_norms
 from wholebatch.coupled.sample_runs import emptied
 from wholebatch.losses.loss import Loss, Terms, Units, check_units, terms_of
 from wholebatch.window.forward_state import in_backward
+from wholebatch.window.tested_windows import is_tested_window
 from wholebatch.window.window import graph_nodes, transforms_active
 
 _log = logging.getLogger("wholebatch")
@@ -205,10 +208,26 @@ def first_calls(window: LoopWindow, loss: Tensor, units: float) -> AuditFinding 
     return None
 
 
+def loss_scale(window: LoopWindow, loss: Tensor, units: float) -> AuditFinding | None:
+    """Find a loss that a GradScaler has scaled: its factor is a large power of two."""
+    for term in last_reductions(loss):
+        factor = term.scales[0].by if term.scales else 0.0
+        is_scale = math.isfinite(factor) and factor >= 256 and math.frexp(factor)[0] == 0.5
+        if is_scale and term.scales[0].operation == "multiplied" and factor != units:
+            text = (
+                f"the loss is multiplied by {factor:g}, as GradScaler.scale(loss) does: give the "
+                "loss itself, and the scaler by close=wb.Close(scaler=scaler), which scales, "
+                "unscales and updates it"
+            )
+            return AuditFinding(_LOSS, "loss scale", "divided", text)
+    return None
+
+
 CHECKS: Sequence[Check] = (
     layers_by_type,
     sum_or_mean,
     division_by_steps,
+    loss_scale,
     linked_rows,
     first_calls,
 )
@@ -219,6 +238,7 @@ class LoopChecks:
 
     ```python
     checks = LoopChecks(models, audit=audit)
+    checks.begin_window(number)           # a BatchNorm may be new
     checks.watch()                        # before the first forward of a window: hooks on models
     checks.check(total, units)            # before every backward; or mean=
     checks.end_micro_batch()              # after the last backward of a micro-batch
@@ -232,6 +252,7 @@ class LoopChecks:
         self._models, self._audits = list(models), audit
         self.active = audit
         """False after the first window: nothing more is checked but the type of losses."""
+        self._norms = {norm for model in self._models for _, norm in batchnorms(model)}
         self._handles: list[Any] = []
         self._depth = 0
         self._paused = False
@@ -240,6 +261,11 @@ class LoopChecks:
         self._called: set[nn.Module] = set()
         self._reductions: list[tuple[Sequence[Reduction], Units | None]] = []
         self._warned = False
+
+    def begin_window(self, number: int) -> None:
+        """Refuse a BatchNorm that is new in a model; `number` counts windows from 1."""
+        if self._audits and is_tested_window(number):
+            refuse_new_norms(self._models, self._norms)
 
     def watch(self) -> None:
         """Note the outputs of the models, and test the first call of each."""

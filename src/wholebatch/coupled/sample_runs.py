@@ -122,7 +122,7 @@ class FirstSamples:
         self.model, self.run, self.layout = model, run, layout
         self.count, self.graph, self.name = count, graph, name
         # Uneven parts: two equal ones may have equally many labels, and then any mean adds up.
-        self.cut = max(1, 3 * count // 8)
+        self.cut = max(1, (3 * count + 4) // 8)
         self.reads_outputs = outputs
         named = [(n, p) for n, p in model.named_parameters() if _is_plain(p)]
         self.parameters = [(n, p) for n, p in named if p.requires_grad]
@@ -134,7 +134,7 @@ class FirstSamples:
         self.draws = HeldDraws()
         self._draws_nothing = False
         self.called = CalledModules(model)
-        self.tolerance = Tolerance(1e-3, 1e-5, 1e-6, 5e-2)  # until a run tells the precision
+        self.tolerance = Tolerance(1e-3, 1e-5, 1e-6, 1e-2)  # until a run tells the precision
         self._norms = [n for n in batchnorms(model) if uses_batch_statistics(n[1])]
         self._seeds: dict[str, float] = {}
 
@@ -481,8 +481,7 @@ class Tolerance:
 
     `relative` is of the size of what is summed. `absolute` is of a mean loss, which may be near
     zero because its parts cancel. `rerun` is for the same samples run twice. `gradient` is of each
-    parameter's gradient: a deep network amplifies the rounding of its activations (24 convolutions
-    and BatchNorms in float32: to 5% of a gradient).
+    parameter's gradient: a deep network amplifies the rounding of its activations.
     """
 
     relative: float
@@ -502,7 +501,7 @@ class Tolerance:
         on_gpu = any(parameter.is_cuda for _, parameter in samples.parameters)
         if on_gpu and (torch.backends.cuda.matmul.allow_tf32 or torch.backends.cudnn.allow_tf32):
             return Tolerance(1e-2, 1e-4, 1e-4, 1e-1)
-        return Tolerance(1e-3, 1e-5, 1e-6, 5e-2)
+        return Tolerance(1e-3, 1e-5, 1e-6, 1e-2)
 
     def adds_up(self, whole: SampleRun, parts: Sequence[SampleRun]) -> bool:
         """True if every term's total and units are the sums of those of the parts."""
