@@ -134,7 +134,7 @@ class FirstSamples:
         self.draws = HeldDraws()
         self._draws_nothing = False
         self.called = CalledModules(model)
-        self.tolerance = Tolerance(1e-3, 1e-5, 1e-6, 1e-2)  # until a run tells the precision
+        self.tolerance = Tolerance(1e-3, 1e-5, 1e-6, 3e-3)  # until a run tells the precision
         self._norms = [n for n in batchnorms(model) if uses_batch_statistics(n[1])]
         self._seeds: dict[str, float] = {}
 
@@ -501,7 +501,7 @@ class Tolerance:
         on_gpu = any(parameter.is_cuda for _, parameter in samples.parameters)
         if on_gpu and (torch.backends.cuda.matmul.allow_tf32 or torch.backends.cudnn.allow_tf32):
             return Tolerance(1e-2, 1e-4, 1e-4, 1e-1)
-        return Tolerance(1e-3, 1e-5, 1e-6, 1e-2)
+        return Tolerance(1e-3, 1e-5, 1e-6, 3e-3)
 
     def adds_up(self, whole: SampleRun, parts: Sequence[SampleRun]) -> bool:
         """True if every term's total and units are the sums of those of the parts."""
