@@ -172,6 +172,32 @@ class LoopTrial:
         return next((f for f in self.fits if f.key == self.found != RIGHT), None)
 
 
+@dataclass(frozen=True)
+class Watched:
+    """What a watch has seen of a loop, and what it has not."""
+
+    windows: int
+    """Windows that were seen, of the optimizer that made most."""
+    end: bool | None
+    """True if the end of the data was among them; None if the loop has no DataLoader."""
+    not_judged: tuple[str, ...]
+    """Parameters that had gradients, and no optimizer step that was seen."""
+    trainer: str
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Return what a verdict says of the part that was looked at."""
+        ends = {
+            True: "the end of the data was among them",
+            False: "the end of the data was not among them",
+            None: "the end of the data is not known: the loop has no DataLoader",
+        }
+        seen = f"{self.windows} window{'' if self.windows == 1 else 's'} seen; {ends[self.end]}"
+        if not self.not_judged:
+            return (seen,)
+        return seen, f"not judged, no optimizer step was seen: {listed(self.not_judged)}"
+
+
 @dataclass(frozen=True, repr=False)
 class LoopVerdict(_Answer):
     """The answer if a loop makes the update of the undivided batch; true if so in every trial."""
@@ -181,6 +207,7 @@ class LoopVerdict(_Answer):
     precision: str
     ranks: int
     seconds: float
+    watched: Watched | None = None
 
     @property
     def same(self) -> bool:
@@ -247,5 +274,6 @@ class LoopVerdict(_Answer):
             mistake = MISTAKES[key]
             parts.append(f"{mistake.name}: {mistake.does}. Instead: {mistake.instead}.")
         notes = dict.fromkeys(note for trial in self.trials for note in trial.notes)
+        notes |= dict.fromkeys(self.watched.notes if self.watched is not None else ())
         parts += [f"note: {note}" for note in notes]
         return "\n".join(parts)
