@@ -86,12 +86,12 @@ soak: $(VENV)/.dev ## 20,000 windows with faults, held against none (about 30 mi
 	OMP_NUM_THREADS=1 $(BIN)/python scripts/soak.py \
 		--json docs/benchmarks/soak.json --markdown docs/benchmarks/soak.md
 
-# The GPU targets install nothing: they run with the torch that the machine has.
-gpu-test: ## run the tests that need CUDA, with the machine's own torch (PYTHON=python3)
-	PYTHONPATH=src $(GPU_PYTHON) scripts/gpu.py test --jobs 8
+# The GPU targets install nothing: they run with the torch and the pytest that the machine has.
+gpu-test: ## run the tests that need CUDA (PYTHON=python3; GPU_JOBS=8 with pytest-xdist)
+	PYTHONPATH=src:.:$$PYTHONPATH $(GPU_PYTHON) -m pytest -c tests/gpu/pytest.ini $(if $(GPU_JOBS),-n $(GPU_JOBS)) tests/gpu
 
 gpu-bench: ## run the benchmarks that need CUDA, with the machine's own torch
-	PYTHONPATH=src $(GPU_PYTHON) scripts/gpu.py bench
+	for script in benchmarks/gpu_*.py; do echo "== $$script"; PYTHONPATH=src $(GPU_PYTHON) $$script; done
 
 clean: ## remove .venv, caches and builds (runs/ stays: it is yours)
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

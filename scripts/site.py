@@ -24,7 +24,6 @@ ORDER: dict[str, tuple[str, ...]] = {
         "troubleshooting.md",
         "faq.md",
         "glossary.md",
-        "coverage.md",
         "compatibility.md",
     ),
     "Guides": (
@@ -35,6 +34,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "batchnorm.md",
         "contrastive.md",
         "which-mean.md",
+        "several-losses.md",
         "moe.md",
         "diffusion.md",
         "packing.md",
@@ -44,6 +44,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "whole-gradient.md",
         "distributed.md",
         "engines.md",
+        "kubernetes.md",
         "monitoring.md",
     ),
     "Commands": ("train.md", "verify.md", "tune.md", "bench.md", "report.md"),
@@ -64,9 +65,6 @@ TITLES = {
     "index.md": "Home",
     "benchmarks/speed.md": "Speed on an H200",
     "benchmarks/speed-cpu.md": "Speed on a CPU",
-    "benchmarks/speed-earlier.md": "Speed on an H200, earlier run",
-    "benchmarks/speed-kernels.md": "Speed, kernel by kernel",
-    "benchmarks/speed-variants.md": "Speed, with parts left out",
     "benchmarks/look.md": "Cost of the first look, CPU",
     "benchmarks/look-cuda.md": "Cost of the first look, H200",
     "benchmarks/adam_accumulation.md": "Adam accumulation",
@@ -111,8 +109,8 @@ def inside(markdown: str, page: Path, docs: Path) -> str:
     """The page's text; links to files of the repository that the site does not have become names.
 
     >>> docs = Path("/r/docs")
-    >>> inside("see [the job](../kubernetes/job.yaml).", docs / "ranks.md", docs)
-    'see the job (`kubernetes/job.yaml` in the repository).'
+    >>> inside("see [it](../examples/two_ranks.py).", docs / "ranks.md", docs)
+    'see it (`examples/two_ranks.py` in the repository).'
     """
 
     def kept(match: re.Match[str]) -> str:

@@ -221,6 +221,49 @@ def test_the_scheduler_steps_once_per_update() -> None:
     assert scheduler.last_epoch == 3
 
 
+@pytest.mark.filterwarnings("ignore:Detected call")
+@pytest.mark.parametrize("where", ["after each update", "after each micro-batch"])
+@pytest.mark.parametrize("kind", ["lambda", "chained", "plateau"])
+def test_a_scheduler_that_the_loop_steps_too_is_refused(where: str, kind: str) -> None:
+    model, batch = mlp(), samples(8)
+    optimizer = sgd(model)
+    rates = torch.optim.lr_scheduler
+    scheduler: Any = rates.LambdaLR(optimizer, lambda n: 0.5**n)
+    if kind == "chained":
+        scheduler = rates.ChainedScheduler([scheduler])
+    if kind == "plateau":
+        scheduler = rates.ReduceLROnPlateau(optimizer, patience=0)
+    acc = wb.Accumulator(model, optimizer, steps=2, scheduler=scheduler)
+
+    def loop() -> None:
+        for _ in range(2):
+            for micro in acc.over(pieces(batch, [5, 3])):
+                step = acc.backward(summed(model, micro), units=len(micro["y"]))
+                if step is not None or where == "after each micro-batch":
+                    scheduler.step(*([1.0] if kind == "plateau" else []))
+
+    with pytest.raises(wb.errors.WindowError, match=r"remove scheduler\.step"):
+        loop()
+    assert acc.updates == int(where == "after each update")
+
+
+@pytest.mark.filterwarnings("ignore:Detected call")
+def test_a_scheduler_may_be_brought_to_its_place_before_and_put_back() -> None:
+    model = mlp()
+    optimizer = sgd(model)
+    optimizer.step()
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1.0 / (1 + n))
+    acc = wb.Accumulator(model, optimizer, steps=2, scheduler=scheduler)
+    for _ in range(3):
+        scheduler.step()
+    saved = scheduler.state_dict()
+    window(model, acc, samples(8), [5, 3])
+    window(model, acc, samples(8), [5, 3])
+    scheduler.load_state_dict(saved)
+    window(model, acc, samples(8), [5, 3])
+    assert (acc.updates, scheduler.last_epoch) == (3, 4)
+
+
 def test_plateau_scheduler_watches_the_exact_window_loss() -> None:
     model = mlp()
     optimizer = sgd(model)

@@ -10,13 +10,14 @@ import kubernetes_validate
 import pytest
 import yaml
 
-EXAMPLE = Path(__file__).parents[1] / "kubernetes/job.yaml"
+PAGE = Path(__file__).parents[1] / "docs/kubernetes.md"
 
 
 @pytest.fixture(scope="module")
 def resources() -> dict[str, Any]:
-    with EXAMPLE.open(encoding="utf-8") as file:
-        return {resource["kind"]: resource for resource in yaml.safe_load_all(file)}
+    _, manifest = PAGE.read_text(encoding="utf-8").split("```yaml\n")
+    manifest, _ = manifest.split("```", 1)
+    return {resource["kind"]: resource for resource in yaml.safe_load_all(manifest)}
 
 
 @pytest.mark.parametrize("version", ["1.31", kubernetes_validate.latest_version()])

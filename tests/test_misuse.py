@@ -341,7 +341,7 @@ def test_a_graph_that_is_used_twice_says_what_to_do() -> None:
     logits = model(BATCH["x"])
     acc.backward(nn.functional.cross_entropy(logits, BATCH["y"], reduction="sum"), 12, more=True)
     with pytest.raises(LossError, match="add them up, and make one backward of the sum"):
-        acc.backward(logits.square().sum(), units=0)
+        acc.backward(logits.square().sum(), units=12)
     acc.discard()
 
 

@@ -46,6 +46,23 @@ def test_every_kind_of_loader(kind: str) -> None:
     assert [s.micro_batches for s in trained(model, acc, loader)] == [3, 3, 1]
 
 
+def test_a_loader_is_started_once_per_epoch() -> None:
+    class Counted(DataLoader):  # type: ignore[type-arg]
+        started = 0
+
+        def __iter__(self) -> Any:
+            self.started += 1
+            return super().__iter__()
+
+    model = mlp()
+    rows = [{"x": torch.randn(5).double(), "y": 1}] * 4
+    loader = Counted(rows, batch_size=2, shuffle=True)
+    acc = wb.Accumulator(model, sgd(model), steps=2)
+    for _ in range(3):
+        trained(model, acc, loader)
+    assert (loader.started, acc.updates) == (3, 3)
+
+
 def test_break_after_a_closed_window_loses_no_item() -> None:
     model = mlp()
     iterator = iter(pieces(samples(9), [1, 2, 3, 3]))
@@ -118,7 +135,8 @@ def test_more_says_that_another_backward_of_the_micro_batch_follows() -> None:
     acc = wb.Accumulator(model, sgd(model), steps=3)
     for micro in acc.over(pieces(batch, [1, 6, 3])):
         acc.backward(summed(model, micro), units=len(micro["y"]), more=True)
-        step = acc.backward(model(micro["x"]).square().mean(1).sum(), units=0)
+        total = model(micro["x"]).square().mean(1).sum()
+        step = acc.backward(total, units=len(micro["y"]))
     assert step is not None
     assert step.micro_batches == 3
     whole.assert_same(model)

@@ -67,7 +67,7 @@ def test_links_out_of_the_site_become_names() -> None:
     assert inside(f"a\n\n{fence}\n", page, DOCS) == f"a\n\n{fence}\n"
 
 
-@pytest.mark.parametrize("name", ["site", "docstrings", "read_aloud"])
+@pytest.mark.parametrize("name", ["site", "docstrings"])
 def test_examples_of_the_scripts(name: str) -> None:
     if name == "docstrings":
         pytest.importorskip("griffe")

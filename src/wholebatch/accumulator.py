@@ -196,6 +196,7 @@ class Accumulator(Stream):
         *,
         mean: Tensor | None = None,
         more: bool = False,
+        last: bool | None = None,
     ) -> Step | None:
         """Add one micro-batch's gradient; the window's last backward closes it.
 
@@ -203,17 +204,18 @@ class Accumulator(Stream):
             total: The loss of the micro-batch as a sum over `units`, or a `wb.Loss`, which has
                 both; or `wb.Loss.terms(...)`, after `announce`. A loss made by `compile` is only
                 counted.
-            units: How many units the loss is over: samples, tokens or weights. Where one
-                micro-batch has several backwards over the same units, give them once, and 0 with
-                the others.
+            units: How many units the loss is over: samples, tokens or weights. If a micro-batch
+                has several backwards, give the same units with each; they are counted once.
             mean: The loss as a mean over `units`, instead of `total`.
             more: True if another backward of the same micro-batch follows.
+            last: Outside of `over`, True if this micro-batch is the last of its window and False if
+                it is not, whatever `steps` says.
 
         Returns:
             The Step if the window was closed, else None.
         """
         with self._turn:
-            return self._backward(total, units, mean, more)
+            return self._backward(total, units, mean, more, last)
 
     def _backward(
         self,
@@ -221,31 +223,34 @@ class Accumulator(Stream):
         units: Units | None,
         mean: Tensor | None,
         more: bool,
+        last: bool | None,
     ) -> Step | None:
-        self._begin_backward()
+        self._begin_backward(last)
         now = self._window.now
         if len(now.owners) == isinstance(total, AddedLoss):  # its first backward
             self._look.begin_window()
             self._watch(self._size)
         is_last = self._is_last if self._driver is not None else self._places + 1 >= self._size
+        if last is not None:
+            is_last = last
         if isinstance(total, AddedLoss):
             self.pending.take(total, self)
         else:
             self.pending.refuse()
             now.refuse_broken()
             self._untouched.check()
-            last = is_last and not more
+            reduces = is_last and not more
             if self._beside:
                 self._refuse_moved(lambda: _leaves_of(total if mean is None else mean))
             if isinstance(total, Terms) and now.known is not None:
                 if self._look.active:
                     self._look.at_backward(total, in_parts=self._in_parts)
-                self._window.add_loss(total, last=last, counts=self._counts)
+                self._window.add_loss(total, last=reduces, counts=self._counts)
             else:
                 given = GivenLoss.of(total, units, mean)  # refuses terms that nobody announced
                 place = now.owners.count(now.micro_batches)
                 given.look_at(self._look, in_parts=self._in_parts, place=place)
-                self._window.add(given.summed, given.units, last=last, counts=self._counts)
+                self._window.add(given.summed, given.units, last=reduces, counts=self._counts)
             self._untouched.remember()
         if more:
             return None
@@ -261,14 +266,21 @@ class Accumulator(Stream):
             return None
         return self._close()
 
-    def _begin_backward(self) -> None:
+    def _begin_backward(self, last: bool | None = None) -> None:
         """Begin a window at its first backward; refuse a second one for a micro-batch."""
+        if last is not None and self._driver is not None:
+            raise WindowError(
+                f"backward(..., last={last}) inside over(), which knows the window's last "
+                "micro-batch: leave last= out, or write the loop without over()"
+            )
         if self._place_done and self._driver is not None:
             raise WindowError(
                 "a second backward for one micro-batch: pass more=True on all but its last"
             )
         if self._places == 0 and self._driver is None:
             self._open_place()
+        if last is False:
+            self._size = max(self._size, self._places + 2)
 
     def _refuse_moved(self, used: Callable[[], set[int]]) -> None:
         """Refuse a loss that uses a model which another accumulator has updated in this window.
@@ -656,6 +668,6 @@ def _feed_for(loader: Iterable[Any], accumulators: Sequence[Accumulator]) -> Fee
         return Feed(loader, saved["feed"])
     before = accumulators[0]._feed
     # An iterator goes on where the last loop left it; the item looked ahead at is still there.
-    if before is not None and before.loader is loader and iter(loader) is loader:
+    if before is not None and before.loader is loader and isinstance(loader, Iterator):
         return before
     return Feed(loader)

@@ -285,19 +285,32 @@ COUPLED: dict[str, tuple[Any, Any]] = {
 }
 
 
-@pytest.mark.parametrize("jitted", [True, False], ids=["jitted", "plain"])
 @pytest.mark.parametrize("name", COUPLED)
-def test_a_loss_that_does_not_add_up_is_refused(name: str, jitted: bool) -> None:
+def test_a_loss_that_does_not_add_up_is_refused(name: str) -> None:
     loss, units = COUPLED[name]
     call = accumulate(loss, micro_batch=3, units=units)
-    with pytest.raises(LossError, match=r"compares samples .* audit=False turns this look off"):
-        (jax.jit(call) if jitted else call)(*problem())
-    jax.eval_shape(accumulate(loss, micro_batch=SAMPLES, units=units), *problem())  # not split
-    jax.eval_shape(accumulate(loss, micro_batch=3, units=units, audit=False), *problem())
+    with pytest.raises(LossError, match=r"compares samples .* audit=False turns this test off"):
+        call(*problem())
+    accumulate(loss, micro_batch=SAMPLES, units=units)(*problem())  # not split
+    accumulate(loss, micro_batch=3, units=units, audit=False)(*problem())
 
 
-@pytest.mark.parametrize("jitted", [True, False], ids=["jitted", "plain"])
-def test_units_that_are_trained_are_refused(jitted: bool) -> None:
+def test_a_mask_of_the_first_real_batch_is_in_the_test() -> None:
+    """Labels of -1 do not count, but the loss is a mean over all places."""
+
+    def loss(params: Any, batch: Any) -> Any:
+        losses = jnp.square(batch["x"] @ params["in"]).sum(-1)
+        counts = batch["y"] != -1
+        return (losses * counts).mean() * counts.sum(), counts.sum()
+
+    params, batch = problem()
+    accumulate(loss, micro_batch=3)(params, batch)  # nothing is masked: both are the same mean
+    batch["y"] = np.where(np.arange(LENGTH) < np.arange(SAMPLES)[:, None], -1, batch["y"])
+    with pytest.raises(LossError, match="compares samples"):
+        accumulate(loss, micro_batch=3)(params, batch)
+
+
+def test_units_that_are_trained_are_refused() -> None:
     def loss(params: Any, batch: Any, constant: bool = False) -> Any:
         z = batch["x"][:, 0] @ params["in"]
         weights = jax.nn.sigmoid(z[:, 0])
@@ -306,7 +319,7 @@ def test_units_that_are_trained_are_refused(jitted: bool) -> None:
 
     call = accumulate(loss, micro_batch=3)
     with pytest.raises(LossError, match=r"units depend on the parameters.*stop_gradient"):
-        (jax.jit(call) if jitted else call)(*problem())
+        call(*problem())
     constant = accumulate(lambda p, b: loss(p, b, constant=True), micro_batch=3)(*problem())
     whole = jax.value_and_grad(lambda p, b: jnp.divide(*loss(p, b, constant=True)))(*problem())
     for ours, theirs in zip(*map(jax.tree.leaves, (constant, whole)), strict=True):
@@ -315,31 +328,77 @@ def test_units_that_are_trained_are_refused(jitted: bool) -> None:
 
 @pytest.mark.parametrize("loss", [loss_sum, contrastive], ids=["plain", "contrastive"])
 def test_dropout_is_told_from_comparing(loss: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """The key is closed over, and traced."""
+    def dropped(params: Any, micro: Any) -> Any:
+        kept = jax.random.bernoulli(jax.random.key(0), 0.5, micro["x"].shape)
+        return loss(params, {**micro, "x": micro["x"] * kept})
 
-    @jax.jit
-    def value(params: Any, batch: Any, key: Any) -> Any:
-        def dropped(params: Any, micro: Any) -> Any:
-            kept = jax.random.bernoulli(key, 0.5, micro["x"].shape)
-            return loss(params, {**micro, "x": micro["x"] * kept})
-
-        return accumulate(dropped, micro_batch=4)(params, batch)[0]
-
+    call = accumulate(dropped, micro_batch=4)
     if loss is contrastive:
         with pytest.raises(LossError, match="compares samples"):
-            value(*problem(), jax.random.key(0))
+            call(*problem())
     else:
-        jax.eval_shape(value, *problem(), jax.random.key(0))
+        call(*problem())
     assert not caplog.records
 
 
-def test_a_look_that_is_not_possible_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_under_jit_it_is_logged_once_that_nothing_was_tested(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    call = accumulate(contrastive, micro_batch=4)
+    for _ in range(2):
+        jax.eval_shape(call, *problem())
+    (record,) = caplog.records
+    assert "not tested if micro-batches add up" in record.message
+    assert "under jax.jit there are no values. Call the function" in record.message
+    with pytest.raises(LossError, match="compares samples"):
+        call(*problem())
+
+
+def test_after_a_test_outside_jit_nothing_is_logged_under_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    call = accumulate(loss_sum, micro_batch=4)
+    call(*problem())
+    jax.eval_shape(call, *problem())
+    jax.eval_shape(accumulate(contrastive, micro_batch=4, audit=False), *problem())
+    assert not caplog.records
+
+
+def test_a_traced_key_is_no_value_either(caplog: pytest.LogCaptureFixture) -> None:
+    @jax.jit
+    def value(key: Any) -> Any:
+        def dropped(params: Any, micro: Any) -> Any:
+            kept = jax.random.bernoulli(key, 0.5, micro["x"].shape)
+            return loss_sum(params, {**micro, "x": micro["x"] * kept})
+
+        return accumulate(dropped, micro_batch=4)(*problem())[0]
+
+    jax.eval_shape(value, jax.random.key(0))
+    assert "under jax.jit there are no values" in caplog.text
+
+
+def test_a_test_that_is_not_possible_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     def loss(params: Any, batch: Any) -> Any:
         return jnp.log(-jnp.square(batch["x"])).sum() * params["in"].sum(), len(batch["x"])
 
-    jax.eval_shape(accumulate(loss, micro_batch=4), *problem())
+    accumulate(loss, micro_batch=4)(*problem())
     assert "not tested if micro-batches add up" in caplog.text
-    assert "not finite" in caplog.text
+    assert "the loss of the first 8 samples is not finite" in caplog.text
+
+
+def test_units_of_a_16_bit_mean_are_not_rounded() -> None:
+    """1 unit and 1001: of 1001, bfloat16 makes 1000, and of a sum of 1002 the same."""
+
+    def loss(w: Any, batch: Any) -> Any:
+        return jnp.sum(batch["x"] * w)  # the mean of a micro-batch of one sample
+
+    batch = {"x": jnp.asarray([[1.0], [2.0]], jnp.bfloat16), "units": jnp.asarray([1, 1001])}
+    value, gradient = jax.jit(
+        accumulate(loss, micro_batch=1, units=lambda batch: batch["units"].sum(), audit=False)
+    )(jnp.ones(1, jnp.bfloat16), batch)
+    assert value.dtype == jnp.float32
+    assert float(value) == pytest.approx(2003 / 1002, rel=1e-6)
+    assert float(gradient[0]) == float(jnp.asarray(2003 / 1002, jnp.bfloat16))
 
 
 def test_two_devices() -> None:

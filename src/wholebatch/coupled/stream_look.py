@@ -225,7 +225,6 @@ class StreamLook:
                 for output in self._outputs:
                     loss_graph.check_hooks(output)
             self._refuse_dependence(scalar, units, is_mean=is_mean)
-            self._refuse_counted_twice(scalar, number, place, is_mean)
 
     def _compare_weights(self, loss: Any, scalar: Tensor, *, is_mean: bool) -> None:
         """Refuse a loss whose samples count for more than those of an earlier micro-batch."""
@@ -241,24 +240,6 @@ class StreamLook:
                 loss_graph.refuse_weight(of, first.value, weight.value, self._units)
             if of == "regulariser" and weight.count != first.count:  # It grows with the units.
                 self._weights[key] = replace(first, may_differ=True)
-
-    def _refuse_counted_twice(
-        self, scalar: Tensor, units: float, place: Any, is_mean: bool
-    ) -> None:
-        """Refuse units that another backward of this micro-batch has counted, of the same calls."""
-        nodes = set(graph_nodes([scalar]))
-        made = [call for call in self._calls if not nodes.isdisjoint(call.nodes)]
-        counted = [call.given for call in self._calls if call.units and place]
-        if (units or is_mean) and any(call.given in counted for call in made):
-            raise LossError(
-                f"{'mean=' if is_mean else 'total'}, units={units:g} in a second backward of one "
-                "micro-batch, for samples that its first one has counted: "
-                + ("the window would be divided by both. " if units else "it would add nothing. ")
-                + "Give the units once, and a sum with units=0 in the others; means over different "
-                "units are wb.Loss.terms(...), after announce() (audit=False: leave this check out)"
-            )
-        for call in made:
-            call.units = units
 
     def _is_batch_first(self, scalar: Tensor, units: float) -> bool:
         """True if the first dimension of a model's outputs is the samples, as far as that shows."""

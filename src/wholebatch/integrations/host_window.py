@@ -148,6 +148,8 @@ class HostScale(LossScale):
     `owner` has the scaler as its attribute `scaler`, if there is one.
     """
 
+    is_undone_at_close = False
+
     def __init__(self, owner: object) -> None:
         self._owner = owner
 
@@ -160,11 +162,8 @@ class HostScale(LossScale):
     def enabled(self) -> bool:
         return self.scaler is not None and bool(self.scaler.is_enabled())
 
-    def scale(self, seed: Tensor) -> Tensor:
-        return super().scale(seed) if self.enabled else seed
-
     def value(self) -> float:
-        return 1.0  # the close leaves the scale in the gradients
+        return super().value() if self.enabled else 1.0
 
     def update(self, *, finite: bool) -> None:
         return

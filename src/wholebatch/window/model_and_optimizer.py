@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from wholebatch.distributed import Single, Sync
-from wholebatch.errors import OptionError, UnsupportedError
+from wholebatch.errors import OptionError, UnsupportedError, WindowError
 from wholebatch.window.close import CloseOptions
 from wholebatch.window.precision import LossScale, SixteenBit
 
@@ -182,12 +182,50 @@ def stand_in(models: Sequence[nn.Module]) -> torch.optim.Optimizer:
     return torch.optim.SGD(list(parameters.values()), lr=0.0)
 
 
-def step_scheduler(scheduler: Any, loss: float) -> None:
-    """Step once per update; a plateau scheduler watches the window's exact mean loss."""
-    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-        scheduler.step(loss)
-    else:
-        scheduler.step()
+class Schedules:
+    """The schedulers of the windows: each is stepped once per update, by the window alone."""
+
+    def __init__(self, schedulers: Sequence[Any]) -> None:
+        self._schedulers = schedulers
+        self._left_at: list[Any] = []  # positions at the first begin, then at each update
+
+    def forget(self) -> None:
+        """Accept the schedulers as they are: another state was loaded."""
+        self._left_at = []
+
+    def refuse_moved(self) -> None:
+        """Refuse a scheduler that somebody else has stepped since the last update."""
+        now = [_position_of(scheduler) for scheduler in self._schedulers]
+        for scheduler, before, after in zip(self._schedulers, self._left_at, now, strict=False):
+            if after != before and not _is_put_back(before, after):
+                raise WindowError(
+                    f"{type(scheduler).__name__} was stepped by the loop (from {before} to {after} "
+                    "since the last update), and scheduler= steps it once per update: remove "
+                    "scheduler.step() from the loop, or leave scheduler= out and step it yourself "
+                    "wherever a Step is returned"
+                )
+        self._left_at = self._left_at or now
+
+    def step(self, loss: float) -> None:
+        """Step each once; a plateau scheduler gets the window's exact mean loss."""
+        for scheduler in self._schedulers:
+            if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+                scheduler.step(loss)
+            else:
+                scheduler.step()
+        self._left_at = [_position_of(scheduler) for scheduler in self._schedulers]
+
+
+def _position_of(scheduler: Any) -> Any:
+    """Return how often a scheduler was stepped, or the rates it has set (ChainedScheduler)."""
+    steps = getattr(scheduler, "last_epoch", None)
+    rates = getattr(scheduler, "get_last_lr", None)
+    return steps if steps is not None or rates is None else list(rates())
+
+
+def _is_put_back(before: Any, after: Any) -> bool:
+    """True if an earlier state was loaded into the scheduler."""
+    return isinstance(before, int | float) and isinstance(after, int | float) and after < before
 
 
 def check_device(device: torch.device) -> None:

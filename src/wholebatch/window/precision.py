@@ -339,6 +339,9 @@ class LossScale:
     can be used with its state.
     """
 
+    is_undone_at_close: bool = True
+    """False if somebody else divides the gradients by the scale, after the close."""
+
     def __init__(self, scaler: torch.amp.GradScaler, device: torch.device) -> None:
         self.scaler = scaler
         self._probe = torch.nn.Parameter(torch.zeros((), device=device))
@@ -347,11 +350,6 @@ class LossScale:
     @property
     def enabled(self) -> bool:
         return self.scaler.is_enabled()
-
-    def scale(self, seed: Tensor) -> Tensor:
-        """Return `seed` times the current scale, still on the device."""
-        scaled: Tensor = self.scaler.scale(seed)
-        return scaled
 
     def value(self) -> float:
         return float(self.scaler.get_scale())

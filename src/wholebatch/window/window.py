@@ -53,7 +53,7 @@ from wholebatch.window.close import (
 )
 from wholebatch.window.forward_state import capture_random, restore_random
 from wholebatch.window.gradient_store import DeviceStore, Store
-from wholebatch.window.model_and_optimizer import Scheduler, Target, build_target, step_scheduler
+from wholebatch.window.model_and_optimizer import Scheduler, Schedules, Target, build_target
 from wholebatch.window.precision import SIXTEEN_BIT, LossScale
 
 _engine = getattr(torch.autograd.Variable, "_execution_engine", None)
@@ -64,6 +64,11 @@ _SECOND_BACKWARD = (
     "a backward of this window has freed a part of this loss's graph. Losses of one forward: add "
     "them up, and make one backward of the sum. A state that is carried from one micro-batch into "
     "the next: detach() it. What all micro-batches use (an encoder's output): compute it in each"
+)
+_OTHER_UNITS = (
+    "two backwards of one micro-batch with different units ({first} and {again}): give all of them "
+    "the same units, which are counted once, and more=True on all but the last. A loss that is a "
+    "mean over other units is a term of its own: wb.Loss.terms(...), after announce()"
 )
 _CLAMPED = (
     "the loss of a micro-batch is exactly 0 over 1 unit, where another one has %g. If its units "
@@ -179,10 +184,34 @@ def count_units(units: UnitsFunction, micros: Sequence[Any]) -> dict[str, float]
     return {name: math.fsum(_read_units(values, counted=True)) for name, values in counts.items()}
 
 
-def _read_units(units: Sequence[Tensor | float], *, counted: bool = False) -> list[float]:
-    """Return units as numbers, now that those on a device can be checked."""
+def _same_units(first: Units, again: Units) -> Units:
+    """Return 0, the units that a further backward of a micro-batch adds; refuse other units.
+
+    On a device nothing can be read now: NaN stands for other units until the close reads it.
+    """
+    if isinstance(first, Tensor) or isinstance(again, Tensor):
+        like = first if isinstance(first, Tensor) else again
+        assert isinstance(like, Tensor)
+        same = scalar_on(like.device, first, torch.float64) == scalar_on(
+            like.device, again, torch.float64
+        )
+        return torch.where(same, 0.0, math.nan)
+    if first != again:
+        raise LossError(_OTHER_UNITS.format(first=first, again=again))
+    return 0
+
+
+def _read_units(
+    units: Sequence[Tensor | float], owners: Sequence[int] = (), *, counted: bool = False
+) -> list[float]:
+    """Return units as numbers, now that those on a device can be checked.
+
+    `owners` are the micro-batches of the backwards that gave them, if backwards did.
+    """
     counts = read_scalars(units)
     for place, count in enumerate(counts, 1):
+        if math.isnan(count) and len(set(owners[max(0, place - 2) : place])) == 1 < place:
+            raise LossError(_OTHER_UNITS.format(first="one number", again="another"))
         if not 0 <= count < math.inf:
             must = "must be finite and not negative"
             if counted:
@@ -295,11 +324,14 @@ class OpenWindow:
     unmade: int = 0
     """Losses that were weighed, and whose backward somebody else has still to make."""
     _last_seed: tuple[str, float, Tensor] | None = None
+    _units_of_micro_batch: dict[str, Units] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.inputs = [parameter for group in self.groups for parameter in group]
+        self._scaling = 1.0  # of every backward; a scaler's own scale may move before the close
         if self.scale is not None:
-            self.loss_scale = self.scale.value()
+            self._scaling = self.scale.value()
+            self.loss_scale = self._scaling if self.scale.is_undone_at_close else 1.0
 
     def refuse_broken(self) -> None:
         """Refuse to go on with a window that holds a part of a micro-batch, or of another model."""
@@ -320,10 +352,20 @@ class OpenWindow:
         *,
         counts: bool = True,
     ) -> None:
-        """Record a loss whose gradient is in, or comes next; one that does not count is 0."""
+        """Record a loss whose gradient is in, or comes next; one that does not count is 0.
+
+        The units of a micro-batch count once, however many backwards it has: its first backward
+        records them, and the others must have the same.
+        """
+        again = bool(self.owners) and self.owners[-1] == self.micro_batches
         for name, total in totals.items():
+            counted = units[name] if counts else 0
+            if again and name in self.units:
+                counted = _same_units(self._units_of_micro_batch[name], counted)
+            else:
+                self._units_of_micro_batch[name] = counted
             self.totals.setdefault(name, []).append(total if counts else 0.0)
-            self.units.setdefault(name, []).append(units[name] if counts else 0)
+            self.units.setdefault(name, []).append(counted)
         for name, weight in weights.items():
             first = self.weights.setdefault(name, weight)
             if weight != first:
@@ -347,11 +389,7 @@ class OpenWindow:
         elif self.known is not None:
             counted = self.known[name]
             seed = self.seed * weight / counted if counted else 0.0
-        value = scalar_on(total.device, seed, total.dtype)
-        if self.averaged_by != 1:
-            value = value * self.averaged_by
-        if self.scale is not None:
-            value = self.scale.scale(value).to(total.dtype)
+        value = scalar_on(total.device, seed * (self.averaged_by * self._scaling), total.dtype)
         if counts:
             self._last_seed = (name, weight, value)
         return value
@@ -428,6 +466,7 @@ class Window:
         self.calls_on_gradient = on_gradient is not None
         self.leaves_gradients = not target.steps  # whether the last window has left them in .grad
         self.hooks = DeferredHooks(on_gradient, target.named_parameters)
+        self._schedules = Schedules(target.schedulers)
 
     # ------------------------------------------------------------------ begin
 
@@ -436,6 +475,7 @@ class Window:
         if self.open is not None:
             raise WindowError("begin() on an open window: close or discard it first")
         self.store.refuse_stray()
+        self._schedules.refuse_moved()
         if not self.sync.owns_hooks:
             self.target.refuse_hooks()
         window = OpenWindow(
@@ -616,6 +656,7 @@ class Window:
         while_waiting: Callable[[], object] | None,
     ) -> Step:
         window.refuse_broken()
+        self._schedules.refuse_moved()
         if not window.reduced:
             self.store.reduce_now()
         ahead = None
@@ -667,7 +708,7 @@ class Window:
         names = list(totals)
         values = [math.fsum(totals[name]) for name in names]
         for name in names:
-            units_of_each = _read_units(window.units.get(name, ()))
+            units_of_each = _read_units(window.units.get(name, ()), window.owners)
             self._warn_of_clamped_units(totals[name], units_of_each)
             values.append(math.fsum(units_of_each))
         if self.sync.ranks == 1:
@@ -737,8 +778,7 @@ class Window:
         if not closed.stepped:
             self.store.update(closed.remaining)
         self.updates += 1
-        for scheduler in self.target.schedulers:
-            step_scheduler(scheduler, loss)
+        self._schedules.step(loss)
         if self.target.ema is not None:
             self.target.ema.update_parameters(self.target.models[0])
 
@@ -848,6 +888,7 @@ class Window:
             target.scale.load_state_dict(state["scaler"])
         for scheduler, saved in zip(target.schedulers, state["schedulers"], strict=True):
             scheduler.load_state_dict(saved)
+        self._schedules.forget()
         if isinstance(target.ema, nn.Module) and state["ema"] is not None:
             target.ema.load_state_dict(state["ema"])
         self.load_open_state(state["window"])

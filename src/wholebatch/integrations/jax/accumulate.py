@@ -16,6 +16,7 @@ moves between devices.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -25,8 +26,10 @@ import jax
 import jax.numpy as jnp
 
 from wholebatch.errors import LossError, OptionError, SplitError
-from wholebatch.integrations.jax.jax_look import look_at_loss
-from wholebatch.integrations.jax.wide_gradients import is_narrow, mesh_axes, wide, widened
+from wholebatch.integrations.jax.additivity import untested_because
+from wholebatch.integrations.jax.dtypes import is_16_bit, mesh_axes, sum_dtype
+
+_log = logging.getLogger("wholebatch")
 
 Units: TypeAlias = Literal["samples"] | Callable[..., Any]
 Aux: TypeAlias = Literal["stack", "concat", "sum"]
@@ -63,15 +66,15 @@ def accumulate(
     added (`"sum"`: as it gives for counts).
 
     All leaves of the arguments at `batch_argnums` are split by their first axis; the others are
-    passed on whole. Gradients of 16-bit parameters are added in float32 and rounded once, also
-    where a product of the backward pass would round them. The result may be jitted, and its batch
-    sharded over devices. Inside `shard_map`, `axis_name` makes it the gradient of all shards,
-    reduced once. A batch without any units gives nan, like its mean. A loss that is not finite
-    gives a gradient that is not, as `jax.value_and_grad` does: guard the update, for example with
-    `optax.apply_if_finite`.
+    passed on whole. Gradients of 16-bit parameters, which JAX rounds to 16 bits in every
+    micro-batch, are added in float32. The result may be jitted, and its batch sharded over devices.
+    Inside `shard_map`, `axis_name` makes it the gradient of all shards, reduced once. A batch
+    without any units gives nan, like its mean. A loss that is not finite gives a gradient that is
+    not, as `jax.value_and_grad` does: guard the update, for example with `optax.apply_if_finite`.
 
-    Before the first split, the loss of a few samples is compared with those of its parts: a loss
-    that compares samples is refused. `audit=False` leaves that out.
+    The first call outside `jax.jit` compares the loss of a few samples with those of their parts,
+    and refuses a loss that compares samples. Under `jit` there are no values to test with: that is
+    logged once. `audit=False` leaves the test out.
     """
     return _Accumulation(
         loss_fn, micro_batch, argnums, has_aux, batch_argnums, units, aux, axis_name, audit
@@ -90,7 +93,8 @@ class _Accumulation:
     units: Units | None
     aux: Aux
     axis_name: str | Sequence[str] | None
-    must_look: bool
+    must_check: bool
+    logged: bool = False
 
     def __post_init__(self) -> None:
         micro_batch, units = self.micro_batch, self.units
@@ -111,9 +115,8 @@ class _Accumulation:
         """Return the value and gradient of the whole batch, as `jax.value_and_grad` does."""
         size, wanted = _batch_size(args, self.batched), self.wanted
         loss_fn = partial(self.loss_fn, **kwargs)
-        if self.must_look and (size > self.micro_batch or self.axis_name is not None):
-            look_at_loss(partial(self._totals, loss_fn), args, self.batched, size, self.wanted)
-            self.must_look = False
+        if self.must_check and (size > self.micro_batch or self.axis_name is not None):
+            self._check(loss_fn, args, size)
         # 16-bit gradients of a sum may overflow. A power of two is exact, and is divided out.
         seed = 2.0 ** -(size.bit_length() - 1)
         if self.axis_name is not None:  # Otherwise every micro-batch would all-reduce.
@@ -135,6 +138,15 @@ class _Accumulation:
         )
         value = total / counted
         return ((value, _join(extras, self.aux)), gradient) if self.has_aux else (value, gradient)
+
+    def _check(self, loss_fn: Callable[..., Any], args: Sequence[Any], size: int) -> None:
+        """Test once if micro-batches add up to the whole batch; log once if that cannot be done."""
+        totals = partial(self._totals, loss_fn)
+        why = untested_because(totals, args, self.batched, size, self.wanted)
+        self.must_check = why is not None
+        if why is not None and not self.logged:
+            _log.warning("not tested if micro-batches add up to the whole batch: %s", why)
+            self.logged = True
 
     def _sums(
         self, micro_step: Callable[[Sequence[Any]], Any], args: Sequence[Any], size: int
@@ -165,32 +177,25 @@ class _Accumulation:
         """Return total, units and gradient of a micro-batch in float32 or wider, and its aux."""
         (_, (total, counted, weight, extra)), gradient = self._differentiated(loss_fn, seed, call)
         if weight is not None:
-            gradient = jax.tree.map(lambda leaf: leaf * weight.astype(wide(leaf.dtype)), gradient)
+            gradient = jax.tree.map(
+                lambda leaf: leaf * weight.astype(sum_dtype(leaf.dtype)), gradient
+            )
         sums = (_scalar(total), _scalar(counted, like=total), gradient)
         if self.units is not None:  # The mean over no units is 0/0, and so is its gradient.
             sums = jax.tree.map(lambda leaf: jnp.where(counted == 0, 0, leaf), sums)
-        return jax.tree.map(lambda leaf: leaf.astype(wide(leaf.dtype)), sums), extra
+        return jax.tree.map(lambda leaf: leaf.astype(sum_dtype(leaf.dtype)), sums), extra
 
     def _differentiated(
         self, loss_fn: Callable[..., Any], seed: float, call: Sequence[Any]
     ) -> tuple[Any, Any]:
         def seeded(*call: Any) -> tuple[Any, Any]:
             loss, total, counted, extra = self._read(loss_fn, call)
-            if self.units is not None and is_narrow(loss.dtype):
+            if self.units is not None and is_16_bit(loss.dtype):
                 # 16 bit would round the units, so weight the gradient of the mean instead.
                 return loss, (total, counted, counted * jnp.float32(seed), extra)
             return total * jnp.asarray(seed, total.dtype), (total, counted, None, extra)
 
-        both = jax.value_and_grad(seeded, argnums=self.argnums, has_aux=True)
-        leaves = jax.tree.leaves([call[i] for i in self.wanted])
-        if not any(is_narrow(jnp.result_type(leaf)) for leaf in leaves):
-            return both(*call)
-        # Other arguments may be of any type, so they are not traced again.
-        places = (*self.wanted, *self.batched)
-        return widened(  # type: ignore[no-any-return]
-            lambda *values: both(*_with(call, places, values)),
-            lambda made: tuple(jax.tree.map(lambda _, i=i: i == 1, made[i]) for i in (0, 1)),
-        )(*(call[i] for i in places))
+        return jax.value_and_grad(seeded, argnums=self.argnums, has_aux=True)(*call)
 
     def _totals(self, loss_fn: Callable[..., Any], *call: Any) -> tuple[Any, Any]:
         """Return the total and the units of a batch."""
@@ -295,7 +300,7 @@ def _shape(value: Any) -> str:
 
 def _scalar(value: Any, like: Any = None) -> Any:
     value = jnp.asarray(value)
-    return value.astype(wide(value.dtype if like is None else like.dtype))
+    return value.astype(sum_dtype(value.dtype if like is None else like.dtype))
 
 
 def _cast(leaf: Any, names: frozenset[str]) -> Any:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from wholebatch.errors import OptionError, WindowError
-from wholebatch.integrations.jax.wide_gradients import wide
+from wholebatch.integrations.jax.dtypes import sum_dtype
 from wholebatch.optional_packages import require
 
 if TYPE_CHECKING:
@@ -90,9 +90,9 @@ class _Windows:
     def init(self, params: Any) -> WindowState:
         """Return the state before the first micro-batch."""
         total = jax.tree.map(
-            lambda leaf: jnp.zeros_like(leaf, dtype=wide(jnp.result_type(leaf))), params
+            lambda leaf: jnp.zeros_like(leaf, dtype=sum_dtype(jnp.result_type(leaf))), params
         )
-        widest = wide(jnp.result_type(*(jax.tree.leaves(total) or [jnp.float32])))
+        widest = sum_dtype(jnp.result_type(*(jax.tree.leaves(total) or [jnp.float32])))
         # Three zeros, not one thrice: a buffer can be donated only once.
         place, updates, skipped = (jnp.zeros((), jnp.int32) for _ in range(3))
         units = jnp.zeros((), widest)

@@ -1,0 +1,133 @@
+"""Several backwards of one micro-batch: the same units with each, counted once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import wholebatch as wb
+from tests.support import EXACT, distance, mlp, pieces, samples, sgd, summed
+from wholebatch.errors import LossError, WindowError
+
+SPLITS = [(5, 1, 3), (1, 8), (3, 3, 3)]
+
+
+def judge_and_maker() -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(3)
+    judge = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+    return judge, nn.Linear(2, 4).double()
+
+
+def on_real(judge: nn.Module, x: Tensor) -> Tensor:
+    return functional.softplus(-judge(x))
+
+
+def on_fake(judge: nn.Module, x: Tensor) -> Tensor:
+    return functional.softplus(judge(x))
+
+
+@pytest.mark.parametrize("sizes", SPLITS)
+@pytest.mark.parametrize("as_mean", [True, False])
+@pytest.mark.parametrize("on_device", [True, False])
+def test_real_and_fake_losses_of_a_judge(
+    sizes: tuple[int, ...], as_mean: bool, on_device: bool
+) -> None:
+    judge, maker = judge_and_maker()
+    real, noise = torch.randn(9, 4).double(), torch.randn(9, 2).double()
+    whole, _ = judge_and_maker()
+    optimizer = sgd(whole)
+    fake = maker(noise).detach()
+    expected = on_real(whole, real).mean() + on_fake(whole, fake).mean()
+    expected.backward()
+    optimizer.step()
+
+    acc = wb.Accumulator(judge, sgd(judge), steps=len(sizes))
+    step = None
+    for x, z in acc.over(list(zip(real.split(sizes), noise.split(sizes), strict=True))):
+        units: Any = torch.tensor(len(x)) if on_device else len(x)
+        first, second = on_real(judge, x), on_fake(judge, maker(z).detach())
+        if as_mean:
+            acc.backward(mean=first.mean(), units=units, more=True)
+            step = acc.backward(mean=second.mean(), units=units)
+        else:
+            acc.backward(first.sum(), units=units, more=True)
+            step = acc.backward(second.sum(), units=units)
+    assert step is not None
+    assert (step.units, step.micro_batches) == (9.0, len(sizes))
+    assert step.loss == pytest.approx(float(expected.detach()), rel=1e-12)
+    assert distance(judge.parameters(), whole.parameters()) < EXACT
+
+
+@pytest.mark.parametrize("on_device", [True, False])
+@pytest.mark.parametrize("again", [0, 3])
+def test_other_units_are_refused(again: int, on_device: bool) -> None:
+    model, batch = mlp(), samples(4)
+    before = [p.detach().clone() for p in model.parameters()]
+    acc = wb.Accumulator(model, sgd(model), steps=1)
+    units: Any = (torch.tensor(4), torch.tensor(again)) if on_device else (4, again)
+    acc.backward(summed(model, batch), units=units[0], more=True)
+    with pytest.raises(LossError, match="two backwards of one micro-batch with different units"):
+        acc.backward(model(batch["x"]).square().sum(), units=units[1])
+    assert distance(model.parameters(), before) == 0.0
+
+
+def test_terms_count_their_units_once() -> None:
+    model, batch, sizes = mlp(), samples(9), (5, 1, 3)
+    whole = mlp()
+    optimizer = sgd(whole)
+    out = whole(batch["x"])
+    (out.square().mean(1).mean() + 0.5 * 3 * out.abs().mean(1).mean()).backward()
+    optimizer.step()
+
+    acc = wb.Accumulator(model, sgd(model), steps=3)
+    acc.announce({"square": 9, "size": 9})
+    for micro in pieces(batch, sizes):
+        n = len(micro["y"])
+        for weight, more in ((1.0, True), (2.0, False)):
+            out = model(micro["x"])
+            squares = out.square().mean(1).sum() if weight == 1.0 else out.sum() * 0
+            terms: dict[str, Any] = {
+                "square": wb.Loss(squares, n),
+                "size": (wb.Loss(weight * out.abs().mean(1).sum(), n), 0.5),
+            }
+            acc.backward(wb.Loss.terms(terms), more=more)
+    assert acc.updates == 1
+    assert distance(model.parameters(), whole.parameters()) < EXACT
+
+
+@pytest.mark.parametrize("sizes", SPLITS)
+def test_last_says_which_micro_batch_closes_the_window(sizes: tuple[int, ...]) -> None:
+    model, whole, batch = mlp(), mlp(), samples(9)
+    optimizer = sgd(whole)
+    functional.cross_entropy(whole(batch["x"]), batch["y"]).backward()
+    optimizer.step()
+    acc = wb.Accumulator(model, sgd(model), steps=2)
+    for place, micro in enumerate(pieces(batch, sizes), 1):
+        last = place == len(sizes)
+        step = acc.backward(summed(model, micro), units=len(micro["y"]), last=last)
+        assert (step is not None) == last
+    assert distance(model.parameters(), whole.parameters()) < EXACT
+
+
+def test_last_inside_over_is_refused() -> None:
+    model, batch = mlp(), samples(4)
+    acc = wb.Accumulator(model, sgd(model), steps=2)
+    with pytest.raises(WindowError, match=r"last=True\) inside over\(\)"):
+        for micro in acc.over(pieces(batch, (2, 2))):
+            acc.backward(summed(model, micro), units=2, last=True)
+
+
+def test_without_an_optimizer_the_whole_gradient_is_left() -> None:
+    model, whole, batch = mlp(), mlp(), samples(9)
+    functional.cross_entropy(whole(batch["x"]), batch["y"]).backward()
+    acc = wb.Accumulator(model, None, steps=3)
+    for micro in acc.over(pieces(batch, (5, 1, 3))):
+        step = acc.backward(summed(model, micro), units=len(micro["y"]))
+    assert step is not None
+    made = [p.grad for p in model.parameters()]
+    expected = [p.grad for p in whole.parameters()]
+    assert distance(made, expected) < EXACT  # type: ignore[arg-type]
