@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, combinations
+from itertools import chain, combinations, pairwise
 from typing import Any
 
 import torch
@@ -51,6 +51,8 @@ EQUAL_UNITS = (
 )
 _NO_LIMIT = 1e6
 """Clipping to more than this is a way to measure a norm."""
+_CONSTANT = ("not-divided", "divided-twice", "loss-scale", "nominal-count")
+"""Mistakes by a constant factor, which all terms of a loss have."""
 _WEIGHTS = 1e-3
 """Weights of losses that differ by less are the same."""
 
@@ -61,6 +63,8 @@ def micro_batches(window: RecordedWindow, turns: int = 0) -> RecordedWindow:
     Backwards of one forward are one micro-batch, and so are backwards that take turns, such as a
     GAN's real and fake batch. `turns` is how many take turns, where another window tells.
     """
+    if not window.backwards:
+        return window
     window = _without_other_losses(window)
     groups: list[list[RecordedBackward]] = []
     for backward in window.backwards:
@@ -71,6 +75,8 @@ def micro_batches(window: RecordedWindow, turns: int = 0) -> RecordedWindow:
             groups[-1].append(backward)
         else:
             groups.append([backward])
+    if len(groups) == 1 and (parts := _losses_of_calls(groups[0])):
+        return replace(window, backwards=parts)
     count = len(groups)
     if not turns:
         kinds = [tuple((b.graph, tuple(t.target for t in b.terms)) for b in g) for g in groups]
@@ -88,15 +94,40 @@ def micro_batches(window: RecordedWindow, turns: int = 0) -> RecordedWindow:
     return replace(window, backwards=[_joined(group) for group in groups], clips=clips)
 
 
+def _losses_of_calls(group: Sequence[RecordedBackward]) -> list[RecordedBackward]:
+    """Return the losses of one backward for a whole window: a loss of each call of the model."""
+    terms = [term for one in group for term in one.terms]
+    calls = {call for one in group for call in one.calls}
+    alike = len({(term.node, term.kind) for term in terms}) == 1
+    if len(group) > 1 or not group[0].has_sample_calls or not alike or len(calls) != len(terms):
+        return []
+    share = group[0].contribution / len(terms)
+    return [replace(group[0], terms=[term], contribution=share, roots=()) for term in terms]
+
+
 def _without_other_losses(window: RecordedWindow) -> RecordedWindow:
-    """Leave out the first backwards if they train another model and are cleared: a generator's."""
+    """Leave out the first backwards if they are of another purpose, and are cleared.
+
+    A generator's loss is one that trains another model through this one; an estimate of the
+    Hessian has a loss that is made in another way.
+    """
     backwards = window.backwards
-    own = next((i for i, one in enumerate(backwards) if not one.is_passed_on), 0)
-    if not own or any(one.is_passed_on or one.moved for one in backwards[own + 1 :]):
+    last = backwards[-1] if backwards else None
+    own = 0
+    while last is not None and own < len(backwards) - 1:
+        one = backwards[own]
+        if one.is_passed_on == last.is_passed_on and one.signature == last.signature:
+            break
+        own += 1
+    rest = backwards[own:]
+    alike = {(one.is_passed_on, one.signature) for one in rest}
+    if (
+        not own
+        or bool(rest[0].before.any())
+        or any((one.is_passed_on, one.signature) in alike for one in backwards[:own])
+    ):
         return window
-    if bool(backwards[own].before.any()):
-        return window
-    rest = [replace(backwards[own], moved=frozenset()), *backwards[own + 1 :]]
+    rest = [replace(rest[0], moved=frozenset()), *rest[1:]]
     clips = [replace(c, number=c.number - own) for c in window.clips if c.number > own]
     return replace(window, backwards=rest, clips=clips)
 
@@ -130,6 +161,8 @@ class LoopJudge:
     name: str
     usual: int = 0
     """The number of micro-batches of most windows."""
+    first: int = 0
+    """The number of micro-batches of the first window."""
     case: str = "live"
     owns: Sequence[float] = ()
     """The weights that the terms of the loss have of their own, where another window tells."""
@@ -168,10 +201,29 @@ class LoopJudge:
         if len(self.every) == 1:
             return self._of_one_micro_batch(columns)
         found = self._weigh(columns, factors)
+        compared = any(micro.compares for micro in self.every)
+        if compared and not (isinstance(found, MistakeFit) and found.key in _CONSTANT):
+            return self.told(MistakeFit("coupled", "the loss compares samples"))
         if isinstance(found, str):
             return self.not_judged(found)
         if found.key == RIGHT:
             found = self._beside() or found
+            if found.key == RIGHT and self.ranks[0].is_hooked:
+                return self.not_judged(
+                    "the loop has hooks on parameters, which may change the gradient of each "
+                    "micro-batch: use wb.verify"
+                )
+            if found.key == RIGHT and any(micro.has_normalised_factor for micro in self.every):
+                return self.not_judged(
+                    "factors of the samples have mean 0 and deviation 1, or mean 1, or a largest "
+                    "of 1 in a micro-batch, and may be normalised there: use wb.verify"
+                )
+            moved = [name for micro in self.every for name in micro.moved_buffers]
+            if found.key == RIGHT and moved:
+                return self.not_judged(
+                    f"forwards change {moved[0]}, so that a micro-batch may depend on those before "
+                    "it: use wb.verify"
+                )
         return self.told(found)
 
     def _of_the_ledger(self) -> LoopTrial:
@@ -195,6 +247,7 @@ class LoopJudge:
         if any(micro.compares for micro in self.every):
             return self.told(MistakeFit("coupled", "the loss compares samples"))
         picked = [t.count for micro in self.every for t in micro.terms if t.kind == "picked"]
+        picked = [0.0] if any(micro.has_sample_calls for micro in self.every) else picked
         if unread.coupled and self.count > 1 and (not picked or set(picked) <= rows):
             return self.told(MistakeFit("coupled", f"the loss: {unread.reason}"))
         return self.not_judged(
@@ -249,6 +302,8 @@ class LoopJudge:
         if seen is not None:
             return self.told(seen)
         window = self.ranks[0]
+        if window.gradient is None:
+            return self.not_judged("the gradients of the step are not in `.grad`: use wb.verify")
         gradient, at_step = self._before_clip(window), self._at_step(window)
         off = apart(gradient, parts.right)
         fits = [_right(off, off <= self.tolerance)]
@@ -266,6 +321,11 @@ class LoopJudge:
         if cause is None and off > self.tolerance:
             cause = self._of_known_parts(gradient, parts.right)
         found = RIGHT if off <= self.tolerance else None
+        last = self.micros[0][-1].after if self.micros[0] else gradient
+        is_added = cause is None and apart(last, parts.right) <= self.tolerance
+        if is_added and _parallel(gradient, parts.right, self.tolerance):
+            # The loop itself shrinks a right gradient: it clips.
+            found, fits = RIGHT, [_right(apart(last, parts.right), True)]
         if cause is not None:
             fits = [cause, *(fit for fit in fits if fit.key != cause.key)]
             found = cause.key
@@ -275,9 +335,9 @@ class LoopJudge:
         """Return the mistake of a gradient that no weighting of the micro-batches gives."""
         size = float(right @ right)
         factor = float(gradient @ right) / size if size else 0.0
-        if factor > 0 and apart(gradient, right * factor) <= self.tolerance:
-            if is_loss_scale(factor):
-                return MistakeFit("loss-scale", f"{factor:g} times too large")
+        is_scaled = factor > 0 and apart(gradient, right * factor) <= self.tolerance
+        if is_scaled and is_loss_scale(factor):
+            return MistakeFit("loss-scale", f"{factor:g} times too large")
         off, window = apart(gradient, right), self.ranks[0]
         if window.is_half and off <= math.sqrt(window.eps) * TIMES_THE_FLOOR:
             return MistakeFit(
@@ -296,6 +356,10 @@ class LoopJudge:
             return MistakeFit("no-update", "no shard has a gradient: nothing was reduced")
         for row in self.micros:
             passed = [micro.is_passed_on for micro in row]
+            stepped = {micro.signature for micro in row if micro.is_stepped}
+            own = {micro.signature for micro in row if not micro.is_stepped}
+            if stepped and own and not stepped & own:  # another optimizer has stepped on them
+                passed = [micro.is_stepped for micro in row]
             if any(passed) and not all(passed):
                 variant = f"{sum(passed)} of {len(passed)} backwards"
                 return MistakeFit("other-loss", variant)
@@ -390,6 +454,8 @@ class LoopJudge:
             key = "clipped-per-micro-batch" if each else "clipped-too-early"
             variant = f"after micro-batch {', '.join(map(str, sorted(early)))} of {count}"
             if not any(clip.cuts for clip in clips if clip.number < count):
+                if not each:
+                    continue
                 variant += ", which has not cut anything in this window"
             return MistakeFit(key, variant)
         return None
@@ -464,6 +530,12 @@ class LoopJudge:
         ]
         wrong = [a for a in answers if isinstance(a, MistakeFit) and a.key != RIGHT]
         reasons = [answer for answer in answers if isinstance(answer, str)]
+        if wrong and len(wrong) < len(answers) and wrong[0].key in _CONSTANT:
+            # A loop divides all terms in one way, so all must have a reading of this mistake.
+            for column, own in zip(columns, owns, strict=True):
+                named = [self._named(r, column) for r in self._made(column, factors, own)]
+                if wrong[0].key not in [one.key for one in named if one is not None]:
+                    return "the terms of the loss are divided in different ways: use wb.verify"
         if wrong:
             return wrong[0]
         if reasons:
@@ -473,16 +545,20 @@ class LoopJudge:
             (a for a in answers if isinstance(a, MistakeFit)), key=lambda a: a.distance
         )
 
-    def _weigh_column(
-        self, column: Column, factors: Sequence[float], own: float | None
-    ) -> MistakeFit | str:
-        """Return what the weights of one term tell; its own weight may be known."""
+    @staticmethod
+    def _made(column: Column, factors: Sequence[float], own: float | None) -> list[Reading]:
+        """Return the ways to read a term, with what the loop did to its gradients."""
         made = [
             replace(r, weights=tuple(w * f for w, f in zip(r.weights, factors, strict=True)))
             for r in column.readings()
         ]
-        if own is not None:
-            made = [one.with_own(own) for one in made]
+        return made if own is None else [one.with_own(own) for one in made]
+
+    def _weigh_column(
+        self, column: Column, factors: Sequence[float], own: float | None
+    ) -> MistakeFit | str:
+        """Return what the weights of one term tell; its own weight may be known."""
+        made = self._made(column, factors, own)
         for reading in made:
             right = _right_fit(reading)
             if right.fits:
@@ -519,14 +595,16 @@ class LoopJudge:
         places, units = iter(reading.units), []
         for row in self.micros:
             units.append([next(places) for _ in row])
-        nominal = self.usual if self.usual != self.count else column.nominal or self.count
+        others = [n for n in (self.usual, self.first) if n and n != self.count]
+        nominals = others or [column.nominal or self.count]
         observed = torch.tensor(reading.weights, dtype=torch.float64)
         constant = reading.constant
         if constant is not None and is_loss_scale(constant):
             return MistakeFit("loss-scale", f"{constant:g} times too large")
-        for fit in nearest(weightings(units, nominal), observed, _WEIGHTS):
-            if fit.fits and fit.key != RIGHT:
-                return self._renamed(fit)
+        for nominal in dict.fromkeys(nominals):
+            for fit in nearest(weightings(units, nominal), observed, _WEIGHTS):
+                if fit.fits and fit.key != RIGHT:
+                    return self._renamed(fit)
         return None
 
     def _renamed(self, fit: MistakeFit) -> MistakeFit:
@@ -549,7 +627,9 @@ class LoopJudge:
             again = 1 < len(same) < len(reading.units)  # one of them came twice
             key = "left-out" if divisor > units else "counted-twice" if again else "nominal-count"
             return self._renamed(MistakeFit(key, variant))
-        if column.terms[0].kind != "sum":
+        if column.terms[0].kind != "sum" or not column.terms[0].is_loss:
+            return None
+        if column.window.columns > 1:
             return None
         padded = sum(math.prod(term.sizes[:1] + term.sizes[2:]) for term in column.terms)
         whole = sum(math.prod(term.sizes) for term in column.terms)
@@ -566,17 +646,22 @@ class LoopJudge:
             return MistakeFit("nominal-count", variant)
         return None
 
-    def _penalty(self, columns: Sequence[Column]) -> MistakeFit | None:
+    def _penalty(self, columns: Sequence[Column]) -> MistakeFit | str | None:
         """Return the mistake of a penalty on the weights that comes whole with every loss."""
         rows = [[t for t in micro.terms if t.kind == "penalty"] for micro in self.every]
         steps = [f for c in columns for f in (*c.shared_over, *c.shared_times)]
         counts = (self.count, 1 / self.count)
         is_divided = [f for f in steps if any(math.isclose(f, c, rel_tol=_WEIGHTS) for c in counts)]
-        if self.count < 2 or not all(rows) or not is_divided:
+        if self.count < 2 or not all(rows):
             return None
         own = [f for term in rows[0] for f in (*term.over, *term.times)]
         if any(math.isclose(f, c, rel_tol=_WEIGHTS) for f in own for c in counts):
             return None
+        if not is_divided:
+            return (
+                f"a penalty on the weights comes with each of {self.count} losses, and its weight "
+                "is not known: use wb.verify"
+            )
         variant = f"a penalty on the weights, with each of {self.count}"
         return MistakeFit("not-divided", variant)
 
@@ -610,7 +695,8 @@ class LoopJudge:
                 same = all(math.isclose(u, units[0], rel_tol=_WEIGHTS) for u in units)
                 kind = "equal " if same else "uneven "
             name += f": {count} {kind}micro-batch{'' if count == 1 else 'es'}"
-            if found == RIGHT and kind == "equal " and self.by != "ledger":
+            is_live = self.case == "live" and self.by != "ledger"
+            if found == RIGHT and kind == "equal " and is_live:
                 self.notes.append(EQUAL_UNITS)
         return LoopTrial(
             case=self.case,
@@ -688,12 +774,13 @@ def _cleared(window: RecordedWindow, gradient: Tensor) -> MistakeFit | None:
 
 def _begins_again(micros: Sequence[RecordedBackward]) -> bool:
     """True if weights are moved where gradients are cleared, in the middle of a window."""
-    later = zip(micros, micros[1:], strict=False)
-    return any(m.moved and not m.before.any() and was.after.any() for was, m in later)
+    return any(m.moved and not m.before.any() and was.after.any() for was, m in pairwise(micros))
 
 
 def _twice(micros: Sequence[RecordedBackward]) -> MistakeFit | None:
     """Return the mistake of a micro-batch whose gradient was brought twice."""
+    if len({micro.number for micro in micros}) < len(micros):
+        return None  # one backward for all
     for one, two in combinations(range(len(micros)), 2):
         if apart(micros[two].contribution, micros[one].contribution) <= 1e-6:
             return MistakeFit("counted-twice", f"number {one + 1} and {two + 1}")
@@ -713,7 +800,7 @@ def _right_fit(reading: Reading) -> MistakeFit:
     total = sum(reading.units) or 1.0
     shares = [unit / total for unit in reading.units]
     pairs = zip(reading.weights, shares, strict=True)
-    off = math.hypot(*(w - s for w, s in pairs)) / math.hypot(*shares)
+    off = math.hypot(*(w - s for w, s in pairs)) / (math.hypot(*shares) or 1.0)
     return _right(off, off <= _WEIGHTS)
 
 

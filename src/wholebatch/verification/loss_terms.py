@@ -1,4 +1,4 @@
-"""Read from the autograd graph of a loss what it is: means or sums, of how many, times which factors.
+"""Read from the graph of a loss what it is: means or sums, of how many, times which factors.
 
     (F.cross_entropy(out, y) * 0.5 / 4).backward()     one mean over len(y), times 0.5, over 4
 
@@ -36,6 +36,8 @@ _SUM = ("SumBackward0", "SumBackward1")
 _MEAN = ("MeanBackward0", "MeanBackward1")
 _JOINED, _REPEAT = ("StackBackward0", "CatBackward0"), "ExpandBackward0"
 _PICK = ("Max", "Min", "Amax", "Amin", "Median", "Nanmedian", "Kthvalue", "Topk", "Sort")
+_SINK = "_DDPSinkBackward"
+"""The node through which DistributedDataParallel returns the outputs of its model."""
 _PER_ROW = ("NllLoss", "MultiMargin", "MultilabelMargin")
 _VIEWS = _SAME | {"SliceBackward0", "SelectBackward0"}
 _OF_PARAMETERS = {
@@ -135,8 +137,7 @@ def _is_of_one_number(node: Any, below: Any) -> bool:
 
 
 def _without_sink(node: Any, place: int) -> Any:
-    """Pass the node through which DistributedDataParallel returns the outputs of its model."""
-    while node is not None and node.name() == "_DDPSinkBackward":
+    while node is not None and node.name() == _SINK:
         node, place = node.next_functions[place]
     return node
 
@@ -282,7 +283,35 @@ def _weighed(term: LossTerm, weights: Tensor | None, count: int) -> LossTerm:
     if not times.numel() or bool((times == times[0]).all()):
         term = _times(term, float(times[0])) if times.numel() else term
         return replace(term, count=float(times.numel()) * rows)
+    if _is_normalised(weights):
+        name = "weights that may be normalised over this micro-batch alone"
+        return replace(term, node=name, kind="unknown")
     return replace(term, count=count, weighed=float(weights.sum(dtype=torch.float64)) * rows)
+
+
+def _is_normalised(weights: Tensor) -> bool:
+    """True if one weight of each sample has mean 0 and deviation 1, or mean 1, or is at most 1."""
+    if weights.numel() < 4 or weights.numel() != len(weights) or weights.equal(weights.round()):
+        return False
+    row = weights.double().flatten()
+    is_largest = float(row.max()) == 1 and int((row == 1).sum()) == 1
+    return _is_standard(row) or abs(float(row.mean()) - 1) < 1e-6 or is_largest
+
+
+def _is_standard(row: Tensor) -> bool:
+    deviations = [float(row.std(correction=one)) for one in (0, 1)]
+    return abs(float(row.mean())) < 1e-5 and min(abs(d - 1) for d in deviations) < 1e-3
+
+
+def has_normalised_factor(node: Any) -> bool:
+    """True if a node multiplies samples by constants that may be normalised over them."""
+    below = [child for child, _ in node.next_functions]
+    if node.name() != "MulBackward0" or None not in below:
+        return False
+    factor = saved_by(node, "other" if below[1] is None else "self")
+    if not isinstance(factor, Tensor) or not 4 <= factor.numel() == len(factor):
+        return False
+    return factor.is_floating_point() and _is_normalised(factor.detach())
 
 
 def _class_weights(node: Any) -> float | None:
@@ -424,16 +453,20 @@ def compares_samples(loss: Tensor, outputs: Sequence[Tensor]) -> bool:
     asked = [one for one in {id(one): one for one in outputs}.values() if _can_be_asked(one)]
     until = {one.grad_fn for one in asked}
     nodes = list(nodes_until([loss.grad_fn], until, _MOST_LOSS_NODES))
-    own = any(isinstance(node, BackwardCFunction) for node in nodes)  # it may change what it saved
+    # A function of the loop's own may change what it saved. Outputs that reach the loss through
+    # others are not asked: MAML's first step.
+    own = any(isinstance(n, BackwardCFunction) for n in nodes)
+    direct = {child for node in nodes for child, _ in node.next_functions} & until
+    asked = [one for one in asked if one.grad_fn in direct]
     if not asked or own or len(nodes) == _MOST_LOSS_NODES or loss.numel() != 1:
         return False
-    rows = {(len(one),) for one in asked}
+    rows = {(size,) for one in asked for size in (len(one), len(one) // 2) if size > 1}
     for node in nodes:  # torch cannot differentiate these twice
         if node.name() == "SortBackward0" and tuple(saved_by(node, "self_sym_sizes") or ()) in rows:
             return True
-        if node.name() == "CdistBackward0" and len(_shape(node)) == 2:
-            if not any(_is_of_parameters(child) for child, _ in node.next_functions):
-                return True
+        is_distance = node.name() == "CdistBackward0" and len(_shape(node)) == 2
+        if is_distance and not any(_is_of_parameters(child) for child, _ in node.next_functions):
+            return True
     try:
         with torch.enable_grad(), torch.autocast(loss.device.type, enabled=False):
             made = torch.autograd.grad(loss, asked, create_graph=True, allow_unused=True)

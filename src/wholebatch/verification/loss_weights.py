@@ -47,7 +47,7 @@ class Reading:
     def constant(self) -> float | None:
         """Return c where the weights are c × their shares of the units; None of other weights."""
         total = sum(self.units)
-        found = [w * total / u for w, u in zip(self.weights, self.units, strict=True) if u]
+        found = [w * total / u for w, u in zip(self.weights, self.units, strict=True) if u and w]
         is_one = bool(found) and all(math.isclose(f, found[0], rel_tol=1e-3) for f in found)
         return found[0] if is_one else None
 
@@ -142,7 +142,8 @@ class Column:
         for one in times:
             is_shared = _same(one) and _take(shared_times, one[0])
             is_loop = is_shared and self.window.is_of_the_loop(one[0], units)
-            if _same(one) and not (is_loop or self.window.is_total(1 / one[0], units)):
+            is_part = is_shared and not has_steps and one[0] < 0.4 and _is_whole(1 / one[0])
+            if _same(one) and not (is_loop or is_part or self.window.is_total(1 / one[0], units)):
                 own *= one[0]
         for one in over:
             if not _same(one):
@@ -156,11 +157,11 @@ class Column:
                 is_shared and self.window.is_of_the_loop(by, units)
             ):
                 continue
-            elif by < 3 or not _is_whole(by):
+            elif (by < 3 or not _is_whole(by)) and is_mean:
                 own /= by
             elif is_mean and is_shared and not has_steps and by <= 2 * max(self.window.count, 4):
                 self.nominal = round(by)
-            elif is_mean:
+            elif is_mean and has_steps:
                 own /= by
         return own
 

@@ -6,7 +6,7 @@ ranks. A mistake weighs or divides otherwise, and each has the variants that are
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path

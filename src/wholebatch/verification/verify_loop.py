@@ -24,7 +24,14 @@ from wholebatch.distributed.process_group import world_size
 from wholebatch.errors import OptionError
 from wholebatch.verification.example_models import ZOO, Case
 from wholebatch.verification.loop_judge import EQUAL_UNITS, LoopJudge, micro_batches
-from wholebatch.verification.mistakes import RIGHT, STEPPED_TWICE, MistakeFit, WindowParts, apart
+from wholebatch.verification.mistakes import (
+    NOT_JUDGED,
+    RIGHT,
+    STEPPED_TWICE,
+    MistakeFit,
+    WindowParts,
+    apart,
+)
 from wholebatch.verification.model_runs import AUTOCAST, DividedBatch, ModelRuns, Numbers, joined
 from wholebatch.verification.observed_window import StartingState
 from wholebatch.verification.random_numbers import SILENCES
@@ -41,7 +48,7 @@ _LOW_SCALE = 2.0**6
 def verify_loop(
     loop: Loop,
     *,
-    case: Case | str | Sequence[Case | str] = ("mlp", "lm", "cnn"),
+    case: Case | str | Sequence[Case | str] | None = None,
     steps: int = 4,
     optimizer: MakeOptimizer | None = None,
     uneven: bool = True,
@@ -65,11 +72,13 @@ def verify_loop(
     ('mean-of-means',)
 
     `case` is a model with micro-batches: built-in ones by name ("mlp", "lm", "cnn"), or a `Case`.
+    By default all built-in ones are tried, and those on which the loop fails are left out.
     `steps` is the number of micro-batches that the loop calls a full window; it is also given a
     short one. `uneven=False` says that all micro-batches always have equally many units, and
     leaves the windows out in which they do not. `optimizer(model)` makes the optimizer (default:
-    SGD). Clipping through torch's functions is noticed. Under several ranks the model is handed over plain, for the loop to wrap, or in
-    DistributedDataParallel with `ddp=True`; every rank has micro-batches of its own.
+    SGD). Clipping through torch's functions is noticed. Under several ranks the model is handed
+    over plain, for the loop to wrap, or in DistributedDataParallel with `ddp=True`; every rank has
+    micro-batches of its own.
     """
     began = time.perf_counter()
     if not callable(loop):
@@ -77,11 +86,24 @@ def verify_loop(
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 2:
         raise OptionError(f"steps={steps!r}: must be a number of micro-batches, at least 2")
     trials: list[LoopTrial] = []
-    precision = "full"
-    for one in [case] if isinstance(case, str | Case) else case:
-        found = _CaseTrials(loop, _case(one), steps, optimizer or _sgd, ddp, torch.device(device))
-        trials += found.all(uneven=uneven)
-        precision = found.numbers.precision if precision == "full" else precision
+    precision, failed = "full", dict[str, Exception]()
+    cases = tuple(ZOO) if case is None else (case,) if isinstance(case, str | Case) else case
+    for one in map(_case, cases):
+        try:
+            found = _CaseTrials(loop, one, steps, optimizer or _sgd, ddp, torch.device(device))
+            trials += found.all(uneven=uneven)
+            precision = found.numbers.precision if precision == "full" else precision
+        except Exception as error:
+            if case is not None or world_size() > 1:
+                raise
+            failed[one.name] = error
+    if not trials:
+        raise next(iter(failed.values()))
+    left_out = tuple(
+        f"not run on the built-in model {name!r}, where the loop raises {type(error).__name__}"
+        for name, error in failed.items()
+    )
+    trials[0] = replace(trials[0], notes=(*trials[0].notes, *left_out))
     name = name or str(getattr(loop, "__name__", "the loop"))
     seconds = time.perf_counter() - began
     return LoopVerdict(name, tuple(_consistent(trials)), precision, world_size(), seconds)
@@ -188,7 +210,7 @@ class _CaseTrials:
         steps = {len(row) for row in windows}
         firsts = [row[0] for row in windows if row] or [_no_window()]
         judge = LoopJudge(
-            firsts, f"{count} {kind} micro-batches{short}", self.steps, self.case.name
+            firsts, f"{count} {kind} micro-batches{short}", self.steps, case=self.case.name
         )
         judge.notes, judge.units = list(self.notes), [unit for row in units for unit in row]
         if not even and kind == "equal" and count > 1:
@@ -216,7 +238,7 @@ class _CaseTrials:
     def _without_one_update(
         judge: LoopJudge, ranks: Sequence[_Recorded], steps: set[int]
     ) -> LoopTrial | None:
-        """Return the verdict on a window with no step, with several, or with others on the ranks."""
+        """Return the verdict on a window with no step, with several, or with ranks that differ."""
         if steps == {0} and not any(one.moved for one in ranks):
             return judge.told(MistakeFit("no-update", "no optimizer step"))
         if len(steps) > 1:
@@ -357,7 +379,8 @@ def _consistent(trials: Sequence[LoopTrial]) -> list[LoopTrial]:
             votes[fit.key] = votes.get(fit.key, 0) + agrees
     result = []
     for trial in trials:
-        if trial.found not in (RIGHT, "coupled", "moved-beside-the-step", None):
+        known = (RIGHT, NOT_JUDGED, "coupled", "moved-beside-the-step", None)
+        if trial.found not in known:
             fitting = [fit for fit in trial.fits if fit.fits and fit.key != RIGHT]
             best = max(fitting, key=lambda fit: (votes[fit.key], -fit.distance))
             trial = replace(trial, found=best.key)

@@ -23,7 +23,6 @@ from wholebatch.distributed.process_group import all_meet, world_size
 from wholebatch.errors import OptionError
 from wholebatch.verification.loop_judge import LoopJudge, micro_batches, turns_of
 from wholebatch.verification.mistakes import NOT_JUDGED, RIGHT, STEPPED_TWICE, MistakeFit
-from wholebatch.verification.run_comparison import listed
 from wholebatch.verification.verdicts import LoopTrial, LoopVerdict, Watched
 from wholebatch.verification.window_recorder import RecordedWindow, WindowRecorder
 
@@ -78,7 +77,7 @@ class Watch:
             raise OptionError(f"optimizer={type(optimizer).__name__}: must be a torch optimizer")
         self._recorder = WindowRecorder(model, inner, stepped=self._stepped)
         self._name, self._windows, self._logs = name, windows, logs
-        self._number = next(_numbers)
+        self._number, self._is_given = next(_numbers), inner is not None
         self._began = 0.0
         self._verdict: LoopVerdict | None = None
 
@@ -104,7 +103,7 @@ class Watch:
         """The verdict; inside the watch, on what was seen so far on this rank."""
         if self._verdict is not None:
             return self._verdict
-        return self._make(_trials([self._records(is_over=False)]))
+        return self._make(_trials([self._records(is_over=False)], given=self._is_given))
 
     def _stepped(self) -> None:
         """End the loop where it has been watched for long enough."""
@@ -123,7 +122,12 @@ class Watch:
 
     def _records(self, *, is_over: bool) -> _Records:
         recorder = self._recorder
-        left = [micro for micro in recorder.pending if not micro.is_stepped] if is_over else []
+        # Backwards that are made in another way are of another purpose: a Hessian's estimate.
+        windows = [micro_batches(window) for window in recorder.windows if window.backwards]
+        known = {b.signature for window in windows for b in window.backwards}
+        pending = [micro for micro in recorder.pending if not micro.is_stepped]
+        left = [micro for micro in pending if not known or micro.signature in known]
+        left = left if is_over or not known else []
         return _Records(
             windows=list(recorder.windows),
             counts=dict(recorder.window_counts),
@@ -145,7 +149,7 @@ class Watch:
             gathered: list[Any] = [None] * ranks
             dist.all_gather_object(gathered, records)
             everywhere = gathered
-        trials = _trials(everywhere)
+        trials = _trials(everywhere, given=self._is_given)
         is_end = isinstance(error, SystemExit) and not error.code
         if kind not in (None, WatchIsOver) and not is_end:
             text = f": {error}" if str(error) else ""
@@ -192,14 +196,17 @@ def _nothing(name: str) -> LoopJudge:
     return LoopJudge([RecordedWindow(0, 0, [], [], 2.0**-24, False)], name)
 
 
-def _trials(records: Sequence[_Records]) -> list[LoopTrial]:
-    """Judge what all ranks have recorded."""
+def _trials(records: Sequence[_Records], *, given: bool) -> list[LoopTrial]:
+    """Judge what all ranks have recorded; of the optimizer that was given, if it has stepped."""
     trials: list[LoopTrial] = []
+    made = [optimizer for optimizer, count in records[0].counts.items() if count]
+    if given and 0 in made:  # the optimizer that was given is the first that is known
+        made = [0]
     for optimizer, name in sorted(records[0].names.items()):
-        if not records[0].counts.get(optimizer):
+        if optimizer not in made:
             continue
         windows = [[w for w in one.windows if w.optimizer == optimizer] for one in records]
-        several = len(records[0].names) > 1
+        several = len(made) > 1
         trials += _of_optimizer(windows, f"{name} {optimizer + 1}, " if several else "")
     if any(one.stepped_twice for one in records):
         trials.append(_nothing("between two windows").told(MistakeFit(*STEPPED_TWICE)))
@@ -230,20 +237,25 @@ def _of_optimizer(ranks: Sequence[Sequence[RecordedWindow]], prefix: str) -> lis
     if not shared:
         return [_nothing(prefix).not_judged("the ranks have made different steps")]
     trials: list[LoopTrial] = []
+    first = len(by_number[0][shared[0]].backwards)
     owns: Sequence[float] = ()
     for number in shared:
         window = [row[number] for row in by_number]
-        judge = LoopJudge(window, f"{prefix}window {number}", usual, owns=owns)
+        judge = LoopJudge(window, f"{prefix}window {number}", usual, first, owns=owns)
         trials.append(judge.trial())
         owns = owns or (judge.owns if trials[-1].found == RIGHT else ())
-    judged = [trial for trial in trials if trial.found != NOT_JUDGED]
-    if trials[0].found == RIGHT:
-        missed = len(trials) - len(judged)
+    # Of a later window, it is not known to which model a loss belongs, nor what was moved.
+    unknown = ("cleared-in-the-window", "only-the-last", "other-loss", NOT_JUDGED)
+    full = {window.number for window in ranks[0] if window.is_full} | {shared[0]}
+    pairs = list(zip(shared, trials, strict=True))
+    if trials[0].found not in (RIGHT, NOT_JUDGED):
+        return trials
+    is_right = trials[0].found == RIGHT
+    kept = [t for n, t in pairs if n in full or (is_right and t.found not in unknown)]
+    if missed := len(trials) - len(kept):
         note = f"{missed} of {len(trials)} windows that were kept could not be judged"
-        if missed:
-            judged[0] = replace(judged[0], notes=(*judged[0].notes, note))
-        return judged
-    return trials
+        kept[0] = replace(kept[0], notes=(*kept[0].notes, note))
+    return kept
 
 
 def watch(model: nn.Module | None = None, optimizer: Any = None) -> Watch:

@@ -1,8 +1,8 @@
 """Record the windows of a training loop that runs: its backwards, clips and optimizer steps.
 
 Nothing of the loop is changed. The recorder uses torch's public hooks, and six functions that are
-replaced while it is open (`_REPLACED`). Whatever fails in it is kept in `failure`, and the loop goes
-on. Of a large model every n-th number of a gradient is kept.
+replaced while it is open (`_REPLACED`). Whatever fails in it is kept in `failure`, and the loop
+goes on. Of a large model every n-th number of a gradient is kept.
 
 Windows of wholebatch itself (Accumulator, WholeBatch, adapters) are read from their ledger.
 """
@@ -10,13 +10,14 @@ Windows of wholebatch itself (Accumulator, WholeBatch, adapters) are read from t
 from __future__ import annotations
 
 import logging
+import math
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, TypeVar, cast
 
 import torch
@@ -33,7 +34,13 @@ from torch.utils.data import DataLoader
 
 from wholebatch.batch.samples import tensors_of
 from wholebatch.coupled.normalisation_layers import batchnorms, uses_batch_statistics
-from wholebatch.verification.loss_terms import LossTerm, compares_samples, nodes_until, terms_of
+from wholebatch.verification.loss_terms import (
+    LossTerm,
+    compares_samples,
+    has_normalised_factor,
+    nodes_until,
+    terms_of,
+)
 from wholebatch.window import window as ledger
 
 _log = logging.getLogger("wholebatch")
@@ -90,13 +97,24 @@ class RecordedBackward:
     compares: bool = False
     """True if the loss compares samples with each other."""
     batchnorms: tuple[str, ...] = ()
+    moved_buffers: tuple[str, ...] = ()
+    """Buffers that have changed since the backward before, but for those of a BatchNorm."""
     graph: tuple[str, ...] = ()
     """The names of the nodes between the loss and the model."""
     roots: tuple[int, ...] = ()
+    has_normalised_factor: bool = False
+    """True if factors of its samples may be normalised over the micro-batch: advantages."""
+    has_sample_calls: bool = False
+    """True if every call of the model is a sample, with a term of the loss of its own."""
     waits_for: frozenset[int] = frozenset()
     """Parameters that it brought a gradient, and that no optimizer has stepped on since."""
     is_stepped: bool = False
     """True if an optimizer has stepped on a gradient of it."""
+
+    @property
+    def signature(self) -> tuple[tuple[str, str, int, int], ...]:
+        """Return how its loss is made: backwards of another purpose differ in it."""
+        return tuple((t.node, t.kind, len(t.times), len(t.over)) for t in self.terms)
 
 
 @dataclass(frozen=True)
@@ -132,6 +150,8 @@ class RecordedWindow:
     """The gradient of the step; None if the optimizer steps on shards or on copies."""
     indices: frozenset[int] = frozenset()
     is_full: bool = True
+    is_hooked: bool = False
+    """True if the loop has hooks of its own on parameters, which may change gradients."""
     is_resumed: bool = False
     """True if the optimizer had a state before the first step."""
     has_no_gradient: bool = False
@@ -152,6 +172,24 @@ class _Call:
     module: nn.Module
     given: list[Tensor]
     rows: frozenset[int]
+
+
+@dataclass(eq=False)
+class _Loader:
+    """A DataLoader that the loop iterates over, and how many batches it has given."""
+
+    loader: Any
+    iterator: Any
+    yielded: int = 0
+    trains: bool = False
+    ended: bool = False
+
+    @property
+    def is_at_end(self) -> bool:
+        try:
+            return bool(self.iterator._num_yielded >= len(self.loader))
+        except (AttributeError, TypeError):  # a loader of unknown length
+            return False
 
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -177,8 +215,7 @@ def _never_fails(method: _Method) -> _Method:
 class WindowRecorder:
     """Records the windows of every optimizer; `over` is raised by the backwards to come, if set.
 
-    Without a model, the modules that the loop calls are taken. With an optimizer, only its windows
-    are recorded.
+    Without a model, the modules that the loop calls are taken.
     """
 
     def __init__(
@@ -205,9 +242,9 @@ class WindowRecorder:
         self.autocast: set[torch.dtype] = set()
         self.skipped_steps = self.lost_steps = 0
         """Steps that a loss scaler has skipped, and steps without a backward."""
-        self.stepped_twice = self.stepped_inside = self.sharded = False
+        self.stepped_twice = self.stepped_inside = self.sharded = self.hooked_by_loop = False
         self.after_step: Tensor | None = None
-        self.loader_ended = self.loader_restarted = False
+        self.loader_restarted = False
         self.is_light = False
         self._undo: list[Callable[[], Any]] = []
 
@@ -229,9 +266,14 @@ class WindowRecorder:
         self._calls: list[_Call] = []
         self._nodes: dict[Any, _Call] = {}
         self._roots: dict[Any, int] = {}
+        self._root_number = 0
+        self._inner_outputs: list[Tensor] = []
+        self._loss_compares = False
+        self._buffers: dict[str, int] = {}
         self._outputs: list[Tensor] = []
         self._weights = torch.zeros(0)
         self._step_made: Tensor | None = None
+        self._last_stepper: Any = None
         self._moved_along = False
         self._number = self._depth = self._step_depth = 0
         self._keeps_hooks = False  # gradients are moved elsewhere within the backward
@@ -241,8 +283,7 @@ class WindowRecorder:
         self._own_window: Any = None
         self._own_rates: dict[int, tuple[float, ...]] = {}
         self._own_parameters: set[int] = set()
-        self._loaders: dict[int, str] = {}
-        self._active_loader = 0
+        self._loaders: list[_Loader] = []
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
         self._own = None if self.model is None else set(map(id, self.model.modules()))
         self._eager = ExitStack()
@@ -295,7 +336,7 @@ class WindowRecorder:
             places = [m for m in modules if getattr(m, "__dict__", {}).get(name) is original]
         for place in places:
             setattr(place, name, replaced)
-            self._undo.append(lambda place=place: setattr(place, name, original))
+            self._undo.append(partial(setattr, place, name, original))
 
     def _leave_parameters(self) -> None:
         for handle in self._hooked.values():
@@ -342,6 +383,8 @@ class WindowRecorder:
         """Hook the parameters that need a gradient now: parts may be frozen in turn."""
         for index, parameter in enumerate(self.parameters):
             if parameter.requires_grad and index not in self._hooked:
+                # Hooks of the loop change the gradient before it is seen here.
+                self.hooked_by_loop |= bool(parameter._backward_hooks)
                 self._hooked[index] = parameter.register_hook(self._brings(index))
 
     def _brings(self, index: int) -> Callable[[Tensor | None], None]:
@@ -398,7 +441,9 @@ class WindowRecorder:
     # ------------------------------------------------------------- forwards
 
     def _is_ours(self, module: nn.Module) -> bool:
-        return not self._inside and (self._own is None or id(module) in self._own)
+        if self._inside or isinstance(module, nn.parallel.DistributedDataParallel):
+            return False
+        return self._own is None or id(module) in self._own
 
     @_never_fails
     def _enter_call(self, module: nn.Module, args: Any) -> None:
@@ -418,6 +463,8 @@ class WindowRecorder:
         if not self._is_ours(module):
             return
         self._depth = max(0, self._depth - 1)
+        if self._depth == 1 and self._looks and not self.pending:
+            self._inner_outputs += tensors_of(result)[:4]
         if self._depth or not torch.is_grad_enabled() or self._own_window is not None:
             return
         if not any(parameter.requires_grad for parameter in module.parameters()):
@@ -429,6 +476,11 @@ class WindowRecorder:
         for tensor in tensors:
             self._nodes[tensor.grad_fn] = call
         self._outputs += tensors
+        losses = [tensor for tensor in tensors if not tensor.dim()]
+        if losses and self._inner_outputs and not self.pending:  # its parts have the samples
+            parts, self._inner_outputs = self._inner_outputs[:8], []
+            self._loss_compares = self._compares_any(losses[0], parts)
+        self._inner_outputs = []
 
     def _reached(self, roots: Sequence[Tensor]) -> list[_Call]:
         """Return the calls whose outputs these losses were made of."""
@@ -474,8 +526,7 @@ class WindowRecorder:
         """Return the backward as it is before it runs."""
         if not self._number:
             self.trainer = _trainer_at_hand()
-        if self._active_loader in self._loaders:
-            self._loaders[self._active_loader] = "trains"
+        self._note_batches()
         listed = [roots] if isinstance(roots, Tensor) else list(roots)
         listed = [root for root in listed if isinstance(root, Tensor) and root.grad_fn is not None]
         given = [seeds] * len(listed) if isinstance(seeds, Tensor | None) else list(seeds)
@@ -497,10 +548,15 @@ class WindowRecorder:
         micro.rows = frozenset(row for call in calls for row in call.rows)
         micro.is_passed_on = any(t.grad_fn is not None for call in calls for t in call.given)
         nodes = [root.grad_fn for root in listed]
-        micro.roots = tuple(self._roots.setdefault(node, len(self._roots)) for node in nodes)
+        for node in nodes:
+            if node not in self._roots:
+                self._roots[node] = self._root_number
+                self._root_number += 1
+        micro.roots = tuple(self._roots[node] for node in nodes)
         until = set(self._nodes)
-        graph = nodes_until(nodes, until, _MOST_GRAPH)
-        micro.graph = tuple(node.name() for node in graph if node not in until)
+        graph = [n for n in nodes_until(nodes, until, _MOST_GRAPH) if n not in until]
+        micro.graph = tuple(node.name() for node in graph)
+        micro.has_normalised_factor = any(map(has_normalised_factor, graph))
         modules = {id(call.module): call.module for call in (calls or self._calls)}.values()
         norms = [pair for module in modules for pair in batchnorms(module)]
         micro.batchnorms = tuple(n for n, m in norms if m.training and uses_batch_statistics(m))
@@ -508,6 +564,10 @@ class WindowRecorder:
         if self._weights.numel():
             micro.moved = self._filled((weights != self._padded_weights(weights)).double())
         micro.compares = self._compares(listed, micro)
+        buffers = _buffer_versions(modules)
+        moved = [name for name, was in self._buffers.items() if buffers.get(name, was) != was]
+        micro.moved_buffers = tuple(moved if self.pending else ())
+        self._buffers = buffers
         self._weights_now = weights
         return micro
 
@@ -517,14 +577,24 @@ class WindowRecorder:
 
     def _compares(self, roots: Sequence[Tensor], micro: RecordedBackward) -> bool:
         """Ask the first loss of a window if it compares samples with each other."""
-        counts = [t.weighed or t.count for t in micro.terms if t.kind in ("mean", "sum", "unknown")]
-        if not self._looks or self.pending or len(roots) != 1 or max(counts, default=2) <= 1:
+        calls = Counter(module for _, module in micro.calls)
+        each = max(calls.values(), default=1)
+        micro.has_sample_calls = 1 < each <= len(micro.terms)
+        found, self._loss_compares = self._loss_compares, False
+        if micro.has_sample_calls or not self._looks or self.pending or len(roots) != 1:
             return False
-        self._inside = True
+        return found or self._compares_any(roots[0], self._outputs)
+
+    def _compares_any(self, loss: Tensor, outputs: Sequence[Tensor]) -> bool:
+        """Ask a loss if it compares samples, of which it must have as many as the outputs."""
+        terms = [t for t in terms_of(loss, None) if t.kind in ("mean", "sum", "unknown")]
+        most = max((t.weighed or t.count for t in terms if t.kind != "unknown"), default=math.inf)
+        rows = [one for one in outputs if one.dim() and len(one) <= most]
+        is_inside, self._inside = self._inside, True
         try:
-            return compares_samples(roots[0], self._outputs)
+            return compares_samples(loss, rows)
         finally:
-            self._inside = False
+            self._inside = is_inside
 
     @_never_fails
     def _after_backward(self, micro: RecordedBackward | None) -> None:
@@ -597,18 +667,37 @@ class WindowRecorder:
     # ------------------------------------------------------------- the end of the data
 
     def _iterate(self, original: Any, loader: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._loaders.get(id(loader)) == "ended":
-            self.loader_restarted = True
-        self._loaders[id(loader)] = "new"
-        return self._followed(id(loader), iter(original(loader, *args, **kwargs)))
+        iterator = original(loader, *args, **kwargs)
+        self._note_loader(loader, iterator)
+        return iterator
 
-    def _followed(self, loader: int, batches: Iterator[Any]) -> Iterator[Any]:
-        for batch in batches:
-            self._active_loader = loader
-            yield batch
-        if self._loaders.get(loader) == "trains":
-            self.loader_ended = True
-            self._loaders[loader] = "ended"
+    @_never_fails
+    def _note_loader(self, loader: Any, iterator: Any) -> None:
+        known = next((one for one in self._loaders if one.loader is loader), None)
+        if known is None:
+            self._loaders.append(_Loader(loader, iterator))
+        else:
+            self.loader_restarted |= known.trains
+            known.ended |= known.trains
+            known.iterator, known.yielded = iterator, 0
+
+    def _note_batches(self) -> None:
+        """Note which loader the batches of a window come from: not from one that evaluates."""
+        for one in self._loaders:
+            yielded = getattr(one.iterator, "_num_yielded", 0)
+            one.trains |= bool(self.pending) and yielded > one.yielded
+            one.yielded = yielded
+            one.ended |= one.trains and one.is_at_end
+
+    @property
+    def knows_loader(self) -> bool:
+        """True if the loop takes its data from a DataLoader."""
+        return any(one.trains for one in self._loaders)
+
+    @property
+    def loader_ended(self) -> bool:
+        """True if the end of the data has come."""
+        return any(one.ended or (one.trains and one.is_at_end) for one in self._loaders)
 
     # ------------------------------------------------------------- windows of wholebatch
 
@@ -671,9 +760,10 @@ class WindowRecorder:
     @_never_fails
     def _see(self, optimizer: torch.optim.Optimizer) -> None:
         owned = [p for group in optimizer.param_groups for p in group["params"]]
-        if any(id(parameter) in self._own_parameters for parameter in owned):
-            return  # its window was recorded when it closed
         indices = frozenset(self._index[id(p)] for p in owned if id(p) in self._index)
+        if any(id(parameter) in self._own_parameters for parameter in owned):
+            self._see_ledger(optimizer, indices)
+            return
         if self._inside:
             self.stepped_inside |= bool(indices)
             return
@@ -684,11 +774,6 @@ class WindowRecorder:
                 window.has_no_gradient = bool(shards) and all(p.grad is None for p in shards)
                 self._keep(window)
             return
-        if self.optimizer is not None and optimizer is not self.optimizer and indices:
-            inner = getattr(optimizer, "__dict__", {}).values()
-            if not any(one is self.optimizer for one in inner):
-                self._note_other_step(indices)
-            return
         if not indices:
             self._see_copies(optimizer, owned)
             return
@@ -698,18 +783,24 @@ class WindowRecorder:
             gradient = gradient / float(scale)
         self._keep(self._window(optimizer, indices, gradient))
 
-    def _note_other_step(self, indices: frozenset[int]) -> None:
-        """Note a step of an optimizer that is not the one to judge."""
-        if self._stepped_on & indices and not any(
-            self._filled(one.contribution) & indices for one in self.pending
-        ):
-            self.stepped_twice = True
+    def _see_ledger(self, optimizer: torch.optim.Optimizer, indices: frozenset[int]) -> None:
+        """Keep the gradient of a window of wholebatch, which was recorded when it closed."""
+        which, chosen = self._know(optimizer), sorted(indices)
+        for window in self.windows[-1:]:
+            if window.optimizer == which and window.gradient is None and self._stays_full:
+                gradient = self._gradients()
+                scale = getattr(optimizer, "grad_scale", None)
+                gradient = gradient if scale is None else gradient / float(scale)
+                window.indices, window.gradient = indices, self._selected(gradient, chosen)
+                window.names = [self._names[i] for i in chosen]
+                window.sizes = [self._sizes[i] for i in chosen]
 
     def _see_copies(self, optimizer: torch.optim.Optimizer, owned: list[Tensor]) -> None:
         """Record the step of an optimizer that holds copies of the parameters (DeepSpeed)."""
         modules = {id(p) for call in self._calls for p in call.module.parameters()}
         is_other = any(id(parameter) in modules for parameter in owned)
-        if not is_other and self.pending and not self._stepped_on:
+        is_first = not self._stepped_on or id(optimizer) in self._optimizers
+        if not is_other and self.pending and is_first:
             self._keep(self._window(optimizer, frozenset(range(len(self.parameters))), None))
 
     def _know(self, optimizer: torch.optim.Optimizer) -> int:
@@ -737,6 +828,7 @@ class WindowRecorder:
             is_half=bool(dtypes & {torch.float16, torch.bfloat16}),
             indices=indices,
             is_full=not self.is_light,
+            is_hooked=self.hooked_by_loop,
             is_resumed=self.window_counts[which] == 1 and self._had_state[id(optimizer)],
         )
 
@@ -752,6 +844,8 @@ class WindowRecorder:
         self._last_step[window.optimizer] = self._number
         mine = [b for b in self.pending if b.number >= since]
         mine = [b for b in mine if self.sharded or self._filled(b.contribution) & indices]
+        stepped = frozenset().union(*(self._filled(b.contribution) - b.waits_for for b in mine))
+        self.stepped_twice |= bool(stepped & indices) and not self.sharded
         window.backwards = [self._of(b, chosen) for b in mine]
         numbers = [b.number for b in mine]
         window.clips = [
@@ -770,8 +864,9 @@ class WindowRecorder:
         if not mine:
             self.lost_steps += 1
             had = window.gradient is not None and bool(window.gradient.any())
-            is_again = had and not self.is_light and bool(self._stepped_on & indices)
-            self.stepped_twice |= is_again
+            is_again = had and self._last_stepper not in (None, optimizer)
+            self.stepped_twice |= is_again and bool(self._stepped_on & indices)
+        self._last_stepper = optimizer
         # A backward is kept until all optimizers whose parameters it reaches have stepped.
         self._stepped_on |= indices
         for micro in self.pending:
@@ -807,8 +902,11 @@ class WindowRecorder:
         self._stepped()
 
     def _all_had_their_turn(self) -> bool:
+        """True if all optimizers have stepped: once, or twice if there are several."""
         waits = self._had_gradient - self._stepped_on if not self.sharded else set()
-        return not waits or sum(self.window_counts.values()) >= _MOST_FULL
+        least = min(2, len(self.window_counts))
+        had = not waits and min(self.window_counts.values()) >= least
+        return had or sum(self.window_counts.values()) >= _MOST_FULL
 
     @_never_fails
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -821,11 +919,6 @@ class WindowRecorder:
         self.after_step = after
 
     @property
-    def knows_loader(self) -> bool:
-        """True if the loop takes its data from a DataLoader."""
-        return any(state != "new" for state in self._loaders.values())
-
-    @property
     def open_ledger(self) -> int:
         """Return the micro-batches of a window of wholebatch that was not closed."""
         window = getattr(self._own_window, "open", None)
@@ -835,6 +928,18 @@ class WindowRecorder:
     def unstepped(self) -> list[str]:
         """Return the parameters that had gradients and that no optimizer has stepped on."""
         return [self._names[i] for i in sorted(self._had_gradient - self._stepped_on)]
+
+
+def _buffer_versions(modules: Iterable[nn.Module]) -> dict[str, int]:
+    """Return how often each buffer was written to, but for the statistics of norms."""
+    return {
+        f"{name}.{own}".lstrip("."): buffer._version
+        for module in modules
+        for name, part in module.named_modules()
+        if not hasattr(part, "running_mean")
+        for own, buffer in part.named_buffers(recurse=False)
+        if buffer.is_floating_point()
+    }
 
 
 def _rates(optimizer: torch.optim.Optimizer) -> tuple[float, ...]:
