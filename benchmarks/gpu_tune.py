@@ -22,14 +22,9 @@ from torch.nn import functional
 
 import wholebatch as wb
 from wholebatch.batch import batch_size_of
-from wholebatch.memory.budget import parse_memory
 from wholebatch.readable_sizes import bytes_said
-from wholebatch.tune import Limits, RunMode, Setting, Trial
-from wholebatch.tune.bottleneck import fixed_cost, name_bottleneck
-from wholebatch.tune.machine_speed import copy_bandwidth, share_of_arithmetic
-from wholebatch.tune.settings import Predicted
-from wholebatch.tune.tuning import Search
-from wholebatch.tune.window_timing import Workload
+from wholebatch.tune import Task, Trial, tune
+from wholebatch.tune.tuning import measure
 
 NEEDED = 0.95
 ON_CUDA = torch.cuda.is_available()
@@ -80,7 +75,7 @@ class Residual(nn.Module):
         return x + y
 
 
-def gpt() -> tuple[Workload, int]:
+def gpt() -> tuple[Task, int]:
     """Three layers of GPT: 34 M parameters, 32 sequences of 512 tokens."""
     width, layers, heads, vocabulary, length, samples = (
         (768, 3, 12, 16384, 512, 32) if ON_CUDA else (32, 2, 2, 64, 16, 8)
@@ -95,7 +90,7 @@ def gpt() -> tuple[Workload, int]:
     )
 
 
-def cnn() -> tuple[Workload, int]:
+def cnn() -> tuple[Task, int]:
     """A residual network with GroupNorm: 256 images of 64 × 64."""
     channels, blocks, side, samples = (128, 4, 64, 256) if ON_CUDA else (8, 2, 8, 8)
     batch = {"x": torch.randn(samples, 3, side, side), "y": torch.randint(0, 10, (samples,))}
@@ -122,91 +117,58 @@ def _workload(
     loss: Callable[[Any, Any], Any],
     units: Callable[[Any], int],
     batch: Any,
-) -> tuple[Workload, int]:
+) -> tuple[Task, int]:
     def make() -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(0)
         model = build().to(DEVICE)
         return model, torch.optim.AdamW(model.parameters(), fused=True)
 
-    return Workload(make, loss, lambda: batch, {"units": units}), batch_size_of(batch)
+    return Task(make, loss, lambda: batch, {"units": units}), batch_size_of(batch)
 
 
-class Lines:
-    """A line for everything that was measured, at once."""
-
-    def __init__(self) -> None:
-        self.began = time.perf_counter()
-
-    def begin(self, setting: Setting, *, of: int) -> None:
-        pass
-
-    def end(self, trial: Trial) -> None:
-        rate = trial.units_per_second or 0.0
-        memory = bytes_said(trial.peak or 0)
-        at = time.perf_counter() - self.began
-        print(
-            f"  {at:5.1f}s {trial.setting.said():40s} {rate:12.0f}/s {memory:>11s} {trial.why}",
-            flush=True,
-        )
+def show(trial: Trial, left: int) -> None:
+    """Print a line for a setting that was measured."""
+    rate, memory = trial.units_per_second, bytes_said(trial.peak or 0)
+    print(f"  {trial.setting!s:40s} {rate:12.0f}/s {memory:>11s} {trial.why}", flush=True)
 
 
-def check(name: str, made: tuple[Workload, int], seconds: float) -> dict[str, Any]:
-    """One model: the search, then what it left out."""
-    workload, samples = made
+def check(name: str, made: tuple[Task, int], seconds: float) -> dict[str, Any]:
+    """Run the search on one model, then measure what it has skipped."""
+    task, samples = made
     print(name, flush=True)
-    modes = [RunMode("full", False, "eager", "auto"), RunMode("bf16", False, "eager", "auto")]
-    modes += [RunMode("bf16", False, "graph", "auto")] if ON_CUDA else []
-    modes += [RunMode("bf16", True, "eager", "auto")]
-    sizes = [samples, samples // 2, samples // 4, samples // 8]
-    model, optimizer = workload.make()
-    device, dtype = (one := next(model.parameters())).device, one.dtype
-    budget = parse_memory("free", device=device)
-    predicted = Predicted(model, optimizer, workload.loss, workload.batches(), samples, budget)
-    del model, optimizer
-    limits = Limits(total=seconds, seconds=0.15, least=5, most=20, warm_up=15.0)
-    search = Search(
-        workload, samples, predicted, budget, limits, sizes=sizes, modes=modes, watch=Lines()
+    found = tune(
+        task,
+        micro_batches=[samples, samples // 2, samples // 4, samples // 8],
+        precisions=("full", "bf16"),
+        seconds=seconds,
+        window_seconds=0.15,
+        watch=show,
     )
-    search.run()
-    best = search.recommended()
-    assert best is not None
-    searched = time.perf_counter() - search._began
-    by_search = sum(trial.windows > 0 for trial in search.trials.values())
-    left_out = [
-        trial.setting
-        for trial in search.trials.values()
-        if trial.status == "pruned" and not trial.why.startswith("predicted to need")
-    ]
-    print(f"  searched {searched:.1f} s; left out: {len(left_out)}", flush=True)
-    missed = []
-    for setting in left_out:
-        if time.perf_counter() - search._began > seconds:
-            missed.append(setting.said())
+    trials, missed = list(found.trials), []
+    skipped = [t for t in trials if t.status == "skipped" and (t.predicted or 0) <= found.budget]
+    print(f"  searched {found.seconds:.1f} s; skipped: {len(skipped)}", flush=True)
+    began = time.perf_counter()
+    for trial in skipped:
+        if time.perf_counter() - began > seconds:
+            missed.append(str(trial.setting))
             continue
-        del search.trials[setting]
-        search._measure(setting, stops=False)
-    fastest = search.best
-    assert fastest is not None
-    share = (best.units_per_second or 0.0) / (fastest.units_per_second or 1.0)
-    alike = [t for t in search.trials.values() if t.setting.mode == best.setting.mode and t.seconds]
-    used = share_of_arithmetic(workload, best, workload.batches(), device=device, dtype=dtype)
-    copies = copy_bandwidth(device)
-    held = sum(p.nbytes for p in workload.make()[0].parameters())
-    fixed = fixed_cost(alike, moving=3 * held / copies)
-    named = name_bottleneck(best, fixed=fixed, used=used, bandwidth=copies)
+        trials.append(measure(task, trial, seconds=0.15, budget=found.budget))
+        show(trials[-1], 0)
+    fastest = max(
+        (trial for trial in trials if trial.is_measured), key=lambda trial: trial.units_per_second
+    )
+    share = found.best.units_per_second / fastest.units_per_second
     row = {
         "model": name,
-        "recommended": best.setting.said(),
-        "fastest": fastest.setting.said(),
+        "recommended": str(found.best.setting),
+        "fastest": str(fastest.setting),
         "share": share,
-        "bottleneck": named.kind,
-        "evidence": named.evidence,
-        "split_ms": {part: round(1000 * s, 3) for part, s in best.split.items() if s},
-        "measured_by_search": by_search,
-        "measured_in_all": sum(trial.windows > 0 for trial in search.trials.values()),
+        "fixed_cost_ms": None if found.fixed_cost is None else 1000 * found.fixed_cost,
+        "measured_by_search": sum(trial.seconds is not None for trial in found.trials),
+        "measured_in_all": sum(trial.seconds is not None for trial in trials),
         "not_reached": missed,
-        "search_seconds": round(searched, 1),
-        "trials": [trial.to_dict() for trial in search.trials.values()],
+        "search_seconds": round(found.seconds, 1),
+        "trials": [trial.to_dict() for trial in trials],
     }
     short = {key: value for key, value in row.items() if key != "trials"}
     print(f"  {'RIGHT' if share >= NEEDED else 'WRONG'} {json.dumps(short)}", flush=True)

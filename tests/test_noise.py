@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 from typing import Any
@@ -16,7 +15,7 @@ from tests.compile.nets import mode_of, traced
 from tests.distributed.launch import ROOT, torchrun
 from tests.support import measured, mlp, samples
 from wholebatch.errors import OptionError, UnsupportedError
-from wholebatch.window.noise_scale import (
+from wholebatch.noise_scale import (
     Averages,
     Estimator,
     NoiseScale,
@@ -297,42 +296,9 @@ def test_auto_takes_a_norm_in_64_micro_batches(
 ) -> None:
     """At first in one window of four; never more rarely than in one of 32."""
     assert looked_at("auto", 2, 1, windows=120) == [*range(1, 94, 4), 97]
-    monkeypatch.setattr("wholebatch.window.noise_scale._AT_FIRST", 2)
+    monkeypatch.setattr("wholebatch.noise_scale._AT_FIRST", 2)
     later = [window for window in range(6, 36) if window % every == 1 % every]
     assert looked_at("auto", micro_batches, 1, windows=36) == [1, 5, *later]
-
-
-def test_a_window_that_was_stopped_and_resumed_is_measured_as_a_whole() -> None:
-    batches = [gaussian(30, gradient=0.1, spread=SPREAD, seed=seed) for seed in range(4)]
-    straight = measured(model := Quadratic(), still(model), loss=summed, micro_batch=7, noise=1)
-    for batch in batches:
-        straight.step(batch)
-
-    stopped = measured(model := Quadratic(), still(model), loss=summed, micro_batch=7, noise=1)
-    saved: dict[str, Any] = {}
-
-    class Stop(Exception):
-        pass
-
-    def stop(done: int, of: int) -> None:
-        if done == 3:
-            saved.update(copy.deepcopy(stopped.state_dict()))
-            raise Stop
-
-    stopped.step(batches[0])
-    with pytest.raises(Stop):
-        stopped.step(batches[1], after_micro=stop)
-    resumed = measured(model := Quadratic(), still(model), loss=summed, micro_batch=7, noise=1)
-    resumed.load_state_dict(saved)
-    for batch in batches[1:]:
-        resumed.step(batch)
-    assert resumed.noise == straight.noise
-    again = measured(model := Quadratic(), still(model), loss=summed, micro_batch=7, noise=1)
-    again.load_state_dict(copy.deepcopy(resumed.state_dict()))
-    assert again.noise == resumed.noise  # The last window is saved, and not in the estimate yet.
-    for train in (again, resumed):
-        train.step(batches[0])
-    assert again.noise == resumed.noise != straight.noise
 
 
 def test_the_loss_scale_is_taken_out() -> None:
@@ -388,7 +354,7 @@ def test_samples_that_depend_on_each_other_are_refused_or_left_alone() -> None:
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_ranks_are_measured_before_their_gradients_are_reduced(tmp_path: Any) -> None:
-    """DDP and FSDP2 on two ranks, uneven shares, one rank without data in some windows.
+    """DDP on two ranks, uneven shares, one rank without data in some windows.
 
     A batch that follows the noise grows on both ranks, with the updates of one process.
     """
@@ -399,4 +365,3 @@ def test_ranks_are_measured_before_their_gradients_are_reduced(tmp_path: Any) ->
         assert case["same"], case
         assert case.get("sizes", [16, 32, 64]) == [16, 32, 64], case
         assert case.get("off", 0.0) <= 1e-12, case
-        assert case.get("waited", True), case

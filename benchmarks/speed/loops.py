@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import queue
 import tempfile
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,7 +23,6 @@ import wholebatch as wb
 from speed.models import DEVICE, Case, Micro, mean, summed
 from wholebatch.compile.graph_rewrite import Fusions
 from wholebatch.compile.joint_graph import JointStep
-from wholebatch.tune.training_loops import driven
 
 __all__ = ["LOOPS", "Loop", "synchronize"]
 
@@ -164,10 +165,49 @@ def _either(*names: str) -> Iterator[Any]:
     raise ImportError(f"none of {', '.join(names)} is installed")
 
 
+class _Done(Exception):
+    """Raised to end a framework's own loop."""
+
+
 def _driven(run: Callable[[Callable[[], None]], None]) -> Iterator[float]:
-    """A framework that calls us, as a generator; its losses are its own affair."""
-    for _ in driven(run):
-        yield float("nan")
+    """Turn a framework with callbacks into a generator that makes one update at a time.
+
+    The framework runs in a thread.
+    """
+    updates: queue.Queue[BaseException | None] = queue.Queue(maxsize=1)
+    go = threading.Semaphore(0)
+    stop = threading.Event()
+
+    def updated() -> None:
+        updates.put(None)
+        go.acquire()
+        if stop.is_set():
+            raise _Done
+
+    def body() -> None:
+        go.acquire()
+        try:
+            run(updated)
+            problem: BaseException = RuntimeError("its loop ended by itself")
+        except _Done:
+            return
+        except BaseException as raised:
+            problem = raised
+        updates.put(problem)
+
+    thread = threading.Thread(target=body, daemon=True)
+    thread.start()
+    try:
+        while True:
+            go.release()
+            update = updates.get()
+            if update is not None:
+                raise update
+            yield float("nan")  # its losses are its own affair
+    finally:
+        stop.set()
+        go.release()
+        thread.join(timeout=20)
 
 
 def _lightning(case: Case, model: nn.Module, micro: int) -> Iterator[float]:

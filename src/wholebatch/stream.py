@@ -1,6 +1,6 @@
 """Windows in a loop whose forwards are not ours: what `Accumulator` and the adapters share.
 
-Such a loop gives its losses one by one. So BatchNorm has no lock-step, what cannot be the update of
+Such a loop gives its losses one by one. So BatchNorm cannot be exact, what cannot be the update of
 the whole batch is looked for in the first window, and nobody else may write the open window.
 
 `compile` turns a loss function of the loop into a `CompiledLoss`. A call of it makes the whole
@@ -27,10 +27,20 @@ from wholebatch.compile import Execute, check_execute
 from wholebatch.compile.captured_state import FUNCTIONS, reached
 from wholebatch.coupled import choose as choose_batchnorm
 from wholebatch.coupled.audit import warn_of_spectral_norms
-from wholebatch.coupled.batchnorm.policies import Refuse, Statistics
+from wholebatch.coupled.batchnorm.policies import Refuse
 from wholebatch.coupled.stream_look import StreamLook
 from wholebatch.errors import LossError, OptionError, UnsupportedError, WindowError
-from wholebatch.losses.loss import SINGLE, Loss, Terms, Units, as_loss, check_units, mean_loss, wide
+from wholebatch.losses.loss import (
+    SINGLE,
+    Loss,
+    Terms,
+    Units,
+    as_loss,
+    check_units,
+    is_known_to_be_zero,
+    mean_loss,
+    refuse_lost_mean,
+)
 from wholebatch.window.close import check_terms
 from wholebatch.window.foreign_writes import Untouched
 from wholebatch.window.forward_state import replaced_attributes
@@ -47,9 +57,9 @@ class GivenLoss:
     """The loss of one micro-batch as a loop gives it: a sum or a mean over its units.
 
     >>> weight = torch.ones((), requires_grad=True)
-    >>> GivenLoss.of(weight * 6, units=3).total.item()
+    >>> GivenLoss.of(weight * 6, units=3).summed.item()
     6.0
-    >>> GivenLoss.of(mean=weight * 2, units=3).total.item()
+    >>> GivenLoss.of(mean=weight * 2, units=3).summed.item()
     6.0
     """
 
@@ -93,19 +103,23 @@ class GivenLoss:
                 "(units=samples, tokens or weights), or say that it is a mean: "
                 "backward(mean=..., units=), or pass wb.Loss / wb.mean_loss(mean, units)"
             )
-        return cls(cast("Tensor", loss), check_units(units), mean is not None)
+        given = cls(cast("Tensor", loss), check_units(units), mean is not None)
+        if mean is not None and is_known_to_be_zero(given.units) and isinstance(mean, Tensor):
+            refuse_lost_mean(mean)
+        return given
 
-    def look_at(self, look: StreamLook, *, in_parts: bool, place: int = 0) -> None:
+    def look_at(self, look: StreamLook, *, in_parts: bool, place: int = 0, steps: int = 0) -> None:
         """Refuse a loss whose graph shows that micro-batches do not add up to the whole batch.
 
-        After the first window only losses of other shapes or units are looked at.
+        After the first window only losses of other shapes or units are looked at. `steps` is the
+        number of micro-batches of the window, if it is known.
         """
         units = None if isinstance(self.units, Tensor) else self.units
         shapes = (place, self.is_mean, units, self._reduced_from())
         is_known = shapes in look.shapes or len(look.shapes) >= _MOST_SHAPES
         if is_known and not look.active and type(self.whole) in (Loss, type(None)):
             return
-        where: dict[str, Any] = {"in_parts": in_parts, "place": place}
+        where: dict[str, Any] = {"in_parts": in_parts, "place": place, "steps": steps}
         if self.is_mean:
             look.at_backward(mean=self.loss, units=self.units, **where)
         else:
@@ -128,26 +142,6 @@ class GivenLoss:
         """The sum, with its graph."""
         return mean_loss(self.loss, self.units).total if self.is_mean else self.loss
 
-    @property
-    def weight(self) -> Units:
-        """The factor that makes the loss a sum; a tensor in float64."""
-        if not self.is_mean:
-            return 1.0
-        return self.units.double() if isinstance(self.units, Tensor) else self.units
-
-    @property
-    def total(self) -> Tensor | float:
-        """The sum, detached; a mean over no units (0/0) adds nothing."""
-        value = wide(self.loss.detach().reshape(()))
-        units = self.units
-        if not self.is_mean:
-            return value
-        if isinstance(units, Tensor):
-            units = units.to(value.device)
-            # Not 0.0: where() would copy it from the host, and wait for the device.
-            return torch.where(units == 0, value.new_zeros(()), value * units)
-        return value * units if units else 0.0
-
 
 class Stream(HasWindow):
     """The base of objects with windows that a loop fills."""
@@ -158,19 +152,14 @@ class Stream(HasWindow):
     """True if eager code may add weight gradients by the matrix product itself."""
 
     def __init__(self, window: Window, *, batchnorm: str, audit: bool) -> None:
-        target, sync = window.target, window.sync
+        target = window.target
         self._window = window
         self._untouched = Untouched(window, self.by)
-        reduce = sync.sum_tensor if sync.ranks > 1 else None
-        self._batchnorms = [
-            choose_batchnorm(batchnorm, model, reduce=reduce) for model in target.models
-        ]
+        self._batchnorms = [choose_batchnorm(batchnorm, model) for model in target.models]
         for model in target.models:
             warn_of_spectral_norms(model)
-        # Only these have something to do at every micro-batch.
-        self._counting = [one for one in self._batchnorms if isinstance(one, Statistics)]
         self._refusing = [one for one in self._batchnorms if isinstance(one, Refuse) and one.norms]
-        self._look = StreamLook(target.models, audit=audit, policies=self._batchnorms)
+        self._look = StreamLook(target.models, audit=audit)
         self.pending = Pending()
         self._counts = True  # False while a micro-batch only takes part in others' collectives
 
@@ -275,13 +264,18 @@ class Stream(HasWindow):
         Another backward may follow, so that the close reduces.
         """
         if self._look.active and isinstance(loss, Loss):
-            self._look.at_backward(loss, in_parts=self._in_parts)
+            self._look.at_backward(loss, in_parts=self._in_parts, steps=self._planned_steps)
         self._window.add_loss(loss, counts=self._counts)
 
     @property
     def _in_parts(self) -> bool:
         """True if this micro-batch is not the whole global batch."""
         return True
+
+    @property
+    def _planned_steps(self) -> int:
+        """The number of micro-batches of the window; 0 if it is not known before its end."""
+        return 0
 
     def mark_broken(self) -> None:
         """Let the window be discarded: some gradients of a micro-batch are in, others are not."""
@@ -294,20 +288,11 @@ class Stream(HasWindow):
         self._untouched.forget()
         self.pending.loss = None
         self._look.done()
-        for policy in self._counting:
-            policy.discard_window()
 
     def _close_window(self, **how: Any) -> Step:
-        """Close the window, and merge its running statistics, unless it is skipped."""
+        """Close the window."""
         self._untouched.forget()
-        try:
-            step = self._window.close(**how)
-            for policy in self._counting if step.skipped is None else ():
-                policy.end_window()
-            return step
-        finally:
-            for policy in self._counting:
-                policy.discard_window()
+        return self._window.close(**how)
 
 
 # ------------------------------------------------------------- compiled loss functions
@@ -438,7 +423,6 @@ class CompiledLoss:
             device=device,
             eager=self._eager_step,
             single=SINGLE,
-            keeps_moments=bool(door._counting),
             adds=door.adds,
         )
 

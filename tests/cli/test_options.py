@@ -169,7 +169,7 @@ def test_what_is_not_a_number_is_told_with_what_was_given(
 
 @pytest.mark.parametrize(
     "arguments",
-    [["train", "--out", ""], ["tune", "--out="], ["train", "--from", ""], ["lint", ""]],
+    [["train", "--out", ""], ["train", "--from", ""], ["lint", ""]],
 )
 def test_an_empty_path_is_not_the_folder_one_is_in(
     arguments: list[str], capfd: pytest.CaptureFixture[str]
@@ -201,7 +201,7 @@ def test_what_was_meant_is_asked(
     assert f"(did you mean {meant}?)" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["train", "verify", "tune", "plan", "bench"])
+@pytest.mark.parametrize("command", ["train", "verify", "tune", "plan"])
 def test_an_empty_recipe_is_not_the_default(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -220,7 +220,6 @@ def test_an_empty_recipe_is_not_the_default(
         (["train", "--schedule", "gpipe"], "--schedule gpipe: belongs to --parallel pipeline"),
         (["train", "--base-batch", "8"], "it belongs to --lr-rule, --betas or"),
         (["train", "--resume", "--fit"], "--fit with --resume: a run goes on with its own"),
-        (["tune", "--ranks", "2,4"], "--ranks 2,4: belongs to --bandwidth"),
         (["verify", "--ddp"], "--ddp: belongs to torchrun"),
         (["verify", "a.py:f", "--batch-size", "8"], "--batch-size: belongs to a recipe"),
         (["verify", "a.py:f", "--no-float64"], "--no-float64: belongs to a recipe"),
@@ -289,7 +288,6 @@ def test_every_option_of_train_is_a_field_and_none_is_filled_in() -> None:
         (["train", "one.py", "two.py"], "two.py: unexpected argument (see --help)"),
         (["report"], "RUN...: is missing: Folders of runs."),
         (["completion"], "SHELL: is missing: bash, zsh or fish."),
-        (["cache", "--clear", "--keep", "5"], "--clear with --keep: give one of them"),
         (["train", "bytes-gtp"], "there is no such file (did you mean bytes-gpt?)"),
         (["recipes", "--fit"], "no such option: --fit (see --help)"),
     ],

@@ -40,8 +40,7 @@ def walked() -> dict[str, list[str]]:
 
     scaler = torch.amp.GradScaler("cpu")
     for name, (refused, *instead) in {
-        "gradients": ((0, {"gradients": "host"}), (2, {}), (3, {"gradients": "device"})),
-        "optimizer_on": ((1, {"optimizer_on": "host"}), (2, {}), (3, {})),
+        "state": ((0, {"optimizer_state": "host"}), (2, {}), (3, {"optimizer_state": "device"})),
         "precision": ((2, {"precision": "bf16"}), (2, {"precision": "full"})),
         "scaler": ((1, {"scaler": scaler}), (1, {})),
         "ema": ((3, {"averages": True}), (2, {"averages": True})),
@@ -49,10 +48,7 @@ def walked() -> dict[str, list[str]]:
         "hold": ((3, {"sync": "hold"}), (3, {"sync": "auto"}), (1, {"sync": "hold"})),
         "batchnorm": (
             (2, {"model": normed(), "batchnorm": "exact"}),
-            *(
-                (2, {"model": normed(), "batchnorm": policy})
-                for policy in ("statistics", "freeze", "group", "layer")
-            ),
+            *((2, {"model": normed(), "batchnorm": policy}) for policy in ("freeze", "allow")),
         ),
     }.items():
         found[name] = [outcome(stage, **options) for stage, options in (refused, *instead)]

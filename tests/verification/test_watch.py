@@ -366,18 +366,18 @@ def test_a_schedule_that_moves_within_a_window_of_wholebatch() -> None:
     assert watch.verdict.mistakes == ("scheduled-per-micro-batch",), str(watch.verdict)
 
 
-def test_exact_windows_of_accelerate_under_a_watch() -> None:
+def test_windows_in_accelerates_loop_under_a_watch() -> None:
     pytest.importorskip("accelerate")
     from accelerate import Accelerator
 
-    from wholebatch.integrations.accelerate import ExactWindows
+    from wholebatch.integrations.accelerate import AccelerateAccumulator
 
     torch.manual_seed(0)
     model: Any = nn.Linear(6, 5)
     optimizer: Any = torch.optim.SGD(model.parameters(), 0.1)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
     model, optimizer = accelerator.prepare(model, optimizer)
-    windows = ExactWindows(accelerator, model, optimizer)
+    windows = AccelerateAccumulator(accelerator, model, optimizer)
     with quiet(), wb.watch(model) as watch:
         for n in (5, 2, 7, 3, 4, 4, 4, 1):
             x, y = torch.randn(n, 6), torch.randint(0, 5, (n,))
@@ -507,7 +507,7 @@ def test_at_most_six_functions_are_replaced_and_all_are_put_back() -> None:
         ("HF Trainer", "exact(Trainer)(model=model, args=args, ...)"),
         ("TRL", "exact(SFTTrainer)(model=model, args=args, ...)"),
         ("Accelerate", "windows.backward(mean=loss, units=...)"),
-        ("Lightning", "Trainer(callbacks=[ExactWindows("),
+        ("Lightning", "Trainer(callbacks=[ExactAccumulation("),
         ("plain torch", "divide the sum by all units of the window, once"),
     ],
 )

@@ -160,7 +160,7 @@ class Config:
     )
     fit: bool = switch(
         "If not even one sample fits: use bf16 autocast, then gradient checkpointing, then "
-        "gradients in host memory.",
+        "optimizer state in host memory.",
         _BATCH,
         check=_on_or_off,
         in_file=True,
@@ -182,17 +182,14 @@ class Config:
         "auto|eager|compile|graph",
         "How to run a micro-batch: plain torch, compiled, or as a CUDA graph.",
     )
-    gradients: str = _batch_choice(
-        "device|host|swap|release|moments",
-        "Where gradients are kept. host: summed in host memory. swap: in the memory of "
-        "Adam's moments, which wait in host memory. release: used and freed in the last backward. "
-        "moments: added into Adam's moments (an approximation).",
+    optimizer_state: str = _batch_choice(
+        "device|host",
+        "Where the optimizer's state is between updates: on the device or in host memory.",
     )
     batchnorm: str = _batch_choice(
-        "exact|statistics|freeze|group|layer|sync|refuse",
-        "What BatchNorm normalises by. exact: the whole batch. statistics: micro-batches, with "
-        "running statistics of the batch. freeze: running statistics. group, layer: GroupNorm or "
-        "one group instead. sync: over GPUs.",
+        "exact|freeze|allow|refuse",
+        "What BatchNorm normalises by. exact: the whole batch, which is not split. freeze: running "
+        "statistics. allow: each micro-batch.",
     )
     lr_steps: int | None = _follows_setting(
         None,
@@ -308,13 +305,6 @@ class Config:
         "also keeps the whole parameters over a window.",
         may_change=True,
     )
-    deadline: str | None = option(
-        None,
-        "SECONDS|auto|off",
-        "Under torchrun: stop all ranks if one makes no progress for this time. auto: ten times "
-        "the slowest window, at least 5 minutes.",
-        _RUN,
-    )
 
     @property
     def stored(self) -> dict[str, Any]:
@@ -366,7 +356,7 @@ def check(name: str, value: Any, label: str) -> Any:
 def like_train(
     name: str,
     help: str,
-    panel: str,
+    panel: str | None,
     *,
     default: Any = None,
     metavar: str | None = None,

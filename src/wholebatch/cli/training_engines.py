@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import cache
 from pathlib import Path
@@ -25,9 +25,9 @@ from wholebatch.batch import to_device
 from wholebatch.cli.parallel_ranks import World
 from wholebatch.cli.recipes.recipe import Recipe
 from wholebatch.cli.run_settings import Config
-from wholebatch.distributed.pipeline import Pipeline
 from wholebatch.errors import MissingExtraError, OptionError, RecipeError, StateError
 from wholebatch.options import Close, Memory
+from wholebatch.pipeline import Pipeline
 from wholebatch.safe_loading import load_tensors
 from wholebatch.window.forward_state import replaced_attributes
 from wholebatch.window.window import Step
@@ -47,10 +47,10 @@ def train_with(
                 f"--batch-size {config.batch_schedule} with --parallel pipeline: its stages do not "
                 "measure the gradient noise; give a size or a schedule"
             )
-        if config.gradients != "device":
+        if config.optimizer_state != "device":
             raise OptionError(
-                f"--gradients {config.gradients} with --parallel pipeline: its stages keep their "
-                "gradients; leave it out, or use --parallel ddp"
+                "--optimizer-state host with --parallel pipeline: its stages step their own "
+                "optimizers; leave it out, or use --parallel ddp"
             )
         parts = stage_parts(recipe, config, world, model)
         optimizer = recipe.build_optimizer(parts, lr=config.lr)
@@ -82,10 +82,9 @@ def train_with(
         precision=config.autocast,  # type: ignore[arg-type]
         clip_norm=config.clip_norm,
         batchnorm=config.batchnorm,  # type: ignore[arg-type]
-        memory=Memory(config.budget, gradients=config.gradients),  # type: ignore[arg-type]
+        memory=Memory(config.budget, optimizer_state=config.optimizer_state),  # type: ignore[arg-type]
         execute=config.execute,  # type: ignore[arg-type]
         close=Close(
-            nonfinite="skip" if config.gradients == "release" else "raise",
             sync=config.sync,  # type: ignore[arg-type]
         ),
         scheduler=scheduler,
@@ -179,7 +178,6 @@ class Staged(Pipeline):
 
     recoveries = 0
     noise = None
-    waited = None
     about: ClassVar[dict[str, Any]] = {"name": "pipeline"}
 
     def __init__(
@@ -216,14 +214,9 @@ class Staged(Pipeline):
         """Choose nothing: the micro-batch was given."""
         return None
 
-    def step(  # type: ignore[override]
-        self, batch: Any, *, after_micro: Callable[[int, int], None] | None = None
-    ) -> Step:
+    def step(self, batch: Any) -> Step:  # type: ignore[override]
         """Make one update from the whole batch, which every rank has."""
-        step = super().step(*self._inputs(batch), target=batch)
-        if after_micro is not None:
-            after_micro(step.micro_batches, step.micro_batches)
-        return step
+        return super().step(*self._inputs(batch), target=batch)
 
     def join(self, like: Any) -> Step:
         raise AssertionError("every rank of a pipeline has every batch")

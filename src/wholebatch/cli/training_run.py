@@ -27,6 +27,7 @@ from wholebatch.memory.make_it_fit import Rung, ladder, refusal
 from wholebatch.memory.meter import MemoryMeter
 from wholebatch.memory.predict import predict_peak
 from wholebatch.memory.trial_step import held_bytes
+from wholebatch.noise_scale import NoiseScale
 from wholebatch.readable_sizes import bytes_said
 from wholebatch.tune.batch_scaling import (
     Arithmetic,
@@ -36,7 +37,6 @@ from wholebatch.tune.batch_scaling import (
     parse_amount,
     parse_auto,
 )
-from wholebatch.window.noise_scale import NoiseScale
 from wholebatch.window.window import Step
 
 # Windows, whatever they were: the meter is slow. Plain SGD never has a state, and batches may all
@@ -67,7 +67,7 @@ class PeakMemory:
             torch.cuda.reset_peak_memory_stats(self.device)
 
     @contextmanager
-    def around(self, *, whole_window: bool, full_batch: bool = True) -> Iterator[None]:
+    def around(self, *, full_batch: bool = True) -> Iterator[None]:
         """Measure one window."""
         if self.settled:
             yield
@@ -84,7 +84,7 @@ class PeakMemory:
         before = 0 if self._metered <= 2 or self.measured is None else self.measured
         self.measured = max(meter.peak, before)
         self._is_first = not has_state
-        is_usual = has_state and whole_window and full_batch and self._metered > 1
+        is_usual = has_state and full_batch and self._metered > 1
         self.settled = is_usual or self._metered >= _ENOUGH
 
     def text(self, loss: Callable[[Any, Any], Any], batch: Any, *, precision: str) -> str:
@@ -270,8 +270,8 @@ def fit_in(
 ) -> tuple[Config, str]:
     """Return settings with which one sample fits on every rank, and a line on what was applied.
 
-    Mixed precision first (unless the user has named one), then checkpointing as well, then sums of
-    the gradients on the host: each makes the update of the whole batch. The model's
+    Mixed precision first (unless the user has named one), then checkpointing as well, then the
+    optimizer's state on the host: each makes the update of the whole batch. The model's
     blocks are checkpointed by `apply_checkpointing`, as in a run that is resumed.
     """
     assert config.budget is not None
@@ -296,8 +296,8 @@ def fit_in(
             lowers=not keeps_precision and config.precision != "bf16-pure",
         )
         own = (place for place, rung in enumerate(rungs) if rung.fits)
-        if world.parallel != "ddp":  # engines that shard or cut a model move gradients themselves
-            own = (place for place in own if rungs[place].gradients == "device")
+        if world.parallel != "ddp":  # engines that shard or cut a model keep its state
+            own = (place for place in own if rungs[place].optimizer_state == "device")
         chosen = next(own, _REFUSED)
         if chosen == _REFUSED:
             problem = OptionError(f"--fit: {refusal(rungs, budget)}")
@@ -322,7 +322,7 @@ def _with_rung(config: Config, rung: Rung) -> Config:
         config,
         precision=config.precision if is_pure else rung.precision,
         checkpointing=rung.checkpoints,
-        gradients=config.gradients if rung.gradients == "device" else rung.gradients,
+        optimizer_state="host" if rung.optimizer_state == "host" else config.optimizer_state,
     )
 
 

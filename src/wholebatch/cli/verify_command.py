@@ -69,9 +69,8 @@ class VerifyOptions:
     clip_norm: float | None = _like_recipes("clip_norm", "Clip to this norm.")
     batchnorm: str = _like_recipes("batchnorm", "As WholeBatch(batchnorm=).", default="exact")
     execute: str | None = _like_recipes("execute", "As WholeBatch(execute=).")
-    gradients: str | None = _like_recipes(
-        "gradients",
-        "Where gradients are kept. release and moments do not use the recipe's clipping.",
+    optimizer_state: str | None = _like_recipes(
+        "optimizer_state", "As WholeBatch(memory=wb.Memory(optimizer_state=))."
     )
     float64: bool = option(
         True, None, "Do not repeat the proof in float64.", _BATCH, of_recipes=True
@@ -212,14 +211,10 @@ def _verify_recipe(options: VerifyOptions, *, where: torch.device, rank: int) ->
     wrapped: torch.nn.Module = model
     if options.ddp and torch.distributed.is_initialized():
         wrapped = torch.nn.parallel.DistributedDataParallel(model)
-    clip_norm = config.clip_norm
     more: dict[str, Any] = {"batchnorm": options.batchnorm, "float64": options.float64}
     more |= {} if options.execute is None else {"execute": options.execute}
-    more |= {} if options.gradients is None else {"gradients": options.gradients}
-    if options.gradients in ("release", "moments"):
-        clip_norm = options.clip_norm  # there is never a whole gradient to clip
-    if options.gradients == "release":
-        more["nonfinite"] = "skip"
+    if options.optimizer_state is not None:
+        more["optimizer_state"] = options.optimizer_state
     return prove(
         wrapped,
         recipe.loss,
@@ -227,7 +222,7 @@ def _verify_recipe(options: VerifyOptions, *, where: torch.device, rank: int) ->
         micro_batch=micro_batch_of(recipe, config),
         optimizer=optimizer,
         precision=config.autocast,  # type: ignore[arg-type]
-        clip_norm=clip_norm,
+        clip_norm=config.clip_norm,
         units=recipe.units,
         **more,
     )
@@ -420,5 +415,4 @@ def _show(verdict: Verdict | LoopVerdict, *, as_json: bool) -> None:
     for number, line in enumerate(str(verdict).splitlines()):
         style = next((one for start, one in starts.items() if line.startswith(start)), "")
         style = f"bold {colour}" if number == 0 else style
-        # The rows of a table are not broken: a terminal wraps them itself.
-        console.print(Text(line, style), soft_wrap=line.startswith("  "))
+        console.print(Text(line, style))

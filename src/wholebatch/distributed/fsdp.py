@@ -26,8 +26,6 @@ from wholebatch.distributed.tensor_parallel import norm_over_meshes
 from wholebatch.errors import UnsupportedError
 
 _log = logging.getLogger("wholebatch")
-_WAITS = ("unshard", "wait_for_unshard", "post_backward", "finalize_backward")
-"""The methods of torch's records in which a rank waits for gathers and reductions."""
 
 
 class Sharded(Sync):
@@ -36,7 +34,6 @@ class Sharded(Sync):
     counts_must_agree = True
     keeps_gradients = False
     grows_own_graph = True  # to the unsharded parameters
-    hides_gradients = None
 
     def __init__(self, model: nn.Module, *, sync: str = "auto") -> None:
         self._modules = [m for m in model.modules() if isinstance(m, FSDPModule)]
@@ -61,52 +58,21 @@ class Sharded(Sync):
         self._found = [_switches(module) for module in self._modules]
         self._gathers_once = sync == "gathered"
         self._forward_meshes: list[tuple[Any, Any]] = []  # of the groups that stay gathered
-        self.sums_every, self.policy = self._choose(sync, parameters)
-        if self._is_hybrid and self.sums_every:
-            self.hides_gradients = (
-                'sync="every" on a mesh of replicas sums slices over a part of the ranks; use '
-                'sync="hold"'
-            )
+        self._sums_every = sync == "every"
+        self._log_policy()
 
-    def _choose(self, sync: str, parameters: Sequence[Tensor]) -> tuple[bool, str]:
-        from wholebatch.memory.budget import free_memory
-        from wholebatch.readable_sizes import bytes_said
-
-        whole = sum(p.numel() * max(p.element_size(), 4) for p in parameters)
-        slices = whole // self.ranks
-        every, why = sync == "every", "as asked"
-        if sync == "auto":
-            device = parameters[0].device  # of the numbers too: nccl takes no others
-            here = torch.tensor(-free_memory(device), dtype=torch.float64, device=device)
-            free = int(-super().largest(here))
-            every = whole - slices > free // 2
-            why = f"holding keeps {bytes_said(whole)} of whole gradients, "
-            why += f"a rank has {bytes_said(free)} free"
-            if every:
-                why += " and half of that is left for activations"
-            elif 2 * (whole - slices) <= free // 2:
-                why += '; with sync="gathered", whole parameters would fit too'
-        policy = (
-            f"every: gradients are reduce-scattered after each micro-batch ({why})"
-            if every
-            else f"hold: gradients are reduced once per window ({why})"
-        )
+    def _log_policy(self) -> None:
+        policies = {
+            True: "every: gradients are reduce-scattered after each micro-batch",
+            False: "hold: gradients are reduced once per window",
+        }
+        policy = policies[self._sums_every]
         if self._gathers_once:
             policy = "gathered: parameters are gathered and gradients reduced once per window"
         if self.rank == 0:
             _log.info("sync %s", policy)
-        return every, policy
-
-    def waited(self) -> float | None:
-        """Return the seconds in gathers and reductions, their copies in and out included."""
-        assert self.group is not None
-        return self.group.waiting.seconds
 
     def before_forwards(self) -> None:
-        assert self.group is not None
-        for group in filter(None, map(_param_group, self._modules)):
-            for name in _WAITS if _WAITS[0] not in vars(group) else ():
-                setattr(group, name, self.group.waiting.measured()(getattr(group, name)))
         if not self._gathers_once or self._forward_meshes:
             return
         for module in self._modules:
@@ -126,36 +92,18 @@ class Sharded(Sync):
     @contextmanager
     def backward(self, parameters: Parameters, *, reduces: bool, overlap: bool) -> Iterator[None]:
         for module in self._modules:
-            module.set_requires_gradient_sync(reduces or self.sums_every, recurse=False)
+            module.set_requires_gradient_sync(reduces or self._sums_every, recurse=False)
             if self._is_hybrid:
                 module.set_requires_all_reduce(reduces, recurse=False)
             if self._gathers_once:
                 module.set_reshard_after_backward(reduces, recurse=False)
-        if self.progress is not None:
-            self.progress.mark()
-        with self.failures():
-            yield
+        yield
 
     def reduce_now(self, parameters: Parameters) -> None:
         raise reduces_in_backward_only("a sharded model")
 
-    def largest(self, value: Tensor) -> Tensor:
-        found = super().largest(value)
-        if self.progress is not None:  # ranks have agreed on a window: its forwards wait for them
-            self.progress.mark()
-        return found
-
     def total_norm(self, gradients: Sequence[Tensor]) -> Tensor:
         return norm_over_meshes(gradients)
-
-    def norm_so_far(self, gradients: Sequence[Tensor]) -> Tensor | None:
-        if self.sums_every:
-            own = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
-        else:  # whole gradients, which torch keeps beside the slices until they are reduced
-            groups = [group for group in map(_param_group, self._modules) if group is not None]
-            held = (_whole_gradient(shard) for group in groups for shard in group.fsdp_params)
-            own = [gradient for gradient in held if gradient is not None]
-        return super().total_norm(own) if own else None
 
     def _free_gathered(self) -> None:
         """Shard the parameters again, if a window has left them whole, as they would be."""
@@ -175,9 +123,6 @@ class Sharded(Sync):
         super().restore()
         if self._forward_meshes:
             self._free_gathered()
-        for group in filter(None, map(_param_group, self._modules)):
-            for name in _WAITS:
-                vars(group).pop(name, None)
         for module, (gradient_sync, all_reduce) in zip(self._modules, self._found, strict=True):
             module.set_requires_gradient_sync(gradient_sync, recurse=False)
             if self._is_hybrid:
@@ -199,15 +144,6 @@ def check_dtypes(model: nn.Module) -> None:
 def _param_group(module: FSDPModule) -> Any:
     """Return torch's own record of the parameters that this module shards, or None."""
     return module._get_fsdp_state()._fsdp_param_group
-
-
-def _whole_gradient(shard: Any) -> Tensor | None:
-    """Return the gradient that a parameter's backwards have added on this rank, if it is held."""
-    if shard.unsharded_accumulated_grad is not None:
-        held: Tensor = shard.unsharded_accumulated_grad_data
-        return held
-    whole = getattr(shard, "_unsharded_param", None)
-    return None if whole is None else whole.grad
 
 
 def _divisor(modules: Sequence[FSDPModule], ranks: int) -> float:

@@ -15,7 +15,6 @@ from wholebatch.errors import RankError, WindowError
 
 if TYPE_CHECKING:
     from wholebatch.distributed.process_group import Group
-    from wholebatch.distributed.rank_failure import Progress
 
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -64,12 +63,9 @@ class Sync(ABC):
     owns_step: bool = False
     """True if the engine steps the optimizer itself."""
 
-    sums_every: bool = False
-    """True if every backward leaves this rank's slices of the sum over all ranks."""
-
     hides_gradients: str | None = (
         "this engine shows no rank the gradient of its own micro-batches; measure on one process, "
-        "with DDP or with FSDP2"
+        "or with DDP"
     )
     """Why no rank sees the gradient of its own micro-batches; None if it does."""
 
@@ -87,23 +83,6 @@ class Sync(ABC):
     def check(self, **options: Any) -> None:
         """Refuse options that this engine cannot keep exactly, at construction."""
         return
-
-    @property
-    def progress(self) -> Progress | None:
-        """This rank's progress marks, by which the others know that it is not stuck."""
-        if self.ranks == 1:
-            return None
-        from wholebatch.distributed.rank_failure import alarm
-
-        return alarm().progress
-
-    def failures(self) -> AbstractContextManager[None]:
-        """Raise the message of the rank that failed in place of a collective's own error."""
-        if self.ranks == 1:
-            return nullcontext()
-        from wholebatch.distributed.rank_failure import alarm
-
-        return alarm().failures()
 
     def before_forwards(self) -> None:
         """Prepare for the forwards of a window."""
@@ -139,8 +118,7 @@ class Sync(ABC):
 
     def begin(self, parameters: Parameters) -> None:
         """Note that a window opens."""
-        if self.progress is not None:
-            self.progress.begin()
+        return
 
     def run_backward(self, totals: Sequence[Tensor], seeds: Sequence[Tensor]) -> None:
         """Run the backward of an engine that `grows_own_graph`."""
@@ -153,10 +131,6 @@ class Sync(ABC):
     @abstractmethod
     def reduce_now(self, parameters: Parameters) -> None:
         """Reduce gradients that no backward has reduced (a flush, a skipped last micro-batch)."""
-
-    def waited(self) -> float | None:
-        """Return the seconds of waiting for other ranks; None if the engine hides them."""
-        return None
 
     def filled_in(self) -> set[int]:
         """Return the parameters, by id, without a gradient on this rank at the last reduction."""
@@ -187,13 +161,6 @@ class Sync(ABC):
             return norm
         return torch.nn.utils.get_total_norm(gradients)
 
-    def norm_so_far(self, gradients: Sequence[Tensor]) -> Tensor | None:
-        """Return the norm of what this rank's backwards have added, before the reduction.
-
-        `gradients` are those in `.grad`. None if they are reduced already.
-        """
-        return self.total_norm(gradients) if gradients else None
-
     def holders(self, groups: Sequence[Sequence[nn.Parameter]]) -> Sequence[Sequence[Any]]:
         """Return the objects whose `.grad` holds the reduced gradients, by parameter group."""
         return groups
@@ -204,13 +171,11 @@ class Sync(ABC):
 
     def discard(self) -> None:
         """Drop the engine's own state of a window that is over."""
-        if self.progress is not None:
-            self.progress.end()
+        return
 
     def restore(self) -> None:
         """Put the engine's own switches back as they were found."""
-        if self.progress is not None:
-            self.progress.pause()
+        return
 
 
 class Single(Sync):
@@ -225,16 +190,13 @@ class Single(Sync):
     def reduce_now(self, parameters: Parameters) -> None:
         return
 
-    def waited(self) -> float | None:
-        return 0.0
-
 
 def reduces_in_backward_only(engine: str) -> WindowError:
     """Return the error of an engine that cannot reduce without a backward."""
     return WindowError(
         f"{engine} reduces its gradients inside a backward, and this window has none left: let "
-        "every micro-batch make its backward (units=0 for one that does not count), and let over() "
-        "find the last one instead of calling flush()"
+        "every micro-batch make its backward (loss * 0 and units=0 for one that does not count), "
+        "and let over() find the last one instead of calling flush()"
     )
 
 
@@ -261,13 +223,17 @@ def _crc(text: str) -> int:
     return zlib.crc32(text.encode())
 
 
+def _ranks_in_words(ranks: Sequence[int]) -> str:
+    many = ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
+    return f"rank {many}" if len(ranks) == 1 else f"ranks {many}"
+
+
 def _named_by(numbers: Mapping[int, int]) -> tuple[str, str]:
     """Return the ranks with the number of the first one, and the others, in words."""
-    from wholebatch.distributed.rank_failure import named_ranks
-
     first = numbers[next(iter(numbers))]
     alike = [rank for rank, number in numbers.items() if number == first]
-    return named_ranks(alike), named_ranks([rank for rank in numbers if rank not in alike])
+    others = [rank for rank in numbers if rank not in alike]
+    return _ranks_in_words(alike), _ranks_in_words(others)
 
 
 def _other_parameter(kinds: Sequence[str], place: int, numbers: Mapping[int, int]) -> str:

@@ -1,7 +1,7 @@
 """Ways to make a micro-batch of one sample fit, and their predicted peaks.
 
-The ways are tried from the cheapest on: compute in 16 bit, checkpoint activations, keep gradients
-on the host. Devices on which a model would fit are the matter of `plan`.
+The ways are tried from the cheapest on: compute in 16 bit, checkpoint activations, keep the
+optimizer's state on the host. Devices on which a model would fit are the matter of `plan`.
 """
 
 from __future__ import annotations
@@ -13,11 +13,7 @@ from typing import Any
 
 import torch
 
-from wholebatch.memory.activation_checkpointing import (
-    checkpointed,
-    is_checkpointed,
-    repeated_blocks,
-)
+from wholebatch.memory.activation_checkpointing import blocks_to_checkpoint, checkpointed
 from wholebatch.memory.choose_micro_batch import needed
 from wholebatch.memory.fsdp_sharding import Sharding
 from wholebatch.memory.predict import Prediction, Predictor
@@ -33,8 +29,8 @@ class Rung:
     fits: bool
     precision: str
     checkpoints: bool
-    gradients: str = "device"
-    """The place of the gradients; only ways that make the same update are tried."""
+    optimizer_state: str = "device"
+    """Where the optimizer's state is between steps."""
 
 
 def ladder(
@@ -56,7 +52,7 @@ def ladder(
     `predictor` of the same model need not simulate again what it has.
     """
     predictor = predictor or Predictor(model, loss, optimizer=optimizer, device=device)
-    blocks = _blocks_to_checkpoint(model)
+    blocks = blocks_to_checkpoint(model)
 
     def predict(precision: str, *, checkpoints: bool = False, **options: Any) -> Prediction:
         with checkpointed(model, blocks) if checkpoints else nullcontext():
@@ -82,9 +78,12 @@ def ladder(
     if sharding is None and predictor.device.type == "cuda":
         # The host is slower, so combine it with the other ways.
         last = rungs[-1]
-        best = predict(last.precision, checkpoints=last.checkpoints, gradients="host")
-        what = "gradients on the host" if len(rungs) == 1 else f"{last.what}, gradients on the host"
-        rungs.append(replace(last, what=what, peak=best.peak, fits=fits(best), gradients="host"))
+        best = predict(last.precision, checkpoints=last.checkpoints, optimizer_state="host")
+        moved = "optimizer state on the host"
+        what = moved if len(rungs) == 1 else f"{last.what}, {moved}"
+        rungs.append(
+            replace(last, what=what, peak=best.peak, fits=fits(best), optimizer_state="host")
+        )
     return rungs
 
 
@@ -112,8 +111,3 @@ def lower_precisions(model: torch.nn.Module, precision: str) -> list[str]:
     """Return precisions that may need less memory; none if the parameters are 16-bit already."""
     is_wide = any(p.dtype in (torch.float32, torch.float64) for p in model.parameters())
     return ["bf16"] if precision in ("full", "fp32") and is_wide else []
-
-
-def _blocks_to_checkpoint(model: torch.nn.Module) -> list[str]:
-    modules = dict(model.named_modules())
-    return [name for name in repeated_blocks(model) if not is_checkpointed(modules[name])]

@@ -41,7 +41,6 @@ from torch._subclasses.fake_tensor import (
 )
 
 from wholebatch.batch.samples import flatten
-from wholebatch.coupled.batchnorm.lock_step import Hold
 from wholebatch.errors import OptionError, UnsupportedError
 from wholebatch.memory.activation_checkpointing import repeated_blocks
 from wholebatch.memory.fake_meter import FakeMeter
@@ -54,9 +53,8 @@ from wholebatch.memory.fake_tensors import (
     masks_as_for,
 )
 from wholebatch.memory.fsdp_sharding import Sharding, gathered, group_now, pretended_ranks, shard
-from wholebatch.memory.plain_window import PlainWindow, Reduction, held_on_device
+from wholebatch.memory.plain_window import PlainWindow, Reduction
 from wholebatch.memory.zero_stages import FLATTEN, FlatSlices, on_one_rank
-from wholebatch.offload.parameter_buckets import BUCKET_BYTES
 
 FEW, MORE, CHECK = 4, 5, 6
 """The numbers of blocks to simulate; the third checks, once, that memory is linear in them."""
@@ -168,15 +166,10 @@ CUDA_GRANULE = 512
 CUDA_WORKSPACES = 64 * 2**20
 """The workspaces of cuBLAS and cuBLASLt on a Hopper GPU: 32 MiB each (less on others)."""
 
-_ENOUGH_IN_LOCK_STEP = 3
-"""The number of lock-step micro-batches to simulate; each further one adds the same bytes."""
-
 _ROUNDING = 0.002
 """The gap that buckets of a fixed size may make between a line and a simulation."""
 
 _STATE = "optimizer state"
-_LEAVING = ("host", "swap", "moments")
-"""Gradients that do not stay on the device from one micro-batch to the next."""
 
 
 @dataclass(frozen=True)
@@ -201,23 +194,21 @@ class _WindowOptions:
     precision: str = "full"
     micro_batches: int = 2
     first: bool = False
-    lock_step: Hold | None = None
     reduction: Reduction | None = None
-    gradients: str = "device"
+    optimizer_state: str = "device"
     sharding: Sharding | None = None
 
     def __post_init__(self) -> None:
         if self.micro_batches < 1:
             raise OptionError(f"micro_batches={self.micro_batches}: must be at least 1")
-        places = ("device", *BUCKET_BYTES)
-        if self.gradients not in places:
-            allowed = ", ".join(map(repr, places))
-            raise OptionError(f"gradients={self.gradients!r}: must be one of {allowed}")
-        if self.sharding is not None and (self.gradients != "device" or self.lock_step is not None):
+        if self.optimizer_state not in ("device", "host"):
             raise OptionError(
-                f"sharding with gradients={self.gradients!r} or micro-batches in lock-step:"
-                " a sharded model keeps its gradients where its engine does, and its micro-batches"
-                " run one after the other"
+                f'optimizer_state={self.optimizer_state!r}: must be "device" or "host"'
+            )
+        if self.sharding is not None and self.optimizer_state != "device":
+            raise OptionError(
+                f"sharding with optimizer_state={self.optimizer_state!r}: a sharded model keeps its"
+                " state where its engine does"
             )
 
     @property
@@ -310,9 +301,8 @@ class Predictor:
         With `depth`, the model has this many of its `alike_blocks`, instead of all.
         """
         window = _WindowOptions(**options)
-        if window.gradients != "device":
-            # Gradients off the device are reduced one bucket at a time, at the close.
-            window = replace(window, reduction=None)
+        if not self._on_cuda:
+            window = replace(window, optimizer_state="device")  # the host is the device
         began = time.perf_counter()
         shards = window.shards
         with nullcontext() if shards is None else pretended_ranks(shards.ranks):
@@ -323,8 +313,7 @@ class Predictor:
             peaks = replace(peaks, parts=adjusted)
         by_category = dict(peaks.highest())
         if self._on_cuda:
-            held = held_on_device(window.gradients, self._model, self.device)
-            by_category["temporaries"] += CUDA_WORKSPACES + held
+            by_category["temporaries"] += CUDA_WORKSPACES
         return Prediction(
             sum(by_category.values()), by_category, time.perf_counter() - began, peaks.largest
         )
@@ -345,15 +334,9 @@ class Predictor:
 
     def _peaks(self, batch: Any, window: _WindowOptions, depth: int | None) -> _Peaks:
         """Simulate as many micro-batches and blocks as are needed to know the peaks of all."""
-        count, enough = window.micro_batches, _ENOUGH_IN_LOCK_STEP
-        if window.lock_step is None:  # The third starts from the same state as the second.
-            window = replace(window, micro_batches=min(count, 2))
-            return self._extrapolated(batch, window, depth) or self._run(batch, window)
-        if count <= enough:
-            return self._run(batch, window)
-        before = self._run(batch, replace(window, micro_batches=enough - 1))
-        last = self._run(batch, replace(window, micro_batches=enough))
-        return last.of_more(before, count - enough)
+        # The third starts from the same state as the second.
+        window = replace(window, micro_batches=min(window.micro_batches, 2))
+        return self._extrapolated(batch, window, depth) or self._run(batch, window)
 
     def _extrapolated(self, batch: Any, window: _WindowOptions, depth: int | None) -> _Peaks | None:
         """Return the peaks of a deep model from those of shallow ones; None if it is not deep."""
@@ -393,10 +376,6 @@ class Predictor:
         # The place of offloaded state is not simulated.
         sharding = window.sharding and replace(window.sharding, offload=False)
         alike: tuple[Any, ...] = (replace(window, sharding=sharding),)
-        if self._place(window) in _LEAVING:
-            # Gradients that leave with buckets of the same size leave at the same moments.
-            bucket = BUCKET_BYTES.get(window.gradients, 0)
-            alike = (replace(alike[0], gradients="device"), "leaving", bucket)
         values = [leaf.value for leaf in flatten(batch)[0]]
         shapes = [(v.shape, v.stride(), v.dtype) for v in values if isinstance(v, torch.Tensor)]
         key = (kinds, *alike, *shapes)
@@ -412,12 +391,9 @@ class Predictor:
                 raise
         return self._known[key]
 
-    def _place(self, window: _WindowOptions) -> str:
-        """Return the place of the gradients; on a CPU, the host is the device."""
-        if window.sharding is not None and window.sharding.zero == 2:
-            return "host"  # ZeRO 2 keeps slices, which `on_one_rank` adds.
-        to_host = window.gradients in ("host", "swap")
-        return "device" if to_host and not self._on_cuda else window.gradients
+    def _drops_gradients(self, window: _WindowOptions) -> bool:
+        """True for ZeRO 2, which keeps slices of gradients; `on_one_rank` adds them."""
+        return window.sharding is not None and window.sharding.zero == 2
 
     def _copy(self, sharding: Sharding | None, blocks: AlikeBlocks | None, number: int) -> _Copy:
         mode = fake_mode_of(self._model)
@@ -446,8 +422,6 @@ class Predictor:
             with copy.mode:
                 slices = FlatSlices(optimizer, options.sharding)
         micros = [fake_batch(copy.mode, batch, self._run_on)] * options.micro_batches
-        if options.lock_step is not None:  # They are alive at the same time.
-            micros = [fake_batch(copy.mode, batch, self._run_on) for _ in micros]
         meter = FakeMeter(
             model=copy.model,
             optimizer=optimizer,
@@ -470,19 +444,16 @@ class Predictor:
                 optimizer=optimizer,
                 precision=options.precision,
                 around_update=meter.answering,
-                lock_step=options.lock_step,
                 reduction=options.reduction,
                 sent=lambda flat: meter.mark("communication", [flat]),
-                gradients=self._place(options),
+                optimizer_state=options.optimizer_state,
+                drops_gradients=self._drops_gradients(options),
                 sharding=options.sharding,
                 slices=slices,
             )
-            # Lock-step reads counts of samples, as an optimizer its steps; a loss may read nothing.
-            numbers = meter.answering() if options.lock_step is not None else nullcontext()
             try:
-                with numbers:
-                    self._add(copy, window, micros, meter, options, last_is_enough)
-                    return self._step(copy, window, meter, options)
+                self._add(copy, window, micros, meter, options, last_is_enough)
+                return self._step(copy, window, meter, options)
             except (
                 DataDependentOutputException,
                 DynamicOutputShapeException,
@@ -503,8 +474,8 @@ class Predictor:
         fake = fake_optimizer(
             self._optimizer, copy.mode, self._run_on, copy.parameters, on_cuda=self._on_cuda
         )
-        if options.sharding is not None:
-            fake.state.clear()  # It is that of whole parameters; the step makes slices.
+        if options.sharding is not None or options.optimizer_state == "host":
+            fake.state.clear()  # It is that of whole parameters, or not on the device.
         return fake
 
     def _is_first(self, options: _WindowOptions) -> bool:
@@ -520,18 +491,14 @@ class Predictor:
         last_is_enough: bool,
     ) -> None:
         """Run the forwards and backwards."""
-        needs_state = window.steps_in_backward and not self._is_first(options)
-        alike = options.lock_step is None and options.shards is None
+        alike = options.shards is None
         # The size of a sparse gradient depends on the micro-batch.
         has_sparse = any(getattr(one, "sparse", False) is True for one in copy.model.modules())
         if alike and last_is_enough and len(micros) == 2 and not has_sparse:
             trained = copy.trained
             if trained is None:
                 trained = [p for p in copy.model.parameters() if p.requires_grad]
-            if needs_state:
-                window.make_state(trained)
-                meter.reset_peak()
-            there = [] if self._place(options) in _LEAVING else trained
+            there = [] if self._drops_gradients(options) else trained
             with _gradients_checked(copy, there):
                 window.add_last(
                     micros[0],
@@ -544,9 +511,6 @@ class Predictor:
                     window.add_all(micros[:1])
                     copy.model.zero_grad(set_to_none=True)
                 meter.mark("parameters", gathered(copy.model))
-                meter.reset_peak()
-            if needs_state:
-                window.add_all(micros)
                 meter.reset_peak()
             window.add_all(micros)
         copy.has_run = True
@@ -564,7 +528,7 @@ class Predictor:
         largest = meter.largest
         is_first = self._is_first(options)
         dtypes = [None if p.grad is None else p.grad.dtype for p in copy.model.parameters()]
-        key = (options.gradients, options.sharding, is_first, copy.number, *dtypes)
+        key = (options.optimizer_state, options.sharding, is_first, copy.number, *dtypes)
         if key not in self._steps:
             if not is_first:
                 window.step()
@@ -593,9 +557,8 @@ def predict_peak(
     micro_batches: int = 2,
     device: torch.device | str | None = None,
     first: bool = False,
-    lock_step: Hold | None = None,
     reduction: Reduction | None = None,
-    gradients: str = "device",
+    optimizer_state: str = "device",
     sharding: Sharding | None = None,
 ) -> Prediction:
     """Predict the peak of a training step with micro-batches like `batch`.
@@ -604,10 +567,9 @@ def predict_peak(
     for the first step, which creates it). From the second micro-batch on, gradients exist during
     forward and backward, so two micro-batches stand for any larger number.
 
-    `lock_step` is what micro-batches that meet at every BatchNorm hold ("graphs", "inputs"); all
-    `micro_batches` then count. `reduction` adds the buckets in which data-parallel ranks sum their
-    gradients: "overlap" in the last backward, or "after" it. `gradients` is their place, as in
-    `WholeBatch` ("host" saves nothing if the device is the CPU). `sharding` predicts one rank of a
+    `reduction` adds the buckets in which data-parallel ranks sum their
+    gradients: "overlap" in the last backward, or "after" it. `optimizer_state` is as in
+    `wb.Memory` ("host" saves nothing if the device is the CPU). `sharding` predicts one rank of a
     model sharded by FSDP2.
 
     The model may be on any device, also `meta`; it is neither run nor changed. `device` is where
@@ -619,9 +581,8 @@ def predict_peak(
         precision=precision,
         micro_batches=micro_batches,
         first=first,
-        lock_step=lock_step,
         reduction=reduction,
-        gradients=gradients,
+        optimizer_state=optimizer_state,
         sharding=sharding,
     )
 

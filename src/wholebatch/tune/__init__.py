@@ -1,11 +1,10 @@
-"""Tuning: the fastest settings here, their bottleneck, and whether to accumulate at all.
+"""Tuning: the fastest settings for a batch here, and if it should be accumulated at all.
 
 ```python
-from wholebatch.tune import tune
+from wholebatch.tune import Task, tune
 
-found = tune(make, loss=loss, batch=batch, memory="20GiB", precisions=("full", "bf16"))
-found.best.setting, found.advice, found.bottleneck
-found.write(Path("tune.json"))          # wholebatch train --from tune.json
+found = tune(Task(build, loss, batches), memory="20GiB", precisions=("full", "bf16"))
+print(*found.advice, sep="\\n")
 ```
 
 Names are loaded when first used: the command line reads `tune.batch_scaling` without torch.
@@ -17,21 +16,21 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from wholebatch.tune.machine_speed import parse_bandwidth as parse_bandwidth
-    from wholebatch.tune.setting_measurements import Limits as Limits
-    from wholebatch.tune.settings import RunMode as RunMode
-    from wholebatch.tune.settings import Setting as Setting
-    from wholebatch.tune.settings import Trial as Trial
+    from wholebatch.tune.learning_rate import RangeTest as RangeTest
+    from wholebatch.tune.learning_rate import range_test as range_test
+    from wholebatch.tune.task import Task as Task
+    from wholebatch.tune.tuning import Setting as Setting
+    from wholebatch.tune.tuning import Trial as Trial
     from wholebatch.tune.tuning import Tuned as Tuned
     from wholebatch.tune.tuning import tune as tune
 
 _HOMES = {
-    "Limits": "setting_measurements",
-    "RunMode": "settings",
-    "Setting": "settings",
-    "Trial": "settings",
+    "RangeTest": "learning_rate",
+    "Setting": "tuning",
+    "Task": "task",
+    "Trial": "tuning",
     "Tuned": "tuning",
-    "parse_bandwidth": "machine_speed",
+    "range_test": "learning_rate",
     "tune": "tuning",
 }
 

@@ -90,8 +90,6 @@ class Verdict(_Answer):
     causes: tuple[Cause, ...]
     notes: tuple[str, ...]
     seconds: float
-    approximate: bool = False
-    """True if an approximation was asked for (`gradients="moments"`): never the same."""
 
     @property
     def line(self) -> str:
@@ -108,8 +106,6 @@ class Verdict(_Answer):
         )
         if self.same:
             return f"same update: {measured}; {size}"
-        if self.approximate:
-            return f"APPROXIMATE update: {measured}; {size}"
         because = f"; {self.causes[0].kind}" if self.causes else ""
         if self.causes and self.causes[0].where:
             because += f" in {listed(self.causes[0].where)}"
@@ -117,7 +113,7 @@ class Verdict(_Answer):
 
     def __str__(self) -> str:
         parts = [self.line]
-        if not self.same and not self.approximate:
+        if not self.same:
             rows = [
                 (one.name, percent(one.distance), percent(one.floor), "differs" * one.differs)
                 for one in self.gradient.worst(8)
@@ -182,11 +178,11 @@ _IN_TRAINERS = {
     "trainer = exact(Trainer)(model=model, args=args, ...)",
     "TRL": "from wholebatch.integrations.transformers import exact; then "
     "trainer = exact(SFTTrainer)(model=model, args=args, ...), or with your trainer's class",
-    "Accelerate": "from wholebatch.integrations.accelerate import ExactWindows; then "
-    "windows = ExactWindows(accelerator, model, optimizer), and "
+    "Accelerate": "from wholebatch.integrations.accelerate import AccelerateAccumulator; then "
+    "windows = AccelerateAccumulator(accelerator, model, optimizer), and "
     "windows.backward(mean=loss, units=...) instead of accelerator.backward(loss)",
-    "Lightning": "from wholebatch.integrations.lightning import ExactWindows; then "
-    "Trainer(callbacks=[ExactWindows(units=lambda batch: ...)], ...)",
+    "Lightning": "from wholebatch.integrations.lightning import ExactAccumulation; then "
+    "Trainer(callbacks=[ExactAccumulation(units=lambda batch: ...)], ...)",
 }
 
 

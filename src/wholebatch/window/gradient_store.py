@@ -2,18 +2,12 @@
 
 A window asks its store, and nothing else, where a micro-batch's gradient goes and where the close
 finds it. `DeviceStore` is the plain one; those of `wholebatch.offload` need less memory.
-
-A store also undoes an optimizer's step that runs out of memory. An optimizer makes its state in its
-first step, one parameter after the other, and many need copies of the gradients in every step.
-Memory may run out when half of a parameter's state is there, and torch's Adam would fail on it for
-ever after. So state that the failed step has made is removed. Changes in place cannot be undone,
-but torch counts them, so the error can say which state the run is in.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -21,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from wholebatch.distributed import Sync
-from wholebatch.errors import LossError, StateError, UnsupportedError, WindowError
+from wholebatch.errors import WindowError
 from wholebatch.window.close import (
     Closed,
     CloseOptions,
@@ -29,12 +23,10 @@ from wholebatch.window.close import (
     close_ahead,
     close_gradients,
     dense_gradients,
-    foreign_code,
     read_scalars,
     stepping,
     takes_grad_scale,
 )
-from wholebatch.window.precision import SIXTEEN_BIT
 
 if TYPE_CHECKING:
     from wholebatch.window.model_and_optimizer import Target
@@ -44,29 +36,11 @@ if TYPE_CHECKING:
 class Store(ABC):
     """One way to keep the gradients of an open window, and to make the update from them."""
 
-    option: str = 'gradients="device"'
-    """The option that selects this store."""
-
-    steps_on_all: bool = False
-    """True if an optimizer's step finds the whole gradient in `.grad`."""
-
-    in_grad: bool = True
-    """True if gradients are in `.grad`, where a last backward may reduce them over the ranks."""
-
     only_eager: str | None = None
     """The reason why no compiled graph may run a micro-step; None if one may."""
 
     takes_buffers: bool = False
     """True if eager code may add into the gradient buffers of graphs from the start."""
-
-    steps_in_backward: bool = False
-    """True if eager code steps on parameters in the window's last backward, and frees gradients."""
-
-    counts_first: bool = False
-    """True if the units of a window must be known before its first backward."""
-
-    counts_changes: bool = True
-    """True if torch's counts of in-place changes show how far a step has come."""
 
     after_failure: str = (
         "parameters and optimizer state are as before this window; pass nonfinite='skip' to skip "
@@ -90,7 +64,6 @@ class Store(ABC):
         """Parameters of a window that failed in its update, with their versions."""
         self.dropped: set[int] = set()
         """Ids of parameters for which no rank has made a gradient."""
-        self._hooked: dict[int, Any] = {}  # by the parameter's id
 
     # Open window
 
@@ -107,8 +80,6 @@ class Store(ABC):
 
     def begin(self, window: OpenWindow) -> None:
         """Begin a window, none of whose parameters holds a gradient."""
-        if not self.steps_on_all:  # hooks may have been added since the store was chosen
-            refuse_foreign_code(self.target.optimizers, self.option)
         if any(parameter._version == version for parameter, version in self.spoiled):
             raise WindowError(
                 "an earlier window failed after some of its parameters had been updated, or may "
@@ -119,46 +90,15 @@ class Store(ABC):
         self.dropped = set()
         self.parameters = window.inputs
 
-    def hook(self, made: Callable[[Tensor], None]) -> None:
-        """Call `made(parameter)` whenever a backward has made `.grad`, until the window ends."""
-        self._unhook()
-        for parameter in self.parameters:
-            self._hooked[id(parameter)] = parameter.register_post_accumulate_grad_hook(made)
-
-    def _unhook(self) -> None:
-        for handle in self._hooked.values():
-            handle.remove()
-        self._hooked.clear()
-
-    def check_total(self, total: Tensor) -> None:
-        """Refuse a 16-bit total if its rounded seed could not be corrected at the close."""
-        if self.counts_first and total.dtype in SIXTEEN_BIT:
-            raise LossError(
-                f"a total of dtype {total.dtype}: 1 / units would be rounded to its few bits, and "
-                "these gradients cannot be put right at the close; return a float32 sum"
-            )
-
-    def before_backward(self, window: OpenWindow, *, last: bool) -> bool:
-        """Return whether to run a backward, whose loss is in `window` already.
-
-        In the `last` one, every gradient that it makes is final.
-        """
-        return True
-
     def backward_made(self) -> None:
         """Take note that a backward is over."""
         return
-
-    def for_graphs(self, parameters: Sequence[nn.Parameter]) -> Any | None:
-        """Return the place where graphs add gradients; None if that is buffers in `.grad`."""
-        return None
 
     # Close
 
     def reduce_now(self) -> None:
         """Reduce what is in `.grad` over the ranks: no backward has."""
-        if self.in_grad:
-            self.sync.reduce_now(self.parameters)
+        self.sync.reduce_now(self.parameters)
 
     def absent(self) -> set[int]:
         """Return the ids of the parameters for which this rank has made no gradient."""
@@ -188,60 +128,38 @@ class Store(ABC):
         return
 
     def check_hand_over(self) -> None:
-        """Refuse to leave the gradients to the user if they are never whole in `.grad`."""
-        raise WindowError(
-            f"gradient() with {self.option}: the whole gradient is not left in .grad there; use "
-            'gradients="device", or on_gradient= where it is allowed'
-        )
+        """Refuse to leave the gradients to the user if a step of theirs could not use them."""
+        return
 
+    @abstractmethod
     def hand_over(self, remaining: float) -> None:
         """Leave the gradients times `remaining` in `.grad`, to the user."""
-        self.check_hand_over()
 
     # Update
 
     def update(self, remaining: float) -> None:
-        """Step the optimizers; if memory runs out, undo the step or say what is left of it."""
-        before = self.before_step()
+        """Step the optimizers; if memory runs out, refuse to go on with what is left."""
         try:
             self.step(remaining)
             return
         except torch.OutOfMemoryError as error:
             failure = str(error)  # the text only: a traceback keeps what was allocated alive
-        self.failed_in_step(before, failure)
+        self._spoil(failure)
 
     @abstractmethod
     def step(self, remaining: float) -> None:
         """Step every optimizer once; the gradients are still to be multiplied by `remaining`."""
 
-    def before_step(self) -> _BeforeStep:
-        """Return a record of the state before a step."""
-        return _BeforeStep(self.target.optimizers, self.parameters, at_once=self.steps_on_all)
-
-    def failed_in_step(self, before: _BeforeStep, failure: str) -> NoReturn:
-        """Undo a step that ran out of memory as far as possible, and raise what is left of it."""
-        changed, unsure = before.undo()
-        unsure = unsure or not self.counts_changes
-        first_line = failure.strip().partition("\n")[0]
-        ran_out = f"the optimizer's step ran out of memory ({first_line or 'no reason given'})"
-        if not changed and not unsure and self.sync.ranks == 1:
-            raise torch.OutOfMemoryError(
-                f"{ran_out} before it had changed anything: parameters and optimizer state are as "
-                "before this window, and the run can go on once there is room for the optimizer's "
-                "state and its copies of the gradients. fused=True makes no such copies, "
-                'gradients="host" takes the gradients away, and a smaller micro-batch leaves less '
-                "scattered memory"
-            )
+    def _spoil(self, failure: str) -> NoReturn:
+        """Mark the parameters as half updated, and say so."""
         self.spoiled = [(parameter, parameter._version) for parameter in self.parameters]
-        if changed:
-            what = f"after it had changed {changed} of {len(self.parameters)} parameters"
-        elif unsure:
-            what = "when it may have changed parameters or optimizer state already"
-        else:
-            what = "here, and other ranks may have made theirs"
+        reason = failure.strip().partition("\n")[0] or "no reason given"
         raise torch.OutOfMemoryError(
-            f"{ran_out} {what}, which cannot be put back: load the model and the optimizer from "
-            "the last checkpoint before going on"
+            f"the optimizer's step ran out of memory ({reason}), and may have changed parameters "
+            "or optimizer state already: load the model and the optimizer from the last checkpoint "
+            "before going on. fused=True makes no copies of the gradients, "
+            'wb.Memory(optimizer_state="host") keeps the state off the device, and a smaller '
+            "micro-batch leaves less scattered memory"
         )
 
     # State
@@ -250,130 +168,20 @@ class Store(ABC):
     def saved(self) -> Any:
         """Return the gradients of an open window, for a checkpoint."""
 
-    def check(self, saved: Any) -> None:
-        """Refuse the saved window of another kind of store."""
-        if not isinstance(saved, list):
-            raise StateError(
-                "the saved window's gradients are in the optimizer's moments: resume with the same "
-                'gradients="moments"'
-            )
-
     @abstractmethod
     def load(self, saved: Any) -> None:
         """Load `saved` into a window that has just been opened."""
 
     def discard(self) -> None:
         """End the window and release its gradients."""
-        self._unhook()
         for parameter in self.parameters:
             parameter.grad = None
         self.parameters = []
 
 
-def refuse_foreign_code(optimizers: Sequence[torch.optim.Optimizer], option: str) -> None:
-    """Refuse the user's own code in a step that never has all gradients at once."""
-    for optimizer in optimizers:
-        found = foreign_code(optimizer)
-        if found is not None:
-            raise UnsupportedError(
-                f"{option} with {found} on {type(optimizer).__name__}: it would find the gradients "
-                "of a few parameters at a time, or none; remove it, or keep the gradients on the "
-                'device (gradients="device")'
-            )
-
-
-class _BeforeStep:
-    """Holds what shows, after a failed step, whether it had begun.
-
-    An optimizer begins with the first parameter of a group. If parameters are not stepped
-    `at_once` but in parts, the state of every one is compared. Fused kernels change parameters
-    without counting; fused Adam and Adagrad count their steps just before.
-    """
-
-    def __init__(
-        self,
-        optimizers: Sequence[torch.optim.Optimizer],
-        parameters: Sequence[nn.Parameter],
-        *,
-        at_once: bool,
-    ) -> None:
-        self._optimizers = optimizers
-        self._parameters = parameters
-        self._versions = [parameter._version for parameter in parameters]
-        self._states = [len(optimizer.state) for optimizer in optimizers]
-        self._tensors = [
-            (tensor, tensor._version)
-            for optimizer in optimizers
-            if optimizer.state
-            for tensor in _tensors(
-                _first_states(optimizer) if at_once else optimizer.state.values()
-            )
-        ]
-
-    def undo(self) -> tuple[int, bool]:
-        """Remove the state that the step has made.
-
-        Return how many parameters it had changed, and whether it may have changed anything else.
-        """
-        changed = sum(
-            parameter._version != version
-            for parameter, version in zip(self._parameters, self._versions, strict=True)
-        )
-        unsure = any(tensor._version != version for tensor, version in self._tensors)
-        for optimizer, there in zip(self._optimizers, self._states, strict=True):
-            # A dictionary keeps the order of insertion, so the step's own entries come last.
-            made = [optimizer.state.pop(key) for key in [*optimizer.state][there:]]
-            unsure = unsure or self._may_have_begun(optimizer, made, has_older=there > 0)
-        return changed, unsure
-
-    def _may_have_begun(
-        self, optimizer: torch.optim.Optimizer, made: list[dict[str, Any]], *, has_older: bool
-    ) -> bool:
-        """True if it may have changed something although no change was counted."""
-        if not type(optimizer).__module__.startswith("torch.optim."):
-            return True  # nothing is known of what it counts and keeps
-        groups = optimizer.param_groups
-        if has_older and any(len(_kinds([group])) > 1 for group in groups):
-            return True  # it may have begun with any of these kinds
-        if torch._C._len_torch_dispatch_stack() and any(
-            group.get("foreach", False) is not False for group in groups
-        ):
-            return True  # under a dispatch mode, such as a meter, foreach operations do not count
-        if not any(group.get("fused") for group in groups):
-            return False
-        if isinstance(optimizer, torch.optim.SGD):
-            # Momentum is made before its only kernel, and kept after it.
-            alone = len(self._optimizers) == len(_kinds(groups)) == len(groups) == 1
-            return has_older or not alone or not made or any(made)
-        return any(tensor._version > 0 for tensor in _tensors(made))
-
-
-def _first_states(optimizer: torch.optim.Optimizer) -> Iterator[Mapping[str, Any]]:
-    """Yield, for each group, the state of the first parameter that has a gradient."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.grad is not None:
-                if parameter in optimizer.state:
-                    yield optimizer.state[parameter]
-                break
-
-
-def _tensors(states: Iterable[Mapping[str, Any]]) -> Iterator[Tensor]:
-    for state in states:
-        for value in state.values():
-            if isinstance(value, Tensor):
-                yield value
-
-
-def _kinds(groups: Iterable[Mapping[str, Any]]) -> set[tuple[torch.device, torch.dtype]]:
-    """Return the devices and dtypes: an optimizer steps those of one kind with one call."""
-    return {(p.device, p.dtype) for group in groups for p in group["params"]}
-
-
 class DeviceStore(Store):
     """Autograd adds into `.grad`; the close and the optimizer read it there."""
 
-    steps_on_all = True
     takes_buffers = True
     closes_ahead: bool = True
     """True if gradients and optimizer state are all there at the close, and nobody reads them."""
@@ -404,7 +212,6 @@ class DeviceStore(Store):
         device = window.inputs[0].device
         if not can_close_ahead(target.optimizers, self.options, device):
             return None
-        before = self.before_step()
         try:
             return close_ahead(
                 window,
@@ -415,7 +222,7 @@ class DeviceStore(Store):
             )
         except torch.OutOfMemoryError as error:
             failure = str(error)
-        self.failed_in_step(before, failure)
+        self._spoil(failure)
 
     def close(self, window: OpenWindow, normalise: float, hooks: DeferredHooks) -> Closed:
         return close_gradients(
@@ -448,8 +255,6 @@ class DeviceStore(Store):
                 optimizer.step()
 
     def check_hand_over(self) -> None:
-        if not self.steps_on_all:
-            super().check_hand_over()
         if self.sync.owns_step:
             raise WindowError(
                 "gradient() with a DeepSpeed engine: it steps its own optimizer; use step()"

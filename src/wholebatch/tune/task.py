@@ -1,0 +1,55 @@
+"""A thing to train: how to build it, its loss, its batches, and options of `WholeBatch`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from wholebatch.memory.meter import MemoryMeter, peak_with_recordings
+from wholebatch.options import flattened, grouped
+from wholebatch.whole_batch import WholeBatch
+
+
+@dataclass(frozen=True)
+class Task:
+    """A model to train, built anew for every measurement.
+
+    Args:
+        build: A function that returns a new model, on its device, and its optimizer.
+        loss: The loss function `loss(model, micro)`, as for `WholeBatch`.
+        batches: A function that returns the next whole batch.
+        options: Other options of `WholeBatch`, such as `units`, `clip_norm` and `batchnorm`.
+    """
+
+    build: Callable[[], tuple[nn.Module, torch.optim.Optimizer]]
+    loss: Callable[[Any, Any], Any]
+    batches: Callable[[], Any]
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def train(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any
+    ) -> WholeBatch:
+        """Return a `WholeBatch` with the task's options; those given here replace them."""
+        given = grouped({**flattened(self.options), **options})
+        return WholeBatch(model, optimizer, loss=self.loss, **given)
+
+
+def measured_peak(
+    window: Callable[[], object], model: nn.Module, optimizer: torch.optim.Optimizer
+) -> int:
+    """Run one window and return the most bytes that its tensors take at one moment.
+
+    CUDA's allocator counts them itself. On a CPU every allocation is followed, which is slow.
+    """
+    device = next(model.parameters()).device
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        window()
+        return peak_with_recordings(device)
+    with MemoryMeter(model=model, optimizer=optimizer) as meter:
+        window()
+    return meter.peak
