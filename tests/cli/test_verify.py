@@ -154,7 +154,7 @@ def test_a_loop_with_a_model_of_its_own(
         (["verify", "LOOP:right", "--steps", "1"], "at least 2"),
         (["verify", "LOOP:broken"], "KeyError: 'pixels'"),
         (["verify", "--micro-batch", "none"], "--micro-batch none: must be"),
-        (["verify", "--batchnorm", "some"], "--batchnorm some: must be one of exact, statistics"),
+        (["verify", "--batchnorm", "some"], "--batchnorm some: must be one of exact, freeze"),
         (["verify", "--execute", "fast"], "--execute fast: must be one of auto, eager"),
         (["verify", "RECIPE", "--batch-size", "99"], "--batch-size 99: is more than the 40"),
         (["verify", "LOOP:short"], "short() does not take (model, optimizer, micro_"),
