@@ -25,8 +25,7 @@ def not_understood(file: File, path: str) -> Report | None:
     for node in (*_unread_backwards(file), *_unknown_losses(file), *_trained_elsewhere(file)):
         return Report(
             node,
-            "this loop accumulates and was not understood: run "
-            f"`wholebatch verify {path}`",
+            f"this loop accumulates and was not understood: run `wholebatch verify {path}`",
         )
     return None
 
