@@ -70,6 +70,8 @@ _CLAMPED = (
 )
 _log = logging.getLogger("wholebatch")
 _FORMAT = 2  # of a state dict
+observers: list[Any] = []
+"""Told when a window begins, closes and ends (`wb.watch` reads the ledger at its close)."""
 transforms_active: Any = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
 
 
@@ -464,6 +466,8 @@ class Window:
         if known is None:
             window.seed = self.next_seed or self._first_seed(units)
         self.open = window
+        for observer in observers:
+            observer.window_began(self)
         return window
 
     def _agree_on_parameters(self) -> None:
@@ -607,6 +611,8 @@ class Window:
         `has_more`: this rank has data for another window; the ranks count those that have.
         `while_waiting()` is called where the host waits for the device.
         """
+        for observer in observers:
+            observer.window_closes(self)
         try:
             self.leaves_gradients = not (steps and self.target.steps)
             return self._close(self.current, not self.leaves_gradients, has_more, while_waiting)
