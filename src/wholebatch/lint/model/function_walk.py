@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
-from .events import Act, Context, Def, Env, Event, Guard, Loop, PathItem, classify, constructor
+from .events import Act, Context, Def, Env, Event, Guard, Loop, PathItem, classify
 from .expressions import (
     FunctionNode,
     assigned_names,
@@ -48,7 +48,6 @@ class Scope:
     changed: dict[str, frozenset[str]] = field(default_factory=dict)
     # Functions that contain training calls; others are only followed for their return value.
     relevant: frozenset[FunctionNode] = frozenset()
-    base: Env | None = None  # What a method of another object sees.
 
     def changed_by(self, loop: Loop, body: Sequence[ast.stmt]) -> set[str]:
         """Return the names that an iteration can change, also through methods that it calls."""
@@ -140,9 +139,6 @@ class Walker:
 
     def _if(self, stmt: ast.If, env: Env, path: _Path, scope: Scope) -> list[_Exit]:
         self._calls(stmt.test, env, path, scope)
-        known = _handed(stmt.test, env)
-        if known is not None:
-            return self.block(stmt.body if known else stmt.orelse, env, path, scope)
         before = env.frozen()
         exits: list[_Exit] = []
         ended: list[bool] = []
@@ -265,12 +261,10 @@ class Walker:
                 path = (*path, Guard(value, env.frozen(), isinstance(expr.op, ast.And)))
             return
         for call in calls_in(expr):
-            helper, inside = self._helper(call, scope, env), scope
-            if helper is None and _loops(path):
-                helper, inside = self._method(call, scope, env)
+            helper = self._helper(call, scope, env)
             if helper is not None and any(word in helper.name for word in _LOGS):
                 self._emit(Act("call", call.func), call, self._stmt, env, path)
-            if helper is not None and self._inline(call, helper, env, path, inside):
+            if helper is not None and self._inline(call, helper, env, path, scope):
                 continue
             act = classify(call, env)
             if act is None:
@@ -323,29 +317,6 @@ class Walker:
                 return scope.functions[chosen.id]
         return None
 
-    def _method(self, call: ast.Call, scope: Scope, env: Env) -> tuple[FunctionNode | None, Scope]:
-        """Return a method of another class of the file: of `runner`, made or annotated here.
-
-        A call of a loss itself, `criterion(x, y)`, is one of its `__call__` or `forward`.
-        """
-        full = dotted(call.func) or ""
-        owners = self.facts.classes if full not in {"", "self"} else ()
-        held, _, method = full.rpartition(".")
-        for name, methods in ((held, (method,)), (full, ("__call__", "forward"))) if owners else ():
-            made = {made.rpartition(".")[2] for made, _ in map(constructor, env.get(name, ()))}
-            made |= self.facts.annotated.get(name, set()) if name == held else set()
-            for owner in owners if made and name != "self" else ():
-                found = next((owner.methods[m] for m in methods if m in owner.methods), None)
-                if found is None or owner.node.name not in made:
-                    continue
-                if found in scope.relevant or (name == full and "loss" in owner.node.name.lower()):
-                    seen = class_env(owner, _EMPTY)
-                    own = Scope(
-                        scope.functions, owner.methods, owner.changed, scope.relevant, base=seen
-                    )
-                    return found, own
-        return None, scope
-
     def _worth(self, helper: FunctionNode, path: _Path, scope: Scope) -> bool:
         """True if a helper should be inlined: relevant, tiny, or short and inside a loop."""
         if helper in scope.relevant:
@@ -370,9 +341,8 @@ class Walker:
         self.covered.add(helper)
         is_method = helper.name in scope.methods
         seen = {k: v for k, v in env.items() if not is_method or "." in k}
-        seen = seen if scope.base is None else dict(scope.base)
         given = arguments(call, helper, env, _loops(path))
-        inside = replace(scope, functions=dict(scope.functions), base=None)
+        inside = replace(scope, functions=dict(scope.functions))
         inner = Env({**seen, **given})
         caller_stmt = self._stmt
         self._stack.append(helper)
@@ -382,7 +352,7 @@ class Walker:
         self._stack.pop()
         self._stmt = caller_stmt
         # What a helper sets on self, its caller sees too.
-        for name, defs in inner.items() if scope.base is None else ():
+        for name, defs in inner.items():
             if name.startswith("self.") and env.get(name) is not defs:
                 env.bind(name, defs)
         return True
@@ -417,16 +387,6 @@ def arguments(
 
 def _constant(defs: tuple[Def, ...]) -> object:
     return defs[0].expr.value if len(defs) == 1 and isinstance(defs[0].expr, ast.Constant) else None
-
-
-def _handed(test: ast.expr, env: Env) -> bool | None:
-    """Return the value of a condition that is a literal of the call: `evaluate=True`."""
-    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-        inner = _handed(test.operand, env)
-        return None if inner is None else not inner
-    defs = env.get(test.id, ()) if isinstance(test, ast.Name) else ()
-    value = _constant(defs)
-    return value if isinstance(value, bool) and defs[0].node is defs[0].expr else None
 
 
 def _load(target: ast.expr) -> ast.expr:

@@ -107,8 +107,6 @@ class _LoopConditions:
         return self.resolver.varies(expr, self.loop)
 
     def _compound(self, expr: ast.BoolOp) -> Boundary | None:
-        if _is_short_epoch(expr):
-            return None
         parts = [(value, self.boundary(value)) for value in expr.values]
         known = [b for _, b in parts if b is not None]
         others = [v for v, b in parts if b is None]
@@ -122,7 +120,7 @@ class _LoopConditions:
         if is_or != main.inverse:
             ends = any(b.kind == "last" for b in known[1:])
             tail = ends or main.tail or any(self._is_tail(v) for v in others)
-            found = self._beside(main, others, lambda v: self._is_tail(v) or _is_short_epoch(v))
+            found = self._beside(main, others, self._is_tail)
             return replace(found, tail=tail, expr=expr)
         if is_or:
             return None
@@ -140,8 +138,6 @@ class _LoopConditions:
 
     def _is_tail(self, expr: ast.expr) -> bool:
         """True for one particular iteration: `i == max_iters`, `step + 1 == len(loader)`."""
-        if _is_short_epoch(expr):
-            return False  # `len(loader) <= k and last`: only where one window is the whole epoch.
         if isinstance(expr, ast.Compare) and isinstance(expr.ops[0], (ast.Eq, ast.GtE, ast.Gt)):
             sides = (expr.left, expr.comparators[0])
             places = [self._position(side) for side in sides]
@@ -261,11 +257,6 @@ class _LoopConditions:
             if symbol is None or symbol.kind == "opaque" or symbol.loop is not self.loop:
                 return None
             return _Position(symbol)
-        over = self.loop.iterable
-        if is_binary(expr, ast.FloorDiv) and is_call(over, "range") and len(over.args) == 3:
-            # `i // size` in a loop over range(0, n, size)
-            by_size = self.resolver.key(over.args[2], self.loop.entry) == text(expr.right)
-            return self._position(expr.left) if by_size else None
         return self._sum(expr) if is_binary(expr, ast.Add, ast.Sub) else None
 
     def _sum(self, expr: ast.BinOp) -> _Position | None:
@@ -370,18 +361,6 @@ def _framework_boundary(expr: ast.expr) -> Boundary | None:
     if last_part(getattr(expr, "func", expr)) == "is_gradient_accumulation_boundary":
         return Boundary("deepspeed", None, expr)
     return None
-
-
-def _is_short_epoch(expr: ast.expr) -> bool:
-    return isinstance(expr, ast.BoolOp) and any(_is_short(value) for value in expr.values)
-
-
-def _is_short(expr: ast.expr) -> bool:
-    return (
-        isinstance(expr, ast.Compare)
-        and isinstance(expr.ops[0], (ast.LtE, ast.Lt))
-        and is_accumulation_name(text(expr.comparators[0]))
-    )
 
 
 def _constant_part(expr: ast.expr) -> int:

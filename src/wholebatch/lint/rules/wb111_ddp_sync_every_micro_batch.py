@@ -11,9 +11,8 @@ import re
 from collections.abc import Iterator
 
 from ..model import Event, File, LoopWindow
-from ..model.events import MODEL_NAME, Context, Guard, holds_sync
+from ..model.events import MODEL_NAME, Context, holds_sync
 from ..model.expressions import is_accumulation_name, is_call, is_not, last_part, text
-from ..model.window_boundary import of_guard
 from .rule_base import Report, rule, steps_every_micro_batch
 
 _HELD = re.compile(
@@ -32,21 +31,12 @@ def check(file: File) -> Iterator[Report]:
     for window in windows:
         if wraps and not file.facts.mentions(_HELD):
             local = {e.detail for e in window.backwards} <= _LOCAL
-            wrapped = any(_belongs(call, window) for call in wraps)
-            if wrapped and local and not steps_every_micro_batch(window):
+            if local and not steps_every_micro_batch(window):
                 yield Report(
                     window.backwards[0].node,
                     "DistributedDataParallel reduces the gradients on every micro-batch: hold it "
                     "with `no_sync()` for all but the last of a window",
                 )
-            continue
-        wrong = _reduces_wrongly(window)
-        if wrong is not None:
-            yield Report(
-                wrong,
-                "gradients are not reduced on the last micro-batch of each window: hold the "
-                f"reduction on all others, by the rest of the division by {window.count_name}",
-            )
             continue
         # FSDP decides in the backward.
         sharded = file.facts.wraps_fsdp and not wraps
@@ -57,17 +47,6 @@ def check(file: File) -> Iterator[Report]:
                 "synchronisation is held after the forward that reads it: DDP decides in the "
                 "forward, so it must be inside `no_sync()` or after the flag is set",
             )
-
-
-def _belongs(call: ast.Call, window: LoopWindow) -> bool:
-    """True unless the model is wrapped in another function that trains by itself."""
-    facts = window.facts
-    wrapping = facts.functions_around(call.lineno)
-    training = facts.functions_around(window.loop.node.lineno)
-    if not wrapping or not training or not facts.relevant.intersection(wrapping):
-        return True
-    pairs = [(a, b) for a in wrapping for b in training]
-    return any(a is b or facts.reaches(a, b) or facts.reaches(b, a) for a, b in pairs)
 
 
 def _wraps(file: File) -> list[ast.Call]:
@@ -85,30 +64,6 @@ def _wraps(file: File) -> list[ast.Call]:
         for call in ast.walk(stmt)
     }
     return [call for call in trained if id(call) not in otherwise]
-
-
-def _reduces_wrongly(window: LoopWindow) -> ast.expr | None:
-    """Return a condition that does not reduce at the end of each window.
-
-    It is the opposite of the boundary, or compares a position in the loader with the number of
-    micro-batches, as in `i == k - 1`: that is the end of the first window only.
-    """
-    flags = [(f.argument, f.env, True) for f in window.of("ddp_flag") if f.argument is not None]
-    held = [c for b in window.backwards for c in b.contexts(window.loop) if holds_sync(c)]
-    for context in held:
-        for node in ast.walk(context.expr):
-            if isinstance(node, ast.IfExp):
-                flags.append((node.test, context.env, "no_sync" not in text(node.body)))
-    for expr, env, positive in flags if window.shape == "boundary" else ():
-        resolved = window.resolver.resolve(expr, env)
-        known = of_guard(Guard(expr, env, positive), window.loop, window.resolver)
-        counts = window.every_key in text(resolved) and "%" not in text(resolved)
-        kinds = {s.kind for s in window.resolver.symbols_in(resolved) if s.loop is window.loop}
-        if known is None and counts and kinds == {"target"}:
-            return expr
-        if known is not None and known.inverse and window.is_ours(known):
-            return expr
-    return None
 
 
 def _late_flag(window: LoopWindow) -> Event | None:
