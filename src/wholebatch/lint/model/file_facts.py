@@ -17,7 +17,6 @@ _TRAINING_CALLS = {
     "backward", "training_step", "manual_backward", "loss_scaler", "zero_grad", "unscale_",
     "clip_grad_norm_", "clip_grad_value_", "optimizer_step",
 }  # fmt: skip
-_FSDP = {"FullyShardedDataParallel", "FSDP", "fully_shard", "FSDPStrategy"}
 
 
 @dataclass
@@ -65,12 +64,6 @@ class Facts:
     def made(self, *names: str) -> list[ast.Call]:
         """Return the calls whose last name is one of these: `DDP(...)`, `nn.BatchNorm2d(...)`."""
         return [c for c in self.calls if last_part(c.func) in names]
-
-    @cached_property
-    def wraps_fsdp(self) -> bool:
-        """True if this file shards a model."""
-        asked = [c.args[1] for c in self.made("isinstance") if len(c.args) > 1]
-        return bool(self.made(*_FSDP)) or any(last_part(kind) in _FSDP for kind in asked)
 
     @cached_property
     def has_ignored_label(self) -> bool:

@@ -75,8 +75,6 @@ class Walker:
         self.events: list[Event] = []
         self.loops: list[Loop] = []
         self.covered: set[FunctionNode] = set()
-        # Functions inside functions, with their environment: a framework may call them.
-        self.nested: list[tuple[FunctionNode, Env, Scope]] = []
         self.root = 0
         self._inlines = 0
         self._stack: list[FunctionNode] = []
@@ -121,7 +119,6 @@ class Walker:
                 _join(env, [env, branch])
         elif isinstance(stmt, (ast.FunctionDef, ast.AsyncFunctionDef)):
             scope.functions[stmt.name] = stmt
-            self.nested.append((stmt, env, scope))
         elif isinstance(stmt, (ast.Return, ast.Raise, ast.Break, ast.Continue)):
             if isinstance(stmt, ast.Return):
                 self._return(stmt, env, path, scope)
@@ -155,12 +152,6 @@ class Walker:
             exits = [_Exit("both", ())] if exits else exits
         alive = [r for r, gone in zip(results, ended, strict=True) if not gone] or results
         _join(env, alive)
-        # `if n == k: last = True`, and False otherwise or before: the flag is the condition.
-        for name in assigned_names(stmt.body):
-            values = [_constant(result.get(name, ())) for result in results]
-            if values in ([True, False], [False, True]):
-                test = stmt.test if values[0] else ast.UnaryOp(ast.Not(), stmt.test)
-                env.bind(name, (Def(test, before, _loops(path), stmt),))
         return exits
 
     def _with(
@@ -235,8 +226,6 @@ class Walker:
             name = dotted(target) or ""
             if name.endswith(".grad") and isinstance(stmt.value, ast.Constant):
                 self._emit(Act("zero", target, detail="grad=None"), stmt, stmt, env, path)
-            elif isinstance(target, ast.Attribute) and target.attr == "require_backward_grad_sync":
-                self._emit(Act("ddp_flag", target.value, stmt.value), stmt, stmt, env, path)
             self._bind(target, stmt.value, env, path)
         self._emit(Act("assign", targets[0], stmt.value), stmt, stmt, env, path)
 
@@ -261,7 +250,7 @@ class Walker:
                 path = (*path, Guard(value, env.frozen(), isinstance(expr.op, ast.And)))
             return
         for call in calls_in(expr):
-            helper = self._helper(call, scope, env)
+            helper = self._helper(call, scope)
             if helper is not None and any(word in helper.name for word in _LOGS):
                 self._emit(Act("call", call.func), call, self._stmt, env, path)
             if helper is not None and self._inline(call, helper, env, path, scope):
@@ -302,20 +291,11 @@ class Walker:
 
     # -- helpers -----------------------------------------------------------------------------
 
-    def _helper(self, call: ast.Call, scope: Scope, env: Env) -> FunctionNode | None:
+    def _helper(self, call: ast.Call, scope: Scope) -> FunctionNode | None:
         name = dotted(call.func) or ""
         if name.startswith("self.") and name.count(".") == 1:
             return scope.methods.get(name[5:])
-        if name in scope.functions or "." in name:
-            return scope.functions.get(name)
-        # A name for one of several functions: `run = packed if pack else padded`.
-        for definition in env.get(name, ()):
-            chosen = (
-                definition.expr.body if isinstance(definition.expr, ast.IfExp) else definition.expr
-            )
-            if isinstance(chosen, ast.Name) and chosen.id in scope.functions:
-                return scope.functions[chosen.id]
-        return None
+        return scope.functions.get(name)
 
     def _worth(self, helper: FunctionNode, path: _Path, scope: Scope) -> bool:
         """True if a helper should be inlined: relevant, tiny, or short and inside a loop."""
@@ -441,7 +421,7 @@ def walk_file(tree: ast.Module, facts: Facts) -> Walker:
             roots.append((method, inner, scope))
     # A function that the file calls is followed from its caller: begin with the others.
     uncalled = [root for root in roots if root[0].name not in {*facts.called, "__init__"}]
-    for function, seen, scope in chain(uncalled, roots, walker.nested):
+    for function, seen, scope in chain(uncalled, roots):
         if function not in walker.covered and function in relevant:
             _walk_root(walker, function, seen, scope)
     # A step function that only methods without a loop call: the loop is in another file.

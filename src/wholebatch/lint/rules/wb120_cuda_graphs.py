@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 
 from ..model import File
-from ..model.expressions import keyword, last_part
+from ..model.expressions import keyword, last_part, text
 from .rule_base import Report, framework_accumulates, rule
 
 _GRAPHED = {"reduce-overhead", "max-autotune"}
@@ -24,6 +24,9 @@ def check(file: File) -> Iterator[Report]:
     if not (file.accumulating or framework_accumulates(file)):
         return
     for call in file.facts.calls:
+        compiled = text(call.args[0]) if call.args else "model"
+        if f"{compiled}.requires_grad_(False)" in file.facts.source:
+            continue  # Frozen: it gets no gradients.
         what = _graphs(call, file)
         if what and not file.facts.mentions(_MARKED):
             yield Report(
