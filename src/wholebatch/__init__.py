@@ -37,7 +37,6 @@ if TYPE_CHECKING:
         supcon_loss,
     )
     from wholebatch.coupled.moe import moe_loss
-    from wholebatch.distributed.pipeline import Pipeline
     from wholebatch.losses.distillation import distillation_loss
     from wholebatch.losses.loss import Loss, causal_lm, cross_entropy, mean_loss
     from wholebatch.losses.policy import (
@@ -58,6 +57,7 @@ if TYPE_CHECKING:
         simpo_loss,
     )
     from wholebatch.options import Close, Memory, samples
+    from wholebatch.pipeline import Pipeline
     from wholebatch.verification import verify, watch
     from wholebatch.whole_batch import WholeBatch
     from wholebatch.window.window import Step
@@ -121,7 +121,7 @@ _NAMES = {
     "coupled.audit": "audit",
     "coupled.contrastive.losses": "Coupled clip_loss info_nce siglip_loss supcon_loss",
     "coupled.moe": "moe_loss",
-    "distributed.pipeline": "Pipeline",
+    "pipeline": "Pipeline",
     "errors": "errors",
     "losses.distillation": "distillation_loss",
     "losses.policy": "aggregate aggregate_units group_sizes policy_loss token_kl value_loss",

@@ -31,7 +31,7 @@ from torch.utils.checkpoint import checkpoint
 
 from wholebatch.batch.samples import flatten
 from wholebatch.errors import LossError, OptionError
-from wholebatch.losses.loss import Loss, Terms
+from wholebatch.losses.loss import Loss, OfTheBatch, Terms
 
 _CHUNK = 1 << 25  # Similarities at a time: 128 MiB in float32.
 
@@ -84,10 +84,6 @@ class Coupled:
         made = [t for t in tensors if isinstance(t, Tensor) and t.requires_grad]
         total = sum((t.float().square().sum() for t in made), torch.zeros(()))
         return Loss(total, 1)
-
-
-class OfTheBatch(Loss):
-    """A loss that compares all samples it is given, so it is wrong for a micro-batch alone."""
 
 
 def refuse_in_parts(loss: object) -> None:
