@@ -199,14 +199,14 @@ class _Test:
     def _has_groups(self, whole: SampleRun) -> bool:
         """True if neighbouring samples belong together (pairs), and groups of them add up.
 
-        Micro-batches that hold groups whole are exact then. Two cuts must add up: one may have as
-        many labels on both sides.
+        Micro-batches that hold groups whole are exact then. Several cuts must add up: one may have
+        the same share of labels on both sides.
         """
         samples = self._samples
         for size in (2, 4, 8):
             cuts = range(size, samples.count, size)
             if samples.count % size == 0 and len(cuts) > 1:
-                ends = [(samples.part(0, c), samples.part(c, samples.count)) for c in cuts[::2][:2]]
+                ends = [(samples.part(0, c), samples.part(c, samples.count)) for c in cuts[:4]]
                 if all(self._tolerance.adds_up(whole, parts) for parts in ends):
                     return True
         return False
