@@ -37,7 +37,7 @@ from wholebatch.compile.execute_mode import ExecutePlan
 from wholebatch.compile.joint_graph import JointStep
 from wholebatch.compile.layer_norm import can_fuse_norms
 from wholebatch.compile.repeated_blocks import PieceProgram, _Input, _Result
-from wholebatch.coupled import adds_up, audit
+from wholebatch.coupled import additivity, adds_up
 
 # Inductor's own imports warn; a compiled piece is collected late.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -212,7 +212,7 @@ def test_the_pieces_are_sent_before_the_first_test_of_the_model(
 
     monkeypatch.setattr(compile_workers, "serve", WORKERS["fails"])
     monkeypatch.setattr(CompileWorkers, "compile", sent)
-    monkeypatch.setattr(audit, "check_adds_up", looked)
+    monkeypatch.setattr(additivity, "check_adds_up", looked)
     model = Tagger().double()
     whole = Whole(model, loss=mean_of_tokens)
     optimizer = sgd(model)

@@ -24,7 +24,7 @@ from tests.support import Whole, sgd
 from wholebatch.compile import compile_workers, joint_graph, kept_steps, micro_step
 from wholebatch.compile.code_digest import CodeDigest, Unknown
 from wholebatch.compile.kept_steps import KEEP, entry_of
-from wholebatch.coupled import audit
+from wholebatch.coupled import additivity
 from wholebatch.errors import LossError
 
 CPU = torch.device("cpu")
@@ -40,7 +40,7 @@ class Counted:
 def counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Counted:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv(KEEP, "1")
-    found, trace, check = Counted(), micro_step.trace, audit.check_adds_up
+    found, trace, check = Counted(), micro_step.trace, additivity.check_adds_up
 
     def traced(*given: Any, **options: Any) -> Any:
         found.traces += 1
@@ -51,7 +51,7 @@ def counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Counted:
         return check(*given, **options)
 
     monkeypatch.setattr(micro_step, "trace", traced)
-    monkeypatch.setattr(audit, "check_adds_up", checked)
+    monkeypatch.setattr(additivity, "check_adds_up", checked)
     monkeypatch.setattr(joint_graph, "compiled_by_inductor", lambda graph, *_, **__: graph)
     return found
 

@@ -79,17 +79,17 @@ def layers_by_type(window: LoopWindow, loss: Tensor, units: float) -> AuditFindi
 def sum_or_mean(window: LoopWindow, loss: Tensor, units: float) -> AuditFinding | None:
     """Find a mean that is given as a sum, or a sum that is given as a mean."""
     terms = [term for term in last_reductions(loss) if term.count > 1 or not term.sizes]
-    if units <= 1 or not terms or len(terms) >= units > 1:  # as many terms: one of each unit
+    if units <= 0 or not terms or len(terms) >= units > 1:  # as many terms: one of each unit
         return None
     first, number = terms[0], f"{units:g}"
-    if not window.is_mean and all(map(_is_mean, terms)):
+    if not window.is_mean and all(_is_mean(term, units) for term in terms):
         text = (
             f"total is a mean ({first.node}), and must be the sum over its units={number}: its "
             'gradient would be too small. Take the sum (reduction="sum" in torch\'s losses), or '
             f"say that it is a mean: backward(mean=..., units={number})"
         )
         return AuditFinding(_LOSS, first.node, "mean", text)
-    if window.is_mean and all(map(_is_summed_loss, terms)):
+    if window.is_mean and units > 1 and all(map(_is_summed_loss, terms)):
         text = (
             f"mean is a sum ({first.node}), and must be the mean over its units={number}: its "
             f"gradient would be too large. Give it as the sum it is, backward(total, units="
@@ -99,11 +99,16 @@ def sum_or_mean(window: LoopWindow, loss: Tensor, units: float) -> AuditFinding 
     return None
 
 
-def _is_mean(term: Reduction) -> bool:
-    """True for a mean that no factor makes a sum again."""
-    return term.kind == "mean" and all(
-        scale.operation == "divided" or scale.by <= 1 for scale in term.scales
-    )
+def _is_mean(term: Reduction, units: float) -> bool:
+    """True for a mean, or a sum divided by its units, that no factor makes a sum again."""
+    if any(scale.operation == "multiplied" and scale.by > 1 for scale in term.scales):
+        return False
+    if units == 1:  # It may be one sample, and the mean over what it consists of.
+        return term.kind == "mean" and len(term.sizes) > 0 and term.sizes[0] > 1
+    by_units = any(math.isclose(scale.by, units, rel_tol=4e-3) for scale in term.scales)
+    # Of [units, units] losses, the division may be by the features; by 2, it may be of two terms.
+    is_divided = by_units and units > 2 and term.count != units * units
+    return term.kind == "mean" or (term.kind == "sum" and is_divided)
 
 
 def _is_summed_loss(term: Reduction) -> bool:

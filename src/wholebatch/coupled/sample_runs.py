@@ -122,7 +122,7 @@ class FirstSamples:
         self.model, self.run, self.layout = model, run, layout
         self.count, self.graph, self.name = count, graph, name
         # Uneven parts: two equal ones may have equally many labels, and then any mean adds up.
-        self.cut = max(1, (3 * count + 4) // 8)
+        self.cut = max(1, 3 * count // 8)
         self.reads_outputs = outputs
         named = [(n, p) for n, p in model.named_parameters() if _is_plain(p)]
         self.parameters = [(n, p) for n, p in named if p.requires_grad]
