@@ -167,7 +167,6 @@ CASES: dict[str, Callable[[], Made]] = {
     "dropout": lambda: (layers(nn.Dropout(0.5), nn.ReLU()), loss),
     "dropout in the loss": dropped_in_loss,
     "checkpoints": lambda: checkpointed(False),
-    "reentrant checkpoints": lambda: checkpointed(True),
     "tied weights": tied,
     "adapters": adapted,
     "diffusion": diffusion,
