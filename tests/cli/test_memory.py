@@ -51,7 +51,7 @@ def test_the_micro_batch_is_chosen_and_told_in_two_lines(
     recipe: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """And the update is that of the recipe's own micro-batch."""
-    options = ["--steps", "2", "--memory"]
+    options = ["--updates", "2", "--memory"]
     assert main(["train", recipe, "--out", str(tmp_path / "run"), *options, "6MiB"]) == 0
     lines = capfd.readouterr().out.splitlines()
     place = next(i for i, line in enumerate(lines) if line.startswith("  memory "))
@@ -60,7 +60,7 @@ def test_the_micro_batch_is_chosen_and_told_in_two_lines(
     assert lines[place + 1].lstrip().startswith("predicted peak ")
     assert "in a trial step): " in lines[place + 1]
     assert "× 1 rank = 10 samples an update" in lines[place - 1]
-    assert main(["train", recipe, "--out", str(tmp_path / "plain"), "--steps", "2"]) == 0
+    assert main(["train", recipe, "--out", str(tmp_path / "plain"), "--updates", "2"]) == 0
     for ours, theirs in zip(
         metrics_of(tmp_path / "run"), metrics_of(tmp_path / "plain"), strict=True
     ):
@@ -71,8 +71,8 @@ def test_the_micro_batch_is_chosen_and_told_in_two_lines(
 def test_a_chosen_micro_batch_is_kept_when_the_run_goes_on(recipe: str, tmp_path: Path) -> None:
     straight, half = tmp_path / "straight", tmp_path / "half"
     assert main(["train", recipe, "--out", str(straight), "--memory", "6MiB"]) == 0
-    assert main(["train", recipe, "--out", str(half), "--memory", "6MiB", "--steps", "2"]) == 0
-    assert main(["train", "--resume", "--out", str(half), "--steps", "4"]) == 0
+    assert main(["train", recipe, "--out", str(half), "--memory", "6MiB", "--updates", "2"]) == 0
+    assert main(["train", "--resume", "--out", str(half), "--updates", "4"]) == 0
     one, other = newest_checkpoint(straight), newest_checkpoint(half)
     for part in ("model", "optimizer", "data"):
         assert_same_bits(one[part], other[part], part)
@@ -118,7 +118,7 @@ def test_fit_applies_the_least_and_the_run_keeps_it(
     settings = json.loads((out / "config.json").read_text())["settings"]
     assert settings["checkpointing"] is True
     assert settings["precision"] == "full"
-    assert main(["train", "--resume", "--out", str(out), "--steps", "5"]) == 0
+    assert main(["train", "--resume", "--out", str(out), "--updates", "5"]) == 0
     assert "computed again in the backward pass" in capfd.readouterr().out
     assert main(["train", recipe, "--out", str(tmp_path / "no"), "--memory", "1MiB", "--fit"]) == 2
     assert "error: --fit: memory=1.00 MiB: a micro-batch" in capfd.readouterr().err

@@ -284,7 +284,7 @@ def test_every_option_of_train_is_a_field_and_none_is_filled_in() -> None:
     [
         (["trian"], "no such command: trian (did you mean train?)"),
         (["train", "--batch-sise", "4"], "no such option: --batch-sise (did you mean --batch-size"),
-        (["train", "--steps"], "--steps: needs a value (see --help)"),
+        (["train", "--updates"], "--steps: needs a value (see --help)"),
         (["train", "one.py", "two.py"], "two.py: unexpected argument (see --help)"),
         (["report"], "RUN...: is missing: Folders of runs."),
         (["completion"], "SHELL: is missing: bash, zsh or fish."),

@@ -56,8 +56,8 @@ for step in range(8):
         optimizer.zero_grad()
 """
 SCREENS: dict[str, tuple[str, ...]] = {
-    "train": ("train", "mine.py", "--out", "run", "--steps", "2", "--noise", "off"),
-    "resumed": ("train", "--resume", "--out", "run", "--steps", "3"),
+    "train": ("train", "mine.py", "--out", "run", "--updates", "2", "--noise", "off"),
+    "resumed": ("train", "--resume", "--out", "run", "--updates", "3"),
     "recipes": ("recipes",),
     "report": ("report", "run"),
     "verify": ("verify", "mine.py"),
