@@ -279,7 +279,7 @@ def accelerate(job: Job, *, ours: bool = False, **options: Any) -> None:
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, GradientState
 
-    from wholebatch.integrations.accelerate import ExactWindows
+    from wholebatch.integrations.accelerate import AccelerateAccumulator
 
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
@@ -291,7 +291,7 @@ def accelerate(job: Job, *, ours: bool = False, **options: Any) -> None:
     )
     model = job.model()
     model, optimizer = accelerator.prepare(model, adamw(model, job))
-    windows = ExactWindows(accelerator, model, optimizer) if ours else None
+    windows = AccelerateAccumulator(accelerator, model, optimizer) if ours else None
     loss: Any = None
     if windows is not None:
         how: Any = {"execute": job.mode, "precision": job.precision}
@@ -314,7 +314,7 @@ def accelerate(job: Job, *, ours: bool = False, **options: Any) -> None:
 def fabric(job: Job, *, ours: bool = False, compiled: bool = False) -> None:
     from lightning.fabric import Fabric
 
-    from wholebatch.integrations.lightning import FabricWindows
+    from wholebatch.integrations.lightning import FabricAccumulator
 
     host = Fabric(
         accelerator="cuda" if job.on_cuda else "cpu",
@@ -324,7 +324,7 @@ def fabric(job: Job, *, ours: bool = False, compiled: bool = False) -> None:
     plain = job.model()
     given: Any = torch.compile(plain) if compiled else plain
     model, optimizer = host.setup(given, adamw(plain, job))
-    windows = FabricWindows(host, model, optimizer) if ours else None
+    windows = FabricAccumulator(host, model, optimizer) if ours else None
     loss: Any = None
     if windows is not None:
         how: Any = {"execute": job.mode, "precision": job.precision}
@@ -349,7 +349,7 @@ def lightning(job: Job, *, ours: bool = False, compiled: bool = False) -> None:
     from lightning.pytorch import Callback, LightningModule, Trainer
     from torch.utils.data import DataLoader
 
-    from wholebatch.integrations.lightning import ExactWindows
+    from wholebatch.integrations.lightning import ExactAccumulation
 
     class Module(LightningModule):
         def __init__(self) -> None:
@@ -378,7 +378,7 @@ def lightning(job: Job, *, ours: bool = False, compiled: bool = False) -> None:
     if ours:
         units = lambda batch: (batch["labels"][:, 1:] != -100).sum()  # noqa: E731
         how: Any = {"execute": job.execute, "precision": job.precision}
-        callbacks.append(ExactWindows(units=units, **how))
+        callbacks.append(ExactAccumulation(units=units, **how))
     host = Trainer(
         max_steps=WARM + MEASURED + 1,
         accelerator="cuda" if job.on_cuda else "cpu",
@@ -466,7 +466,7 @@ DOORS: dict[str, tuple[str, tuple[str, ...], Callable[[Job], None]]] = {
         lambda job: lightning(job, compiled=True),
     ),
     "lightning*": (
-        "Lightning, ExactWindows",
+        "Lightning, ExactAccumulation",
         ("lightning",),
         lambda job: lightning(job, ours=True),
     ),

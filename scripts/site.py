@@ -17,9 +17,6 @@ ORDER: dict[str, tuple[str, ...]] = {
         "choose.md",
         "gallery.md",
         "migrate/hand-written.md",
-        "migrate/transformers.md",
-        "migrate/accelerate.md",
-        "migrate/lightning.md",
         "migrate/keras.md",
         "troubleshooting.md",
         "faq.md",
@@ -40,7 +37,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "packing.md",
         "scaling.md",
         "noise.md",
-        "gradients.md",
+        "optimizer-state.md",
         "whole-gradient.md",
         "distributed.md",
         "engines.md",
@@ -67,8 +64,7 @@ TITLES = {
     "benchmarks/speed-cpu.md": "Speed on a CPU",
     "benchmarks/look.md": "Cost of the first look, CPU",
     "benchmarks/look-cuda.md": "Cost of the first look, H200",
-    "benchmarks/adam_accumulation.md": "Adam accumulation",
-    "benchmarks/gradient_memory.md": "Gradient memory by category",
+    "benchmarks/gradient_memory.md": "Memory by category",
     "reference/memory.md": "Memory prediction",
 }
 """Names in the sidebar of pages whose first heading is not enough there."""

@@ -13,7 +13,6 @@ import wholebatch as wb
 from tests.support import Whole, adamw, sgd
 from tests.test_engine_coupled import LOSSES, Batch, Clip, batch, coupled, encode, mean_of
 from wholebatch.memory import MemoryMeter
-from wholebatch.options import grouped
 
 
 def test_memory_grows_by_the_representations_and_a_chunk_only() -> None:
@@ -122,9 +121,6 @@ def test_what_is_refused() -> None:
         wb.WholeBatch(model, sgd(model), loss=3)  # type: ignore[arg-type]
     with pytest.raises(wb.errors.OptionError, match="a list or dict of them"):
         wb.WholeBatch([3], sgd(model), loss=coupled(model))  # type: ignore[list-item]
-    train = wb.WholeBatch(model, sgd(model), loss=coupled(model), micro_batch=4)
-    with pytest.raises(wb.errors.StateError, match="save between steps"):
-        train.step(batch(), after_micro=lambda done, of: train.state_dict() and None)
 
 
 def test_a_run_resumes_between_steps() -> None:
@@ -155,19 +151,15 @@ def test_the_largest_micro_batch_is_chosen_by_the_memory_of_the_encoder() -> Non
     whole.assert_same(model)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"gradients": "host"},
-        {"gradients": "host", "optimizer_on": "host"},
-        {"gradients": "release", "nonfinite": "skip"},
-    ],
-)
-def test_wherever_the_gradients_are_kept(options: dict[str, Any]) -> None:
+def test_with_optimizer_state_on_the_host() -> None:
     model = Clip()
     whole = Whole(model, adamw, loss=mean_of("clip"))
     train = wb.WholeBatch(
-        model, adamw(model), loss=coupled(model), **grouped({"micro_batch": 4, **options})
+        model,
+        adamw(model),
+        loss=coupled(model),
+        micro_batch=4,
+        memory=wb.Memory(optimizer_state="host"),
     )
     for seed in range(2):
         whole.step(batch(seed=seed))

@@ -26,7 +26,8 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset(
         {"cli.recipes", "cli.report", "integrations", "lint", "testing", "tune", "verification"}
     ),
-    frozenset({"accumulator", "whole_batch", "integrations.host_window"}),
+    frozenset({"integrations.handed_over"}),
+    frozenset({"accumulator", "whole_batch"}),
     frozenset(
         {
             "cli.checkpoints",

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import wholebatch as wb
 from tests.support import EXACT, distance, mean, mlp, pieces, samples, summed
-from wholebatch.errors import NonFiniteError, OptionError, WindowError
+from wholebatch.errors import NonFiniteError, OptionError
 from wholebatch.options import grouped
 
 Named = list[tuple[str, nn.Parameter]]
@@ -92,7 +92,7 @@ def whole_batch(
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("sizes", SPLITS)
 @pytest.mark.parametrize("clip", [None, 0.1])
-@pytest.mark.parametrize("store", ["device", "swap"])
+@pytest.mark.parametrize("store", ["device", "host"])
 def test_the_update_of_the_undivided_batch_with_the_same_function(
     function: Any, sizes: list[int], clip: float | None, store: Any
 ) -> None:
@@ -105,7 +105,7 @@ def test_the_update_of_the_undivided_batch_with_the_same_function(
         sizes,
         clip_norm=clip,
         on_gradient=function,
-        gradients=store,
+        optimizer_state=store,
     )
     step = train.step(batch)
     assert step.grad_norm == pytest.approx(norm, rel=1e-12)
@@ -256,25 +256,6 @@ def test_a_function_that_fails_leaves_nothing() -> None:
         train.step(samples(20))
     assert changed(model, before) == 0.0
     assert all(p.grad is None for p in model.parameters())
-
-
-@pytest.mark.parametrize("store", ["host", "release", "moments"])
-def test_stores_without_the_whole_gradient_refuse(store: Any) -> None:
-    model = mlp(dtype=torch.float32)
-    options: dict[str, Any] = {
-        "loss": loss,
-        "micro_batch": 4,
-        "gradients": store,
-        "units": lambda m: len(m["y"]),
-        "nonfinite": "skip" if store == "release" else "raise",
-    }
-    with pytest.raises(OptionError, match=f"on_gradient= with gradients='{store}'.*never in .grad"):
-        wb.WholeBatch(model, make(False)(model), **grouped({"on_gradient": noise, **options}))
-    with pytest.raises(OptionError, match=f"optimizer=None with gradients='{store}'"):
-        wb.WholeBatch(model, None, **grouped(options))
-    train = wb.WholeBatch(model, make(False)(model), **grouped(options))
-    with pytest.raises(WindowError, match=f'gradient\\(\\) with gradients="{store}"'):
-        train.gradient(samples(8, dtype=torch.float32))
 
 
 def test_what_cannot_be_called_is_refused() -> None:

@@ -144,8 +144,8 @@ def test_refusals_without_an_optimizer() -> None:
         whole_batch(model, None, [4, 4]).step(samples(8))
     with pytest.raises(OptionError, match="ema= with optimizer=None: the step is yours"):
         whole_batch(model, None, [8], ema=torch.optim.swa_utils.AveragedModel(model))
-    with pytest.raises(OptionError, match="optimizer=None with gradients='swap'"):
-        whole_batch(model, None, [8], gradients="swap")
+    with pytest.raises(OptionError, match="optimizer=None with optimizer_state="):
+        whole_batch(model, None, [8], optimizer_state="host")
 
 
 def test_state_without_an_optimizer_goes_on() -> None:

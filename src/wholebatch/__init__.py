@@ -37,7 +37,6 @@ if TYPE_CHECKING:
         supcon_loss,
     )
     from wholebatch.coupled.moe import moe_loss
-    from wholebatch.coupled.sample_draws import rand_like, randint_like, randn_like
     from wholebatch.distributed.pipeline import Pipeline
     from wholebatch.losses.distillation import distillation_loss
     from wholebatch.losses.loss import Loss, causal_lm, cross_entropy, mean_loss
@@ -95,9 +94,6 @@ __all__ = [
     "orpo_loss",
     "over",
     "policy_loss",
-    "rand_like",
-    "randint_like",
-    "randn_like",
     "reward_loss",
     "samples",
     "sequence_logprobs",
@@ -126,7 +122,6 @@ _NAMES = {
     "coupled.audit": "audit",
     "coupled.contrastive.losses": "Coupled clip_loss info_nce siglip_loss supcon_loss",
     "coupled.moe": "moe_loss",
-    "coupled.sample_draws": "rand_like randint_like randn_like",
     "distributed.pipeline": "Pipeline",
     "errors": "errors",
     "losses.distillation": "distillation_loss",

@@ -17,7 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from wholebatch.batch.lookahead_loader import NOTHING, Feed
-from wholebatch.errors import EmptyWindowError, LossError, OptionError, RankError, WindowError
+from wholebatch.errors import (
+    EmptyWindowError,
+    LossError,
+    OptionError,
+    RankError,
+    StateError,
+    WindowError,
+)
 from wholebatch.losses.loss import Loss, Terms, Units, terms_of
 from wholebatch.options import BatchNormPolicy, Close, Memory
 from wholebatch.stream import AddedLoss, GivenLoss, Stream
@@ -115,7 +122,7 @@ class Accumulator(Stream):
         scheduler: A learning-rate scheduler, or several. Each is stepped once per update.
         batchnorm: What to do with BatchNorm layers: "refuse", "statistics", "freeze", "group",
             "layer" or "sync" (see `wb.BatchNorm`). "exact" needs `WholeBatch`.
-        memory: `wb.Memory(gradients=..., optimizer=...)`.
+        memory: `wb.Memory(optimizer_state=...)`.
         audit: Test the first window: a sum must not be a mean, and samples must not depend on each
             other. False skips the test.
         close: `wb.Close(...)`, how a window ends.
@@ -244,15 +251,18 @@ class Accumulator(Stream):
                 self._refuse_moved(lambda: _leaves_of(total if mean is None else mean))
             if isinstance(total, Terms) and now.known is not None:
                 if self._look.active:
-                    self._look.at_backward(total, in_parts=self._in_parts)
+                    where: dict[str, Any] = {"in_parts": self._in_parts, "steps": self._size}
+                    self._look.at_backward(total, **where)
                 self._window.add_loss(total, last=reduces, counts=self._counts)
             else:
                 given = GivenLoss.of(total, units, mean)  # refuses terms that nobody announced
                 place = now.owners.count(now.micro_batches)
-                given.look_at(self._look, in_parts=self._in_parts, place=place)
+                where = {"in_parts": self._in_parts, "place": place, "steps": self._size}
+                given.look_at(self._look, **where)
                 self._window.add(given.summed, given.units, last=reduces, counts=self._counts)
             self._untouched.remember()
         if more:
+            self._window.now.more_of_micro_batch = True
             return None
         if self._look.active:
             self._look.done()
@@ -362,6 +372,10 @@ class Accumulator(Stream):
     def _in_parts(self) -> bool:
         """True if this micro-batch is not the whole global batch."""
         return self._size > 1 or self._window.sync.ranks > 1
+
+    @property
+    def _planned_steps(self) -> int:
+        return self._size
 
     def _watch(self, size: int) -> None:
         """Let the look see the forwards of a window in parts; not those with collectives."""
@@ -492,19 +506,19 @@ class Accumulator(Stream):
     # ----------------------------------------------------------------- state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what to resume from, in the middle of a window too (not model and optimizer)."""
-        self.pending.refuse()
+        """Return what to resume from beside the model and the optimizer.
+
+        Call it between windows: inside `over`, after the backward that returned a Step.
+        """
+        if self._driver is not None and not self._place_done and self._window.open is None:
+            raise StateError(
+                "state_dict() inside over() before the backward of this micro-batch, which would "
+                "be lost: save after the Step"
+            )
         saved = self._window.state_dict("Accumulator")
         feed = self._feed
-        saved.update(
-            epoch=self.epoch,
-            places=self._places,
-            size=self._size,
-            batchnorms=[policy.state_dict() for policy in self._batchnorms],
-            feed=None
-            if feed is None or feed.is_exhausted
-            else feed.state_dict(current_is_done=self._place_done),
-        )
+        goes_on = feed is not None and not feed.is_exhausted
+        saved.update(epoch=self.epoch, feed=feed.state_dict() if feed and goes_on else None)
         return saved
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
@@ -518,10 +532,7 @@ class Accumulator(Stream):
         self._window.load_state_dict("Accumulator", saved)
         self._untouched.forget()
         self.epoch = saved["epoch"]
-        self._places = saved["places"]
-        self._size = saved["size"]
-        for policy, pending in zip(self._batchnorms, saved["batchnorms"], strict=True):
-            policy.load_state_dict(pending)
+        self._places = 0
         self._feed = None
         self._resume = saved
 
@@ -532,7 +543,7 @@ def _without_budget(memory: Memory | None) -> Memory:
     if not isinstance(memory, Memory) or memory.budget is not None:
         raise OptionError(
             f"memory={memory!r}: Accumulator owns no forward, so it can keep no budget; give "
-            "wb.Memory(gradients=..., optimizer=...), or use WholeBatch"
+            "wb.Memory(optimizer_state=...), or use WholeBatch"
         )
     return memory
 

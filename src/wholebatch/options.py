@@ -76,15 +76,12 @@ class Memory:
 
     Args:
         budget: A size ("20GiB" or a number of bytes), a fraction of the device, or "free".
-        gradients: "device"; "host" sums them in host memory; "swap" moves Adam's moments to host
-            memory while they are summed; "release" frees them in the last backward; "moments"
-            (Adam accumulation) is an approximation.
-        optimizer: Where the optimizer's state is kept: "device" or "host".
+        optimizer_state: Where the optimizer's state is between steps: "device", or "host" for
+            pinned host memory.
     """
 
     budget: int | float | str | None = None
-    gradients: Literal["device", "host", "swap", "release", "moments"] = "device"
-    optimizer: Literal["device", "host"] = "device"
+    optimizer_state: Literal["device", "host"] = "device"
 
     @staticmethod
     def of(memory: Memory | int | float | str | None) -> Memory:
@@ -158,16 +155,16 @@ _CLOSE = tuple(one.name for one in fields(Close))
 def flattened(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return options of `WholeBatch` with what is in the objects of this module one by one.
 
-    >>> flattened({"memory": Memory("1GiB", gradients="host"), "close": Close(nonfinite="skip")})
-    {'memory': '1GiB', 'gradients': 'host', 'nonfinite': 'skip'}
+    >>> memory = Memory("1GiB", optimizer_state="host")
+    >>> flattened({"memory": memory, "close": Close(nonfinite="skip")})
+    {'memory': '1GiB', 'optimizer_state': 'host', 'nonfinite': 'skip'}
     """
     flat: dict[str, Any] = {}
     for name, value in options.items():
         if isinstance(value, Close):
             flat.update((one, getattr(value, one)) for one in _CLOSE if one in value.given())
         elif isinstance(value, Memory):
-            parts = {"memory": value.budget, "gradients": value.gradients}
-            parts["optimizer_on"] = value.optimizer
+            parts = {"memory": value.budget, "optimizer_state": value.optimizer_state}
             flat.update((one, part) for one, part in parts.items() if part not in (None, "device"))
         elif isinstance(value, BatchNorm):
             flat.update(batchnorm=value.policy, hold=value.hold)
@@ -192,9 +189,8 @@ def grouped(options: Mapping[str, Any]) -> dict[str, Any]:
 
     if close := taken(*_CLOSE):
         rest["close"] = Close(**close)
-    if memory := taken("gradients", "optimizer_on"):
-        optimizer = memory.pop("optimizer_on", "device")
-        rest["memory"] = Memory(rest.get("memory"), optimizer=optimizer, **memory)
+    if memory := taken("optimizer_state"):
+        rest["memory"] = Memory(rest.get("memory"), **memory)
     if hold := taken("hold"):
         rest["batchnorm"] = BatchNorm(rest.get("batchnorm", "exact"), **hold)
     if layout := taken("batch_size", "static"):

@@ -11,23 +11,18 @@ Which one a `WholeBatch` needs is decided once, when it is made (`choose_runner`
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
-from pathlib import Path
+from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from wholebatch.batch import Tokens, batch_size_of, to_device
-from wholebatch.batch.samples import Layout, layout_of
+from wholebatch.batch import Tokens, to_device
+from wholebatch.batch.samples import layout_of
 from wholebatch.compile import Execute, check_execute
-from wholebatch.compile.disk_cache import leave_mark
-from wholebatch.compile.kept_steps import entry_of
 from wholebatch.coupled import choose as choose_batchnorm
-from wholebatch.coupled.adds_up import SAMPLES
 from wholebatch.coupled.audit import SplitGuard, check_padding
 from wholebatch.coupled.batchnorm.lock_step import Hold, LockStep
 from wholebatch.coupled.batchnorm.lock_step_graph import Recorder
@@ -44,7 +39,6 @@ from wholebatch.coupled.normalisation_layers import (
     running_buffers,
     tracked_instance_norms,
 )
-from wholebatch.coupled.sample_draws import PerSample, WindowDraws, check_dropout
 from wholebatch.errors import LossError, OptionError, UnsupportedError, WindowError
 from wholebatch.losses.loss import SINGLE, Loss, Term, Terms, as_loss, terms_of
 from wholebatch.stream import execute_here
@@ -63,14 +57,10 @@ BeforeMicro: TypeAlias = Callable[[int], None]
 class WindowRun:
     """Options for one run of a window's micro-batches."""
 
-    first: int = 0
-    """The micro-batches before this one are in the window already."""
     reduces: bool = True
     """The last backward reduces the gradients over the ranks; otherwise the close does."""
     before_micro: BeforeMicro = lambda index: None
     after_micro: AfterMicro = lambda done, of: None
-    numbers: Callable[[], Sequence[Sequence[int]]] = tuple
-    """Return the places of each micro-batch's samples in this rank's batch."""
     stand_in: Any = None
     """A micro-batch that is not counted, for a rank that has none."""
 
@@ -94,17 +84,11 @@ class Runner:
         precision: Precision,
         execute: Execute,
         policy: Policy | None,
-        dropout: PerSample | None,
         audit: bool,
     ) -> None:
         self.model, self._root = model, root
         self.policy = policy
         self._loss = loss
-        self._drop = dropout
-        self._draws = WindowDraws()
-        self._places: dict[int, int] = {}
-        self._numbers: Callable[[], Sequence[Sequence[int]]] = tuple
-        self._first_number = 0
         self._audits, self._in_parts = audit, False
         self._looked_at_padding = False
         self._undivided: Mapping[str, Any] | None = None
@@ -132,15 +116,13 @@ class Runner:
             keeps_moments=isinstance(policy, Statistics),
         )
         # Eager code alone, as on a CPU: decided here, not at every micro-step.
-        self._is_plain = self.executor.is_plain and dropout is None
+        self._is_plain = self.executor.is_plain
 
     def _executed(self, execute: Execute) -> Execute:
         """Return how micro-steps run; refuse a graph where only eager code can do it."""
         why = None
         if isinstance(self._loss, Coupled):
             why = "a loss of wb.Coupled runs encode twice (compile the encoder itself instead)"
-        elif self._drop is not None:
-            why = 'dropout="per-sample" makes its masks in Python'
         elif not isinstance(self.model, nn.Module):
             why = "several models"
         if why is not None and execute in ("compile", "graph"):
@@ -154,7 +136,13 @@ class Runner:
         """True if no look is to come."""
         return not self._guard.pending
 
-    def look_at(self, batch: Any, micros: Sequence[Any], layout: Mapping[str, Any]) -> None:
+    def look_at(
+        self,
+        batch: Any,
+        micros: Sequence[Any],
+        layout: Mapping[str, Any],
+        steps: Collection[int] = (),
+    ) -> None:
         """Refuse what does not add up, before the first window that is split."""
         guard = self._guard
         guard.begin_window(self.executor.changed())
@@ -169,36 +157,13 @@ class Runner:
             function = function.addends or function.encode
 
         def run(few: Any) -> Any:
-            with self._precision.look(), self._draws.micro(lambda: None):
+            with self._precision.look():
                 return function(self.model, to_device(few, self._device))
 
         name = getattr(function, "__name__", "a function")
-        entry: Path | None = None
-
-        def known_to_add_up(samples: Layout | None, size: int | None) -> bool:
-            nonlocal entry
-            if samples is None or self.executor.is_eager or encodes:
-                return False
-            few = samples.take(list(range(min(max(SAMPLES, size or 0), samples.size))))
-            sizes = (samples.size, size)
-            options = (self._device, self._precision.name, *sizes, self._tensor_norms())
-            entry = entry_of("look", self._root, function, *options, batch=few)
-            known = entry is not None and entry.exists()
-            if self._drop is None and self.policy is None and function is self._loss:
-                self.executor.look_ahead(micros[0], known=known)
-            return known
-
-        how: dict[str, Any] = {**layout, "outputs": encodes, "name": name}
-        adds_up = guard.look(run, batch, micros, **how, known_to_add_up=known_to_add_up)
-        if adds_up and entry is not None and not self._draws.used:
-            leave_mark(entry)
-        self._share_that_draws_are_used()
-
-    def _tensor_norms(self) -> list[float]:
-        """Return the norm of each tensor of the model: a look may find other things with others."""
-        tensors = (*self._root.parameters(), *self._root.buffers())
-        local = [getattr(one.detach(), "_local_tensor", one.detach()) for one in tensors]
-        return read_scalars(torch._foreach_norm([one for one in local if one.is_floating_point()]))
+        if self.policy is None and function is self._loss and not self.executor.is_eager:
+            self.executor.look_ahead(micros[0], known=False)
+        guard.look(run, batch, micros, **layout, outputs=encodes, name=name, steps=steps)
 
     def look_at_padding(self, batch: Any, by: Tokens, layout: Mapping[str, Any]) -> None:
         """Refuse a loss that is another one without padding, or in a row of several sequences."""
@@ -217,49 +182,22 @@ class Runner:
         """Take part in the other ranks' look, without a sample."""
         if self._guard.pending:
             self._guard.join()
-            self._share_that_draws_are_used()
-
-    def _share_that_draws_are_used(self) -> None:
-        """Let all ranks know if the loss draws numbers that follow their samples."""
-        self._draws.used = bool(self._window.sync.sum([float(self._draws.used)])[0])
 
     # ------------------------------------------------------------ the windows
 
-    @property
-    def numbers_samples(self) -> bool:
-        """True if `begin_window` needs to know how many samples there are."""
-        return self._drop is not None or self._draws.used
-
-    def begin_window(self, samples: int = 0) -> None:
-        """Begin an attempt at a window of so many samples."""
+    def begin_window(self) -> None:
+        """Begin an attempt at a window."""
         self._untouched.forget()
         if self.policy is not None:
             self.policy.begin_window()
-        seed = self._agree_on_samples(samples) if self.numbers_samples else None
-        self._draws.begin_window(seed, self._window.sync.ranks)
-        if self._drop is not None:
-            self._drop.begin_window(seed)
-
-    def _agree_on_samples(self, samples: int) -> int:
-        """Agree on one seed for all ranks, and a number for every sample of the global batch."""
-        sync = self._window.sync
-        seed = PerSample.draw_seed()
-        values = [0.0] * (1 + sync.ranks)
-        values[0] = float(seed) if sync.rank == 0 else 0.0
-        values[1 + sync.rank] = float(samples)
-        values = sync.sum(values)
-        self._first_number = int(sum(values[1 : 1 + sync.rank]))
-        return int(values[0])
 
     def end_window(self) -> None:
         """Take note that the window's update is made."""
-        self._draws.end_window()
         if self.policy is not None:
             self.policy.end_window()
 
     def discard_window(self) -> None:
         """Forget the window, whatever became of it."""
-        self._draws.leave()
         if self.policy is not None:
             self.policy.discard_window()
 
@@ -270,37 +208,28 @@ class Runner:
         one again (or `how.stand_in`), with weight zero and its buffers put back.
         """
         micro_step = self._eager_step if self._is_plain else self.micro_step
-        with self._prepared(micros, how):
-            places, sync = len(micros), self._window.sync
-            if sync.counts_must_agree:
-                places = int(sync.largest(torch.tensor(float(places), device=self._device)))
-            sync.before_forwards()
-            for index in range(how.first, places):
-                self._is_last = how.reduces and index == places - 1
-                how.before_micro(index)
-                if index < len(micros):
-                    self._draws.enter(partial(self._numbers_at, index))
-                    micro_step(micros[index])
-                    self._draws.leave()
-                    self._window.micro_batch_done()
-                    how.after_micro(index + 1, len(micros))
-                else:
-                    self._run_weightless(micros[-1] if micros else how.stand_in)
+        self._prepare(micros)
+        places, sync = len(micros), self._window.sync
+        if sync.counts_must_agree:
+            places = int(sync.largest(torch.tensor(float(places), device=self._device)))
+        sync.before_forwards()
+        for index in range(places):
+            self._is_last = how.reduces and index == places - 1
+            how.before_micro(index)
+            if index < len(micros):
+                micro_step(micros[index])
+                self._window.micro_batch_done()
+                how.after_micro(index + 1, len(micros))
+            else:
+                self._run_weightless(micros[-1] if micros else how.stand_in)
 
-    @contextmanager
-    def _prepared(self, micros: Sequence[Any], how: WindowRun) -> Iterator[None]:
-        """Look at a batch that is cut only now; put the random state back after the run."""
+    def _prepare(self, micros: Sequence[Any]) -> None:
+        """Test a batch that is cut only now, since memory ran out."""
         sync = self._window.sync
         self._in_parts = len(micros) > 1 or sync.ranks > 1
         is_cut = self._undivided is not None and len(micros) > 1 and sync.ranks == 1
         if is_cut:
             self.look_at(micros[0], micros, {**(self._undivided or {}), "batch_size": None})
-        self._places = {id(micro): place for place, micro in enumerate(micros)}
-        self._numbers = cache(how.numbers)
-        drawn = None if self._drop is None else torch.get_rng_state()
-        yield
-        if drawn is not None:  # the window has drawn its seed, and nothing else counts
-            torch.set_rng_state(drawn)
 
     def _run_weightless(self, micro: Any) -> None:
         """Take part in the collectives of a micro-batch, and leave no trace of it."""
@@ -330,13 +259,11 @@ class Runner:
 
     def micro_step(self, micro: Any) -> None:
         """Run forward and backward of a micro-batch, and enter it in the window."""
-        with nullcontext() if self._drop is None else self._sampling(micro):
-            self.executor.micro_step(micro, reduces=self._is_last)
+        self.executor.micro_step(micro, reduces=self._is_last)
 
     def forward(self, micro: Any, loss_function: LossFunction | None = None) -> Loss | Terms:
         """Return the loss of a micro-batch, in the window's precision and on its device."""
-        with self._sampling(micro):
-            return self._loss_of(micro, loss_function or self._loss)
+        return self._loss_of(micro, loss_function or self._loss)
 
     def _eager_step(self, micro: Any, loss_function: LossFunction | None = None) -> Loss | Terms:
         """Run forward and backward by autograd; return the loss."""
@@ -359,25 +286,6 @@ class Runner:
         if self.policy is not None:
             self.policy.micro()
         return loss
-
-    @contextmanager
-    def _sampling(self, micro: Any) -> Iterator[None]:
-        """Give dropout's masks, and draws that follow their samples, those of `micro`."""
-        place = self._places.get(id(micro))
-        if place is None:  # a stand-in, which is not counted
-            numbers: Callable[[], Sequence[int]] = partial(range, batch_size_of(micro))
-        else:
-            numbers = partial(self._numbers_at, place)
-        with self._draws.micro(numbers):
-            if self._drop is None:
-                yield
-                return
-            with self._drop.micro(torch.tensor(numbers())):
-                yield
-
-    def _numbers_at(self, place: int) -> list[int]:
-        """Return the numbers in the global batch of the samples of a micro-batch."""
-        return [number + self._first_number for number in self._numbers()[place]]
 
     def find_nonfinite(
         self, micros: Sequence[Any], start: dict[str, Any]
@@ -404,26 +312,6 @@ class Runner:
             "Replayed, no micro-batch has such a gradient alone: their sum overflows, or a "
             "gradient hook or on_gradient= has made it so"
         )
-
-    # ----------------------------------------------------------------- state
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what an open window holds beside its gradients."""
-        return {
-            "batchnorm": None if self.policy is None else self.policy.state_dict(),
-            "draws": self._draws.state(),
-            "first_number": self._first_number,
-        }
-
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Go on with the window of `state_dict`."""
-        if self.policy is not None and saved["batchnorm"] is not None:
-            self.policy.load_state_dict(saved["batchnorm"])
-        self._first_number = saved["first_number"]
-        self._draws.used, seed = saved["draws"]
-        self._draws.begin_window(seed, self._window.sync.ranks)
-        if self._drop is not None and seed is not None:
-            self._drop.begin_window(seed)
 
 
 class LockStepRunner(Runner):
@@ -471,8 +359,8 @@ class LockStepRunner(Runner):
             return 'batchnorm="exact" needs every rank at every BatchNorm'
         return super().needs_every_rank()
 
-    def begin_window(self, samples: int = 0) -> None:
-        super().begin_window(samples)
+    def begin_window(self) -> None:
+        super().begin_window()
         moving = self._norms if self.needs_lock_step() else ()
         buffers = [b for norm in moving for b in running_buffers(norm).values()]
         self._before = [(buffer, buffer.clone()) for buffer in buffers]
@@ -494,10 +382,9 @@ class LockStepRunner(Runner):
             super().run(micros, how)
             return
         self._refuse_sharded()
-        with self._prepared(micros, how):
-            if how.first < len(micros):
-                self._run_together(micros)
-                how.after_micro(len(micros), len(micros))
+        self._prepare(micros)
+        self._run_together(micros)
+        how.after_micro(len(micros), len(micros))
 
     def _refuse_sharded(self) -> None:
         if self._window.sync.counts_must_agree:
@@ -511,8 +398,7 @@ class LockStepRunner(Runner):
             return micro, self.forward(micro)
 
         def backward(made: tuple[Any, Loss | Terms]) -> None:
-            # A checkpointed block draws its masks again.
-            with self._sampling(made[0]), self._untouched.backward():
+            with self._untouched.backward():
                 self._window.add_loss(made[1])
             self._window.micro_batch_done()
 
@@ -550,8 +436,8 @@ class TwoPassRunner(LockStepRunner):
         """
         if self.in_lock_step(micros):
             self._refuse_sharded()
-        with self._prepared(micros, how):
-            self._run_passes(micros, how, alone=not self.in_lock_step(micros))
+        self._prepare(micros)
+        self._run_passes(micros, how, alone=not self.in_lock_step(micros))
 
     def _run_passes(self, micros: Sequence[Any], how: WindowRun, *, alone: bool) -> None:
         window, policy = self._window, self.policy
@@ -562,19 +448,17 @@ class TwoPassRunner(LockStepRunner):
                 policy.micro()
 
         def encode(micro: Any) -> Any:
-            with self._sampling(micro), self._precision.forward():
+            with self._precision.forward():
                 return self._coupled.encode(self.model, to_device(micro, self._device))
 
         def inject(index: int, outputs: list[Tensor], gradients: list[Tensor]) -> None:
             last = how.reduces and alone and window.current.micro_batches == len(micros) - 1
-            # A checkpointed block draws its masks again.
-            with self._sampling(micros[index]):
-                if outputs:
-                    with self._untouched.backward():
-                        window.backward(outputs, gradients, last=last)
-                window.micro_batch_done()
-                if alone:
-                    how.after_micro(window.current.micro_batches, len(micros))
+            if outputs:
+                with self._untouched.backward():
+                    window.backward(outputs, gradients, last=last)
+            window.micro_batch_done()
+            if alone:
+                how.after_micro(window.current.micro_batches, len(micros))
 
         passes = TwoPasses(
             micros,
@@ -681,19 +565,17 @@ def choose_runner(
     window: Window,
     batchnorm: str,
     hold: Hold | Literal["auto"],
-    dropout: str,
     **options: Any,
 ) -> Runner:
     """Return the runner that this model and loss need; refuse options that do not go together."""
     sync = window.sync
-    drop = check_dropout(dropout, root)
     policy = None
     if batchnorm != "exact":
         reduce = None if sync.counts_must_agree or sync.ranks == 1 else sync.sum_tensor
         policy = choose_batchnorm(batchnorm, root, reduce=reduce)
     if batchnorm == "sync" and sync.ranks > 1:
         sync.counts_must_agree = True  # its layers meet the other ranks' in every forward
-    options.update(root=root, window=window, policy=policy, dropout=drop)
+    options.update(root=root, window=window, policy=policy)
     if isinstance(loss, Coupled):
         return TwoPassRunner(model, loss, hold=hold, **options)
     has_norms = bool(batchnorms(root) or tracked_instance_norms(root))

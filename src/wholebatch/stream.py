@@ -30,7 +30,17 @@ from wholebatch.coupled.audit import warn_of_spectral_norms
 from wholebatch.coupled.batchnorm.policies import Refuse, Statistics
 from wholebatch.coupled.stream_look import StreamLook
 from wholebatch.errors import LossError, OptionError, UnsupportedError, WindowError
-from wholebatch.losses.loss import SINGLE, Loss, Terms, Units, as_loss, check_units, mean_loss, wide
+from wholebatch.losses.loss import (
+    SINGLE,
+    Loss,
+    Terms,
+    Units,
+    as_loss,
+    check_units,
+    is_known_to_be_zero,
+    mean_loss,
+    refuse_lost_mean,
+)
 from wholebatch.window.close import check_terms
 from wholebatch.window.foreign_writes import Untouched
 from wholebatch.window.forward_state import replaced_attributes
@@ -47,9 +57,9 @@ class GivenLoss:
     """The loss of one micro-batch as a loop gives it: a sum or a mean over its units.
 
     >>> weight = torch.ones((), requires_grad=True)
-    >>> GivenLoss.of(weight * 6, units=3).total.item()
+    >>> GivenLoss.of(weight * 6, units=3).summed.item()
     6.0
-    >>> GivenLoss.of(mean=weight * 2, units=3).total.item()
+    >>> GivenLoss.of(mean=weight * 2, units=3).summed.item()
     6.0
     """
 
@@ -93,19 +103,23 @@ class GivenLoss:
                 "(units=samples, tokens or weights), or say that it is a mean: "
                 "backward(mean=..., units=), or pass wb.Loss / wb.mean_loss(mean, units)"
             )
-        return cls(cast("Tensor", loss), check_units(units), mean is not None)
+        given = cls(cast("Tensor", loss), check_units(units), mean is not None)
+        if mean is not None and is_known_to_be_zero(given.units) and isinstance(mean, Tensor):
+            refuse_lost_mean(mean)
+        return given
 
-    def look_at(self, look: StreamLook, *, in_parts: bool, place: int = 0) -> None:
+    def look_at(self, look: StreamLook, *, in_parts: bool, place: int = 0, steps: int = 0) -> None:
         """Refuse a loss whose graph shows that micro-batches do not add up to the whole batch.
 
-        After the first window only losses of other shapes or units are looked at.
+        After the first window only losses of other shapes or units are looked at. `steps` is the
+        number of micro-batches of the window, if it is known.
         """
         units = None if isinstance(self.units, Tensor) else self.units
         shapes = (place, self.is_mean, units, self._reduced_from())
         is_known = shapes in look.shapes or len(look.shapes) >= _MOST_SHAPES
         if is_known and not look.active and type(self.whole) in (Loss, type(None)):
             return
-        where: dict[str, Any] = {"in_parts": in_parts, "place": place}
+        where: dict[str, Any] = {"in_parts": in_parts, "place": place, "steps": steps}
         if self.is_mean:
             look.at_backward(mean=self.loss, units=self.units, **where)
         else:
@@ -127,26 +141,6 @@ class GivenLoss:
     def summed(self) -> Tensor:
         """The sum, with its graph."""
         return mean_loss(self.loss, self.units).total if self.is_mean else self.loss
-
-    @property
-    def weight(self) -> Units:
-        """The factor that makes the loss a sum; a tensor in float64."""
-        if not self.is_mean:
-            return 1.0
-        return self.units.double() if isinstance(self.units, Tensor) else self.units
-
-    @property
-    def total(self) -> Tensor | float:
-        """The sum, detached; a mean over no units (0/0) adds nothing."""
-        value = wide(self.loss.detach().reshape(()))
-        units = self.units
-        if not self.is_mean:
-            return value
-        if isinstance(units, Tensor):
-            units = units.to(value.device)
-            # Not 0.0: where() would copy it from the host, and wait for the device.
-            return torch.where(units == 0, value.new_zeros(()), value * units)
-        return value * units if units else 0.0
 
 
 class Stream(HasWindow):
@@ -275,13 +269,18 @@ class Stream(HasWindow):
         Another backward may follow, so that the close reduces.
         """
         if self._look.active and isinstance(loss, Loss):
-            self._look.at_backward(loss, in_parts=self._in_parts)
+            self._look.at_backward(loss, in_parts=self._in_parts, steps=self._planned_steps)
         self._window.add_loss(loss, counts=self._counts)
 
     @property
     def _in_parts(self) -> bool:
         """True if this micro-batch is not the whole global batch."""
         return True
+
+    @property
+    def _planned_steps(self) -> int:
+        """The number of micro-batches of the window; 0 if it is not known before its end."""
+        return 0
 
     def mark_broken(self) -> None:
         """Let the window be discarded: some gradients of a micro-batch are in, others are not."""

@@ -265,11 +265,6 @@ def test_who_waits_for_single_gradients_gets_them() -> None:
     train = trained(model, loss, [samples(8)] * 3, noise=1)
     assert added(train) > 0
     assert train.noise is not None
-    for gradients in ("host", "release"):
-        options: dict[str, Any] = {"gradients": gradients}
-        if gradients == "release":
-            options |= {"units": lambda micro: len(micro["x"]), "nonfinite": "skip"}
-        assert added(trained(mlp(), loss, [samples(8)], **options)) == 0
 
 
 def test_looking_for_the_kernel_draws_no_random_numbers() -> None:

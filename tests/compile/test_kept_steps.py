@@ -94,18 +94,6 @@ def test_a_second_process_neither_traces_nor_tests(counted: Counted, tmp_path: P
     assert (counted.traces, counted.looks) == (2, 4)
 
 
-def test_gradients_on_the_host_leave_the_graph_of_other_windows_alone(
-    counted: Counted, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    run_once()
-    with caplog.at_level(logging.WARNING, logger="wholebatch.compile"):
-        run_once(memory=wb.Memory(gradients="host"))
-    assert not caplog.records
-    assert counted.traces == 2
-    run_once()
-    assert counted.traces == 2
-
-
 def test_it_can_be_switched_off(
     counted: Counted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -40,8 +40,7 @@ def walked() -> dict[str, list[str]]:
 
     scaler = torch.amp.GradScaler("cpu")
     for name, (refused, *instead) in {
-        "gradients": ((0, {"gradients": "host"}), (2, {}), (3, {"gradients": "device"})),
-        "optimizer_on": ((1, {"optimizer_on": "host"}), (2, {}), (3, {})),
+        "state": ((0, {"optimizer_state": "host"}), (2, {}), (3, {"optimizer_state": "device"})),
         "precision": ((2, {"precision": "bf16"}), (2, {"precision": "full"})),
         "scaler": ((1, {"scaler": scaler}), (1, {})),
         "ema": ((3, {"averages": True}), (2, {"averages": True})),

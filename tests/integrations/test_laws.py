@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from tests.integrations.doors import DOORS
 from tests.support import EXACT, Whole, adamw, distance, mean, mlp, pieces, samples, sgd
-from wholebatch.errors import NonFiniteError, OptionError, WholebatchError
+from wholebatch.errors import LossError, NonFiniteError, OptionError, WholebatchError
 
 pytest.importorskip("accelerate")
 pytest.importorskip("lightning")
@@ -173,3 +173,24 @@ def test_a_second_fit_finds_the_model_as_it_was() -> None:
     assert "forward" not in vars(model[0])
     for name in ("running_mean", "running_var"):
         assert distance([getattr(model[0], name)], [getattr(norm, name)]) <= EXACT, name
+
+
+@pytest.mark.parametrize("door", DOORS.values(), ids=DOORS)
+def test_a_mean_divided_by_the_number_of_steps_is_refused(door: Any) -> None:
+    model = mlp()
+    start = [p.detach().clone() for p in model.parameters()]
+    micros = pieces(samples(16), [4, 4, 4, 4])
+    with pytest.raises(LossError, match="divided by 4, the number of steps; give it undivided"):
+        door(model, sgd(model), micros, 4, lambda model, batch: mean(model, batch) / 4)
+    assert distance(model.parameters(), start) == 0.0
+
+
+@pytest.mark.parametrize("door", DOORS.values(), ids=DOORS)
+def test_a_mean_times_the_inverse_of_the_steps_is_warned_of(door: Any) -> None:
+    whole = Whole(mlp(), loss=lambda model, batch: mean(model, batch) * 0.25)
+    whole.step(samples(16))
+    model = mlp()
+    micros = pieces(samples(16), [3, 6, 2, 5])
+    with pytest.warns(UserWarning, match="and 4 is the number of steps"):
+        door(model, sgd(model), micros, 4, lambda model, batch: mean(model, batch) * 0.25)
+    whole.assert_same(model)

@@ -252,14 +252,15 @@ def test_command_says_what_is_wrong_with_a_configuration(tmp_path: Path) -> None
         assert "\n" not in str(error)
 
 
-def test_sixteen_bit_weights_and_every_way_of_gradients(tmp_path: Path) -> None:
+def test_sixteen_bit_weights_and_optimizer_state_on_the_host(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     path = tmp_path / "config.json"
     path.write_text(
         json.dumps({"model_type": "qwen2", "dtype": "bfloat16", **CONFIGURATIONS["qwen2"]})
     )
     result = command(f"hf:{path}", "--seq", "16", "--batch-size", "4", "--gpu-memory", "1GiB")
-    assert all(way in result.output for way in ("host", "release", "moments"))
+    assert "optimizer state" in result.output
+    assert "host" in result.output
 
 
 def test_command_refuses_what_is_no_configuration(tmp_path: Path) -> None:
@@ -373,8 +374,8 @@ def test_refuses_what_cannot_be_sharded() -> None:
         Sharding(1)
     with pytest.raises(OptionError, match="sync='never'"):
         Sharding(2, "never")  # type: ignore[arg-type]
-    with pytest.raises(OptionError, match="sharding with gradients='host'"):
-        predict_peak(mlp(), loss, vectors(2), gradients="host", sharding=Sharding(2))
+    with pytest.raises(OptionError, match="sharding with optimizer_state='host'"):
+        predict_peak(mlp(), loss, vectors(2), optimizer_state="host", sharding=Sharding(2))
     with (
         pretended_ranks(2),
         pytest.raises(UnsupportedError, match="in a process that is one of 2 itself"),

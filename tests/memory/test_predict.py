@@ -246,15 +246,14 @@ def test_the_peak_grows_with_the_micro_batch() -> None:
 
 
 def test_what_one_prediction_has_found_serves_the_next() -> None:
-    """In any order of sizes, precisions and ways of gradients: what a fresh one says."""
+    """In any order of sizes, precisions and places of the state: what a fresh one says."""
     model = GPT(layers=3, dropout=0.1)
     optimizer = torch.optim.AdamW(model.parameters())
     shared = Predictor(model, loss, optimizer=optimizer)
     for samples, options in (
         (4, {}),
         (1, {"precision": "bf16"}),
-        (4, {"gradients": "release"}),
-        (2, {"gradients": "moments", "precision": "bf16"}),
+        (4, {"optimizer_state": "host"}),
         (4, {"micro_batches": 1}),
         (2, {"first": True}),
         (4, {}),

@@ -1,4 +1,4 @@
-"""Run under torchrun: every way to keep gradients, against one process on the global batch."""
+"""Run under torchrun: optimizer state on the host, against one process on the global batch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import wholebatch as wb
@@ -51,7 +50,7 @@ def trained(case: str, make: Any, **options: Any) -> dict[str, float]:
     whole = undivided(everyones(mine), clip, make)
     model = DistributedDataParallel(fresh())
     optimizer = make(model)
-    known = count if options.get("gradients") == "release" or case == "counts" else None
+    known = count if case == "counts" else None
     # Where a rank has no data at all, it must still take part in the others' look at the model.
     options["audit"] = case == "nothing"
     train = wb.WholeBatch(
@@ -77,87 +76,15 @@ def trained(case: str, make: Any, **options: Any) -> dict[str, float]:
     }
 
 
-def accumulated_moments(case: str, dtype: torch.dtype) -> dict[str, float]:
-    """Adam accumulation over the ranks beside the undivided batch, for two windows.
-
-    After the first nothing is rounded yet, so that the second first moment is exact too.
-    """
-    mine = windows_of(case, dist.get_rank())[:2]
-    whole = undivided(everyones(mine), None, adamw)
-    model = DistributedDataParallel(fresh().to(dtype))
-    optimizer = adamw(model)
-    train = wb.WholeBatch(
-        model,
-        optimizer,
-        loss=loss,
-        micro_batch=1,
-        units=count,
-        audit=False,
-        memory=wb.Memory(gradients="moments"),
-    )
-    train._fitting.split = list  # type: ignore[method-assign, assignment]
-    for batch in train.over(mine):
-        train.step(batch)
-    pairs = list(zip(model.parameters(), whole.model.parameters(), strict=True))
-    update = [
-        p.detach() - q for p, q in zip(model.parameters(), whole.start.parameters(), strict=True)
-    ]
-    found = {"rounded update": distance(update, whole.updates())}
-    for name in ("exp_avg", "exp_avg_sq"):
-        ours = [optimizer.state[p].get(name, torch.zeros_like(p)) for p, _ in pairs]
-        right = [whole.optimizer.state[q].get(name, torch.zeros_like(q)) for _, q in pairs]
-        found[name if name == "exp_avg" else "rounded second"] = distance(ours, right)
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, [p.detach() for p in model.parameters()])
-    same = all(all(map(torch.equal, everyone[0], other)) for other in everyone)
-    return {**found, "ranks differ": float(not same)}
-
-
-def resumed() -> dict[str, float]:
-    """Host sums saved in the middle of a window on every rank; the same bits afterwards."""
-    (window, *_) = windows_of("tokens", dist.get_rank())
-
-    def start() -> tuple[nn.Module, wb.WholeBatch]:
-        model = DistributedDataParallel(fresh())
-        train = wb.WholeBatch(
-            model,
-            sgd(model),
-            loss=loss,
-            micro_batch=1,
-            audit=False,
-            memory=wb.Memory(gradients="host"),
-        )
-        train._fitting.split = list  # type: ignore[method-assign, assignment]
-        return model, train
-
-    straight, train = start()
-    saved: dict[str, Any] = {}
-    train.step(
-        window, after_micro=lambda done, _: saved.update(train.state_dict()) if done == 2 else None
-    )
-    again, other = start()
-    other.load_state_dict(saved)
-    other.step(window)
-    same = all(map(torch.equal, straight.parameters(), again.parameters()))
-    return {"update": 0.0 if same else 1.0}
-
-
 def main() -> None:
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     results: dict[str, dict[str, float]] = {}
     for case in SIZES:
-        for on in ("device", "host"):
-            results[f"host {case} {on}"] = trained(
-                case, sgd, gradients="host", optimizer_on=on, clip_norm=0.05
+        for make in (sgd, adamw):
+            results[f"{case} {make.__name__}"] = trained(
+                case, make, optimizer_state="host", clip_norm=0.05
             )
-        results[f"host {case} adamw"] = trained(case, adamw, gradients="host")
-        results[f"release {case}"] = trained(case, sgd, gradients="release", nonfinite="skip")
-        results[f"swap {case} adamw"] = trained(case, adamw, gradients="swap", clip_norm=0.05)
-        results[f"moments {case}"] = accumulated_moments(case, torch.float64)
-    results["release adamw"] = trained("unused", adamw, gradients="release", nonfinite="skip")
-    results["moments in float32"] = accumulated_moments("tokens", torch.float32)
-    results["resumed"] = resumed()
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, results)
     if dist.get_rank() == 0:

@@ -237,8 +237,8 @@ def test_groups_and_optimizers_one_after_the_other(make: Make, way: str) -> None
         assert kept >= 6 or make is momentum
 
 
-def test_gradients_on_the_host() -> None:
-    errors = sweep(lambda model: [adam(model.parameters())], 0, gradients="host")
+def test_optimizer_state_on_the_host() -> None:
+    errors = sweep(lambda model: [adam(model.parameters())], 0, optimizer_state="host")
     assert undone(errors) >= 12
 
 

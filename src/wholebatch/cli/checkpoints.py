@@ -174,22 +174,23 @@ def fill_shards(state: Any, path: Path, like: Callable[[tuple[Any, ...]], Tensor
 
     filled = made(state, ())
     if wanted:
-        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.api import CheckpointException
+        from torch.distributed.checkpoint.state_dict_loader import load
 
         reader = _hugging_face("Reader")(str(path))
         try:
             alone = not torch.distributed.is_initialized()
-            dcp.load(wanted, storage_reader=reader, no_dist=alone)
-        except (Exception, dcp.CheckpointException) as error:  # files made to mislead
+            load(wanted, storage_reader=reader, no_dist=alone)
+        except (Exception, CheckpointException) as error:  # files made to mislead
             raise StateError(f"{path} is damaged: {reason(error)}") from None
     return filled
 
 
 def _write_shards(folder: Path, shards: dict[str, Tensor]) -> None:
-    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict_saver import save
 
     writer = _hugging_face("Writer")(str(folder), save_distributed=True)
-    dcp.save(shards, storage_writer=writer)
+    save(shards, storage_writer=writer)
 
 
 def _hugging_face(kind: str) -> Any:

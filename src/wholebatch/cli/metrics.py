@@ -17,6 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from uuid import uuid4
 
 from wholebatch.errors import MissingExtraError, StateError
 from wholebatch.plain_files import finite, reason
@@ -132,7 +133,7 @@ def _wandb_run(project: str, folder: Path, settings: Mapping[str, Any]) -> Any:
         raise MissingExtraError("wandb", "wandb", f"--wandb {project}") from None
     known = folder / "wandb-id.txt"
     if not known.exists():
-        known.write_text(wandb.util.generate_id(), encoding="utf-8")
+        known.write_text(uuid4().hex[:12], encoding="utf-8")
     run = wandb.init(
         project=project, id=known.read_text(encoding="utf-8"), resume="allow", name=folder.name,
         dir=str(folder), config=dict(settings), settings=wandb.Settings(silent=True),

@@ -508,7 +508,7 @@ def _legend(plan: Plan) -> list[Text]:
 def _variants(plan: Plan) -> Table:
     size = plan.variants[0].micro_batch
     table = plain_table(
-        *("precision", "checkpointing", "sharding" if plan.sync else "gradients"),
+        *("precision", "checkpointing", "sharding" if plan.sync else "optimizer state"),
         *(f">peak at {size}", ">largest (estimate)"),
         padding=(0, 2, 0, 0),
         header_style="bold",
@@ -518,8 +518,7 @@ def _variants(plan: Plan) -> Table:
         table.add_row(
             variant.precision,
             "per block" if variant.checkpointing else "no",
-            variant.sync
-            or variant.gradients + (" (approximate)" if variant.gradients == "moments" else ""),
+            variant.sync or variant.optimizer_state,
             bytes_said(variant.peak),
             str(variant.about) if variant.about else "not even 1",
         )

@@ -62,7 +62,7 @@ class _Recorder(TorchDispatchMode):
     """Records every operation, with the storages that it reads and those that it writes."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._operations: list[tuple[Callable[..., Any], Any, list[Tensor], set[int], set[int]]]
         self._operations = []
 

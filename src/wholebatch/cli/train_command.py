@@ -75,7 +75,7 @@ def _train(given: Given, world: World, doing: Spinner) -> int:
     stored = None
     if given.get("resume") and (folder / "config.json").exists():
         stored = world.together(lambda: read_config(folder / "config.json"))
-    name = given.get("recipe") or (stored and stored["recipe"])
+    name = given.get("recipe") or (None if stored is None else stored["recipe"])
     recipe = world.together(lambda: load_recipe(name))
     settings = None if stored is None else stored["settings"]
     config = world.together(lambda: resolve(given, recipe.defaults, stored=settings))
@@ -152,7 +152,8 @@ def _run(run: TrainingRun, folder: Path, checkpoints: Any, terminal: Terminal) -
         stack.callback(terminal.end)
         loop = TrainingLoop(run, checkpoints, metrics, terminal, stop)
         began = time.perf_counter()
-        loop.updates()
+        with world.failures():
+            loop.updates()
         taken = time.perf_counter() - began
     if not loop.finished:
         where = path_from_here(loop.checkpoint) if loop.checkpoint is not None else folder

@@ -57,6 +57,8 @@ class TrainingLoop:
                 self._save()
                 return
             step = self._window()
+            if self._windows == 1:
+                run.world.first_window_made(self.seconds)
             self._watch_skipped(step)
             if step.skipped is None and run.train.updates % config.checkpoint_every == 0:
                 self._save()

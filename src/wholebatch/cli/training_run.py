@@ -199,7 +199,7 @@ def build_run(
         precision=config.autocast,  # type: ignore[arg-type]
         clip_norm=config.clip_norm,
         batchnorm=config.batchnorm,  # type: ignore[arg-type]
-        memory=Memory(config.budget, optimizer=config.optimizer_state),  # type: ignore[arg-type]
+        memory=Memory(config.budget, config.optimizer_state),  # type: ignore[arg-type]
         execute=config.execute,  # type: ignore[arg-type]
         scheduler=recipe.build_scheduler(optimizer, updates=schedule_updates),
     )

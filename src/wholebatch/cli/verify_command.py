@@ -80,9 +80,8 @@ class VerifyOptions:
     )
     batchnorm: str = _like_recipes("batchnorm", "As WholeBatch(batchnorm=).", default="exact")
     execute: str | None = _like_recipes("execute", "As WholeBatch(execute=).")
-    gradients: str | None = _like_recipes(
-        "gradients",
-        "Where gradients are kept. release and moments do not use the recipe's clipping.",
+    optimizer_state: str | None = _like_recipes(
+        "optimizer_state", "As WholeBatch(memory=wb.Memory(optimizer_state=))."
     )
     float64: bool = option(
         True, None, "Do not repeat the proof in float64.", _BATCH, of_recipes=True
@@ -203,14 +202,10 @@ def _verify_recipe(
     wrapped: torch.nn.Module = model
     if options.ddp and torch.distributed.is_initialized():
         wrapped = torch.nn.parallel.DistributedDataParallel(model)
-    clip_norm = config.clip_norm
     more: dict[str, Any] = {"batchnorm": options.batchnorm, "float64": options.float64}
     more |= {} if options.execute is None else {"execute": options.execute}
-    more |= {} if options.gradients is None else {"gradients": options.gradients}
-    if options.gradients in ("release", "moments"):
-        clip_norm = options.clip_norm  # there is never a whole gradient to clip
-    if options.gradients == "release":
-        more["nonfinite"] = "skip"
+    if options.optimizer_state is not None:
+        more["optimizer_state"] = options.optimizer_state
     verdict = prove(
         wrapped,
         recipe.loss,
@@ -218,7 +213,7 @@ def _verify_recipe(
         micro_batch=micro_batch_of(recipe, config),
         optimizer=optimizer,
         precision=config.autocast,  # type: ignore[arg-type]
-        clip_norm=clip_norm,
+        clip_norm=config.clip_norm,
         units=recipe.units,
         **more,
     )
@@ -428,7 +423,7 @@ def _show_verdict(console: Console, title: str, verdict: Verdict) -> None:
     if verdict.ranks > 1:
         size += f", on each of {verdict.ranks} ranks"
     body: list[RenderableType] = [
-        _answer(verdict.same, ": an approximation, as asked for" if verdict.approximate else ""),
+        _answer(verdict.same),
         Text(f"{size} · {verdict.precision} · {verdict.device} · {verdict.seconds:.1f} s", "dim"),
         Text(),
         fitting(_distances(verdict), console.width - 4),

@@ -128,10 +128,8 @@ def define_operations() -> None:
         layer_norm,
         recurrent_layers,
     )
-    from wholebatch.offload import graph_sums
 
     for define in (
-        graph_sums.leave,
         biased_attention._forward_operation,
         biased_attention._backward_operation,
         cross_entropy._operation,

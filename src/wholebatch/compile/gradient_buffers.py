@@ -7,7 +7,7 @@ clears `.grad`, and become `.grad` again at the first micro-step of the next win
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from itertools import islice
 from typing import Any, TypeAlias
 
@@ -128,8 +128,6 @@ class Gradients:
         self._entered: tuple[int, ...] = ()
         self.lends = False
         """True if eager code adds into the buffers too."""
-        self.leaves = False
-        """True if a graph hands gradients over to a store, in place of adding them to buffers."""
         self._lent: dict[int, int] = {}  # The version of each buffer that eager code may add into.
 
     def of(self, used: Sequence[int]) -> list[Tensor]:
@@ -141,16 +139,6 @@ class Gradients:
         )
         self._buffers.update(zip(wanted, made, strict=True))
         return [self._buffers[index] for index in used]
-
-    inputs = of
-    """Return the inputs of a graph that stand for these buffers."""
-
-    def around(self, graph: object) -> AbstractContextManager[None]:
-        """Return the context of one run of a graph."""
-        return nullcontext()
-
-    within = around
-    """Return the context in which a graph runs, or is captured."""
 
     def are_in_place(self, used: tuple[int, ...]) -> bool:
         """True if the buffers are these parameters' `.grad` now."""

@@ -34,7 +34,6 @@ from wholebatch.compile.inductor import aligned
 from wholebatch.compile.layer_norm import fuse_norms
 from wholebatch.compile.shared_input import SharedInputs, Weight
 from wholebatch.compile.trace import Traced
-from wholebatch.offload.graph_sums import leave
 from wholebatch.window.linear_layers import quantise_weight
 from wholebatch.window.precision import SIXTEEN_BIT
 
@@ -64,8 +63,6 @@ class Fusions:
     """Use kernels of our own for attention with a learnt bias (CUDA only)."""
     shared_inputs: bool = False
     """Compute products of one input with several weights as one; pays with `products`."""
-    leaves: bool = False
-    """Hand gradients over to the host's sums, in place of adding them into buffers."""
     gelu: bool = False
     """Compute 16-bit GELUs with one exponential; pays if kernels are fused."""
 
@@ -247,10 +244,6 @@ class _Adder:
         self.made = {"products": 0, "embeddings": 0}
 
     def add(self, buffer: fx.Node, gradient: fx.Node, dtype: torch.dtype) -> None:
-        if self._options.leaves:
-            with self._graph.inserting_after(gradient):
-                self._graph.call_function(leave(), (buffer, gradient))
-            return
         for part, parent in list(_summands(gradient, None, dtype)):
             if not (self._product(buffer, part, parent, dtype) or self._rows(buffer, part)):
                 with self._graph.inserting_after(part):

@@ -104,8 +104,6 @@ class JointStep:
         self.hold(state)
         device = self._trained[0].device
         fusions = self._possible_fusions(device, {node.target for node in traced.graph.graph.nodes})
-        if gradients.leaves:
-            fusions = replace(fusions, leaves=True, shared_inputs=False)
         rewritten, self._tail = _rewritten(traced, len(self._trained), gradients, casts, fusions)
         self.fused = rewritten.fused
         self._casts, self._joined = rewritten.casts, rewritten.joined
@@ -139,7 +137,7 @@ class JointStep:
 
         A graph that draws random numbers is not kept: nothing could be compared with eager code.
         """
-        if self._plan is None or not self._keeps or self._gradients.leaves:
+        if self._plan is None or not self._keeps:
             return None
         return KeptStep(
             self._plan,
@@ -210,9 +208,8 @@ class JointStep:
         else:
             runs = []
             mode = fake_mode() if self._blocks is None else self._blocks.mode
-            # Generators, and stores that receive gradients, would notice a run on zeros.
-            unnoticed = not (self._gradients.leaves or self.random)
-            tunes = unnoticed and self._trained[0].is_cuda and self.sizes is None
+            # Generators would notice a run on zeros.
+            tunes = not self.random and self._trained[0].is_cuda and self.sizes is None
             made = self._plan.compiled(compile_graph, mode)
             for program, run in zip(self._plan.programs, made, strict=True):
                 runs.append(run)
@@ -256,7 +253,7 @@ class JointStep:
         self._others = list(state.others.values())
 
     def __call__(self, tensors: Sequence[Tensor], seeds: Sequence[Tensor]) -> Results:
-        with torch.no_grad(), self._gradients.within(self):
+        with torch.no_grad():
             results = list(self._run(*self._arguments(tensors, seeds)))
         return results[: len(self.form.names)], results[len(self.form.names) :]
 
@@ -293,7 +290,7 @@ def _tail(
 
     Another graph may have had some of them put elsewhere before.
     """
-    tail = [*casts.of(kinds), *gradients.inputs(used)]
+    tail = [*casts.of(kinds), *gradients.of(used)]
     for places in joined:
         one = as_one([tail[place] for place in places])
         if one is None:

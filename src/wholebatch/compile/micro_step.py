@@ -183,9 +183,6 @@ class Executor:
             return
         if self._window.updates or self._gradients.parameters:
             return
-        store = self._window.store
-        if not (store.in_grad or store.takes_buffers):  # Gradients may never be on the device.
-            return
         empty_cache(self._device)  # The buffers must not fill gaps left by earlier work either.
         take_workspace(self._device)
         self._look_at_parameters()
@@ -209,7 +206,7 @@ class Executor:
 
     def _make_buffers(self, state: State) -> None:
         parameters = list(state.trained.values())
-        self._gradients = self._window.store.for_graphs(parameters) or Gradients(parameters)
+        self._gradients = Gradients(parameters)
         self._casts = Casts(parameters)
 
     def _graph_step(self, micro: Any, *, last: bool) -> Added | None:
@@ -221,9 +218,6 @@ class Executor:
         prepared = self._steps.get(inputs.key)
         if prepared is not None and not is_open:
             return None  # The seed of the first window is that of its first loss, by eager code.
-        steps = last and self._window.store.steps_in_backward
-        if steps and (prepared is None or not self._window.now.owners):
-            return None  # Eager code frees the gradients of an only micro-batch as they are made.
         if prepared is None or not prepared.captured:
             self._seen[inputs.key] = self._seen.get(inputs.key, 0) + 1
         if prepared is None:
@@ -242,7 +236,7 @@ class Executor:
             at_once = self._plan.compiles_at_once(self._compiled(), shared=self._shapes.serve)
             return self._prepare(inputs, micro, compiled=at_once or self._shapes.ready(inputs))
         joint = prepared.joint
-        if not joint.compiled and not steps and self._upgrades(inputs, joint):
+        if not joint.compiled and self._upgrades(inputs, joint):
             return self._prepare(inputs, micro, compiled=True)
         if not self._gradients.are_in_place(joint.used):
             self._gradients.put_in_place(joint.used)
@@ -250,7 +244,7 @@ class Executor:
             prepared = self._steps[inputs.key] = self._recorded(prepared, inputs)
         self.mode = prepared.mode
         joint.runs += 1
-        with self.speed.timed(self.mode), self._gradients.around(joint):
+        with self.speed.timed(self.mode):
             results = prepared.run(inputs.tensors, self._seeds(prepared.form))
         added = prepared.form.read(*results)
         self._window.current.record(added.totals, added.units, added.weights)
@@ -370,7 +364,7 @@ class Executor:
         """
         if self._plan.eager or self._steps or self._coming or self._window.open is not None:
             return
-        if self._precision.name == "fp8" or not self._window.store.in_grad:
+        if self._precision.name == "fp8":
             return
         try:
             inputs = take_apart(self._copies(micro))
@@ -623,7 +617,7 @@ class Executor:
 
     def _kept(self, done: EagerResult, state: State) -> JointStep | None:
         """Return the joint step that another process has kept for this kind, if there is one."""
-        if self._steps or not done.alone or self._precision.name == "fp8" or self._gradients.leaves:
+        if self._steps or not done.alone or self._precision.name == "fp8":
             return None
         entry = self._entry(done.inputs.key, state)
         kept = None if entry is None else load(entry)

@@ -243,7 +243,7 @@ _COMPARES = (
     "would only be compared with itself: if so, give wb.Coupled(encode, loss), which sees the "
     "whole batch"
 )
-_MISTAKES = ("mean", "sum", "added", "units")
+_MISTAKES = ("mean", "sum", "added", "units", "divided")
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from wholebatch.batch.samples import BatchSize, Layout, Static, readable_layout
 from wholebatch.compile.captured_state import Fingerprint, LookAgain
 from wholebatch.coupled.adds_up import SAMPLES, LookResult, check_adds_up
 from wholebatch.coupled.causes import AuditFinding, layers_that_couple
+from wholebatch.coupled.last_reduction import StepDivision, find_step_division, last_reductions
 from wholebatch.coupled.normalisation_layers import (
     batchnorms,
     evaluation_mode,
@@ -238,20 +239,26 @@ class LossLook:
         run: Callable[[Any], Any],
         samples: Callable[[], tuple[Layout | None, int | None]],
         known_to_add_up: Callable[[Layout | None, int | None], bool] = lambda *_: False,
+        steps: Collection[int] = (),
         **options: Any,
     ) -> bool:
         """Refuse what does not add up, and layers that cannot by their type; True if it does.
 
         `samples()` returns the batch and how many of it a micro-batch has, and `known_to_add_up`
-        says of these whether they were looked at before. The other options are those of
-        `check_adds_up`.
+        says of these whether they were looked at before. `steps` are the numbers that a loop may
+        call its accumulation steps: a mean that is divided by one is refused. The other options are
+        those of `check_adds_up`.
         """
+        division = _ReadDivision(run, steps)
         result, layout, known = LookResult(), None, refused_by_type(self._model)
         try:
             layout, size = samples()
             if not known_to_add_up(layout, size):
                 with local_collectives():
-                    result = check_adds_up(self._model, run, layout, micro_batch=size, **options)
+                    checked = division.run if steps else run
+                    result = check_adds_up(
+                        self._model, checked, layout, micro_batch=size, **options
+                    )
         except torch.OutOfMemoryError:
             _log.warning("no memory to test if micro-batches add up to the whole batch")
             result = LookResult(checked=False)
@@ -259,6 +266,7 @@ class LossLook:
             _log.warning("not tested if micro-batches add up to the whole batch: %r", error)
             known += self._failed(error, run, layout)
             result = LookResult(checked=False)
+        known += division.findings()
         again = self._sync.ranks == 1 and not result.conclusive
         self._tries = self._tries - 1 if again else 0
         self._refuse((*known, *result.findings))
@@ -275,6 +283,33 @@ class LossLook:
     def _refuse(self, found: tuple[AuditFinding, ...]) -> None:
         on_another = bool(self._sync.sum([float(len(found))])[0])
         LookResult(found).refuse(self._off, on_another_rank=on_another)
+
+
+class _ReadDivision:
+    """Runs a loss function, and reads if its first loss is divided by the number of steps."""
+
+    def __init__(self, run: Callable[[Any], Any], steps: Collection[int]) -> None:
+        self._run, self._steps, self._is_read = run, steps, False
+        self._found: StepDivision | None = None
+
+    def run(self, batch: Any) -> Any:
+        result = self._run(batch)
+        if not self._is_read and isinstance(result, Loss | Terms):
+            self._is_read = True
+            for term in terms_of(result).values():
+                read = find_step_division(last_reductions(term.total), term.units, self._steps)
+                self._found = self._found or read
+        return result
+
+    def findings(self) -> list[AuditFinding]:
+        """Return a division that is sure; warn of one that is not."""
+        if self._found is None:
+            return []
+        if not self._found.is_sure:
+            self._found.report()
+            return []
+        name = "(the loss function)"
+        return [AuditFinding(name, "division by the steps", "divided", self._found.message)]
 
 
 class SplitGuard(LossLook):

@@ -44,7 +44,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from wholebatch.coupled.sample_draws import signed
 from wholebatch.coupled.sample_runs import SCALE, emptied
 from wholebatch.errors import LossError
 from wholebatch.losses.loss import Units
@@ -73,6 +72,11 @@ _PICK = ("Max", "Min", "Amax", "Amin", "Median", "Nanmedian", "Kthvalue", "Topk"
 _KINKS = ("Relu", "LeakyRelu", "Threshold", "Hardtanh", "Clamp", "Abs", "Maximum", "Minimum")
 _PER_ROW = ("NllLoss", "MultiMargin", "MultilabelMargin")
 _VIEWS = _SAME | {"SliceBackward0", "SelectBackward0"}
+
+
+def _signed(value: int) -> int:
+    """Return a number that is given as 64 bits without a sign."""
+    return value - 2**64 if value >= 2**63 else value
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,28 +278,6 @@ def _refuse_scaled(node: Any) -> None:
                 "loss itself, and the scaler by close=wb.Close(scaler=scaler), which scales, "
                 "unscales and updates it (audit=False: leave this check out)"
             )
-
-
-def divisors(scalar: Tensor, units: Units) -> set[int]:
-    """Return the whole numbers above 2 that a loss is divided by, but for what it is a mean over.
-
-    >>> import torch
-    >>> losses = torch.rand(6, requires_grad=True)
-    >>> divisors(losses.sum() / 4, 6), divisors(losses.mean(), 6)
-    ({4}, set())
-    """
-    found = set()
-    for term in loss_terms(scalar.grad_fn):
-        if term.kind in ("unknown", "nonlinear", "regulariser", "zero"):
-            continue
-        counts = (term.count, *term.sizes, _number(units) or 0.0)
-        for value in (*term.over, *(1 / factor for factor in term.times if factor)):
-            if not math.isfinite(value):
-                continue
-            whole = round(value)
-            if whole > 2 and close(value, whole) and not any(close(value, c) for c in counts):
-                found.add(whole)
-    return found
 
 
 def _is_mean(term: LossTerm, units: float) -> bool:
@@ -531,7 +513,7 @@ def _dims(node: Any, sizes: Sequence[int]) -> list[int]:
     """Return the dimensions that a node reduces, in order; none if it reduces all of them."""
     dims = saved_by(node, "dim")
     dims = [] if dims is None else dims if isinstance(dims, tuple) else [dims]
-    return sorted(signed(dim) % len(sizes) for dim in dims) if sizes else []
+    return sorted(_signed(dim) % len(sizes) for dim in dims) if sizes else []
 
 
 def _without_factors(node: Any, so_far: LossTerm) -> tuple[Any, LossTerm]:
@@ -670,7 +652,7 @@ def _loss_size(node: Any) -> tuple[tuple[int, ...], float]:
         ignored = saved_by(node, "ignore_index")
         if ignored is None:
             return sizes, target.numel()
-        return sizes, float((target != signed(ignored)).sum())
+        return sizes, float((target != _signed(ignored)).sum())
     return sizes, (sizes[0] if sizes else 1) if per_row else math.prod(sizes)
 
 

@@ -27,7 +27,6 @@ from wholebatch.batch.samples import Layout, flatten
 from wholebatch.coupled.batchnorm.whole_batch_norm import FixedNorms
 from wholebatch.coupled.contrastive.losses import OfTheBatch
 from wholebatch.coupled.normalisation_layers import batchnorms, uses_batch_statistics
-from wholebatch.coupled.sample_draws import fused_dropout
 from wholebatch.distributed.process_group import world_size
 from wholebatch.losses.loss import as_loss, terms_of
 from wholebatch.window.close import read_scalars
@@ -40,6 +39,18 @@ _DRAWS_BY_INPUT = ("aten::rrelu_with_noise", "aten::rrelu_with_noise_", "aten::r
 _MOST_GROUPS = 64
 SCALE = 1024.0  # of backwards: one that clips, or takes a sign, is not linear in it
 _LINEAR = 3  # so many numbers of a digest are linear in the gradient; the last is its norm
+
+
+def _fused_dropout(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> float | None:
+    """Return the dropout of a kernel that draws its masks by itself; None for other operations."""
+    if not ("attention" in func._schema.name or "rnn" in func._schema.name):
+        return None
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.name in ("dropout_p", "dropout", "p") and str(argument.type) == "float":
+            default = argument.default_value if argument.has_default_value() else 0.0
+            value = args[place] if place < len(args) else kwargs.get(argument.name, default)
+            return float(value or 0.0)
+    return None
 
 
 class Uncheckable(Exception):
@@ -440,7 +451,7 @@ class HeldDraws(_DispatchMode):
         if is_draw is None:
             is_draw = self._is_draw[id(func)] = torch.Tag.nondeterministic_seeded in func.tags
         made = func(*args, **(kwargs or {}))
-        if not is_draw or fused_dropout(func, args, kwargs or {}) == 0.0:
+        if not is_draw or _fused_dropout(func, args, kwargs or {}) == 0.0:
             return made
         name = func._schema.name
         if name in _DROPOUTS:  # The mask is what was drawn; the output follows from it.

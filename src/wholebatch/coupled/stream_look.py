@@ -30,6 +30,7 @@ from wholebatch.coupled.batchnorm.whole_batch_norm import recomputing
 from wholebatch.coupled.causes import AuditFinding, outside_norm
 from wholebatch.coupled.contrastive.losses import refuse_in_parts
 from wholebatch.coupled.followed_tensor import FollowedTensor
+from wholebatch.coupled.last_reduction import Reduction, find_step_division, last_reductions
 from wholebatch.coupled.loop_variants import Dependence, LoopVariants, plain_autograd
 from wholebatch.coupled.normalisation_layers import (
     batchnorms,
@@ -64,16 +65,6 @@ _BENT = (
     "the sum or mean of a micro-batch is clamped. It was not changed here. A window in which it is "
     "changed is not that of the whole batch: clamp the loss of each sample, before the mean"
 )
-
-
-def warn_of_divisor(micro_batches: int) -> None:
-    """Warn of a loss that is divided by the number of micro-batches of its window."""
-    _log.warning(
-        "the loss is divided by %d, and the window has as many micro-batches. If that is for the "
-        "accumulation, remove it: the window divides by its units, and nothing by the number of "
-        "steps",
-        micro_batches,
-    )
 
 
 class StreamLook:
@@ -122,7 +113,8 @@ class StreamLook:
         self._prepared: str | None = None  # what was done to samples before the model was called
         self._again = LookAgain()
         self._kinds: set[tuple[type, bool]] = set()  # of the nodes that losses ended with
-        self._divisors: set[int] = set()  # what losses were divided by
+        self._reductions: list[tuple[Sequence[Reduction], Units | None]] = []  # of the first losses
+        self._warned_of_division = False
         self._weights: dict[Any, loss_graph.TermWeight] = {}  # of terms
         self.shapes: set[Any] = set()  # of losses that were looked at
         self._rows: int | None = None  # of the last call of a model that was seen
@@ -173,12 +165,14 @@ class StreamLook:
         mean: Tensor | None = None,
         in_parts: bool = True,
         place: object = 0,
+        steps: int = 0,
     ) -> None:
         """Refuse this loss if its graph shows that micro-batches do not add up to the whole batch.
 
         Give what the door was given: the sum over `units`, a wb.Loss, or `mean=`. `in_parts` is
         False where this micro-batch is all of its window and there is one rank: any loss is right.
-        `place` tells the losses of one micro-batch apart; the first is at 0.
+        `place` tells the losses of one micro-batch apart; the first is at 0. `steps` is the number
+        of micro-batches of the window, if it is known before the window ends.
         """
         if not self._audits:
             return
@@ -187,7 +181,8 @@ class StreamLook:
             refuse_in_parts(total)
         if isinstance(total, Terms):
             for name, term in total.by_name.items():
-                self.at_backward(term.total, term.units, in_parts=in_parts, place=(place, name))
+                where: dict[str, Any] = {"place": (place, name), "steps": steps}
+                self.at_backward(term.total, term.units, in_parts=in_parts, **where)
                 self._calls.clear()  # Each term has units of its own, and was announced.
             return
         if isinstance(total, Loss):
@@ -208,7 +203,9 @@ class StreamLook:
             self._compare_weights((kind, place), scalar, is_mean=is_mean)
         if self._reads < _READS:
             self._reads += 1
-            self._divisors |= loss_graph.divisors(scalar, check_units(units))
+            summed = None if is_mean else check_units(units)
+            self._reductions.append((last_reductions(scalar), summed))
+            self._refuse_division(self._reductions[-1:], steps)
         if in_parts and self._outside:
             self._refuse_outside_norm(scalar)
         if self._handles and in_parts:
@@ -225,6 +222,16 @@ class StreamLook:
                 for output in self._outputs:
                     loss_graph.check_hooks(output)
             self._refuse_dependence(scalar, units, is_mean=is_mean)
+
+    def _refuse_division(
+        self, reductions: Iterable[tuple[Sequence[Reduction], Units | None]], steps: int
+    ) -> None:
+        """Refuse a mean that is divided by the number of steps; warn of its inverse once."""
+        for terms, units in reductions:
+            found = find_step_division(terms, units, [steps])
+            if found is not None and (found.is_sure or not self._warned_of_division):
+                self._warned_of_division = True
+                found.report()
 
     def _compare_weights(self, loss: Any, scalar: Tensor, *, is_mean: bool) -> None:
         """Refuse a loss whose samples count for more than those of an earlier micro-batch."""
@@ -308,12 +315,11 @@ class StreamLook:
                 self._remove_hooks()
 
     def end_window(self, micro_batches: int = 0) -> None:
-        """End the first window; warn of losses divided by its number of micro-batches."""
+        """End the first window; refuse means divided by its number of micro-batches."""
         self.active = False
         self._outside = {}
-        if micro_batches in self._divisors:
-            warn_of_divisor(micro_batches)
-            self._divisors.clear()
+        self._refuse_division(self._reductions, micro_batches)
+        self._reductions.clear()
         if self._handles:
             self._remove_hooks()
         penalties = {k: weight for k, weight in self._weights.items() if "regulariser" in k}

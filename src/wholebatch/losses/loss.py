@@ -196,7 +196,9 @@ def mean_loss(mean: Tensor, units: Units) -> Loss:
 
     A micro-batch without units (all its tokens masked) has the mean 0/0; here it adds nothing
     instead of a nan. On a GPU, write a mean of your own that may have no units as
-    `total / count.clamp(min=1)`: otherwise its backward computes 0/0 again.
+    `total / count.clamp(min=1)`: otherwise its backward computes 0/0 again. A mean over no units
+    that is not 0 would be lost, and is refused. Where the units are on a GPU, the loss becomes nan
+    instead, and the window makes no update.
 
     Args:
         mean: The loss of the micro-batch as a mean, a 0-dim tensor.
@@ -205,15 +207,33 @@ def mean_loss(mean: Tensor, units: Units) -> Loss:
     check_total(mean)
     units = check_units(units)
     mean = wide(mean)
-    if _is_known_to_be_zero(units):
+    if is_known_to_be_zero(units):
+        refuse_lost_mean(mean)
         return Loss(_nothing(mean), units)
     if isinstance(units, Tensor):
-        total = torch.where(units == 0, mean.new_zeros(()), mean * units.to(mean.dtype))
+        value = mean.detach()
+        is_lost = (units == 0) & value.isfinite() & (value != 0)
+        weight = units.to(mean.dtype) * torch.ones_like(value).masked_fill(is_lost, math.nan)
+        total = torch.where((units == 0) & ~is_lost, mean.new_zeros(()), mean * weight)
         return Loss(total, units)
     return Loss(mean * units, units)
 
 
-def _is_known_to_be_zero(units: Units) -> bool:
+def refuse_lost_mean(mean: Tensor) -> None:
+    """Refuse a mean over no units that is not 0: times its units, it would add nothing."""
+    try:
+        value = float(mean.detach())
+    except Exception:  # a tensor that is being traced has no value yet
+        return
+    if math.isfinite(value) and value != 0:
+        raise LossError(
+            f"a mean of {value:.6g} over units=0: it would be multiplied by 0 and lost. Give the "
+            "sum that it was made from, wb.Loss(total, units) (of `sum / max(n, 1)`: "
+            "wb.Loss(sum, n)); a loss that is not to count is `loss * 0`"
+        )
+
+
+def is_known_to_be_zero(units: Units) -> bool:
     """Return True if there is no unit, as far as that can be read without waiting."""
     if not isinstance(units, Tensor):
         return units == 0

@@ -116,7 +116,7 @@ def choose_micro_batch(
     device: torch.device | str | None = None,
     static: Static = (),
     correct: Callable[[int, int], int] | None = None,
-    gradients: str = "device",
+    optimizer_state: str = "device",
 ) -> Choice:
     """Return the largest micro-batch whose predicted peak is within `budget` bytes.
 
@@ -129,7 +129,7 @@ def choose_micro_batch(
     if most < 1:
         raise OptionError(f"most={most}: must be at least 1 sample")
     predictor = Predictor(model, loss, optimizer=optimizer, device=device)
-    how = {"precision": precision, "gradients": gradients}
+    how = {"precision": precision, "optimizer_state": optimizer_state}
     peaks = PeaksBySize(predictor, batch, most, static, how)
     tried: dict[int, int] = {}
 

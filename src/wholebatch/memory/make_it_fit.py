@@ -1,7 +1,7 @@
 """Ways to make a micro-batch of one sample fit, and their predicted peaks.
 
-The ways are tried from the cheapest on: compute in 16 bit, checkpoint activations, keep gradients
-on the host. Devices on which a model would fit are the matter of `plan`.
+The ways are tried from the cheapest on: compute in 16 bit, checkpoint activations, keep the
+optimizer's state on the host. Devices on which a model would fit are the matter of `plan`.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Rung:
     fits: bool
     precision: str
     checkpoints: bool
-    gradients: str = "device"
-    """The place of the gradients; only ways that make the same update are tried."""
+    optimizer_state: str = "device"
+    """Where the optimizer's state is between steps."""
 
 
 def ladder(
@@ -82,9 +82,12 @@ def ladder(
     if sharding is None and predictor.device.type == "cuda":
         # The host is slower, so combine it with the other ways.
         last = rungs[-1]
-        best = predict(last.precision, checkpoints=last.checkpoints, gradients="host")
-        what = "gradients on the host" if len(rungs) == 1 else f"{last.what}, gradients on the host"
-        rungs.append(replace(last, what=what, peak=best.peak, fits=fits(best), gradients="host"))
+        best = predict(last.precision, checkpoints=last.checkpoints, optimizer_state="host")
+        moved = "optimizer state on the host"
+        what = moved if len(rungs) == 1 else f"{last.what}, {moved}"
+        rungs.append(
+            replace(last, what=what, peak=best.peak, fits=fits(best), optimizer_state="host")
+        )
     return rungs
 
 

@@ -119,9 +119,9 @@ class Fitting:
         sync: Sync,
         is_coupled: Callable[[], bool],
         hold: Callable[[Hold], None] = lambda hold: None,
-        gradients: str = "device",
+        optimizer_state: str = "device",
     ) -> None:
-        self._gradients = gradients
+        self._optimizer_state = optimizer_state
         self._model = model.module if isinstance(model, DistributedDataParallel) else model
         self._loss = loss
         self._optimizer = optimizer
@@ -379,9 +379,9 @@ class Fitting:
                 self._hold(hold)
             else:
                 choice = choose_on_device(
-                    *args, budget=budget, gradients=self._gradients, **options
+                    *args, budget=budget, optimizer_state=self._optimizer_state, **options
                 )
-                if self._gradients == "device":  # a trial step would keep the others there too
+                if self._optimizer_state == "device":  # a trial step would keep it there
                     choice = try_out(*args, choice, **options)
                 if not choice.fits:
                     raise self._refused(batch, choice)

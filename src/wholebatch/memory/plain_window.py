@@ -1,28 +1,31 @@
 """A window with nothing but its allocations, for predictions on fake tensors and trial steps.
 
-It allocates what a window of the library allocates, up to a few scalars. Gradients that leave the
-device (`wholebatch.offload`) have nowhere to go in a prediction: they are dropped in the same
-hooks, and those that come back for the optimizer's step are allocated again, bucket by bucket.
+It allocates what a window of the library allocates, up to a few scalars. Optimizer state on the
+host (`wholebatch.offload`) is created bucket by bucket in the step, and dropped after it.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from wholebatch.coupled.batchnorm.lock_step import Hold, LockStep
-from wholebatch.distributed.ddp import Buckets, in_buckets
+from wholebatch.distributed.ddp import Buckets
 from wholebatch.losses.loss import as_loss, terms_of
 from wholebatch.memory.fsdp_sharding import Sharding
 from wholebatch.memory.zero_stages import FlatSlices
-from wholebatch.offload.parameter_buckets import BUCKET_BYTES, bucket_bytes, only
-from wholebatch.offload.transfer_to_host import ring_bytes
+from wholebatch.offload.partial_step import buckets_of
+from wholebatch.offload.streamed_state import only
 from wholebatch.window import precision as precisions
+
+_BUCKETS_AT_ONCE = 3
+"""Buckets whose state is on the device at once: one arrives, one is stepped, one leaves."""
 
 Reduction: TypeAlias = Literal["overlap", "after"]
 
@@ -39,7 +42,9 @@ class PlainWindow:
     lock_step: Hold | None = None
     reduction: Reduction | None = None
     sent: Callable[[torch.Tensor], None] = lambda flat: None
-    gradients: str = "device"
+    optimizer_state: str = "device"
+    drops_gradients: bool = False
+    """True if gradients are dropped after each backward: an engine keeps slices of them."""
     sharding: Sharding | None = None
     slices: FlatSlices | None = None
 
@@ -50,12 +55,6 @@ class PlainWindow:
             self.sharding = None
         self._casts = precisions.choose(self.precision, device.type, keeps=self.sharding is None)
         self._sixteen_bit = precisions.SixteenBit([self.optimizer] if self.optimizer else [])
-        self._offloaded: _OffloadedGradients | None = None
-        self.steps_in_backward = self.gradients == "release"
-        if self.gradients != "device":
-            self._offloaded = _OffloadedGradients(
-                self.gradients, self.model, self.optimizer, self.around_update
-            )
 
     def run(self, micros: Sequence[Any]) -> None:
         self.add_all(micros)
@@ -83,15 +82,6 @@ class PlainWindow:
             parameter.grad = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
         self._add([micro])
 
-    def make_state(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Make the optimizer's state by one step, with gradients for these parameters."""
-        assert self.optimizer is not None
-        for parameter in parameters:
-            parameter.grad = torch.empty_like(parameter, requires_grad=False)
-        with self.around_update():
-            self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-
     def _begin(self) -> None:
         self._sixteen_bit.begin()
         self._casts.begin()
@@ -115,11 +105,19 @@ class PlainWindow:
             if self.sharding is not None:
                 model: Any = self.model  # an FSDPModule
                 model.set_requires_gradient_sync(is_last or self.sharding.sync == "every")
-            leaving = self._offloaded.backward(last=is_last) if self._offloaded else nullcontext()
             overlaps = self.reduction == "overlap" and is_last
-            with self._reducing(overlaps, overlap=True), leaving:
+            with self._reducing(overlaps, overlap=True), self._dropping():
                 torch.autograd.backward(totals)
             del totals
+
+    @contextmanager
+    def _dropping(self) -> Iterator[None]:
+        """Drop each gradient as soon as it is added, if an engine keeps slices of them."""
+        with ExitStack() as hooks:
+            for parameter in self.model.parameters() if self.drops_gradients else ():
+                if parameter.requires_grad:
+                    hooks.enter_context(parameter.register_post_accumulate_grad_hook(_drop))
+            yield
 
     def totals(self, micro: Any) -> list[torch.Tensor]:
         """Run a forward; return the totals of its loss."""
@@ -131,7 +129,7 @@ class PlainWindow:
         if not reduces:
             return nullcontext()
         trained = [p for p in self.model.parameters() if p.requires_grad]
-        return Buckets(trained, None, lambda work: None, send=self.sent).reducing(overlap=overlap)
+        return Buckets(trained, None, send=self.sent).reducing(overlap=overlap)
 
     def step(self) -> None:
         """Run the optimizer's step; gradients stay."""
@@ -139,8 +137,22 @@ class PlainWindow:
             with self.around_update():
                 if self.slices is not None:
                     self.slices.step(self.model)
+                elif self.optimizer_state == "host":
+                    self._step_in_buckets(self.optimizer)
                 else:
-                    (self._offloaded or self.optimizer).step()
+                    self.optimizer.step()
+
+    def _step_in_buckets(self, optimizer: torch.optim.Optimizer) -> None:
+        """Step with the state of one bucket on the device, and of two that are being copied."""
+        there: deque[list[torch.nn.Parameter]] = deque()
+        for bucket in buckets_of(p for group in optimizer.param_groups for p in group["params"]):
+            if len(there) == _BUCKETS_AT_ONCE:
+                for parameter in there.popleft():
+                    optimizer.state.pop(parameter, None)
+            there.append(bucket)
+            with only(optimizer, bucket):
+                optimizer.step()
+        optimizer.state.clear()
 
     def clear(self) -> None:
         if self.optimizer is not None:
@@ -148,76 +160,5 @@ class PlainWindow:
         self._sixteen_bit.end()
 
 
-def held_on_device(gradients: str, model: nn.Module, device: torch.device) -> int:
-    """Return the bytes that a way to keep gradients holds on the device all the time."""
-    if gradients != "host" or device.type != "cuda":
-        return 0
-    return ring_bytes(sum(4 * p.numel() for p in model.parameters() if p.requires_grad))
-
-
-@dataclass(eq=False)
-class _OffloadedGradients:
-    """The hooks and the optimizer's step of a window whose gradients leave the device."""
-
-    gradients: str
-    model: nn.Module
-    optimizer: torch.optim.Optimizer | None
-    around_update: Callable[[], AbstractContextManager[object]]
-
-    def __post_init__(self) -> None:
-        self._parameters = [p for p in self.model.parameters() if p.requires_grad]
-        self._most = bucket_bytes(self._parameters, BUCKET_BYTES[self.gradients])
-        self._ready: list[nn.Parameter] = []
-        self._bytes = 0
-
-    @contextmanager
-    def backward(self, *, last: bool) -> Iterator[None]:
-        """Install the hooks around one backward; after the `last` one, gradients are final."""
-        made = self._release if self.gradients == "release" else _leave
-        if self.gradients == "release" and not last:
-            yield
-            return
-        with ExitStack() as hooks:
-            for parameter in self._parameters:
-                hooks.enter_context(parameter.register_post_accumulate_grad_hook(made))
-            yield
-            self._flush()
-
-    def _release(self, parameter: Tensor) -> None:
-        assert isinstance(parameter, nn.Parameter)
-        self._ready.append(parameter)
-        self._bytes += parameter.numel() * parameter.element_size()
-        if self._bytes > self._most:
-            self._flush()
-
-    def _flush(self) -> None:
-        ready, self._ready, self._bytes = self._ready, [], 0
-        kept = [getattr(parameter, "grad_dtype", None) for parameter in ready]
-        for parameter in ready:
-            if parameter.grad is not None and parameter.grad.dtype is not parameter.dtype:
-                precisions.round_gradient(parameter)
-        if ready and self.optimizer is not None:
-            with self.around_update(), only(self.optimizer, ready):
-                self.optimizer.step()
-        for parameter, dtype in zip(ready, kept, strict=True):
-            parameter.grad = None
-            parameter.grad_dtype = dtype
-
-    def step(self) -> None:
-        """Step all parameters in buckets, with the gradients of one bucket at a time."""
-        if self.optimizer is None or self.gradients == "release":
-            return
-        for bucket in in_buckets(self._parameters, self._most):
-            kept = [getattr(parameter, "grad_dtype", None) for parameter in bucket]
-            for parameter in bucket:
-                parameter.grad_dtype = parameter.dtype  # Sums are rounded to it before the step.
-                parameter.grad = torch.empty_like(parameter)
-            with only(self.optimizer, bucket):
-                self.optimizer.step()
-            for parameter, dtype in zip(bucket, kept, strict=True):
-                parameter.grad = None
-                parameter.grad_dtype = dtype
-
-
-def _leave(parameter: Tensor) -> None:
+def _drop(parameter: Tensor) -> None:
     parameter.grad = None

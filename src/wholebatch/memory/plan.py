@@ -200,8 +200,8 @@ class Variant:
     peak: int
     about: int
     """The micro-batch that would fit, from a line through two predictions; 0 if none does."""
-    gradients: str = "device"
-    """The place of the gradients; only `"moments"` makes a different update."""
+    optimizer_state: str = "device"
+    """Where the optimizer's state is between steps."""
     sync: str | None = None
     """The time at which a sharded model reduces its gradients: "hold" or "every"."""
 
@@ -276,7 +276,7 @@ class _Way(PeaksBySize):
         slope = max(1.0, (high - low) / max(1, size - 1))
         about = 0 if low > budget else min(self.most, 1 + int((budget - low) / slope))
         peak, how = self.at(size).peak, self.how
-        return Variant(how["precision"], checkpointing, size, peak, about, how["gradients"])
+        return Variant(how["precision"], checkpointing, size, peak, about, how["optimizer_state"])
 
 
 def make_plan(
@@ -306,7 +306,11 @@ def make_plan(
     predictor = Predictor(model, loss, optimizer=optimizer, device=device)
     most = -(-batch_size // ranks)
     sample = resize_batch(batch, 1, static=static)
-    how: dict[str, Any] = {"precision": precision, "gradients": "device", "sharding": sharding}
+    how: dict[str, Any] = {
+        "precision": precision,
+        "optimizer_state": "device",
+        "sharding": sharding,
+    }
     # Data-parallel ranks all-reduce buckets of gradients during the last backward.
     how["reduction"] = "overlap" if ranks > 1 and sharding is None else None
     here = _Way(predictor, batch, most, static, how, budget=budget)
@@ -393,7 +397,7 @@ def _points(here: _Way, even: int, largest: int, most: int) -> tuple[Point, ...]
 def _variants(
     model: torch.nn.Module, here: _Way, size: int, optimizer: torch.optim.Optimizer | None
 ) -> list[Variant]:
-    """Return other ways to run: precisions, with checkpointing, and other places of gradients."""
+    """Return other ways to run: precisions, checkpointing, and optimizer state on the host."""
     precision, sharding = here.how["precision"], here.how["sharding"]
     is_on = any(is_checkpointed(module) for module in model.modules())
     precisions = dict.fromkeys((precision, "full", *lower_precisions(model, "full")))
@@ -412,12 +416,8 @@ def _variants(
             found.append(replace(row, sync=_way(other)))
         return found
     if optimizer is not None and here.predictor.device.type == "cuda":
-        # Two of these need Adam's moments (AdamW is a subclass).
-        adam = isinstance(optimizer, torch.optim.Adam)
-        places = ("host", "swap", "release", "moments") if adam else ("host", "release")
-        for gradients in places:
-            way = here.other(gradients=gradients)
-            found.append(way.variant(size, checkpointing=is_on, like=here))
+        way = here.other(optimizer_state="host")
+        found.append(way.variant(size, checkpointing=is_on, like=here))
     return found
 
 

@@ -54,9 +54,8 @@ from wholebatch.memory.fake_tensors import (
     masks_as_for,
 )
 from wholebatch.memory.fsdp_sharding import Sharding, gathered, group_now, pretended_ranks, shard
-from wholebatch.memory.plain_window import PlainWindow, Reduction, held_on_device
+from wholebatch.memory.plain_window import PlainWindow, Reduction
 from wholebatch.memory.zero_stages import FLATTEN, FlatSlices, on_one_rank
-from wholebatch.offload.parameter_buckets import BUCKET_BYTES
 
 FEW, MORE, CHECK = 4, 5, 6
 """The numbers of blocks to simulate; the third checks, once, that memory is linear in them."""
@@ -175,8 +174,6 @@ _ROUNDING = 0.002
 """The gap that buckets of a fixed size may make between a line and a simulation."""
 
 _STATE = "optimizer state"
-_LEAVING = ("host", "swap", "moments")
-"""Gradients that do not stay on the device from one micro-batch to the next."""
 
 
 @dataclass(frozen=True)
@@ -203,21 +200,22 @@ class _WindowOptions:
     first: bool = False
     lock_step: Hold | None = None
     reduction: Reduction | None = None
-    gradients: str = "device"
+    optimizer_state: str = "device"
     sharding: Sharding | None = None
 
     def __post_init__(self) -> None:
         if self.micro_batches < 1:
             raise OptionError(f"micro_batches={self.micro_batches}: must be at least 1")
-        places = ("device", *BUCKET_BYTES)
-        if self.gradients not in places:
-            allowed = ", ".join(map(repr, places))
-            raise OptionError(f"gradients={self.gradients!r}: must be one of {allowed}")
-        if self.sharding is not None and (self.gradients != "device" or self.lock_step is not None):
+        if self.optimizer_state not in ("device", "host"):
             raise OptionError(
-                f"sharding with gradients={self.gradients!r} or micro-batches in lock-step:"
-                " a sharded model keeps its gradients where its engine does, and its micro-batches"
-                " run one after the other"
+                f'optimizer_state={self.optimizer_state!r}: must be "device" or "host"'
+            )
+        moved = self.optimizer_state != "device"
+        if self.sharding is not None and (moved or self.lock_step is not None):
+            raise OptionError(
+                f"sharding with optimizer_state={self.optimizer_state!r} or micro-batches in"
+                " lock-step: a sharded model keeps its state where its engine does, and its"
+                " micro-batches run one after the other"
             )
 
     @property
@@ -310,9 +308,8 @@ class Predictor:
         With `depth`, the model has this many of its `alike_blocks`, instead of all.
         """
         window = _WindowOptions(**options)
-        if window.gradients != "device":
-            # Gradients off the device are reduced one bucket at a time, at the close.
-            window = replace(window, reduction=None)
+        if not self._on_cuda:
+            window = replace(window, optimizer_state="device")  # the host is the device
         began = time.perf_counter()
         shards = window.shards
         with nullcontext() if shards is None else pretended_ranks(shards.ranks):
@@ -323,8 +320,7 @@ class Predictor:
             peaks = replace(peaks, parts=adjusted)
         by_category = dict(peaks.highest())
         if self._on_cuda:
-            held = held_on_device(window.gradients, self._model, self.device)
-            by_category["temporaries"] += CUDA_WORKSPACES + held
+            by_category["temporaries"] += CUDA_WORKSPACES
         return Prediction(
             sum(by_category.values()), by_category, time.perf_counter() - began, peaks.largest
         )
@@ -393,10 +389,6 @@ class Predictor:
         # The place of offloaded state is not simulated.
         sharding = window.sharding and replace(window.sharding, offload=False)
         alike: tuple[Any, ...] = (replace(window, sharding=sharding),)
-        if self._place(window) in _LEAVING:
-            # Gradients that leave with buckets of the same size leave at the same moments.
-            bucket = BUCKET_BYTES.get(window.gradients, 0)
-            alike = (replace(alike[0], gradients="device"), "leaving", bucket)
         values = [leaf.value for leaf in flatten(batch)[0]]
         shapes = [(v.shape, v.stride(), v.dtype) for v in values if isinstance(v, torch.Tensor)]
         key = (kinds, *alike, *shapes)
@@ -412,12 +404,9 @@ class Predictor:
                 raise
         return self._known[key]
 
-    def _place(self, window: _WindowOptions) -> str:
-        """Return the place of the gradients; on a CPU, the host is the device."""
-        if window.sharding is not None and window.sharding.zero == 2:
-            return "host"  # ZeRO 2 keeps slices, which `on_one_rank` adds.
-        to_host = window.gradients in ("host", "swap")
-        return "device" if to_host and not self._on_cuda else window.gradients
+    def _drops_gradients(self, window: _WindowOptions) -> bool:
+        """True for ZeRO 2, which keeps slices of gradients; `on_one_rank` adds them."""
+        return window.sharding is not None and window.sharding.zero == 2
 
     def _copy(self, sharding: Sharding | None, blocks: AlikeBlocks | None, number: int) -> _Copy:
         mode = fake_mode_of(self._model)
@@ -473,7 +462,8 @@ class Predictor:
                 lock_step=options.lock_step,
                 reduction=options.reduction,
                 sent=lambda flat: meter.mark("communication", [flat]),
-                gradients=self._place(options),
+                optimizer_state=options.optimizer_state,
+                drops_gradients=self._drops_gradients(options),
                 sharding=options.sharding,
                 slices=slices,
             )
@@ -503,8 +493,8 @@ class Predictor:
         fake = fake_optimizer(
             self._optimizer, copy.mode, self._run_on, copy.parameters, on_cuda=self._on_cuda
         )
-        if options.sharding is not None:
-            fake.state.clear()  # It is that of whole parameters; the step makes slices.
+        if options.sharding is not None or options.optimizer_state == "host":
+            fake.state.clear()  # It is that of whole parameters, or not on the device.
         return fake
 
     def _is_first(self, options: _WindowOptions) -> bool:
@@ -520,7 +510,6 @@ class Predictor:
         last_is_enough: bool,
     ) -> None:
         """Run the forwards and backwards."""
-        needs_state = window.steps_in_backward and not self._is_first(options)
         alike = options.lock_step is None and options.shards is None
         # The size of a sparse gradient depends on the micro-batch.
         has_sparse = any(getattr(one, "sparse", False) is True for one in copy.model.modules())
@@ -528,10 +517,7 @@ class Predictor:
             trained = copy.trained
             if trained is None:
                 trained = [p for p in copy.model.parameters() if p.requires_grad]
-            if needs_state:
-                window.make_state(trained)
-                meter.reset_peak()
-            there = [] if self._place(options) in _LEAVING else trained
+            there = [] if self._drops_gradients(options) else trained
             with _gradients_checked(copy, there):
                 window.add_last(
                     micros[0],
@@ -544,9 +530,6 @@ class Predictor:
                     window.add_all(micros[:1])
                     copy.model.zero_grad(set_to_none=True)
                 meter.mark("parameters", gathered(copy.model))
-                meter.reset_peak()
-            if needs_state:
-                window.add_all(micros)
                 meter.reset_peak()
             window.add_all(micros)
         copy.has_run = True
@@ -564,7 +547,7 @@ class Predictor:
         largest = meter.largest
         is_first = self._is_first(options)
         dtypes = [None if p.grad is None else p.grad.dtype for p in copy.model.parameters()]
-        key = (options.gradients, options.sharding, is_first, copy.number, *dtypes)
+        key = (options.optimizer_state, options.sharding, is_first, copy.number, *dtypes)
         if key not in self._steps:
             if not is_first:
                 window.step()
@@ -595,7 +578,7 @@ def predict_peak(
     first: bool = False,
     lock_step: Hold | None = None,
     reduction: Reduction | None = None,
-    gradients: str = "device",
+    optimizer_state: str = "device",
     sharding: Sharding | None = None,
 ) -> Prediction:
     """Predict the peak of a training step with micro-batches like `batch`.
@@ -606,8 +589,8 @@ def predict_peak(
 
     `lock_step` is what micro-batches that meet at every BatchNorm hold ("graphs", "inputs"); all
     `micro_batches` then count. `reduction` adds the buckets in which data-parallel ranks sum their
-    gradients: "overlap" in the last backward, or "after" it. `gradients` is their place, as in
-    `WholeBatch` ("host" saves nothing if the device is the CPU). `sharding` predicts one rank of a
+    gradients: "overlap" in the last backward, or "after" it. `optimizer_state` is as in
+    `wb.Memory` ("host" saves nothing if the device is the CPU). `sharding` predicts one rank of a
     model sharded by FSDP2.
 
     The model may be on any device, also `meta`; it is neither run nor changed. `device` is where
@@ -621,7 +604,7 @@ def predict_peak(
         first=first,
         lock_step=lock_step,
         reduction=reduction,
-        gradients=gradients,
+        optimizer_state=optimizer_state,
         sharding=sharding,
     )
 

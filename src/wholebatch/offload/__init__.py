@@ -1,5 +1,5 @@
-"""Gradients and moments that leave the device, or are freed early, while a window is open."""
+"""Optimizer state in host memory between steps."""
 
-from wholebatch.offload.choose_store import GradientsOn, OptimizerOn, choose
+from wholebatch.offload.choose_store import choose
 
-__all__ = ["GradientsOn", "OptimizerOn", "choose"]
+__all__ = ["choose"]

@@ -90,8 +90,6 @@ class Verdict(_Answer):
     causes: tuple[Cause, ...]
     notes: tuple[str, ...]
     seconds: float
-    approximate: bool = False
-    """True if an approximation was asked for (`gradients="moments"`): never the same."""
 
     @property
     def line(self) -> str:
@@ -108,8 +106,6 @@ class Verdict(_Answer):
         )
         if self.same:
             return f"same update: {measured}; {size}"
-        if self.approximate:
-            return f"APPROXIMATE update: {measured}; {size}"
         because = f"; {self.causes[0].kind}" if self.causes else ""
         if self.causes and self.causes[0].where:
             because += f" in {listed(self.causes[0].where)}"
@@ -117,7 +113,7 @@ class Verdict(_Answer):
 
     def __str__(self) -> str:
         parts = [self.line]
-        if not self.same and not self.approximate:
+        if not self.same:
             rows = [
                 (one.name, percent(one.distance), percent(one.floor), "differs" * one.differs)
                 for one in self.gradient.worst(8)

@@ -26,18 +26,16 @@ from wholebatch.errors import LossError, OptionError, UnsupportedError, Wholebat
 from wholebatch.options import BatchNorm, BatchNormPolicy, flattened
 from wholebatch.runner import check_functions, modules_of
 from wholebatch.verification.model_runs import DividedBatch, ModelRuns, Numbers, objective, uneven
-from wholebatch.verification.observed_window import StartingState, WindowRun
+from wholebatch.verification.observed_window import WindowRun
 from wholebatch.verification.random_numbers import SILENCES, Draws, dropouts
 from wholebatch.verification.run_comparison import (
     Comparison,
     Vectors,
-    compare,
     compare_gradients,
     compare_updates,
     distance,
     fit_of,
     listed,
-    norm_of,
     percent,
 )
 from wholebatch.verification.verdicts import Cause, Verdict, cause
@@ -253,40 +251,6 @@ def _close(ours: Tensor, other: Tensor) -> bool:
     return bool(((left - right).abs() <= tolerance * max(size, 1e-30)).all())
 
 
-_BEFORE = 3
-"""Updates of the undivided batch before the one that is compared: the first of all, from moments
-that are zero, has nothing to round."""
-
-
-@contextmanager
-def _after_some_updates(runs: ModelRuns, batch: DividedBatch) -> Iterator[None]:
-    """Let every run within it begin a few updates of the undivided batch later."""
-    start = runs.start
-    try:
-        for _ in range(_BEFORE):
-            runs.whole(batch.whole)
-            runs.start = StartingState(runs.model, runs.optimizer)
-            runs.start.random = start.random
-        yield
-    finally:
-        runs.start = start
-
-
-def _moments(runs: ModelRuns, name: str) -> list[Tensor]:
-    return [
-        runs.optimizer.state[p][name].detach().cpu().clone()
-        if name in runs.optimizer.state.get(p, {})
-        else torch.zeros(p.shape, dtype=p.dtype)
-        for p in runs.parameters
-    ]
-
-
-def _compared(what: str, runs: ModelRuns, ours: Vectors, right: Vectors) -> Comparison:
-    # A moment or an update is a sum of many roundings.
-    resolution = [8 * runs.unit * norm_of(one) for one in right]
-    return compare(what, runs, ours, right, resolution=resolution, judged_by_line=False)
-
-
 _FLOAT64_UNIT = torch.finfo(torch.float64).eps / 2
 AS_FAR_AS_FLOAT64_ALLOWS = 1.25
 """Beyond so many times the undivided batch's own distance from float64 a note says so."""
@@ -334,7 +298,7 @@ def verify(
         clip_norm: As for `WholeBatch`.
         batchnorm: As for `WholeBatch`.
         float64: Compare again on a copy of the model in float64.
-        **options: Other options of `WholeBatch`, such as `memory=wb.Memory(gradients="host")`.
+        **options: Other options of `WholeBatch`, such as `units=` or `close=wb.Close(...)`.
             `scheduler=` and `ema=` are ignored: they change nothing before the update.
 
     Returns:
@@ -402,8 +366,6 @@ class _Proof:
         self._check_division()
         chance = self._silence()
         whole = self._largest_that_fits()
-        if runs.options.get("gradients") == "moments":
-            return self._approximate(chance)
         if runs.numbers.precision == "fp16":
             runs.find_loss_scale(self.batch)
             whole = runs.whole(self.batch.whole)
@@ -478,34 +440,6 @@ class _Proof:
             torch.cuda.empty_cache()
         self.notes.append(f"not run in float64: {why}")
         return None, None
-
-    def _approximate(self, chance: list[Cause]) -> Verdict:
-        """Return how far the approximation that was asked for is from the undivided batch.
-
-        The undivided batch and its Adam accumulation are compared in moments and update.
-        """
-        runs = self.runs
-        with _after_some_updates(runs, self.batch):
-            whole = runs.whole(self.batch.whole)
-            right_first, right_second = (_moments(runs, name) for name in ("exp_avg", "exp_avg_sq"))
-            ours = runs.accumulated(self.batch)
-            our_first, our_second = (_moments(runs, name) for name in ("exp_avg", "exp_avg_sq"))
-        first = _compared("first moment", runs, our_first, right_first)
-        update = _compared("update", runs, ours.update, whole.update)
-        second = distance(our_second, right_second, runs.devices)
-        exact = "exact" if first.same else f"{percent(first.distance)} off"
-        measured = {"second": percent(second), "update": percent(update.distance), "first": exact}
-        asked = cause("moments", number=_BEFORE + 1, **measured)
-        return Verdict(
-            same=False,
-            gradient=first,
-            update=update,
-            float64=None,
-            to_float64=None,
-            causes=(asked, *chance),
-            approximate=True,
-            **self._about(whole, ours),
-        )
 
     def _about(self, *runs: WindowRun) -> dict[str, Any]:
         """Return what a verdict says of the proof itself."""

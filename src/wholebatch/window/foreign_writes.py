@@ -203,7 +203,7 @@ class Untouched:
         sync = window.sync
         # Elsewhere gradients are not in `.grad` between two backwards, or the engine moves them.
         plain = isinstance(window.store, DeviceStore) and not sync.grows_own_graph
-        self._looks = plain and window.store.in_grad and sync.keeps_gradients
+        self._looks = plain and sync.keeps_gradients
         self._watch = Watch(window.target.optimizers)
         self.note_rates = self._watch.note_rates
         modules = [module for model in window.target.models for module in model.modules()]

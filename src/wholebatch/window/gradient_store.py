@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from wholebatch.distributed import Sync
-from wholebatch.errors import LossError, StateError, UnsupportedError, WindowError
+from wholebatch.errors import WindowError
 from wholebatch.window.close import (
     Closed,
     CloseOptions,
@@ -29,12 +29,10 @@ from wholebatch.window.close import (
     close_ahead,
     close_gradients,
     dense_gradients,
-    foreign_code,
     read_scalars,
     stepping,
     takes_grad_scale,
 )
-from wholebatch.window.precision import SIXTEEN_BIT
 
 if TYPE_CHECKING:
     from wholebatch.window.model_and_optimizer import Target
@@ -44,29 +42,14 @@ if TYPE_CHECKING:
 class Store(ABC):
     """One way to keep the gradients of an open window, and to make the update from them."""
 
-    option: str = 'gradients="device"'
-    """The option that selects this store."""
-
-    steps_on_all: bool = False
-    """True if an optimizer's step finds the whole gradient in `.grad`."""
-
-    in_grad: bool = True
-    """True if gradients are in `.grad`, where a last backward may reduce them over the ranks."""
+    steps_at_once: bool = True
+    """True if one call of an optimizer's step updates all its parameters."""
 
     only_eager: str | None = None
     """The reason why no compiled graph may run a micro-step; None if one may."""
 
     takes_buffers: bool = False
     """True if eager code may add into the gradient buffers of graphs from the start."""
-
-    steps_in_backward: bool = False
-    """True if eager code steps on parameters in the window's last backward, and frees gradients."""
-
-    counts_first: bool = False
-    """True if the units of a window must be known before its first backward."""
-
-    counts_changes: bool = True
-    """True if torch's counts of in-place changes show how far a step has come."""
 
     after_failure: str = (
         "parameters and optimizer state are as before this window; pass nonfinite='skip' to skip "
@@ -90,7 +73,6 @@ class Store(ABC):
         """Parameters of a window that failed in its update, with their versions."""
         self.dropped: set[int] = set()
         """Ids of parameters for which no rank has made a gradient."""
-        self._hooked: dict[int, Any] = {}  # by the parameter's id
 
     # Open window
 
@@ -107,8 +89,6 @@ class Store(ABC):
 
     def begin(self, window: OpenWindow) -> None:
         """Begin a window, none of whose parameters holds a gradient."""
-        if not self.steps_on_all:  # hooks may have been added since the store was chosen
-            refuse_foreign_code(self.target.optimizers, self.option)
         if any(parameter._version == version for parameter, version in self.spoiled):
             raise WindowError(
                 "an earlier window failed after some of its parameters had been updated, or may "
@@ -119,46 +99,15 @@ class Store(ABC):
         self.dropped = set()
         self.parameters = window.inputs
 
-    def hook(self, made: Callable[[Tensor], None]) -> None:
-        """Call `made(parameter)` whenever a backward has made `.grad`, until the window ends."""
-        self._unhook()
-        for parameter in self.parameters:
-            self._hooked[id(parameter)] = parameter.register_post_accumulate_grad_hook(made)
-
-    def _unhook(self) -> None:
-        for handle in self._hooked.values():
-            handle.remove()
-        self._hooked.clear()
-
-    def check_total(self, total: Tensor) -> None:
-        """Refuse a 16-bit total if its rounded seed could not be corrected at the close."""
-        if self.counts_first and total.dtype in SIXTEEN_BIT:
-            raise LossError(
-                f"a total of dtype {total.dtype}: 1 / units would be rounded to its few bits, and "
-                "these gradients cannot be put right at the close; return a float32 sum"
-            )
-
-    def before_backward(self, window: OpenWindow, *, last: bool) -> bool:
-        """Return whether to run a backward, whose loss is in `window` already.
-
-        In the `last` one, every gradient that it makes is final.
-        """
-        return True
-
     def backward_made(self) -> None:
         """Take note that a backward is over."""
         return
-
-    def for_graphs(self, parameters: Sequence[nn.Parameter]) -> Any | None:
-        """Return the place where graphs add gradients; None if that is buffers in `.grad`."""
-        return None
 
     # Close
 
     def reduce_now(self) -> None:
         """Reduce what is in `.grad` over the ranks: no backward has."""
-        if self.in_grad:
-            self.sync.reduce_now(self.parameters)
+        self.sync.reduce_now(self.parameters)
 
     def absent(self) -> set[int]:
         """Return the ids of the parameters for which this rank has made no gradient."""
@@ -188,15 +137,12 @@ class Store(ABC):
         return
 
     def check_hand_over(self) -> None:
-        """Refuse to leave the gradients to the user if they are never whole in `.grad`."""
-        raise WindowError(
-            f"gradient() with {self.option}: the whole gradient is not left in .grad there; use "
-            'gradients="device", or on_gradient= where it is allowed'
-        )
+        """Refuse to leave the gradients to the user if a step of theirs could not use them."""
+        return
 
+    @abstractmethod
     def hand_over(self, remaining: float) -> None:
         """Leave the gradients times `remaining` in `.grad`, to the user."""
-        self.check_hand_over()
 
     # Update
 
@@ -216,12 +162,11 @@ class Store(ABC):
 
     def before_step(self) -> _BeforeStep:
         """Return a record of the state before a step."""
-        return _BeforeStep(self.target.optimizers, self.parameters, at_once=self.steps_on_all)
+        return _BeforeStep(self.target.optimizers, self.parameters, at_once=self.steps_at_once)
 
     def failed_in_step(self, before: _BeforeStep, failure: str) -> NoReturn:
         """Undo a step that ran out of memory as far as possible, and raise what is left of it."""
         changed, unsure = before.undo()
-        unsure = unsure or not self.counts_changes
         first_line = failure.strip().partition("\n")[0]
         ran_out = f"the optimizer's step ran out of memory ({first_line or 'no reason given'})"
         if not changed and not unsure and self.sync.ranks == 1:
@@ -229,8 +174,8 @@ class Store(ABC):
                 f"{ran_out} before it had changed anything: parameters and optimizer state are as "
                 "before this window, and the run can go on once there is room for the optimizer's "
                 "state and its copies of the gradients. fused=True makes no such copies, "
-                'gradients="host" takes the gradients away, and a smaller micro-batch leaves less '
-                "scattered memory"
+                'optimizer_state="host" keeps the state off the device, and a smaller micro-batch '
+                "leaves less scattered memory"
             )
         self.spoiled = [(parameter, parameter._version) for parameter in self.parameters]
         if changed:
@@ -250,36 +195,15 @@ class Store(ABC):
     def saved(self) -> Any:
         """Return the gradients of an open window, for a checkpoint."""
 
-    def check(self, saved: Any) -> None:
-        """Refuse the saved window of another kind of store."""
-        if not isinstance(saved, list):
-            raise StateError(
-                "the saved window's gradients are in the optimizer's moments: resume with the same "
-                'gradients="moments"'
-            )
-
     @abstractmethod
     def load(self, saved: Any) -> None:
         """Load `saved` into a window that has just been opened."""
 
     def discard(self) -> None:
         """End the window and release its gradients."""
-        self._unhook()
         for parameter in self.parameters:
             parameter.grad = None
         self.parameters = []
-
-
-def refuse_foreign_code(optimizers: Sequence[torch.optim.Optimizer], option: str) -> None:
-    """Refuse the user's own code in a step that never has all gradients at once."""
-    for optimizer in optimizers:
-        found = foreign_code(optimizer)
-        if found is not None:
-            raise UnsupportedError(
-                f"{option} with {found} on {type(optimizer).__name__}: it would find the gradients "
-                "of a few parameters at a time, or none; remove it, or keep the gradients on the "
-                'device (gradients="device")'
-            )
 
 
 class _BeforeStep:
@@ -373,7 +297,6 @@ def _kinds(groups: Iterable[Mapping[str, Any]]) -> set[tuple[torch.device, torch
 class DeviceStore(Store):
     """Autograd adds into `.grad`; the close and the optimizer read it there."""
 
-    steps_on_all = True
     takes_buffers = True
     closes_ahead: bool = True
     """True if gradients and optimizer state are all there at the close, and nobody reads them."""
@@ -448,8 +371,6 @@ class DeviceStore(Store):
                 optimizer.step()
 
     def check_hand_over(self) -> None:
-        if not self.steps_on_all:
-            super().check_hand_over()
         if self.sync.owns_step:
             raise WindowError(
                 "gradient() with a DeepSpeed engine: it steps its own optimizer; use step()"

@@ -502,6 +502,4 @@ def _hindrance(window: Window, coupled: bool) -> str | None:
         return window.sync.hides_gradients
     if window.calls_on_gradient and window.sync.ranks > 1:
         return "on_gradient= may change the gradient of all ranks before its norm is taken"
-    if not window.store.in_grad:
-        return 'the gradients are not kept in the device\'s memory; use gradients="device"'
     return None

@@ -244,8 +244,8 @@ class Recorder:
         if window.target.sixteen_bit.parameters:
             raise CannotTrace("gradients of 16-bit parameters are added by hooks")
         store = window.store
-        if store.only_eager is not None or not (store.in_grad or store.takes_buffers):
-            raise CannotTrace(store.only_eager or f"{store.option} leaves no gradients in .grad")
+        if store.only_eager is not None:
+            raise CannotTrace(store.only_eager)
         if not isinstance(window.sync, Single):
             raise CannotTrace("an engine for several ranks holds parts of its graph")
         refuse_hooks(self._model)

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from wholebatch.batch import Batches, batch_size_of
-from wholebatch.coupled.loss_graph import divisors
-from wholebatch.coupled.stream_look import warn_of_divisor
-from wholebatch.errors import StateError, WindowError
-from wholebatch.losses.loss import SINGLE, Loss
-from wholebatch.runner import LossFunction
+from wholebatch.batch import Batches
+from wholebatch.errors import WindowError
+from wholebatch.losses.loss import SINGLE
 from wholebatch.whole_batch import WholeBatch
 from wholebatch.window.foreign_writes import Watch
-from wholebatch.window.forward_state import ForwardState, attributes_restored
+from wholebatch.window.forward_state import attributes_restored
 from wholebatch.window.gradient_store import DeviceStore
 from wholebatch.window.window import Step
 
@@ -27,8 +24,7 @@ class GivenWindows(WholeBatch):
     """A WholeBatch whose window is a list of batches; the trainer clips, steps and clears.
 
     A run of the loss may change attributes of `host`, such as a trainer's metrics; after the first
-    look, numbers and small containers among them are put back. `mean` is the loss function with
-    the mean as its total, to look for a division by the number of batches.
+    look, numbers and small containers among them are put back.
 
     >>> import wholebatch as wb
     >>> model = torch.nn.Linear(3, 2)
@@ -46,11 +42,9 @@ class GivenWindows(WholeBatch):
     True
     """
 
-    def __init__(
-        self, *given: Any, host: object = None, mean: LossFunction | None = None, **options: Any
-    ) -> None:
+    def __init__(self, *given: Any, host: object = None, **options: Any) -> None:
         super().__init__(*given, **options)
-        self._host, self._mean = host, mean
+        self._host = host
         self._announced: dict[str, float] | None = None
         if isinstance(self._window.store, DeviceStore):
             self._window.store.lends = True  # the trainer clears them before the next window
@@ -88,13 +82,9 @@ class GivenWindows(WholeBatch):
         runs = in_parts and self._host is not None and not self._runner.is_checked
         with attributes_restored(self._host) if runs else nullcontext():
             super()._look(batch, micros)
-            if runs and self._mean is not None:
-                # The window itself recovers from running out of memory.
-                with ForwardState(self._root), suppress(torch.OutOfMemoryError):
-                    loss = self._runner.forward(micros[0], self._mean)
-                    assert isinstance(loss, Loss)
-                    if self._batches in divisors(loss.total, batch_size_of(micros[0])):
-                        warn_of_divisor(self._batches)
+
+    def _step_counts(self, micros: Sequence[Any]) -> set[int]:
+        return {len(micros), self._batches}
 
     def _close(self, micros: Sequence[Any], start: dict[str, Any] | None, steps: bool) -> Step:
         window = self._window.current
@@ -126,33 +116,6 @@ class GivenWindows(WholeBatch):
             "whose gradient is complete before its second batch: leave zero_grad(), clipping and "
             "step() to the trainer"
         )
-
-    # ------------------------------------------------------------------ state
-
-    def saved_gradient(self) -> list[Tensor | None]:
-        """Return a copy of the gradient that `make_gradient` has left."""
-        return [
-            None if p.grad is None else p.grad.detach().clone()
-            for p in self._window.target.trained()
-        ]
-
-    def load_gradient(self, saved: Sequence[Tensor | None]) -> None:
-        """Go on with the gradient of `saved_gradient`."""
-        trained = self._window.target.trained()
-        if len(saved) != len(trained):
-            raise StateError(
-                f"the checkpoint has gradients of {len(saved)} parameters, and {len(trained)} are "
-                "trained here: resume with the model and optimizer that saved it"
-            )
-        for parameter, gradient in zip(trained, saved, strict=True):
-            parameter.grad = None
-            if gradient is None:
-                continue
-            if gradient.dtype is not parameter.dtype:
-                parameter.grad_dtype = gradient.dtype
-            parameter.grad = gradient.to(parameter.device)
-        self._watch.forget()
-        self._watch.remember(trained)
 
     def release(self) -> None:
         """Free the memory of graphs and gradients; another window makes them again."""

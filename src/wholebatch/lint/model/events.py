@@ -210,7 +210,7 @@ MODEL_NAME = re.compile(
 )
 _CLIPS = re.compile(r"(dispatch_)?clip_grad\w*")
 _SIMPLE = {"zero_grad": "zero", "unscale_": "unscale", "set_requires_gradient_sync": "fsdp_sync"}
-_OURS = {"ExactWindows", "Accumulator", "WholeBatch", "accumulator"}
+_OURS = {"AccelerateAccumulator", "FabricAccumulator", "Accumulator", "WholeBatch"}
 _NATIVE_SCALERS = re.compile(r"loss_scaler|NativeScaler", re.I)
 
 

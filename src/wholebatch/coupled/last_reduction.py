@@ -1,0 +1,182 @@
+"""Read from the graph of a loss how it was reduced last: a mean or a sum, and by what it is scaled.
+
+Between a loss and its reductions lie only operations on single numbers. The graph is followed that
+far: `(F.cross_entropy(logits, labels) + 0.1 * penalty.mean()) / 4` has two terms, both means, both
+divided by 4.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from wholebatch.errors import LossError
+from wholebatch.losses.loss import Units
+
+# Operations that pass one number on, up to its sign. `where` is how mean_loss leaves out a mean
+# over no units.
+_PASS = (
+    *("Add", "Sub", "Neg", "ToCopy", "View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze"),
+    *("Alias", "Clone", "NanToNum", "Where"),
+)
+_MOST_NODES = 256
+_CLOSE = 4e-3  # one step of bfloat16: a factor may have been rounded to it
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """A number by which a term is multiplied or divided."""
+
+    operation: Literal["multiplied", "divided"]
+    by: float
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """A term of a loss: its last reduction, and the scales on top of it, the outermost first."""
+
+    kind: Literal["mean", "sum", "unknown"]
+    node: str
+    sizes: tuple[int, ...]
+    """Shape of what was reduced; () if the graph does not tell."""
+    scales: tuple[Scale, ...]
+
+    @property
+    def count(self) -> int:
+        """The number of elements that were reduced."""
+        return math.prod(self.sizes)
+
+
+def last_reductions(loss: Tensor) -> list[Reduction]:
+    """Return the terms that a scalar loss is the sum of.
+
+    >>> losses = torch.rand(6, requires_grad=True)
+    >>> [(r.kind, r.sizes, [s.by for s in r.scales]) for r in last_reductions(losses.mean() / 4)]
+    [('mean', (6,), [4.0])]
+    """
+    return list(_reductions(loss)) if loss.grad_fn is not None else []
+
+
+@torch.no_grad()
+def _reductions(loss: Tensor) -> Iterator[Reduction]:
+    one = torch.ones((), dtype=loss.dtype, device=loss.device)
+    waiting: list[tuple[Any, tuple[Scale, ...]]] = [(loss.grad_fn, ())]
+    for _ in range(_MOST_NODES):
+        if not waiting:
+            return
+        node, scales = waiting.pop()
+        name = node.name()
+        inner = [child for child, _ in node.next_functions if child is not None]
+        operation = name.partition("Backward")[0]
+        reduction = getattr(node, "_saved_reduction", 0)
+        sizes = getattr(node, "_saved_self_sym_sizes", None)
+        of_one_number = operation in ("Mean", "Sum") and math.prod(sizes or ()) == 1
+        if (operation in _PASS or of_one_number) and inner:
+            waiting += [(child, scales) for child in inner]
+        elif operation in ("Mul", "Div") and len(inner) == 1:
+            waiting.append((inner[0], (*scales, _scale(node, operation, one))))
+        elif operation in ("Mean", "Sum"):
+            kind: Literal["mean", "sum"] = "mean" if operation == "Mean" else "sum"
+            yield Reduction(kind, name, tuple(sizes or ()), scales)
+        elif reduction in (1, 2):  # torch's own loss functions
+            given = getattr(node, "_saved_self", None)
+            shape = tuple(given.shape) if isinstance(given, Tensor) else ()
+            yield Reduction("mean" if reduction == 1 else "sum", name, shape, scales)
+        else:
+            yield Reduction("unknown", name, (), scales)
+
+
+def _scale(node: Any, operation: str, one: Tensor) -> Scale:
+    """Return the factor of a product, or the divisor: the node's own derivative tells it."""
+    try:
+        made = node(one)
+        slopes = made if isinstance(made, tuple) else (made,)
+        slope = abs(float(next(s for s in slopes if s is not None)))
+    except RuntimeError:  # the graph has been used, or the saved factor was changed in place
+        slope = math.nan
+    if operation == "Mul":
+        return Scale("multiplied", slope)
+    return Scale("divided", 1 / slope if slope else math.inf)
+
+
+# --------------------------------------------------------------- a division by the number of steps
+
+_UNDIVIDED = "the window divides by its units, and nothing divides by the number of steps"
+
+
+@dataclass(frozen=True, slots=True)
+class StepDivision:
+    """A loss that is scaled by 1 / (number of steps); `is_sure` if that is no weight."""
+
+    message: str
+    is_sure: bool
+
+    def report(self, off: str = "audit=False") -> None:
+        """Raise if it is sure, else warn; `off` is the option that leaves the test out."""
+        if self.is_sure:
+            raise LossError(f"{self.message} ({off}: leave this check out)")
+        warnings.warn(self.message, stacklevel=3)
+
+
+def find_step_division(
+    terms: Sequence[Reduction], units: Units | None, steps: Collection[int]
+) -> StepDivision | None:
+    """Return the division of a mean by one of `steps`, the number of steps.
+
+    `terms` are the `last_reductions` of a loss. A division by exactly this number, on top of a
+    mean, is a leftover of a loop that averaged over its steps. A multiplication by its inverse may
+    be a weight (`0.5 * mse` in two steps): it is not sure. Nor is a sum that is divided by it, if
+    the loss is given as a sum over `units` (None: as a mean).
+    """
+    for number in sorted(set(steps)):
+        found = {_scale_by(term, number, units) for term in terms}
+        if number < 2 or not found or None in found:
+            continue
+        # The average of as many terms as there are steps is divided by their number as well.
+        if found == {"of a mean"} and len(terms) != number:
+            return StepDivision(
+                f"this mean is divided by {number}, the number of steps; give it undivided: "
+                f"{_UNDIVIDED}. If {number} is a weight of your loss, multiply instead: "
+                f"loss * {1 / number:.6g}",
+                is_sure=True,
+            )
+        what = "multiplied by 1 /" if "by the inverse" in found else "divided by"
+        return StepDivision(
+            f"this loss is {what} {number}, and {number} is the number of steps. If that is left "
+            f"over from a loop that averaged over its steps, remove it: {_UNDIVIDED}. If it is a "
+            "weight, nothing is wrong",
+            is_sure=False,
+        )
+    return None
+
+
+def _scale_by(
+    term: Reduction, number: int, units: Units | None
+) -> Literal["of a mean", "of a sum", "by the inverse"] | None:
+    """Return how a term is scaled by 1 / number."""
+    found: Literal["of a mean", "of a sum", "by the inverse"] | None = None
+    for place, scale in enumerate(term.scales):
+        below = term.scales[place + 1 :]
+        divided_below = any(one.operation == "divided" for one in below)
+        if scale.operation == "multiplied" and _close(scale.by * number, 1.0):
+            found = found or "by the inverse"
+        if scale.operation == "multiplied" or not _close(scale.by, number):
+            continue
+        if any(one.operation == "multiplied" and one.by > 1 for one in below):
+            continue  # mean * count / number: a sum, divided by the features of a sample
+        if term.kind == "mean" or (term.kind == "sum" and divided_below):
+            return "of a mean"
+        counts = (*term.sizes, term.count, float(units or 0))
+        if units is not None and place == 0 and not any(_close(number, one) for one in counts):
+            found = "of a sum"
+    return found
+
+
+def _close(a: float, b: float) -> bool:
+    return math.isclose(a, b, rel_tol=_CLOSE)

@@ -1,0 +1,58 @@
+"""The plain window with its optimizer state in host memory between steps.
+
+Gradients are in `.grad` as in the plain window, so clipping, hooks, `on_gradient=` and compiled
+micro-steps see no difference. Only `optimizer.step()` runs bucket by bucket.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from wholebatch.distributed import Sync
+from wholebatch.errors import WindowError
+from wholebatch.offload.partial_step import buckets_of, post_hooks_once, refuse_pre_hooks
+from wholebatch.offload.streamed_state import StreamedState
+from wholebatch.window.close import CloseOptions
+from wholebatch.window.gradient_store import DeviceStore
+
+if TYPE_CHECKING:
+    from wholebatch.window.model_and_optimizer import Target
+    from wholebatch.window.window import OpenWindow
+
+OPTION = 'optimizer_state="host"'
+
+
+class HostStateStore(DeviceStore):
+    """Gradients in `.grad`; the optimizer's state in pinned host memory between steps."""
+
+    steps_at_once = False
+    closes_ahead = False
+
+    def __init__(self, target: Target, options: CloseOptions, sync: Sync) -> None:
+        super().__init__(target, options, sync)
+        self._state = StreamedState()
+
+    @property
+    def host_bytes(self) -> int:
+        """The bytes of host memory that hold optimizer state."""
+        return self._state.host_bytes
+
+    def begin(self, window: OpenWindow) -> None:
+        for optimizer in self.target.optimizers:
+            refuse_pre_hooks(optimizer, OPTION)  # hooks may have been added since the last window
+            self._state.move_to_host(optimizer)
+        super().begin(window)
+
+    def step(self, remaining: float) -> None:
+        if self.target.sixteen_bit.parameters:
+            self.target.sixteen_bit.round_once()
+        for optimizer in self.target.optimizers:
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            with post_hooks_once(optimizer):
+                self._state.step(optimizer, buckets_of(parameters), remaining)
+
+    def check_hand_over(self) -> None:
+        raise WindowError(
+            f"gradient() with {OPTION}: a step of your own would find the optimizer's state on the "
+            'host; use step(), or optimizer_state="device"'
+        )
