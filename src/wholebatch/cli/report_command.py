@@ -17,7 +17,7 @@ PLOTS = {
     "loss": ("Loss", "loss"),
     "units_per_second": ("Throughput", "units per second"),
     "memory": ("Peak memory", "bytes"),
-    "grad_norm": ("Gradient norm", "norm of the whole batch's gradient"),
+    "grad_norm": ("Gradient norm", "norm"),
 }
 """The plots of the page: the field of a record, its title, and its axis."""
 

@@ -1,0 +1,114 @@
+"""`wholebatch report`: one page for one or more runs."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.cli.helpers import EXACT, Ran
+from wholebatch.cli.metrics import Metrics, scalars_of
+
+Command = Callable[..., Ran]
+Write = Callable[..., Path]
+
+
+@pytest.fixture
+def runs(command: Command, recipe: Write, tmp_path: Path) -> Path:
+    validated = EXACT + "\ndef validation():\n    return data()\n"
+    for name, micro in (("first", 4), ("<b>second</b>", 5)):
+        path = recipe(validated)
+        ran = command("train", path, "--out", name, "--micro-batch", micro, "--updates", 3)
+        assert ran.status == 0, ran.err
+    return tmp_path
+
+
+def test_page_has_plots_settings_and_verdicts(command: Command, runs: Path) -> None:
+    (runs / "verdict.json").write_text(json.dumps({"passed": True, "error": 1e-16, "deep": [1]}))
+    ran = command("report", "first", "<b>second</b>", "verdict.json", "--title", "Both & all")
+    assert ran.status == 0, ran.err
+    assert ran.out == "page: report.html\n"
+    text = (runs / "report.html").read_text(encoding="utf-8")
+    body = re.sub(r"<script>.*?</script>", "", text, flags=re.S)
+    assert "<h1>Both &amp; all</h1>" in body
+    for title in ("Loss", "Throughput", "Peak memory", "Gradient norm"):
+        assert f"<h3>{title}</h3>" in body
+    assert "&lt;b&gt;second&lt;/b&gt;" in body  # a name is not markup
+    assert "<b>second" not in text
+    differs = re.findall(r'<tr class="differs"><th>(\w+)</th>', body)
+    assert differs == ["micro_batch"]
+    assert "Verdict: verdict.json" in body
+    assert "<th>passed</th><td>True</td>" in body
+    [plots] = re.findall(r"const plots = (.*);\n", text)
+    curves = {plot["title"]: plot["traces"] for plot in json.loads(plots)}
+    lines = (runs / "first/metrics.jsonl").read_text().splitlines()
+    assert curves["Loss"][0]["y"] == [json.loads(line)["loss"] for line in lines]
+    assert [trace["name"] for trace in curves["Loss"]][:2] == ["first", "first, held out"]
+    assert "http" not in body  # it refers to nothing outside
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda folder: None, "x: cannot be read: No such file or directory"),
+        (lambda folder: (folder / "x").mkdir(), "x: has no config.json; give the folder of a run"),
+        (lambda folder: (folder / "x").write_text("{"), "x: is not JSON"),
+        (lambda folder: (folder / "x").write_text("[]"), "x: is not a verdict"),
+    ],
+)
+def test_what_is_no_run_is_refused(
+    command: Command, tmp_path: Path, make: Callable[[Path], object], message: str
+) -> None:
+    make(tmp_path)
+    ran = command("report", "x")
+    assert (ran.status, ran.err.count("\n")) == (2, 1)
+    assert message in ran.err
+
+
+def test_a_line_that_is_no_record_is_told(command: Command, runs: Path) -> None:
+    metrics = runs / "first/metrics.jsonl"
+    metrics.write_text(metrics.read_text() + '{"window": 4, "lo')  # being written now
+    assert command("report", "first").status == 0
+    metrics.write_text(metrics.read_text() + "\n")
+    ran = command("report", "first")
+    assert "metrics.jsonl: line 4 is not the record of a window" in ran.err
+
+
+def test_metrics_beyond_the_checkpoint_are_cut_off(tmp_path: Path) -> None:
+    record = {"update": 1, "loss": 1.5, "lr": 0.1, "skipped": None}
+    metrics = Metrics(tmp_path, windows=0, wandb=None, settings={})
+    for window in (1, 2, 3):
+        metrics.write({"window": window, **record})
+    metrics.close()
+    resumed = Metrics(tmp_path, windows=2, wandb=None, settings={})
+    resumed.write({"window": 3, **record, "loss": float("nan")})
+    resumed.close()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["window"] for line in lines] == [1, 2, 3]
+    assert lines[-1]["loss"] is None
+    assert resumed.first is not None
+    assert resumed.first["window"] == 1
+    assert list((tmp_path / "tensorboard").glob("events.*"))
+
+
+def test_numbers_that_cannot_be_drawn_are_left_out() -> None:
+    record = {"window": 3, "loss": float("inf"), "lr": [0.1, 0.2], "terms": {"a": 1.0}}
+    assert scalars_of(record) == {"lr/0": 0.1, "lr/1": 0.2, "terms/a": 1.0}
+
+
+@pytest.mark.slow
+def test_wandb_offline_and_resumed(
+    command: Command, recipe: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    path = recipe(EXACT)
+    ran = command("train", path, "--out", "run", "--updates", 2, "--wandb", "project")
+    assert ran.status == 0, ran.err
+    number = (tmp_path / "run/wandb-id.txt").read_text()
+    assert command("train", "--resume", "--out", "run", "--updates", 3).status == 0
+    assert (tmp_path / "run/wandb-id.txt").read_text() == number
+    assert len(list((tmp_path / "run/wandb").glob(f"offline-run-*-{number}"))) == 2
