@@ -37,7 +37,6 @@ if TYPE_CHECKING:
         supcon_loss,
     )
     from wholebatch.coupled.moe import moe_loss
-    from wholebatch.distributed.pipeline import Pipeline
     from wholebatch.losses.distillation import distillation_loss
     from wholebatch.losses.loss import Loss, causal_lm, cross_entropy, mean_loss
     from wholebatch.losses.policy import (
@@ -57,7 +56,8 @@ if TYPE_CHECKING:
         sequence_logprobs,
         simpo_loss,
     )
-    from wholebatch.options import BatchNorm, Close, Memory, samples
+    from wholebatch.options import Close, Memory, samples
+    from wholebatch.pipeline import Pipeline
     from wholebatch.verification import verify, watch
     from wholebatch.whole_batch import WholeBatch
     from wholebatch.window.window import Step
@@ -66,7 +66,6 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Accumulator",
-    "BatchNorm",
     "Close",
     "Coupled",
     "Loss",
@@ -115,14 +114,14 @@ _NAMES = {
     "accumulator": "Accumulator by_epoch over",
     "batch.lookahead_loader": "unpadded",
     "losses.loss": "Loss causal_lm cross_entropy mean_loss",
-    "options": "BatchNorm Close Memory samples",
+    "options": "Close Memory samples",
     "batch": "split tokens",
     "whole_batch": "WholeBatch",
     "window.window": "Step",
     "coupled.audit": "audit",
     "coupled.contrastive.losses": "Coupled clip_loss info_nce siglip_loss supcon_loss",
     "coupled.moe": "moe_loss",
-    "distributed.pipeline": "Pipeline",
+    "pipeline": "Pipeline",
     "errors": "errors",
     "losses.distillation": "distillation_loss",
     "losses.policy": "aggregate aggregate_units group_sizes policy_loss token_kl value_loss",

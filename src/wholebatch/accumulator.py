@@ -26,12 +26,13 @@ from wholebatch.errors import (
     WindowError,
 )
 from wholebatch.losses.loss import Loss, Terms, Units, terms_of
+from wholebatch.make_window import make_window
 from wholebatch.options import BatchNormPolicy, Close, Memory
 from wholebatch.stream import AddedLoss, GivenLoss, Stream
 from wholebatch.window.close import ClipNorm
 from wholebatch.window.forward_state import ForwardState, restore_random
 from wholebatch.window.model_and_optimizer import Scheduler
-from wholebatch.window.window import Step, Turn, UnitsCount, graph_nodes, make_window
+from wholebatch.window.window import Step, Turn, UnitsCount, graph_nodes
 
 
 @dataclass(frozen=True)
@@ -120,8 +121,8 @@ class Accumulator(Stream):
         clip_norm: Clip the gradient of the whole window to this norm; a list gives one norm per
             parameter group.
         scheduler: A learning-rate scheduler, or several. Each is stepped once per update.
-        batchnorm: What to do with BatchNorm layers: "refuse", "statistics", "freeze", "group",
-            "layer" or "sync" (see `wb.BatchNorm`). "exact" needs `WholeBatch`.
+        batchnorm: What to do with BatchNorm layers: "refuse", "freeze" (normalise with the running
+            statistics) or "allow" (with those of each micro-batch). "exact" needs `WholeBatch`.
         memory: `wb.Memory(optimizer_state=...)`.
         audit: Test the first window: a sum must not be a mean, and samples must not depend on each
             other. False skips the test.
@@ -144,7 +145,7 @@ class Accumulator(Stream):
         self._turn = Turn("Accumulator.backward()")  # first: it also refuses to be copied
         if batchnorm == "exact":
             raise OptionError(
-                'batchnorm="exact": exact BatchNorm runs the forwards of a window in lock-step, '
+                'batchnorm="exact": exact BatchNorm runs the batch undivided, '
                 "and Accumulator owns no forward: use WholeBatch, or name another policy"
             )
         self._steps = Steps.of(steps)
@@ -268,8 +269,6 @@ class Accumulator(Stream):
             self._look.done()
         if self._counts:
             self._window.micro_batch_done()
-        for policy in self._counting:
-            policy.micro()
         self._places += 1
         self._place_done = True
         if not is_last:
@@ -465,8 +464,6 @@ class Accumulator(Stream):
         self._restore_buffers()
         if weightless:
             self._before = ForwardState(*self._window.target.models)
-        for policy in self._counting:
-            policy.counts = not weightless
 
     def _restore_buffers(self) -> None:
         if self._before is not None:
@@ -500,8 +497,6 @@ class Accumulator(Stream):
         self._places = 0
         known = None if self._announced is None else self._announced([])
         self.last_step = self._window.join(known)
-        for policy in self._counting if self.last_step.skipped is None else ():
-            policy.end_window()  # a meeting of the ranks
 
     # ----------------------------------------------------------------- state
 

@@ -1,6 +1,6 @@
 """Windows in a loop whose forwards are not ours: what `Accumulator` and the adapters share.
 
-Such a loop gives its losses one by one. So BatchNorm has no lock-step, what cannot be the update of
+Such a loop gives its losses one by one. So BatchNorm cannot be exact, what cannot be the update of
 the whole batch is looked for in the first window, and nobody else may write the open window.
 
 `compile` turns a loss function of the loop into a `CompiledLoss`. A call of it makes the whole
@@ -27,7 +27,7 @@ from wholebatch.compile import Execute, check_execute
 from wholebatch.compile.captured_state import FUNCTIONS, reached
 from wholebatch.coupled import choose as choose_batchnorm
 from wholebatch.coupled.audit import warn_of_spectral_norms
-from wholebatch.coupled.batchnorm.policies import Refuse, Statistics
+from wholebatch.coupled.batchnorm.policies import Refuse
 from wholebatch.coupled.stream_look import StreamLook
 from wholebatch.errors import LossError, OptionError, UnsupportedError, WindowError
 from wholebatch.losses.loss import (
@@ -152,19 +152,14 @@ class Stream(HasWindow):
     """True if eager code may add weight gradients by the matrix product itself."""
 
     def __init__(self, window: Window, *, batchnorm: str, audit: bool) -> None:
-        target, sync = window.target, window.sync
+        target = window.target
         self._window = window
         self._untouched = Untouched(window, self.by)
-        reduce = sync.sum_tensor if sync.ranks > 1 else None
-        self._batchnorms = [
-            choose_batchnorm(batchnorm, model, reduce=reduce) for model in target.models
-        ]
+        self._batchnorms = [choose_batchnorm(batchnorm, model) for model in target.models]
         for model in target.models:
             warn_of_spectral_norms(model)
-        # Only these have something to do at every micro-batch.
-        self._counting = [one for one in self._batchnorms if isinstance(one, Statistics)]
         self._refusing = [one for one in self._batchnorms if isinstance(one, Refuse) and one.norms]
-        self._look = StreamLook(target.models, audit=audit, policies=self._batchnorms)
+        self._look = StreamLook(target.models, audit=audit)
         self.pending = Pending()
         self._counts = True  # False while a micro-batch only takes part in others' collectives
 
@@ -293,20 +288,11 @@ class Stream(HasWindow):
         self._untouched.forget()
         self.pending.loss = None
         self._look.done()
-        for policy in self._counting:
-            policy.discard_window()
 
     def _close_window(self, **how: Any) -> Step:
-        """Close the window, and merge its running statistics, unless it is skipped."""
+        """Close the window."""
         self._untouched.forget()
-        try:
-            step = self._window.close(**how)
-            for policy in self._counting if step.skipped is None else ():
-                policy.end_window()
-            return step
-        finally:
-            for policy in self._counting:
-                policy.discard_window()
+        return self._window.close(**how)
 
 
 # ------------------------------------------------------------- compiled loss functions
@@ -437,7 +423,6 @@ class CompiledLoss:
             device=device,
             eager=self._eager_step,
             single=SINGLE,
-            keeps_moments=bool(door._counting),
             adds=door.adds,
         )
 

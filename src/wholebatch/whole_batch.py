@@ -13,10 +13,12 @@ from wholebatch.batch.lookahead_loader import NOTHING, Feed
 from wholebatch.compile import Execute
 from wholebatch.coupled.contrastive.losses import Coupled
 from wholebatch.errors import NonFiniteError, RankError, StateError, WindowError
+from wholebatch.make_window import make_window
 from wholebatch.memory.budget import Budget
 from wholebatch.memory.micro_batch_fitting import Fitting
 from wholebatch.memory.out_of_memory import Attempt
-from wholebatch.options import BatchNorm, BatchNormPolicy, Close, Memory, Samples
+from wholebatch.noise_scale import NoiseScale, Probe
+from wholebatch.options import BatchNormPolicy, Close, Memory, Samples
 from wholebatch.runner import (
     AfterMicro,
     LossFunction,
@@ -28,8 +30,7 @@ from wholebatch.runner import (
 from wholebatch.window import precision as precisions
 from wholebatch.window.close import ClipNorm, read_scalars
 from wholebatch.window.model_and_optimizer import Scheduler
-from wholebatch.window.noise_scale import NoiseScale, Probe
-from wholebatch.window.window import HasWindow, Step, Turn, UnitsCount, UnitsFunction, make_window
+from wholebatch.window.window import HasWindow, Step, Turn, UnitsCount, UnitsFunction
 
 MicroBatch: TypeAlias = int | Tokens | Samples | Literal["auto"]
 
@@ -67,8 +68,10 @@ class WholeBatch(HasWindow):
         clip_norm: Clip the gradient of the whole batch to this norm; a list gives one norm per
             parameter group.
         scheduler: A learning-rate scheduler, or several. Each is stepped once per update.
-        batchnorm: "exact" gives BatchNorm the statistics of the whole batch. For the other
-            policies see `wb.BatchNorm`.
+        batchnorm: "exact" gives BatchNorm the statistics of the whole batch, which is then not
+            split: it runs undivided, with checkpointed blocks if it must. "freeze" normalises with
+            the running statistics, "allow" with those of each micro-batch, "refuse" raises an
+            error.
         execute: "eager", "compile", "graph" (a recorded CUDA graph), or "auto" for the fastest
             that gives the same numbers.
         memory: A budget such as "20GiB", 0.8 of the device or "free"; or `wb.Memory(...)`, which
@@ -90,7 +93,7 @@ class WholeBatch(HasWindow):
         precision: precisions.PrecisionName = "full",
         clip_norm: ClipNorm = None,
         scheduler: Scheduler | Sequence[Scheduler] | None = None,
-        batchnorm: BatchNorm | BatchNormPolicy = "exact",
+        batchnorm: BatchNormPolicy = "exact",
         execute: Execute = "auto",
         memory: Memory | Budget | None = None,
         audit: bool = True,
@@ -98,7 +101,7 @@ class WholeBatch(HasWindow):
     ) -> None:
         self._turn = Turn("WholeBatch.step()")  # first: it also refuses to be copied
         check_functions(loss, units)
-        given, memory, norms = Samples.of(micro_batch), Memory.of(memory), BatchNorm.of(batchnorm)
+        given, memory = Samples.of(micro_batch), Memory.of(memory)
         root, models = modules_of(model)
         window = make_window(
             models,
@@ -127,8 +130,7 @@ class WholeBatch(HasWindow):
             window=window,
             precision=self._precision,
             execute=execute,
-            batchnorm=norms.policy,
-            hold=norms.hold,
+            batchnorm=batchnorm,
             audit=audit,
         )
         self._fitting = Fitting(
@@ -141,12 +143,11 @@ class WholeBatch(HasWindow):
             layout=self._layout,
             scale=target.scale,
             sync=sync,
-            is_coupled=self._runner.needs_lock_step,
-            hold=self._runner.hold,
+            is_undivided=self._runner.is_undivided,
+            frees_memory=self._runner.frees_memory,
             optimizer_state=memory.optimizer_state,
         )
-        if (keeping := self._runner.keeping) is not None:
-            keeping.room, self._fitting.relieved = self._fitting.room, keeping.relieved
+        if self._runner.is_coupled:
             self._fitting.recovers &= sync.ranks == 1  # beginning again, one would gather alone
         self._probe: Probe | None = None
         self._has_more = False  # whether this rank has data for another window
@@ -249,16 +250,16 @@ class WholeBatch(HasWindow):
         self._look(batch, micros)
         window = self._window
         known = None if self._count is None else self._count(micros)
-        attempts: Iterable[Attempt] = [Attempt(micros)]
-        if self._fitting.recovers:
+        attempts: Iterable[Attempt] = [Attempt(micros, inside=self._fitting.inside())]
+        if self._fitting.may_begin_again():
             attempts = self._fitting.attempts(micros, self._begin_again)
         try:
             with self._precision.window():
                 for attempt in attempts:
                     with attempt:
-                        self._begin(known, attempt.micros)
+                        self._begin(known)
                         self._run(attempt, after_micro)
-            replays = not self._runner.in_lock_step(attempt.micros)
+            replays = not self._runner.is_undivided()
             return self._close(attempt.micros, attempt.random if replays else None, steps)
         finally:
             window.sync.restore()
@@ -277,13 +278,13 @@ class WholeBatch(HasWindow):
         """Return the numbers that a loop may call its accumulation steps."""
         return {len(micros)}
 
-    def _begin(self, known: dict[str, float] | None, micros: Sequence[Any]) -> None:
+    def _begin(self, known: dict[str, float] | None) -> None:
         """Open the window, unless the first loss must open it."""
         if known is not None:
             self._window.begin(known=known)
         self._runner.begin_window()
         if self._probe is not None:
-            self._probe.begin(together=self._runner.in_lock_step(micros))
+            self._probe.begin()
 
     def _begin_again(self) -> None:
         """Drop an attempt that ran out of memory; all ranks keep the seed they have agreed on."""
@@ -309,7 +310,7 @@ class WholeBatch(HasWindow):
         # A rank that must begin again would leave the others in a reduction. A measured window of
         # one micro-batch is reduced after its norm was taken.
         measured = probe is not None and probe.active and len(micros) == 1
-        alone = self._fitting.recovers or (measured and self._window.sync.keeps_gradients)
+        alone = self._fitting.may_begin_again() or (measured and self._window.sync.keeps_gradients)
         reduces = self._window.sync.ranks == 1 or not alone
         self._runner.run(micros, WindowRun(reduces, before, after))
 

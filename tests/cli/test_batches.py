@@ -163,11 +163,11 @@ def test_other_data_is_noticed_when_resuming() -> None:
     feed = Batches(lambda: list(range(10)), batch_size=4, seed=0)
     longer = Batches(lambda: list(range(12)), batch_size=4, seed=0)
     with pytest.raises(StateError, match=r"was on a dataset of 10 samples, and data\(\) now gives"):
-        longer.load_state_dict(feed.state_dict(feed.position))
+        longer.load_state_dict(feed.state_dict())
     stream = Batches(lambda: iter(range(10)), batch_size=4, seed=0)
     for _ in range(3):
         stream.take()
     shorter = Batches(lambda: iter(range(5)), batch_size=4, seed=0)
-    shorter.load_state_dict(stream.state_dict(stream.position))
+    shorter.load_state_dict(stream.state_dict())
     with pytest.raises(StateError, match="epoch 0 ended after 2 batches, and the run had taken 3"):
         shorter.take()

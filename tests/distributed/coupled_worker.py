@@ -170,52 +170,6 @@ def network(name: str) -> float:
     return max(distance(made[1][k], made[0][k]) for k in range(2))
 
 
-def merged() -> float:
-    """batchnorm="statistics": one window moves them once, by the global batch."""
-    torch.manual_seed(2)
-    inner, reference = (nn.BatchNorm1d(6).double() for _ in range(2))
-    model = DistributedDataParallel(nn.Sequential(inner, nn.Linear(6, 2)).double())
-    data = batch()
-    reference(data["image"])
-    train = wb.WholeBatch(
-        model,
-        sgd(model),
-        loss=lambda m, micro: wb.Loss(m(micro["image"]).square().sum(), len(micro["label"])),
-        micro_batch=3,
-        batchnorm="statistics",
-    )
-    train.step(mine(data))
-    return distance(
-        [b.double() for b in inner.buffers()], [b.double() for b in reference.buffers()]
-    )
-
-
-def merged_in_a_loop(shares: list[list[int]], *, sharded: bool = False) -> float:
-    """An Accumulator's running statistics beside those of global batches, window by window.
-
-    `shares`: the micro-batches of each rank, two to a window; a rank may have fewer windows.
-    """
-    torch.manual_seed(2)
-    inner, reference = (nn.BatchNorm1d(6).double() for _ in range(2))
-    model: nn.Module = nn.Sequential(inner, nn.Linear(6, 2)).double()
-    if sharded:
-        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    else:
-        model = DistributedDataParallel(model)
-    micros = [
-        [batch(rows, seed=10 * rank + i)["image"] for i, rows in enumerate(of_rank)]
-        for rank, of_rank in enumerate(shares)
-    ]
-    acc = wb.Accumulator(model, sgd(model), steps=2, batchnorm="statistics")
-    for micro in acc.over(micros[dist.get_rank()]):
-        acc.backward(model(micro).square().sum(), units=len(micro))
-    for window in range(max(map(len, micros)) // 2):
-        reference(torch.cat([x for own in micros for x in own[2 * window : 2 * window + 2]]))
-    return distance(
-        [b.double() for b in inner.buffers()], [b.double() for b in reference.buffers()]
-    )
-
-
 def main() -> None:
     dist.init_process_group("gloo")
     report: dict[str, Any] = {name: contrast(name) for name in LOSSES}
@@ -224,13 +178,6 @@ def main() -> None:
     report["bf16"] = in_low_precision()
     report["refusals"] = refusals()
     report["networks"] = {name: network(name) for name in NETWORKS}
-    report["statistics"] = merged()
-    report["statistics in a loop"] = {
-        "uneven": merged_in_a_loop([[5, 3, 2, 4], [2, 7, 3, 3]]),
-        "out of data": merged_in_a_loop([[5, 3, 2, 4], [2, 7]]),
-        "sharded": merged_in_a_loop([[5, 3, 2, 4], [2, 7, 3, 3]], sharded=True),
-        "sharded, out of data": merged_in_a_loop([[5, 3, 2, 4], [2, 7]], sharded=True),
-    }
     if dist.get_rank() == 0:
         with open(sys.argv[1], "w") as file:
             json.dump(report, file)

@@ -260,7 +260,7 @@ def test_what_is_refused() -> None:
         AccelerateAccumulator(object(), model, optimizer)  # type: ignore[arg-type]
     with pytest.raises(UnsupportedError, match="BatchNorm in '0'"):
         AccelerateAccumulator(accelerator, nn.Sequential(nn.BatchNorm1d(5), model), optimizer)
-    with pytest.raises(OptionError, match="lock-step"):
+    with pytest.raises(OptionError, match="runs the batch undivided"):
         AccelerateAccumulator(accelerator, model, optimizer, batchnorm="exact")
 
 

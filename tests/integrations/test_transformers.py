@@ -271,7 +271,6 @@ def test_where_the_trainer_makes_the_steps(hosts: Any, problem: Any, tmp_path: P
     for options, message in (
         ({"micro_batch": 2}, "micro_batch=2 is not possible where the Trainer makes the steps"),
         ({"nonfinite": "skip"}, "nonfinite='skip' is not possible where the Trainer makes"),
-        ({"batchnorm": "statistics"}, 'batchnorm="statistics" is not possible where'),
     ):
         with pytest.raises(OptionError, match=message):
             kind: Any = exact(OwnStep, **options)  # type: ignore[arg-type]

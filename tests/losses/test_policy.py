@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -283,25 +282,6 @@ def test_terms_in_a_stream_whose_units_were_announced(sizes: tuple[int, ...]) ->
         steps.append(step)
     assert [step.loss for step in steps if step] == pytest.approx(values, rel=1e-12)
     whole.assert_same(model, seen)
-
-
-def test_an_announced_window_goes_on_after_a_resume() -> None:
-    data, sizes = batch(), (5, 1, 6)
-    whole = Whole(Policy(), loss=terms_by_hand)
-    whole.step(data)
-    model = Policy()
-    parts = pieces(data, sizes)
-    first = wb.Accumulator(model, sgd(model), steps=3)
-    first.announce(units(data))
-    first.backward(terms(model, parts[0]))
-    saved = copy.deepcopy(first.state_dict())
-    again = wb.Accumulator(model, sgd(model), steps=3)
-    for parameter in model.parameters():
-        parameter.grad = None
-    again.load_state_dict(saved)
-    for micro in parts[1:]:
-        again.backward(terms(model, micro))
-    whole.assert_same(model)
 
 
 def test_what_announce_refuses() -> None:

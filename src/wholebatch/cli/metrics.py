@@ -55,17 +55,18 @@ class Metrics:
     ) -> None:
         self.first: dict[str, Any] | None = None
         self._path, self._events = folder / "metrics.jsonl", folder / "tensorboard"
-        with _told(self._path):
-            self._file = self._path.open("ab+")
-            self._cut(windows)
         self._writer: Any = None
         if find_spec("tensorboard") is not None:
             with _told(self._events), _without_tensorflow():
                 from torch.utils.tensorboard import SummaryWriter
 
                 purge = windows + 1 if windows else None  # hides windows beyond the checkpoint
+                self._events.mkdir(exist_ok=True)
                 self._writer = SummaryWriter(str(self._events), purge_step=purge)
         self._run = None if wandb is None else _wandb_run(wandb, folder, settings)
+        with _told(self._path):
+            self._file = self._path.open("ab+")
+            self._cut(windows)
 
     def _cut(self, windows: int) -> None:
         """Keep the lines of the first windows; cut off what comes after."""

@@ -139,10 +139,9 @@ class Config:
         "How to run a micro-batch: plain torch, compiled, or as a CUDA graph.",
     )
     batchnorm: str = _batch_choice(
-        "exact|statistics|freeze|group|layer|sync|refuse",
-        "What BatchNorm normalises by. exact: the whole batch. statistics: micro-batches, with "
-        "running statistics of the batch. freeze: running statistics. group, layer: GroupNorm or "
-        "one group instead. sync: over GPUs.",
+        "exact|freeze|allow|refuse",
+        "What BatchNorm normalises by. exact: the whole batch, which is not split. freeze: running "
+        "statistics. allow: each micro-batch.",
     )
     updates: int = _run_setting(
         100, "N", "Number of updates.", check=whole_number(), may_change=True

@@ -65,8 +65,7 @@ class Executor:
 
     `eager(micro, loss)` runs forward and backward with this loss function, records them in the
     window, and returns the loss.
-    `keeps_moments`: the model's BatchNorms collect their statistics in Python, so only eager code
-    works. `adds`: eager code may add weight gradients by the matrix product itself.
+    `adds`: eager code may add weight gradients by the matrix product itself.
     """
 
     reserves_on: ClassVar[tuple[str, ...]] = ("cuda",)
@@ -85,7 +84,6 @@ class Executor:
         device: torch.device,
         eager: Callable[[Any, Callable[[Any, Any], Any]], Loss | Terms],
         single: str,
-        keeps_moments: bool = False,
         adds: bool = True,
     ) -> None:
         self.execute = execute
@@ -108,8 +106,6 @@ class Executor:
         self._ranks = SwitchTogether()
         self._reset()
         reason = window.only_eager
-        if reason is None and keeps_moments:
-            reason = 'batchnorm="statistics" collects its moments in Python'
         if reason is not None and not self._plan.eager:
             self._plan.compiles = False
             self._give_up(reason)

@@ -24,11 +24,13 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from wholebatch.batch.samples import Layout, flatten
-from wholebatch.coupled.batchnorm.whole_batch_norm import FixedNorms
-from wholebatch.coupled.contrastive.losses import OfTheBatch
-from wholebatch.coupled.normalisation_layers import batchnorms, uses_batch_statistics
+from wholebatch.coupled.normalisation_layers import (
+    batchnorms,
+    fixed_statistics,
+    uses_batch_statistics,
+)
 from wholebatch.distributed.process_group import world_size
-from wholebatch.losses.loss import as_loss, terms_of
+from wholebatch.losses.loss import OfTheBatch, as_loss, terms_of
 from wholebatch.window.close import read_scalars
 from wholebatch.window.forward_state import ForwardState
 from wholebatch.window.precision import SIXTEEN_BIT
@@ -149,7 +151,7 @@ class FirstSamples:
         self._draws_nothing = False
         self.called = CalledModules(model)
         self.tolerance = Tolerance(1e-3, 1e-5, 1e-5, 1e-5)  # until a run tells the precision
-        self._fixed = FixedNorms([n for n in batchnorms(model) if uses_batch_statistics(n[1])])
+        self._norms = [n for n in batchnorms(model) if uses_batch_statistics(n[1])]
         self._seeds: dict[str, float] = {}
 
     @property
@@ -164,7 +166,8 @@ class FirstSamples:
         if "torch._dynamo" in sys.modules:  # the look is not to make modules compile again
             eagerly = torch.compiler.set_stance("force_eager")
         try:
-            with warnings.catch_warnings(), eagerly, self._fixed, torch.enable_grad():
+            fixed = fixed_statistics(self._norms)
+            with warnings.catch_warnings(), eagerly, fixed, torch.enable_grad():
                 warnings.simplefilter("ignore")
                 yield
         finally:
@@ -176,7 +179,6 @@ class FirstSamples:
         for parameter, data in self._data:
             if parameter.data_ptr() != data.data_ptr():  # `parameter.data = …` in a forward
                 parameter.data = data
-        self._fixed.begin()
 
     def whole(self) -> SampleRun:
         """Run all samples, and record what they draw.

@@ -161,11 +161,7 @@ class HandedOver(Accumulator):
                 f"the window is open with {self.micro_batches} micro-batches, whose gradients no "
                 "checkpoint of the library has: save between windows"
             )
-        return {
-            "updates": self.updates,
-            "next_seed": self._window.next_seed,
-            "batchnorms": [policy.state_dict() for policy in self._batchnorms],
-        }
+        return {"updates": self.updates, "next_seed": self._window.next_seed}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Continue from a state that `state_dict` returned."""
@@ -173,8 +169,6 @@ class HandedOver(Accumulator):
             raise StateError(f"this is not the state of a {type(self).__name__}: no 'next_seed'")
         self.discard()
         self._window.updates, self._window.next_seed = saved["updates"], saved["next_seed"]
-        for policy, state in zip(self._batchnorms, saved["batchnorms"], strict=True):
-            policy.load_state_dict(state)
 
 
 def refuse_shared_batches(accelerator: Any, host: str) -> None:

@@ -137,8 +137,8 @@ def sharded(model: nn.Module) -> bool:
     return any(hasattr(parameter, "to_local") for parameter in model.parameters())
 
 
-# These policies change what the model is; its undivided batch is that of the changed model.
-_CHANGES_THE_MODEL = ("freeze", "group", "layer")
+# This policy changes what the model is; its undivided batch is that of the changed model.
+_CHANGES_THE_MODEL = ("freeze",)
 
 
 @dataclass(frozen=True)

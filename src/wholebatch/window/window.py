@@ -25,7 +25,6 @@ import torch
 from torch import Tensor, nn
 
 from wholebatch.distributed import Sync
-from wholebatch.distributed import choose as choose_sync
 from wholebatch.distributed.sync_strategy import checksums
 from wholebatch.errors import (
     EmptyWindowError,
@@ -37,10 +36,7 @@ from wholebatch.errors import (
     WindowError,
 )
 from wholebatch.losses.loss import SINGLE, Loss, Term, Terms, Units, check_total, check_units
-from wholebatch.offload import choose as choose_store
-from wholebatch.options import Close, Memory
 from wholebatch.window.close import (
-    ClipNorm,
     Closed,
     CloseOptions,
     DeferredHooks,
@@ -53,7 +49,7 @@ from wholebatch.window.close import (
 )
 from wholebatch.window.forward_state import capture_random, restore_random
 from wholebatch.window.gradient_store import DeviceStore, Store
-from wholebatch.window.model_and_optimizer import Scheduler, Schedules, Target, build_target
+from wholebatch.window.model_and_optimizer import Schedules, Target
 from wholebatch.window.precision import SIXTEEN_BIT, LossScale
 
 _engine = getattr(torch.autograd.Variable, "_execution_engine", None)
@@ -78,6 +74,8 @@ _CLAMPED = (
 _log = logging.getLogger("wholebatch")
 _FORMAT = 2  # of a state dict
 _SAVED = ("micro_batches", "known", "weights", "owners", "loss_scale")  # of an open window, as is
+observers: list[Any] = []
+"""Told when a window begins, closes and ends (`wb.watch` reads the ledger at its close)."""
 transforms_active: Any = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
 
 
@@ -478,6 +476,8 @@ class Window:
         if known is None:
             window.seed = self.next_seed or self._first_seed(units)
         self.open = window
+        for observer in observers:
+            observer.window_began(self)
         return window
 
     def _agree_on_parameters(self) -> None:
@@ -621,6 +621,8 @@ class Window:
         `has_more`: this rank has data for another window; the ranks count those that have.
         `while_waiting()` is called where the host waits for the device.
         """
+        for observer in observers:
+            observer.window_closes(self)
         try:
             self.leaves_gradients = not (steps and self.target.steps)
             step = self._close(self.current, not self.leaves_gradients, has_more, while_waiting)
@@ -966,36 +968,3 @@ class HasWindow:
     def skipped(self) -> int:
         """Windows that made no update (not finite, or without units)."""
         return self._window.skipped
-
-
-def make_window(
-    models: nn.Module | Sequence[nn.Module],
-    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
-    *,
-    clip_norm: ClipNorm,
-    scheduler: Scheduler | Sequence[Scheduler] | None,
-    memory: Memory,
-    close: Close,
-    precision: str = "full",
-) -> Window:
-    """Return the window of these models and optimizers; refuse what does not go together."""
-    options = close.with_clip_norm(clip_norm)
-    sync = choose_sync(models, sync=close.sync)
-    target = build_target(
-        models,
-        optimizer,
-        options=options,
-        scheduler=scheduler,
-        ema=close.ema,
-        precision=precision,
-        scaler=close.scaler,
-        sync=sync,
-    )
-    store = choose_store(
-        memory,
-        target=target,
-        options=options,
-        sync=sync,
-        on_gradient=close.on_gradient is not None,
-    )
-    return Window(target, options, sync, store, close.on_gradient)

@@ -27,7 +27,7 @@ from wholebatch.integrations.transformers.exact_trainer import (
 from wholebatch.integrations.transformers.weighted_loss import engine_of
 from wholebatch.losses.loss import Units
 from wholebatch.memory.budget import Budget
-from wholebatch.options import BatchNorm, Memory, Samples
+from wholebatch.options import Memory, Samples
 from wholebatch.whole_batch import MicroBatch
 from wholebatch.window.close import Policy
 from wholebatch.window.forward_state import replaced_attributes
@@ -241,7 +241,7 @@ def exact(
     precision: Literal["fp8"] | None = None,
     micro_batch: MicroBatch | Samples | None = None,
     memory: Memory | Budget | None = None,
-    batchnorm: BatchNorm | str = "exact",
+    batchnorm: str = "exact",
     nonfinite: Policy = "raise",
     audit: bool = True,
 ) -> type[Any]:

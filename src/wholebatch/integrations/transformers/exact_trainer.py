@@ -33,7 +33,7 @@ from wholebatch.integrations.transformers.weighted_loss import (
 )
 from wholebatch.losses.loss import Loss, Units, check_units, mean_loss
 from wholebatch.memory.budget import Budget
-from wholebatch.options import BatchNorm, Close, Memory, Samples
+from wholebatch.options import Close, Memory, Samples
 from wholebatch.whole_batch import MicroBatch
 from wholebatch.window.close import Policy
 
@@ -84,7 +84,7 @@ class ExactTrainerMixin(_Trainer):
     window_precision: Literal["fp8"] | None = None
     micro_batch: MicroBatch | Samples | None = None
     memory: Memory | Budget | None = None
-    batchnorm: BatchNorm | str = "exact"
+    batchnorm: str = "exact"
     nonfinite: Policy = "raise"
     audit: bool = True
     _epoch_end: EpochEnd | None = None

@@ -91,7 +91,7 @@ class GivenWindows(WholeBatch):
         totals, owners = window.totals.get(SINGLE, ()), list(window.owners)
         step = super()._close(micros, start, steps)
         device = self._window.target.device
-        if self._runner.keeping is not None or not totals:  # one loss of the whole batch
+        if self._runner.is_coupled or not totals:  # one loss of the whole batch
             self._shares = torch.zeros(self._batches, device=device)
             self._shares[0] = step.loss
             return step
@@ -123,6 +123,6 @@ class GivenWindows(WholeBatch):
         self._runner.executor._reset()
 
     def detach(self) -> None:
-        """Leave the model as it was found (a conversion of BatchNorm is kept)."""
+        """Leave the model as it was found."""
         if self._runner.policy is not None:
             self._runner.policy.detach()

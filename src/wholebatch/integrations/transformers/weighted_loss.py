@@ -208,8 +208,6 @@ def _refuse_options(trainer: Any, why: str) -> None:
         )
     if trainer.nonfinite != "raise":
         raise OptionError(f'nonfinite={trainer.nonfinite!r} {instead}: leave it at "raise"')
-    if trainer.batchnorm == "statistics":
-        raise OptionError(f'batchnorm="statistics" {instead}: use "freeze", "group" or "layer"')
     if trainer.window_precision is not None:
         raise UnsupportedError(
             f"exact(..., precision={trainer.window_precision!r}) {instead}: leave precision= out"
