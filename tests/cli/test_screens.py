@@ -49,7 +49,7 @@ for step in range(8):
         optimizer.zero_grad()
 """
 SCREENS: dict[str, tuple[str, ...]] = {
-    "train": ("train", "mine.py", "--out", "run", "--updates", "2", "--noise", "off"),
+    "train": ("train", "mine.py", "--out", "run", "--updates", "2"),
     "resumed": ("train", "--resume", "--out", "run", "--updates", "3"),
     "recipes": ("recipes",),
     "report": ("report", "run"),
@@ -274,7 +274,7 @@ def test_something_is_on_the_screen_at_once(
     ("words", "completed"),
     [
         ("wholebatch re", "recipes report"),
-        ("wholebatch train --lr-rule s", "sqrt"),
+        ("wholebatch train --optimizer-state h", "host"),
         ("wholebatch verify --batchn", "--batchnorm"),
     ],
 )

@@ -59,4 +59,3 @@ if __name__ == "__main__":
     for name, arguments in CASES.items():
         found[name] = run(name, arguments)
         Path(f"report-{rank}.json").write_text(json.dumps(found))
-    dist.destroy_process_group()

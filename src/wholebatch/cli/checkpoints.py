@@ -20,6 +20,7 @@ import hashlib
 import json
 import re
 import shutil
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -179,8 +180,9 @@ def fill_shards(state: Any, path: Path, like: Callable[[tuple[Any, ...]], Tensor
 
         reader = _hugging_face("Reader")(str(path))
         try:
-            alone = not torch.distributed.is_initialized()
-            load(wanted, storage_reader=reader, no_dist=alone)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process
+                load(wanted, storage_reader=reader)
         except (Exception, CheckpointException) as error:  # files made to mislead
             raise StateError(f"{path} is damaged: {reason(error)}") from None
     return filled
