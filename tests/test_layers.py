@@ -49,7 +49,6 @@ ROOT_UNIT = "whole_batch"
 # that uses it. Torch is the core's one dependency, and `lint` must not reach even that.
 EAGER: dict[str, frozenset[str]] = {
     "cli": frozenset({"rich"}),
-    "lint": frozenset({"libcst"}),
     "compile.triton_kernels": frozenset({"triton"}),  # comes with torch's CUDA builds
     "window.fp8_kernels": frozenset({"triton"}),
 }

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from wholebatch.distributed import Sync
@@ -123,10 +123,6 @@ class Store(ABC):
     def close(self, window: OpenWindow, normalise: float, hooks: DeferredHooks) -> Closed:
         """Bring the gradients to what the optimizer must see."""
 
-    def skip(self) -> None:
-        """Take note that a window makes no update, and that the user's own step follows."""
-        return
-
     def check_hand_over(self) -> None:
         """Refuse to leave the gradients to the user if a step of theirs could not use them."""
         return
@@ -161,16 +157,6 @@ class Store(ABC):
             'wb.Memory(optimizer_state="host") keeps the state off the device, and a smaller '
             "micro-batch leaves less scattered memory"
         )
-
-    # State
-
-    @abstractmethod
-    def saved(self) -> Any:
-        """Return the gradients of an open window, for a checkpoint."""
-
-    @abstractmethod
-    def load(self, saved: Any) -> None:
-        """Load `saved` into a window that has just been opened."""
 
     def discard(self) -> None:
         """End the window and release its gradients."""
@@ -284,17 +270,6 @@ class DeviceStore(Store):
                 gradient = gradient.to(parameter.dtype)
             parameter.grad = gradient
         self.parameters = []
-
-    def saved(self) -> list[Tensor | None]:
-        return [
-            None if parameter.grad is None else parameter.grad.detach().clone()
-            for parameter in self.parameters
-        ]
-
-    def load(self, saved: Any) -> None:
-        for parameter, gradient in zip(self.parameters, saved, strict=True):
-            if gradient is not None:
-                parameter.grad = gradient.to(parameter.device, copy=True)
 
     def discard(self) -> None:
         super().discard()
