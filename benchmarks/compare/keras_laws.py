@@ -100,7 +100,7 @@ def _statistics(library: str, precision: str, note: str) -> Row:
     whole = found(plain, WHOLE, "whole")
     own = distance(found(plain, SIZES, "own"), whole)
     try:
-        ours = distance(found(plain, SIZES, "ours"), whole)
+        ours: float | str = distance(found(plain, SIZES, "ours"), whole)
     except UnsupportedError:
         ours = "refused"
     return Row(library, "BatchNorm statistics", own, ours, precision, note)

@@ -218,7 +218,8 @@ class GradientAccumulateModel(keras.Model):  # type: ignore[misc]
 
     def _tested(self, *args: Any) -> tuple[Any, ...]:
         """Test the next micro-batch; return the arguments with an iterator that gives it again."""
-        backend, (*state, iterator) = keras.backend.backend(), args
+        backend = keras.backend.backend()
+        *state, iterator = args
         if backend == "torch":
             import torch
 
@@ -233,7 +234,7 @@ class GradientAccumulateModel(keras.Model):  # type: ignore[misc]
         if backend == "jax":
             from wholebatch.integrations.keras.jax_step import test_stateless_model
 
-            self.must_test = not test_stateless_model(self, *state, data)
+            self.must_test = not test_stateless_model(self, state[0], data)
         else:
             self.must_test = not test_model_with_variables(self, data)
         return *state, itertools.chain([data], iterator)
