@@ -75,7 +75,6 @@ docs: $(VENV)/.dev ## build the documentation's site in build/site, warnings are
 bench: $(VENV)/.dev ## measure on this machine; writes docs/benchmarks/
 	$(BIN)/python benchmarks/exactness.py
 	$(BIN)/python benchmarks/overhead.py
-	$(BIN)/python benchmarks/tokens.py
 	$(BIN)/python benchmarks/gpu_speed.py --cpu
 	$(BIN)/wholebatch report docs/benchmarks/*.json --title 'wholebatch: benchmarks' --out build/benchmarks.html
 

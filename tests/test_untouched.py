@@ -156,7 +156,7 @@ def test_an_encoder_in_two_passes_leaves_the_window_alone(meddle: str) -> None:
         return logits
 
     train = wb.WholeBatch(
-        model, optimizer, loss=wb.Coupled(encode, lambda z: wb.info_nce(z, z)), micro_batch=4
+        model, optimizer, loss=wb.Coupled(encode, lambda z: wb.losses.info_nce(z, z)), micro_batch=4
     )
     with pytest.raises(WindowError, match=r"gradient of 0.weight .* from the loss function"):
         train.step(samples(10))

@@ -221,9 +221,9 @@ def test_an_empty_recipe_is_not_the_default(
         (["train", "--base-batch", "8"], "it belongs to --lr-rule, --betas or"),
         (["train", "--resume", "--fit"], "--fit with --resume: a run goes on with its own"),
         (["verify", "--ddp"], "--ddp: belongs to torchrun"),
-        (["verify", "--loop", "a.py:f", "--batch-size", "8"], "--batch-size: belongs to a RECIPE"),
-        (["verify", "--loop", "a.py:f", "--no-float64"], "--no-float64: belongs to a RECIPE"),
-        (["verify", "--loop", "a.py:f", "--batchnorm", "freeze"], "--batchnorm: belongs to"),
+        (["verify", "a.py:f", "--batch-size", "8"], "--batch-size: belongs to a recipe"),
+        (["verify", "a.py:f", "--no-float64"], "--no-float64: belongs to a recipe"),
+        (["verify", "a.py:f", "--batchnorm", "freeze"], "--batchnorm: belongs to"),
     ],
 )
 def test_an_option_without_its_partner_is_refused(

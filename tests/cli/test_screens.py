@@ -54,10 +54,10 @@ SCREENS: dict[str, tuple[str, ...]] = {
     "recipes": ("recipes",),
     "report": ("report", "run"),
     "verify": ("verify", "mine.py"),
-    "verify loop": ("verify", "--loop", "loop.py:train", "--model", "mlp"),
+    "verify loop": ("verify", "loop.py:train", "--model", "mlp"),
     "plan": ("plan", "mine.py", "--gpu-memory", "1GiB"),
     "plan none": ("plan", "mine.py", "--gpu-memory", "1KiB"),
-    "verify trainer": ("verify", "--trainer", "trainer.py"),
+    "verify trainer": ("verify", "trainer.py"),
     "tune": ("tune", "mine.py", "--seconds", "0.5", "--micro-batch", "5,10"),
     "tune --lr": ("tune", "mine.py", "--lr", "1e-3,1e-2"),
     "scale": (

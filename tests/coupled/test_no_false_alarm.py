@@ -256,11 +256,13 @@ def test_no_alarm_for_terms_several_models_and_encoders() -> None:
     train = wb.WholeBatch(models, both, loss=terms, units=units, micro_batch=4)
     assert train.step(samples(10)).update
     model = mlp()
-    encode = wb.Coupled(lambda m, b: {"z": m(b["x"])}, lambda all: wb.info_nce(all["z"], all["z"]))
+    encode = wb.Coupled(
+        lambda m, b: {"z": m(b["x"])}, lambda all: wb.losses.info_nce(all["z"], all["z"])
+    )
     assert wb.WholeBatch(model, sgd(model), loss=encode, micro_batch=4).step(samples(10)).update
     bad = wb.Coupled(
         lambda m, b: {"z": m(b["x"]) - m(b["x"]).mean(0)},
-        lambda all: wb.info_nce(all["z"], all["z"]),
+        lambda all: wb.losses.info_nce(all["z"], all["z"]),
     )
     with pytest.raises(wb.errors.UnsupportedError, match="the function itself"):
         wb.WholeBatch(model, sgd(model), loss=bad, micro_batch=4).step(samples(10))

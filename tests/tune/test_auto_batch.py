@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
+from wholebatch.noise_scale import NoiseScale
 from wholebatch.tune.batch_scaling import AutoBatch, Follow
-from wholebatch.window.noise_scale import NoiseScale
 
 FIRST, DATA = 64, 4000  # Samples of the first batch, and the data in such batches.
 

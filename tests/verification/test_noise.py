@@ -117,7 +117,7 @@ def test_noise_in_a_coupled_loss() -> None:
         return model(x + torch.randn_like(x)), model(x + torch.randn_like(x))
 
     def loss(views: tuple[Tensor, Tensor]) -> wb.Loss:
-        return wb.info_nce(*views)
+        return wb.losses.info_nce(*views)
 
     verdict = wb.verify(network(4), wb.Coupled(encode, loss), BATCH, micro_batch=4)
     assert [cause.kind for cause in verdict.causes] == ["randomness"], verdict

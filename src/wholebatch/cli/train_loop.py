@@ -22,8 +22,8 @@ from wholebatch.cli.stop_signal import StopRequest
 from wholebatch.cli.training_run import Session
 from wholebatch.cli.validation import evaluate, is_due
 from wholebatch.errors import StateError, WindowError
+from wholebatch.noise_scale import NoiseScale
 from wholebatch.plain_files import read_json
-from wholebatch.window.noise_scale import NoiseScale
 from wholebatch.window.window import Step
 
 _MOST_SKIPPED_IN_A_ROW = 50

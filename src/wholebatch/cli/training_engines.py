@@ -25,9 +25,9 @@ from wholebatch.batch import to_device
 from wholebatch.cli.parallel_ranks import World
 from wholebatch.cli.recipes.recipe import Recipe
 from wholebatch.cli.run_settings import Config
-from wholebatch.distributed.pipeline import Pipeline
 from wholebatch.errors import MissingExtraError, OptionError, RecipeError, StateError
 from wholebatch.options import Close, Memory
+from wholebatch.pipeline import Pipeline
 from wholebatch.safe_loading import load_tensors
 from wholebatch.window.forward_state import replaced_attributes
 from wholebatch.window.window import Step

@@ -27,6 +27,7 @@ from wholebatch.memory.make_it_fit import Rung, ladder, refusal
 from wholebatch.memory.meter import MemoryMeter
 from wholebatch.memory.predict import predict_peak
 from wholebatch.memory.trial_step import held_bytes
+from wholebatch.noise_scale import NoiseScale
 from wholebatch.readable_sizes import bytes_said
 from wholebatch.tune.batch_scaling import (
     Arithmetic,
@@ -36,7 +37,6 @@ from wholebatch.tune.batch_scaling import (
     parse_amount,
     parse_auto,
 )
-from wholebatch.window.noise_scale import NoiseScale
 from wholebatch.window.window import Step
 
 # Windows, whatever they were: the meter is slow. Plain SGD never has a state, and batches may all

@@ -24,14 +24,13 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from wholebatch.batch.samples import Layout, flatten
-from wholebatch.coupled.contrastive.losses import OfTheBatch
 from wholebatch.coupled.normalisation_layers import (
     batchnorms,
     fixed_statistics,
     uses_batch_statistics,
 )
 from wholebatch.distributed.process_group import world_size
-from wholebatch.losses.loss import as_loss, terms_of
+from wholebatch.losses.loss import OfTheBatch, as_loss, terms_of
 from wholebatch.window.close import read_scalars
 from wholebatch.window.forward_state import ForwardState
 from wholebatch.window.precision import SIXTEEN_BIT

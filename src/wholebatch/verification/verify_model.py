@@ -323,7 +323,7 @@ def verify(
     if type(model).__module__.startswith("deepspeed"):
         raise UnsupportedError(
             "a DeepSpeed engine: its parameters are not its own to run undivided; put one window "
-            "of it into a function and use `wholebatch verify --loop`"
+            "of it into a function and use `wholebatch verify train.py:function`"
         )
     divided = DividedBatch(
         batch,

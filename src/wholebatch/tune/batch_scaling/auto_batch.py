@@ -27,7 +27,7 @@ from wholebatch.errors import OptionError
 from wholebatch.tune.batch_scaling.batch_arithmetic import check_count
 
 if TYPE_CHECKING:
-    from wholebatch.window.noise_scale import NoiseScale
+    from wholebatch.noise_scale import NoiseScale
 
 _TEXT = re.compile(r"auto(?::(\d{1,18})(?:-(\d{1,18}))?)?")
 _UPDATES_AT_A_SIZE, _WINDOWS_MEASURED = 32, 8
@@ -45,7 +45,7 @@ class AutoBatch:
     `done` counts the data, in batches of the first size: a run of 1,000 updates of that size ends
     at `done >= 1000`. Let the schedule go by `done` too.
 
-    >>> from wholebatch.window.noise_scale import NoiseScale
+    >>> from wholebatch.noise_scale import NoiseScale
     >>> noise = NoiseScale(384.0, 300.0, 500.0, spread=9.0, signal=0.01, samples=40,
     ...                    batch=64.0, micro_batches=8)
     >>> auto = AutoBatch(64, largest=512)

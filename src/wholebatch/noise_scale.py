@@ -378,14 +378,13 @@ class Probe:
         self._has_terms = False
         self.active = False
 
-    def begin(self, *, first: int = 0) -> None:
-        """Begin a window, or begin it again; a resumed one already has `first` micro-batches."""
+    def begin(self) -> None:
+        """Begin a window, or begin it again."""
         window, every = self._window, self._interval()
         # Skip the first window: it may be atypical (graphs are made in it).
         is_due = (window.updates + window.skipped) % every == 1 % every
         self.active = is_due and self.off is None
-        if first == 0:
-            self._norm = None
+        self._norm = None
 
     def _interval(self) -> int:
         """Return the number of windows of which one is measured; all ranks have the same.
@@ -419,7 +418,8 @@ class Probe:
             self._estimator.estimate()
 
     def _norm_so_far(self) -> Tensor | None:
-        return self._window.sync.norm_so_far(dense_gradients(self._window.current.inputs))
+        gradients = dense_gradients(self._window.current.inputs)
+        return self._window.sync.total_norm(gradients) if gradients else None
 
     @torch.no_grad()
     def look(self) -> Look | None:
@@ -433,7 +433,7 @@ class Probe:
         if self._has_terms or not units or self._norm is None or (changed and sync.ranks > 1):
             return Look()
         seed = window.seed if window.known is None else 1.0 / window.known[SINGLE]
-        seed = seed * window.loss_scale * (1.0 if sync.sums_every else window.averaged_by)
+        seed = seed * window.loss_scale * window.averaged_by
         whole = self._norm_so_far() if changed else None
         return Look(self._norm, units[0], seed, whole, window.micro_batches)
 
@@ -448,13 +448,11 @@ class Probe:
             [0.0 if look.norm is None else look.norm, look.units, look.seed, look.whole or 0.0]
         )
         # A rank without data says nothing, and one whose micro-batch had no units neither.
-        unseen = look.norm is None and (sync.sums_every or not joined)
+        unseen = look.norm is None and not joined
         square = (norm / seed) ** 2
-        moment = square if sync.sums_every else square / units if units else 0.0
+        moment = square / units if units else 0.0
         sums = [moment, units, float(units > 0), float(look.micro_batches)]
         numbers = sync.sum([*sums, float(self._has_terms), float(unseen)])
-        if sync.sums_every:  # The ranks have slices of one gradient, of all their units.
-            numbers[0], numbers[2] = numbers[0] / max(numbers[1], 1e-300), min(numbers[2], 1.0)
         self._has_terms = numbers[4] > 0
         if self._has_terms:  # All ranks stop, or none.
             self.off = "the loss has several terms, each over units of its own"
@@ -472,12 +470,10 @@ class Probe:
         return None if self.off is not None else self._estimator.estimate()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything measured so far, even in the middle of a window."""
-        norm = None if self._window.open is None else self._norm
+        """Return everything measured so far."""
         return {
             "seen": [list(astuple(one)) for one in self._measured()],
             "taken in": len(self._estimator.seen),
-            "norm": None if norm is None else read_scalars([norm])[0],
         }
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
@@ -486,7 +482,6 @@ class Probe:
             seen = [Observation(*one) for one in state["seen"]]
             self._estimator.seen = seen[: state["taken in"]]
             self._newest = seen[-1] if len(seen) > state["taken in"] else None
-            self._norm = None if self._window.open is None else state["norm"]
 
 
 def _hindrance(window: Window, coupled: bool) -> str | None:
