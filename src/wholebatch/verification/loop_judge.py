@@ -581,6 +581,10 @@ class LoopJudge:
         if found is not None:
             return found
         if constant is None:
+            is_mean = column.terms[0].kind == "mean" and column.terms[0].is_loss
+            if is_mean and math.isclose(sum(made[0].weights), 1.0, rel_tol=_WEIGHTS):
+                variant = "weights that add up to 1, and are no shares of what the losses are over"
+                return MistakeFit("other-units", variant)
             return (
                 "the micro-batches' losses have weights that are no known mistake, and are not "
                 "their shares of what they are over: use wb.verify"

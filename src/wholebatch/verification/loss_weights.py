@@ -115,6 +115,9 @@ class Column:
                     yield units, [1.0 / self.window.count] * len(units), by
         for units in candidates:
             yield units, units, None
+        for by in over:  # a mean over what is counted in each micro-batch: a detector's positives
+            if not _same(by):
+                yield list(by), [1.0] * len(by), by
 
     def _candidates(self, counts: list[float]) -> Iterator[list[float]]:
         """Yield what the units of a sum may be: elements, their weights, rows, other labels."""

@@ -245,7 +245,7 @@ def _of_optimizer(ranks: Sequence[Sequence[RecordedWindow]], prefix: str) -> lis
         trials.append(judge.trial())
         owns = owns or (judge.owns if trials[-1].found == RIGHT else ())
     # Of a later window, it is not known to which model a loss belongs, nor what was moved.
-    unknown = ("cleared-in-the-window", "only-the-last", "other-loss", NOT_JUDGED)
+    unknown = ("cleared-in-the-window", "only-the-last", NOT_JUDGED)
     full = {window.number for window in ranks[0] if window.is_full} | {shared[0]}
     pairs = list(zip(shared, trials, strict=True))
     if trials[0].found not in (RIGHT, NOT_JUDGED):
