@@ -234,7 +234,7 @@ class Stream(HasWindow):
         yield
         self._untouched.remember()
 
-    def add_eagerly(self, loss: Loss | Terms) -> None:
+    def _add_eagerly(self, loss: Loss | Terms) -> None:
         """Make the backward of a compiled function's loss; refuse several terms.
 
         Another backward may follow, so that the close reduces.
@@ -253,7 +253,7 @@ class Stream(HasWindow):
         """The number of micro-batches of the window; 0 if it is not known before its end."""
         return 0
 
-    def mark_broken(self) -> None:
+    def _mark_broken(self) -> None:
         """Let the window be discarded: some gradients of a micro-batch are in, others are not."""
         if self._window.open is not None:
             self._window.open.broken = True
@@ -444,7 +444,7 @@ class CompiledLoss:
             made = self.executor.micro_step(micro)
         except BaseException:
             if len(self._window.now.owners) != entered or self.executor.mode != "eager":
-                self._door.mark_broken()
+                self._door._mark_broken()
             raise
         return AddedLoss(made.totals[SINGLE], made.units[SINGLE], made.extras, self._door)
 
@@ -466,7 +466,7 @@ class CompiledLoss:
         with self._precision.window():
             with self._precision.forward():
                 loss = as_loss(function(None, self._given))
-            self._door.add_eagerly(loss)  # a stream refuses a loss of several terms
+            self._door._add_eagerly(loss)  # a stream refuses a loss of several terms
         assert isinstance(loss, Loss)
         return loss
 
