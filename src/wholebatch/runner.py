@@ -15,19 +15,15 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
-from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from wholebatch.batch import Tokens, batch_size_of, to_device
-from wholebatch.batch.samples import Layout, layout_of
+from wholebatch.batch.samples import layout_of
 from wholebatch.compile import Execute, check_execute
-from wholebatch.compile.disk_cache import leave_mark
-from wholebatch.compile.kept_steps import entry_of
 from wholebatch.coupled import choose as choose_batchnorm
-from wholebatch.coupled.adds_up import SAMPLES
 from wholebatch.coupled.audit import SplitGuard, check_padding
 from wholebatch.coupled.batchnorm.lock_step import Hold, LockStep
 from wholebatch.coupled.batchnorm.lock_step_graph import Recorder
@@ -132,7 +128,7 @@ class Runner:
             keeps_moments=isinstance(policy, Statistics),
         )
         # Eager code alone, as on a CPU: decided here, not at every micro-step.
-        self._is_plain = self.executor.is_plain and dropout is None
+        self._is_plain = self.executor.is_eager and dropout is None
 
     def _executed(self, execute: Execute) -> Execute:
         """Return how micro-steps run; refuse a graph where only eager code can do it."""
@@ -179,32 +175,9 @@ class Runner:
                 return function(self.model, to_device(few, self._device))
 
         name = getattr(function, "__name__", "a function")
-        entry: Path | None = None
-
-        def known_to_add_up(samples: Layout | None, size: int | None) -> bool:
-            nonlocal entry
-            if samples is None or self.executor.is_eager or encodes:
-                return False
-            few = samples.take(list(range(min(max(SAMPLES, size or 0), samples.size))))
-            sizes = (samples.size, size)
-            options = (self._device, self._precision.name, *sizes, self._tensor_norms())
-            entry = entry_of("look", self._root, function, *options, batch=few)
-            known = entry is not None and entry.exists()
-            if self._drop is None and self.policy is None and function is self._loss:
-                self.executor.look_ahead(micros[0], known=known)
-            return known
-
         how: dict[str, Any] = {**layout, "outputs": encodes, "name": name, "steps": steps}
-        adds_up = guard.look(run, batch, micros, **how, known_to_add_up=known_to_add_up)
-        if adds_up and entry is not None and not self._draws.used:
-            leave_mark(entry)
+        guard.look(run, batch, micros, **how)
         self._share_that_draws_are_used()
-
-    def _tensor_norms(self) -> list[float]:
-        """Return the norm of each tensor of the model: a look may find other things with others."""
-        tensors = (*self._root.parameters(), *self._root.buffers())
-        local = [getattr(one.detach(), "_local_tensor", one.detach()) for one in tensors]
-        return read_scalars(torch._foreach_norm([one for one in local if one.is_floating_point()]))
 
     def look_at_padding(self, batch: Any, by: Tokens, layout: Mapping[str, Any]) -> None:
         """Refuse a loss that is another one without padding, or in a row of several sequences."""
@@ -337,7 +310,7 @@ class Runner:
     def micro_step(self, micro: Any) -> None:
         """Run forward and backward of a micro-batch, and enter it in the window."""
         with nullcontext() if self._drop is None else self._sampling(micro):
-            self.executor.micro_step(micro, reduces=self._is_last)
+            self.executor.micro_step(micro)
 
     def forward(self, micro: Any, loss_function: LossFunction | None = None) -> Loss | Terms:
         """Return the loss of a micro-batch, in the window's precision and on its device."""
@@ -347,7 +320,7 @@ class Runner:
     def _eager_step(self, micro: Any, loss_function: LossFunction | None = None) -> Loss | Terms:
         """Run forward and backward by autograd; return the loss."""
         loss = self._loss_of(micro, loss_function or self._loss)
-        if self._is_plain or self.executor.by_autograd:
+        if self._is_plain or self.executor.is_eager:
             self._untouched.check()
             self._window.add_loss(loss, last=self._is_last, counts=self._counts)
             self._untouched.remember()

@@ -169,8 +169,6 @@ class Stream(HasWindow):
 
     by: ClassVar[str] = "the loop"
     """Who writes what an open window must be left alone with."""
-    adds: ClassVar[bool] = True
-    """True if eager code may add weight gradients by the matrix product itself."""
 
     def __init__(self, window: Window, *, batchnorm: str, audit: bool) -> None:
         target, sync = window.target, window.sync
@@ -459,7 +457,6 @@ class CompiledLoss:
             eager=self._eager_step,
             single=SINGLE,
             keeps_moments=bool(door._counting),
-            adds=door.adds,
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

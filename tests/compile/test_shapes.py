@@ -19,6 +19,7 @@ from tests.compile.nets import (
     loss,
     mean_of_tokens,
     mode_of,
+    steps_of,
     tagged,
     texts,
     total,
@@ -47,7 +48,7 @@ def traces(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 def shared_by(train: wb.WholeBatch) -> int:
     """How many kinds run in a graph of open sizes."""
-    steps = train._runner.executor._steps.values()
+    steps = steps_of(train).values()
     return sum(step.joint.sizes is not None for step in steps)
 
 
@@ -63,7 +64,7 @@ def test_token_budgets_need_two_graphs(traces: list[bool]) -> None:
         train.step(texts(step % 3))
     # One for the first kind, one for all others but those of one row, and one for those.
     assert traces == [False, True, True]
-    assert shared_by(train) == len(train._runner.executor._steps) - 1 == 5
+    assert shared_by(train) == len(steps_of(train)) - 1 == 5
     assert mode_of(train) == "operations"
     whole.assert_same(model, seen)
 
@@ -77,7 +78,7 @@ def test_lengths_and_a_short_last_micro_batch(traces: list[bool]) -> None:
         train.step(tagged(10, length))
     # The first that differs has fewer rows; then there are other lengths.
     assert traces == [False, True, True]
-    assert shared_by(train) == len(train._runner.executor._steps) - 1 == 9
+    assert shared_by(train) == len(steps_of(train)) - 1 == 9
     whole.assert_same(model)
 
 
@@ -267,8 +268,8 @@ def test_auto_compiles_a_graph_once_for_all_that_share_it(compilations: list[boo
         whole.step(samples(number))
         train.step(samples(number))
         if step == 4:
-            assert [one.mode for one in executor._steps.values()] == ["operations"] * 3
-    assert [one.mode for one in executor._steps.values()] == ["compile"] * 4
+            assert [one.mode for one in steps_of(train).values()] == ["operations"] * 3
+    assert [one.mode for one in steps_of(train).values()] == ["compile"] * 4
     assert compilations == [False, True]
     whole.assert_same(model)
 
@@ -301,7 +302,7 @@ def test_a_kind_is_recorded_once_it_has_come_often(
     assert compilations == [False, True]
     assert not executor._plan.captures
     assert any("CUDA cannot record it" in line for line in executor.notes.history)
-    modes = {key: step.mode for key, step in zip("83456", executor._steps.values(), strict=False)}
+    modes = {key: step.mode for key, step in zip("83456", steps_of(train).values(), strict=False)}
     assert list(modes.values()) == ["graph of compile"] * 2 + [
         "compile",
         "graph of compile",

@@ -94,7 +94,7 @@ def error(found: Tensor, wanted: Tensor) -> float:
 
 
 def steps_of(train: wb.WholeBatch) -> list[Any]:
-    return list(train._runner.executor._steps.values())
+    return list(steps_of(train).values())
 
 
 def test_recorded_blocks_make_the_update_of_eager_code() -> None:

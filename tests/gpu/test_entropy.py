@@ -109,7 +109,7 @@ def test_a_loss_in_slices_adds_its_gradients_by_products_eager_and_recorded() ->
         eager, train = trained("eager", torch.float32)
         assert train._runner.executor._eager.added > 5
         recorded, train = trained("graph", torch.float32)
-    [step] = train._runner.executor._steps.values()
+    [step] = steps_of(train).values()
     assert step.captured
     assert step.joint.fused["products"] >= 2 * 1024 // 384  # every slice's product adds itself
     for model in (eager, recorded):

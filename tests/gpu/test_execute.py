@@ -98,7 +98,7 @@ def error(found: Tensor, wanted: Tensor) -> float:
 
 
 def modes(train: wb.WholeBatch) -> list[str]:
-    return [step.mode for step in train._runner.executor._steps.values()]
+    return [step.mode for step in steps_of(train).values()]
 
 
 @contextmanager
@@ -153,7 +153,7 @@ def test_many_sizes_share_one_compiled_graph() -> None:
             for samples, length in [(16, 32)] * 2 + [(19, 48), (14, 24), (15, 40)] * 5:
                 train.step(batch(samples, length))
         found.append(parameters_of(model) - before)
-    steps = train._runner.executor._steps.values()
+    steps = steps_of(train).values()
     assert [step.mode for step in steps] == ["graph of compile"] * 7
     assert [step.joint.sizes is not None for step in steps] == [False] + [True] * 6
     assert len({id(step.joint) for step in steps}) == 2
@@ -166,7 +166,7 @@ def test_bf16_is_as_near_to_the_truth_as_eager_code() -> None:
     allowed = 1.25 * error(trained(fresh(), "eager", precision="bf16")[0], truth)
     found, train = trained(fresh(), "graph", precision="bf16", as_traced=True)
     assert modes(train)[0] == "graph of operations"
-    fused = next(iter(train._runner.executor._steps.values())).joint.fused
+    fused = next(iter(steps_of(train).values())).joint.fused
     assert (fused["products"], fused["embeddings"]) == (2, 1)
     assert error(found, truth) <= allowed
     with warnings_of_the_compiler():

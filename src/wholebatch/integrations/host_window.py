@@ -362,7 +362,6 @@ class HostWindows(Stream):
     """
 
     by = "the host"
-    adds = False
 
     def __init__(
         self,

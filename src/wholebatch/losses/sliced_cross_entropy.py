@@ -78,12 +78,8 @@ def sliced_cross_entropy(hidden: Tensor, head: nn.Linear, labels: Tensor) -> Ten
         hidden = hidden.to(torch.get_autocast_dtype(kind))
     if joins_graph(hidden):
         return _in_a_graph(hidden, head, labels)
-    # In a window's own eager code the product may add into `.grad`.
-    adding = getattr(head.__dict__.get("forward"), "adding", None)
-    if adding is not None and not adding.may_add(head, hidden):
-        adding = None
     apply: Callable[..., Tensor] = _SlicedCrossEntropy.apply
-    return apply(hidden, head.weight, head.bias, labels, adding)
+    return apply(hidden, head.weight, head.bias, labels)
 
 
 def joins_graph(hidden: Tensor) -> bool:
@@ -116,27 +112,15 @@ class _SlicedCrossEntropy(torch.autograd.Function):
     """sum of cross_entropy(hidden @ weightᵀ + bias, labels), by slices of tokens.
 
     The backward computes the logits of a slice again, and from them d(logits) = softmax − one-hot,
-    times what comes from above. So no gradient waits between forward and backward, and the product
-    that makes the weight's can add it to `.grad` itself.
+    times what comes from above. So no gradient waits between forward and backward.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Any, labels: Tensor, adding: Any
-    ) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Any, labels: Tensor) -> Tensor:
         ctx.save_for_backward(hidden, weight, bias, labels)
-        ctx.adding = adding
-        ctx.narrow = [
-            one if one is None or adding is None else adding.copy_of(one, hidden.dtype)
-            for one in (weight, bias)
-        ]
         total = hidden.new_zeros((), dtype=_wide(hidden.dtype))
-        one = torch.ones_like(total)
-        for _, logits, y in _slices(hidden, labels, *ctx.narrow):
-            losses = None if adding is None else adding.entropy(logits, y, one)
-            if losses is None:
-                losses = functional.cross_entropy(logits.to(total.dtype), y, reduction="sum")
-            total += losses.sum()
+        for _, logits, y in _slices(hidden, labels, weight, bias):
+            total += functional.cross_entropy(logits.to(total.dtype), y, reduction="sum")
             del logits  # before the next slice's are made
         return total
 
@@ -144,20 +128,17 @@ class _SlicedCrossEntropy(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, above: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, labels = ctx.saved_tensors
-        adding, w = ctx.adding, ctx.narrow[0].to(hidden.dtype)
+        w = weight.to(hidden.dtype)
         d_hidden = torch.empty_like(hidden)
         d_weight = d_bias = None
-        for part, logits, y in _slices(hidden, labels, *ctx.narrow):
-            if adding is None or adding.entropy(logits, y, above) is None:
-                logits = _slope(logits, y, above)
+        for part, logits, y in _slices(hidden, labels, weight, bias):
+            logits = _slope(logits, y, above)
             d_hidden[part] = logits @ w
-            adds = adding is not None and adding.add(weight, logits.t(), hidden[part])
-            if not adds:
-                product = logits.t() @ hidden[part]
-                if d_weight is None:
-                    d_weight = product.to(above.dtype)
-                else:
-                    d_weight += product
+            product = logits.t() @ hidden[part]
+            if d_weight is None:
+                d_weight = product.to(above.dtype)
+            else:
+                d_weight += product
             if bias is not None:
                 column = logits.sum(0, dtype=above.dtype)
                 d_bias = column if d_bias is None else d_bias + column
@@ -166,7 +147,6 @@ class _SlicedCrossEntropy(torch.autograd.Function):
             d_hidden,
             None if d_weight is None else d_weight.to(weight.dtype),
             None if d_bias is None else d_bias.to(bias.dtype),
-            None,
             None,
         )
 
