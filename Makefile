@@ -36,7 +36,7 @@ $(VENV)/.setup: pyproject.toml constraints.txt
 
 $(VENV)/.dev: $(VENV)/.setup
 	@echo "Installing what tests and checks need into $(VENV) (once) ..."
-	@$(PIP_INSTALL) --editable '.[cli,recipes,tensorboard,lint,deepspeed,accelerate,lightning,transformers,trl,keras,jax,wandb,report,docs,peers,dev]'
+	@$(PIP_INSTALL) --editable '.[cli,recipes,tensorboard,deepspeed,accelerate,lightning,transformers,trl,keras,jax,wandb,report,docs,peers,dev]'
 	@touch $@
 
 setup: $(VENV)/.setup ## create .venv with the package and its command line
@@ -65,7 +65,7 @@ format: $(VENV)/.dev ## let ruff fix and format what it can
 compat: $(VENV)/.dev ## run the exactness tests with torch 2.6, 2.11, 2.13 and the newest, Python 3.10 to 3.13; writes docs/benchmarks/compat.md
 	$(BIN)/python scripts/compat.py
 
-dist: $(VENV)/.dev ## build both packages into DIST=dist, install them into empty environments, run them
+dist: $(VENV)/.dev ## build the package into DIST=dist, install it into an empty environment, run it
 	DIST=$(DIST) $(BIN)/python -m pytest -q tests/packages
 
 docs: $(VENV)/.dev ## build the documentation's site in build/site, warnings are errors

@@ -1,10 +1,9 @@
-"""Error and memory of batches whose samples depend on each other, against plain accumulation.
+"""Error and memory of a contrastive loss in two passes, against plain accumulation.
 
     python benchmarks/coupled.py [--plot-only]
 
-Runs the models of `examples/resnet_batchnorm.py` and `examples/clip_contrastive.py` on this machine
-in float64, split ever finer, and writes docs/benchmarks/coupled.json and the plots of
-docs/batchnorm.md and docs/contrastive.md.
+Runs the model of `examples/clip_contrastive.py` on this machine in float64, split ever finer, and
+writes docs/benchmarks/coupled.json and the plot of docs/contrastive.md.
 """
 
 from __future__ import annotations
@@ -21,8 +20,6 @@ import torch
 from torch import Tensor, nn
 
 import wholebatch as wb
-from wholebatch.coupled.batchnorm.lock_step import Hold, LockStep
-from wholebatch.losses.loss import Loss
 from wholebatch.memory import MemoryMeter
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -54,49 +51,6 @@ def measured(make: Callable[[], nn.Module], run: Callable[[nn.Module], None]) ->
     with MemoryMeter(model=model) as meter:
         run(model)
     return gradient(model), meter.peak / 2**20
-
-
-def batchnorm() -> list[dict[str, float]]:
-    """A ResNet on 64 images: in micro-batches of 64 to 2."""
-    of = example("resnet_batchnorm")
-    batch = of.images(64, 0)
-
-    def whole(model: nn.Module) -> None:
-        (of.loss(model, batch).total / 64).backward()
-
-    right, peak = measured(of.resnet, whole)
-    rows = []
-    for micro in (64, 32, 16, 8, 4, 2):
-        parts = wb.split(batch, micro)
-
-        def plain(model: nn.Module, parts: list[Any] = parts) -> None:
-            for part in parts:
-                (of.loss(model, part).total / 64).backward()
-
-        def locked(hold: Hold, parts: list[Any] = parts) -> Callable[[nn.Module], None]:
-            def together(model: nn.Module) -> None:
-                def forward(part: Any) -> Loss:
-                    return cast("Loss", of.loss(model, part))
-
-                def backward(loss: Loss) -> None:
-                    (loss.total / 64).backward()
-
-                step = LockStep(model, hold=hold)
-                step.run(parts, forward=forward, backward=backward)
-
-            return together
-
-        row = {"micro_batches": float(len(parts)), "whole MiB": peak}
-        for name, run in (
-            ("plain", plain),
-            ("graphs", locked("graphs")),
-            ("inputs", locked("inputs")),
-        ):
-            made, used = measured(of.resnet, run)
-            row[f"{name} error"], row[f"{name} MiB"] = error(made, right), used
-        rows.append(row)
-        print(row, flush=True)
-    return rows
 
 
 def contrastive() -> list[dict[str, float]]:
@@ -187,19 +141,9 @@ def main() -> None:
     else:
         found = {
             "torch": str(torch.__version__),
-            "batchnorm": batchnorm(),
             "contrastive": contrastive(),
         }
         JSON.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-    plot(
-        found["batchnorm"],
-        [
-            ("plain", "plain accumulation", "plain"),
-            ("graphs", 'exact, hold="graphs"', "exact"),
-            ("inputs", 'exact, hold="inputs"', "less"),
-        ],
-        ROOT / f"docs/images/batchnorm.{options.format}",
-    )
     plot(
         found["contrastive"],
         [("plain", "plain accumulation", "plain"), ("coupled", "wb.Coupled", "exact")],

@@ -27,7 +27,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -155,9 +155,7 @@ def by_whole(size: Size, count: int) -> Callable[[], Any]:
     return window
 
 
-def by_wholebatch(
-    size: Size, count: int, micro: int, keep: int | Literal["auto"] = 1
-) -> Callable[[], Any]:
+def by_wholebatch(size: Size, count: int, micro: int, keep: int = 1) -> Callable[[], Any]:
     model = Tower(size).to(size.device)
     train = wb.WholeBatch(
         model,
@@ -326,7 +324,7 @@ def main() -> None:
     whole = note("whole batch", warm(by_whole(size, size.compared)), size.compared, 3)
     found["whole"] = whole
     _empty(size)
-    keeps: tuple[int | Literal["auto"], ...] = (0, 1, 2, "auto")
+    keeps: tuple[int, ...] = (0, 1, 2, size.compared // size.micro)
     for keep in keeps:
         window = warm(by_wholebatch(size, size.compared, size.micro, keep))
         note(f"wb.Coupled, keep={keep}", window, size.compared, 3)

@@ -5,7 +5,7 @@
 
 A Mixtral of Transformers (bf16 parameters), windows of 8 micro-batches, with and without activation
 checkpointing. `wb.moe_loss` needs the counts of the whole window before the first backward: it
-keeps the graphs of the first pass where memory allows (`keep="auto"`), and runs the others twice.
+keeps the graph of the last micro-batch, and runs the others twice.
 All ways run in one process, in turn; a figure is the median over windows.
 """
 

@@ -102,7 +102,7 @@ def counted(batch: Any) -> Tensor:
 def accelerate(ours: bool) -> list[float]:
     from accelerate import Accelerator
 
-    from wholebatch.integrations.accelerate import ExactWindows
+    from wholebatch.integrations.accelerate import AccelerateAccumulator
 
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=STEPS)
     model = Model()
@@ -110,7 +110,7 @@ def accelerate(ours: bool) -> list[float]:
     model, optimizer, loader = accelerator.prepare(
         model, clock.optimizer, DataLoader(samples(), batch_size=MICRO)
     )
-    windows = ExactWindows(accelerator, model, optimizer) if ours else None
+    windows = AccelerateAccumulator(accelerator, model, optimizer) if ours else None
     for batch in loader:
         with accelerator.accumulate(model):
             loss = model(**batch)["loss"]
@@ -128,14 +128,14 @@ def accelerate(ours: bool) -> list[float]:
 def fabric(ours: bool) -> list[float]:
     from lightning.fabric import Fabric
 
-    from wholebatch.integrations.lightning import FabricWindows
+    from wholebatch.integrations.lightning import FabricAccumulator
 
     host = Fabric(accelerator="cpu", devices=1)
     inner = Model()
     clock = Clock(inner)
     model, optimizer = host.setup(inner, clock.optimizer)
     loader = host.setup_dataloaders(DataLoader(samples(), batch_size=MICRO))
-    windows = FabricWindows(host, model, optimizer) if ours else None
+    windows = FabricAccumulator(host, model, optimizer) if ours else None
     for index, batch in enumerate(loader):
         last = (index + 1) % STEPS == 0
         with host.no_backward_sync(model, enabled=not last):
@@ -154,7 +154,7 @@ def fabric(ours: bool) -> list[float]:
 def lightning(ours: bool) -> list[float]:
     from lightning.pytorch import LightningModule, Trainer
 
-    from wholebatch.integrations.lightning import ExactWindows
+    from wholebatch.integrations.lightning import ExactAccumulation
 
     class Module(LightningModule):
         def __init__(self) -> None:
@@ -177,7 +177,7 @@ def lightning(ours: bool) -> list[float]:
         devices=1,
         accumulate_grad_batches=STEPS,
         gradient_clip_val=1.0,
-        callbacks=[ExactWindows(units=counted)] if ours else None,
+        callbacks=[ExactAccumulation(units=counted)] if ours else None,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,

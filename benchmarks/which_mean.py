@@ -174,7 +174,6 @@ TRAINERS: list[tuple[str, str, dict[str, Any]]] = [
     ("DPOTrainer, IPO", "DPO", {"loss_type": "ipo"}),
     ("RewardTrainer", "Reward", {}),
     ("KTOTrainer", "KTO", {}),
-    ("GKDTrainer, `lmbda=0`", "GKD", {}),
     ("GRPOTrainer (dapo)", "GRPO", {}),
     ("GRPOTrainer, `entropy_coef=0.5`", "GRPO", {"entropy_coef": 0.5}),
     ("GRPOTrainer, bnpo", "GRPO", {"loss_type": "bnpo"}),

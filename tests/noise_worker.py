@@ -77,7 +77,7 @@ def grown(kind: str) -> dict[str, object]:
         auto.after(step.units, train.noise)
     ours = [full(parameter.detach()) for parameter in train.model.parameters()]
     off = distance(ours, [parameter.detach() for parameter in alone.parameters()])
-    return {"sizes": sorted(set(sizes)), "off": off, "waited": (train.waited or 0.0) > 0.0}
+    return {"sizes": sorted(set(sizes)), "off": off}
 
 
 def main(path: Path) -> None:

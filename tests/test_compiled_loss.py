@@ -323,17 +323,6 @@ def test_a_micro_step_that_fails_in_a_graph_breaks_its_window(
     whole.assert_same(model)
 
 
-def test_a_loss_that_was_not_entered_is_not_saved() -> None:
-    model = mlp()
-    acc = wb.Accumulator(model, sgd(model), steps=2)
-    loss = acc.compile(lambda micro: wb.cross_entropy(model(micro["x"]), micro["y"]))
-    added = loss(samples(3))
-    with pytest.raises(wb.errors.WindowError, match="was not given to backward"):
-        acc.state_dict()
-    acc.backward(added)
-    assert acc.state_dict()["places"] == 1
-
-
 def test_a_loss_of_several_terms_is_refused() -> None:
     model = mlp()
     acc = wb.Accumulator(model, sgd(model), steps=2)

@@ -183,21 +183,6 @@ def test_complex_parameters_with_optimizer_state_on_the_host(place: Any) -> None
     assert distance([ours], [theirs]) < EXACT
 
 
-def test_a_window_that_goes_on_with_a_frozen_parameter_is_refused() -> None:
-    def made() -> tuple[nn.Module, wb.Accumulator]:
-        model = mlp()
-        return model, wb.Accumulator(model, sgd(model), steps=2)
-
-    (model, acc), (other, resumed) = made(), made()
-    first, second = pieces(samples(7), (4, 3))
-    acc.backward(mean=mean(model, first), units=4)
-    resumed.load_state_dict(acc.state_dict())
-    next(other.parameters()).requires_grad_(False)
-    with pytest.raises(wb.errors.StateError, match="with the same ones frozen"):
-        resumed.backward(mean=mean(other, second), units=3)
-    acc.discard()
-
-
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, in its compiler
 def test_a_compiled_step_takes_a_parameter_in_another_memory_layout() -> None:
     model: Any = mlp()

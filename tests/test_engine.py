@@ -314,8 +314,8 @@ def test_auto_gives_up_when_one_sample_does_not_fit() -> None:
 
 
 @pytest.mark.parametrize("precision", ["full", "fp16"])
-@pytest.mark.parametrize("stop", [1, 2, 3, 4])
-def test_stopped_in_the_middle_of_a_window_and_resumed(stop: int, precision: str) -> None:
+@pytest.mark.parametrize("stop", [1, 2])
+def test_stopped_between_windows_and_resumed(stop: int, precision: str) -> None:
     def build() -> tuple[nn.Module, Any, wb.WholeBatch]:
         model = with_dropout().float()
         optimizer = adamw(model)
@@ -332,21 +332,11 @@ def test_stopped_in_the_middle_of_a_window_and_resumed(stop: int, precision: str
     torch.manual_seed(2)
     model, optimizer, train = build()
     torch.manual_seed(2)
-    train.step(batches[0])
+    for batch in batches[:stop]:
+        train.step(batch)
     buffer = io.BytesIO()
-
-    class Stop(Exception):
-        pass
-
-    def after(done: int, of: int) -> None:
-        assert of == 4
-        if done == stop:
-            parts = {"m": model.state_dict(), "o": optimizer.state_dict(), "t": train.state_dict()}
-            torch.save(parts, buffer)
-            raise Stop
-
-    with pytest.raises(Stop):
-        train.step(batches[1], after_micro=after)
+    parts = {"m": model.state_dict(), "o": optimizer.state_dict(), "t": train.state_dict()}
+    torch.save(parts, buffer)
 
     torch.manual_seed(77)
     model, optimizer, train = build()
@@ -355,9 +345,7 @@ def test_stopped_in_the_middle_of_a_window_and_resumed(stop: int, precision: str
     model.load_state_dict(saved["m"])
     optimizer.load_state_dict(saved["o"])
     train.load_state_dict(saved["t"])
-    with pytest.raises(wb.errors.StateError, match="had 4 micro-batches, this batch makes 3"):
-        train.step(batches[2])
-    for batch in batches[1:]:
+    for batch in batches[stop:]:
         train.step(batch)
     assert train.updates == 3
     for ours, theirs in zip(model.parameters(), straight.parameters(), strict=True):

@@ -174,19 +174,6 @@ def test_exact_batchnorm_inside_the_towers(micro_batch: int) -> None:
     assert distance([b.double() for b in ours], [b.double() for b in theirs]) <= EXACT
 
 
-def test_statistics_of_batchnorm_are_merged_once() -> None:
-    model = Clip(norm=True)
-    reference = copy.deepcopy(model)
-    encode(reference, batch())  # one forward of the whole batch
-    train = wb.WholeBatch(
-        model, sgd(model), loss=coupled(model), micro_batch=5, batchnorm="statistics"
-    )
-    train.step(batch())
-    ours, theirs = model.image[1], reference.image[1]
-    assert distance([ours.running_mean], [theirs.running_mean]) <= EXACT  # type: ignore[list-item]
-    assert int(ours.num_batches_tracked) == 1  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("keep", [0, 2])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_autocast_is_no_further_from_float64_than_the_undivided_batch(
@@ -255,52 +242,6 @@ def test_graphs_that_are_kept_are_not_encoded_again(keep: int, moves: bool) -> N
         made.append((seen.gradients[0], torch.get_rng_state()))
     assert all(map(torch.equal, made[1][0], made[0][0])), "in one order, to the same bits"
     assert torch.equal(made[1][1], made[0][1])
-
-
-@pytest.mark.parametrize(
-    "memory, windows", [(None, [8, 8, 8]), ("1KiB over", [8, 8, 8]), ("1GiB", [8, 4, 4])]
-)
-def test_as_many_graphs_are_kept_as_the_memory_holds(
-    memory: str | None, windows: list[int]
-) -> None:
-    """The first window weighs; those after it keep what fits into what it left, and no more."""
-    made: list[list[Tensor]] = []
-    for keep in (0, "auto"):
-        model = Clip(0.3)
-        calls: list[int] = []
-
-        def counted(model: Any, micro: Batch, calls: list[int] = calls) -> Batch:
-            calls.append(1)
-            return encode(model, micro)
-
-        optimizer = sgd(model)
-        seen = Seen(model, optimizer)
-        loss = wb.Coupled(counted, lambda all, m=model: LOSSES["clip"](m, all), keep=keep)  # type: ignore[arg-type]
-        train = wb.WholeBatch(
-            model, optimizer, loss=loss, micro_batch=4, memory=_budget(memory), audit=False
-        )
-        torch.manual_seed(6)
-        found = []
-        for seed in range(3):
-            calls.clear()
-            train.step(batch(seed=seed))
-            found.append(len(calls))
-        assert found == ([8, 8, 8] if keep == 0 else windows)
-        made.append([gradient for window in seen.gradients for gradient in window])
-    assert distance(made[1], made[0]) <= EXACT
-
-
-def _budget(memory: str | None) -> Any:
-    if memory != "1KiB over":
-        return memory
-    model = Clip(0.3)
-    train = wb.WholeBatch(
-        model, sgd(model), loss=coupled(model), micro_batch=4, memory="1GiB", audit=False
-    )
-    train.step(batch())
-    peak = train._fitting._highest()
-    assert peak is not None
-    return peak + 1024
 
 
 def test_terms_and_numbers_pass_through() -> None:

@@ -121,9 +121,6 @@ def test_what_is_refused() -> None:
         wb.WholeBatch(model, sgd(model), loss=3)  # type: ignore[arg-type]
     with pytest.raises(wb.errors.OptionError, match="a list or dict of them"):
         wb.WholeBatch([3], sgd(model), loss=coupled(model))  # type: ignore[list-item]
-    train = wb.WholeBatch(model, sgd(model), loss=coupled(model), micro_batch=4)
-    with pytest.raises(wb.errors.StateError, match="save between steps"):
-        train.step(batch(), after_micro=lambda done, of: train.state_dict() and None)
 
 
 def test_a_run_resumes_between_steps() -> None:

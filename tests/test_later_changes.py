@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 from collections.abc import Callable
 from functools import partial
@@ -99,7 +98,6 @@ def test_a_window_that_is_left_open_is_told_of(caplog: pytest.LogCaptureFixture)
     ends: dict[Callable[[Any], Any], bool] = {
         lambda acc: None: True,
         lambda acc: acc.flush(): False,
-        lambda acc: acc.state_dict(): False,
     }
     for end, told in ends.items():
         model = mlp()
@@ -455,45 +453,6 @@ def test_a_leaf_that_is_not_a_value_per_sample_is_refused_in_micro_batches_of_on
     wb.WholeBatch(model, sgd(model), loss=loss, micro_batch=by_name).step(batch)
     whole.step(batch)
     whole.assert_same(model)
-
-
-def test_a_window_is_resumed_with_its_own_batch() -> None:
-    model, batch, saved = mlp(), samples(10), {}
-    train = wb.WholeBatch(model, sgd(model), loss=a_loss, micro_batch=3)
-
-    def save(done: int, of: int) -> None:
-        if done == 2:
-            saved.update(copy.deepcopy(train.state_dict()))
-
-    begun = copy.deepcopy(model)
-    train.step(batch, after_micro=save)
-    for other in (samples(11), {name: leaf.flip(0) for name, leaf in batch.items()}, batch):
-        again = copy.deepcopy(begun)
-        resumed = wb.WholeBatch(again, sgd(again), loss=a_loss, micro_batch=3)
-        resumed.load_state_dict(copy.deepcopy(saved))
-        if other is not batch:
-            with pytest.raises(wb.errors.StateError, match="resume with the same batch"):
-                resumed.step(other)
-            continue
-        resumed.step(other)
-        assert all(map(torch.equal, again.parameters(), model.parameters()))
-
-
-def test_a_loader_with_other_data_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
-    model, loader = mlp(), pieces(samples(15), [3] * 5)
-    acc = wb.Accumulator(model, sgd(model), steps=2)
-    saved: dict[str, Any] = {}
-    for place, micro in enumerate(acc.over(loader)):
-        acc.backward(mean=mean(model, micro), units=3)
-        if place == 2:
-            saved = copy.deepcopy(acc.state_dict())
-    for data, warned in ((loader, False), (loader[::-1], True)):
-        again = wb.Accumulator(model, sgd(model), steps=2)
-        again.load_state_dict(copy.deepcopy(saved))
-        caplog.clear()
-        next(again.over(data))
-        again.discard()
-        assert ("of the loader is not the one" in caplog.text) is warned
 
 
 @pytest.mark.parametrize("soft", [False, True])

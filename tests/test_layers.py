@@ -26,7 +26,8 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset(
         {"cli.recipes", "cli.report", "integrations", "lint", "testing", "tune", "verification"}
     ),
-    frozenset({"accumulator", "whole_batch", "integrations.host_window"}),
+    frozenset({"integrations.handed_over", "integrations.host_internals"}),
+    frozenset({"accumulator", "whole_batch"}),
     frozenset(
         {
             "cli.checkpoints",
@@ -90,7 +91,6 @@ ROOT_UNIT = "whole_batch"
 # that uses it. Torch is the core's one dependency, and `lint` must not reach even that.
 EAGER: dict[str, frozenset[str]] = {
     "cli": frozenset({"rich"}),
-    "lint": frozenset({"libcst"}),
     "cli.report": frozenset({"rich"}),
     "cli.recipes": frozenset({"sklearn"}),
     "compile.triton_kernels": frozenset({"triton"}),  # comes with torch's CUDA builds

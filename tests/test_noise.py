@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 from typing import Any
@@ -302,39 +301,6 @@ def test_auto_takes_a_norm_in_64_micro_batches(
     assert looked_at("auto", micro_batches, 1, windows=36) == [1, 5, *later]
 
 
-def test_a_window_that_was_stopped_and_resumed_is_measured_as_a_whole() -> None:
-    batches = [gaussian(30, gradient=0.1, spread=SPREAD, seed=seed) for seed in range(4)]
-    straight = measured(model := Quadratic(), still(model), loss=summed, micro_batch=7, noise=1)
-    for batch in batches:
-        straight.step(batch)
-
-    stopped = measured(model := Quadratic(), still(model), loss=summed, micro_batch=7, noise=1)
-    saved: dict[str, Any] = {}
-
-    class Stop(Exception):
-        pass
-
-    def stop(done: int, of: int) -> None:
-        if done == 3:
-            saved.update(copy.deepcopy(stopped.state_dict()))
-            raise Stop
-
-    stopped.step(batches[0])
-    with pytest.raises(Stop):
-        stopped.step(batches[1], after_micro=stop)
-    resumed = measured(model := Quadratic(), still(model), loss=summed, micro_batch=7, noise=1)
-    resumed.load_state_dict(saved)
-    for batch in batches[1:]:
-        resumed.step(batch)
-    assert resumed.noise == straight.noise
-    again = measured(model := Quadratic(), still(model), loss=summed, micro_batch=7, noise=1)
-    again.load_state_dict(copy.deepcopy(resumed.state_dict()))
-    assert again.noise == resumed.noise  # The last window is saved, and not in the estimate yet.
-    for train in (again, resumed):
-        train.step(batches[0])
-    assert again.noise == resumed.noise != straight.noise
-
-
 def test_the_loss_scale_is_taken_out() -> None:
     found = []
     for scale in (1.0, 1024.0):
@@ -399,4 +365,3 @@ def test_ranks_are_measured_before_their_gradients_are_reduced(tmp_path: Any) ->
         assert case["same"], case
         assert case.get("sizes", [16, 32, 64]) == [16, 32, 64], case
         assert case.get("off", 0.0) <= 1e-12, case
-        assert case.get("waited", True), case

@@ -25,7 +25,7 @@ from compare.problem import (
     rows_of,
 )
 from compare.row import Row
-from wholebatch.integrations.accelerate import ExactWindows
+from wholebatch.integrations.accelerate import AccelerateAccumulator
 
 LAUNCH: tuple[str, ...] = (
     "accelerate.commands.launch",
@@ -46,7 +46,7 @@ def train(problem: Problem, mode: Mode) -> Tensor:
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     loader = DataLoader(Tokens(problem), batch_size=size)
     prepared, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    windows = ExactWindows(accelerator, prepared, optimizer) if mode == "ours" else None
+    windows = AccelerateAccumulator(accelerator, prepared, optimizer) if mode == "ours" else None
     for batch in loader:
         with accelerator.accumulate(prepared):
             loss = loss_of(prepared(batch["input_ids"]), batch["labels"])
@@ -71,7 +71,7 @@ class Loop:
         self.model, self.optimizer, self.loader = self.accelerator.prepare(
             model, optimizer, DataLoader(micros, batch_size=None)
         )
-        self.windows: ExactWindows | None = None
+        self.windows: AccelerateAccumulator | None = None
 
     def step(self, micro: Any, loss: Any) -> None:
         with self.accelerator.accumulate(self.model):
@@ -90,7 +90,7 @@ def run(
     """One epoch over these micro-batches."""
     loop = Loop(model, optimizer, micros, steps)
     if mode == "ours":
-        loop.windows = ExactWindows(loop.accelerator, loop.model, loop.optimizer, **o)
+        loop.windows = AccelerateAccumulator(loop.accelerator, loop.model, loop.optimizer, **o)
     for micro in loop.loader:
         loop.step(micro, loss)
 
@@ -102,7 +102,7 @@ def resume(mode: str) -> nn.Module:
         model = laws.model_of()
         loop = Loop(model, laws.sgd(model), laws.windows_of()[0], laws.STEPS)
         if mode == "ours":
-            loop.windows = ExactWindows(loop.accelerator, loop.model, loop.optimizer)
+            loop.windows = AccelerateAccumulator(loop.accelerator, loop.model, loop.optimizer)
             loop.accelerator.register_for_checkpointing(loop.windows)
         if load:
             loop.accelerator.load_state(folder)

@@ -25,7 +25,7 @@ from compare.problem import (
     rows_of,
 )
 from compare.row import Row
-from wholebatch.integrations.lightning import FabricWindows
+from wholebatch.integrations.lightning import FabricAccumulator
 
 
 def train(problem: Problem, mode: Mode) -> Tensor:
@@ -41,7 +41,7 @@ def train(problem: Problem, mode: Mode) -> Tensor:
     inner = Reader()
     model, optimizer = fabric.setup(inner, torch.optim.SGD(inner.parameters(), lr=LEARNING_RATE))
     loader = fabric.setup_dataloaders(DataLoader(Tokens(problem), batch_size=size))
-    windows = FabricWindows(fabric, model, optimizer) if mode == "ours" else None
+    windows = FabricAccumulator(fabric, model, optimizer) if mode == "ours" else None
     for index, batch in enumerate(loader):
         last = (index + 1) % steps == 0 or index + 1 == len(loader)
         with fabric.no_backward_sync(model, enabled=not last):
@@ -75,7 +75,7 @@ def steps_of(loop: Any, micros: Any, places: range, steps: int, loss: Any) -> No
 def loop_of(inner: Any, optimizer: Any, mode: str, **options: Any) -> Any:
     fabric = Fabric(accelerator="cpu", devices=1)
     model, optimizer = fabric.setup(inner, optimizer)
-    windows = FabricWindows(fabric, model, optimizer, **options) if mode == "ours" else None
+    windows = FabricAccumulator(fabric, model, optimizer, **options) if mode == "ours" else None
     return fabric, model, optimizer, windows
 
 

@@ -28,7 +28,7 @@ from compare.problem import (
     rows_of,
 )
 from compare.row import Row
-from wholebatch.integrations.lightning import ExactWindows
+from wholebatch.integrations.lightning import ExactAccumulation
 
 
 class Module(LightningModule):
@@ -55,7 +55,7 @@ def train(problem: Problem, mode: Mode, **options: Any) -> Tensor:
     # In order, as on one process; the sampler that Lightning would put in shuffles.
     rank = int(os.environ.get("RANK", "0"))
     sampler: Any = DistributedSampler(data, problem.ranks, rank, shuffle=False) if several else None
-    callbacks: list[Callback] = [ExactWindows(units=lambda batch: counted(batch["labels"]))]
+    callbacks: list[Callback] = [ExactAccumulation(units=lambda batch: counted(batch["labels"]))]
     trainer = Trainer(
         **{"max_epochs": 1, **options},
         accelerator="cpu",
@@ -130,7 +130,7 @@ def fit(
     module: Given, micros: Any, steps: int, mode: str, *more: Callback, file: Any = None, **o: Any
 ) -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    exact = ExactWindows(units=lambda batch: len(batch["y"]), **o) if mode == "ours" else None
+    exact = ExactAccumulation(units=lambda batch: len(batch["y"]), **o) if mode == "ours" else None
     trainer = Trainer(
         max_epochs=1,
         accelerator="cpu",

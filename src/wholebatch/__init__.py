@@ -37,7 +37,6 @@ if TYPE_CHECKING:
         supcon_loss,
     )
     from wholebatch.coupled.moe import moe_loss
-    from wholebatch.coupled.sample_draws import rand_like, randint_like, randn_like
     from wholebatch.distributed.pipeline import Pipeline
     from wholebatch.losses.distillation import distillation_loss
     from wholebatch.losses.loss import Loss, causal_lm, cross_entropy, mean_loss
@@ -58,7 +57,7 @@ if TYPE_CHECKING:
         sequence_logprobs,
         simpo_loss,
     )
-    from wholebatch.options import BatchNorm, Close, Memory, samples
+    from wholebatch.options import Close, Memory, samples
     from wholebatch.verification import verify, watch
     from wholebatch.whole_batch import WholeBatch
     from wholebatch.window.window import Step
@@ -67,7 +66,6 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Accumulator",
-    "BatchNorm",
     "Close",
     "Coupled",
     "Loss",
@@ -95,9 +93,6 @@ __all__ = [
     "orpo_loss",
     "over",
     "policy_loss",
-    "rand_like",
-    "randint_like",
-    "randn_like",
     "reward_loss",
     "samples",
     "sequence_logprobs",
@@ -119,14 +114,13 @@ _NAMES = {
     "accumulator": "Accumulator by_epoch over",
     "batch.lookahead_loader": "unpadded",
     "losses.loss": "Loss causal_lm cross_entropy mean_loss",
-    "options": "BatchNorm Close Memory samples",
+    "options": "Close Memory samples",
     "batch": "split tokens",
     "whole_batch": "WholeBatch",
     "window.window": "Step",
     "coupled.audit": "audit",
     "coupled.contrastive.losses": "Coupled clip_loss info_nce siglip_loss supcon_loss",
     "coupled.moe": "moe_loss",
-    "coupled.sample_draws": "rand_like randint_like randn_like",
     "distributed.pipeline": "Pipeline",
     "errors": "errors",
     "losses.distillation": "distillation_loss",

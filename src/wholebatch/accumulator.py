@@ -17,7 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from wholebatch.batch.lookahead_loader import NOTHING, Feed
-from wholebatch.errors import EmptyWindowError, LossError, OptionError, RankError, WindowError
+from wholebatch.errors import (
+    EmptyWindowError,
+    LossError,
+    OptionError,
+    RankError,
+    StateError,
+    WindowError,
+)
 from wholebatch.losses.loss import Loss, Terms, Units, terms_of
 from wholebatch.options import BatchNormPolicy, Close, Memory
 from wholebatch.stream import AddedLoss, GivenLoss, Stream
@@ -113,8 +120,8 @@ class Accumulator(Stream):
         clip_norm: Clip the gradient of the whole window to this norm; a list gives one norm per
             parameter group.
         scheduler: A learning-rate scheduler, or several. Each is stepped once per update.
-        batchnorm: What to do with BatchNorm layers: "refuse", "statistics", "freeze", "group",
-            "layer" or "sync" (see `wb.BatchNorm`). "exact" needs `WholeBatch`.
+        batchnorm: What to do with BatchNorm layers: "refuse", "freeze" (normalise with the running
+            statistics) or "allow" (with those of each micro-batch). "exact" needs `WholeBatch`.
         memory: `wb.Memory(optimizer_state=...)`.
         audit: Test the first window: a sum must not be a mean, and samples must not depend on each
             other. False skips the test.
@@ -137,7 +144,7 @@ class Accumulator(Stream):
         self._turn = Turn("Accumulator.backward()")  # first: it also refuses to be copied
         if batchnorm == "exact":
             raise OptionError(
-                'batchnorm="exact": exact BatchNorm runs the forwards of a window in lock-step, '
+                'batchnorm="exact": exact BatchNorm runs the batch undivided, '
                 "and Accumulator owns no forward: use WholeBatch, or name another policy"
             )
         self._steps = Steps.of(steps)
@@ -255,13 +262,12 @@ class Accumulator(Stream):
                 self._window.add(given.summed, given.units, last=reduces, counts=self._counts)
             self._untouched.remember()
         if more:
+            self._window.now.more_of_micro_batch = True
             return None
         if self._look.active:
             self._look.done()
         if self._counts:
             self._window.micro_batch_done()
-        for policy in self._counting:
-            policy.micro()
         self._places += 1
         self._place_done = True
         if not is_last:
@@ -457,8 +463,6 @@ class Accumulator(Stream):
         self._restore_buffers()
         if weightless:
             self._before = ForwardState(*self._window.target.models)
-        for policy in self._counting:
-            policy.counts = not weightless
 
     def _restore_buffers(self) -> None:
         if self._before is not None:
@@ -492,25 +496,23 @@ class Accumulator(Stream):
         self._places = 0
         known = None if self._announced is None else self._announced([])
         self.last_step = self._window.join(known)
-        for policy in self._counting if self.last_step.skipped is None else ():
-            policy.end_window()  # a meeting of the ranks
 
     # ----------------------------------------------------------------- state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what to resume from, in the middle of a window too (not model and optimizer)."""
-        self.pending.refuse()
+        """Return what to resume from beside the model and the optimizer.
+
+        Call it between windows: inside `over`, after the backward that returned a Step.
+        """
+        if self._driver is not None and not self._place_done and self._window.open is None:
+            raise StateError(
+                "state_dict() inside over() before the backward of this micro-batch, which would "
+                "be lost: save after the Step"
+            )
         saved = self._window.state_dict("Accumulator")
         feed = self._feed
-        saved.update(
-            epoch=self.epoch,
-            places=self._places,
-            size=self._size,
-            batchnorms=[policy.state_dict() for policy in self._batchnorms],
-            feed=None
-            if feed is None or feed.is_exhausted
-            else feed.state_dict(current_is_done=self._place_done),
-        )
+        goes_on = feed is not None and not feed.is_exhausted
+        saved.update(epoch=self.epoch, feed=feed.state_dict() if feed and goes_on else None)
         return saved
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
@@ -524,10 +526,7 @@ class Accumulator(Stream):
         self._window.load_state_dict("Accumulator", saved)
         self._untouched.forget()
         self.epoch = saved["epoch"]
-        self._places = saved["places"]
-        self._size = saved["size"]
-        for policy, pending in zip(self._batchnorms, saved["batchnorms"], strict=True):
-            policy.load_state_dict(pending)
+        self._places = 0
         self._feed = None
         self._resume = saved
 

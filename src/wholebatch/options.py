@@ -1,7 +1,6 @@
 """Option objects: what belongs together in the options of `WholeBatch` and `Accumulator`.
 
-Each has good defaults, and most have a short form: `memory="20GiB"`, `batchnorm="freeze"`,
-`micro_batch=8`.
+Each has good defaults, and most have a short form: `memory="20GiB"`, `micro_batch=8`.
 """
 
 from __future__ import annotations
@@ -19,9 +18,7 @@ from wholebatch.errors import OptionError
 from wholebatch.window.close import ClipNorm, CloseOptions, OnGradient, Policy
 from wholebatch.window.model_and_optimizer import Ema
 
-BatchNormPolicy: TypeAlias = Literal[
-    "exact", "statistics", "freeze", "group", "layer", "sync", "refuse"
-]
+BatchNormPolicy: TypeAlias = Literal["exact", "freeze", "allow", "refuse"]
 SyncMode: TypeAlias = Literal["auto", "hold", "every", "gathered", "none"]
 
 
@@ -90,28 +87,6 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class BatchNorm:
-    """Options of BatchNorm in a window of several micro-batches.
-
-    Args:
-        policy: "exact" normalises with the statistics of the whole batch. "statistics" normalises
-            each micro-batch by itself and updates the running statistics once per window. "freeze"
-            uses the running statistics. "group" and "layer" replace BatchNorm by GroupNorm, "sync"
-            by SyncBatchNorm. "refuse" raises an error.
-        hold: What "exact" keeps in device memory between micro-batches: "graphs" (fastest),
-            "inputs" (recomputes), "host" (copies to host memory), or "auto".
-    """
-
-    policy: BatchNormPolicy = "exact"
-    hold: Literal["auto", "graphs", "inputs", "host"] = "auto"
-
-    @staticmethod
-    def of(batchnorm: BatchNorm | BatchNormPolicy) -> BatchNorm:
-        """Return the option; a policy alone is the short form."""
-        return batchnorm if isinstance(batchnorm, BatchNorm) else BatchNorm(batchnorm)
-
-
-@dataclass(frozen=True)
 class Samples:
     """A micro-batch size, and how a batch is read; made by `samples`."""
 
@@ -166,8 +141,6 @@ def flattened(options: Mapping[str, Any]) -> dict[str, Any]:
         elif isinstance(value, Memory):
             parts = {"memory": value.budget, "optimizer_state": value.optimizer_state}
             flat.update((one, part) for one, part in parts.items() if part not in (None, "device"))
-        elif isinstance(value, BatchNorm):
-            flat.update(batchnorm=value.policy, hold=value.hold)
         elif isinstance(value, Samples):
             flat.update(micro_batch=value.micro_batch, static=value.static)
             flat.update({} if value.batch_size is None else {"batch_size": value.batch_size})
@@ -179,8 +152,8 @@ def flattened(options: Mapping[str, Any]) -> dict[str, Any]:
 def grouped(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of `flattened` as `WholeBatch` and `Accumulator` take them.
 
-    >>> grouped({"clip_norm": 1.0, "nonfinite": "skip", "hold": "host"})["batchnorm"]
-    BatchNorm(policy='exact', hold='host')
+    >>> grouped({"clip_norm": 1.0, "optimizer_on": "host"})["memory"].optimizer
+    'host'
     """
     rest = dict(options)
 
@@ -191,8 +164,6 @@ def grouped(options: Mapping[str, Any]) -> dict[str, Any]:
         rest["close"] = Close(**close)
     if memory := taken("optimizer_state"):
         rest["memory"] = Memory(rest.get("memory"), **memory)
-    if hold := taken("hold"):
-        rest["batchnorm"] = BatchNorm(rest.get("batchnorm", "exact"), **hold)
     if layout := taken("batch_size", "static"):
         rest["micro_batch"] = samples(rest.get("micro_batch", "auto"), **layout)
     return rest

@@ -28,7 +28,7 @@ PARTS = (
     "idle",
 )
 """Where a window's time goes, in the order of a window. "micro-step" is forward and backward where
-they run as one: in a recorded graph, or in lock-step."""
+they run as one, in a recorded graph."""
 
 
 def bytes_said(number: float) -> str:

@@ -2,45 +2,44 @@
 
 Which one a `WholeBatch` needs is decided once, when it is made (`choose_runner`):
 
-- `Runner` takes one micro-batch after the other.
-- `LockStepRunner` is for models with BatchNorm: their micro-batches meet at every BatchNorm.
+- `Runner` takes one micro-batch after the other. If a BatchNorm trains, there is only one: the
+  batch is not split.
 - `TwoPassRunner` is for a `wb.Coupled` loss: a first pass for the representations, a second one
-  for the gradients (in lock-step, where the model has BatchNorm).
+  for the gradients.
 """
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cache, partial
-from typing import Any, Literal, TypeAlias
+from functools import partial
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from wholebatch.batch import Tokens, batch_size_of, to_device
+from wholebatch.batch import Tokens, to_device
 from wholebatch.batch.samples import layout_of
 from wholebatch.compile import Execute, check_execute
 from wholebatch.coupled import choose as choose_batchnorm
 from wholebatch.coupled.audit import SplitGuard, check_padding
-from wholebatch.coupled.batchnorm.lock_step import Hold, LockStep
-from wholebatch.coupled.batchnorm.lock_step_graph import Recorder
-from wholebatch.coupled.batchnorm.policies import Policy, Statistics
+from wholebatch.coupled.batchnorm.over_ranks import norms_over_ranks
+from wholebatch.coupled.batchnorm.policies import Policy
 from wholebatch.coupled.contrastive.losses import Coupled, refuse_in_parts
 from wholebatch.coupled.contrastive.two_pass import (
-    KeptGraphs,
     TwoPasses,
     WholeRepresentations,
     gather_rows,
 )
 from wholebatch.coupled.normalisation_layers import (
-    batchnorms,
     running_buffers,
-    tracked_instance_norms,
+    uses_whole_batch,
+    whole_batch_norms,
 )
-from wholebatch.coupled.sample_draws import PerSample, WindowDraws, check_dropout
+from wholebatch.distributed.ddp import Replicated
 from wholebatch.errors import LossError, OptionError, UnsupportedError, WindowError
 from wholebatch.losses.loss import SINGLE, Loss, Term, Terms, as_loss, terms_of
 from wholebatch.stream import execute_here
@@ -49,6 +48,8 @@ from wholebatch.window.foreign_writes import Untouched
 from wholebatch.window.forward_state import ForwardState, restore_random
 from wholebatch.window.precision import Precision
 from wholebatch.window.window import Window
+
+_log = logging.getLogger("wholebatch")
 
 LossFunction: TypeAlias = Callable[[Any, Any], Loss | Terms | Tensor]
 AfterMicro: TypeAlias = Callable[[int, int], None]
@@ -59,14 +60,10 @@ BeforeMicro: TypeAlias = Callable[[int], None]
 class WindowRun:
     """Options for one run of a window's micro-batches."""
 
-    first: int = 0
-    """The micro-batches before this one are in the window already."""
     reduces: bool = True
     """The last backward reduces the gradients over the ranks; otherwise the close does."""
     before_micro: BeforeMicro = lambda index: None
     after_micro: AfterMicro = lambda done, of: None
-    numbers: Callable[[], Sequence[Sequence[int]]] = tuple
-    """Return the places of each micro-batch's samples in this rank's batch."""
     stand_in: Any = None
     """A micro-batch that is not counted, for a rank that has none."""
 
@@ -77,8 +74,8 @@ class Runner:
     `model` is what the loss function is given; `root` holds all modules of it.
     """
 
-    keeping: KeptGraphs | None = None
-    """Graphs that are kept between two passes, where the loss is of the whole batch."""
+    is_coupled: ClassVar[bool] = False
+    """True if the loss is one of the whole batch (`wb.Coupled`)."""
 
     def __init__(
         self,
@@ -90,17 +87,11 @@ class Runner:
         precision: Precision,
         execute: Execute,
         policy: Policy | None,
-        dropout: PerSample | None,
         audit: bool,
     ) -> None:
         self.model, self._root = model, root
         self.policy = policy
         self._loss = loss
-        self._drop = dropout
-        self._draws = WindowDraws()
-        self._places: dict[int, int] = {}
-        self._numbers: Callable[[], Sequence[Sequence[int]]] = tuple
-        self._first_number = 0
         self._audits, self._in_parts = audit, False
         self._looked_at_padding = False
         self._undivided: Mapping[str, Any] | None = None
@@ -110,6 +101,8 @@ class Runner:
         self._window = window
         self._precision = precision
         self._device = window.target.device
+        self._norms = whole_batch_norms(root)
+        self._before: list[tuple[Tensor, Tensor]] = []  # running statistics, and copies of them
         self._untouched = Untouched(window, by="the loss function")
         looks = audit and not window.sync.counts_must_agree
         read = loss.stand_in if isinstance(loss, Coupled) else loss
@@ -125,18 +118,15 @@ class Runner:
             device=self._device,
             eager=self._eager_step,
             single=SINGLE,
-            keeps_moments=isinstance(policy, Statistics),
         )
         # Eager code alone, as on a CPU: decided here, not at every micro-step.
-        self._is_plain = self.executor.is_eager and dropout is None
+        self._is_plain = self.executor.is_eager
 
     def _executed(self, execute: Execute) -> Execute:
         """Return how micro-steps run; refuse a graph where only eager code can do it."""
         why = None
         if isinstance(self._loss, Coupled):
             why = "a loss of wb.Coupled runs encode twice (compile the encoder itself instead)"
-        elif self._drop is not None:
-            why = 'dropout="per-sample" makes its masks in Python'
         elif not isinstance(self.model, nn.Module):
             why = "several models"
         if why is not None and execute in ("compile", "graph"):
@@ -171,13 +161,11 @@ class Runner:
             function = function.addends or function.encode
 
         def run(few: Any) -> Any:
-            with self._precision.look(), self._draws.micro(lambda: None):
+            with self._precision.look():
                 return function(self.model, to_device(few, self._device))
 
         name = getattr(function, "__name__", "a function")
-        how: dict[str, Any] = {**layout, "outputs": encodes, "name": name, "steps": steps}
-        guard.look(run, batch, micros, **how)
-        self._share_that_draws_are_used()
+        guard.look(run, batch, micros, **layout, outputs=encodes, name=name, steps=steps)
 
     def look_at_padding(self, batch: Any, by: Tokens, layout: Mapping[str, Any]) -> None:
         """Refuse a loss that is another one without padding, or in a row of several sequences."""
@@ -196,51 +184,27 @@ class Runner:
         """Take part in the other ranks' look, without a sample."""
         if self._guard.pending:
             self._guard.join()
-            self._share_that_draws_are_used()
-
-    def _share_that_draws_are_used(self) -> None:
-        """Let all ranks know if the loss draws numbers that follow their samples."""
-        self._draws.used = bool(self._window.sync.sum([float(self._draws.used)])[0])
 
     # ------------------------------------------------------------ the windows
 
-    @property
-    def numbers_samples(self) -> bool:
-        """True if `begin_window` needs to know how many samples there are."""
-        return self._drop is not None or self._draws.used
-
-    def begin_window(self, samples: int = 0) -> None:
-        """Begin an attempt at a window of so many samples."""
+    def begin_window(self) -> None:
+        """Begin an attempt at a window."""
         self._untouched.forget()
         if self.policy is not None:
             self.policy.begin_window()
-        seed = self._agree_on_samples(samples) if self.numbers_samples else None
-        self._draws.begin_window(seed, self._window.sync.ranks)
-        if self._drop is not None:
-            self._drop.begin_window(seed)
-
-    def _agree_on_samples(self, samples: int) -> int:
-        """Agree on one seed for all ranks, and a number for every sample of the global batch."""
-        sync = self._window.sync
-        seed = PerSample.draw_seed()
-        values = [0.0] * (1 + sync.ranks)
-        values[0] = float(seed) if sync.rank == 0 else 0.0
-        values[1 + sync.rank] = float(samples)
-        values = sync.sum(values)
-        self._first_number = int(sum(values[1 : 1 + sync.rank]))
-        return int(values[0])
+        moving = [norm for _, norm in self._norms if norm.training]
+        buffers = [b for norm in moving for b in running_buffers(norm).values()]
+        self._before = [(buffer, buffer.clone()) for buffer in buffers]
 
     def end_window(self) -> None:
         """Take note that the window's update is made."""
-        self._draws.end_window()
-        if self.policy is not None:
-            self.policy.end_window()
+        self._before = []
 
     def discard_window(self) -> None:
-        """Forget the window, whatever became of it."""
-        self._draws.leave()
-        if self.policy is not None:
-            self.policy.discard_window()
+        """Forget the window; one without an update leaves no trace in running statistics."""
+        for buffer, before in self._before:
+            buffer.copy_(before)
+        self._before = []
 
     def run(self, micros: Sequence[Any], how: WindowRun) -> None:
         """Run the micro-batches.
@@ -249,37 +213,29 @@ class Runner:
         one again (or `how.stand_in`), with weight zero and its buffers put back.
         """
         micro_step = self._eager_step if self._is_plain else self.micro_step
-        with self._prepared(micros, how):
-            places, sync = len(micros), self._window.sync
-            if sync.counts_must_agree:
-                places = int(sync.largest(torch.tensor(float(places), device=self._device)))
-            sync.before_forwards()
-            for index in range(how.first, places):
+        self._prepare(micros)
+        places, sync = len(micros), self._window.sync
+        if sync.counts_must_agree:
+            places = int(sync.largest(torch.tensor(float(places), device=self._device)))
+        sync.before_forwards()
+        with self._norms_over_ranks():
+            for index in range(places):
                 self._is_last = how.reduces and index == places - 1
                 how.before_micro(index)
                 if index < len(micros):
-                    self._draws.enter(partial(self._numbers_at, index))
                     micro_step(micros[index])
-                    self._draws.leave()
                     self._window.micro_batch_done()
                     how.after_micro(index + 1, len(micros))
                 else:
                     self._run_weightless(micros[-1] if micros else how.stand_in)
 
-    @contextmanager
-    def _prepared(self, micros: Sequence[Any], how: WindowRun) -> Iterator[None]:
-        """Look at a batch that is cut only now; put the random state back after the run."""
+    def _prepare(self, micros: Sequence[Any]) -> None:
+        """Test a batch that is cut only now, since memory ran out."""
         sync = self._window.sync
         self._in_parts = len(micros) > 1 or sync.ranks > 1
         is_cut = self._undivided is not None and len(micros) > 1 and sync.ranks == 1
         if is_cut:
             self.look_at(micros[0], micros, {**(self._undivided or {}), "batch_size": None})
-        self._places = {id(micro): place for place, micro in enumerate(micros)}
-        self._numbers = cache(how.numbers)
-        drawn = None if self._drop is None else torch.get_rng_state()
-        yield
-        if drawn is not None:  # the window has drawn its seed, and nothing else counts
-            torch.set_rng_state(drawn)
 
     def _run_weightless(self, micro: Any) -> None:
         """Take part in the collectives of a micro-batch, and leave no trace of it."""
@@ -288,34 +244,44 @@ class Runner:
             self.micro_step(micro)
         self._counts = True
 
-    def in_lock_step(self, micros: Sequence[Any]) -> bool:
-        """Return True if these micro-batches have to run together."""
-        return False
+    def is_undivided(self) -> bool:
+        """True if the batch must not be split: a layer trains with the statistics of the batch."""
+        return self.policy is None and any(uses_whole_batch(norm) for _, norm in self._norms)
 
-    def needs_lock_step(self) -> bool:
-        """Return True if a BatchNorm would use batch statistics now."""
-        return False
+    def _norms_over_ranks(self) -> AbstractContextManager[None]:
+        """Let BatchNorms that train normalise with the statistics of all ranks."""
+        sync = self._window.sync
+        if sync.ranks == 1 or not self.is_undivided():
+            return nullcontext()
+        if sync.counts_must_agree and not isinstance(sync, Replicated):
+            raise UnsupportedError(
+                'batchnorm="exact" on a sharded model: it is tested with plain models and '
+                'DistributedDataParallel only; use DDP, batchnorm="freeze" or GroupNorm'
+            )
+        return norms_over_ranks(self._norms, sync.sum_tensor)
 
     def needs_every_rank(self) -> str | None:
         """Return why no rank may be without data; None where one may."""
-        if isinstance(self.policy, Statistics) and self.policy.spans_ranks:
-            return 'batchnorm="statistics" merges the running statistics of every rank'
+        if self.is_undivided():
+            return 'batchnorm="exact" needs every rank at every BatchNorm'
         return None
 
-    def hold(self, hold: Hold) -> None:
-        """Begin with holding this much of lock-step; there is none here."""
+    def frees_memory(self) -> bool:
+        """Give up what is only kept for speed, after running out of memory; True if there was."""
+        return False
 
     # ---------------------------------------------------------- a micro-batch
 
     def micro_step(self, micro: Any) -> None:
         """Run forward and backward of a micro-batch, and enter it in the window."""
-        with nullcontext() if self._drop is None else self._sampling(micro):
+        if self._window.sync.ranks > 1 and self.is_undivided():
+            self._eager_step(micro)  # with collectives in every BatchNorm
+        else:
             self.executor.micro_step(micro)
 
     def forward(self, micro: Any, loss_function: LossFunction | None = None) -> Loss | Terms:
         """Return the loss of a micro-batch, in the window's precision and on its device."""
-        with self._sampling(micro):
-            return self._loss_of(micro, loss_function or self._loss)
+        return self._loss_of(micro, loss_function or self._loss)
 
     def _eager_step(self, micro: Any, loss_function: LossFunction | None = None) -> Loss | Terms:
         """Run forward and backward by autograd; return the loss."""
@@ -335,28 +301,7 @@ class Runner:
             loss = as_loss(loss_function(self.model, micro))
         if self._in_parts and self._audits and type(loss) is not Loss:
             refuse_in_parts(loss)
-        if self.policy is not None:
-            self.policy.micro()
         return loss
-
-    @contextmanager
-    def _sampling(self, micro: Any) -> Iterator[None]:
-        """Give dropout's masks, and draws that follow their samples, those of `micro`."""
-        place = self._places.get(id(micro))
-        if place is None:  # a stand-in, which is not counted
-            numbers: Callable[[], Sequence[int]] = partial(range, batch_size_of(micro))
-        else:
-            numbers = partial(self._numbers_at, place)
-        with self._draws.micro(numbers):
-            if self._drop is None:
-                yield
-                return
-            with self._drop.micro(torch.tensor(numbers())):
-                yield
-
-    def _numbers_at(self, place: int) -> list[int]:
-        """Return the numbers in the global batch of the samples of a micro-batch."""
-        return [number + self._first_number for number in self._numbers()[place]]
 
     def find_nonfinite(
         self, micros: Sequence[Any], start: dict[str, Any]
@@ -384,127 +329,16 @@ class Runner:
             "gradient hook or on_gradient= has made it so"
         )
 
-    # ----------------------------------------------------------------- state
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return what an open window holds beside its gradients."""
-        return {
-            "batchnorm": None if self.policy is None else self.policy.state_dict(),
-            "draws": self._draws.state(),
-            "first_number": self._first_number,
-        }
-
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Go on with the window of `state_dict`."""
-        if self.policy is not None and saved["batchnorm"] is not None:
-            self.policy.load_state_dict(saved["batchnorm"])
-        self._first_number = saved["first_number"]
-        self._draws.used, seed = saved["draws"]
-        self._draws.begin_window(seed, self._window.sync.ranks)
-        if self._drop is not None and seed is not None:
-            self._drop.begin_window(seed)
-
-
-class LockStepRunner(Runner):
-    """Runs micro-batches together, so that they meet at every BatchNorm.
-
-    One whose BatchNorms are in eval mode, or a window of one micro-batch in one process, needs no
-    meeting and runs as in `Runner`.
-    """
-
-    def __init__(
-        self, *given: Any, root: nn.Module, hold: Hold | Literal["auto"], **options: Any
-    ) -> None:
-        super().__init__(*given, root=root, **options)
-        window, sync = self._window, self._window.sync
-        self._norms = [norm for _, norm in (*batchnorms(root), *tracked_instance_norms(root))]
-        self._before: list[tuple[Tensor, Tensor]] = []  # running statistics, and copies of them
-        reduce = sync.sum_tensor if sync.ranks > 1 else None
-        waits = self._untouched.remember
-        self._lock_step = LockStep(root, hold=hold, reduce=reduce, waits=waits)
-        self.recorder = Recorder(
-            self._lock_step,
-            model=root,
-            loss=self._loss.stand_in if isinstance(self._loss, Coupled) else self._loss,
-            window=window,
-            forward=self.forward,
-            execute=self.executor.execute,
-            sixteen_bit=self._precision.name != "full",
-        )
-
-    def hold(self, hold: Hold) -> None:
-        """Begin with holding this much on the device; less, if memory runs out all the same."""
-        self._lock_step.begin_with(hold)
-
-    def in_lock_step(self, micros: Sequence[Any]) -> bool:
-        """Return True if these micro-batches have to run together."""
-        many = len(micros) > 1 or self._window.sync.ranks > 1
-        return many and self.needs_lock_step()
-
-    def needs_lock_step(self) -> bool:
-        """Return True if a norm uses batch statistics now, or moves running ones."""
-        return self.policy is None and self._lock_step.is_needed()
-
-    def needs_every_rank(self) -> str | None:
-        if self.needs_lock_step():
-            return 'batchnorm="exact" needs every rank at every BatchNorm'
-        return super().needs_every_rank()
-
-    def begin_window(self, samples: int = 0) -> None:
-        super().begin_window(samples)
-        moving = self._norms if self.needs_lock_step() else ()
-        buffers = [b for norm in moving for b in running_buffers(norm).values()]
-        self._before = [(buffer, buffer.clone()) for buffer in buffers]
-
-    def end_window(self) -> None:
-        super().end_window()
-        self._before = []
-
-    def discard_window(self) -> None:
-        """Forget the window; one without an update leaves no trace in running statistics."""
-        super().discard_window()
-        for buffer, before in self._before:
-            buffer.copy_(before)
-        self._before = []
-
-    def run(self, micros: Sequence[Any], how: WindowRun) -> None:
-        """Run all micro-batches together where they must meet, else one after the other."""
-        if not self.in_lock_step(micros):
-            super().run(micros, how)
-            return
-        self._refuse_sharded()
-        with self._prepared(micros, how):
-            if how.first < len(micros):
-                self._run_together(micros)
-                how.after_micro(len(micros), len(micros))
-
-    def _refuse_sharded(self) -> None:
-        if self._window.sync.counts_must_agree:
-            raise UnsupportedError(
-                'batchnorm="exact" on a sharded model: its forwards run collectives of their own, '
-                'which cannot wait in step; use DDP, "statistics", "freeze", "group" or "layer"'
-            )
-
-    def _run_together(self, micros: Sequence[Any]) -> None:
-        def forward(micro: Any) -> tuple[Any, Loss | Terms]:
-            return micro, self.forward(micro)
-
-        def backward(made: tuple[Any, Loss | Terms]) -> None:
-            # A checkpointed block draws its masks again.
-            with self._sampling(made[0]), self._untouched.backward():
-                self._window.add_loss(made[1])
-            self._window.micro_batch_done()
-
-        self._untouched.note_rates()  # all losses may come before the first backward
-        self.recorder.run(micros, forward=forward, backward=backward)
-
-
-class TwoPassRunner(LockStepRunner):
+class TwoPassRunner(Runner):
     """Runs a loss of the whole batch: representations first, then their gradients.
 
     Every rank computes the whole loss from all representations and scales it by 1 / ranks. So the
-    sum over the ranks is one loss, also for parameters that only the loss uses.
+    sum over the ranks is one loss, also for parameters that only the loss uses. A batch that is
+    not split is encoded once: its graph is kept between the passes.
     """
+
+    is_coupled = True
 
     def __init__(self, model: Any, loss: Coupled, **options: Any) -> None:
         super().__init__(model, loss, **options)
@@ -516,67 +350,52 @@ class TwoPassRunner(LockStepRunner):
                 "DistributedDataParallel (without SyncBatchNorm) only; use those"
             )
         self._coupled = loss
-        self.keeping: KeptGraphs = KeptGraphs(loss.keep, self._window.target.models)
+        self._keep = loss.keep
         self._finite: list[Tensor] = []
 
     def needs_every_rank(self) -> str | None:
         return "a loss of the whole batch (wb.Coupled) needs the representations of every rank"
 
+    def frees_memory(self) -> bool:
+        if not self._keep or self.is_undivided():
+            return False
+        self._keep = 0
+        _log.warning("out of memory: no graphs of the first pass are kept any more")
+        return True
+
     def run(self, micros: Sequence[Any], how: WindowRun) -> None:
-        """Run both passes over all micro-batches; one is done after its second pass.
+        """Run both passes over all micro-batches; one is done after its second pass."""
+        self._prepare(micros)
+        with self._norms_over_ranks():
+            self._run_passes(micros, how)
 
-        In lock-step, the micro-batches of a pass meet at every BatchNorm, and are done all at once.
-        """
-        if self.in_lock_step(micros):
-            self._refuse_sharded()
-        with self._prepared(micros, how):
-            self._run_passes(micros, how, alone=not self.in_lock_step(micros))
-
-    def _run_passes(self, micros: Sequence[Any], how: WindowRun, *, alone: bool) -> None:
-        window, policy = self._window, self.policy
-
-        def begin(index: int) -> None:
-            how.before_micro(index)
-            if policy is not None:
-                policy.micro()
+    def _run_passes(self, micros: Sequence[Any], how: WindowRun) -> None:
+        window = self._window
 
         def encode(micro: Any) -> Any:
-            with self._sampling(micro), self._precision.forward():
+            with self._precision.forward():
                 return self._coupled.encode(self.model, to_device(micro, self._device))
 
         def inject(index: int, outputs: list[Tensor], gradients: list[Tensor]) -> None:
-            last = how.reduces and alone and window.current.micro_batches == len(micros) - 1
-            # A checkpointed block draws its masks again.
-            with self._sampling(micros[index]):
-                if outputs:
-                    with self._untouched.backward():
-                        window.backward(outputs, gradients, last=last)
-                window.micro_batch_done()
-                if alone:
-                    how.after_micro(window.current.micro_batches, len(micros))
+            last = how.reduces and window.current.micro_batches == len(micros) - 1
+            if outputs:
+                with self._untouched.backward():
+                    window.backward(outputs, gradients, last=last)
+            window.micro_batch_done()
+            how.after_micro(window.current.micro_batches, len(micros))
 
         passes = TwoPasses(
             micros,
             encode,
             modules=window.target.models,
-            before_micro=begin,
-            lock_step=None if alone else self._lock_step,
-            # A policy that counts forwards counts those of the second pass: all must run again.
-            keep=self.keeping.number() if policy is None and alone else 0,
+            before_micro=how.before_micro,
+            keep=max(1, self._keep) if len(micros) == 1 else self._keep,
         )
-        try:
-            whole = passes.first()
-            torch.clear_autocast_cache()  # Casts made without a graph pass no gradient back.
-            if policy is not None:
-                policy.begin_window()  # It counts the second pass only.
-            self._add_loss(whole, may_retry=bool(passes.kept))
-            passes.second(whole, inject, self._coupled.tolerance, weighing=self.keeping.weighing)
-        except torch.OutOfMemoryError:
-            self.keeping.ran_out()
-            raise
+        whole = passes.first()
+        torch.clear_autocast_cache()  # Casts made without a graph pass no gradient back.
+        self._add_loss(whole, may_retry=bool(passes.kept))
+        passes.second(whole, inject, self._coupled.tolerance)
         self._finite = passes.finite
-        if not alone:
-            how.after_micro(len(micros), len(micros))
 
     def _add_loss(self, whole: WholeRepresentations, *, may_retry: bool) -> None:
         """Compute the loss of the whole batch and run its backward into the representations."""
@@ -659,25 +478,13 @@ def choose_runner(
     root: nn.Module,
     window: Window,
     batchnorm: str,
-    hold: Hold | Literal["auto"],
-    dropout: str,
     **options: Any,
 ) -> Runner:
     """Return the runner that this model and loss need; refuse options that do not go together."""
-    sync = window.sync
-    drop = check_dropout(dropout, root)
-    policy = None
-    if batchnorm != "exact":
-        reduce = None if sync.counts_must_agree or sync.ranks == 1 else sync.sum_tensor
-        policy = choose_batchnorm(batchnorm, root, reduce=reduce)
-    if batchnorm == "sync" and sync.ranks > 1:
-        sync.counts_must_agree = True  # its layers meet the other ranks' in every forward
-    options.update(root=root, window=window, policy=policy, dropout=drop)
+    policy = None if batchnorm == "exact" else choose_batchnorm(batchnorm, root)
+    options.update(root=root, window=window, policy=policy)
     if isinstance(loss, Coupled):
-        return TwoPassRunner(model, loss, hold=hold, **options)
-    has_norms = bool(batchnorms(root) or tracked_instance_norms(root))
-    if hold != "auto" or (policy is None and has_norms):
-        return LockStepRunner(model, loss, hold=hold, **options)
+        return TwoPassRunner(model, loss, **options)
     return Runner(model, loss, **options)
 
 

@@ -1,6 +1,6 @@
 """Windows in a loop whose forwards are not ours: what `Accumulator` and the adapters share.
 
-Such a loop gives its losses one by one. So BatchNorm has no lock-step, what cannot be the update of
+Such a loop gives its losses one by one. So BatchNorm cannot be exact, what cannot be the update of
 the whole batch is looked for in the first window, and nobody else may write the open window.
 
 `compile` turns a loss function of the loop into a `CompiledLoss`. A call of it makes the whole
@@ -27,7 +27,7 @@ from wholebatch.compile import Execute, check_execute
 from wholebatch.compile.captured_state import FUNCTIONS, reached
 from wholebatch.coupled import choose as choose_batchnorm
 from wholebatch.coupled.audit import warn_of_spectral_norms
-from wholebatch.coupled.batchnorm.policies import Refuse, Statistics
+from wholebatch.coupled.batchnorm.policies import Refuse
 from wholebatch.coupled.stream_look import StreamLook
 from wholebatch.errors import LossError, OptionError, UnsupportedError, WindowError
 from wholebatch.losses.loss import (
@@ -40,7 +40,6 @@ from wholebatch.losses.loss import (
     is_known_to_be_zero,
     mean_loss,
     refuse_lost_mean,
-    wide,
 )
 from wholebatch.window.close import check_terms
 from wholebatch.window.foreign_writes import Untouched
@@ -58,9 +57,9 @@ class GivenLoss:
     """The loss of one micro-batch as a loop gives it: a sum or a mean over its units.
 
     >>> weight = torch.ones((), requires_grad=True)
-    >>> GivenLoss.of(weight * 6, units=3).total.item()
+    >>> GivenLoss.of(weight * 6, units=3).summed.item()
     6.0
-    >>> GivenLoss.of(mean=weight * 2, units=3).total.item()
+    >>> GivenLoss.of(mean=weight * 2, units=3).summed.item()
     6.0
     """
 
@@ -143,26 +142,6 @@ class GivenLoss:
         """The sum, with its graph."""
         return mean_loss(self.loss, self.units).total if self.is_mean else self.loss
 
-    @property
-    def weight(self) -> Units:
-        """The factor that makes the loss a sum; a tensor in float64."""
-        if not self.is_mean:
-            return 1.0
-        return self.units.double() if isinstance(self.units, Tensor) else self.units
-
-    @property
-    def total(self) -> Tensor | float:
-        """The sum, detached; a mean over no units (0/0) adds nothing."""
-        value = wide(self.loss.detach().reshape(()))
-        units = self.units
-        if not self.is_mean:
-            return value
-        if isinstance(units, Tensor):
-            units = units.to(value.device)
-            # Not 0.0: where() would copy it from the host, and wait for the device.
-            return torch.where(units == 0, value.new_zeros(()), value * units)
-        return value * units if units else 0.0
-
 
 class Stream(HasWindow):
     """The base of objects with windows that a loop fills."""
@@ -171,19 +150,14 @@ class Stream(HasWindow):
     """Who writes what an open window must be left alone with."""
 
     def __init__(self, window: Window, *, batchnorm: str, audit: bool) -> None:
-        target, sync = window.target, window.sync
+        target = window.target
         self._window = window
         self._untouched = Untouched(window, self.by)
-        reduce = sync.sum_tensor if sync.ranks > 1 else None
-        self._batchnorms = [
-            choose_batchnorm(batchnorm, model, reduce=reduce) for model in target.models
-        ]
+        self._batchnorms = [choose_batchnorm(batchnorm, model) for model in target.models]
         for model in target.models:
             warn_of_spectral_norms(model)
-        # Only these have something to do at every micro-batch.
-        self._counting = [one for one in self._batchnorms if isinstance(one, Statistics)]
         self._refusing = [one for one in self._batchnorms if isinstance(one, Refuse) and one.norms]
-        self._look = StreamLook(target.models, audit=audit, policies=self._batchnorms)
+        self._look = StreamLook(target.models, audit=audit)
         self.pending = Pending()
         self._counts = True  # False while a micro-batch only takes part in others' collectives
 
@@ -312,20 +286,11 @@ class Stream(HasWindow):
         self._untouched.forget()
         self.pending.loss = None
         self._look.done()
-        for policy in self._counting:
-            policy.discard_window()
 
     def _close_window(self, **how: Any) -> Step:
-        """Close the window, and merge its running statistics, unless it is skipped."""
+        """Close the window."""
         self._untouched.forget()
-        try:
-            step = self._window.close(**how)
-            for policy in self._counting if step.skipped is None else ():
-                policy.end_window()
-            return step
-        finally:
-            for policy in self._counting:
-                policy.discard_window()
+        return self._window.close(**how)
 
 
 # ------------------------------------------------------------- compiled loss functions
@@ -456,7 +421,6 @@ class CompiledLoss:
             device=device,
             eager=self._eager_step,
             single=SINGLE,
-            keeps_moments=bool(door._counting),
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

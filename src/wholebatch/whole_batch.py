@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -11,14 +10,13 @@ from torch import nn
 
 from wholebatch.batch import Batches, Tokens
 from wholebatch.batch.lookahead_loader import NOTHING, Feed
-from wholebatch.batch.samples import digests, is_other
 from wholebatch.compile import Execute
 from wholebatch.coupled.contrastive.losses import Coupled
 from wholebatch.errors import NonFiniteError, RankError, StateError, WindowError
 from wholebatch.memory.budget import Budget
 from wholebatch.memory.micro_batch_fitting import Fitting
 from wholebatch.memory.out_of_memory import Attempt
-from wholebatch.options import BatchNorm, BatchNormPolicy, Close, Memory, Samples
+from wholebatch.options import BatchNormPolicy, Close, Memory, Samples
 from wholebatch.runner import (
     AfterMicro,
     LossFunction,
@@ -34,7 +32,6 @@ from wholebatch.window.noise_scale import NoiseScale, Probe
 from wholebatch.window.window import HasWindow, Step, Turn, UnitsCount, UnitsFunction, make_window
 
 MicroBatch: TypeAlias = int | Tokens | Samples | Literal["auto"]
-Dropout: TypeAlias = Literal["fresh", "per-sample"]
 
 
 class WholeBatch(HasWindow):
@@ -70,10 +67,10 @@ class WholeBatch(HasWindow):
         clip_norm: Clip the gradient of the whole batch to this norm; a list gives one norm per
             parameter group.
         scheduler: A learning-rate scheduler, or several. Each is stepped once per update.
-        batchnorm: "exact" gives BatchNorm the statistics of the whole batch. For the other
-            policies see `wb.BatchNorm`.
-        dropout: "fresh" draws masks per micro-batch. With "per-sample" the masks belong to the
-            samples and do not depend on the split.
+        batchnorm: "exact" gives BatchNorm the statistics of the whole batch, which is then not
+            split: it runs undivided, with checkpointed blocks if it must. "freeze" normalises with
+            the running statistics, "allow" with those of each micro-batch, "refuse" raises an
+            error.
         execute: "eager", "compile", "graph" (a recorded CUDA graph), or "auto" for the fastest
             that gives the same numbers.
         memory: A budget such as "20GiB", 0.8 of the device or "free"; or `wb.Memory(...)`, which
@@ -95,8 +92,7 @@ class WholeBatch(HasWindow):
         precision: precisions.PrecisionName = "full",
         clip_norm: ClipNorm = None,
         scheduler: Scheduler | Sequence[Scheduler] | None = None,
-        batchnorm: BatchNorm | BatchNormPolicy = "exact",
-        dropout: Dropout = "fresh",
+        batchnorm: BatchNormPolicy = "exact",
         execute: Execute = "auto",
         memory: Memory | Budget | None = None,
         audit: bool = True,
@@ -104,7 +100,7 @@ class WholeBatch(HasWindow):
     ) -> None:
         self._turn = Turn("WholeBatch.step()")  # first: it also refuses to be copied
         check_functions(loss, units)
-        given, memory, norms = Samples.of(micro_batch), Memory.of(memory), BatchNorm.of(batchnorm)
+        given, memory = Samples.of(micro_batch), Memory.of(memory)
         root, models = modules_of(model)
         window = make_window(
             models,
@@ -133,9 +129,7 @@ class WholeBatch(HasWindow):
             window=window,
             precision=self._precision,
             execute=execute,
-            batchnorm=norms.policy,
-            hold=norms.hold,
-            dropout=dropout,
+            batchnorm=batchnorm,
             audit=audit,
         )
         self._fitting = Fitting(
@@ -148,19 +142,15 @@ class WholeBatch(HasWindow):
             layout=self._layout,
             scale=target.scale,
             sync=sync,
-            is_coupled=self._runner.needs_lock_step,
-            hold=self._runner.hold,
+            is_undivided=self._runner.is_undivided,
+            frees_memory=self._runner.frees_memory,
             optimizer_state=memory.optimizer_state,
         )
-        if (keeping := self._runner.keeping) is not None:
-            keeping.room, self._fitting.relieved = self._fitting.room, keeping.relieved
+        if self._runner.is_coupled:
             self._fitting.recovers &= sync.ranks == 1  # beginning again, one would gather alone
         self._probe: Probe | None = None
         self._has_more = False  # whether this rank has data for another window
         self._while_waiting: Callable[[], object] | None = None
-        self._done = self._of = 0  # micro-batches of the open window that are in it, and of all
-        self._micros: Sequence[Any] = ()
-        self._rest: list[float] = []  # of a saved window, the digests of those not in it yet
 
     def __repr__(self) -> str:
         optimizers = "+".join(type(one).__name__ for one in self._window.target.optimizers)
@@ -185,11 +175,6 @@ class WholeBatch(HasWindow):
         """Windows that ran out of memory and were begun again with smaller micro-batches."""
         return len(self._fitting.recovered)
 
-    @property
-    def waited(self) -> float | None:
-        """Seconds so far that this rank has waited for others; None where the engine hides it."""
-        return self._window.sync.waited()
-
     def measure_noise(self, every: int | Literal["auto"] = "auto") -> str | None:
         """Start to measure the gradient noise scale; `noise` is the estimate so far.
 
@@ -213,15 +198,14 @@ class WholeBatch(HasWindow):
 
         Args:
             batch: The whole batch: tensors, or any structure of them.
-            after_micro: A function `after_micro(done, of)`, called after every micro-batch. It may
-                save `state_dict()`; a step with the same batch then resumes in mid-window.
+            after_micro: A function `after_micro(done, of)`, called after every micro-batch.
 
         Returns:
             The exact mean loss, the gradient norm and what else happened.
         """
         if not self._window.target.steps:
             raise WindowError("step() with optimizer=None: call gradient(batch), then your step")
-        with self._turn, self._window.sync.failures():
+        with self._turn:
             self.last_step = self._update(batch, after_micro)
         return self.last_step
 
@@ -236,7 +220,7 @@ class WholeBatch(HasWindow):
             after_micro: As for `step`.
         """
         self._window.store.check_hand_over()
-        with self._turn, self._window.sync.failures():
+        with self._turn:
             self.last_step = self._update(batch, after_micro, steps=False)
         return self.last_step
 
@@ -264,22 +248,20 @@ class WholeBatch(HasWindow):
         micros = self._fitting.split(batch)
         self._look(batch, micros)
         window = self._window
-        first = 0 if window.open is None else self._resume_at(micros)
-        known = None if self._count is None or window.open is not None else self._count(micros)
-        attempts: Iterable[Attempt] = [Attempt(micros)]
-        if self._fitting.recovers and not first:  # a resumed window cannot begin again
+        known = None if self._count is None else self._count(micros)
+        attempts: Iterable[Attempt] = [Attempt(micros, inside=self._fitting.inside())]
+        if self._fitting.may_begin_again():
             attempts = self._fitting.attempts(micros, self._begin_again)
         try:
             with self._precision.window():
                 for attempt in attempts:
                     with attempt:
-                        self._begin(known, attempt.micros, first)
-                        self._run(attempt, first, after_micro)
-            replays = not first and not self._runner.in_lock_step(attempt.micros)
+                        self._begin(known)
+                        self._run(attempt, after_micro)
+            replays = not self._runner.is_undivided()
             return self._close(attempt.micros, attempt.random if replays else None, steps)
         finally:
             window.sync.restore()
-            self._done, self._micros = 0, ()
             if window.open is not None:
                 window.discard()
             self._runner.discard_window()
@@ -295,16 +277,13 @@ class WholeBatch(HasWindow):
         """Return the numbers that a loop may call its accumulation steps."""
         return {len(micros)}
 
-    def _begin(self, known: dict[str, float] | None, micros: Sequence[Any], first: int) -> None:
-        """Open the window, unless it is one that is resumed, or the first loss must open it."""
-        if self._window.open is None:
-            if known is not None:
-                self._window.begin(known=known)
-            numbers = self._runner.numbers_samples
-            self._runner.begin_window(self._fitting.samples if numbers else 0)
+    def _begin(self, known: dict[str, float] | None) -> None:
+        """Open the window, unless the first loss must open it."""
+        if known is not None:
+            self._window.begin(known=known)
+        self._runner.begin_window()
         if self._probe is not None:
-            together = self._runner.in_lock_step(micros)
-            self._probe.begin(first=first, together=together)
+            self._probe.begin()
 
     def _begin_again(self) -> None:
         """Drop an attempt that ran out of memory; all ranks keep the seed they have agreed on."""
@@ -314,16 +293,14 @@ class WholeBatch(HasWindow):
         window.discard()
         self._runner.executor.let_go()
 
-    def _run(self, attempt: Attempt, first: int, after_micro: AfterMicro | None) -> None:
+    def _run(self, attempt: Attempt, after_micro: AfterMicro | None) -> None:
         """Run the forwards and backwards of a window."""
         probe, micros = self._probe, attempt.micros
-        self._done, self._of, self._micros = first, len(micros), micros
 
         def before(index: int) -> None:
             attempt.place = index
 
         def after(done: int, of: int) -> None:
-            self._done = done
             if probe is not None:
                 probe.micro_batch_done(done)
             if after_micro is not None:
@@ -332,10 +309,9 @@ class WholeBatch(HasWindow):
         # A rank that must begin again would leave the others in a reduction. A measured window of
         # one micro-batch is reduced after its norm was taken.
         measured = probe is not None and probe.active and len(micros) == 1
-        alone = self._fitting.recovers or (measured and self._window.sync.keeps_gradients)
-        numbers = partial(self._fitting.numbers_of, micros)
+        alone = self._fitting.may_begin_again() or (measured and self._window.sync.keeps_gradients)
         reduces = self._window.sync.ranks == 1 or not alone
-        self._runner.run(micros, WindowRun(first, reduces, before, after, numbers))
+        self._runner.run(micros, WindowRun(reduces, before, after))
 
     # --------------------------------------------------------------- the loop
 
@@ -447,20 +423,16 @@ class WholeBatch(HasWindow):
     # ----------------------------------------------------------------- state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what to resume from, in the middle of a window too (not model and optimizer)."""
-        if self._turn.taken and self._runner.keeping is not None:
+        """Return what to resume from beside the model and the optimizer; call it between steps."""
+        if self._turn.taken:
             raise StateError(
-                "state_dict() inside a step with wb.Coupled: the gradient of the whole loss is of "
-                "this window alone; save between steps"
+                "state_dict() inside step(), in the middle of a window: save after the Step. A "
+                "window that was interrupted is computed again, with the same update"
             )
         saved = self._window.state_dict("WholeBatch")
         saved.update(
-            done=self._done,
-            of=self._of,
-            rest=digests(self._micros[self._done :]),
             noise=None if self._probe is None else self._probe.state_dict(),
             **self._fitting.state_dict(),
-            **self._runner.state_dict(),
         )
         return saved
 
@@ -470,22 +442,5 @@ class WholeBatch(HasWindow):
             raise WindowError("load_state_dict() inside step(): leave it first")
         self._window.load_state_dict("WholeBatch", saved)
         self._fitting.load_state_dict(saved)
-        self._done = 0 if self._window.open is None else saved["done"]
-        self._of, self._rest = saved["of"], saved["rest"]
         if self._probe is not None:
             self._probe.load_state_dict(saved.get("noise"))
-        self._runner.load_state_dict(saved)
-
-    def _resume_at(self, micros: Sequence[Any]) -> int:
-        if len(micros) != self._of:
-            raise StateError(
-                f"the saved window had {self._of} micro-batches, this batch makes {len(micros)}: "
-                "resume with the same batch and the same micro_batch="
-            )
-        if is_other(micros[self._done :], self._rest):
-            raise StateError(
-                f"the first {self._done} of the saved window's {self._of} micro-batches are in it, "
-                "and the others are not those of this batch: resume with the same batch, its "
-                "samples in the same order"
-            )
-        return self._done

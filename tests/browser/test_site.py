@@ -18,7 +18,8 @@ from tests.browser.chromium import Tab
 ROOT = Path(__file__).parents[2]
 PAGES = (
     "index.html", "speed.html", "verify.html", "choose.html", "faq.html", "troubleshooting.html",
-    "migrate/transformers.html", "compatibility.html", "reference/training.html", "lint/index.html",
+    "integrations/transformers.html", "compatibility.html", "reference/training.html",
+    "lint/index.html",
 )  # fmt: skip
 # What people type -> the page that answers.
 QUESTIONS = {

@@ -139,7 +139,6 @@ def test_a_log_gets_the_first_and_last_line_and_one_every_few_seconds(
     terminal.begin(done=0, total=20)
     for update in range(1, 21):
         now[0] += 1.0
-        terminal.micro(1, 3)
         terminal.update(updates=update, loss=3.0, units_per_second=12345.0)
     terminal.end()
     lines = file.getvalue().splitlines()
@@ -151,7 +150,6 @@ def test_a_log_gets_the_first_and_last_line_and_one_every_few_seconds(
 def test_a_terminal_gets_a_bar_that_goes_away() -> None:
     terminal, file = shown(terminal=True)
     terminal.begin(done=2, total=4)
-    terminal.micro(1, 2)
     terminal.update(updates=3, loss=1.5, units_per_second=10.0)
     terminal.note("a [note] with brackets")
     terminal.end()

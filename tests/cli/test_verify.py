@@ -82,7 +82,7 @@ def test_a_recipe_that_is_right(recipe: Path, capsys: pytest.CaptureFixture[str]
 def test_a_recipe_that_is_not(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = recipe.read_text(encoding="utf-8").replace("torch.nn.Tanh()", "torch.nn.BatchNorm1d(8)")
     recipe.write_text(text, encoding="utf-8")
-    options = ["--device", "cpu", "--batchnorm", "statistics", "--no-float64"]
+    options = ["--device", "cpu", "--batchnorm", "allow", "--no-float64"]
     assert main(["verify", str(recipe), *options]) == 1
     said = capsys.readouterr().out
     assert "not the update of the undivided batch" in said

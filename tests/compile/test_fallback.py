@@ -227,18 +227,8 @@ def test_options_are_refused_at_construction(execute: Any, message: str) -> None
         wb.WholeBatch(model, sgd(model), loss=loss, execute=execute)
 
 
-def test_batchnorm_statistics_are_collected_by_eager_code() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).double()
-    with pytest.warns(ExecuteWarning, match='batchnorm="statistics" collects its moments'):
-        train = traced(model, batchnorm="statistics")
-    for _ in range(3):
-        train.step(samples(8))
-    assert mode_of(train) == "eager"
-
-
-def test_exact_batchnorm_runs_in_lock_step_beside_graphs_of_single_micro_batches() -> None:
-    """A window of one micro-batch needs no lock-step: its graph moves the running statistics."""
+def test_exact_batchnorm_runs_undivided_as_a_graph() -> None:
+    """The batch is one micro-batch, and its graph moves the running statistics."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).double()
     whole = Whole(model)

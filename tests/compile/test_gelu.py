@@ -53,14 +53,14 @@ def test_gelus_of_all_numbers_of_16_bit(gradient: bool) -> None:
     graph = fx.Graph()
     x = graph.placeholder("x")
     if gradient:
+        ones = graph.call_function(torch.ops.aten.ones_like.default, (x,))
+        ones.meta["val"] = torch.ones_like(numbers)
         node = graph.call_function(
-            torch.ops.aten.gelu_backward.default,
-            (graph.call_function(torch.ops.aten.ones_like.default, (x,)), x),
-            {"approximate": "tanh"},
+            torch.ops.aten.gelu_backward.default, (ones, x), {"approximate": "tanh"}
         )
     else:
         node = graph.call_function(torch.ops.aten.gelu.default, (x,), {"approximate": "tanh"})
-    node.meta["val"] = numbers
+    x.meta["val"] = node.meta["val"] = numbers
     graph.output(node)
     assert simplify_gelu(graph) == 1
     found = fx.GraphModule({}, graph)(numbers)

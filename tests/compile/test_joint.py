@@ -219,25 +219,6 @@ def test_autograd_functions_are_in_the_graph() -> None:
     whole.assert_same(model)
 
 
-def test_goes_on_in_the_middle_of_a_window() -> None:
-    models = [mlp() for _ in range(2)]
-    trains = [traced(model, micro_batch=3) for model in models]
-    for train in trains:
-        train.step(samples(12))
-        train.step(samples(12))
-    saved: dict[str, object] = {}
-
-    def save(done: int, _: int) -> None:
-        if done == 2:
-            saved.update(trains[0].state_dict())
-
-    trains[0].step(samples(12), after_micro=save)
-    trains[1].load_state_dict(saved)
-    trains[1].step(samples(12))
-    assert mode_of(trains[1]) == "operations"
-    assert distance(models[1].parameters(), models[0].parameters()) <= 1e-12
-
-
 def test_windows_that_fail_leave_nothing_behind() -> None:
     model = mlp()
     whole = Whole(model)

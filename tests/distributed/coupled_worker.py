@@ -1,4 +1,4 @@
-"""Run under torchrun: losses of the global batch, and dropout that follows its samples."""
+"""Run under torchrun: losses of the global batch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from tests.coupled.networks import NETWORKS
 from tests.support import Seen, distance
 from tests.test_engine_coupled import LOSSES, Clip, batch, encode, mean_of
 from wholebatch.distributed.ddp import Buckets
-from wholebatch.options import grouped
 
 Batch = dict[str, Tensor]
 SHARES = {2: [8, 5], 3: [3, 6, 4]}
@@ -93,64 +92,6 @@ def reductions() -> int:
     finally:
         Buckets.reducing = plain  # type: ignore[method-assign]
     return count[0] // 2
-
-
-def dropped(*, coupled: bool, norm: bool = False) -> float:
-    """Per-sample masks: two ranks against one process that splits otherwise."""
-    one, clip = Clip(0.5, norm=norm), Clip(0.5, norm=norm)
-    model = DistributedDataParallel(Both(clip), broadcast_buffers=False)
-
-    def loss_of(own: Clip) -> Any:
-        if coupled:
-            return wb.Coupled(lambda m, micro: m(micro), lambda all: LOSSES["clip"](own, all))
-        return lambda m, micro: wb.Loss(
-            sum(z.square().sum() for z in m(micro).values() if z.is_floating_point()),
-            len(micro["label"]),
-        )
-
-    worst = 0.0
-    alone: nn.Module = Both(one)
-    by_one = sgd(alone)
-    by_many = sgd(model)
-    seen, theirs = Seen(clip, by_many), Seen(one, by_one)
-    options: dict[str, Any] = {"dropout": "per-sample"}
-    undivided = wb.WholeBatch(
-        alone, by_one, loss=loss_of(one), **grouped({"micro_batch": 13, "sync": "none", **options})
-    )
-    trains = [
-        wb.WholeBatch(
-            model, by_many, loss=loss_of(clip), **grouped({"micro_batch": size, **options})
-        )
-        for size in (2, 4)
-    ]
-    for seed, train in enumerate(trains):
-        data = batch(sum(SHARES[dist.get_world_size()]), seed=seed)
-        torch.manual_seed(seed)
-        undivided.step(data)
-        torch.manual_seed(seed if dist.get_rank() == 0 else 77)
-        train.step(mine(data))
-    for a, b in zip(seen.gradients, theirs.gradients, strict=True):
-        worst = max(worst, distance(a, b))
-    return worst
-
-
-def drawn() -> float:
-    """Noise that follows its samples: two ranks against one process, three windows."""
-    from tests.coupled.test_sample_draws import UNet, by_unet, images
-
-    one, many = UNet().double(), DistributedDataParallel(UNet().double())
-    by_one, by_many = sgd(one), sgd(many)
-    theirs, ours = Seen(one, by_one), Seen(many, by_many)
-    alone = wb.WholeBatch(one, by_one, loss=by_unet, **grouped({"micro_batch": 13, "sync": "none"}))
-    together = wb.WholeBatch(many, by_many, loss=by_unet, micro_batch=2 + dist.get_rank())
-    data = images(13)
-    for seed in range(3):
-        torch.manual_seed(seed)
-        alone.step(data)
-        torch.manual_seed(seed if dist.get_rank() == 0 else 77)
-        together.step(mine(data))
-    pairs = zip(ours.gradients, theirs.gradients, strict=True)
-    return max(distance(a, b) for a, b in pairs)
 
 
 def in_low_precision() -> float:
@@ -229,72 +170,14 @@ def network(name: str) -> float:
     return max(distance(made[1][k], made[0][k]) for k in range(2))
 
 
-def merged() -> float:
-    """batchnorm="statistics": one window moves them once, by the global batch."""
-    torch.manual_seed(2)
-    inner, reference = (nn.BatchNorm1d(6).double() for _ in range(2))
-    model = DistributedDataParallel(nn.Sequential(inner, nn.Linear(6, 2)).double())
-    data = batch()
-    reference(data["image"])
-    train = wb.WholeBatch(
-        model,
-        sgd(model),
-        loss=lambda m, micro: wb.Loss(m(micro["image"]).square().sum(), len(micro["label"])),
-        micro_batch=3,
-        batchnorm="statistics",
-    )
-    train.step(mine(data))
-    return distance(
-        [b.double() for b in inner.buffers()], [b.double() for b in reference.buffers()]
-    )
-
-
-def merged_in_a_loop(shares: list[list[int]], *, sharded: bool = False) -> float:
-    """An Accumulator's running statistics beside those of global batches, window by window.
-
-    `shares`: the micro-batches of each rank, two to a window; a rank may have fewer windows.
-    """
-    torch.manual_seed(2)
-    inner, reference = (nn.BatchNorm1d(6).double() for _ in range(2))
-    model: nn.Module = nn.Sequential(inner, nn.Linear(6, 2)).double()
-    if sharded:
-        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    else:
-        model = DistributedDataParallel(model)
-    micros = [
-        [batch(rows, seed=10 * rank + i)["image"] for i, rows in enumerate(of_rank)]
-        for rank, of_rank in enumerate(shares)
-    ]
-    acc = wb.Accumulator(model, sgd(model), steps=2, batchnorm="statistics")
-    for micro in acc.over(micros[dist.get_rank()]):
-        acc.backward(model(micro).square().sum(), units=len(micro))
-    for window in range(max(map(len, micros)) // 2):
-        reference(torch.cat([x for own in micros for x in own[2 * window : 2 * window + 2]]))
-    return distance(
-        [b.double() for b in inner.buffers()], [b.double() for b in reference.buffers()]
-    )
-
-
 def main() -> None:
     dist.init_process_group("gloo")
     report: dict[str, Any] = {name: contrast(name) for name in LOSSES}
     report["batchnorm"] = contrast("clip", norm=True)
     report["reductions"] = reductions()
-    report["dropout"] = dropped(coupled=False)
-    report["dropout, lock-step"] = dropped(coupled=False, norm=True)
-    report["dropout, coupled"] = dropped(coupled=True)
-    report["dropout, coupled, lock-step"] = dropped(coupled=True, norm=True)
-    report["draws"] = drawn()
     report["bf16"] = in_low_precision()
     report["refusals"] = refusals()
     report["networks"] = {name: network(name) for name in NETWORKS}
-    report["statistics"] = merged()
-    report["statistics in a loop"] = {
-        "uneven": merged_in_a_loop([[5, 3, 2, 4], [2, 7, 3, 3]]),
-        "out of data": merged_in_a_loop([[5, 3, 2, 4], [2, 7]]),
-        "sharded": merged_in_a_loop([[5, 3, 2, 4], [2, 7, 3, 3]], sharded=True),
-        "sharded, out of data": merged_in_a_loop([[5, 3, 2, 4], [2, 7]], sharded=True),
-    }
     if dist.get_rank() == 0:
         with open(sys.argv[1], "w") as file:
             json.dump(report, file)

@@ -48,10 +48,7 @@ def walked() -> dict[str, list[str]]:
         "hold": ((3, {"sync": "hold"}), (3, {"sync": "auto"}), (1, {"sync": "hold"})),
         "batchnorm": (
             (2, {"model": normed(), "batchnorm": "exact"}),
-            *(
-                (2, {"model": normed(), "batchnorm": policy})
-                for policy in ("statistics", "freeze", "group", "layer")
-            ),
+            *((2, {"model": normed(), "batchnorm": policy}) for policy in ("freeze", "allow")),
         ),
     }.items():
         found[name] = [outcome(stage, **options) for stage, options in (refused, *instead)]

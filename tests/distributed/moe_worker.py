@@ -74,7 +74,7 @@ if __name__ == "__main__":
 
     from wholebatch.integrations.transformers import exact
 
-    report["exact(Trainer)"] = by_trainer(exact(Trainer))
+    report["exact(Trainer)"] = by_trainer(exact(Trainer, loss=wb.moe_loss()))
     report["Trainer"] = by_trainer(Trainer)
     if dist.get_rank() == 0:
         with open(sys.argv[1], "w") as file:

@@ -50,4 +50,4 @@ def test_other_weights_are_found_after_a_run_was_loaded(ranks: Any) -> None:
     for rank in ranks:
         for sentence in rank["resumed"]:
             assert "module.0.bias has other weights on rank 2 than on ranks 0, 1" in sentence
-        assert len(rank["resumed"]) == 2
+        assert len(rank["resumed"]) == 1

@@ -105,21 +105,6 @@ def test_autocast_is_no_further_from_float64_than_the_undivided_batch() -> None:
         assert 0 < distance(made, right) <= 1.25 * whole, (keep, whole)
 
 
-def test_dropout_by_sample_does_not_depend_on_the_split() -> None:
-    for norm in (False, True):
-        start = Clip(0.4, norm=norm).double().cuda()
-        made = []
-        for micro_batch in (37, 16, 5):
-            torch.manual_seed(3)
-            model = copy.deepcopy(start)
-            made.append(accumulated(model, batch(), micro_batch, dropout="per-sample"))
-        assert distance(made[1], made[0]) <= 1e-12, norm
-        assert distance(made[2], made[0]) <= 1e-12, norm
-    torch.manual_seed(4)
-    other = accumulated(copy.deepcopy(start), batch(), 5, dropout="per-sample")
-    assert distance(other, made[0]) > 1e-3
-
-
 def test_the_probe_finds_what_couples_and_leaves_no_trace() -> None:
     class Centred(nn.Module):
         def __init__(self) -> None:

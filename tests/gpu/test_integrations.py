@@ -148,7 +148,7 @@ def accelerated(*, graph: bool = False, **options: Any) -> Tensor:
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, GradientState
 
-    from wholebatch.integrations.accelerate import ExactWindows
+    from wholebatch.integrations.accelerate import AccelerateAccumulator
 
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
@@ -158,7 +158,7 @@ def accelerated(*, graph: bool = False, **options: Any) -> Tensor:
     model, optimizer, loader = accelerator.prepare(
         inner, optimizer, DataLoader(samples() * (GRAPH if graph else 1), batch_size=MICRO)
     )
-    windows = ExactWindows(accelerator, model, optimizer)
+    windows = AccelerateAccumulator(accelerator, model, optimizer)
 
     def loss_of(batch: dict[str, Tensor]) -> wb.Loss:
         return wb.mean_loss(model(**batch)["loss"], (batch["labels"] != -100).sum())
@@ -265,7 +265,7 @@ def test_lightning_fp16_and_bf16() -> None:
     from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.plugins.precision import MixedPrecision
 
-    from wholebatch.integrations.lightning import ExactWindows
+    from wholebatch.integrations.lightning import ExactAccumulation
 
     class Module(LightningModule):
         def __init__(self) -> None:
@@ -287,7 +287,7 @@ def test_lightning_fp16_and_bf16() -> None:
         (MixedPrecision("bf16-mixed", "cuda"), torch.bfloat16, "graph"),
     ):
         module, times = Module(), GRAPH if execute == "graph" else 1
-        windows = ExactWindows(units=units, execute=execute)  # type: ignore[arg-type]
+        windows = ExactAccumulation(units=units, execute=execute)  # type: ignore[arg-type]
         seen: list[Any] = []
 
         class Look(Callback):

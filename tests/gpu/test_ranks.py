@@ -129,18 +129,6 @@ def test_exact_batchnorm_under_ddp_with_one_rank() -> None:
         assert distance(tensors(model), want) <= 1e-12
 
 
-def test_sync_batchnorm_under_ddp_with_one_rank() -> None:
-    """One rank has nobody to synchronise with: every micro-batch is normalised by itself."""
-    with one_rank():
-        model = network()
-        parts = [{name: leaf[i : i + 4] for name, leaf in batch(12).items()} for i in (0, 4, 8)]
-        want = reference(model, [parts])
-        ddp = wrapped(model)
-        trained(ddp, [12], micro_batch=4, batchnorm="sync")
-        assert any(isinstance(module, nn.SyncBatchNorm) for module in ddp.modules())
-        assert distance(tensors(model), want) <= 1e-12
-
-
 def sharded_distance(sync: str) -> float:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -180,20 +168,7 @@ def exact(rank: int) -> float:
     return distance(tensors(model), want)
 
 
-def synced(rank: int) -> float:
-    """SyncBatchNorm: the first micro-batches of both ranks are normalised together, and so on."""
-    model = network()
-    whole = batch(12)
-    both = [torch.tensor([i, i + 1, i + 6, i + 7]) for i in (0, 2, 4)]
-    want = reference(model, [[{n: leaf[rows] for n, leaf in whole.items()} for rows in both]])
-    ddp = wrapped(model)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    train = wb.WholeBatch(ddp, optimizer, loss=loss, micro_batch=2, batchnorm="sync")
-    train.step({name: leaf[rank * 6 : rank * 6 + 6] for name, leaf in whole.items()})
-    return distance(tensors(model), want)
-
-
-JOBS: dict[str, Callable[[int], float]] = {"exact": exact, "synced": synced}
+JOBS: dict[str, Callable[[int], float]] = {"exact": exact}
 
 
 def by_two_processes(job: str) -> list[float]:

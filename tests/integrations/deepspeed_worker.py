@@ -63,7 +63,7 @@ def updates(stage: int, *, anew: bool) -> list[Tensor]:
     from accelerate.state import AcceleratorState, GradientState
     from accelerate.utils import DeepSpeedPlugin
 
-    from wholebatch.integrations.accelerate import ExactWindows, accumulator
+    from wholebatch.integrations.accelerate import AccelerateAccumulator
 
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
@@ -86,12 +86,12 @@ def updates(stage: int, *, anew: bool) -> list[Tensor]:
         DataLoader(data, batch_size=MICRO, sampler=sampler),  # type: ignore[arg-type]
     )
     if anew:
-        acc = accumulator(accelerator, model, optimizer)
+        acc = wb.Accumulator(model, optimizer.optimizer, steps=STEPS)
         for batch in acc.over(loader):
             units = (batch[1] != -100).sum()
             acc.backward(mean_of(model, batch) * units, units=units)
     else:
-        windows = ExactWindows(accelerator, model, optimizer)
+        windows = AccelerateAccumulator(accelerator, model, optimizer)
         for batch in loader:
             with accelerator.accumulate(model):
                 windows.backward(mean=mean_of(model, batch), units=(batch[1] != -100).sum())

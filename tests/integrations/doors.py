@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from tests.support import mean
+from wholebatch import Accumulator
 
 Micros = Sequence[dict[str, Tensor]]
 LossOf = Callable[[nn.Module, Any], Tensor]
@@ -27,14 +28,14 @@ def in_accelerate(
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, GradientState
 
-    from wholebatch.integrations.accelerate import ExactWindows
+    from wholebatch.integrations.accelerate import AccelerateAccumulator
 
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps)
     given = DataLoader(micros, batch_size=None)  # type: ignore[arg-type]
     prepared, stepped, loader = accelerator.prepare(model, optimizer, given)
-    windows = ExactWindows(accelerator, prepared, stepped, **options)
+    windows = AccelerateAccumulator(accelerator, prepared, stepped, **options)
     for batch in loader:
         with accelerator.accumulate(prepared):
             windows.backward(mean=loss(prepared, batch), units=len(batch["y"]))
@@ -56,11 +57,11 @@ def in_fabric(
     """A loop over Fabric."""
     from lightning.fabric import Fabric
 
-    from wholebatch.integrations.lightning import FabricWindows
+    from wholebatch.integrations.lightning import FabricAccumulator
 
     fabric = Fabric(accelerator="cpu", devices=1)
     set_up, stepped = fabric.setup(model, optimizer)
-    windows = FabricWindows(fabric, set_up, stepped, **options)
+    windows = FabricAccumulator(fabric, set_up, stepped, **options)
     for index, batch in enumerate(micros):
         last = (index + 1) % steps == 0 or index + 1 == len(micros)
         windows.backward(mean=loss(set_up, batch), units=len(batch["y"]), last=last)
@@ -81,7 +82,7 @@ def in_lightning(
     """Lightning's Trainer."""
     from lightning.pytorch import LightningModule, Trainer
 
-    from wholebatch.integrations.lightning import ExactWindows
+    from wholebatch.integrations.lightning import ExactAccumulation
 
     class Module(LightningModule):
         def __init__(self) -> None:
@@ -106,7 +107,7 @@ def in_lightning(
         accelerator="cpu",
         devices=1,
         accumulate_grad_batches=steps,
-        callbacks=[ExactWindows(units=lambda batch: len(batch["y"]), **options)],
+        callbacks=[ExactAccumulation(units=lambda batch: len(batch["y"]), **options)],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -185,18 +186,17 @@ def in_accumulator(
     loss: LossOf = mean,
     **options: Any,
 ) -> None:
-    """`accumulator()` over what Accelerate prepared."""
+    """`wb.Accumulator` over what Accelerate prepared."""
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, GradientState
 
-    from wholebatch.integrations.accelerate import accumulator
     from wholebatch.options import grouped
 
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
     accelerator = Accelerator(cpu=True)
     prepared, stepped = accelerator.prepare(model, optimizer)
-    acc = accumulator(accelerator, prepared, stepped, **grouped({"steps": steps, **options}))
+    acc = Accumulator(prepared, stepped.optimizer, **grouped({"steps": steps, **options}))
     for batch in acc.over(micros):
         acc.backward(mean=loss(prepared, batch), units=len(batch["y"]))
         looked_at(model, batch)

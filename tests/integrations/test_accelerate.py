@@ -24,7 +24,7 @@ accelerate = pytest.importorskip("accelerate")
 from accelerate import Accelerator  # noqa: E402
 from accelerate.state import AcceleratorState, GradientState  # noqa: E402
 
-from wholebatch.integrations.accelerate import ExactWindows, accumulator  # noqa: E402
+from wholebatch.integrations.accelerate import AccelerateAccumulator  # noqa: E402
 
 pytestmark = pytest.mark.slow
 SCRIPT = "accelerate_loop.py"
@@ -106,7 +106,7 @@ def reference(clip_norm: float | None) -> Whole:
 
 def test_windows_with_a_scheduler_and_clipping() -> None:
     accelerator, model, optimizer, loader, scheduler = prepared(mlp())
-    windows = ExactWindows(accelerator, model, optimizer)
+    windows = AccelerateAccumulator(accelerator, model, optimizer)
     settled = []
     for batch in loader:
         with accelerator.accumulate(model):
@@ -120,13 +120,13 @@ def test_windows_with_a_scheduler_and_clipping() -> None:
     whole = reference(clip_norm=0.05)
     whole.assert_same(model)
     assert [done and done.units for done in settled] == [None, None, 9, None, None, 9, 4]
-    assert windows.last is not None
+    assert windows.last_step is not None
     assert windows.updates == 3
 
 
 def test_the_accumulator_drives_what_was_prepared() -> None:
-    accelerator, model, optimizer, loader, scheduler = prepared(mlp())
-    acc = accumulator(accelerator, model, optimizer, scheduler, clip_norm=0.05)
+    _, model, optimizer, loader, scheduler = prepared(mlp())
+    acc = wb.Accumulator(model, optimizer.optimizer, steps=3, scheduler=scheduler, clip_norm=0.05)
     steps = []
     for batch in acc.over(loader):
         steps.append(acc.backward(summed(model, batch), units=len(batch["y"])))
@@ -138,7 +138,7 @@ def test_bf16_as_accelerate_sets_it_up() -> None:
     accelerator, model, optimizer, loader, _ = prepared(
         mlp(dtype=torch.float32), mixed_precision="bf16"
     )
-    windows = ExactWindows(accelerator, model, optimizer)
+    windows = AccelerateAccumulator(accelerator, model, optimizer)
     for batch in loader:
         with accelerator.accumulate(model):
             logits = model(batch["x"].float())
@@ -158,7 +158,7 @@ def test_a_scaler_is_accelerates() -> None:
     accelerator, model, optimizer, loader, _ = prepared(mlp())
     accelerator.scaler = optimizer.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     optimizer.__setstate__(optimizer.__getstate__())
-    windows = ExactWindows(accelerator, model, optimizer)
+    windows = AccelerateAccumulator(accelerator, model, optimizer)
     whole = Whole(mlp(), clip_norm=0.05)
     for batch in pieces(samples(sum(SIZES)), [9, 9, 4]):
         whole.step(batch)
@@ -176,7 +176,7 @@ def test_a_scaler_is_accelerates() -> None:
 
 def test_units_may_be_tensors_and_a_micro_batch_may_have_none() -> None:
     accelerator, model, optimizer, _, _ = prepared(mlp(), steps=2)
-    windows = ExactWindows(accelerator, model, optimizer)
+    windows = AccelerateAccumulator(accelerator, model, optimizer)
     data = samples(6)
     for units, batch in zip([4, 0], pieces(data, [4, 2]), strict=True):
         with accelerator.accumulate(model):
@@ -190,42 +190,44 @@ def test_units_may_be_tensors_and_a_micro_batch_may_have_none() -> None:
 
 def test_a_window_without_units_is_refused_or_steps_by_nothing() -> None:
     accelerator, model, optimizer, _, _ = prepared(mlp(), steps=1)
-    windows = ExactWindows(accelerator, model, optimizer)
+    windows = AccelerateAccumulator(accelerator, model, optimizer)
     with accelerator.accumulate(model), pytest.raises(EmptyWindowError, match="zero_units='skip'"):
         windows.backward(mean=mean(model, samples(2)) * 0, units=0)
-    lenient = ExactWindows(accelerator, model, optimizer, zero_units="skip")
+    lenient = AccelerateAccumulator(accelerator, model, optimizer, zero_units="skip")
     optimizer.zero_grad()
     with accelerator.accumulate(model):
-        assert lenient.backward(mean=mean(model, samples(2)) * 0, units=0) is None
+        step = lenient.backward(mean=mean(model, samples(2)) * 0, units=0)
+        assert step is not None
+        assert step.skipped == "no units"
         optimizer.step()
     Whole(mlp()).assert_same(model)
 
 
 def test_an_incomplete_window_makes_no_step() -> None:
     accelerator, model, optimizer, _, _ = prepared(mlp(), steps=2)
-    windows = ExactWindows(accelerator, model, optimizer)
+    windows = AccelerateAccumulator(accelerator, model, optimizer)
     with accelerator.accumulate(model):
         windows.backward(mean=mean(model, samples(2)), units=2)
     with accelerator.accumulate(model):  # skips its backward
-        with pytest.raises(WindowError, match=r"windows\.settle\(\)"):
+        with pytest.raises(WindowError, match=r"windows\.flush\(\)"):
             optimizer.step()
-        windows.settle()
+        windows.flush()
         optimizer.step()
     whole = Whole(mlp())
     whole.step(samples(2))
     whole.assert_same(model)
-    again = ExactWindows(accelerator, model, optimizer)
+    again = AccelerateAccumulator(accelerator, model, optimizer)
     again.load_state_dict(windows.state_dict())
     assert again.updates == 1
 
 
-def test_a_checkpoint_keeps_an_open_window(tmp_path: Path) -> None:
-    """Saved after five of seven micro-batches, in the middle of the second window."""
-    resumed_at = 5
+def test_a_checkpoint_between_windows(tmp_path: Path) -> None:
+    """Saved after six of seven micro-batches, at the end of the second window."""
+    resumed_at = 6
 
     def run(first: int, last: int, *, load: bool = False) -> Any:
         accelerator, model, optimizer, loader, scheduler = prepared(mlp())
-        windows = ExactWindows(accelerator, model, optimizer)
+        windows = AccelerateAccumulator(accelerator, model, optimizer)
         accelerator.register_for_checkpointing(windows)
         if load:
             accelerator.load_state(str(tmp_path))
@@ -246,18 +248,38 @@ def test_a_checkpoint_keeps_an_open_window(tmp_path: Path) -> None:
 
     run(0, resumed_at)
     reference(clip_norm=0.05).assert_same(run(resumed_at, 8, load=True))
+    with pytest.raises(WindowError, match=r"open with 2 micro-batches.* save between windows"):
+        run(0, 5)
 
 
 def test_what_is_refused() -> None:
     accelerator, model, optimizer, _, _ = prepared(mlp())
     with pytest.raises(OptionError, match=r"must be what accelerator\.prepare returned"):
-        ExactWindows(accelerator, model, optimizer.optimizer)
+        AccelerateAccumulator(accelerator, model, optimizer.optimizer)
     with pytest.raises(OptionError, match=r"must be an accelerate\.Accelerator"):
-        ExactWindows(object(), model, optimizer)  # type: ignore[arg-type]
-    scaled = wb.Close(scaler=torch.amp.GradScaler("cpu"))
-    with pytest.raises(OptionError, match="which has its own"):
-        accumulator(accelerator, model, optimizer, close=scaled)
+        AccelerateAccumulator(object(), model, optimizer)  # type: ignore[arg-type]
     with pytest.raises(UnsupportedError, match="BatchNorm in '0'"):
-        ExactWindows(accelerator, nn.Sequential(nn.BatchNorm1d(5)), optimizer)
-    with pytest.raises(OptionError, match="lock-step"):
-        ExactWindows(accelerator, model, optimizer, batchnorm="exact")
+        AccelerateAccumulator(accelerator, nn.Sequential(nn.BatchNorm1d(5), model), optimizer)
+    with pytest.raises(OptionError, match="runs the batch undivided"):
+        AccelerateAccumulator(accelerator, model, optimizer, batchnorm="exact")
+
+
+def test_fsdp1_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from accelerate.utils import DistributedType
+
+    accelerator, model, optimizer, _, _ = prepared(mlp())
+    monkeypatch.setattr(Accelerator, "distributed_type", DistributedType.FSDP)
+    monkeypatch.setattr(Accelerator, "is_fsdp2", False)
+    with pytest.raises(UnsupportedError, match=r"FSDP1 .*set fsdp_version=2"):
+        AccelerateAccumulator(accelerator, model, optimizer)
+
+
+def test_detach_leaves_no_hook_on_the_optimizer() -> None:
+    """A step afterwards is the optimizer's own, and another window may close on the device."""
+    accelerator, model, optimizer, _, _ = prepared(mlp())
+    plain = optimizer.optimizer
+    before = [dict(plain._optimizer_step_pre_hooks), dict(plain._optimizer_step_post_hooks)]
+    windows = AccelerateAccumulator(accelerator, model, optimizer)
+    assert len(plain._optimizer_step_pre_hooks) == len(before[0]) + 1
+    windows.detach()
+    assert [dict(plain._optimizer_step_pre_hooks), dict(plain._optimizer_step_post_hooks)] == before

@@ -53,7 +53,7 @@ def test_accelerate(mixed: bool) -> None:
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, GradientState
 
-    from wholebatch.integrations.accelerate import ExactWindows
+    from wholebatch.integrations.accelerate import AccelerateAccumulator
 
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
@@ -63,7 +63,7 @@ def test_accelerate(mixed: bool) -> None:
     micros = [micro for window in parts() for micro in window]
     given: Any = DataLoader(micros, batch_size=None)  # type: ignore[arg-type]
     prepared, optimizer, loader = accelerator.prepare(model, sgd(model), given)
-    windows = ExactWindows(accelerator, prepared, optimizer)
+    windows = AccelerateAccumulator(accelerator, prepared, optimizer)
     loss = windows.compile(loss_of(prepared), execute="compile")
     losses, modes = [], set()
     for index, batch in enumerate(loader):
@@ -90,14 +90,14 @@ def test_what_a_compiled_loss_has_added_must_be_entered_in_accelerate() -> None:
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, GradientState
 
-    from wholebatch.integrations.accelerate import ExactWindows
+    from wholebatch.integrations.accelerate import AccelerateAccumulator
 
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
     model = mlp()
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     prepared, optimizer = accelerator.prepare(model, sgd(model))
-    windows = ExactWindows(accelerator, prepared, optimizer)
+    windows = AccelerateAccumulator(accelerator, prepared, optimizer)
     loss = windows.compile(loss_of(prepared), execute="compile")
     with accelerator.accumulate(prepared):
         added = loss(samples(3))
@@ -115,12 +115,12 @@ def test_what_a_compiled_loss_has_added_must_be_entered_in_accelerate() -> None:
 def test_fabric_under_a_precision_with_a_backward_of_its_own() -> None:
     from lightning.fabric import Fabric
 
-    from wholebatch.integrations.lightning import FabricWindows
+    from wholebatch.integrations.lightning import FabricAccumulator
 
     model = mlp(dtype=torch.float32)
     fabric = Fabric(accelerator="cpu", devices=1, precision="bf16-mixed")
     set_up, optimizer = fabric.setup(model, sgd(model))
-    windows = FabricWindows(fabric, set_up, optimizer)
+    windows = FabricAccumulator(fabric, set_up, optimizer)
     loss = windows.compile(loss_of(set_up), execute="compile")
     wide = Whole(mlp(), clip_norm=None)
     for window in parts():
@@ -138,12 +138,12 @@ def test_fabric_under_a_precision_with_a_backward_of_its_own() -> None:
 def test_fabric(dtype: torch.dtype) -> None:
     from lightning.fabric import Fabric
 
-    from wholebatch.integrations.lightning import FabricWindows
+    from wholebatch.integrations.lightning import FabricAccumulator
 
     model = mlp().to(dtype)
     fabric = Fabric(accelerator="cpu", devices=1)
     set_up, optimizer = fabric.setup(model, sgd(model))
-    windows = FabricWindows(fabric, set_up, optimizer)
+    windows = FabricAccumulator(fabric, set_up, optimizer)
     loss = windows.compile(loss_of(set_up), execute="compile")
     wide = Whole(mlp(), clip_norm=0.2)
     wide.model.load_state_dict(model.state_dict())
@@ -171,7 +171,7 @@ def fitted(model: nn.Module, body: Callable[[Any, Any, int], Any], **options: An
     """Train in Lightning; return the module, with what it logged after each batch."""
     from lightning.pytorch import LightningModule, Trainer
 
-    from wholebatch.integrations.lightning import ExactWindows
+    from wholebatch.integrations.lightning import ExactAccumulation
 
     class Module(LightningModule):
         def __init__(self) -> None:
@@ -187,7 +187,7 @@ def fitted(model: nn.Module, body: Callable[[Any, Any, int], Any], **options: An
             self.metrics.append({k: float(v) for k, v in self.trainer.callback_metrics.items()})
             self.outputs.append(outputs)
             assert windows._step is not None
-            executor = windows._step._loss.executor
+            executor = windows._step._compiled._loss.executor
             modes.append(executor.mode)
             changes.append(executor._plan.changes)
 
@@ -196,7 +196,7 @@ def fitted(model: nn.Module, body: Callable[[Any, Any, int], Any], **options: An
 
     modes: list[str] = []
     changes: list[float] = []
-    windows = ExactWindows(units=lambda batch: len(batch["y"]), execute="compile", **options)
+    windows = ExactAccumulation(units=lambda batch: len(batch["y"]), execute="compile", **options)
     trainer = Trainer(
         max_epochs=1,
         accelerator="cpu",
@@ -240,6 +240,49 @@ def test_lightning() -> None:
         # Lightning divides the loss by its number of micro-batches, for the backward.
         assert metrics["loss"] == pytest.approx(3 * float(output["loss"]), rel=1e-6)
     assert len({metrics["loss"] for metrics in module.metrics}) > 10
+
+
+USES = {
+    "batch_idx % 2": lambda i: i % 2,
+    "0.1 * batch_idx": lambda i: 0.1 * i,
+    "batch_idx & 1": lambda i: i & 1,
+    "table[batch_idx]": lambda i: list(range(20))[i],
+    "torch's table[batch_idx]": lambda i: torch.arange(20.0)[i],
+    "2.0 ** -batch_idx": lambda i: 2.0**-i,
+    "batch_idx == 0": lambda i: i == 0,
+    "a dictionary": lambda i: {0: 1.0}.get(i, 2.0),
+    "if batch_idx": lambda i: 1.0 if i else 2.0,
+    "its text": lambda i: len(f"{i}"),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_a_training_step_that_uses_batch_idx_runs_eagerly(use: str) -> None:
+    """In a graph its number would be a constant, and later micro-batches weighted by it."""
+    model, weights = mlp(), iter(range(100))
+    whole = Whole(model, clip_norm=0.2)
+    for window in parts():
+        numbers = [1.0 + float(USES[use](next(weights))) for _ in window]
+
+        def loss(model: nn.Module, batch: Any, window: Any = window, numbers: Any = numbers) -> Any:
+            means = [functional.cross_entropy(model(one["x"]), one["y"]) for one in window]
+            total = sum(
+                number * len(one["y"]) * mean
+                for number, one, mean in zip(numbers, window, means, strict=True)
+            )
+            return total / len(batch["y"])
+
+        whole.loss = loss
+        whole.step(joined(window))
+
+    def body(module: Any, batch: Any, batch_idx: int) -> Any:
+        number = 1.0 + USES[use](batch_idx)
+        return number * functional.cross_entropy(module.model(batch["x"]), batch["y"])
+
+    with pytest.warns(ExecuteWarning):
+        _, modes = fitted(model, body, audit=False)
+    whole.assert_same(model)
+    assert set(modes) == {"eager"}
 
 
 @pytest.mark.parametrize("what", ["batch_idx", "number", "list"])

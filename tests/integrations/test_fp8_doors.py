@@ -44,14 +44,14 @@ def in_accelerate(model: nn.Module, execute: Any) -> None:
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, GradientState
 
-    from wholebatch.integrations.accelerate import ExactWindows
+    from wholebatch.integrations.accelerate import AccelerateAccumulator
 
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=len(SIZES))
     given: Any = DataLoader(micros(), batch_size=None)  # type: ignore[arg-type]
     prepared, optimizer, loader = accelerator.prepare(model, sgd(model), given)
-    windows = ExactWindows(accelerator, prepared, optimizer)
+    windows = AccelerateAccumulator(accelerator, prepared, optimizer)
     compiled = windows.compile(lambda b: loss(prepared, b), execute=execute, precision="fp8")
     for batch in loader:
         with accelerator.accumulate(prepared):
@@ -63,11 +63,11 @@ def in_accelerate(model: nn.Module, execute: Any) -> None:
 def in_fabric(model: nn.Module, execute: Any) -> None:
     from lightning.fabric import Fabric
 
-    from wholebatch.integrations.lightning import FabricWindows
+    from wholebatch.integrations.lightning import FabricAccumulator
 
     fabric = Fabric(accelerator="cpu", devices=1)
     set_up, optimizer = fabric.setup(model, sgd(model))
-    windows = FabricWindows(fabric, set_up, optimizer)
+    windows = FabricAccumulator(fabric, set_up, optimizer)
     compiled = windows.compile(lambda b: loss(set_up, b), execute=execute, precision="fp8")
     for index, micro in enumerate(micros(), 1):
         windows.backward(compiled(micro), last=index % len(SIZES) == 0)
@@ -79,7 +79,7 @@ def in_fabric(model: nn.Module, execute: Any) -> None:
 def in_lightning(model: nn.Module, execute: Any) -> None:
     from lightning.pytorch import LightningModule, Trainer
 
-    from wholebatch.integrations.lightning import ExactWindows
+    from wholebatch.integrations.lightning import ExactAccumulation
 
     class Module(LightningModule):
         def __init__(self) -> None:
@@ -97,7 +97,7 @@ def in_lightning(model: nn.Module, execute: Any) -> None:
         accelerator="cpu",
         devices=1,
         accumulate_grad_batches=len(SIZES),
-        callbacks=[ExactWindows(units=valid, execute=execute, precision="fp8")],
+        callbacks=[ExactAccumulation(units=valid, execute=execute, precision="fp8")],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -165,7 +165,7 @@ def test_what_the_trainer_refuses() -> None:
         def training_step(self, *args: Any, **kwargs: Any) -> Any:
             return super().training_step(*args, **kwargs)
 
-    with pytest.raises(wb.errors.UnsupportedError, match="its own eager steps here"):
+    with pytest.raises(wb.errors.UnsupportedError, match="where the Trainer makes the steps"):
         in_transformers(
             Net(), sgd(Net()), micros(), 4, mean_of_tokens, kind=Own, units=valid, precision="fp8"
         )

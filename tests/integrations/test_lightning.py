@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from tests.integrations.pages import changed_script, error, plain_script, weights, weights_here
 from tests.support import EXACT, Whole, mean, mlp, pieces, samples
-from wholebatch.errors import LossError, OptionError, UnsupportedError, WindowError
+from wholebatch.errors import LossError, OptionError, StateError, UnsupportedError, WindowError
 
 pytest.importorskip("lightning")
 
@@ -21,7 +21,7 @@ from lightning.fabric import Fabric
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
-from wholebatch.integrations.lightning import ExactWindows, FabricWindows
+from wholebatch.integrations.lightning import ExactAccumulation, FabricAccumulator
 
 pytestmark = [
     pytest.mark.slow,
@@ -126,19 +126,19 @@ def whole_of(*windows: int, **options: Any) -> Whole:
 
 
 def test_units_from_what_training_step_returns() -> None:
-    module, windows = Module(returns_units=True), ExactWindows()
+    module, windows = Module(returns_units=True), ExactAccumulation()
     fit(module, [windows])
     whole_of(9, 9, 4).assert_same(module.model)
     assert windows.last is not None
     assert (windows.last.units, windows.last.micro_batches) == (4, 1)
-    assert windows.state_dict() == {"updates": 3}
+    assert windows.state_dict() == {"updates": 3, "open": 0}
     assert "training_step" not in module.__dict__  # the module is as it was
 
 
 def test_a_schedule_of_the_window_size() -> None:
     module = Module()
     schedule = GradientAccumulationScheduler(scheduling={0: 3, 1: 2})
-    windows = ExactWindows(units=lambda batch: len(batch["y"]))
+    windows = ExactAccumulation(units=lambda batch: len(batch["y"]))
     fit(module, [schedule, windows], accumulate_grad_batches=1, max_epochs=2)
     whole = whole_of(9, 9, 4)
     for batch in pieces(samples(sum(SIZES)), [8, 4, 6, 4]):
@@ -187,23 +187,34 @@ class Resumable:
         self.at = state["at"]
 
 
-def test_a_checkpoint_keeps_an_open_window(tmp_path: Path) -> None:
+def test_a_checkpoint_between_windows(tmp_path: Path) -> None:
     file = tmp_path / "window.ckpt"
     clip: dict[str, Any] = {"gradient_clip_val": 0.05}
 
-    def windows() -> ExactWindows:
-        return ExactWindows(units=lambda batch: len(batch["y"]))
+    def windows() -> ExactAccumulation:
+        return ExactAccumulation(units=lambda batch: len(batch["y"]))
 
-    fit(OfABatch(), [windows(), Leave(5, file)], loader=Resumable(), **clip)
+    fit(OfABatch(), [windows(), Leave(6, file)], loader=Resumable(), **clip)
     module, resumed = OfABatch(), windows()
     fit(module, [resumed], loader=Resumable(), ckpt_path=file, **clip)
     whole_of(9, 9, 4, clip_norm=0.05).assert_same(module.model)
-    assert resumed.state_dict() == {"updates": 3}
+    assert resumed.state_dict() == {"updates": 3, "open": 0}
+
+
+def test_a_checkpoint_in_a_window_is_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "window.ckpt"
+    windows = ExactAccumulation(units=lambda batch: len(batch["y"]))
+    fit(OfABatch(), [windows, Leave(5, file)], loader=Resumable())
+    assert "a checkpoint in the middle of a window, with the gradient of 2 micro" in caplog.text
+    with pytest.raises(StateError, match=r"2 micro-batches of a window .* after an update"):
+        fit(OfABatch(), [ExactAccumulation(len)], loader=Resumable(), ckpt_path=file)
 
 
 def test_clipping_by_value() -> None:
     module = Module()
-    windows = ExactWindows(units=lambda batch: len(batch["y"]))
+    windows = ExactAccumulation(units=lambda batch: len(batch["y"]))
     fit(module, [windows], gradient_clip_val=0.01, gradient_clip_algorithm="value")
     whole_of(9, 9, 4, clip_value=0.01).assert_same(module.model)
 
@@ -219,7 +230,7 @@ def test_loss_scaling_of_the_precision_plugin() -> None:
 
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     module = Module()
-    windows = ExactWindows(units=lambda batch: len(batch["y"]))
+    windows = ExactAccumulation(units=lambda batch: len(batch["y"]))
     plugin = Scaled("16-mixed", "cpu", scaler)
     fit(module, [windows], plugins=[plugin], gradient_clip_val=0.05)
     # The scale is divided out by its reciprocal in float32, a power of two.
@@ -230,13 +241,13 @@ def test_loss_scaling_of_the_precision_plugin() -> None:
 
 def test_what_the_callback_refuses() -> None:
     with pytest.raises(OptionError, match="must be a function of the batch"):
-        ExactWindows(units=4)  # type: ignore[arg-type]
+        ExactAccumulation(units=4)  # type: ignore[arg-type]
     with pytest.raises(LossError, match="nothing says what the loss is a mean over"):
-        fit(Module(), [ExactWindows()])
+        fit(Module(), [ExactAccumulation()])
     by_hand = Module()
     by_hand.automatic_optimization = False
     with pytest.raises(UnsupportedError, match=r"wb\.Accumulator in training_step"):
-        fit(by_hand, [ExactWindows()], accumulate_grad_batches=1)
+        fit(by_hand, [ExactAccumulation()], accumulate_grad_batches=1)
 
     class OfAnIterator(Module):
         def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
@@ -246,10 +257,10 @@ def test_what_the_callback_refuses() -> None:
         pytest.warns(UserWarning, match="dataloader_iter"),
         pytest.raises(UnsupportedError, match=r"take \(batch, batch_idx\)"),
     ):
-        fit(OfAnIterator(), [ExactWindows(units=len)])
+        fit(OfAnIterator(), [ExactAccumulation(units=len)])
     norm = Module(model=nn.Sequential(nn.BatchNorm1d(5), nn.Linear(5, 3)).double())
     with pytest.raises(UnsupportedError, match=r"BatchNorm in 'model\.0'"):
-        fit(norm, [ExactWindows()])
+        fit(norm, [ExactAccumulation()])
 
 
 def test_what_fabric_windows_refuse() -> None:
@@ -257,16 +268,31 @@ def test_what_fabric_windows_refuse() -> None:
     inner = mlp()
     model, optimizer = fabric.setup(inner, torch.optim.SGD(inner.parameters(), lr=0.1))
     with pytest.raises(OptionError, match=r"must be what fabric\.setup returned"):
-        FabricWindows(fabric, model, torch.optim.SGD(inner.parameters(), lr=0.1))
-    windows = FabricWindows(fabric, model, optimizer)
+        FabricAccumulator(fabric, model, torch.optim.SGD(inner.parameters(), lr=0.1))
+    windows = FabricAccumulator(fabric, model, optimizer)
     windows.backward(mean=mean(model, samples(4)), units=4, last=False)
     with pytest.raises(WindowError, match="last=True"):
         optimizer.step()
-    saved = windows.state_dict()  # an open window, with its gradients
-    windows.discard()
-    optimizer.zero_grad()
-    windows.load_state_dict(saved)
-    assert inner[0].weight.grad is not None
+    with pytest.raises(WindowError, match=r"open with 1 micro-batches.* save between windows"):
+        windows.state_dict()
+    with pytest.raises(OptionError, match=r"backward\(\) without last=: say last=True"):
+        windows.backward(mean=mean(model, samples(2)), units=2)
     done = windows.backward(mean=mean(model, samples(2)), units=2, last=True)
     assert done is not None
     assert (done.units, done.micro_batches, windows.updates) == (6, 2, 1)
+    again = FabricAccumulator(fabric, model, optimizer)
+    again.load_state_dict(windows.state_dict())
+    assert again.updates == 1
+    with pytest.raises(StateError, match="not the state of a FabricAccumulator"):
+        again.load_state_dict({})
+
+
+class FSDPStrategy:
+    """By its name: Lightning's own needs several devices."""
+
+
+def test_fsdp1_is_refused() -> None:
+    from wholebatch.integrations.lightning import _check_strategy
+
+    with pytest.raises(UnsupportedError, match=r"FSDPStrategy \(FSDP1\).*ModelParallelStrategy"):
+        _check_strategy(FSDPStrategy())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +12,7 @@ from torch.utils.data import DataLoader
 
 from tests.integrations.pages import changed_script, error, plain_script, weights, weights_here
 from tests.support import EXACT
-from wholebatch.errors import (
-    LossError,
-    NonFiniteError,
-    OptionError,
-    StateError,
-    UnsupportedError,
-)
+from wholebatch.errors import LossError, NonFiniteError, OptionError, UnsupportedError
 
 pytest.importorskip("transformers")
 
@@ -31,10 +24,9 @@ from transformers import (
     TrainingArguments,
 )
 
-from wholebatch.integrations.transformers import ExactWindows, exact
+from wholebatch.integrations.transformers import ExactTrainerMixin, exact
 from wholebatch.integrations.transformers.exact_trainer import EpochEnd
-from wholebatch.integrations.transformers.host_steps import zero_loss
-from wholebatch.integrations.transformers.label_units import measured_shift
+from wholebatch.integrations.transformers.weighted_loss import zero_loss
 
 pytestmark = [
     pytest.mark.slow,
@@ -64,8 +56,13 @@ def test_a_model_that_takes_num_items_in_batch(hosts: Any, problem: Any) -> None
     assert problem.distance(hosts.train_llama(case, "ours"), whole, start) <= FLOAT32
 
 
+def labels_of(inputs: Any) -> Tensor:
+    """The units of a loss that does not shift its labels."""
+    return (inputs["labels"] != -100).sum()
+
+
 def test_a_loss_that_the_trainer_miscounts(hosts: Any, problem: Any, tmp_path: Path) -> None:
-    """GPT-2's loss shifts its labels, and the Trainer's list of losses does not have it."""
+    """GPT-2 shifts its labels, which the Trainer does not know; ours is the model's own mean."""
     sizes = {"vocab_size": 32, "n_positions": 8, "n_embd": 16, "n_layer": 1, "n_head": 2}
     none = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0}
     config = GPT2Config(**sizes, **none, eos_token_id=0)
@@ -73,24 +70,13 @@ def test_a_loss_that_the_trainer_miscounts(hosts: Any, problem: Any, tmp_path: P
     ours, plain = GPT2LMHeadModel(config), GPT2LMHeadModel(config)
     plain.load_state_dict(ours.state_dict())
     start = problem.flat(plain)
-    own, hosts_own = GPT2LMHeadModel(config), GPT2LMHeadModel(config)
-    for model in (own, hosts_own):
-        model.load_state_dict(ours.state_dict())
     optimizer = torch.optim.SGD(plain.parameters(), lr=problem.LEARNING_RATE)
     for batch in DataLoader(problem.Tokens(problem.PROBLEMS["masked tokens"]), batch_size=16):
         plain(**batch).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    arguments = {"folder": str(tmp_path)}
-    # The default is the update of the Trainer's own whole batch, which is not the model's mean.
-    trained(hosts, problem, Trainer, "whole", arguments=arguments, model=hosts_own)
-    trained(hosts, problem, exact(Trainer), "ours", arguments=arguments, model=ours)
-    assert problem.distance(problem.flat(ours), problem.flat(hosts_own), start) <= FLOAT32
-    assert problem.distance(problem.flat(ours), problem.flat(plain), start) > 0.01
-    # Units that are given say what the mean is over.
-    kind = exact(Trainer, units=lambda inputs: (inputs["labels"][:, 1:] != -100).sum())
-    trained(hosts, problem, kind, "ours", arguments=arguments, model=own)
-    assert problem.distance(problem.flat(own), problem.flat(plain), start) <= FLOAT32
+    trained(hosts, problem, exact(Trainer), "ours", arguments={"folder": str(tmp_path)}, model=ours)
+    assert problem.distance(problem.flat(ours), problem.flat(plain), start) <= FLOAT32
 
 
 def test_a_loader_without_a_length(hosts: Any, problem: Any, tmp_path: Path) -> None:
@@ -114,16 +100,7 @@ def test_a_loader_without_a_length(hosts: Any, problem: Any, tmp_path: Path) -> 
     assert problem.distance(moved[2], moved[0], start) > 0.01
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_loss_that_is_not_finite_is_not_called_another_mean(value: float) -> None:
-    inputs = {"labels": torch.zeros(3, 6, dtype=torch.long)}
-    with pytest.raises(NonFiniteError, match=f"the loss is {value:g} on this batch"):
-        measured_shift(lambda given: torch.tensor(value), inputs)
-    with pytest.raises(LossError, match="nothing says what its units are"):
-        measured_shift(lambda given: given["labels"].double().square().mean(), inputs)
-
-
-def test_a_loss_that_is_no_mean_over_labels(hosts: Any, problem: Any, tmp_path: Path) -> None:
+def test_a_loss_of_ones_own_must_say_its_units(hosts: Any, problem: Any, tmp_path: Path) -> None:
     class PerSample(Trainer):
         def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
             logits, labels = model(**inputs)["logits"], inputs["labels"]
@@ -131,8 +108,15 @@ def test_a_loss_that_is_no_mean_over_labels(hosts: Any, problem: Any, tmp_path: 
             return (losses.sum(1) / (labels != -100).sum(1).clamp(min=1)).mean()
 
     arguments = {"folder": str(tmp_path)}
-    with pytest.raises(LossError, match="nothing says what its units are"):
+    message = r"not one of Transformers' own \(compute_loss of .*: say what it is a mean over"
+    with pytest.raises(LossError, match=message):
         trained(hosts, problem, exact(PerSample), "ours", arguments=arguments)
+    with pytest.raises(LossError, match=r"not one of Transformers' own \(compute_loss_func"):
+        kind: Any = exact(Trainer)
+        trained(hosts, problem, kind, "ours", arguments=arguments, compute_loss_func=mean_of)
+    with pytest.raises(UnsupportedError, match="mean over other units"):
+        kind = exact(PerSample, units=labels_of)
+        trained(hosts, problem, kind, "ours", arguments=arguments)
     whole = trained(hosts, problem, PerSample, "whole", arguments=arguments)
     kind = exact(PerSample, units=lambda inputs: len(inputs["labels"]))
     ours = trained(hosts, problem, kind, "ours", arguments=arguments)
@@ -183,9 +167,10 @@ class Doubled(Trainer):
         return (2 * outputs["loss"], outputs) if return_outputs else 2 * outputs["loss"]
 
 
-class DoubledAbove(ExactWindows, Trainer):
+class DoubledAbove(ExactTrainerMixin, Trainer):
     """One that stands above the mixin."""
 
+    units_of = staticmethod(labels_of)
     compute_loss = Doubled.compute_loss
 
 
@@ -197,7 +182,7 @@ def mean_of(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Ten
 def test_losses_of_ones_own(hosts: Any, problem: Any, tmp_path: Path) -> None:
     folder = {"folder": str(tmp_path)}
     whole = trained(hosts, problem, Doubled, "whole", arguments=folder)
-    for kind in (exact(Doubled), DoubledAbove):
+    for kind in (exact(Doubled, units=labels_of), DoubledAbove):
         ours = trained(hosts, problem, kind, "ours", arguments=folder)
         assert distance(problem, ours, whole) <= EXACT
         assert "compute_loss" not in ours.__dict__
@@ -213,7 +198,7 @@ def test_a_compute_loss_func(hosts: Any, problem: Any, tmp_path: Path) -> None:
     ours = trained(
         hosts,
         problem,
-        exact(Trainer),
+        exact(Trainer, units=labels_of),
         "ours",
         arguments=folder,
         model=Logits(),
@@ -248,54 +233,57 @@ class Stop(TrainerCallback):
             control.should_save = control.should_training_stop = True
 
 
-def test_resume_in_the_middle_of_a_window(hosts: Any, problem: Any, tmp_path: Path) -> None:
-    def with_dropout() -> Any:
-        model = hosts.ReaderForTokenClassification()
-        model.reader.embed = nn.Sequential(model.reader.embed, nn.Dropout(0.3))
-        return model
+def test_a_checkpoint_in_a_window_begins_it_again(hosts: Any, problem: Any, tmp_path: Path) -> None:
+    """The Trainer reads the window again; without dropout its update is the same."""
 
     def arguments(folder: str) -> dict[str, Any]:
         return {"folder": str(tmp_path / folder), "seed": 7, "save_strategy": "steps"}
 
-    kind, options = exact(Trainer), {"logging_strategy": "steps", "logging_steps": 1}
-    straight = trained(
-        hosts, problem, kind, "ours", arguments=arguments("a") | options, model=with_dropout()
-    )
-    trained(
-        hosts,
-        problem,
-        kind,
-        "ours",
-        arguments=arguments("b") | options,
-        model=with_dropout(),
-        callbacks=[Stop()],
-    )
+    kind: Any = exact(Trainer)
+    straight = trained(hosts, problem, kind, "ours", arguments=arguments("a"))
+    trained(hosts, problem, kind, "ours", arguments=arguments("b"), callbacks=[Stop()])
     checkpoint = tmp_path / "b" / "checkpoint-1"
-    assert (checkpoint / "wholebatch_window_0.pt").exists()
     resumed = trained(
-        hosts,
-        problem,
-        kind,
-        "ours",
-        arguments=arguments("b") | options,
-        model=with_dropout(),
-        resume=str(checkpoint),
+        hosts, problem, kind, "ours", arguments=arguments("b"), resume=str(checkpoint)
     )
-    assert torch.equal(problem.flat(resumed.model), problem.flat(straight.model))
-    losses = [
-        [log["loss"] for log in t.state.log_history if "loss" in log] for t in (straight, resumed)
-    ]
-    assert losses[0] == losses[1]
-    with pytest.raises(StateError, match="resume with the same data"):
-        trained(
-            hosts,
-            problem,
-            exact(Trainer, units=lambda inputs: 1),
-            "ours",
-            arguments=arguments("b") | options,
-            model=with_dropout(),
-            resume=str(checkpoint),
-        )
+    assert distance(problem, resumed, straight) <= EXACT
+
+
+class OwnStep(Trainer):
+    """Makes its steps itself."""
+
+    def training_step(self, *given: Any, **named: Any) -> Any:
+        return super().training_step(*given, **named)
+
+
+class Exploding(OwnStep):
+    """Its gradient is not finite."""
+
+    def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+        return (model(**inputs)["loss"] * 0.0).sqrt()
+
+
+def test_where_the_trainer_makes_the_steps(hosts: Any, problem: Any, tmp_path: Path) -> None:
+    folder = {"folder": str(tmp_path)}
+    whole = trained(hosts, problem, Trainer, "whole", arguments=folder)
+    ours = trained(hosts, problem, exact(OwnStep), "ours", arguments=folder)
+    assert distance(problem, ours, whole) <= EXACT
+    for options, message in (
+        ({"micro_batch": 2}, "micro_batch=2 is not possible where the Trainer makes the steps"),
+        ({"nonfinite": "skip"}, "nonfinite='skip' is not possible where the Trainer makes"),
+    ):
+        with pytest.raises(OptionError, match=message):
+            kind: Any = exact(OwnStep, **options)  # type: ignore[arg-type]
+            trained(hosts, problem, kind, "ours", arguments=folder)
+    with pytest.raises(NonFiniteError, match="the gradient of this window is not finite"):
+        kind = exact(Exploding, units=labels_of, audit=False)
+        trained(hosts, problem, kind, "ours", arguments=folder)
+    half = hosts.ReaderForTokenClassification().bfloat16()
+    with pytest.raises(UnsupportedError, match="16-bit parameters and steps by the Trainer itself"):
+        trained(hosts, problem, exact(OwnStep), "ours", arguments=folder, model=half)
+    with pytest.raises(UnsupportedError, match=r"optim=.*lomo updates within every backward"):
+        ours.args.optim = "lomo"
+        ours.train()
 
 
 def test_what_stands_between_the_mixin_and_the_trainer() -> None:

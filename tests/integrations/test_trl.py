@@ -57,7 +57,7 @@ def updates(name: str, **options: Any) -> tuple[float, float]:
 
 
 # TRL's own update is that of the whole batch already where its loss is divided by the window's
-# tokens (GKD on the data's answers, dapo and its like), or by sequences that are as many in each
+# tokens (dapo and its like), or by sequences that are as many in each
 # batch (the others of GRPO). It is not for the rest.
 OFF = [
     ("DPO", {}),
@@ -71,7 +71,6 @@ OFF = [
     ("GRPO", {"entropy_coef": 0.5}),
 ]
 RIGHT = [
-    ("GKD", {}),
     ("GRPO", {}),
     ("GRPO", {"loss_type": "grpo"}),
     ("GRPO", {"loss_type": "dr_grpo", "importance_sampling_level": "sequence"}),
@@ -109,65 +108,30 @@ def test_float64_reward_models(monkeypatch: pytest.MonkeyPatch) -> None:
     assert own > 0.1
 
 
-def drawn(model: Any, inputs: Any, _: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Answers of very different lengths that depend on the prompt alone."""
-    prompts, mask = inputs["prompts"], inputs["prompt_attention_mask"]
-    lengths = (prompts * mask).sum(1) % 7 + 1
-    answer = (prompts[:, -1:] + torch.arange(7)) % (runs.WORDS - 2) + 2
-    kept = torch.arange(7)[None] < lengths[:, None]
-    ids = torch.cat([prompts, answer.where(kept, 0)], 1)
-    attention = torch.cat([mask, kept.to(mask.dtype)], 1)
-    labels = ids.masked_fill(attention == 0, -100)
-    labels[:, : prompts.shape[1]] = -100
-    return ids, attention, labels
-
-
-@pytest.mark.parametrize("options", [{"lmbda": 1.0}, {"seq_kd": True, "lmbda": 0.0}], ids=str)
-def test_answers_that_gkd_draws_are_counted(
-    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
-) -> None:
-    """TRL counts the data's answers, and then trains on others."""
+def test_gkd_is_refused_by_name() -> None:
     from trl.experimental.gkd import GKDTrainer
-
-    monkeypatch.setattr(GKDTrainer, "generate_on_policy_outputs", staticmethod(drawn))
-    ours = trained(runs.gkd(exact, 4, **options))
-    one = trained(runs.gkd(exact, 1, **options))
-    assert off(ours, one) <= FLOAT32
-    # One batch of TRL's is divided by the labels of the data, so it is another mean altogether.
-    own = trained(runs.gkd(plain, 1, **options))
-    scale = float(own @ one / (one @ one))
-    assert off(own / scale, one) <= FLOAT32
-    assert abs(scale - 1) > 0.1
-
-
-def test_gkd_steps_by_its_own_hand_draw_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from trl.experimental.gkd import GKDTrainer
-
-    calls = []
-
-    def counted(*given: Any) -> Any:
-        calls.append(1)
-        return drawn(*given)
 
     class Own(GKDTrainer):  # type: ignore[misc]
-        def training_step(self, *given: Any, **more: Any) -> Any:
-            return super().training_step(*given, **more)
+        pass
 
-    monkeypatch.setattr(GKDTrainer, "generate_on_policy_outputs", staticmethod(counted))
-    one = trained(runs.gkd(exact, 1, lmbda=1.0))
-    calls.clear()
-    four = trained(runs.gkd(lambda _: exact(Own), 4, lmbda=1.0))
-    assert len(calls) == 4
-    assert off(four, one) <= FLOAT32
+    for kind in (GKDTrainer, Own):
+        message = r"exact\(GKDTrainer\): it draws the answers .* wb\.distillation_loss"
+        with pytest.raises(wb.errors.UnsupportedError, match=message):
+            exact(kind)
 
 
-@pytest.mark.parametrize("name", TRAINERS)
+@pytest.mark.parametrize("name", ["DPO", "Reward", "KTO"])
 def test_batches_can_be_cut_further(name: str) -> None:
     """Pairs stay together, and a micro-batch of KTO knows the window's estimate."""
     whole = trained(TRAINERS[name](plain, 1))
-    for size in (3, *([wb.tokens(40)] if name != "GRPO" else [])):
+    for size in (3, wb.tokens(40)):
         ours = trained(TRAINERS[name](lambda kind, size=size: exact(kind, micro_batch=size), 2))
         assert off(ours, whole) <= FLOAT32
+
+
+def test_batches_of_grpo_are_not_cut() -> None:
+    with pytest.raises(wb.errors.OptionError, match=r"micro_batch=3 .*GRPOTrainer\.training_step"):
+        trained(runs.grpo(lambda kind: exact(kind, micro_batch=3), 2))
 
 
 def test_completions_that_serve_several_windows() -> None:
@@ -224,7 +188,7 @@ def test_two_ranks_make_the_update_of_one_process(
     assert found["GRPO own"] > 0.01
     assert found["GRPO"] <= FLOAT32
     monkeypatch.setattr(runs, "SAMPLES", 16)
-    for name in ("DPO", "Reward", "KTO", "GKD"):
+    for name in ("DPO", "Reward", "KTO"):
         ours = torch.load(tmp_path / f"{name}.pt")
         assert off(ours, trained(TRAINERS[name](plain, 1))) <= FLOAT32, name
 

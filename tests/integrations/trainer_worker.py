@@ -44,15 +44,11 @@ def straight(execute: str, folder: str) -> Any:
 
 
 def resumed(folder: str) -> Any:
-    """Stop in the middle of the second window, and go on from the checkpoint."""
+    """Stop in the middle of the second window, and begin it again from the checkpoint."""
     left = trained("eager", folder, stops=True)
     assert left.state.global_step == 1
     checkpoint = Path(folder) / "checkpoint-1"
-    assert {f"wholebatch_window_{rank}.pt" for rank in (0, 1)} <= {
-        file.name for file in checkpoint.iterdir()
-    }
     trainer = trained("eager", folder, checkpoint=str(checkpoint))
-    assert trainer._whole.last_step is None  # no forward was made again
     return trainer
 
 

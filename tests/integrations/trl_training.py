@@ -162,30 +162,6 @@ def kto(make: Any, batches: int, **more: Any) -> Any:
         )
 
 
-def gkd(make: Any, batches: int, **more: Any) -> Any:
-    from trl.experimental.gkd import GKDConfig, GKDTrainer
-
-    draw = random.Random(3)
-    rows = [
-        {
-            "messages": [
-                {"role": "user", "content": text(draw, 1, 4)},
-                {"role": "assistant", "content": text(draw, 1, 9)},
-            ]
-        }
-        for _ in range(SAMPLES)
-    ]
-    with tempfile.TemporaryDirectory() as folder:
-        given = settings(batches, len(rows), folder)
-        return make(GKDTrainer)(
-            model=llama(),
-            teacher_model=llama(seed=6),
-            args=GKDConfig(**given, train_sampling_strategy="sequential", **{"lmbda": 0.0, **more}),
-            train_dataset=Dataset.from_list(rows),
-            processing_class=tokenizer(),
-        )
-
-
 def lengths(completions: list[str], **_: Any) -> list[float]:
     """A reward that differs between the completions of a prompt."""
     return [float(len(one.split())) + 0.1 * (hash_of(one) % 7) for one in completions]
@@ -227,7 +203,7 @@ def grpo(make: Any, batches: int, *, rloo: bool = False, **more: Any) -> Any:
     return made
 
 
-TRAINERS = {"DPO": dpo, "Reward": reward, "KTO": kto, "GKD": gkd, "GRPO": grpo}
+TRAINERS = {"DPO": dpo, "Reward": reward, "KTO": kto, "GRPO": grpo}
 
 
 def trained(trainer: Any, updates: int = 1) -> Tensor:

@@ -17,7 +17,7 @@ from wholebatch.integrations.transformers import exact
 def main() -> None:
     report = Path(sys.argv[1])
     rank = int(os.environ["RANK"])
-    for name in ("DPO", "Reward", "KTO", "GKD"):
+    for name in ("DPO", "Reward", "KTO"):
         update = trained(TRAINERS[name](exact, 2))
         if rank == 0:
             torch.save(update, report.with_name(f"{name}.pt"))

@@ -13,9 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import wholebatch as wb
-from tests.memory.models import CASES, images, loss, mlp, vectors
-from wholebatch.errors import OptionError
-from wholebatch.memory.choose_micro_batch import choose_in_lock_step
+from tests.memory.models import CASES, loss, mlp, vectors
 from wholebatch.memory.meter import MemoryMeter
 from wholebatch.memory.predict import Prediction, predict_peak
 
@@ -103,61 +101,6 @@ def test_a_window_in_which_the_noise_scale_is_measured() -> None:
     found = predict_peak(model, loss, vectors(4), **options)
     beyond = really(train, model, optimizer, vectors(12)) - predicted(found)
     assert 0 <= beyond <= 12 * 2 + 4 * 4 + 8, "totals, units, the seed; norms"
-
-
-def normed() -> nn.Module:
-    def block(before: int, after: int) -> nn.Module:
-        return nn.Sequential(
-            nn.Conv2d(before, after, 3, padding=1), nn.BatchNorm2d(after), nn.ReLU()
-        )
-
-    parts = [block(3, 8), block(8, 8), block(8, 8), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
-    return nn.Sequential(*parts, nn.Linear(8, 5))
-
-
-@pytest.mark.parametrize("hold", ["graphs", "inputs"])
-@pytest.mark.parametrize(("size", "count"), [(4, 2), (4, 6), (2, 12)])
-def test_in_lock_step(hold: Any, size: int, count: int) -> None:
-    """Twelve micro-batches are predicted from three: each further one adds the same."""
-    model = normed()
-    optimizer = torch.optim.AdamW(model.parameters())
-    train = wb.WholeBatch(model, optimizer, loss=loss, micro_batch=size)
-    train._runner.hold(hold)
-    found = predict_peak(
-        model, loss, images(size), optimizer=optimizer, micro_batches=count, lock_step=hold
-    )
-    real = really(train, model, optimizer, images(size * count))
-    # Totals (4 bytes each), and the buffers as they were, in case the window must begin again.
-    buffers = sum(buffer.nbytes for buffer in model.buffers())
-    assert 0 <= real - predicted(found) <= 4 * count + 2 * buffers + 64
-
-
-def test_lock_step_holds_less_where_memory_is_short() -> None:
-    model = normed()
-    optimizer = torch.optim.AdamW(model.parameters())
-    batch = images(32)
-
-    def need(hold: Any, size: int) -> int:
-        count = -(-32 // size)
-        way = {} if hold is None else {"lock_step": hold}
-        return predict_peak(
-            model, loss, images(size), optimizer=optimizer, micro_batches=count, **way
-        ).peak
-
-    whole, graphs, inputs = need(None, 32), need("graphs", 8), need("inputs", 8)
-    assert whole > graphs > inputs
-    for budget, way in ((whole, ""), (graphs, "in lock-step"), (inputs, "computed again")):
-        choice, hold = choose_in_lock_step(model, loss, batch, budget=budget, optimizer=optimizer)
-        assert choice.fits
-        assert way in choice.way
-        assert choice.micro_batch >= 8
-        assert (hold == "inputs") == (budget == inputs)
-        train = wb.WholeBatch(model, optimizer, loss=loss, micro_batch="auto", memory=f"{budget}B")
-        train.step(batch)
-        assert train.recoveries == 0
-        assert train.micro_batch_size == choice.micro_batch
-    with pytest.raises(OptionError, match=r"exact BatchNorm has all 32 samples of a batch in mem"):
-        choose_in_lock_step(model, loss, batch, budget=inputs // 2, optimizer=optimizer)
 
 
 @pytest.fixture

@@ -18,10 +18,8 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import wholebatch as wb
 from tests.mistakes.task import Batch, Mean, Moment, Sum, Task, pieces, quotient
-from wholebatch.integrations.accelerate import ExactWindows as AccelerateWindows
-from wholebatch.integrations.accelerate import accumulator as accelerate_accumulator
-from wholebatch.integrations.lightning import ExactWindows as LightningWindows
-from wholebatch.integrations.lightning import FabricWindows
+from wholebatch.integrations.accelerate import AccelerateAccumulator
+from wholebatch.integrations.lightning import ExactAccumulation, FabricAccumulator
 from wholebatch.integrations.transformers import exact
 from wholebatch.options import grouped
 
@@ -105,7 +103,7 @@ def prepared(task: Task, sizes: Sizes) -> tuple[Any, ...]:
 
 def accelerate(task: Task, sizes: Sizes, windows: int = 1) -> None:
     accelerator, model, optimizer, loader = prepared(task, sizes)
-    exact_windows = AccelerateWindows(accelerator, model, optimizer, **task.options)
+    exact_windows = AccelerateAccumulator(accelerator, model, optimizer, **task.options)
     for _ in range(windows):
         for micro, _last in over(task, loader, sizes, optimizer):
             with accelerator.accumulate(model):
@@ -116,7 +114,7 @@ def accelerate(task: Task, sizes: Sizes, windows: int = 1) -> None:
 
 def accelerate_without_accumulate(task: Task, sizes: Sizes, windows: int = 1) -> None:
     accelerator, model, optimizer, loader = prepared(task, sizes)
-    exact_windows = AccelerateWindows(accelerator, model, optimizer, **task.options)
+    exact_windows = AccelerateAccumulator(accelerator, model, optimizer, **task.options)
     for _ in range(windows):
         for micro, _last in over(task, loader, sizes, optimizer):
             give(exact_windows.backward, task.given(model, micro))
@@ -124,23 +122,10 @@ def accelerate_without_accumulate(task: Task, sizes: Sizes, windows: int = 1) ->
             optimizer.zero_grad()
 
 
-def accelerate_without_steps(task: Task, sizes: Sizes, windows: int = 1) -> None:
-    """`accumulator()` of an Accelerator that was told of no accumulation, and no `steps=`."""
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
-    accelerator = Accelerator(cpu=True)
-    loader = DataLoader(pieces(task.batch, sizes), batch_size=None)
-    model, optimizer, loader = accelerator.prepare(task.model, task.optimizer(task.model), loader)
-    acc = accelerate_accumulator(accelerator, model, optimizer, **grouped(task.options))
-    for _ in range(windows):
-        for micro in acc.over(loader):
-            give(acc.backward, task.given(model, micro))
-
-
 def fabric(task: Task, sizes: Sizes, windows: int = 1) -> None:
     run = Fabric(accelerator="cpu", devices=1)
     model, optimizer = run.setup(task.model, task.optimizer(task.model))
-    exact_windows = FabricWindows(run, model, optimizer, **task.options)
+    exact_windows = FabricAccumulator(run, model, optimizer, **task.options)
     for _ in range(windows):
         for micro, last in over(task, pieces(task.batch, sizes), sizes, optimizer):
             give(exact_windows.backward, task.given(model, micro), last=last)
@@ -152,7 +137,7 @@ def fabric(task: Task, sizes: Sizes, windows: int = 1) -> None:
 def fabric_never_clears(task: Task, sizes: Sizes, windows: int = 1) -> None:
     run = Fabric(accelerator="cpu", devices=1)
     model, optimizer = run.setup(task.model, task.optimizer(task.model))
-    exact_windows = FabricWindows(run, model, optimizer, **task.options)
+    exact_windows = FabricAccumulator(run, model, optimizer, **task.options)
     for _ in range(windows):
         for micro, last in over(task, pieces(task.batch, sizes), sizes, optimizer):
             give(exact_windows.backward, task.given(model, micro), last=last)
@@ -195,7 +180,7 @@ def lightning(task: Task, sizes: Sizes, windows: int = 1) -> None:
         accelerator="cpu",
         devices=1,
         logger=False,
-        callbacks=[LightningWindows(**task.options), OwnLines(task, sizes)],
+        callbacks=[ExactAccumulation(**task.options), OwnLines(task, sizes)],
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -298,7 +283,6 @@ DOORS: dict[str, Door] = {
     "Accumulator, counted": counted,
     "Accelerate": accelerate,
     "Accelerate without accumulate()": accelerate_without_accumulate,
-    "Accelerate's accumulator without steps": accelerate_without_steps,
     "Fabric": fabric,
     "Fabric, never cleared": fabric_never_clears,
     "Lightning": lightning,

@@ -169,23 +169,6 @@ def gradients_summed_on_the_host() -> float:
 
 
 @loop
-def dropout_by_sample() -> float:
-    """The same masks however the batch is split: two splits are each other's truth."""
-    made = [task("mlp", 3) for _ in range(3)]
-    models = [nn.Sequential(nn.Dropout(0.3), one.model, nn.Dropout(0.2)) for one in made]
-    for model, micro_batch in zip(models, (3, 7), strict=False):
-        torch.manual_seed(1)
-        train = wb.WholeBatch(
-            *(model, sgd(model)),
-            loss=lambda m, b: wb.cross_entropy(m(b["x"]), b["y"]),
-            micro_batch=micro_batch,
-            dropout="per-sample",
-        )
-        train.step(made[0].batch)
-    return apart(models[0], models[1], models[2])
-
-
-@loop
 def windows_with_a_short_tail() -> float:
     """Seven uneven micro-batches in windows of three: the last window has one."""
     made, twin = task("tied language model", 4, 21), task("tied language model", 4, 21)

@@ -111,11 +111,6 @@ def a_loop_without_accumulate(task: Task) -> Task:
     return task
 
 
-@mistake(r"steps", listed=True, doors=("Accelerate's accumulator without steps",))
-def an_accumulator_without_steps(task: Task) -> Task:
-    return task
-
-
 @mistake(
     r"never",
     listed=True,

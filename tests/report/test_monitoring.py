@@ -140,7 +140,7 @@ def test_numbers_that_cannot_be_drawn_are_left_out() -> None:
 def test_the_noise_scale_survives_a_stop(
     command: Command, recipe: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Stopped in the middle of a measured window: the same estimates as without."""
+    """The same estimates as without the stop."""
     path = recipe(NOISY)
     options = ["--steps", 8, "--noise", 2]
     assert command("train", path, *options, "--out", "straight").status == 0

@@ -7,7 +7,6 @@ says that the window is full, no item is taken early, so that leaving the loop t
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -16,11 +15,9 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from wholebatch.batch.micro_batches import drop_samples
-from wholebatch.batch.samples import Static, digests, is_other
+from wholebatch.batch.samples import Static
 from wholebatch.errors import OptionError, StateError, UnsupportedError
 from wholebatch.window.forward_state import capture_random, restore_random
-
-_log = logging.getLogger("wholebatch")
 
 
 @dataclass(frozen=True)
@@ -101,9 +98,9 @@ NOTHING: Any = object()
 class Feed:
     """Items of a loader, one at a time, with `peek`, and a state to resume from.
 
-    The state is: how many items were fetched, the generators as they were before the loader was
-    started (a shuffling sampler draws its seed there), and the items that were fetched but not
-    yet trained on. A loader with `state_dict`/`load_state_dict` keeps its own position.
+    The state is: how many items were fetched, and the generators as they were before the loader was
+    started (a shuffling sampler draws its seed there). A loader with `state_dict` and
+    `load_state_dict` keeps its own position.
     """
 
     def __init__(self, loader: Iterable[Any], resume: dict[str, Any] | None = None) -> None:
@@ -121,12 +118,12 @@ class Feed:
             self._start_generators = [g.get_state() for g in _generators(loader)]
             self._iterator: Iterator[Any] = iter(unpadded(loader))
         else:
+            self._start_random = resume["random"]
+            self._start_generators = resume["generators"]
             self._resume(resume)
 
     def _resume(self, state: dict[str, Any]) -> None:
-        now = capture_random()
-        self._start_random = state["random"]
-        self._start_generators = state["generators"]
+        self.fetched = state["fetched"]
         if state["loader"] is not None:
             if not _keeps_position(self.loader):
                 raise StateError(
@@ -134,35 +131,25 @@ class Feed:
                     "pass a loader of the same kind"
                 )
             self.loader.load_state_dict(state["loader"])  # type: ignore[attr-defined]
-            self._iterator = iter(unpadded(self.loader, start=state["fetched"]))
-        else:
-            restore_random(self._start_random)
-            generators = _generators(self.loader)
-            if len(generators) != len(self._start_generators):
+            self._iterator = iter(unpadded(self.loader, start=self.fetched))
+            return
+        now = capture_random()
+        restore_random(self._start_random)
+        generators = _generators(self.loader)
+        if len(generators) != len(self._start_generators):
+            raise StateError(
+                f"the saved loader had {len(self._start_generators)} random generators of its "
+                f"own, this one has {len(generators)}: build the loader as before"
+            )
+        for generator, saved in zip(generators, self._start_generators, strict=True):
+            generator.set_state(saved)
+        self._iterator = iter(unpadded(self.loader))
+        for position in range(self.fetched):
+            if next(self._iterator, NOTHING) is NOTHING:
                 raise StateError(
-                    f"the saved loader had {len(self._start_generators)} random generators of its "
-                    f"own, this one has {len(generators)}: build the loader as before"
+                    f"the loader ended after {position} micro-batches, and the saved run had "
+                    f"taken {self.fetched}: pass the same data, from its start"
                 )
-            for generator, saved in zip(generators, self._start_generators, strict=True):
-                generator.set_state(saved)
-            self._iterator = iter(unpadded(self.loader))
-            item = None
-            for position in range(state["fetched"]):
-                item = next(self._iterator, NOTHING)
-                if item is NOTHING:
-                    raise StateError(
-                        f"the loader ended after {position} micro-batches, and the saved run had "
-                        f"taken {state['fetched']}: pass the same data, from its start"
-                    )
-            if state["held"] and is_other(item, digests(state["held"][-1])):
-                _log.warning(
-                    "item %d of the loader is not the one that the saved run has found there: some "
-                    "samples may be trained on twice in this epoch, and others not at all. Give "
-                    "the loader its data in the same order (a seed, a generator)",
-                    state["fetched"] - 1,
-                )
-        self.fetched = state["fetched"]
-        self._held = list(state["held"])
         restore_random(now)
 
     def take(self) -> bool:
@@ -199,12 +186,11 @@ class Feed:
             self.fetched += 1
         return item
 
-    def state_dict(self, *, current_is_done: bool) -> dict[str, Any]:
-        """Return the position; an item without a backward yet is trained on after resuming."""
-        held = [] if current_is_done or self.current is NOTHING else [self.current]
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position after the items that were taken; none may be looked ahead at."""
+        assert not self._held
         return {
             "fetched": self.fetched,
-            "held": held + self._held,
             "random": self._start_random,
             "generators": self._start_generators,
             "loader": self.loader.state_dict()  # type: ignore[attr-defined]

@@ -65,8 +65,7 @@ class Found:
 class Checkpoints:
     """The checkpoints of one run, in a folder of their own.
 
-    `window-00000120.pt` was written after 120 windows; `window-00000120+0003.pt` in the middle of
-    the next one, after three of its micro-batches.
+    `window-00000120.pt` was written after 120 windows.
     """
 
     def __init__(self, folder: Path, *, keep: int = 2) -> None:
@@ -80,10 +79,9 @@ class Checkpoints:
         found = [(_place(path), path) for path in self.folder.iterdir()]
         return [path for place, path in sorted(found, key=lambda one: one[0] or (-1, 0)) if place]
 
-    def save(self, state: Mapping[str, Any], *, windows: int, micro_batches: int = 0) -> Path:
+    def save(self, state: Mapping[str, Any], *, windows: int) -> Path:
         """Write one, whole or not at all, and remove those before the last two."""
-        middle = f"+{micro_batches:04d}" if micro_batches else ""
-        path = self.folder / f"window-{windows:08d}{middle}.pt"
+        path = self.folder / f"window-{windows:08d}.pt"
         temporary = path.with_suffix(f".writing-{os.getpid()}")
         content = _plain(state, "")
         try:

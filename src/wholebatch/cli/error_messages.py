@@ -45,7 +45,7 @@ def training_failures(session: Session, folder: Path) -> Iterator[None]:
         yield
     except errors.RankError as error:  # the rank that failed says what and where
         print(f"error: {_one_line(error)}", file=sys.stderr)
-        if world.one_hangs and world.is_first:
+        if world.is_first:
             _tell_last(folder, world)
         raise SystemExit(1) from error
     except (errors.WholebatchError, torch.OutOfMemoryError) as error:

@@ -8,27 +8,27 @@ from __future__ import annotations
 import gc
 import hashlib
 import io
-import math
 import os
 import time
+import traceback
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from wholebatch.distributed.process_group import Group, world_size
-from wholebatch.distributed.rank_failure import alarm, is_of_a_collective
+from wholebatch.distributed.process_group import Group, shorten_timeout, world_size
 from wholebatch.errors import OptionError, RankError, WholebatchError
 from wholebatch.memory.activation_checkpointing import repeated_blocks
 
 T = TypeVar("T")
 
-_LEAST_DEADLINE = 300.0
+_LEAST_TIMEOUT = 300.0
+_TIMES_FIRST_WINDOW = 20.0
 
 
 class World:
@@ -40,10 +40,8 @@ class World:
         *,
         device: torch.device,
         parallel: str = "ddp",
-        deadline: float | None = None,
     ) -> None:
         self.rank = rank
-        self.deadline = deadline  # None: by the slowest window, or as the environment says
         self.device = device
         self.ranks = world_size()
         self.is_first = rank == 0
@@ -53,7 +51,6 @@ class World:
         # A pipeline is one model: every rank has every batch, and its own stages.
         self.shares = 1 if self.parallel == "pipeline" else self.ranks
         self.share = 0 if self.parallel == "pipeline" else rank
-        self._known: Exception | None = None  # an error that all ranks know of already
         self._group = Group([None], device, rank=rank) if self.ranks > 1 else None
 
     # -------------------------------------------------------------- agreeing
@@ -80,7 +77,6 @@ class World:
         sent: list[Any] = [(value, error is not None)]
         dist.broadcast_object_list(sent, src=0)
         if error is not None:
-            self._known = error
             raise error
         made, failed = sent[0]
         if failed:
@@ -97,7 +93,6 @@ class World:
         if failed and (error is None or self.rank != failed[0]):
             raise SystemExit(2)
         if error is not None:
-            self._known = error
             if self.rank and isinstance(error, WholebatchError):
                 raise RankError(f"rank {self.rank}: {error}") from error
             raise error
@@ -127,59 +122,30 @@ class World:
 
     @contextmanager
     def failures(self) -> Iterator[None]:
-        """Tell the other ranks of a failure; a rank that only lost them says that in one line."""
-        if self.ranks == 1:
-            yield
-            return
+        """Say in one line that this rank only lost the others; torchrun ends it anyway."""
         try:
-            with alarm().failures():
-                yield
-        except SystemExit as stopped:
-            if isinstance(stopped.__cause__, Exception):  # told already, by its file and line
-                self._tell(stopped.__cause__)
-            raise
+            yield
         except RuntimeError as error:
-            if not is_of_a_collective(error):
-                self._tell(error)
+            if self.ranks == 1 or not _is_of_a_collective(error):
                 raise
             text = str(error).strip().split("\n")[0]
-            raise RankError(f"rank {self.rank} lost the other ranks: {text}") from error
-        except Exception as error:
-            self._tell(error)
-            raise
+            raise RankError(
+                f"rank {self.rank} lost the other ranks, or one hangs: {text}"
+            ) from error
 
-    @property
-    def one_hangs(self) -> bool:
-        """True if the ranks end because one of them has fallen silent: it says nothing itself."""
-        return self.ranks > 1 and alarm().one_hangs
+    def first_window_made(self, seconds: float) -> None:
+        """Let a rank that hangs from now on end the job; the first window took so many seconds."""
+        if self.ranks > 1:
+            shorten_timeout(max(_LEAST_TIMEOUT, _TIMES_FIRST_WINDOW * seconds))
 
-    @contextmanager
-    def watched(self, *, advice: str) -> Iterator[None]:
-        """Hold every rank to the deadline, also between windows: there is only training here.
 
-        A rank that is ended because another hangs says `advice`.
-        """
-        if self.ranks == 1:
-            yield
-            return
-        watch = alarm()
-        if self.deadline is not None:
-            watch.progress.fixed = self.deadline
-        watch.progress.least, watch.progress.always = _LEAST_DEADLINE, True
-        watch.advice = advice if self.is_first else None
-        watch.progress.mark()
-        try:
-            yield
-        finally:
-            watch.progress.always, watch.advice = False, None
-            watch.progress.pause()
-
-    def _tell(self, error: Exception) -> None:
-        if error is self._known:
-            return
-        alarm().post(error)
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-            time.sleep(3.0)  # the store may live in this process: let the others read it
+def _is_of_a_collective(error: RuntimeError) -> bool:
+    """True if torch's collectives raised it: gloo raises a plain RuntimeError in torch's code."""
+    if isinstance(error, WholebatchError):
+        return False
+    frames = traceback.extract_tb(error.__traceback__)
+    innermost = Path(frames[-1].filename) if frames else Path()
+    return isinstance(error, dist.DistError) or Path(dist.__file__).parent in innermost.parents
 
 
 def _tried(make: Callable[[], T]) -> tuple[T | None, Exception | None]:
@@ -210,13 +176,8 @@ def choose_device(name: str) -> torch.device:
 
 
 @contextmanager
-def process_group(
-    device: str, *, deadline: float | None = None
-) -> Iterator[tuple[int, torch.device]]:
-    """Join the ranks of torchrun; give this process's rank and device.
-
-    Torch itself gives up on a rank later than a `deadline` that was asked for.
-    """
+def process_group(device: str) -> Iterator[tuple[int, torch.device]]:
+    """Join the ranks of torchrun; give this process's rank and device."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
     where = choose_device(device)
     if size == 1:
@@ -228,22 +189,18 @@ def process_group(
         torch.cuda.set_device(where)
     mine = not torch.distributed.is_initialized()
     if mine:
-        patience = None
-        if deadline is not None and deadline < math.inf:
-            patience = timedelta(seconds=max(1800.0, 1.5 * deadline))
-        _join("nccl" if where.type == "cuda" else "gloo", patience)
+        _join("nccl" if where.type == "cuda" else "gloo")
     try:
         yield torch.distributed.get_rank(), where
     finally:
         if mine and torch.distributed.is_initialized():
-            alarm().leave_if_one_hangs()
             torch.distributed.destroy_process_group()
             gc.collect()  # models still hold the group, whose threads end with it: now, not at exit
 
 
-def _join(backend: str, timeout: timedelta | None) -> None:
+def _join(backend: str) -> None:
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        torch.distributed.init_process_group(backend, timeout=timeout)
+        torch.distributed.init_process_group(backend)
         return
     from torch._C._distributed_c10d import PrefixStore
     from torch.distributed.rendezvous import rendezvous
@@ -255,7 +212,6 @@ def _join(backend: str, timeout: timedelta | None) -> None:
     attempt = agree_on_attempt(store, rank=rank, ranks=size)
     torch.distributed.init_process_group(
         backend,
-        timeout=timeout,
         store=PrefixStore(f"wholebatch/{attempt}", store),
         rank=rank,
         world_size=size,

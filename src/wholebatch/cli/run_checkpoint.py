@@ -30,15 +30,12 @@ from wholebatch.errors import StateError
 
 # Of the progress, what is the same on all ranks; the rest is each one's own.
 _SHARED = frozenset(
-    {"format", "kind", "updates", "skipped", "next_seed", "window", "scaler", "schedulers", "ema"}
+    {"format", "kind", "updates", "skipped", "next_seed", "scaler", "schedulers", "ema"}
 )
 
 
-def save_run(session: Session, checkpoints: Checkpoints, *, micro_batches: int = 0) -> Path:
-    """Write a checkpoint of this moment: all ranks call it, at the same window.
-
-    Only one process can write one in the middle of a window, after `micro_batches` of it.
-    """
+def save_run(session: Session, checkpoints: Checkpoints) -> Path:
+    """Write a checkpoint of this moment: all ranks call it, after the same window."""
     world, engine = session.world, session.engine
     progress = session.train.state_dict()
     data = {**session.batches.state_dict(session.position), **session.pace.state_dict()}
@@ -56,7 +53,7 @@ def save_run(session: Session, checkpoints: Checkpoints, *, micro_batches: int =
         state.update(_states(session))
     if not world.is_first:
         return checkpoints.folder
-    return checkpoints.save(state, windows=session.windows, micro_batches=micro_batches)
+    return checkpoints.save(state, windows=session.windows)
 
 
 def _states(session: Session) -> dict[str, Any]:
@@ -176,9 +173,6 @@ def _progress_here(state: dict[str, Any], world: World) -> tuple[dict[str, Any],
     saved = state.get("ranks")
     if saved is None and world.ranks == 1:
         return progress, True
-    if world.ranks > 1 and progress["window"] is not None:
-        # Half a window of one process: begun again, as shares of several ranks.
-        progress.update(window=None, done=0)
     everyones = saved or [{}]
     known = world.rank < len(everyones)
     progress.update(everyones[world.rank if known else 0])

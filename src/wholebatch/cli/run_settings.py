@@ -187,10 +187,9 @@ class Config:
         "Where the optimizer's state is between updates: on the device or in host memory.",
     )
     batchnorm: str = _batch_choice(
-        "exact|statistics|freeze|group|layer|sync|refuse",
-        "What BatchNorm normalises by. exact: the whole batch. statistics: micro-batches, with "
-        "running statistics of the batch. freeze: running statistics. group, layer: GroupNorm or "
-        "one group instead. sync: over GPUs.",
+        "exact|freeze|allow|refuse",
+        "What BatchNorm normalises by. exact: the whole batch, which is not split. freeze: running "
+        "statistics. allow: each micro-batch.",
     )
     lr_steps: int | None = _follows_setting(
         None,
@@ -305,13 +304,6 @@ class Config:
         "With --parallel fsdp2: reduce once per window (hold) or in every micro-batch; gathered "
         "also keeps the whole parameters over a window.",
         may_change=True,
-    )
-    deadline: str | None = option(
-        None,
-        "SECONDS|auto|off",
-        "Under torchrun: stop all ranks if one makes no progress for this time. auto: ten times "
-        "the slowest window, at least 5 minutes.",
-        _RUN,
     )
 
     @property

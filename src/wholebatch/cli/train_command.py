@@ -5,7 +5,6 @@ The options are in `run_settings`, what they become in `training_run`, the loop 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -76,16 +75,11 @@ def _in_group(
 
     from wholebatch.cli.error_messages import short_warnings
     from wholebatch.cli.parallel_ranks import World, process_group
-    from wholebatch.distributed.rank_failure import DEADLINE, parse_deadline
 
-    deadline = parse_deadline(
-        given.get("deadline") or os.environ.get(DEADLINE) or "auto",
-        "--deadline" if "deadline" in given else DEADLINE,
-    )
     if source.threads is not None:
         torch.set_num_threads(source.threads)
-    with process_group(given.get("device", "auto"), deadline=deadline) as (rank, where):
-        world = World(rank, device=where, parallel=parallel, deadline=deadline)
+    with process_group(given.get("device", "auto")) as (rank, where):
+        world = World(rank, device=where, parallel=parallel)
         with world.failures(), short_warnings(shown=world.is_first):
             return _train(given, source, world, doing, typed=typed)
 
@@ -94,7 +88,7 @@ def _train(
     given: Given, source: SettingsFile, world: World, doing: Spinner, *, typed: frozenset[str]
 ) -> int:
     from wholebatch.cli.error_messages import training_failures
-    from wholebatch.cli.run_folder import checkpoint_of, find, resume_command
+    from wholebatch.cli.run_folder import checkpoint_of, find
     from wholebatch.cli.training_run import build
     from wholebatch.cli.validation import check_validation
 
@@ -129,12 +123,7 @@ def _train(
         if done >= session.config.steps:
             terminal.note(f"nothing to do: the run has its {done} updates; give --steps for more")
             return 0
-        again = resume_command(folder.path, parallel=world.parallel)
-        with (
-            training_failures(session, folder.path),
-            world.failures(),
-            world.watched(advice=f"  continue from the last checkpoint: {again}"),
-        ):
+        with training_failures(session, folder.path), world.failures():
             return _run(session, folder, found, terminal, doing)
 
 
@@ -175,8 +164,6 @@ def _idle(session: Session) -> Iterator[str]:
         yield f"--parallel {world.asked} has no effect: it is for torchrun; this is one process"
     if session.config.workers and not session.batches.reads_ahead:
         yield "--workers reads ahead for datasets and one batch size; here it does nothing"
-    if world.deadline is not None and world.ranks == 1:
-        yield "a deadline is for the ranks of torchrun; this is one process"
 
 
 def _unscaled(session: Session) -> Iterator[str]:
@@ -216,16 +203,12 @@ def _run(
     from wholebatch.cli.train_loop import run_loop
 
     world = session.world
-    mid_window = world.ranks == 1 and bool(found and found.state["train"]["window"] is not None)
-    outcome = run_loop(session, folder, terminal, mid_window=mid_window)
+    outcome = run_loop(session, folder, terminal)
     updates = session.train.updates
     if not outcome.finished:
         auto = session.pace.auto
         data = "" if auto is None else f" ({auto.done} by the data)"
         place = f"after update {updates}{data} of {session.config.steps}"
-        done, of = outcome.stopped_at
-        if of:
-            place += f", {done} of {of} micro-batches into the next"
         terminal.note(f"stopped {place}; checkpoint {path_from_here(outcome.checkpoint)}")
         again = resume_command(folder.path, parallel=world.parallel)
         terminal.command("Continue with:", again)
@@ -376,11 +359,8 @@ def _memory_text(session: Session, chosen: str | None) -> list[str]:
 
 
 def _resumed_text(found: Found, session: Session) -> str:
-    state, ranks = found.state["train"], session.world.ranks
+    ranks = session.world.ranks
     into = f"after update {session.train.updates}"
-    if state["window"]:
-        into += f", {state['done']} micro-batches into the next"
-        into += " (begun again: there were no ranks)" if ranks > 1 else ""
     then = len(found.state.get("ranks", [0]))
     into += f", which {then} rank{'' if then == 1 else 's'} made" if then != ranks else ""
     return into

@@ -32,23 +32,16 @@ _LOOKED_AT, _SLOW_DATA = 20, 0.25
 """After so many windows, data that takes more than this share of the time is reported."""
 
 
-class _Stopped(Exception):
-    """Leaves `step()` in the middle of a window, after its checkpoint was written."""
-
-
-def run_loop(
-    session: Session, folder: RunFolder, terminal: Terminal, *, mid_window: bool
-) -> TrainingLoop:
+def run_loop(session: Session, folder: RunFolder, terminal: Terminal) -> TrainingLoop:
     """Train up to the configured number of updates, or until a signal asks to stop."""
     with ExitStack() as stack:
         sinks = open_sinks(stack, session, folder)
-        after = "micro-batch" if session.world.ranks == 1 else "window"
-        stop = stack.enter_context(StopRequest(after=after, told=session.world.is_first))
+        stop = stack.enter_context(StopRequest(after="window", told=session.world.is_first))
         terminal.begin(done=session.progress, total=session.config.steps)
         stack.callback(terminal.end)
         loop = TrainingLoop(session, folder, terminal, sinks, stop)
         began = time.perf_counter()
-        loop.run(mid_window)
+        loop.run()
         loop.seconds = time.perf_counter() - began
         return loop
 
@@ -63,9 +56,7 @@ class TrainingLoop:
     sinks: Sequence[Sink]  # of the first rank
     stop: StopRequest
     finished: bool = False
-    """True if it made all updates; else it was stopped, `stopped_at` a place in a window."""
-    stopped_at: tuple[int, int] = (0, 0)
-    """Micro-batches that are done, of how many; (0, 0) between windows."""
+    """True if it made all updates; else it was stopped between two windows."""
     checkpoint: Path = Path()
     seconds: float = 0.0
     first_loss: float | None = None
@@ -76,6 +67,7 @@ class TrainingLoop:
     _units: float = 0.0
     _seconds: float = 0.0
     _metered: bool = True
+    _has_made_a_window: bool = False
     _skipped_in_a_row: int = 0
     _reading: float = 0.0  # seconds of the windows since the meter was off
     _windows: int = 0
@@ -83,7 +75,6 @@ class TrainingLoop:
     def __post_init__(self) -> None:
         self._checkpoints = Checkpoints(self.folder.checkpoints)
         self._memory = self.session.memory
-        self._waited = self.session.train.waited
         self._noise: NoiseScale | None = self.session.train.noise
         for sink in self.sinks:
             if isinstance(sink, MetricsFile):  # of a run that is resumed
@@ -93,7 +84,7 @@ class TrainingLoop:
                         f"note: {sink.path.name} does not have windows 1 to {sink.lost}"
                     )
 
-    def run(self, mid_window: bool) -> None:
+    def run(self) -> None:
         """Make the updates; the last thing that is written is a checkpoint."""
         session = self.session
         is_new = session.world.first(lambda: not self._checkpoints.paths())
@@ -110,28 +101,27 @@ class TrainingLoop:
             session.batches.take()
             if session.world.ranks == 1:
                 self._remember(batch)
-            try:
-                self._window(batch, rates, whole=not mid_window)
-                self._watch_data(reading)
-            except _Stopped:
-                return
-            mid_window = False
+            self._window(batch, rates)
+            self._watch_data(reading)
             is_saved = session.train.updates % session.config.checkpoint_every == 0 and self._save()
         self.finished = bool(is_saved or self._save())
 
-    def _window(self, batch: Any, rates: list[float], *, whole: bool) -> None:
+    def _window(self, batch: Any, rates: list[float]) -> None:
         session = self.session
         metered = not self._memory.settled
         began = time.perf_counter()
-        with self._memory.around(whole_window=whole, full_batch=self._is_full(batch)):
+        with self._memory.around(full_batch=self._is_full(batch)):
             if isinstance(batch, Nothing):
                 step = session.train.join(batch.like)
             else:
-                step = session.train.step(batch, after_micro=self._after_micro)
+                step = session.train.step(batch)
         seconds = time.perf_counter() - began
         if self._metered and not metered:
             self._units = self._seconds = 0.0  # the meter is slow: count from here on
         self._metered = metered
+        if not self._has_made_a_window:
+            self._has_made_a_window = True
+            session.world.first_window_made(seconds)
         self._units += step.units
         self._seconds += seconds
         record = record_of(
@@ -140,7 +130,7 @@ class TrainingLoop:
             epoch=session.position.epoch,
             lr=rates,
             now=time.time(),
-            more={**self._more(seconds), **self._spike(step)},
+            more={**self._more(), **self._spike(step)},
         )
         session.pace.end(step, session.train.noise)
         self._write(record)
@@ -154,8 +144,8 @@ class TrainingLoop:
         )
         self._watch_skipped(step.skipped)
 
-    def _more(self, seconds: float) -> dict[str, Any]:
-        """Return what a window has to record beside its step; it took so many seconds."""
+    def _more(self) -> dict[str, Any]:
+        """Return what a window has to record beside its step."""
         session, train = self.session, self.session.train
         found: dict[str, Any] = {"skipped_windows": train.skipped}
         if session.pace.changes:
@@ -176,10 +166,6 @@ class TrainingLoop:
             )
         found["memory"] = session.memory.measured
         found["recoveries"] = train.recoveries
-        waited = train.waited
-        if waited is not None and self._waited is not None and seconds > 0:
-            found["communication"] = round(min(1.0, (waited - self._waited) / seconds), 6)
-        self._waited = waited
         return found
 
     def _spike(self, step: Step) -> dict[str, Any]:
@@ -206,20 +192,12 @@ class TrainingLoop:
         if last is not None:
             self.last_loss = last["loss"]
 
-    def _after_micro(self, done: int, of: int) -> None:
-        self.terminal.micro(done, of)
-        # Several ranks stop together, between windows: see `run`.
-        if self.stop.requested and done < of and self.session.world.ranks == 1:
-            self._save(micro_batches=done)
-            self.stopped_at = done, of
-            raise _Stopped
-
-    def _save(self, *, micro_batches: int = 0) -> bool:
+    def _save(self) -> bool:
         if self.session.world.is_first:
             self.folder.check_there()
         for sink in self.sinks:
             sink.sync()
-        self.checkpoint = save_run(self.session, self._checkpoints, micro_batches=micro_batches)
+        self.checkpoint = save_run(self.session, self._checkpoints)
         return True
 
     def _watch_skipped(self, reason: str | None) -> None:

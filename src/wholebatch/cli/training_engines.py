@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import cache
 from pathlib import Path
@@ -178,7 +178,6 @@ class Staged(Pipeline):
 
     recoveries = 0
     noise = None
-    waited = None
     about: ClassVar[dict[str, Any]] = {"name": "pipeline"}
 
     def __init__(
@@ -215,14 +214,9 @@ class Staged(Pipeline):
         """Choose nothing: the micro-batch was given."""
         return None
 
-    def step(  # type: ignore[override]
-        self, batch: Any, *, after_micro: Callable[[int, int], None] | None = None
-    ) -> Step:
+    def step(self, batch: Any) -> Step:  # type: ignore[override]
         """Make one update from the whole batch, which every rank has."""
-        step = super().step(*self._inputs(batch), target=batch)
-        if after_micro is not None:
-            after_micro(step.micro_batches, step.micro_batches)
-        return step
+        return super().step(*self._inputs(batch), target=batch)
 
     def join(self, like: Any) -> Step:
         raise AssertionError("every rank of a pipeline has every batch")

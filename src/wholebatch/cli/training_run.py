@@ -67,7 +67,7 @@ class PeakMemory:
             torch.cuda.reset_peak_memory_stats(self.device)
 
     @contextmanager
-    def around(self, *, whole_window: bool, full_batch: bool = True) -> Iterator[None]:
+    def around(self, *, full_batch: bool = True) -> Iterator[None]:
         """Measure one window."""
         if self.settled:
             yield
@@ -84,7 +84,7 @@ class PeakMemory:
         before = 0 if self._metered <= 2 or self.measured is None else self.measured
         self.measured = max(meter.peak, before)
         self._is_first = not has_state
-        is_usual = has_state and whole_window and full_batch and self._metered > 1
+        is_usual = has_state and full_batch and self._metered > 1
         self.settled = is_usual or self._metered >= _ENOUGH
 
     def text(self, loss: Callable[[Any, Any], Any], batch: Any, *, precision: str) -> str:

@@ -87,8 +87,7 @@ class Executor:
     """Runs the micro-steps of one window after the other.
 
     `eager(micro, loss)` runs forward and backward with this loss function, records them in the
-    window, and returns the loss. `keeps_moments`: the model's BatchNorms collect their statistics
-    in Python, so only eager code works.
+    window, and returns the loss.
     """
 
     reserves_on: ClassVar[tuple[str, ...]] = ("cuda",)
@@ -105,7 +104,6 @@ class Executor:
         device: torch.device,
         eager: Callable[[Any, Callable[[Any, Any], Any]], Loss | Terms],
         single: str,
-        keeps_moments: bool = False,
     ) -> None:
         self.execute = execute
         self.notes = Notes(asked=execute in ("compile", "graph"))
@@ -126,8 +124,6 @@ class Executor:
         self._pool: Any = None
         self._reset()
         reason = window.only_eager
-        if reason is None and keeps_moments:
-            reason = 'batchnorm="statistics" collects its moments in Python'
         if reason is not None and not self._plan.eager:
             self._give_up(reason)
 

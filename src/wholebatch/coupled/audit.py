@@ -45,27 +45,23 @@ _log = logging.getLogger("wholebatch")
 
 _TRIES = 8
 _POLICIES = (
-    'WholeBatch(batchnorm="exact") is exact; Accumulator needs "statistics", "freeze", "group", '
-    '"layer" or "sync"'
+    'WholeBatch(batchnorm="exact") is exact; Accumulator needs "freeze" or "allow", or GroupNorm'
 )
 _ADVICE = {
     "batchnorm": f"normalises with the statistics of the batch: {_POLICIES}",
-    "custom": (
-        "a BatchNorm of its own kind: exact if it calls F.batch_norm, refused by name otherwise; "
-        f"{_POLICIES}"
-    ),
+    "custom": (f"a BatchNorm with a forward of its own: {_POLICIES}"),
     "sync": (
         "normalises with the statistics of the micro-batch on all ranks, not of the window: "
-        'WholeBatch(batchnorm="exact") includes the ranks; "sync" keeps it as it is'
+        'WholeBatch(batchnorm="exact") includes the ranks'
     ),
     "running": (
         "outputs do not depend on other samples, but the running statistics move once for every "
-        'micro-batch: batchnorm="exact" or "statistics" moves them once per window'
+        'micro-batch: WholeBatch(batchnorm="exact") moves them once per window'
     ),
     "ghost": (
         "splits its batch by itself and normalises the parts (Ghost BatchNorm): statistics of the "
         "whole batch are not what it wants. Use a plain BatchNorm, or plain accumulation in "
-        'micro-batches of its parts: batchnorm="statistics", audit=False'
+        'micro-batches of its parts: batchnorm="allow", audit=False'
     ),
     "frequency": (
         "scale_grad_by_freq=True divides the gradient of a row by how often it occurs in the "

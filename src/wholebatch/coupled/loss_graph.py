@@ -44,7 +44,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from wholebatch.coupled.sample_draws import signed
 from wholebatch.coupled.sample_runs import SCALE, emptied
 from wholebatch.errors import LossError
 from wholebatch.losses.loss import Units
@@ -73,6 +72,11 @@ _PICK = ("Max", "Min", "Amax", "Amin", "Median", "Nanmedian", "Kthvalue", "Topk"
 _KINKS = ("Relu", "LeakyRelu", "Threshold", "Hardtanh", "Clamp", "Abs", "Maximum", "Minimum")
 _PER_ROW = ("NllLoss", "MultiMargin", "MultilabelMargin")
 _VIEWS = _SAME | {"SliceBackward0", "SelectBackward0"}
+
+
+def _signed(value: int) -> int:
+    """Return a number that is given as 64 bits without a sign."""
+    return value - 2**64 if value >= 2**63 else value
 
 
 @dataclass(frozen=True, slots=True)
@@ -509,7 +513,7 @@ def _dims(node: Any, sizes: Sequence[int]) -> list[int]:
     """Return the dimensions that a node reduces, in order; none if it reduces all of them."""
     dims = saved_by(node, "dim")
     dims = [] if dims is None else dims if isinstance(dims, tuple) else [dims]
-    return sorted(signed(dim) % len(sizes) for dim in dims) if sizes else []
+    return sorted(_signed(dim) % len(sizes) for dim in dims) if sizes else []
 
 
 def _without_factors(node: Any, so_far: LossTerm) -> tuple[Any, LossTerm]:
@@ -648,7 +652,7 @@ def _loss_size(node: Any) -> tuple[tuple[int, ...], float]:
         ignored = saved_by(node, "ignore_index")
         if ignored is None:
             return sizes, target.numel()
-        return sizes, float((target != signed(ignored)).sum())
+        return sizes, float((target != _signed(ignored)).sum())
     return sizes, (sizes[0] if sizes else 1) if per_row else math.prod(sizes)
 
 

@@ -36,7 +36,7 @@ def moe_loss(
     z: float = 0.0,
     top_k: int | None = None,
     layers: Literal["together", "each"] = "together",
-    keep: int | Literal["auto"] = "auto",
+    keep: int = 1,
 ) -> Coupled:
     """Return a loss of the whole batch: `loss`, `balance` × load balance and `z` × router z-loss.
 

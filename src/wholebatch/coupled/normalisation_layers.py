@@ -1,17 +1,20 @@
-"""Normalisation layers whose state a window takes care of, or warns of, and replaced forwards."""
+"""Normalisation layers whose statistics or state depend on the batch, and replaced forwards."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 from weakref import WeakSet
 
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from wholebatch.errors import UnsupportedError
+from wholebatch.window.forward_state import replaced_attributes
 
 known_norms: WeakSet[nn.Module] = WeakSet()
 """The BatchNorms of all models that this package trains."""
@@ -45,6 +48,16 @@ def uses_batch_statistics(module: nn.Module) -> bool:
     )
 
 
+def whole_batch_norms(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return every layer whose output or running statistics depend on how the batch is split."""
+    return [*batchnorms(model), *tracked_instance_norms(model)]
+
+
+def uses_whole_batch(module: nn.Module) -> bool:
+    """True if one of `whole_batch_norms` would now give other results in micro-batches."""
+    return uses_batch_statistics(module) if isinstance(module, _BatchNorm) else module.training
+
+
 def running_buffers(module: nn.Module) -> dict[str, Tensor]:
     """Return the buffers that a normalisation layer's training-mode forward moves."""
     names = ("running_mean", "running_var", "num_batches_tracked")
@@ -71,6 +84,26 @@ def evaluation_mode(*models: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
+
+
+@contextmanager
+def fixed_statistics(norms: Sequence[tuple[str, nn.Module]]) -> Iterator[None]:
+    """Let BatchNorms normalise without the batch in this context, so that they couple no samples.
+
+    They use their running statistics, or a mean of 0 and a variance of 1 if they keep none.
+    """
+    with ExitStack() as restored:
+        for _, module in norms:
+            if getattr(module, "running_mean", None) is None:
+                replace_forward(restored, module, partial(_scale_and_shift, module))
+            else:
+                restored.enter_context(replaced_attributes(module, training=False))
+        yield
+
+
+def _scale_and_shift(module: Any, input: Tensor) -> Tensor:
+    zeros = input.new_zeros(input.shape[1])
+    return F.batch_norm(input, zeros, zeros + 1, module.weight, module.bias, eps=module.eps)
 
 
 def replace_forward(restored: ExitStack, module: nn.Module, forward: Callable[..., Any]) -> None:

@@ -24,10 +24,12 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from wholebatch.batch.samples import Layout, flatten
-from wholebatch.coupled.batchnorm.whole_batch_norm import FixedNorms
 from wholebatch.coupled.contrastive.losses import OfTheBatch
-from wholebatch.coupled.normalisation_layers import batchnorms, uses_batch_statistics
-from wholebatch.coupled.sample_draws import fused_dropout
+from wholebatch.coupled.normalisation_layers import (
+    batchnorms,
+    fixed_statistics,
+    uses_batch_statistics,
+)
 from wholebatch.distributed.process_group import world_size
 from wholebatch.losses.loss import as_loss, terms_of
 from wholebatch.window.close import read_scalars
@@ -40,6 +42,18 @@ _DRAWS_BY_INPUT = ("aten::rrelu_with_noise", "aten::rrelu_with_noise_", "aten::r
 _MOST_GROUPS = 64
 SCALE = 1024.0  # of backwards: one that clips, or takes a sign, is not linear in it
 _LINEAR = 3  # so many numbers of a digest are linear in the gradient; the last is its norm
+
+
+def _fused_dropout(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> float | None:
+    """Return the dropout of a kernel that draws its masks by itself; None for other operations."""
+    if not ("attention" in func._schema.name or "rnn" in func._schema.name):
+        return None
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.name in ("dropout_p", "dropout", "p") and str(argument.type) == "float":
+            default = argument.default_value if argument.has_default_value() else 0.0
+            value = args[place] if place < len(args) else kwargs.get(argument.name, default)
+            return float(value or 0.0)
+    return None
 
 
 class Uncheckable(Exception):
@@ -138,7 +152,7 @@ class FirstSamples:
         self._draws_nothing = False
         self.called = CalledModules(model)
         self.tolerance = Tolerance(1e-3, 1e-5, 1e-5, 1e-5)  # until a run tells the precision
-        self._fixed = FixedNorms([n for n in batchnorms(model) if uses_batch_statistics(n[1])])
+        self._norms = [n for n in batchnorms(model) if uses_batch_statistics(n[1])]
         self._seeds: dict[str, float] = {}
 
     @property
@@ -153,7 +167,8 @@ class FirstSamples:
         if "torch._dynamo" in sys.modules:  # the look is not to make modules compile again
             eagerly = torch.compiler.set_stance("force_eager")
         try:
-            with warnings.catch_warnings(), eagerly, self._fixed, torch.enable_grad():
+            fixed = fixed_statistics(self._norms)
+            with warnings.catch_warnings(), eagerly, fixed, torch.enable_grad():
                 warnings.simplefilter("ignore")
                 yield
         finally:
@@ -165,7 +180,6 @@ class FirstSamples:
         for parameter, data in self._data:
             if parameter.data_ptr() != data.data_ptr():  # `parameter.data = …` in a forward
                 parameter.data = data
-        self._fixed.begin()
 
     def whole(self) -> SampleRun:
         """Run all samples, and record what they draw.
@@ -440,7 +454,7 @@ class HeldDraws(_DispatchMode):
         if is_draw is None:
             is_draw = self._is_draw[id(func)] = torch.Tag.nondeterministic_seeded in func.tags
         made = func(*args, **(kwargs or {}))
-        if not is_draw or fused_dropout(func, args, kwargs or {}) == 0.0:
+        if not is_draw or _fused_dropout(func, args, kwargs or {}) == 0.0:
             return made
         name = func._schema.name
         if name in _DROPOUTS:  # The mask is what was drawn; the output follows from it.

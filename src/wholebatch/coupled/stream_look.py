@@ -25,8 +25,6 @@ from wholebatch.compile.captured_state import Fingerprint, LookAgain, modules_in
 from wholebatch.coupled import loss_graph
 from wholebatch.coupled.adds_up import LookResult, check_adds_up
 from wholebatch.coupled.audit import refused_by_type
-from wholebatch.coupled.batchnorm.policies import Policy, Statistics
-from wholebatch.coupled.batchnorm.whole_batch_norm import recomputing
 from wholebatch.coupled.causes import AuditFinding, outside_norm
 from wholebatch.coupled.contrastive.losses import refuse_in_parts
 from wholebatch.coupled.followed_tensor import FollowedTensor
@@ -41,7 +39,7 @@ from wholebatch.coupled.normalisation_layers import (
 from wholebatch.coupled.sample_runs import local_collectives
 from wholebatch.errors import LossError
 from wholebatch.losses.loss import Loss, Terms, Units, check_units
-from wholebatch.window.forward_state import ForwardState
+from wholebatch.window.forward_state import ForwardState, in_backward
 from wholebatch.window.window import graph_nodes, transforms_active
 
 _log = logging.getLogger("wholebatch")
@@ -74,7 +72,7 @@ class StreamLook:
     lets samples act on each other by more than a BatchNorm, or whose forward moves state.
 
     ```python
-    look = StreamLook(models, audit=audit, policies=batchnorm_policies)
+    look = StreamLook(models, audit=audit)
     look.watch()                          # before the first forward of a window: hooks on models
     look.at_backward(total, units)        # before every backward; or at_backward(mean=, units=)
     look.done()                           # after the last backward of every micro-batch
@@ -92,11 +90,8 @@ class StreamLook:
     all of the batch (one micro-batch, one rank) need not be.
     """
 
-    def __init__(
-        self, models: Iterable[nn.Module], *, audit: bool = True, policies: Iterable[Policy] = ()
-    ) -> None:
+    def __init__(self, models: Iterable[nn.Module], *, audit: bool = True) -> None:
         self._models = list(models)
-        self._statistics = [policy for policy in policies if isinstance(policy, Statistics)]
         self._called: set[nn.Module] = set()  # in this micro-batch, with all modules below them
         self._judged: set[nn.Module] = set()
         self._found: list[AuditFinding] = []
@@ -378,9 +373,9 @@ class StreamLook:
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self._looking or transforms_active():
             return
-        if self._depth == 0 and not recomputing():
+        if self._depth == 0 and not in_backward():
             self._variants.enter(_tensors_of((args, kwargs)))
-        if self._depth == 0 and torch.is_grad_enabled() and not recomputing():
+        if self._depth == 0 and torch.is_grad_enabled() and not in_backward():
             self._look_at(module, args, kwargs)
         self._depth += 1
 
@@ -417,22 +412,18 @@ class StreamLook:
 
     @contextmanager
     def _not_counting(self) -> Iterator[None]:
-        """Make calls that neither hooks nor statistics of BatchNorms count."""
+        """Make calls that the hooks do not count."""
         self._looking = True
-        for policy in self._statistics:
-            policy.counts = False
         try:
             yield
         finally:
             self._looking = False
-            for policy in self._statistics:
-                policy.counts = True
 
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if self._looking or transforms_active():
             return
         self._depth -= 1
-        if self._depth or recomputing():
+        if self._depth or in_backward():
             return
         given = _tensors_of((args, kwargs))
         if not given or output is None:

@@ -47,11 +47,9 @@ class Buckets:
         self,
         parameters: Sequence[nn.Parameter],
         group: dist.ProcessGroup | None,
-        wait: Callable[[Any], None],
         *,
         send: Callable[[Tensor], Any] | None = None,
     ) -> None:
-        self._wait = wait
         self._send = send or (lambda flat: dist.all_reduce(flat, group=group, async_op=True))
         # In the order of a backward.
         some = in_buckets(reversed(parameters), _BUCKET_BYTES, lambda p: (_grad_dtype(p), p.device))
@@ -100,7 +98,8 @@ class Buckets:
     @torch.no_grad()
     def _receive(self, bucket: _Bucket) -> None:
         assert bucket.flat is not None
-        self._wait(bucket.work)
+        if bucket.work is not None:
+            bucket.work.wait()  # on CUDA it orders the streams; the host does not stop here
         sizes = [parameter.numel() for parameter in bucket.parameters]
         for parameter, piece in zip(bucket.parameters, bucket.flat.split(sizes), strict=True):
             if parameter.grad is None:
@@ -178,16 +177,13 @@ class Replicated(Sync):
         with self._buckets_of(parameters).reducing(overlap=False):
             pass
 
-    def waited(self) -> float | None:
-        return self._group.waiting.seconds
-
     def filled_in(self) -> set[int]:
         return set() if self._buckets is None else self._buckets.filled_in
 
     def _buckets_of(self, parameters: Sequence[nn.Parameter]) -> Buckets:
         layout = [id(parameter) for parameter in parameters]
         if self._buckets is None or layout != self._layout:
-            self._buckets = Buckets(parameters, self._process_group, self._group.wait)
+            self._buckets = Buckets(parameters, self._process_group)
             self._layout = layout
         return self._buckets
 

@@ -26,8 +26,6 @@ from wholebatch.distributed.tensor_parallel import norm_over_meshes
 from wholebatch.errors import UnsupportedError
 
 _log = logging.getLogger("wholebatch")
-_WAITS = ("unshard", "wait_for_unshard", "post_backward", "finalize_backward")
-"""The methods of torch's records in which a rank waits for gathers and reductions."""
 
 
 class Sharded(Sync):
@@ -97,16 +95,7 @@ class Sharded(Sync):
             _log.info("sync %s", policy)
         return every, policy
 
-    def waited(self) -> float | None:
-        """Return the seconds in gathers and reductions, their copies in and out included."""
-        assert self.group is not None
-        return self.group.waiting.seconds
-
     def before_forwards(self) -> None:
-        assert self.group is not None
-        for group in filter(None, map(_param_group, self._modules)):
-            for name in _WAITS if _WAITS[0] not in vars(group) else ():
-                setattr(group, name, self.group.waiting.measured()(getattr(group, name)))
         if not self._gathers_once or self._forward_meshes:
             return
         for module in self._modules:
@@ -131,19 +120,10 @@ class Sharded(Sync):
                 module.set_requires_all_reduce(reduces, recurse=False)
             if self._gathers_once:
                 module.set_reshard_after_backward(reduces, recurse=False)
-        if self.progress is not None:
-            self.progress.mark()
-        with self.failures():
-            yield
+        yield
 
     def reduce_now(self, parameters: Parameters) -> None:
         raise reduces_in_backward_only("a sharded model")
-
-    def largest(self, value: Tensor) -> Tensor:
-        found = super().largest(value)
-        if self.progress is not None:  # ranks have agreed on a window: its forwards wait for them
-            self.progress.mark()
-        return found
 
     def total_norm(self, gradients: Sequence[Tensor]) -> Tensor:
         return norm_over_meshes(gradients)
@@ -175,9 +155,6 @@ class Sharded(Sync):
         super().restore()
         if self._forward_meshes:
             self._free_gathered()
-        for group in filter(None, map(_param_group, self._modules)):
-            for name in _WAITS:
-                vars(group).pop(name, None)
         for module, (gradient_sync, all_reduce) in zip(self._modules, self._found, strict=True):
             module.set_requires_gradient_sync(gradient_sync, recurse=False)
             if self._is_hybrid:

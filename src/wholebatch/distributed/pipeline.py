@@ -236,7 +236,7 @@ class Pipelined(Sync):
         present = torch.tensor([float(p.grad is not None) for p in parameters])
         on_some = self.replicas.sum_tensor(present.to(self._device)).tolist()
         used = [p for p, count in zip(parameters, on_some, strict=True) if count]
-        with Buckets(used, self._replica_group, self.replicas.wait).reducing(overlap=False):
+        with Buckets(used, self._replica_group).reducing(overlap=False):
             pass
 
     def largest(self, value: Tensor) -> Tensor:

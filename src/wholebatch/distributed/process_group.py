@@ -1,55 +1,20 @@
-"""Collectives over process groups, waiting only for ranks that are alive."""
+"""Small collectives over process groups.
+
+A rank that dies ends the job: torchrun stops the others. A rank that hangs ends it when the process
+group's timeout is over; `shorten_timeout` makes that soon, once all ranks are under way.
+"""
 
 from __future__ import annotations
 
 import math
 import time
 import zlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-from wholebatch.distributed.rank_failure import alarm
-
-
-class Waiting:
-    """The time that a rank waited for the others: on a CPU by the clock, on CUDA by events.
-
-    It is the part of communication that no computation hid. The host does not stop at a CUDA
-    collective, the stream does: the device stood still between an event before the wait and one
-    after it. Events are read when they are over, so reading them waits for nothing.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._seconds = 0.0
-        self._open: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-
-    @contextmanager
-    def measured(self) -> Iterator[None]:
-        """Measure one wait within this context."""
-        if self._device.type != "cuda":
-            began = time.perf_counter()
-            yield
-            self._seconds += time.perf_counter() - began
-            return
-        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        stream = torch.cuda.current_stream(self._device)
-        before.record(stream)
-        yield
-        after.record(stream)
-        self._open.append((before, after))
-
-    @property
-    def seconds(self) -> float:
-        """The seconds of all waits that are over."""
-        while self._open and self._open[0][1].query():
-            before, after = self._open.pop(0)
-            self._seconds += before.elapsed_time(after) / 1e3
-        return self._seconds
 
 
 class Group:
@@ -61,17 +26,13 @@ class Group:
         self._groups = tuple(groups)
         self._device = device
         self.rank = rank
-        self.waiting = Waiting(device)
         self.ranks = 1
         for group in self._groups:
             self.ranks *= dist.get_world_size(group)
-        if self.ranks > 1:
-            alarm()  # from now on: a rank may fail before its first collective
 
     def sum(self, values: Sequence[float]) -> list[float]:
         vector = torch.tensor(list(values), dtype=torch.float64, device=self._device)
-        with alarm().progress.waiting():  # on CUDA the host waits for the numbers
-            summed: list[float] = self._reduced(vector, dist.ReduceOp.SUM).tolist()
+        summed: list[float] = self._reduced(vector, dist.ReduceOp.SUM).tolist()
         return summed
 
     def sum_tensor(self, tensor: Tensor) -> Tensor:
@@ -116,19 +77,24 @@ class Group:
         for group in self._groups:
             source = dist.get_global_rank(group, 0) if group is not None else 0
             for tensor in tensors:
-                self.wait(dist.broadcast(tensor, source, group=group, async_op=True))
-
-    def wait(self, work: dist.Work) -> None:
-        with self.waiting.measured(), alarm().progress.waiting():
-            if self._device.type == "cuda":
-                work.wait()  # orders the streams; the host does not stop here
-            else:
-                alarm().wait(work)
+                dist.broadcast(tensor, source, group=group)
 
     def _reduced(self, tensor: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
         for group in self._groups:
-            self.wait(dist.all_reduce(tensor, op=operation, group=group, async_op=True))
+            dist.all_reduce(tensor, op=operation, group=group)
         return tensor
+
+
+def shorten_timeout(seconds: float) -> None:
+    """Let collectives of the default process group fail after so many seconds of waiting.
+
+    The first window may take long: ranks start, read data and compile at their own pace. From the
+    second on, a wait that is many times a window's length means that a rank hangs. Call it on all
+    ranks.
+    """
+    dist.barrier()
+    # torch has no public function for it; torchtitan uses this one too.
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), None)
 
 
 def world_size() -> int:

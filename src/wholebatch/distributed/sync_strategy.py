@@ -15,7 +15,6 @@ from wholebatch.errors import RankError, WindowError
 
 if TYPE_CHECKING:
     from wholebatch.distributed.process_group import Group
-    from wholebatch.distributed.rank_failure import Progress
 
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -88,23 +87,6 @@ class Sync(ABC):
         """Refuse options that this engine cannot keep exactly, at construction."""
         return
 
-    @property
-    def progress(self) -> Progress | None:
-        """This rank's progress marks, by which the others know that it is not stuck."""
-        if self.ranks == 1:
-            return None
-        from wholebatch.distributed.rank_failure import alarm
-
-        return alarm().progress
-
-    def failures(self) -> AbstractContextManager[None]:
-        """Raise the message of the rank that failed in place of a collective's own error."""
-        if self.ranks == 1:
-            return nullcontext()
-        from wholebatch.distributed.rank_failure import alarm
-
-        return alarm().failures()
-
     def before_forwards(self) -> None:
         """Prepare for the forwards of a window."""
         return
@@ -139,8 +121,7 @@ class Sync(ABC):
 
     def begin(self, parameters: Parameters) -> None:
         """Note that a window opens."""
-        if self.progress is not None:
-            self.progress.begin()
+        return
 
     def run_backward(self, totals: Sequence[Tensor], seeds: Sequence[Tensor]) -> None:
         """Run the backward of an engine that `grows_own_graph`."""
@@ -153,10 +134,6 @@ class Sync(ABC):
     @abstractmethod
     def reduce_now(self, parameters: Parameters) -> None:
         """Reduce gradients that no backward has reduced (a flush, a skipped last micro-batch)."""
-
-    def waited(self) -> float | None:
-        """Return the seconds of waiting for other ranks; None if the engine hides them."""
-        return None
 
     def filled_in(self) -> set[int]:
         """Return the parameters, by id, without a gradient on this rank at the last reduction."""
@@ -204,13 +181,11 @@ class Sync(ABC):
 
     def discard(self) -> None:
         """Drop the engine's own state of a window that is over."""
-        if self.progress is not None:
-            self.progress.end()
+        return
 
     def restore(self) -> None:
         """Put the engine's own switches back as they were found."""
-        if self.progress is not None:
-            self.progress.pause()
+        return
 
 
 class Single(Sync):
@@ -224,9 +199,6 @@ class Single(Sync):
 
     def reduce_now(self, parameters: Parameters) -> None:
         return
-
-    def waited(self) -> float | None:
-        return 0.0
 
 
 def reduces_in_backward_only(engine: str) -> WindowError:
@@ -261,13 +233,17 @@ def _crc(text: str) -> int:
     return zlib.crc32(text.encode())
 
 
+def _ranks_in_words(ranks: Sequence[int]) -> str:
+    many = ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
+    return f"rank {many}" if len(ranks) == 1 else f"ranks {many}"
+
+
 def _named_by(numbers: Mapping[int, int]) -> tuple[str, str]:
     """Return the ranks with the number of the first one, and the others, in words."""
-    from wholebatch.distributed.rank_failure import named_ranks
-
     first = numbers[next(iter(numbers))]
     alike = [rank for rank, number in numbers.items() if number == first]
-    return named_ranks(alike), named_ranks([rank for rank in numbers if rank not in alike])
+    others = [rank for rank in numbers if rank not in alike]
+    return _ranks_in_words(alike), _ranks_in_words(others)
 
 
 def _other_parameter(kinds: Sequence[str], place: int, numbers: Mapping[int, int]) -> str:

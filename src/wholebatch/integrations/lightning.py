@@ -1,42 +1,39 @@
-"""Exact windows in Lightning's Trainer and in loops over Fabric.
+"""Exact gradient accumulation in Lightning's Trainer and in loops over Fabric.
 
 ```python
 trainer = Trainer(
     accumulate_grad_batches=4,
     gradient_clip_val=1.0,
-    callbacks=[ExactWindows(units=lambda batch: (batch["labels"] != -100).sum())],
+    callbacks=[ExactAccumulation(units=lambda batch: (batch["labels"] != -100).sum())],
 )
 ```
 
-In a loop over Fabric, `FabricWindows.backward` takes the place of `fabric.backward`.
+In a loop over Fabric, `FabricAccumulator.backward` takes the place of `fabric.backward`.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
 
+from wholebatch.batch.samples import readable_layout
 from wholebatch.compile import Execute
-from wholebatch.errors import LossError, OptionError, UnsupportedError
-from wholebatch.integrations.host_window import (
-    AdapterOptions,
-    FirstLook,
-    GradientsIn,
-    HostWindows,
-    LoopWindows,
-    Settled,
-)
+from wholebatch.coupled.audit import LossLook
+from wholebatch.errors import LossError, OptionError, StateError, UnsupportedError
+from wholebatch.integrations.handed_over import HandedOver
 from wholebatch.losses.loss import Loss, Units, mean_loss
 from wholebatch.optional_packages import require
-from wholebatch.stream import AddedLoss, GivenLoss
-from wholebatch.window.close import Policy
-from wholebatch.window.forward_state import replaced_attributes
+from wholebatch.stream import AddedLoss
+from wholebatch.window.close import CloseOptions, Policy
+from wholebatch.window.forward_state import attributes_restored, replaced_attributes
+from wholebatch.window.window import Step
 
 require("lightning", at_least="2.6", extra="lightning", purpose="wholebatch in Lightning")
 
@@ -44,19 +41,20 @@ from lightning.fabric import Fabric  # noqa: E402
 from lightning.fabric import wrappers as fabric_wrappers  # noqa: E402
 from lightning.pytorch import Callback, LightningModule, Trainer  # noqa: E402
 
-__all__ = ["ExactWindows", "FabricWindows"]
+__all__ = ["ExactAccumulation", "FabricAccumulator"]
 
+_log = logging.getLogger("wholebatch")
 
-_REPLICATED = ("SingleDeviceStrategy", "DDPStrategy")  # every process holds whole gradients
-_STRATEGIES = (*_REPLICATED, "FSDPStrategy", "ModelParallelStrategy")
-
-
-def _gradients_in(strategy: Any) -> GradientsIn:
-    return "whole" if type(strategy).__name__ in _REPLICATED else "sharded"
+_STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy", "ModelParallelStrategy")
 
 
 def _check_strategy(strategy: Any) -> None:
     name = type(strategy).__name__
+    if name == "FSDPStrategy":
+        raise UnsupportedError(
+            "Lightning's FSDPStrategy (FSDP1), which reduces gradients by its own rules: use "
+            "ModelParallelStrategy, which is FSDP2"
+        )
     if name not in _STRATEGIES or getattr(strategy, "handles_gradient_accumulation", False):
         raise UnsupportedError(
             f"Lightning's {name}: the update is not shown to be that of the undivided batch; "
@@ -69,16 +67,15 @@ def _check_strategy(strategy: Any) -> None:
         )
 
 
-class FabricWindows(LoopWindows):
-    """Windows in a loop over Fabric, each of whose updates is that of the undivided global batch.
+class FabricAccumulator(HandedOver):
+    """Exact gradient accumulation for a loop over Fabric.
 
     ```python
-    windows = FabricWindows(fabric, model, optimizer)
+    windows = FabricAccumulator(fabric, model, optimizer)
     for index, batch in enumerate(loader):
         last = (index + 1) % steps == 0 or index + 1 == len(loader)
-        with fabric.no_backward_sync(model, enabled=not last):
-            loss = F.cross_entropy(model(batch["x"]), batch["y"])           # the mean
-            windows.backward(mean=loss, units=len(batch["y"]), last=last)   # was fabric.backward
+        loss = F.cross_entropy(model(batch["x"]), batch["y"])           # the mean
+        windows.backward(mean=loss, units=len(batch["y"]), last=last)   # was fabric.backward
         if last:
             fabric.clip_gradients(model, optimizer, max_norm=1.0)
             optimizer.step()
@@ -92,8 +89,7 @@ class FabricWindows(LoopWindows):
     with `nonfinite="skip"` the loop's step then changes nothing.
     """
 
-    save_when = "between windows"
-    step_after = "its last micro-batch's backward must say last=True"
+    closes_by = "its last micro-batch's backward must say last=True"
 
     def __init__(
         self,
@@ -114,38 +110,37 @@ class FabricWindows(LoopWindows):
             raise OptionError(
                 f"optimizer={type(optimizer).__name__}: must be what fabric.setup returned"
             )
-        self._fabric, self.engine_kind = fabric, type(fabric.strategy).__name__
+        wrapped: Any = model
         super().__init__(
-            [model],
+            wrapped._forward_module,  # what Fabric's strategy wraps the module in
             [inner],
-            device=fabric.device,
-            options=AdapterOptions(batchnorm, zero_units, nonfinite, audit),
-            gradients=_gradients_in(fabric.strategy),
+            steps=2,  # more than one: backward(last=) says how many
             scaled_by=fabric.strategy.precision,
-            inside=_in_fabric_backward,
+            batchnorm=batchnorm,
+            zero_units=zero_units,
+            nonfinite=nonfinite,
+            audit=audit,
         )
 
-    def backward(
-        self,
-        total: Tensor | Loss | AddedLoss | None = None,
-        *,
-        units: Units | None = None,
-        mean: Tensor | None = None,
-        last: bool,
-        **kwargs: Any,
-    ) -> Settled | None:
-        """Make the backward of one micro-batch's loss; `last` completes the window.
+    def backward(self, *args: Any, last: bool | None = None, **kwargs: Any) -> Step | None:
+        """Make the backward of one micro-batch's loss; `last=True` completes the window."""
+        if last is None:
+            raise OptionError(
+                "backward() without last=: say last=True for the last micro-batch of a window, "
+                "after which the loop steps, and last=False for the others"
+            )
+        with _in_fabric_backward():
+            return super().backward(*args, last=last, **kwargs)
 
-        The loss of a function of `compile` is only entered.
-        """
-        if isinstance(total, AddedLoss):
-            self.take(total)
-        else:
-            given = GivenLoss.of(total, units, mean)
-            self.weigh(given, is_last=last)
-            with self.host_backward():
-                self._fabric.backward(given.loss, **kwargs)
-        return self.settle() if last else None
+    @property
+    def _planned_steps(self) -> int:
+        return 0  # not known before the window's end
+
+    @contextmanager
+    def micro_step(self, modules: nn.Module) -> Iterator[bool]:
+        """Return the context of a compiled function's micro-step; see `Stream`."""
+        with _in_fabric_backward(), super().micro_step(modules) as may_compile:
+            yield may_compile
 
 
 def _in_fabric_backward() -> AbstractContextManager[None]:
@@ -153,23 +148,23 @@ def _in_fabric_backward() -> AbstractContextManager[None]:
     return replaced_attributes(fabric_wrappers, _in_fabric_backward=True)
 
 
-class ExactWindows(Callback):
-    """A callback for updates of automatic optimisation that are those of the undivided batch.
+class ExactAccumulation(Callback):
+    """A callback for exact gradient accumulation in Lightning's automatic optimisation.
 
     `training_step` goes on returning its mean loss: the mean is what Lightning calls the loss (a
     sum is a sum only in `backward(total, units=)`). `units(batch)` says what that is a mean over
     (samples, tokens, weights; a number or a 0-dim tensor); without it, `training_step` returns a
     dict with "loss" and "units". Before the optimizer's step, and before the Trainer clips, the
     gradients are those of the whole window on all ranks: with short last windows, with
-    `GradientAccumulationScheduler`, with every precision plugin. `last` is the window that was
-    completed last, with its exact mean `loss` and its `units`.
+    `GradientAccumulationScheduler`, with every precision plugin. `last` is the `wb.Step` of the
+    window that was completed last, with its exact mean `loss` and its `units`.
 
     A loss or gradient that is not finite raises `NonFiniteError` before the step, and no gradient
     is left; with `nonfinite="skip"` such a window makes no update (schedulers are stepped all the
     same). The precision plugin's loss scale skips by itself, as Lightning has it.
 
     On a GPU, training_step, its backward and the addition run as one graph (`execute="auto"`), as
-    far as its code allows that: what it logs must be tensors, and it must not read batch_idx.
+    far as its code allows that: what it logs must be tensors, and it must not use batch_idx.
     `precision="fp8"` computes linear layers in 8 bits and the rest in bf16, as in `WholeBatch`.
     """
 
@@ -189,77 +184,40 @@ class ExactWindows(Callback):
                 f"units={units!r}: must be a function of the batch, or None where training_step "
                 'returns {"loss": ..., "units": ...}'
             )
+        CloseOptions(nonfinite=nonfinite, zero_units=zero_units).check(())
         self._units, self._execute, self._precision = units, execute, precision
-        self._options = AdapterOptions(batchnorm, zero_units, nonfinite, audit)
-        self._windows: HostWindows | None = None
-        self._given: GivenLoss | None = None  # the loss whose backward comes next
-        self._step: CompiledStep | None = None
-        self._saved: dict[str, Any] | None = None
+        self._options = {
+            "batchnorm": batchnorm,
+            "zero_units": zero_units,
+            "nonfinite": nonfinite,
+            "audit": audit,
+        }
+        self._windows: TrainerAccumulator | None = None
+        self._step: TrainingStep | None = None
+        self._saved_updates = 0
         self._replaced = ExitStack()
-        self.last: Settled | None = None
+
+    @property
+    def last(self) -> Step | None:
+        """The window that was completed last; None before the first, and if it made no update."""
+        step = None if self._windows is None else self._windows.last_step
+        return None if step is None or step.skipped is not None else step
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         _check(trainer, pl_module)
-        saved, self._saved = self._saved or {}, None
-        windows = self._windows = HostWindows(
-            [pl_module],
-            trainer.optimizers,
-            device=pl_module.device,
-            gradients=_gradients_in(trainer.strategy),
-            scaled_by=trainer.precision_plugin,
-            options=self._options,
-            owns_forward=True,
-            divided_by=lambda: trainer.accumulate_grad_batches,
-            updates=saved.get("updates", 0),
-        )
-        if "window" in saved:
-            windows.load_state_dict(saved["window"])
-        self._take_training_step(trainer, pl_module, windows)
-
-    def _take_training_step(
-        self, trainer: Trainer, module: LightningModule, windows: HostWindows
-    ) -> None:
-        """Replace training_step by one that weighs the loss on its way to the Trainer."""
-        inner, clear = module.training_step, module.optimizer_zero_grad
-        how = (self._execute, self._precision)
-        compiled = self._step = CompiledStep(module, windows, self._units_of, *how)
-        look = FirstLook(module, windows, host=self, off="ExactWindows(..., audit=False)")
-
-        @functools.wraps(inner)  # Lightning looks at what arguments it takes
-        def training_step(*args: Any, **kwargs: Any) -> Any:
-            if not (trainer.training and torch.is_grad_enabled()):  # called in a validation_step
-                return inner(*args, **kwargs)
-            name, batch = (None, args[0]) if args else next(iter(kwargs.items()))
-
-            def step(batch: Any) -> Any:
-                if name is None:
-                    return inner(batch, *args[1:], **kwargs)
-                return inner(**{**kwargs, name: batch})
-
-            def run(few: Any) -> Loss:
-                output = step(few)
-                return mean_loss(_mean_in(output), self._units_of(output, few))
-
-            in_parts = trainer.accumulate_grad_batches > 1 or windows.sync.ranks > 1
-            if in_parts and look.pending:
-                with replaced_attributes(module, log=_log_nothing, log_dict=_log_nothing):
-                    steps = trainer.accumulate_grad_batches
-                    look.at(run, batch, micro_batch=None, steps=steps)
-            if compiled.runs:
-                if windows.open is None:
-                    for optimizer in trainer.optimizers:  # Lightning would do it too late
-                        clear(trainer.current_epoch, trainer.global_step, optimizer)
-                return compiled(args, kwargs)
-            output = step(batch)
-            self._take_loss(output, batch, alone=windows.sync.ranks == 1)
-            return output
-
-        def zero_grad(epoch: int, batch_idx: int, optimizer: torch.optim.Optimizer) -> None:
-            if not compiled.runs:
-                clear(epoch, batch_idx, optimizer)
-
+        self._windows = TrainerAccumulator(trainer, **self._options)
+        self._windows._window.updates = self._saved_updates
+        windows, how = self._windows, (self._execute, self._precision)
+        step = TrainingStep(trainer, pl_module, windows, self._units_of, *how, host=self)
+        self._step = step
         self._replaced.enter_context(
-            replaced_attributes(module, training_step=training_step, optimizer_zero_grad=zero_grad)
+            replaced_attributes(
+                pl_module,
+                training_step=step.training_step,
+                backward=step.backward,
+                optimizer_step=step.optimizer_step,
+                optimizer_zero_grad=step.optimizer_zero_grad,
+            )
         )
 
     def _units_of(self, output: Any, batch: Any) -> Units:
@@ -269,43 +227,22 @@ class ExactWindows(Callback):
             units: Units = output["units"]
             return units
         raise LossError(
-            "nothing says what the loss is a mean over: pass ExactWindows(units=a function of "
+            "nothing says what the loss is a mean over: pass ExactAccumulation(units=a function of "
             'the batch), or return {"loss": ..., "units": ...} from training_step'
         )
-
-    def _take_loss(self, output: Any, batch: Any, *, alone: bool) -> None:
-        if output is None and not alone:
-            raise LossError(
-                "training_step returned None on one of several processes, and the others wait for "
-                "its backward: return loss * 0 with 0 units for a batch that does not count"
-            )
-        mean = _mean_in(output)
-        if not isinstance(mean, Tensor):
-            return  # Lightning says what is wrong with it
-        self._given = GivenLoss.of(mean=mean, units=self._units_of(output, batch))
-
-    def on_before_backward(self, trainer: Trainer, *_: Any) -> None:
-        """Weigh the loss; Lightning has cleared the gradients where a window begins."""
-        if self._windows is not None and self._given is not None:
-            self._windows.weigh(self._given, is_last=trainer.accumulate_grad_batches == 1)
-
-    def on_after_backward(self, *_: Any) -> None:
-        given, self._given = self._given, None
-        if self._windows is not None and given is not None:
-            self._windows.backward_made()
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Drop what is left of a window where Lightning is about to clear the gradients."""
         first = batch_idx % trainer.accumulate_grad_batches == 0
-        self._given = None
-        if first and self._windows is not None and self._windows.open is not None:
+        if first and self._windows is not None and self._windows.is_open:
             self._windows.discard()
 
     def on_before_optimizer_step(self, *_: Any) -> None:
-        if self._windows is not None and self._windows.open is not None:
-            self.last = self._windows.settle()
+        """Close a window whose last training_step returned no loss."""
+        if self._windows is not None and self._windows.is_open:
+            self._windows.flush()
 
     def on_train_end(self, *_: Any) -> None:
         """Leave the module as it was found."""
@@ -317,17 +254,149 @@ class ExactWindows(Callback):
         self.on_train_end()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of windows, and an open one with its gradients (of all ranks)."""
+        """Return the number of updates; warn of an open window, whose gradient is not saved."""
         windows = self._windows
         if windows is None:
-            return {"updates": 0}
-        found: dict[str, Any] = {"updates": windows.updates}
-        if windows.open is not None and windows.kept == "whole":
-            found["window"] = windows.state_dict()
-        return found
+            return {"updates": self._saved_updates, "open": 0}
+        open_ = windows.micro_batches if windows.is_open else 0
+        if open_:
+            _log.warning(
+                "a checkpoint in the middle of a window, with the gradient of %d micro-batches "
+                "that it does not have: ExactAccumulation will refuse to resume from it",
+                open_,
+            )
+        return {"updates": windows.updates, "open": open_}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._saved = dict(state_dict)
+        if state_dict["open"]:
+            raise StateError(
+                f"the checkpoint was saved when {state_dict['open']} micro-batches of a window "
+                "were in, and has no gradients: resume from a checkpoint that was saved after an "
+                "update (every_n_train_steps of ModelCheckpoint counts updates)"
+            )
+        self._saved_updates = state_dict["updates"]
+
+
+class TrainerAccumulator(HandedOver):
+    """The windows of a Lightning Trainer. Its optimizers step around the last training_step."""
+
+    guards_steps = False
+
+    def __init__(self, trainer: Trainer, **options: Any) -> None:
+        model: Any = trainer.strategy.model
+        scaled_by = trainer.precision_plugin
+        steps = max(trainer.accumulate_grad_batches, 2)  # more than one: backward(last=) says which
+        super().__init__(model, trainer.optimizers, steps=steps, scaled_by=scaled_by, **options)
+        self.audit = bool(options["audit"])
+
+    @property
+    def is_open(self) -> bool:
+        """True if the window holds a micro-batch."""
+        return self._window.open is not None
+
+    def _watch(self, size: int) -> None:
+        """Leave the forwards alone: `TrainingStep` tests the whole training_step."""
+
+
+class TrainingStep:
+    """A module's training_step, backward and optimizer_step, with the backwards of a window."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        module: LightningModule,
+        windows: TrainerAccumulator,
+        units_of: Callable[[Any, Any], Units],
+        execute: Execute,
+        precision: str | None,
+        *,
+        host: object,
+    ) -> None:
+        self._trainer, self._module, self._windows = trainer, module, windows
+        self._units_of, self._host = units_of, host
+        self._inner, self._clear = module.training_step, module.optimizer_zero_grad
+        self._inner_step = module.optimizer_step
+        self._compiled = CompiledStep(module, windows, units_of, execute, precision)
+        sync = windows._window.sync
+        looks = windows.audit and not sync.grows_own_graph and not sync.counts_must_agree
+        off = "ExactAccumulation(..., audit=False)"
+        self._look = LossLook(module, sync, looks=looks, off=off)
+        self._given: tuple[Tensor, Units] | AddedLoss | None = None
+        self._is_last = False
+
+        @functools.wraps(self._inner)  # Lightning reads its signature
+        def training_step(*args: Any, **kwargs: Any) -> Any:
+            return self._training_step(*args, **kwargs)
+
+        self.training_step = training_step
+
+    def _training_step(self, *args: Any, **kwargs: Any) -> Any:
+        trainer, windows = self._trainer, self._windows
+        if not (trainer.training and torch.is_grad_enabled()):  # called in a validation_step
+            return self._inner(*args, **kwargs)
+        self._given = None
+        name, batch = (None, args[0]) if args else next(iter(kwargs.items()))
+        ranks = windows._window.sync.ranks
+        if (trainer.accumulate_grad_batches > 1 or ranks > 1) and not windows.is_open:
+            self._test_first(name, batch, args, kwargs)
+        if self._compiled.runs:
+            if not windows.is_open:
+                for optimizer in trainer.optimizers:  # Lightning would do it too late
+                    self._clear(trainer.current_epoch, trainer.global_step, optimizer)
+            output, self._given = self._compiled(args, kwargs)
+            return output
+        output = self._inner(*args, **kwargs)
+        if output is None and ranks > 1:
+            raise LossError(
+                "training_step returned None on one of several processes, and the others wait for "
+                "its backward: return loss * 0 with 0 units for a batch that does not count"
+            )
+        mean = _mean_in(output)
+        if isinstance(mean, Tensor):  # else Lightning says what is wrong with it
+            self._given = mean, self._units_of(output, batch)
+        return output
+
+    def _test_first(self, name: str | None, batch: Any, args: Any, kwargs: Any) -> None:
+        """Refuse a training_step that does not add up, on the first samples of the batch."""
+        self._look.begin_window()
+        if not self._look.pending:
+            return
+
+        def run(few: Any) -> Loss:
+            given = kwargs if name is None else {**kwargs, name: few}
+            output = self._inner(*((few, *args[1:]) if name is None else ()), **given)
+            return mean_loss(_mean_in(output), self._units_of(output, few))
+
+        silent = replaced_attributes(self._module, log=_log_nothing, log_dict=_log_nothing)
+        try:
+            with silent, attributes_restored(self._host):
+                layout = functools.partial(readable_layout, batch, None, ())
+                steps = [self._trainer.accumulate_grad_batches]
+                self._look.look_at(run, lambda: (layout(), None), steps=steps, name="the loss")
+        finally:
+            self._windows.discard()  # what BatchNorm policies have recorded of the runs
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Make the backward of the loss that training_step returned, as the window weighs it."""
+        given, self._given = self._given, None
+        if isinstance(given, AddedLoss):
+            self._windows.backward(given, last=self._is_last)
+        elif given is not None:
+            mean, units = given
+            self._windows.backward(mean=mean, units=units, last=self._is_last)
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        """Run the module's own optimizer_step, around the window's last training_step."""
+        self._is_last = True
+        try:
+            self._inner_step(*args, **kwargs)
+        finally:
+            self._is_last = False
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        """Clear the gradients; a compiled step has done that before its window."""
+        if not self._compiled.runs:
+            self._clear(epoch, batch_idx, optimizer)
 
 
 class CompiledStep:
@@ -336,7 +405,7 @@ class CompiledStep:
     def __init__(
         self,
         module: LightningModule,
-        windows: HostWindows,
+        windows: TrainerAccumulator,
         units_of: Callable[[Any, Any], Units],
         execute: Execute,
         precision: str | None,
@@ -349,24 +418,24 @@ class CompiledStep:
         self._output: dict[str, Any] = {}  # of the code itself
         self._loss = windows.compiled(self._run, execute, self._step, precision)
         plain = self._loss.executor.is_eager and precision is None
-        self.runs = windows.sync.ranks == 1 and not plain
+        ranks = windows._window.sync.ranks
+        self.runs = ranks == 1 and not plain
         """True if training_step runs this way: in one process, where graphs may pay."""
         if precision is not None and not self.runs:
             raise UnsupportedError(
-                f"ExactWindows(precision={precision!r}) on {windows.sync.ranks} ranks: Lightning "
+                f"ExactAccumulation(precision={precision!r}) on {ranks} ranks: Lightning "
                 "runs training_step itself there; use its own precision, or one process"
             )
 
-    def __call__(self, args: Any, kwargs: Any) -> Any:
-        """Run training_step; return its output, whose loss has had its backward."""
+    def __call__(self, args: Any, kwargs: Any) -> tuple[Any, AddedLoss | None]:
+        """Run training_step; return its output, and its loss, whose gradient is in the window."""
         name, batch = (None, args[0]) if args else next(iter(kwargs.items()))
         self._rest = args[1:], {key: value for key, value in kwargs.items() if key != name}
         self._ran = False
         try:
             added = self._loss(batch, name)
         except _NoLoss as skipped:
-            return skipped.output
-        self._windows.take(added)
+            return skipped.output, None
         extras = dict(added.extras)
         for place, (key, options) in self._logged.items():
             if place in extras:
@@ -377,7 +446,7 @@ class CompiledStep:
         others = (
             self._output if self._ran else {k.removeprefix("output "): extras[k] for k in extras}
         )
-        return {**others, "loss": mean}
+        return {**others, "loss": mean}, added
 
     def _run(self, batch: Any, name: str | None) -> Loss:
         """Run training_step on a batch, and return its loss with everything that it logs."""
@@ -385,8 +454,8 @@ class CompiledStep:
         self._ran |= not is_traced
         rest, options = self._rest
         if is_traced:
-            rest = tuple(map(_unread, rest))
-            options = {key: _unread(value) for key, value in options.items()}
+            rest = tuple(UnusableIndex() if type(value) is int else value for value in rest)
+            options = {k: UnusableIndex() if type(v) is int else v for k, v in options.items()}
         logged: dict[str, Tensor] = {}
         log = self._log_into(logged, is_traced)
 
@@ -431,20 +500,16 @@ class _NoLoss(Exception):
         self.output = output
 
 
-def _unread(value: Any) -> Any:
-    return Unread(value) if type(value) is int else value
+class UnusableIndex:
+    """Stands for batch_idx while a graph is traced, where a number would become a constant.
 
-
-class Unread(int):
-    """A number that the code of a graph must not read: it differs from call to call."""
+    It is no `int`: arithmetic, comparisons by size and indexing raise a TypeError by themselves.
+    """
 
     def _refuse(self, *_: Any) -> NoReturn:
-        raise UnsupportedError("training_step reads batch_idx, which differs from call to call")
+        raise UnsupportedError("training_step uses batch_idx, which differs from call to call")
 
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __mod__ = _refuse
-    __floordiv__ = __truediv__ = __neg__ = __bool__ = __index__ = __int__ = __float__ = _refuse
-    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __str__ = __format__ = _refuse
-    __hash__ = _refuse
+    __bool__ = __eq__ = __ne__ = __hash__ = __str__ = __repr__ = __format__ = _refuse
 
 
 def _check(trainer: Trainer, module: LightningModule) -> None:

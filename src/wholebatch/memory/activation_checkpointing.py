@@ -13,14 +13,16 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, nullcontext
+from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from wholebatch.errors import OptionError, UnsupportedError
+from wholebatch.window.forward_state import in_backward
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
@@ -30,7 +32,8 @@ def repeated_blocks(model: nn.Module) -> list[str]:
 
     For example a transformer's layers or a ResNet's bottlenecks. A block has submodules, is not
     just a container, and its class occurs at least twice. Blocks inside blocks are not named. Two
-    towers, or an encoder and a decoder, that are stacks of blocks themselves are not blocks.
+    towers, or an encoder and a decoder, that are stacks of blocks themselves are not blocks. In a
+    model without such classes, the innermost `nn.Sequential`s are the blocks.
 
     >>> layer = lambda: nn.TransformerEncoderLayer(8, 2, batch_first=True)
     >>> repeated_blocks(nn.Sequential(layer(), layer(), nn.Linear(8, 8)))
@@ -41,6 +44,9 @@ def repeated_blocks(model: nn.Module) -> list[str]:
     for name, module in modules.items():
         if name and _is_block(module):
             by_class[_class_of(module)].append(name)
+    if all(len(names) < 2 for names in by_class.values()):
+        innermost = [name for name, module in modules.items() if name and _is_sequence(module)]
+        return innermost if len(innermost) > 1 else []
     repeated = {
         name
         for names in by_class.values()
@@ -57,6 +63,20 @@ def _is_block(module: nn.Module) -> bool:
     return has_parts and any(True for _ in module.parameters())
 
 
+def _is_sequence(module: nn.Module) -> bool:
+    """True for an nn.Sequential of several layers, none of which has layers of its own."""
+    layers = list(module.children())
+    has_parts = len(layers) > 1 and any(True for _ in module.parameters())
+    is_innermost = has_parts and not any(any(layer.children()) for layer in layers)
+    return is_innermost and _class_of(module) is nn.Sequential
+
+
+def blocks_to_checkpoint(model: nn.Module) -> list[str]:
+    """Return the names of the repeated blocks that are not checkpointed yet."""
+    modules = dict(model.named_modules())
+    return [name for name in repeated_blocks(model) if not is_checkpointed(modules[name])]
+
+
 def _is_stack(module: nn.Module) -> bool:
     """True if the module contains a sequence with more than two blocks of one class."""
     for inside in module.modules():
@@ -67,11 +87,14 @@ def _is_stack(module: nn.Module) -> bool:
     return False
 
 
-def with_checkpoints(model: nn.Module, blocks: Iterable[str] | None = None) -> list[str]:
+def with_checkpoints(
+    model: nn.Module, blocks: Iterable[str] | None = None, *, inputs_on_host: bool = False
+) -> list[str]:
     """Checkpoint these blocks (default: all repeated ones) and return their names.
 
-    Names, parameters and `state_dict` do not change; `checkpointed` undoes it. A block that
-    is already checkpointed is left alone.
+    With `inputs_on_host` their inputs wait for the backward in host memory. Names, parameters and
+    `state_dict` do not change; `checkpointed` undoes it. A block that is already checkpointed is
+    left alone.
     """
     names = repeated_blocks(model) if blocks is None else list(blocks)
     if not names:
@@ -88,16 +111,18 @@ def with_checkpoints(model: nn.Module, blocks: Iterable[str] | None = None) -> l
         if not is_checkpointed(modules[name]):
             # Make a subclass, as FSDP2 does. It is copied, moved and saved like the original; a
             # replaced `forward` would keep a reference to the original.
-            modules[name].__class__ = _checkpointed(type(modules[name]))
+            modules[name].__class__ = _checkpointed(type(modules[name]), inputs_on_host)
     return names
 
 
 @contextmanager
-def checkpointed(model: nn.Module, blocks: Iterable[str] | None = None) -> Iterator[list[str]]:
+def checkpointed(
+    model: nn.Module, blocks: Iterable[str] | None = None, *, inputs_on_host: bool = False
+) -> Iterator[list[str]]:
     """Apply `with_checkpoints` within this context."""
     before = {id(module) for module in model.modules() if is_checkpointed(module)}
     try:
-        yield with_checkpoints(model, blocks)
+        yield with_checkpoints(model, blocks, inputs_on_host=inputs_on_host)
     finally:
         for module in model.modules():
             if is_checkpointed(module) and id(module) not in before:
@@ -112,6 +137,8 @@ def is_checkpointed(module: nn.Module) -> bool:
 class _Checkpointed(nn.Module):
     """The mixin that checkpoints the calls of a block."""
 
+    _inputs_on_host: ClassVar[bool] = False
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not (self.training and torch.is_grad_enabled()):
             return super().__call__(*args, **kwargs)
@@ -119,21 +146,37 @@ class _Checkpointed(nn.Module):
         args, kwargs = _without_caches(self, args, kwargs)
 
         def once_or_again(*args: Any, **kwargs: Any) -> Any:
-            if torch._C._current_graph_task_id() == -1:
+            if not in_backward():
                 return forward(*args, **kwargs)
             with _buffers_kept(self):
                 return forward(*args, **kwargs)
 
-        return checkpoint(once_or_again, *args, use_reentrant=False, **kwargs)
+        # Within its forward, the checkpoint saves nothing: these hooks see the inputs alone.
+        on_host = saved_tensors_hooks(_to_host, _from_host)
+        with on_host if self._inputs_on_host else nullcontext():
+            return checkpoint(once_or_again, *args, use_reentrant=False, **kwargs)
 
 
-_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
+def _to_host(tensor: Tensor) -> tuple[torch.device, Tensor]:
+    """Return a copy in host memory that keeps the memory format; the device is not waited for."""
+    copy = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+    return tensor.device, copy.copy_(tensor, non_blocking=True)
 
 
-def _checkpointed(kind: type[nn.Module]) -> type[nn.Module]:
-    if kind not in _CLASSES:
-        _CLASSES[kind] = type(f"Checkpointed{kind.__name__}", (_Checkpointed, kind), {})
-    return _CLASSES[kind]
+def _from_host(packed: tuple[torch.device, Tensor]) -> Tensor:
+    device, copy = packed
+    return copy.to(device, non_blocking=True)
+
+
+_CLASSES: dict[tuple[type[nn.Module], bool], type[nn.Module]] = {}
+
+
+def _checkpointed(kind: type[nn.Module], inputs_on_host: bool) -> type[nn.Module]:
+    key = (kind, inputs_on_host)
+    if key not in _CLASSES:
+        options = {"_inputs_on_host": inputs_on_host}
+        _CLASSES[key] = type(f"Checkpointed{kind.__name__}", (_Checkpointed, kind), options)
+    return _CLASSES[key]
 
 
 def _class_of(module: nn.Module) -> type[nn.Module]:

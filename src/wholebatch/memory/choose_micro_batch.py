@@ -18,7 +18,6 @@ from torch import Tensor
 
 from wholebatch.batch import batch_size_of
 from wholebatch.batch.samples import Static, layout_of, take
-from wholebatch.coupled.batchnorm.lock_step import Hold, blocks_of
 from wholebatch.errors import OptionError
 from wholebatch.memory.predict import Prediction, Predictor
 from wholebatch.readable_sizes import bytes_said
@@ -42,8 +41,6 @@ class Choice:
     """The bytes of a trial step at this size, with all that a run holds; None without one."""
     failed: tuple[int, ...] = ()
     """The sizes at which a trial step ran out of memory."""
-    way: str = ""
-    """The way in which the micro-batches run, if that was chosen too."""
 
     @property
     def fits(self) -> bool:
@@ -70,9 +67,8 @@ class Choice:
                 beyond = f"; for {above} the memory is in too many pieces"
             why = f"the largest that fits{beyond}"
         shown = "" if self.measured is None else f" ({bytes_said(self.measured)} in a trial step)"
-        way = f", {self.way}" if self.way else ""
         return (
-            f"micro-batch {self.micro_batch}{way}: {why} (budget {bytes_said(self.budget)})\n"
+            f"micro-batch {self.micro_batch}: {why} (budget {bytes_said(self.budget)})\n"
             f"predicted peak {bytes_said(self.prediction.peak)}{shown}: {parts}"
         )
 
@@ -217,56 +213,6 @@ def _next_guess(tried: Mapping[int, int], good: int, bad: int, *, budget: int, m
         return min(most, 8 * good)
     # Go up to eightfold at most: this may be the line before the bend.
     return min(most, 8 * good, good + max(1, int((budget - tried[good]) / slope)))
-
-
-_SAID: dict[Hold, str] = {
-    "graphs": "in lock-step (exact BatchNorm)",
-    "inputs": "in lock-step (exact BatchNorm), blocks computed again",
-    "host": "in lock-step (exact BatchNorm), waiting in host memory",
-}
-
-
-def choose_in_lock_step(
-    model: torch.nn.Module,
-    loss: Callable[[Any, Any], Any],
-    batch: Any,
-    *,
-    budget: int,
-    optimizer: torch.optim.Optimizer | None = None,
-    precision: str = "full",
-    static: Static = (),
-) -> tuple[Choice, Hold]:
-    """Return the largest micro-batch that fits with exact BatchNorm, and the `hold` that it needs.
-
-    All micro-batches are alive at once, so their activations are those of the whole batch. The peak
-    depends first on what is held of them, and only then on their size (see `lock_step`). The whole
-    batch is tried first, then the ways that hold the most.
-    """
-    samples = batch_size_of(batch, static=static)
-    predictor = Predictor(model, loss, optimizer=optimizer)
-    # With "host" a window needs what an ordinary one does.
-    plain = PeaksBySize(predictor, batch, samples, static, {"precision": precision})
-    whole = plain.need(samples)
-    if whole <= budget or samples == 1:
-        prediction = plain.at(samples)
-        return Choice(samples, prediction, budget, whole <= budget, {samples: whole}), "graphs"
-    ways: list[Hold] = ["graphs"]
-    ways += ["inputs"] if blocks_of(model) else []
-    ways += ["host"] if predictor.device.type == "cuda" else []
-    least = whole
-    for hold in ways:
-        how = {"precision": precision, "lock_step": hold}
-        peaks = plain if hold == "host" else replace(plain, how=how, made={})
-        tried = {samples: whole}
-        size = largest_fitting(peaks.need, budget=budget, most=samples - 1, tried=tried)
-        least = min(least, tried[size])
-        if tried[size] <= budget:
-            return Choice(size, peaks.at(size), budget, False, tried, way=_SAID[hold]), hold
-    raise OptionError(
-        f"memory={bytes_said(budget)}: exact BatchNorm has all {samples} samples of a batch in "
-        f"memory, which need {bytes_said(whole)} at once and {bytes_said(least)} in micro-batches; "
-        'use a smaller batch, or another batchnorm= ("statistics" keeps one micro-batch at a time)'
-    )
 
 
 def resize_batch(batch: Any, samples: int, *, static: Static = ()) -> Any:

@@ -13,11 +13,7 @@ from typing import Any
 
 import torch
 
-from wholebatch.memory.activation_checkpointing import (
-    checkpointed,
-    is_checkpointed,
-    repeated_blocks,
-)
+from wholebatch.memory.activation_checkpointing import blocks_to_checkpoint, checkpointed
 from wholebatch.memory.choose_micro_batch import needed
 from wholebatch.memory.fsdp_sharding import Sharding
 from wholebatch.memory.predict import Prediction, Predictor
@@ -56,7 +52,7 @@ def ladder(
     `predictor` of the same model need not simulate again what it has.
     """
     predictor = predictor or Predictor(model, loss, optimizer=optimizer, device=device)
-    blocks = _blocks_to_checkpoint(model)
+    blocks = blocks_to_checkpoint(model)
 
     def predict(precision: str, *, checkpoints: bool = False, **options: Any) -> Prediction:
         with checkpointed(model, blocks) if checkpoints else nullcontext():
@@ -115,8 +111,3 @@ def lower_precisions(model: torch.nn.Module, precision: str) -> list[str]:
     """Return precisions that may need less memory; none if the parameters are 16-bit already."""
     is_wide = any(p.dtype in (torch.float32, torch.float64) for p in model.parameters())
     return ["bf16"] if precision in ("full", "fp32") and is_wide else []
-
-
-def _blocks_to_checkpoint(model: torch.nn.Module) -> list[str]:
-    modules = dict(model.named_modules())
-    return [name for name in repeated_blocks(model) if not is_checkpointed(modules[name])]

@@ -224,7 +224,7 @@ class MemoryMeter(StorageLedger, TorchDispatchMode):
         self._mark_known()
         self._forward_began = self.clock
         # Report resized storages to the ledger: a resize is not a dispatched operation. FSDP2 frees
-        # its gathered parameters this way, and lock-step frees what it sends to the host.
+        # its gathered parameters this way.
         _LEDGERS.append(self)
         torch.UntypedStorage.resize_ = _resize_and_tell  # type: ignore[method-assign, assignment]
         super().__enter__()  # type: ignore[no-untyped-call]

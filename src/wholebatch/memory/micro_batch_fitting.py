@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
@@ -14,17 +14,17 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from wholebatch.batch import Batches, Tokens, batch_size_of, joined, split_numbered
+from wholebatch.batch import Batches, Tokens, batch_size_of, joined, split_numbered, to_device
 from wholebatch.batch.samples import readable_layout
-from wholebatch.coupled.batchnorm.lock_step import Hold
 from wholebatch.distributed import Sync
 from wholebatch.errors import OptionError, RankError, UnsupportedError
 from wholebatch.memory.budget import Budget, parse_memory, sharing_processes
-from wholebatch.memory.choose_micro_batch import Choice, choose_in_lock_step, resize_batch
+from wholebatch.memory.choose_micro_batch import Choice, resize_batch
 from wholebatch.memory.make_it_fit import ladder, refusal
 from wholebatch.memory.meter import MemoryMeter
 from wholebatch.memory.out_of_memory import Attempt, Recovered, Recovery, within
-from wholebatch.memory.trial_step import choose_on_device, held_bytes, try_out
+from wholebatch.memory.trial_step import choose_on_device, held_bytes, measure_step, try_out
+from wholebatch.memory.undivided_batch import UndividedBatch
 from wholebatch.window.precision import LossScale
 
 _STEP_UP = 1.25
@@ -117,8 +117,8 @@ class Fitting:
         layout: dict[str, Any],
         scale: LossScale | None,
         sync: Sync,
-        is_coupled: Callable[[], bool],
-        hold: Callable[[Hold], None] = lambda hold: None,
+        is_undivided: Callable[[], bool],
+        frees_memory: Callable[[], bool],
         optimizer_state: str = "device",
     ) -> None:
         self._optimizer_state = optimizer_state
@@ -129,8 +129,9 @@ class Fitting:
         self._precision = precision
         self._layout = layout
         self._sync = sync
-        self._is_coupled = is_coupled
-        self._hold = hold
+        self._is_undivided = is_undivided
+        self._frees_memory = frees_memory
+        self._undivided: UndividedBatch | None = None  # once a batch must not be split
         self._device = _device_of(model)
         self._budget = None if memory is None else self._bytes(memory)
         is_auto = micro_batch == "auto"
@@ -144,7 +145,6 @@ class Fitting:
             sync.ranks == 1 or is_auto or memory is not None
         )
         self._recovery = Recovery(model, scale=scale, static=layout["static"])
-        self.relieved: Callable[[], bool] = lambda: False
         self.sizing: Sizing | None = None
         self.said: str | None = None
         """What "auto" chose and why, in two lines, once it has."""
@@ -160,6 +160,8 @@ class Fitting:
     @property
     def size(self) -> int | None:
         """Samples that were found to fit; None if what was given does, or before "auto" chose."""
+        if self._undivided is not None and self._is_undivided():
+            return self.samples
         if self.sizing is None or isinstance(self._micro_batch, Tokens):
             return None
         return self.sizing.size
@@ -171,6 +173,8 @@ class Fitting:
         is possible.
         """
         batches = batch if isinstance(batch, Batches) else (batch,)
+        if self._is_undivided():
+            return [self._whole(batches)]
         whole = self._joined(batches)
         given = batches if whole is None else (whole,)
         size = self._chosen_size(given) if self._micro_batch == "auto" else self._fitting_size()
@@ -188,6 +192,58 @@ class Fitting:
             self._ends = list(accumulate(sizes))
         self._split = [(id(micro), numbers) for micro, numbers in split]
         return [micro for micro, _ in split]
+
+    def _whole(self, batches: Sequence[Any]) -> Any:
+        """Return the batch, or several as one, for a model that must see all of it at once."""
+        by = self._micro_batch if isinstance(self._micro_batch, Tokens) else None
+        whole = batches[0] if len(batches) == 1 else joined(batches, by, **self._layout)
+        if whole is None:
+            raise UnsupportedError(
+                f"a window of {len(batches)} batches that cannot be joined into one (they differ "
+                "in more than their number of samples), and a BatchNorm trains with the "
+                "statistics of all of them: pad them to one length, or use "
+                'batchnorm="freeze" or GroupNorm layers'
+            )
+        layouts = [readable_layout(one, **self._layout) for one in batches]
+        self._ends = list(accumulate(1 if one is None else one.size for one in layouts))
+        self._split = [(id(whole), range(self._ends[-1]))]
+        if self._undivided is None:
+            self._undivided = UndividedBatch(self._model)
+            if isinstance(self._micro_batch, int) and self._micro_batch < self._ends[-1]:
+                _log.warning(
+                    "micro_batch=%d: a BatchNorm trains with the statistics of the whole batch, so "
+                    "the batch is not split; if it does not fit, its blocks are checkpointed",
+                    self._micro_batch,
+                )
+            if self._sync.ranks > 1:  # no rank can begin a window again without the others
+                self._try_settings(self._undivided, whole)
+        return whole
+
+    def _try_settings(self, undivided: UndividedBatch, whole: Any) -> None:
+        """Find the first setting that fits on all ranks, by steps whose effects are undone."""
+        limit = self._budget if self._device.type == "cpu" else None
+        failure = None
+        if self._device.type == "cuda":
+            within(self._budget, model=self._model)
+        while limit is not None or self._device.type == "cuda":
+            try:
+                with undivided.running():
+                    micro = to_device(whole, self._device)
+                    how: dict[str, Any] = {"precision": self._precision, "limit": limit}
+                    measure_step(self._model, self._loss, micro, micro_batches=1, **how)
+                break
+            except torch.OutOfMemoryError as error:
+                failure = str(error).split("\n")[0]
+            if undivided.place + 1 == len(undivided.settings):
+                break
+            undivided.save_memory(failure)
+            failure = None
+        place = torch.tensor(float(undivided.place), device=self._device)
+        undivided.place = int(self._sync.largest(place))
+        failed = self._sync.sum([float(failure is not None)])[0]
+        if failed:
+            undivided.place = len(undivided.settings) - 1
+            undivided.save_memory(failure or "on another rank")
 
     def _joined(self, batches: Sequence[Any]) -> Any:
         """Return several batches as one, where micro-batches need not stay within one of them."""
@@ -291,12 +347,9 @@ class Fitting:
             # A window's own peak: that of a failed attempt would forbid to grow for good.
             torch.cuda.reset_peak_memory_stats(self._device)
 
-        def inside() -> AbstractContextManager[Any]:
-            return within(self._budget, model=self._model, optimizer=self._optimizer)
-
         last = None
         for last in self._recovery.attempts(
-            micros, discard=discard, relieved=self.relieved, inside=inside
+            micros, discard=discard, relieved=self._relieved, inside=self.inside
         ):
             yield last
         assert last is not None
@@ -308,6 +361,31 @@ class Fitting:
         self._peak = last.meter.peak if isinstance(last.meter, MemoryMeter) else None
         if len(self.recovered) == seen and self.sizing is not None:
             self.sizing.went_well(peak=self._highest(), budget=self._budget or self._chosen_for)
+
+    def may_begin_again(self) -> bool:
+        """True if a window that runs out of memory can begin again.
+
+        On several ranks, one that begins again would leave the others waiting in a BatchNorm.
+        """
+        return self.recovers and (self._sync.ranks == 1 or not self._is_undivided())
+
+    @contextmanager
+    def inside(self) -> Iterator[Any]:
+        """Run forwards and backwards within the budget; save memory as an undivided batch must."""
+        is_whole = self._undivided is not None and self._is_undivided()
+        budget = within(self._budget, model=self._model, optimizer=self._optimizer)
+        saving = self._undivided.running() if self._undivided and is_whole else nullcontext()
+        with saving, budget as meter:
+            yield meter
+
+    def _relieved(self, failure: str) -> bool:
+        """Save memory after running out of it; True if the micro-batches can stay as they are."""
+        if self._frees_memory():
+            return True
+        if self._undivided is None or not self._is_undivided():
+            return False
+        self._undivided.save_memory(failure)
+        return True
 
     def state_dict(self) -> dict[str, Any]:
         """Return the size that was found to fit, and what it was found for."""
@@ -374,17 +452,13 @@ class Fitting:
         if self._device.type == "cuda":  # in force from here on, for the trial step too
             within(self._budget, model=self._model)
         try:
-            if self._is_coupled():
-                choice, hold = choose_in_lock_step(*args, budget=budget, **options)
-                self._hold(hold)
-            else:
-                choice = choose_on_device(
-                    *args, budget=budget, optimizer_state=self._optimizer_state, **options
-                )
-                if self._optimizer_state == "device":  # a trial step would keep it there
-                    choice = try_out(*args, choice, **options)
-                if not choice.fits:
-                    raise self._refused(batch, choice)
+            choice = choose_on_device(
+                *args, budget=budget, optimizer_state=self._optimizer_state, **options
+            )
+            if self._optimizer_state == "device":  # a trial step would keep it there
+                choice = try_out(*args, choice, **options)
+            if not choice.fits:
+                raise self._refused(batch, choice)
         except UnsupportedError as error:
             _log.warning("memory cannot be predicted, so the whole batch is tried: %s", error)
             return samples

@@ -108,14 +108,14 @@ class Recovery:
         micros: Sequence[Any],
         *,
         discard: Callable[[], None],
-        relieved: Callable[[], bool] = lambda: False,
+        relieved: Callable[[str], bool] = lambda failure: False,
         inside: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> Iterator[Attempt]:
         """Yield attempts at a window until one goes through without running out of memory.
 
         `with attempt:` makes the forwards and backwards of `attempt.micros` and nothing after them,
-        within `inside()`. `discard()` drops what a failed attempt has added. `relieved()` returns
-        True if it has given something up since, so that no micro-batch need be cut.
+        within `inside()`. `discard()` drops what a failed attempt has added. `relieved(failure)`
+        returns True if it has saved memory in another way, so that no micro-batch need be cut.
         """
         before = ForwardState(self.model, every=self._draws_on_host is not False)
         scale = None if self.scale is None else self.scale.state_dict()
@@ -131,7 +131,7 @@ class Recovery:
             before.restore()
             if self.scale is not None and scale is not None:
                 self.scale.load_state_dict(scale)
-            if not relieved():
+            if not relieved(attempt.failure):
                 parts = self._smaller(parts, attempt.place, attempt.failure, all_alike=tried > 0)
             free_caches()  # a failed backward leaves cycles between graph and hooks
         raise torch.OutOfMemoryError(

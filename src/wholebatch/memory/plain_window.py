@@ -15,7 +15,6 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from wholebatch.coupled.batchnorm.lock_step import Hold, LockStep
 from wholebatch.distributed.ddp import Buckets
 from wholebatch.losses.loss import as_loss, terms_of
 from wholebatch.memory.fsdp_sharding import Sharding
@@ -39,7 +38,6 @@ class PlainWindow:
     optimizer: torch.optim.Optimizer | None = None
     precision: str = "full"
     around_update: Callable[[], AbstractContextManager[object]] = nullcontext
-    lock_step: Hold | None = None
     reduction: Reduction | None = None
     sent: Callable[[torch.Tensor], None] = lambda flat: None
     optimizer_state: str = "device"
@@ -49,8 +47,7 @@ class PlainWindow:
     slices: FlatSlices | None = None
 
     def __post_init__(self) -> None:
-        hold, device = self.lock_step, next(self.model.parameters()).device
-        self._in_lock_step = None if hold is None else LockStep(self.model, hold=hold)
+        device = next(self.model.parameters()).device
         if self.sharding is not None and not self.sharding.shards_parameters:
             self.sharding = None
         self._casts = precisions.choose(self.precision, device.type, keeps=self.sharding is None)
@@ -87,13 +84,8 @@ class PlainWindow:
         self._casts.begin()
 
     def _add(self, micros: Sequence[Any]) -> None:
-        if self._in_lock_step is not None and len(micros) > 1:
-            self._in_lock_step.run(micros, forward=self.totals, backward=torch.autograd.backward)
-            after = self.reduction is not None
-        else:
-            self._add_in_turn(micros)
-            after = self.reduction == "after"
-        with self._reducing(after, overlap=False):
+        self._add_in_turn(micros)
+        with self._reducing(self.reduction == "after", overlap=False):
             pass
         self._casts.end()
         self._sixteen_bit.round_once()
@@ -129,7 +121,7 @@ class PlainWindow:
         if not reduces:
             return nullcontext()
         trained = [p for p in self.model.parameters() if p.requires_grad]
-        return Buckets(trained, None, lambda work: None, send=self.sent).reducing(overlap=overlap)
+        return Buckets(trained, None, send=self.sent).reducing(overlap=overlap)
 
     def step(self) -> None:
         """Run the optimizer's step; gradients stay."""

@@ -41,7 +41,6 @@ from torch._subclasses.fake_tensor import (
 )
 
 from wholebatch.batch.samples import flatten
-from wholebatch.coupled.batchnorm.lock_step import Hold
 from wholebatch.errors import OptionError, UnsupportedError
 from wholebatch.memory.activation_checkpointing import repeated_blocks
 from wholebatch.memory.fake_meter import FakeMeter
@@ -167,9 +166,6 @@ CUDA_GRANULE = 512
 CUDA_WORKSPACES = 64 * 2**20
 """The workspaces of cuBLAS and cuBLASLt on a Hopper GPU: 32 MiB each (less on others)."""
 
-_ENOUGH_IN_LOCK_STEP = 3
-"""The number of lock-step micro-batches to simulate; each further one adds the same bytes."""
-
 _ROUNDING = 0.002
 """The gap that buckets of a fixed size may make between a line and a simulation."""
 
@@ -198,7 +194,6 @@ class _WindowOptions:
     precision: str = "full"
     micro_batches: int = 2
     first: bool = False
-    lock_step: Hold | None = None
     reduction: Reduction | None = None
     optimizer_state: str = "device"
     sharding: Sharding | None = None
@@ -210,12 +205,10 @@ class _WindowOptions:
             raise OptionError(
                 f'optimizer_state={self.optimizer_state!r}: must be "device" or "host"'
             )
-        moved = self.optimizer_state != "device"
-        if self.sharding is not None and (moved or self.lock_step is not None):
+        if self.sharding is not None and self.optimizer_state != "device":
             raise OptionError(
-                f"sharding with optimizer_state={self.optimizer_state!r} or micro-batches in"
-                " lock-step: a sharded model keeps its state where its engine does, and its"
-                " micro-batches run one after the other"
+                f"sharding with optimizer_state={self.optimizer_state!r}: a sharded model keeps its"
+                " state where its engine does"
             )
 
     @property
@@ -341,15 +334,9 @@ class Predictor:
 
     def _peaks(self, batch: Any, window: _WindowOptions, depth: int | None) -> _Peaks:
         """Simulate as many micro-batches and blocks as are needed to know the peaks of all."""
-        count, enough = window.micro_batches, _ENOUGH_IN_LOCK_STEP
-        if window.lock_step is None:  # The third starts from the same state as the second.
-            window = replace(window, micro_batches=min(count, 2))
-            return self._extrapolated(batch, window, depth) or self._run(batch, window)
-        if count <= enough:
-            return self._run(batch, window)
-        before = self._run(batch, replace(window, micro_batches=enough - 1))
-        last = self._run(batch, replace(window, micro_batches=enough))
-        return last.of_more(before, count - enough)
+        # The third starts from the same state as the second.
+        window = replace(window, micro_batches=min(window.micro_batches, 2))
+        return self._extrapolated(batch, window, depth) or self._run(batch, window)
 
     def _extrapolated(self, batch: Any, window: _WindowOptions, depth: int | None) -> _Peaks | None:
         """Return the peaks of a deep model from those of shallow ones; None if it is not deep."""
@@ -435,8 +422,6 @@ class Predictor:
             with copy.mode:
                 slices = FlatSlices(optimizer, options.sharding)
         micros = [fake_batch(copy.mode, batch, self._run_on)] * options.micro_batches
-        if options.lock_step is not None:  # They are alive at the same time.
-            micros = [fake_batch(copy.mode, batch, self._run_on) for _ in micros]
         meter = FakeMeter(
             model=copy.model,
             optimizer=optimizer,
@@ -459,7 +444,6 @@ class Predictor:
                 optimizer=optimizer,
                 precision=options.precision,
                 around_update=meter.answering,
-                lock_step=options.lock_step,
                 reduction=options.reduction,
                 sent=lambda flat: meter.mark("communication", [flat]),
                 optimizer_state=options.optimizer_state,
@@ -467,12 +451,9 @@ class Predictor:
                 sharding=options.sharding,
                 slices=slices,
             )
-            # Lock-step reads counts of samples, as an optimizer its steps; a loss may read nothing.
-            numbers = meter.answering() if options.lock_step is not None else nullcontext()
             try:
-                with numbers:
-                    self._add(copy, window, micros, meter, options, last_is_enough)
-                    return self._step(copy, window, meter, options)
+                self._add(copy, window, micros, meter, options, last_is_enough)
+                return self._step(copy, window, meter, options)
             except (
                 DataDependentOutputException,
                 DynamicOutputShapeException,
@@ -510,7 +491,7 @@ class Predictor:
         last_is_enough: bool,
     ) -> None:
         """Run the forwards and backwards."""
-        alike = options.lock_step is None and options.shards is None
+        alike = options.shards is None
         # The size of a sparse gradient depends on the micro-batch.
         has_sparse = any(getattr(one, "sparse", False) is True for one in copy.model.modules())
         if alike and last_is_enough and len(micros) == 2 and not has_sparse:
@@ -576,7 +557,6 @@ def predict_peak(
     micro_batches: int = 2,
     device: torch.device | str | None = None,
     first: bool = False,
-    lock_step: Hold | None = None,
     reduction: Reduction | None = None,
     optimizer_state: str = "device",
     sharding: Sharding | None = None,
@@ -587,8 +567,7 @@ def predict_peak(
     for the first step, which creates it). From the second micro-batch on, gradients exist during
     forward and backward, so two micro-batches stand for any larger number.
 
-    `lock_step` is what micro-batches that meet at every BatchNorm hold ("graphs", "inputs"); all
-    `micro_batches` then count. `reduction` adds the buckets in which data-parallel ranks sum their
+    `reduction` adds the buckets in which data-parallel ranks sum their
     gradients: "overlap" in the last backward, or "after" it. `optimizer_state` is as in
     `wb.Memory` ("host" saves nothing if the device is the CPU). `sharding` predicts one rank of a
     model sharded by FSDP2.
@@ -602,7 +581,6 @@ def predict_peak(
         precision=precision,
         micro_batches=micro_batches,
         first=first,
-        lock_step=lock_step,
         reduction=reduction,
         optimizer_state=optimizer_state,
         sharding=sharding,

@@ -22,7 +22,6 @@ from wholebatch.batch.samples import flatten, layout_of
 from wholebatch.coupled import batchnorms
 from wholebatch.coupled import choose as choose_batchnorm
 from wholebatch.coupled.normalisation_layers import uses_batch_statistics
-from wholebatch.coupled.sample_draws import undivided
 from wholebatch.distributed.process_group import sum_over_ranks, world_size
 from wholebatch.errors import NonFiniteError, WholebatchError
 from wholebatch.losses.loss import as_loss, terms_of, wide
@@ -138,8 +137,8 @@ def sharded(model: nn.Module) -> bool:
     return any(hasattr(parameter, "to_local") for parameter in model.parameters())
 
 
-# These policies change what the model is; its undivided batch is that of the changed model.
-_CHANGES_THE_MODEL = ("freeze", "group", "layer")
+# This policy changes what the model is; its undivided batch is that of the changed model.
+_CHANGES_THE_MODEL = ("freeze",)
 
 
 @dataclass(frozen=True)
@@ -298,28 +297,17 @@ class ModelRuns:
         """Make the update of the undivided batch in other orders: they differ by rounding."""
         return [self.whole(one, order) for one, order in batch.in_other_orders()]
 
-    def _objective(
-        self, model: nn.Module, batch: Any, order: Sequence[int] | None = None
-    ) -> Objective:
-        """Run one forward; draws that follow their samples are those of a window from the start."""
-
-        def numbers() -> Sequence[int]:
-            return range(batch_size_of(batch)) if order is None else order
-
-        with undivided(numbers, self.start.random["torch"]):
-            return objective(model, self.loss, batch, self.numbers)
-
     def _backward(self, batch: Any, order: Sequence[int] | None) -> float:
         """Leave the gradient of the undivided (global) batch's mean in the parameters."""
         model = self.model if self.is_sharded else self.inner
         scale = self.numbers.loss_scale
         everyone = self._global_batch(batch)
         if everyone is not None:  # every rank has the whole of it: nothing is to be added
-            mean = self._objective(model, everyone).mean()
+            mean = objective(model, self.loss, everyone, self.numbers).mean()
             (mean * scale).backward()
             value = mean.detach().double()
         else:
-            found = self._objective(model, batch, order)
+            found = objective(model, self.loss, batch, self.numbers)
             units = sum_over_ranks(torch.tensor(found.units, dtype=torch.float64))
             mean = found.mean(units.tolist())
             if self.numbers.precision == "fp8" and "units" not in self.options:
@@ -358,7 +346,7 @@ class ModelRuns:
         self.begin()
         scale = self.numbers.loss_scale
         with self.numbers.window(self.inner):
-            found = self._objective(self.inner, batch, order)
+            found = objective(self.inner, self.loss, batch, self.numbers)
             total = found.mean([1.0] * len(found.units)) * scale
             gradients = torch.autograd.grad(total, self.parameters, allow_unused=True)
         return [
@@ -374,7 +362,7 @@ class ModelRuns:
         self.begin()
         try:
             with torch.enable_grad():
-                found = self._objective(self.inner, batch)
+                found = objective(self.inner, self.loss, batch, self.numbers)
         except Exception:
             if not self.silences:
                 raise

@@ -23,7 +23,7 @@ from wholebatch.coupled.normalisation_layers import batchnorms as batchnorms_of
 from wholebatch.coupled.normalisation_layers import uses_batch_statistics
 from wholebatch.distributed.process_group import world_size
 from wholebatch.errors import LossError, OptionError, UnsupportedError, WholebatchError
-from wholebatch.options import BatchNorm, BatchNormPolicy, flattened
+from wholebatch.options import BatchNormPolicy, flattened
 from wholebatch.runner import check_functions, modules_of
 from wholebatch.verification.model_runs import DividedBatch, ModelRuns, Numbers, objective, uneven
 from wholebatch.verification.observed_window import WindowRun
@@ -153,7 +153,7 @@ def _moved(runs: ModelRuns, *, same: Callable[[Tensor, Tensor], bool]) -> list[s
 def _coupling(evidence: Evidence) -> Iterator[Cause]:
     """Ask for layers whose output for a sample depends on the others of its batch."""
     runs = evidence.runs
-    if runs.batchnorm in ("group", "layer", "freeze"):
+    if runs.batchnorm == "freeze":
         return
     found = _audit(evidence).findings
     norms = [f for f in found if f.kind in ("batchnorm", "custom", "sync")]
@@ -265,7 +265,7 @@ def verify(
     optimizer: torch.optim.Optimizer | None = None,
     precision: PrecisionName = "full",
     clip_norm: ClipNorm = None,
-    batchnorm: BatchNorm | BatchNormPolicy = "exact",
+    batchnorm: BatchNormPolicy = "exact",
     float64: bool = True,
     **options: Any,
 ) -> Verdict:

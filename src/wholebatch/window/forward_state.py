@@ -336,6 +336,11 @@ def replaced_attributes(owner: object, **attributes: Any) -> Iterator[None]:
                 drop(name)
 
 
+def in_backward() -> bool:
+    """True if a backward runs on this thread: a forward inside it is a recomputation."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def capture_random(*, every: bool = True, to_save: bool = True) -> dict[str, Any]:
     """Return the generators' states; `every=False` leaves out Python's and NumPy's (cheaper).
 

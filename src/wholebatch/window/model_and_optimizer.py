@@ -116,7 +116,7 @@ def build_target(
     scheduler: Scheduler | Sequence[Scheduler] | None = None,
     ema: Ema | None = None,
     precision: str = "full",
-    scaler: torch.amp.GradScaler | None = None,
+    scaler: torch.amp.GradScaler | LossScale | None = None,
     sync: Sync | None = None,
 ) -> Target:
     """Return everything that a window updates, or raise the error that says why it cannot."""
@@ -316,8 +316,10 @@ def _schedulers(
 
 
 def _loss_scale(
-    precision: str, scaler: torch.amp.GradScaler | None, device: torch.device
+    precision: str, scaler: torch.amp.GradScaler | LossScale | None, device: torch.device
 ) -> LossScale | None:
+    if isinstance(scaler, LossScale):  # an adapter's, over the scaler of its library
+        return scaler
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise OptionError(f"scaler={type(scaler).__name__}: must be a torch.amp.GradScaler")
     if scaler is not None and precision in ("bf16", "fp8"):

@@ -378,15 +378,12 @@ class Probe:
         self._has_terms = False
         self.active = False
 
-    def begin(self, *, first: int = 0, together: bool = False) -> None:
-        """Begin a window, or begin it again; a resumed one already has `first` micro-batches.
-
-        `together`: the window runs in lock-step, so no micro-batch has a gradient before the last.
-        """
+    def begin(self, *, first: int = 0) -> None:
+        """Begin a window, or begin it again; a resumed one already has `first` micro-batches."""
         window, every = self._window, self._interval()
         # Skip the first window: it may be atypical (graphs are made in it).
         is_due = (window.updates + window.skipped) % every == 1 % every
-        self.active = is_due and self.off is None and not together
+        self.active = is_due and self.off is None
         if first == 0:
             self._norm = None
 

@@ -15,7 +15,7 @@ import math
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -76,7 +76,7 @@ _CLAMPED = (
     "many: give the count itself (a window without any is zero_units='skip')"
 )
 _log = logging.getLogger("wholebatch")
-_FORMAT = 1  # of a state dict
+_FORMAT = 2  # of a state dict
 _SAVED = ("micro_batches", "known", "weights", "owners", "loss_scale")  # of an open window, as is
 transforms_active: Any = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
 
@@ -200,15 +200,15 @@ def _same_units(first: Units, again: Units) -> Units:
 
 
 def _read_units(
-    units: Sequence[Tensor | float], owners: Sequence[int] = (), *, counted: bool = False
+    units: Sequence[Tensor | float], repeated: Collection[int] = (), *, counted: bool = False
 ) -> list[float]:
     """Return units as numbers, now that those on a device can be checked.
 
-    `owners` are the micro-batches of the backwards that gave them, if backwards did.
+    `repeated` are the places of further backwards of a micro-batch.
     """
     counts = read_scalars(units)
     for place, count in enumerate(counts, 1):
-        if math.isnan(count) and len(set(owners[max(0, place - 2) : place])) == 1 < place:
+        if math.isnan(count) and place - 1 in repeated:
             raise LossError(_OTHER_UNITS.format(first="one number", again="another"))
         if not 0 <= count < math.inf:
             must = "must be finite and not negative"
@@ -311,6 +311,10 @@ class OpenWindow:
     owners: list[int] = field(default_factory=list)
     """The micro-batch of each total (one may have several)."""
     micro_batches: int = 0
+    more_of_micro_batch: bool = False
+    """True if the next backward is a further one of the same micro-batch."""
+    repeated: set[int] = field(default_factory=set)
+    """The places in `units` of such backwards."""
     saved: bool = False  # for a run that goes on from here
     broken: bool = False
     """True if a backward failed half way, so that a part of a micro-batch is in."""
@@ -319,8 +323,6 @@ class OpenWindow:
     reduced: bool = False
     """True if the last backward has reduced the gradients over the ranks."""
     started: float = field(default_factory=time.perf_counter)
-    unmade: int = 0
-    """Losses that were weighed, and whose backward somebody else has still to make."""
     _last_seed: tuple[str, float, Tensor] | None = None
     _units_of_micro_batch: dict[str, Units] = field(default_factory=dict)
 
@@ -355,11 +357,11 @@ class OpenWindow:
         The units of a micro-batch count once, however many backwards it has: its first backward
         records them, and the others must have the same.
         """
-        again = bool(self.owners) and self.owners[-1] == self.micro_batches
         for name, total in totals.items():
             counted = units[name] if counts else 0
-            if again and name in self.units:
+            if self.more_of_micro_batch and name in self._units_of_micro_batch:
                 counted = _same_units(self._units_of_micro_batch[name], counted)
+                self.repeated.add(len(self.units[name]))
             else:
                 self._units_of_micro_batch[name] = counted
             self.totals.setdefault(name, []).append(total if counts else 0.0)
@@ -391,18 +393,6 @@ class OpenWindow:
         if counts:
             self._last_seed = (name, weight, value)
         return value
-
-    def weigh(self, loss: Tensor, weight: Units = 1.0) -> None:
-        """Multiply what a backward of `loss` that is not ours starts from."""
-        self.unmade += 1
-
-        def weighed(gradient: Tensor) -> Tensor:
-            self.unmade -= 1
-            if isinstance(weight, Tensor):
-                return gradient * weight.to(gradient.device, gradient.dtype)
-            return gradient * weight
-
-        loss.register_hook(weighed)
 
     def round_seed(self, total: Tensor) -> None:
         """Take a power of two as the seed of a 16-bit total, and leave the rest to the close.
@@ -620,6 +610,7 @@ class Window:
     def micro_batch_done(self) -> None:
         """Count a micro-batch whose backwards are all made."""
         self.current.micro_batches += 1
+        self.current.more_of_micro_batch = False
 
     # ------------------------------------------------------------------ close
 
@@ -705,7 +696,7 @@ class Window:
         names = list(totals)
         values = [math.fsum(totals[name]) for name in names]
         for name in names:
-            units_of_each = _read_units(window.units.get(name, ()), window.owners)
+            units_of_each = _read_units(window.units.get(name, ()), window.repeated)
             self._warn_of_clamped_units(totals[name], units_of_each)
             values.append(math.fsum(units_of_each))
         if self.sync.ranks == 1:
@@ -838,13 +829,18 @@ class Window:
         The model and the optimizer are saved by their own `state_dict`, as everywhere in torch.
         """
         target = self.target
+        if self.open is not None:
+            raise StateError(
+                f"state_dict() with {self.now.micro_batches} micro-batches in an open window: save "
+                "after the Step. A window that was interrupted is computed again, with the same "
+                "update"
+            )
         return {
             "format": _FORMAT,
             "kind": kind,
             "updates": self.updates,
             "skipped": self.skipped,
             "next_seed": self.next_seed,
-            "window": None if self.open is None else self.open_state(),
             "scaler": None if target.scale is None else target.scale.state_dict(),
             "schedulers": [scheduler.state_dict() for scheduler in target.schedulers],
             "ema": target.ema.state_dict() if isinstance(target.ema, nn.Module) else None,
@@ -874,7 +870,6 @@ class Window:
                 f"the state holds {len(state['schedulers'])} schedulers, and "
                 f"{len(target.schedulers)} are here: pass the same ones"
             )
-        self.check_open_state(state["window"])
         if self.open is not None:
             self.discard()
 
@@ -888,7 +883,6 @@ class Window:
         self._schedules.forget()
         if isinstance(target.ema, nn.Module) and state["ema"] is not None:
             target.ema.load_state_dict(state["ema"])
-        self.load_open_state(state["window"])
         restore_random(state["random"])
 
     def open_state(self) -> dict[str, Any]:

@@ -22,12 +22,12 @@ from wholebatch.errors import MissingExtraError, OptionError, StateError
 from wholebatch.plain_files import finite, read_json, reason
 from wholebatch.window.window import Step
 
-TIMING = frozenset({"seconds", "units_per_second", "time", "memory", "recoveries", "communication"})
+TIMING = frozenset({"seconds", "units_per_second", "time", "memory", "recoveries"})
 """The fields of a record about time and resources: two identical runs differ in them."""
 
 _SCALARS = (
     "loss", "grad_norm", "clip", "loss_scale", "units", "units_per_second", "seconds", "batch_size",
-    "micro_batches", "memory", "recoveries", "skipped_windows", "communication", "validation_loss",
+    "micro_batches", "memory", "recoveries", "skipped_windows", "validation_loss",
     "noise_scale", "noise_low", "noise_high",
 )  # fmt: skip
 

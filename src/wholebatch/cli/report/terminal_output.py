@@ -85,10 +85,6 @@ class Terminal:
         )
         self._progress.start()
 
-    def micro(self, done: int, of: int) -> None:
-        """Show that `done` of the `of` micro-batches of the next update are done."""
-        self._progress.update(self._task, completed=self._done + done / of)
-
     def update(
         self, *, updates: int, loss: float, units_per_second: float, doing: str | None = None
     ) -> None:

@@ -52,12 +52,6 @@ def training(runs: Sequence[TrainingRun], units: Sequence[str]) -> Section | Non
         chart("grad-norm", "Gradient norm", axis("before clipping"), _field("grad_norm")),
         chart("rate", "Learning rate", axis("", **zero), _field("lr")),
         chart(
-            "communication",
-            "Communication",
-            axis("% of the window's time", **zero),
-            lambda r: None if not r.get("communication") else 100 * r["communication"],
-        ),
-        chart(
             "noise",
             "Critical batch by the gradient noise scale",
             axis(f"{unit}, with the 95% interval", type="log"),

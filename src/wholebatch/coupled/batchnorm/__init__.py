@@ -1,1 +1,1 @@
-"""BatchNorm under gradient accumulation: exact in lock-step, or by another policy."""
+"""BatchNorm under gradient accumulation: exact over ranks, or by another policy."""

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,7 +52,6 @@ class Coupled:
             batch. It returns a `Loss`.
         tolerance: The largest relative difference between both runs of `encode`.
         keep: So many of the last micro-batches are encoded only once: their graphs stay in memory.
-            "auto" keeps as many as fit (in one process, on CUDA or with `memory=`).
         addends: A function `addends(model, micro)`, where `encode` returns sums over the
             micro-batch: it returns a Loss of them, and its totals are compared instead.
     """
@@ -60,7 +59,7 @@ class Coupled:
     encode: Callable[[Any, Any], Any]
     loss: Callable[[Any], Loss | Terms | Tensor]
     tolerance: float | None = None
-    keep: int | Literal["auto"] = 1
+    keep: int = 1
     addends: Callable[[Any, Any], Loss | Terms] | None = None
 
     def __post_init__(self) -> None:
@@ -68,9 +67,9 @@ class Coupled:
             if not callable(getattr(self, name)):
                 raise OptionError(f"Coupled({name}=...): must be a function")
         is_number = isinstance(self.keep, int) and not isinstance(self.keep, bool)
-        if self.keep != "auto" and not (is_number and int(self.keep) >= 0):
+        if not (is_number and self.keep >= 0):
             raise OptionError(
-                f'Coupled(keep={self.keep!r}): must be a number of micro-batches, or "auto"'
+                f"Coupled(keep={self.keep!r}): must be a number of micro-batches, 0 or more"
             )
         if self.tolerance is not None and self.tolerance < 0:
             raise OptionError(f"Coupled(tolerance={self.tolerance}): must not be negative")

@@ -8,21 +8,16 @@ of that gradient. By the chain rule this gives the gradient of the undivided bat
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field
 from itertools import accumulate
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
-from wholebatch.coupled.batchnorm.activation_offload import storage_key
-from wholebatch.coupled.batchnorm.lock_step import LockStep
 from wholebatch.distributed import Sync
 from wholebatch.errors import LossError, WindowError
 from wholebatch.window.forward_state import capture_random, restore_random
@@ -95,11 +90,6 @@ class WholeRepresentations:
         leaves = [None if is_none else next(tensors) for is_none in nones]
         return pytree.tree_unflatten(leaves, containers)
 
-    def rows(self, index: int) -> int:
-        """Return the number of rows that this micro-batch has in the first tensor."""
-        start, stop = self._ends[0][index : index + 2]
-        return stop - start
-
     def distances(self, index: int, again: Representations) -> Iterator[Tensor]:
         """Yield the relative distance of each representation from that of the first pass."""
         if again.structure != self._structure:
@@ -169,26 +159,14 @@ class _SumOverRanks(torch.autograd.Function):
         return ctx.summed(gradient.contiguous()), None
 
 
-T = TypeVar("T")
-R = TypeVar("R")
-
-_log = logging.getLogger("wholebatch")
-
-_MARGIN = 0.8
-"""The fraction of the free memory to use for graphs; the rest allows for fragmentation."""
-
-Item: TypeAlias = tuple[int, Any]
-"""A micro-batch and its index."""
-
-
 @dataclass(eq=False)
 class TwoPasses:
     """The two passes over the micro-batches of one window.
 
     `encode(micro)` returns the representations of a micro-batch. `before_micro(index)` is called
-    before each micro-batch of either pass. They run one after the other, or in `lock_step`. The
-    last `keep` of them keep their graphs from the first pass and are not encoded again, unless the
-    forward changes buffers of `modules`. Buffers and random generators end as after one pass.
+    before each micro-batch of either pass. The last `keep` of them keep their graphs from the first
+    pass and are not encoded again; if the forward changes buffers of `modules`, only a batch that
+    is not split keeps its graph. Buffers and random generators end as after one pass.
     """
 
     micros: Sequence[Any]
@@ -196,41 +174,36 @@ class TwoPasses:
     _: KW_ONLY
     modules: Sequence[nn.Module]
     before_micro: Callable[[int], None] = lambda index: None
-    lock_step: LockStep | None = None
     keep: int = 0
     kept: dict[int, Representations] = field(default_factory=dict, init=False)
     finite: list[Tensor] = field(default_factory=list, init=False)
     """For each micro-batch, a flag on the device: True if its representations are finite."""
 
     def __post_init__(self) -> None:
-        self._items = list(enumerate(self.micros))
         self._saved = [(b, b._version, b.detach().clone()) for b in self._buffers()]
-        self._moves_buffers = False
-        self._start = capture_random()
-        self._starts: dict[int, dict[str, Any]] = {}
+        self._changes_buffers = False
+        self._starts: list[dict[str, Any]] = []
 
     def first(self) -> WholeRepresentations:
         """Encode every micro-batch, without a graph if it is not kept; restore the buffers."""
-
-        def forward(item: Item) -> Representations:
-            index, micro = item
+        parts: list[Representations] = []
+        for index, micro in enumerate(self.micros):
             self.before_micro(index)
-            self._starts[index] = capture_random()
-            keeps = index >= len(self._items) - self.keep
+            self._starts.append(capture_random())
+            keeps = index >= len(self.micros) - self.keep
             if keeps and not self.kept:
                 torch.clear_autocast_cache()  # Casts made without a graph pass no gradient back.
             with torch.set_grad_enabled(keeps):
                 made = Representations.of(self.encode(micro))
             if keeps:
                 self.kept[index] = made
-            return made.detached()
-
+            parts.append(made.detached())
         with torch.no_grad():
-            parts = self._run(self._items, forward, lambda made: made)
             self.finite = [part.is_finite() for part in parts]
             whole = WholeRepresentations(parts)
-        self._moves_buffers = self._put_buffers_back()
-        if self._moves_buffers:  # The second pass must change them, so it encodes everything.
+        if len(self.micros) > 1 or not self.kept:
+            self._changes_buffers = self._put_buffers_back()
+        if self._changes_buffers:  # The second pass must change them, so it encodes everything.
             self.kept.clear()
         return whole
 
@@ -239,39 +212,26 @@ class TwoPasses:
         whole: WholeRepresentations,
         inject: Callable[[int, list[Tensor], list[Tensor]], None],
         tolerance: float | None = None,
-        *,
-        weighing: Callable[[int], AbstractContextManager[Any]] = lambda samples: nullcontext(),
     ) -> None:
         """Encode every micro-batch again, and backpropagate the gradient of its representations.
 
-        `inject(index, outputs, gradients)` runs the backward of a micro-batch. `weighing(samples)`
-        wraps each encoding.
+        `inject(index, outputs, gradients)` runs the backward of a micro-batch.
         """
         after = capture_random()
         farthest: list[Tensor] = []
-
-        def forward(item: Item) -> tuple[int, Representations]:
-            index, micro = item
-            self.before_micro(index)
-            if index in self.kept:
-                return index, self.kept.pop(index)
-            if self.lock_step is None:  # In lock-step, each has its own stream, restarted below.
-                restore_random(self._starts[index])
-            with weighing(whole.rows(index)):
-                return index, Representations.of(self.encode(micro))
-
-        def backward(encoded: tuple[int, Representations]) -> None:
-            index, made = encoded
-            farthest.extend(whole.distances(index, made))
-            inject(index, *whole.gradients(index, made))
-
-        if self.lock_step is not None:
-            restore_random(self._start)
         # Go from the last to the first. The kept graphs then come first and free their memory for
         # the others, and the order of addition (so every bit) does not depend on how many were
         # kept.
-        backwards = self.lock_step is None and not self._moves_buffers
-        self._run(self._items[::-1] if backwards else self._items, forward, backward)
+        order = range(len(self.micros))
+        for index in order if self._changes_buffers else reversed(order):
+            self.before_micro(index)
+            made = self.kept.pop(index, None)
+            if made is None:
+                restore_random(self._starts[index])
+                made = Representations.of(self.encode(self.micros[index]))
+            farthest.extend(whole.distances(index, made))
+            inject(index, *whole.gradients(index, made))
+            del made  # its graph, before that of the next
         restore_random(after)
         if farthest:
             worst = float(torch.stack([found.to(farthest[0].device) for found in farthest]).max())
@@ -289,13 +249,6 @@ class TwoPasses:
         for buffer, _, before in moved:
             buffer.copy_(before)
         return bool(moved) or [id(b) for b in self._buffers()] != [id(b) for b, *_ in self._saved]
-
-    def _run(
-        self, items: Sequence[Item], forward: Callable[[Item], T], backward: Callable[[T], R]
-    ) -> list[R]:
-        if self.lock_step is not None:
-            return self.lock_step.run(items, forward=forward, backward=backward)
-        return [backward(forward(item)) for item in items]
 
 
 def _check_replay(found: float, dtypes: Iterable[torch.dtype], allowed: float | None) -> None:
@@ -315,63 +268,3 @@ def _check_replay(found: float, dtypes: Iterable[torch.dtype], allowed: float | 
             "the micro-batch and the global random generators only; Coupled(tolerance=...) allows "
             "more"
         )
-
-
-class KeptGraphs:
-    """The number of graphs that a window keeps from its first pass, to avoid encoding again.
-
-    With "auto" the first window keeps none, and measures the bytes that the graph of a micro-batch
-    holds. Later windows keep as many graphs as fit in `room()`: the bytes of the budget that the
-    last window left free, or None if unknown.
-    """
-
-    def __init__(self, keep: int | Literal["auto"], models: Iterable[nn.Module]) -> None:
-        self._auto = keep == "auto"
-        self._models = tuple(models)
-        self._number = keep if isinstance(keep, int) else 0
-        self._weighed = 0  # Bytes of the graph of one micro-batch.
-        self._samples = 0  # Samples of that micro-batch.
-        self._gave_up = False
-        self.room: Callable[[], int | None] = lambda: None
-
-    def number(self) -> int:
-        """Return the number of graphs to keep in the window that begins now."""
-        room = self.room() if self._auto and self._weighed else None
-        if room is not None:
-            more = int(_MARGIN * room) // self._weighed
-            self._number = max(0, self._number + more)
-        return self._number
-
-    def ran_out(self) -> None:
-        """Stop keeping graphs, after running out of memory."""
-        if self._number:
-            self._gave_up = True
-            _log.warning("out of memory: no graphs of the first pass are kept any more")
-        self._auto, self._number = False, 0
-
-    def relieved(self) -> bool:
-        """True if graphs were given up since the last call: the window can retry as it was."""
-        gave_up, self._gave_up = self._gave_up, False
-        return gave_up
-
-    @contextmanager
-    def weighing(self, samples: int) -> Iterator[None]:
-        """Measure the bytes that autograd saves while a micro-batch is encoded in this context."""
-        if not self._auto or samples <= self._samples:
-            yield
-            return
-        own = {
-            storage_key(tensor)
-            for model in self._models
-            for tensor in (*model.parameters(), *model.buffers())
-        }
-        held: dict[int, int] = {}
-
-        def pack(tensor: Tensor) -> Tensor:
-            if (key := storage_key(tensor)) not in own:
-                held[key] = tensor.untyped_storage().nbytes()
-            return tensor
-
-        with saved_tensors_hooks(pack, lambda tensor: tensor):
-            yield
-        self._weighed, self._samples = max(1, sum(held.values())), samples

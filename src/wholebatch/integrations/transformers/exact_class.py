@@ -5,15 +5,12 @@
 | DPOTrainer, RewardTrainer | pairs | pairs that stay together when a batch is cut |
 | KTOTrainer | samples | the KL estimate of the whole window, from a pass before it |
 | GRPOTrainer, RLOOTrainer | tokens or sequences | all completions, before the first forward |
-| GKDTrainer | tokens | the answers that it draws, before they are counted |
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from contextlib import suppress
-from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -23,14 +20,14 @@ from wholebatch.compile import Execute
 from wholebatch.coupled.contrastive.losses import Coupled
 from wholebatch.errors import OptionError, UnsupportedError
 from wholebatch.integrations.transformers.exact_trainer import (
-    ExactWindows,
+    ExactTrainerMixin,
     UnitsFunction,
     refuse_own_batches,
 )
-from wholebatch.integrations.transformers.host_steps import engine_keeps
+from wholebatch.integrations.transformers.weighted_loss import engine_of
 from wholebatch.losses.loss import Units
 from wholebatch.memory.budget import Budget
-from wholebatch.options import BatchNorm, Memory, Samples
+from wholebatch.options import Memory, Samples
 from wholebatch.whole_batch import MicroBatch
 from wholebatch.window.close import Policy
 from wholebatch.window.forward_state import replaced_attributes
@@ -43,7 +40,7 @@ _COUPLED = {
 _TOKEN_MEANS = ("bnpo", "dapo", "cispo", "vespo")
 
 
-class ExactPairs(ExactWindows):
+class ExactPairs(ExactTrainerMixin):
     """DPO and reward models: TRL stacks all chosen samples upon all rejected ones.
 
     Between the loader and the loss, tensors are [pairs, 2, ...], so that a batch can be cut.
@@ -92,7 +89,7 @@ def _stacked(inputs: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-class ExactKTO(ExactWindows):
+class ExactKTO(ExactTrainerMixin):
     """KTO: every sample is compared with a KL estimate, which TRL takes from its micro-batch.
 
     Here it is that of the window and all ranks, as for the undivided batch. A pass over the window,
@@ -120,7 +117,7 @@ class ExactKTO(ExactWindows):
         trainer: Any = self
         if not trainer.calculate_KL:
             return
-        if engine_keeps(trainer.model_wrapped) != "whole":
+        if engine_of(trainer.model_wrapped) != "replicated":
             raise UnsupportedError(
                 f"exact(KTOTrainer) on {type(trainer.model_wrapped).__name__}: its forwards run "
                 "collectives, in which a pass before the window is not shown to be in step; use "
@@ -130,7 +127,7 @@ class ExactKTO(ExactWindows):
         model, reference = trainer.model.train(), trainer.ref_model or trainer.model
         sums = torch.zeros(2, dtype=torch.float64, device=trainer.args.device)
         for at, inputs in enumerate(batches):
-            batches[at] = inputs = dict(ExactWindows._prepared(self, inputs))
+            batches[at] = inputs = dict(ExactTrainerMixin._prepared(self, inputs))
             if "ref_KL_logps" not in inputs:
                 found = trainer.compute_ref_log_probs(reference, inputs)
                 inputs["ref_logps"], inputs["ref_KL_logps"] = found
@@ -160,7 +157,7 @@ class ExactKTO(ExactWindows):
             return super().compute_loss(model, inputs, *args, **kwargs)
 
 
-class ExactPolicy(ExactWindows):
+class ExactPolicy(ExactTrainerMixin):
     """GRPO and RLOO: the completions of a window are drawn before its first forward."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -218,29 +215,6 @@ def _completion_mask(inputs: Mapping[str, Any]) -> Tensor:
     return mask * inputs["tool_mask"] if "tool_mask" in inputs else mask
 
 
-class ExactDistillation(ExactWindows):
-    """GKD: answers of the student or the teacher take the place of the data's, before counting."""
-
-    held = MappingProxyType({"lmbda": -1.0, "seq_kd": False})  # nothing is drawn a second time
-
-    def prepare_window(self, batches: list[Any]) -> None:
-        """Draw the answers of the window: by TRL's training_step, up to where it would train."""
-        trl: Any = super(ExactWindows, self)
-        for at, inputs in enumerate(batches):
-            batches[at] = inputs = dict(self._prepared(inputs))
-            with replaced_attributes(self, _prepare_inputs=_stop), suppress(_DrawnError):
-                trl.training_step(self.model_wrapped, inputs, None)
-        super().prepare_window(batches)
-
-
-class _DrawnError(Exception):
-    """TRL has drawn the answers of a batch and goes on to its loss."""
-
-
-def _stop(_: Any) -> Any:
-    raise _DrawnError
-
-
 def _refuse_vision(trainer: Any) -> None:
     if getattr(trainer, "_is_vision_dataset", False):
         raise UnsupportedError(
@@ -249,13 +223,12 @@ def _refuse_vision(trainer: Any) -> None:
         )
 
 
-_OF_TRL: dict[str, type[ExactWindows]] = {
+_OF_TRL: dict[str, type[ExactTrainerMixin]] = {
     "DPOTrainer": ExactPairs,
     "RewardTrainer": ExactPairs,
     "KTOTrainer": ExactKTO,
     "GRPOTrainer": ExactPolicy,
     "RLOOTrainer": ExactPolicy,
-    "GKDTrainer": ExactDistillation,
 }
 
 
@@ -268,7 +241,7 @@ def exact(
     precision: Literal["fp8"] | None = None,
     micro_batch: MicroBatch | Samples | None = None,
     memory: Memory | Budget | None = None,
-    batchnorm: BatchNorm | str = "exact",
+    batchnorm: str = "exact",
     nonfinite: Policy = "raise",
     audit: bool = True,
 ) -> type[Any]:
@@ -294,13 +267,19 @@ def exact(
         raise OptionError(
             f"exact({trainer!r}): must be transformers.Trainer, or a class that descends from it"
         )
-    if issubclass(trainer, ExactWindows):
+    if issubclass(trainer, ExactTrainerMixin):
         raise OptionError(
             f"exact({trainer.__name__}): it is exact already; give all options at once"
         )
-    of_trl = (kind.__name__ for kind in trainer.__mro__ if kind.__module__.startswith("trl."))
-    windows = _OF_TRL.get(next(of_trl, ""), ExactWindows)
-    if windows is ExactWindows:
+    of_trl = [kind.__name__ for kind in trainer.__mro__ if kind.__module__.startswith("trl.")]
+    if "GKDTrainer" in of_trl:
+        raise UnsupportedError(
+            "exact(GKDTrainer): it draws the answers of every batch inside its training_step, "
+            "after the units of the window are counted; use GKDTrainer as it is with lmbda=0 and "
+            "seq_kd=False, or write the loop with wb.distillation_loss"
+        )
+    windows = _OF_TRL.get(of_trl[0] if of_trl else "", ExactTrainerMixin)
+    if windows is ExactTrainerMixin:
         refuse_own_batches(trainer)
     if units is not None and not callable(units):
         raise OptionError(f"units={units!r}: must be a function of a batch's inputs")

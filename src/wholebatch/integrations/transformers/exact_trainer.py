@@ -1,4 +1,4 @@
-"""`ExactWindows`: a Trainer whose every update is that of the undivided global batch.
+"""`ExactTrainerMixin`: a Trainer whose every update is that of the undivided global batch.
 
 The Trainer has all batches of a window in hand before its first forward. So at the window's first
 `training_step` all of it runs, as in `WholeBatch.gradient`: micro-batches as compiled or recorded
@@ -15,8 +15,6 @@ import functools
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 import torch
@@ -24,42 +22,32 @@ from torch import Tensor, nn
 
 from wholebatch.compile import Execute
 from wholebatch.coupled.contrastive.losses import Coupled
-from wholebatch.errors import EmptyWindowError, StateError, UnsupportedError
-from wholebatch.integrations.host_window import refuse_shared_batches
+from wholebatch.errors import EmptyWindowError, UnsupportedError
+from wholebatch.integrations.handed_over import refuse_shared_batches
 from wholebatch.integrations.transformers.given_windows import GivenWindows
-from wholebatch.integrations.transformers.host_steps import (
-    HostSteps,
+from wholebatch.integrations.transformers.label_units import count_labels, shifts_labels
+from wholebatch.integrations.transformers.weighted_loss import (
     TrainerWindow,
-    engine_keeps,
-    stepped_here,
+    WeightedLoss,
+    engine_of,
 )
-from wholebatch.integrations.transformers.label_units import (
-    count_labels,
-    counted_by_trainer,
-    known_shift,
-    measured_shift,
-)
-from wholebatch.integrations.transformers.router_balance import balanced, refuse_balance
 from wholebatch.losses.loss import Loss, Units, check_units, mean_loss
 from wholebatch.memory.budget import Budget
-from wholebatch.options import BatchNorm, Close, Memory, Samples
-from wholebatch.safe_loading import load_tensors
+from wholebatch.options import Close, Memory, Samples
 from wholebatch.whole_batch import MicroBatch
 from wholebatch.window.close import Policy
-from wholebatch.window.forward_state import capture_random, restore_random
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Trainer
-else:  # A mixin stands before the Trainer, or one of its descendants, in the bases.
+else:  # At run time the mixin precedes the Trainer in the MRO.
     _Trainer = object
 
 
 _log = logging.getLogger("wholebatch")
 
 UnitsFunction: TypeAlias = Callable[[Mapping[str, Any]], Units]
-# Their training_step offloads activations, and draws completions that `prepare_window` has drawn.
-_STEPS_OF_TRL = {"SFTTrainer", "DPOTrainer", "KTOTrainer", "RewardTrainer", "GKDTrainer"}
-_WINDOW_FILE = "wholebatch_window_{rank}.pt"
+# The training_step of these TRL trainers only adds offloading of activations.
+_STEPS_OF_TRL = {"SFTTrainer", "DPOTrainer", "KTOTrainer", "RewardTrainer"}
 
 
 class EpochEnd(int):
@@ -81,11 +69,11 @@ class EpochEnd(int):
     __hash__ = int.__hash__
 
 
-class ExactWindows(_Trainer):
+class ExactTrainerMixin(_Trainer):
     """The mixin that `exact` puts before a trainer; for a class that is written out:
 
     ```python
-    class MyTrainer(ExactWindows, Trainer):
+    class MyTrainer(ExactTrainerMixin, Trainer):
         units_of = staticmethod(lambda inputs: inputs["weights"].sum())
     ```
     """
@@ -96,23 +84,18 @@ class ExactWindows(_Trainer):
     window_precision: Literal["fp8"] | None = None
     micro_batch: MicroBatch | Samples | None = None
     memory: Memory | Budget | None = None
-    batchnorm: BatchNorm | str = "exact"
+    batchnorm: str = "exact"
     nonfinite: Policy = "raise"
     audit: bool = True
-    held: Mapping[str, Any] = MappingProxyType({})
-    """Attributes that the trainer has while it makes a step of a window that is prepared."""
-
-    _takes_count: bool | None = None  # True if the loss divides by its num_items_in_batch
     _epoch_end: EpochEnd | None = None
     _batches = 0  # of the epoch
     _shift: bool | None = None
     _is_counting = False
     _open = TrainerWindow()
     _whole: GivenWindows | None = None
-    _host: HostSteps | None = None
-    _stepped_by: Any = None  # the optimizer that the windows were made for
+    _weighted: WeightedLoss | None = None
+    _made_for_optimizer: Any = None
     _shares: Tensor | None = None  # of each batch in the window's mean
-    _resume: dict[str, Any] | None = None
 
     # ------------------------------------------------------------------ units
 
@@ -120,28 +103,13 @@ class ExactWindows(_Trainer):
         """Return how many units the loss of these inputs is a mean over."""
         if self.units_of is not None:
             return check_units(self.units_of(inputs))
-        return count_labels(inputs, lambda: self._shifts_labels(inputs))
+        return count_labels(inputs, self._shifts_labels)
 
-    def _shifts_labels(self, inputs: Mapping[str, Any]) -> bool:
-        """Return True if the first label of a sample never counts; it is found out once."""
+    def _shifts_labels(self) -> bool:
+        """Return True if the first label of a sample never counts."""
         if self._shift is None:
-            known = known_shift(self)
-            self._shift = measured_shift(self._evaluated, inputs) if known is None else known
+            self._shift = shifts_labels(self)
         return self._shift
-
-    def _evaluated(self, inputs: dict[str, Any], count: Tensor | None = None) -> Tensor:
-        """Return the loss of these inputs in evaluation mode, with nothing left behind."""
-        model, before = uncompiled(self.model_wrapped), capture_random(every=False)
-        training = model.training
-        model.eval()
-        try:
-            with torch.no_grad(), self.compute_loss_context_manager():
-                given: dict[str, Any] = {} if count is None else {"num_items_in_batch": count}
-                mean: Any = self.compute_loss(model, self._prepared(inputs), **given)
-            return cast("Tensor", mean)
-        finally:
-            model.train(training)
-            restore_random(before)
 
     @property
     def _prepares(self) -> bool:
@@ -192,35 +160,11 @@ class ExactWindows(_Trainer):
             return None
         units = [torch.as_tensor(self.count_units(inputs)).double() for inputs in batch_samples]
         counted = torch.stack([one.to(device) for one in units]).sum()
-        same = self._shift is not None and self._shift == getattr(self, "_loss_shifts_labels", None)
-        hosts = None
-        if self.units_of is None and not same:
-            hosts = counted_by_trainer(self, batch_samples)
-        counts = torch.stack([counted, counted if hosts is None else hosts.to(device)])
+        self._open.counted_here = float(counted)
         if self.accelerator.num_processes > 1:
-            counts = self.accelerator.gather(counts.reshape(1, 2)).sum(0)
-        window = self._open
-        window.counted, window.divisor = counts.tolist()
-        if window.divisor != window.counted and not self._divides_by_count(batch_samples[0]):
-            window.divisor = window.counted
-        return counts[0]
-
-    def _divides_by_count(self, inputs: Mapping[str, Any]) -> bool:
-        """Return True if the loss is divided by the count that the Trainer gives it.
-
-        It matters only where the Trainer counts labels that are not in the loss (it does for GPT-2,
-        whose loss shifts its labels): its whole batch is then not the model's own mean, and the
-        window's must not be either.
-        """
-        if self._takes_count is None:
-            ranks = self.accelerator.num_processes
-            units = torch.as_tensor(self.count_units(inputs)).to(self.args.device)
-            mean = self._evaluated(dict(inputs))
-            shrunk = self._evaluated(dict(inputs), count=8 * ranks * units)
-            found = (shrunk.abs() < mean.abs() / 4).double().reshape(1)
-            self._takes_count = bool(self.accelerator.gather(found).max())
-            self._stepped_by = None  # windows made before count otherwise
-        return self._takes_count
+            counted = self.accelerator.gather(counted.reshape(1)).sum()
+        self._open.counted = float(counted)
+        return counted
 
     # ------------------------------------------------------------- the window
 
@@ -229,10 +173,11 @@ class ExactWindows(_Trainer):
         window = self._open
         if window.place == 0:
             self._make_windows(model)
-        if self._whole is None:
+        if self._weighted is not None:
             step = functools.partial(super().training_step, num_items_in_batch=num_items_in_batch)
-            share = self._host_step(model, inputs, step)
+            share = self._weighted.step(model, inputs, window, step)
         else:
+            assert self._whole is not None
             if window.place == 0:
                 self._shares = self._run_window(self._whole, model)
             elif window.is_last:
@@ -250,27 +195,22 @@ class ExactWindows(_Trainer):
                 f"all {self._open.size} batches of this window have zero units (every label is "
                 "-100), so its mean does not exist: filter such samples"
             )
-        if self._stepped_by is self.optimizer:
+        if self._made_for_optimizer is self.optimizer:
             return
         if self._whole is not None:
             self._whole.detach()
-        if self._host is not None:
-            self._host.windows.detach()
-        self._whole = self._host = None
-        why = why_by_host(self)
-        if why is not None and self.window_precision is not None:
-            raise UnsupportedError(
-                f"exact(..., precision={self.window_precision!r}): the Trainer runs its own eager "
-                f"steps here ({why}); leave precision= out"
-            )
+        if self._weighted is not None:
+            self._weighted.detach()
+        self._whole = self._weighted = None
+        if self.audit and self.coupled is None:
+            refuse_router_balance(self)
+        why = reason_for_trainer_steps(self)
         if why is None:
             self._whole = self._whole_windows(uncompiled(model))
         else:
-            if self.audit and self.coupled is None:
-                refuse_balance(self, why)
-            self._host = HostSteps(self, why)
+            self._weighted = WeightedLoss(self, why)
             _log.info("micro-steps run eagerly, by the Trainer itself: %s", why)
-        self._stepped_by = self.optimizer
+        self._made_for_optimizer = self.optimizer
 
     def _whole_windows(self, model: nn.Module) -> GivenWindows:
         given = self.micro_batch
@@ -280,13 +220,10 @@ class ExactWindows(_Trainer):
         options: dict[str, Any] = {"loss": self.coupled}
         if self.coupled is None:
             options = trainer_loss(self)
-            with_balance = balanced(self, options["loss"])
-            if with_balance is not None:
-                options, execute = {"loss": with_balance}, self.execute
         own = "model's bf16" if self.accelerator.mixed_precision == "bf16" else "full"
         return GivenWindows(
             model,
-            stepped_here(self)[0],
+            getattr(self.optimizer, "optimizer", self.optimizer),
             host=self,
             micro_batch=Samples(None) if given is None else given,  # type: ignore[arg-type]
             precision=self.window_precision or own,
@@ -299,20 +236,15 @@ class ExactWindows(_Trainer):
         )
 
     def _run_window(self, whole: GivenWindows, model: nn.Module) -> Tensor:
-        """Make the gradient of the open window, or take it from the checkpoint."""
+        """Make the gradient of the open window."""
         model.train()
         optimizer: Any = self.optimizer
         if callable(getattr(optimizer, "train", None)):  # one without a schedule
             optimizer.train()
-        saved, self._resume = self._resume, None
-        if saved is not None:
-            self._check_saved(saved, "gradients")
-            whole.load_gradient(saved["gradients"])
-            restore_random(saved["random"])
-            return cast("Tensor", saved["shares"].to(self.args.device))
         batches = [self._prepared(inputs) for inputs in self._open.batches]
-        units = None if self.coupled is not None else self._open.divisor
-        shares = whole.make_gradient(batches, updates=self.state.global_step, units=units)
+        shares = whole.make_gradient(
+            batches, updates=self.state.global_step, units=self._open.counted
+        )
         every = self.args.torch_empty_cache_steps
         if every is not None and self.state.global_step % every == 0:
             from accelerate.utils.memory import clear_device_cache
@@ -330,75 +262,12 @@ class ExactWindows(_Trainer):
             found[shapes] = super().floating_point_ops(cast("dict[str, Any]", inputs))
         return cast("int", found[shapes])
 
-    def _host_step(self, model: nn.Module, inputs: Any, step: Callable[..., Tensor]) -> Tensor:
-        """Make one batch's forward and backward by the Trainer's own step."""
-        assert self._host is not None
-        window, saved = self._open, self._resume
-        if window.place == 0:
-            self._shares = None
-        if saved is not None:
-            self._check_saved(saved, "window")
-            if window.place < saved["done"]:  # its gradient is in the checkpoint
-                return torch.zeros((), device=self.args.device)
-            self._resume = None
-            self._host.windows.load_state_dict(saved["window"])
-            self._shares = saved["shares"].to(self.args.device)
-            self._tr_loss += self._shares
-            restore_random(saved["random"])
-        share = self._host.step(model, inputs, window, step)
-        self._shares = share.detach() if self._shares is None else self._shares + share.detach()
-        return share
-
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         """End the training; graphs leave the device's memory to what follows."""
         self._open = TrainerWindow()
         if self._whole is not None:
             self._whole.release()
         return super()._finalize_training(*args, **kwargs)  # type: ignore[no-untyped-call]
-
-    # ----------------------------------------------------------------- resume
-
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Save the Trainer's checkpoint, and an open window with its gradients."""
-        super()._save_checkpoint(model, trial)
-        folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
-        file = folder / _WINDOW_FILE.format(rank=self.args.process_index)
-        window = self._open
-        if not 0 < window.place < window.size:
-            file.unlink(missing_ok=True)
-            return
-        saved: dict[str, Any] = {"size": window.size, "counted": window.counted}
-        if self._whole is not None:
-            saved["gradients"] = self._whole.saved_gradient()
-        elif self._host is not None and self._host.kept == "whole":
-            saved["done"] = window.place
-            saved["window"] = self._host.windows.state_dict()
-        else:
-            _log.warning(
-                "the gradients of an open window are inside %s: the window begins again after a "
-                "resume, with other random numbers",
-                type(self.model_wrapped).__name__,
-            )
-            return
-        folder.mkdir(parents=True, exist_ok=True)
-        torch.save(saved | {"shares": self._shares, "random": capture_random()}, file)
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is None:
-            return
-        file = Path(checkpoint) / _WINDOW_FILE.format(rank=self.args.process_index)
-        if file.exists():
-            self._resume = load_tensors(file)
-
-    def _check_saved(self, saved: Mapping[str, Any], kind: str) -> None:
-        window = self._open
-        if kind not in saved or (saved["size"], saved["counted"]) != (window.size, window.counted):
-            raise StateError(
-                f"the checkpoint was made in a window of {saved['size']} batches with "
-                f"{saved['counted']} units, and this one has {window.size} with "
-                f"{window.counted}: resume with the same data and settings"
-            )
 
 
 def trainer_loss(trainer: Any) -> dict[str, Any]:
@@ -408,18 +277,14 @@ def trainer_loss(trainer: Any) -> dict[str, Any]:
     again when it changes.
     """
     count = trainer.count_units if trainer.units_of is None else trainer.units_of
-    over = None
-    if trainer._takes_count:
-        over = functools.partial(_counted_by, trainer)
     loss = functools.partial(
         _as_loss,
         compute_loss=trainer.compute_loss,
         context=trainer.compute_loss_context_manager,
         units=count,
-        over=over,
     )
     loss.__name__ = "the loss"  # type: ignore[attr-defined]
-    return {"loss": loss, "units": over or count}
+    return {"loss": loss, "units": count}
 
 
 def _as_loss(
@@ -429,22 +294,11 @@ def _as_loss(
     compute_loss: Callable[..., Any],
     context: Callable[[], AbstractContextManager[Any]],
     units: UnitsFunction,
-    over: UnitsFunction | None,
-    change: Callable[[Tensor], Tensor] | None = None,
 ) -> Loss:
     counted = check_units(units(inputs))
     with context():  # compute_loss may take its labels out of the inputs
         mean = compute_loss(model, copy.copy(inputs), num_items_in_batch=None)
-    if change is not None:
-        mean = change(mean)
-    loss = mean_loss(mean, counted)
-    return loss if over is None else Loss(loss.total, over(inputs))
-
-
-def _counted_by(trainer: Any, inputs: Mapping[str, Any]) -> Tensor:
-    counted = counted_by_trainer(trainer, [inputs])
-    assert counted is not None
-    return counted
+    return mean_loss(mean, counted)
 
 
 def uncompiled(model: Any) -> Any:
@@ -452,17 +306,14 @@ def uncompiled(model: Any) -> Any:
     return getattr(model, "_orig_mod", model)
 
 
-def why_by_host(trainer: Any) -> str | None:
+def reason_for_trainer_steps(trainer: Any) -> str | None:
     """Return why the Trainer itself must make the forwards and backwards; None if it need not."""
-    kept = engine_keeps(trainer.model_wrapped)
-    if kept != "whole":
+    if engine_of(trainer.model_wrapped) != "replicated":
         return f"{type(trainer.model_wrapped).__name__} makes its backwards itself"
     if trainer.accelerator.mixed_precision not in ("no", "bf16"):
         return f"{trainer.accelerator.mixed_precision} has a GradScaler of Accelerate's"
-    if "lomo" in str(trainer.args.optim).lower():
-        return f"optim={trainer.args.optim} steps within the backward"
     own = [kind for kind in type(trainer).__mro__ if "training_step" in vars(kind)]
-    own.remove(ExactWindows)
+    own.remove(ExactTrainerMixin)
     if isinstance(getattr(trainer, "maybe_activation_offload_context", None), nullcontext):
         while own[0].__module__.startswith("trl.") and own[0].__name__ in _STEPS_OF_TRL:
             own = own[1:]
@@ -483,8 +334,32 @@ def refuse_own_batches(trainer: type[Any]) -> None:
     )
 
 
+def refuse_router_balance(trainer: Any) -> None:
+    """Refuse a mixture of experts that adds the balance of each batch to its loss."""
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    config = model.config.get_text_config() if hasattr(model, "config") else None
+    is_on = getattr(config, "output_router_logits", False) or getattr(
+        trainer, "aux_loss_enabled", False
+    )
+    names = ("router_aux_loss_coef", "aux_loss_coef")
+    found = [getattr(one, name, None) for one in (trainer, model, config) for name in names]
+    if is_on and any(found):
+        raise UnsupportedError(
+            f"{type(model).__name__} adds the load balance of each batch to its loss "
+            f"(router_aux_loss_coef={next(filter(None, found))}), and the balance of a window is "
+            "not their mean: pass exact(Trainer, loss=wb.moe_loss()), which computes it over the "
+            "whole window, or set router_aux_loss_coef=0 (audit=False keeps the balance of each "
+            "batch)"
+        )
+
+
 def refuse_unsupported(trainer: Any) -> None:
-    """Refuse DataParallel, and ranks that share batches."""
+    """Refuse steps within the backward, DataParallel, and ranks that share batches."""
+    if "lomo" in str(trainer.args.optim).lower():
+        raise UnsupportedError(
+            f"optim={trainer.args.optim} updates within every backward, so a window of several "
+            "batches makes several updates: use another optimizer"
+        )
     if trainer.args.n_gpu > 1:
         raise UnsupportedError(
             f"Trainer on {trainer.args.n_gpu} GPUs in one process (DataParallel), which averages "

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from wholebatch.batch import Batches
-from wholebatch.errors import StateError, WindowError
+from wholebatch.errors import WindowError
 from wholebatch.losses.loss import SINGLE
 from wholebatch.whole_batch import WholeBatch
 from wholebatch.window.foreign_writes import Watch
@@ -91,7 +91,7 @@ class GivenWindows(WholeBatch):
         totals, owners = window.totals.get(SINGLE, ()), list(window.owners)
         step = super()._close(micros, start, steps)
         device = self._window.target.device
-        if self._runner.keeping is not None or not totals:  # one loss of the whole batch
+        if self._runner.is_coupled or not totals:  # one loss of the whole batch
             self._shares = torch.zeros(self._batches, device=device)
             self._shares[0] = step.loss
             return step
@@ -117,39 +117,12 @@ class GivenWindows(WholeBatch):
             "step() to the trainer"
         )
 
-    # ------------------------------------------------------------------ state
-
-    def saved_gradient(self) -> list[Tensor | None]:
-        """Return a copy of the gradient that `make_gradient` has left."""
-        return [
-            None if p.grad is None else p.grad.detach().clone()
-            for p in self._window.target.trained()
-        ]
-
-    def load_gradient(self, saved: Sequence[Tensor | None]) -> None:
-        """Go on with the gradient of `saved_gradient`."""
-        trained = self._window.target.trained()
-        if len(saved) != len(trained):
-            raise StateError(
-                f"the checkpoint has gradients of {len(saved)} parameters, and {len(trained)} are "
-                "trained here: resume with the model and optimizer that saved it"
-            )
-        for parameter, gradient in zip(trained, saved, strict=True):
-            parameter.grad = None
-            if gradient is None:
-                continue
-            if gradient.dtype is not parameter.dtype:
-                parameter.grad_dtype = gradient.dtype
-            parameter.grad = gradient.to(parameter.device)
-        self._watch.forget()
-        self._watch.remember(trained)
-
     def release(self) -> None:
         """Free the memory of graphs and gradients; another window makes them again."""
         self._runner.executor.let_go()
         self._runner.executor._reset()
 
     def detach(self) -> None:
-        """Leave the model as it was found (a conversion of BatchNorm is kept)."""
+        """Leave the model as it was found."""
         if self._runner.policy is not None:
             self._runner.policy.detach()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -14,34 +13,28 @@ from .expressions import (
     assigned_names,
     bind_pairs,
     calls_in,
-    children,
     dotted,
-    is_accumulation_name,
-    is_call,
     keyword,
     last_part,
+    target_names,
     text,
-    walk,
+    without_marks,
 )
-from .file_facts import Facts, acts, class_env, methods_called
-from .imported_code import visible
+from .file_facts import Facts, class_env, methods_called
 from .name_resolution import Resolver
 
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _LoopNode = ast.For | ast.AsyncFor | ast.While
 _Path = tuple[PathItem, ...]
 
 _MAX_INLINE_DEPTH = 6
 _MAX_INLINES = 250
-_SHORT = 120
+_MAX_INLINED_LINES = 120
 _MAX_ALTERNATIVES = 4
-_MAX_FOREIGN = 40
-_MAX_TEXT = 6000
 _EMPTY = Env()
-# Names of functions in other modules that make the loss, or log it.
-_PART = re.compile(r"loss|forward|criterion|normali[sz]e|(train|log)\w*_step|step$", re.I)
 _BACKWARD = {"backward", "manual_backward", "training_step"}
-# Helpers that log: what they are handed counts, whatever they do with it.
-_SHOWS = re.compile(r"log|print|report")
+# Helpers that log: what they are handed is logged, whatever they do with it.
+_LOGS = ("log", "print", "report")
 _COUNTED_BY_FRAMEWORK = {"batch_idx", "batch_index", "batch_nb"}
 
 
@@ -55,8 +48,7 @@ class Scope:
     changed: dict[str, frozenset[str]] = field(default_factory=dict)
     # Functions that contain training calls; others are only followed for their return value.
     relevant: frozenset[FunctionNode] = frozenset()
-    home: str = ""  # The path of another module whose function is walked.
-    base: Env | None = None  # What such a function, or a method of another object, sees.
+    base: Env | None = None  # What a method of another object sees.
 
     def changed_by(self, loop: Loop, body: Sequence[ast.stmt]) -> set[str]:
         """Return the names that an iteration can change, also through methods that it calls."""
@@ -88,7 +80,6 @@ class Walker:
         self.nested: list[tuple[FunctionNode, Env, Scope]] = []
         self.root = 0
         self._inlines = 0
-        self._foreign: list[FunctionNode] = []  # Kept, so that the ids of their nodes stay theirs.
         self._stack: list[FunctionNode] = []
         self._returns: list[list[Def]] = []
         self._stmt: ast.stmt = ast.Pass()
@@ -116,8 +107,6 @@ class Walker:
             changed = getattr(stmt.value, "func", stmt)
             if isinstance(changed, ast.Attribute) and changed.attr in {"mul_", "div_"}:
                 self._bind(changed.value, stmt.value, env, path)
-            elif is_call(stmt.value, "assign", "assign_add") and stmt.value.args:
-                self._assign_variable(stmt.value, changed, env, path)
         elif isinstance(stmt, ast.If):
             return self._if(stmt, env, path, scope)
         elif isinstance(stmt, (ast.For, ast.AsyncFor, ast.While)):
@@ -226,7 +215,7 @@ class Walker:
             symbol = self.resolver.new_symbol(name, around, "carried", loop, env.get(name, ()))
             env.bind(name, (Def(symbol, _EMPTY, around),))
         if loop.target is not None:
-            for name in assigned_names([ast.Assign([loop.target], ast.Constant(None))]):
+            for name in target_names(loop.target):
                 symbol = self.resolver.new_symbol(name, around, "target", loop)
                 env.bind(name, (Def(symbol, _EMPTY, around),))
 
@@ -262,13 +251,6 @@ class Walker:
                 env.drop(f"{name}[")
             env.bind(name, (Def(expr, before, _loops(path), target),))
 
-    def _assign_variable(self, call: ast.Call, func: ast.AST, env: Env, path: _Path) -> None:
-        """Record `count.assign_add(1)` and `count.assign(0)`, as TensorFlow's counters are kept."""
-        target, value = func.value, call.args[0]  # type: ignore[attr-defined]
-        if last_part(func) == "assign_add":
-            value = ast.copy_location(ast.BinOp(target, ast.Add(), value), call)
-        self._bind(target, value, env, path)
-
     def _calls(self, expr: ast.expr, env: Env, path: _Path, scope: Scope) -> None:
         """Record the calls of an expression; `step() if last else None` is a condition too."""
         if isinstance(expr, ast.IfExp):
@@ -283,19 +265,10 @@ class Walker:
                 path = (*path, Guard(value, env.frozen(), isinstance(expr.op, ast.And)))
             return
         for call in calls_in(expr):
-            if (
-                last_part(call.func) == "cond" and len(call.args) > 1
-            ):  # `tf.cond(last, update, keep)`
-                inner = (*path, Guard(call.args[0], env.frozen(), True))
-                then = call.args[1]
-                then = then.body if isinstance(then, ast.Lambda) else ast.Call(then, [], [])
-                self._calls(ast.copy_location(then, call), env, inner, scope)
             helper, inside = self._helper(call, scope, env), scope
             if helper is None and _loops(path):
                 helper, inside = self._method(call, scope, env)
-                if helper is None:
-                    helper, inside = self._imported(call, scope)
-            if helper is not None and _SHOWS.search(helper.name):
+            if helper is not None and any(word in helper.name for word in _LOGS):
                 self._emit(Act("call", call.func), call, self._stmt, env, path)
             if helper is not None and self._inline(call, helper, env, path, inside):
                 continue
@@ -320,7 +293,7 @@ class Walker:
             return
         spelled = ""
         if act.receiver is not None and act.kind not in {"call", "assign", "augment"}:
-            spelled = re.sub(r"@\d+", "", text(self.resolver.resolve(act.receiver, env)))
+            spelled = without_marks(text(self.resolver.resolve(act.receiver, env)))
         event = Event(
             **vars(act),
             node=node,
@@ -350,35 +323,13 @@ class Walker:
                 return scope.functions[chosen.id]
         return None
 
-    def _imported(self, call: ast.Call, scope: Scope) -> tuple[FunctionNode | None, Scope]:
-        """Return a function of another local module that belongs to the loop or makes its loss."""
-        name = dotted(call.func) or ""
-        if not (scope.home or self.facts.import_nodes) or len(self._foreign) >= _MAX_FOREIGN:
-            return None, scope
-        found = visible(scope.home, name) if scope.home else self.facts.imported(name)
-        held, _, method = name.rpartition(".")
-        if found is None and is_accumulation_name(held):
-            # A method of an object that accumulates, whose class another module has.
-            made = [v for v in self.facts.assigned.get(held, ()) if isinstance(v, ast.Call)]
-            kinds = [self.facts.imported(dotted(m.func) or "") for m in made[:1]]
-            found = kinds[0].method(method) if kinds and kinds[0] is not None else None
-        if found is None or not found.text.startswith("def "):
-            return None, scope
-        if not acts(found.text) and not (_PART.search(name) and len(found.text) < _MAX_TEXT):
-            return None, scope
-        function = found.function(call)
-        if function is None or any(function.name == f.name for f in self._stack):
-            return None, scope
-        self._foreign.append(function)
-        return function, Scope({}, relevant=frozenset([function]), home=found.path, base=_EMPTY)
-
     def _method(self, call: ast.Call, scope: Scope, env: Env) -> tuple[FunctionNode | None, Scope]:
         """Return a method of another class of the file: of `runner`, made or annotated here.
 
         A call of a loss itself, `criterion(x, y)`, is one of its `__call__` or `forward`.
         """
         full = dotted(call.func) or ""
-        owners = self.facts.classes if full not in {"", "self"} and not scope.home else ()
+        owners = self.facts.classes if full not in {"", "self"} else ()
         held, _, method = full.rpartition(".")
         for name, methods in ((held, (method,)), (full, ("__call__", "forward"))) if owners else ():
             made = {made.rpartition(".")[2] for made, _ in map(constructor, env.get(name, ()))}
@@ -387,7 +338,7 @@ class Walker:
                 found = next((owner.methods[m] for m in methods if m in owner.methods), None)
                 if found is None or owner.node.name not in made:
                     continue
-                if found in scope.relevant or (name == full and _PART.search(owner.node.name)):
+                if found in scope.relevant or (name == full and "loss" in owner.node.name.lower()):
                     seen = class_env(owner, _EMPTY)
                     own = Scope(
                         scope.functions, owner.methods, owner.changed, scope.relevant, base=seen
@@ -401,8 +352,9 @@ class Walker:
             return True
         if len(helper.body) <= 2:
             return True
-        short = 3 * _SHORT if re.search(r"loss|forward|step", helper.name) else _SHORT
-        return bool(_loops(path)) and (helper.end_lineno or 0) - helper.lineno <= short
+        of_loss = any(word in helper.name for word in ("loss", "forward", "step"))
+        limit = 3 * _MAX_INLINED_LINES if of_loss else _MAX_INLINED_LINES
+        return bool(_loops(path)) and (helper.end_lineno or 0) - helper.lineno <= limit
 
     def _inline(
         self, call: ast.Call, helper: FunctionNode, env: Env, path: _Path, scope: Scope
@@ -420,9 +372,8 @@ class Walker:
         seen = {k: v for k, v in env.items() if not is_method or "." in k}
         seen = seen if scope.base is None else dict(scope.base)
         given = arguments(call, helper, env, _loops(path))
-        shared = {p: n for p, d in given.items() if (n := dotted(d[0].expr)) and n != "self"}
         inside = replace(scope, functions=dict(scope.functions), base=None)
-        inner = Env({**seen, **given, **_slots(shared, env)})
+        inner = Env({**seen, **given})
         caller_stmt = self._stmt
         self._stack.append(helper)
         self._returns.append([])
@@ -430,12 +381,9 @@ class Walker:
         self.resolver.returns[id(call)] = self._returns.pop()
         self._stack.pop()
         self._stmt = caller_stmt
-        # What a helper sets on self, or on an object that it was handed, its caller sees too.
-        for name, defs in [
-            *((n, d) for n, d in inner.items() if n.startswith("self.") and scope.base is None),
-            *_slots({name: p for p, name in shared.items()}, inner).items(),
-        ]:
-            if env.get(name) is not defs:
+        # What a helper sets on self, its caller sees too.
+        for name, defs in inner.items() if scope.base is None else ():
+            if name.startswith("self.") and env.get(name) is not defs:
                 env.bind(name, defs)
         return True
 
@@ -481,20 +429,9 @@ def _handed(test: ast.expr, env: Env) -> bool | None:
     return value if isinstance(value, bool) and defs[0].node is defs[0].expr else None
 
 
-def _slots(names: dict[str, str], env: Env) -> dict[str, tuple[Def, ...]]:
-    """Return the slots of objects under other names: `info['step']` for `state['step']`."""
-    known = {old: new for new, old in names.items()}
-    found = {}
-    for slot, defs in env.items() if known else ():
-        head = re.match(r"[\w.]+?(?=\[|\.)", slot)
-        if head is not None and head.group() in known:
-            found[known[head.group()] + slot[head.end() :]] = defs
-    return found
-
-
 def _load(target: ast.expr) -> ast.expr:
     made = ast.parse(ast.unparse(target), mode="eval").body
-    for node in walk(made):
+    for node in ast.walk(made):
         ast.copy_location(node, target)  # A finding there then points at the statement.
     return made
 
@@ -528,7 +465,7 @@ def walk_file(tree: ast.Module, facts: Facts) -> Walker:
     walker = Walker(Resolver(), facts)
     env = Env()
     relevant = frozenset(facts.relevant)
-    if not relevant and not facts.called & {"apply_gradients", "loss_scaler", *_BACKWARD}:
+    if not relevant and not facts.called & {"loss_scaler", *_BACKWARD}:
         return walker
     walker.block(tree.body, env, (), Scope(dict(facts.functions), relevant=relevant))
     # Functions can rely on the module's names that are set once, outside loops.
@@ -586,13 +523,9 @@ def _steps_outside_loops(function: FunctionNode) -> bool:
         if isinstance(node, (ast.For, ast.AsyncFor)):
             todo.append(node.iter)
             continue
-        if isinstance(node, (ast.While, ast.ClassDef, ast.Lambda, ast.FunctionDef)):
+        if isinstance(node, (ast.While, ast.ClassDef, ast.Lambda, *_FUNCTIONS)):
             continue
-        if isinstance(node, ast.AsyncFunctionDef):
-            continue
-        if isinstance(node, ast.Call) and (
-            last_part(node.func) in _BACKWARD or (dotted(node.func) or "").endswith("tape.gradient")
-        ):
+        if isinstance(node, ast.Call) and last_part(node.func) in _BACKWARD:
             return True
-        todo += children(node)
+        todo += ast.iter_child_nodes(node)
     return False

@@ -1,4 +1,8 @@
-"""Gradients are reduced over the network for every micro-batch, or held too late."""
+"""Gradients are reduced over the network for every micro-batch, or held too late.
+
+DistributedDataParallel sends all gradients in every backward: K times the traffic for the same
+update. Run all but the last micro-batch of a window, forward and backward, under `no_sync()`.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ from collections.abc import Iterator
 
 from ..model import Event, File, LoopWindow
 from ..model.events import MODEL_NAME, Context, Guard, holds_sync
-from ..model.expressions import is_accumulation_name, is_not, last_part, text, walk
+from ..model.expressions import is_accumulation_name, is_call, is_not, last_part, text
 from ..model.window_boundary import of_guard
 from .rule_base import Report, rule, steps_every_micro_batch
 
@@ -17,9 +21,6 @@ _HELD = re.compile(
 )
 
 _WRAPS = re.compile(r"DistributedDataParallel|(Native|Apex|Torch)?DDP|(smart|wrap\w*)_(DDP|ddp)")
-# A function of another module that wraps what it is handed.
-_HELPER = re.compile(r"distribut|parallel|ddp|wrap|setup_model|prepare_model", re.I)
-_WRAPPED = re.compile(r"(?:=|return) *(?:[\w.]+\.)?(?:DistributedDataParallel|DDP)\(")
 _LOCAL = {"tensor", "native", "wrapper", "lightning"}
 
 
@@ -44,7 +45,7 @@ def check(file: File) -> Iterator[Report]:
             yield Report(
                 wrong,
                 "gradients are not reduced on the last micro-batch of each window: hold the "
-                f"reduction on all others, by the rest of the division by `{window.count_name}`",
+                f"reduction on all others, by the rest of the division by {window.count_name}",
             )
             continue
         # FSDP decides in the backward.
@@ -72,18 +73,16 @@ def _belongs(call: ast.Call, window: LoopWindow) -> bool:
 def _wraps(file: File) -> list[ast.Call]:
     """Return the calls that wrap a model, except where nothing is accumulated (as with apex)."""
     wraps = [c for c in file.facts.calls if _WRAPS.fullmatch(last_part(c.func))]
-    helpers = [] if wraps else file.facts.helpers(_HELPER)
-    wraps += [call for call, helper in helpers if _WRAPPED.search(helper.text)]
     # A teacher is wrapped but not trained.
     trained = [c for c in wraps if not (c.args and "teacher" in text(c.args[0]).lower())]
     otherwise = {
         id(call)
-        for node in (walk(file.tree) if trained else ())
+        for node in (ast.walk(file.tree) if trained else ())
         if isinstance(node, ast.If)
         and is_not(node.test)
         and is_accumulation_name(text(node.test.operand))
         for stmt in node.body
-        for call in walk(stmt)
+        for call in ast.walk(stmt)
     }
     return [call for call in trained if id(call) not in otherwise]
 
@@ -97,7 +96,7 @@ def _reduces_wrongly(window: LoopWindow) -> ast.expr | None:
     flags = [(f.argument, f.env, True) for f in window.of("ddp_flag") if f.argument is not None]
     held = [c for b in window.backwards for c in b.contexts(window.loop) if holds_sync(c)]
     for context in held:
-        for node in walk(context.expr):
+        for node in ast.walk(context.expr):
             if isinstance(node, ast.IfExp):
                 flags.append((node.test, context.env, "no_sync" not in text(node.body)))
     for expr, env, positive in flags if window.shape == "boundary" else ():
@@ -145,7 +144,7 @@ def _late_context(window: LoopWindow) -> Event | None:
 
 def _is_read_in_backward(context: Context) -> bool:
     """True for `booster.no_sync(model)`, of an engine, and `bucketer.no_sync()`, of own hooks."""
-    if re.search(r"\.no_sync\(\w", context.made):
-        return True
-    owners = re.findall(r"(\w+)\.no_sync\(\)", context.made)
-    return bool(owners) and not any(MODEL_NAME.match(o) or "ddp" in o.lower() for o in owners)
+    calls = [n for n in ast.walk(context.expr) if is_call(n, "no_sync")]
+    owners = [last_part(c.func.value) for c in calls if isinstance(c.func, ast.Attribute)]
+    is_model = any(MODEL_NAME.match(o) or "ddp" in o.lower() for o in owners)
+    return any(c.args for c in calls) or (bool(owners) and not is_model)

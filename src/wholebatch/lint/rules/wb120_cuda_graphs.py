@@ -1,4 +1,8 @@
-"""A CUDA graph reuses its buffers, so gradients that add up over it can be silently wrong."""
+"""A CUDA graph reuses its buffers, so gradients that add up over it can be silently wrong.
+
+Call `torch.compiler.cudagraph_mark_step_begin()` before every micro-batch, or compile with
+`mode="max-autotune-no-cudagraphs"`.
+"""
 
 from __future__ import annotations
 

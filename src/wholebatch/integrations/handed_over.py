@@ -1,0 +1,182 @@
+"""Windows whose backwards are ours and whose step is the library's: Accelerate, Fabric, Lightning.
+
+The last backward of a window leaves the gradient of the whole global batch in `.grad`. Whatever the
+library does then (clip, unscale, step, schedule, clear) works on the right gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from wholebatch.accumulator import Accumulator
+from wholebatch.errors import StateError, UnsupportedError, WindowError
+from wholebatch.options import Close
+from wholebatch.window.close import Policy
+from wholebatch.window.gradient_store import DeviceStore
+from wholebatch.window.precision import LossScale
+from wholebatch.window.window import Step
+
+
+class LibraryScale(LossScale):
+    """The loss scale of a library's GradScaler, which unscales and skips by itself before its step.
+
+    `owner` has the scaler as its attribute `scaler`.
+    """
+
+    is_undone_at_close = False
+
+    def __init__(self, owner: Any, device: torch.device) -> None:
+        self._owner, self._device = owner, device
+
+    @property
+    def scaler(self) -> Any:  # type: ignore[override]
+        """The library's GradScaler."""
+        return self._owner.scaler
+
+    def value(self) -> float:
+        """Return the scale; the library's unscaling needs a scaler that has scaled something."""
+        return float(self.scaler.scale(torch.ones((), device=self._device)))
+
+    def is_unscaled(self, optimizers: Sequence[torch.optim.Optimizer]) -> bool:
+        return False
+
+    def update(self, *, finite: bool) -> None:
+        return
+
+
+class HandedOver(Accumulator):
+    """An Accumulator that leaves the whole gradient to the library's own step.
+
+    `scaled_by` has the library's GradScaler as its attribute `scaler`, if there is one.
+    """
+
+    by = "the host"
+    closes_by: ClassVar[str] = "windows.flush()"
+    """What closes a window whose last micro-batch made no backward, for error messages."""
+    guards_steps: ClassVar[bool] = True
+    """True if a step of the optimizer must find a closed window."""
+
+    def __init__(
+        self,
+        model: nn.Module | Sequence[nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
+        *,
+        steps: int,
+        scaled_by: object,
+        batchnorm: Any,
+        zero_units: Policy,
+        nonfinite: Policy,
+        audit: bool,
+    ) -> None:
+        scaler: Any = None
+        if getattr(scaled_by, "scaler", None) is not None:
+            scaler = LibraryScale(scaled_by, optimizers[0].param_groups[0]["params"][0].device)
+        super().__init__(
+            model,
+            optimizers if len(optimizers) > 1 else optimizers[0],
+            steps=steps,
+            batchnorm=batchnorm,
+            audit=audit,
+            close=Close(nonfinite=nonfinite, zero_units=zero_units, scaler=scaler),
+        )
+        self._is_whole = False
+        self._is_completed = False  # a window was closed, and no step was made from it
+        store = self._window.store
+        if isinstance(store, DeviceStore):
+            store.lends = True  # the library clears them before the next window
+        store.stray = (
+            "holds a gradient at the first backward of a window, and it would be counted in: call "
+            "optimizer.step() and optimizer.zero_grad() after every window, and give every loss to "
+            "windows.backward()"
+        )
+        self._step_hooks: list[Any] = []
+        if self.guards_steps and not self._window.sync.owns_step:
+            for one in self._window.target.optimizers:
+                self._step_hooks.append(one.register_step_pre_hook(self._before_step))
+                self._step_hooks.append(one.register_step_post_hook(self._after_step))
+
+    @property
+    def _in_parts(self) -> bool:
+        return not self._is_whole or self._window.sync.ranks > 1
+
+    def backward(self, *args: Any, last: bool | None = None, **kwargs: Any) -> Step | None:
+        """Make the backward of one micro-batch's loss; the `last` one closes the window."""
+        self._is_whole = bool(last) and self._places == 0
+        return super().backward(*args, last=last, **kwargs)
+
+    def _close_window(self, **how: Any) -> Step:
+        """Close the window, and leave its gradient in `.grad` (DeepSpeed's engine steps)."""
+        window = self._window
+        step = super()._close_window(steps=window.sync.owns_step, **how)
+        if window.sync.owns_step:
+            return step
+        self._is_completed = True
+        if step.skipped is None:
+            window.updates += 1
+        elif window.target.scale is not None and window.target.scale.enabled:
+            for optimizer in window.target.optimizers:  # Its scaler needs one to skip the step by.
+                first = optimizer.param_groups[0]["params"][0]
+                first.grad = torch.full_like(first, math.nan)
+        return replace(step, update=window.updates)
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Refuse a step from a part of a window, and one from gradients that no window made."""
+        if self._window.open is not None:
+            raise WindowError(f"optimizer.step() while the window is open: {self.closes_by}")
+        parameters = (one for group in optimizer.param_groups for one in group["params"])
+        if not self._is_completed and any(one.grad is not None for one in parameters):
+            raise WindowError(
+                "optimizer.step() with gradients that no window has made, so that nothing makes "
+                f"them those of the whole batch: give every loss to windows.backward() of this "
+                f"{type(self).__name__}, in place of the library's own backward(); to go on "
+                "without it, call windows.detach()"
+            )
+
+    def _after_step(self, *_: Any) -> None:
+        self._is_completed = False
+
+    def detach(self) -> None:
+        """Leave models and optimizers as they were found (a conversion of BatchNorm is kept)."""
+        while self._step_hooks:
+            self._step_hooks.pop().remove()
+        self._window.hooks.give_back()
+        self._look.end_window()
+        for policy in self._batchnorms:
+            policy.detach()
+        for model in self._window.target.models:
+            if isinstance(model, DistributedDataParallel):  # its own reductions begin again
+                model.require_backward_grad_sync = model.require_forward_param_sync = True
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state for the library's own checkpoints; save between windows."""
+        if self._window.open is not None:
+            raise WindowError(
+                f"the window is open with {self.micro_batches} micro-batches, whose gradients no "
+                "checkpoint of the library has: save between windows"
+            )
+        return {"updates": self.updates, "next_seed": self._window.next_seed}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Continue from a state that `state_dict` returned."""
+        if not isinstance(saved, dict) or "next_seed" not in saved:
+            raise StateError(f"this is not the state of a {type(self).__name__}: no 'next_seed'")
+        self.discard()
+        self._window.updates, self._window.next_seed = saved["updates"], saved["next_seed"]
+
+
+def refuse_shared_batches(accelerator: Any, host: str) -> None:
+    """Refuse an Accelerator whose ranks share batches, so that units would be counted twice."""
+    parallel = getattr(accelerator, "parallelism_config", None)
+    for name in ("tp", "cp", "sp"):
+        if parallel is not None and getattr(parallel, f"{name}_size", 1) > 1:
+            raise UnsupportedError(
+                f"{host} with {name}_size={getattr(parallel, f'{name}_size')}: units would be "
+                "counted more than once over ranks that share a batch; use data parallelism alone"
+            )

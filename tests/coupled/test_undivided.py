@@ -1,0 +1,292 @@
+"""Exact BatchNorm: the batch is not split, and saves memory by checkpointing when it must."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import wholebatch as wb
+from tests.coupled.networks import NETWORKS, resnet
+from tests.coupled.windows import Images, batch, error, mean, result, whole
+from tests.memory.inject import OutOfMemoryAt
+from tests.support import EXACT, Seen, Whole, distance, sgd
+from wholebatch.batch import Batches
+from wholebatch.errors import UnsupportedError
+from wholebatch.memory.activation_checkpointing import checkpointed, is_checkpointed
+from wholebatch.memory.undivided_batch import UndividedBatch
+
+
+def loss(model: nn.Module, micro: Images) -> wb.Loss:
+    return wb.cross_entropy(model(micro["x"]), micro["y"])
+
+
+def buffers(model: nn.Module) -> list[Tensor]:
+    return [buffer.double() for buffer in model.buffers()]
+
+
+def same_as_whole(model: nn.Module, seen: Seen, undivided: Whole) -> None:
+    undivided.assert_same(model, seen)
+    assert distance(buffers(model), buffers(undivided.model)) <= EXACT
+
+
+@pytest.mark.parametrize("micro_batch", [1, 5, 12, "auto"])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_gradients_and_running_statistics_are_those_of_plain_torch(
+    name: str, micro_batch: Any
+) -> None:
+    model = NETWORKS[name]().double()
+    undivided, optimizer = Whole(model, loss=mean), sgd(model)
+    seen = Seen(model, optimizer)
+    train = wb.WholeBatch(model, optimizer, loss=loss, micro_batch=micro_batch)
+    for number in (12, 7):
+        undivided.step(batch(number, seed=number))
+        step = train.step(batch(number, seed=number))
+        assert step.micro_batches == 1
+    same_as_whole(model, seen, undivided)
+    assert train.micro_batch_size == 7
+
+
+@pytest.mark.parametrize("inputs_on_host", [False, True])
+@pytest.mark.parametrize("name", ["resnet", "unet", "mobilenet"])
+def test_checkpointed_blocks_change_nothing(name: str, inputs_on_host: bool) -> None:
+    model = NETWORKS[name]().double()
+    data = batch(12)
+    want = whole(model, data)
+    with checkpointed(model, inputs_on_host=inputs_on_host) as blocks:
+        assert len(blocks) > 1
+        mean(model, data).backward()
+    assert not any(map(is_checkpointed, model.modules()))
+    got = result(model)
+    assert error(got[0], want[0]) <= EXACT
+    assert error(got[1], want[1]) <= EXACT
+
+
+def test_inputs_in_host_memory_keep_their_memory_format() -> None:
+    model = resnet().double().to(memory_format=torch.channels_last)
+    data = batch(9)
+    data["x"] = data["x"].to(memory_format=torch.channels_last)
+    want = whole(model, data)
+    seen: list[bool] = []
+    model[0][1].register_forward_pre_hook(
+        lambda m, args: seen.append(args[0].is_contiguous(memory_format=torch.channels_last))
+    )
+    with checkpointed(model, inputs_on_host=True):
+        mean(model, data).backward()
+    assert seen == [True, True]  # once in the forward, once in the backward
+    assert error(result(model)[0], want[0]) <= EXACT
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["resnet", "unet"])
+def test_out_of_memory_at_any_operation_checkpoints_the_blocks(name: str) -> None:
+    """The window begins again, and nothing of the failed attempt is left."""
+    start = NETWORKS[name]().double()
+    undivided = Whole(start, loss=mean)
+    undivided.step(batch(8))
+
+    def run(failure: OutOfMemoryAt) -> tuple[nn.Module, Seen, Any]:
+        model = copy.deepcopy(start)
+        optimizer = sgd(model)
+        seen = Seen(model, optimizer)
+        train = wb.WholeBatch(model, optimizer, loss=loss, audit=False)
+        with failure:
+            train.step(batch(8))
+        return model, seen, train
+
+    everything = OutOfMemoryAt()
+    run(everything)
+    recovered = 0
+    for n in range(0, everything.seen, 7):
+        try:
+            model, seen, train = run(OutOfMemoryAt(n))
+        except torch.OutOfMemoryError:  # in the close, which is not repeated
+            continue
+        if train._fitting._undivided.place == 1:
+            recovered += 1
+        same_as_whole(model, seen, undivided)
+    assert recovered > everything.seen // 14
+
+
+def test_a_batch_that_does_not_fit_is_refused_with_the_ways_out() -> None:
+    model = resnet().double()
+    before = [t.clone() for t in model.state_dict().values()]
+
+    def fails(model: nn.Module, micro: Images) -> wb.Loss:
+        model(micro["x"])
+        raise torch.OutOfMemoryError("no room")
+
+    train = wb.WholeBatch(model, sgd(model), loss=fails)
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        train.step(batch(8))
+    said = str(raised.value)
+    assert "does not fit with 2 blocks checkpointed (no room)" in said
+    for way in ('batchnorm="freeze"', 'batchnorm="allow"', "GroupNorm", "more ranks"):
+        assert way in said
+    assert all(map(torch.equal, before, model.state_dict().values()))
+
+
+def test_a_budget_on_a_cpu_checkpoints_the_blocks() -> None:
+    def trained(memory: Any) -> Any:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Block() for _ in range(6)))
+        head = nn.Sequential(model, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 5))
+        head = head.double()
+        data = batch(32)
+        data["x"] = torch.cat([data["x"], data["x"][:, :1]], 1)
+        undivided, optimizer = Whole(head, loss=mean), sgd(head)
+        seen = Seen(head, optimizer)
+        train = wb.WholeBatch(head, optimizer, loss=loss, memory=memory)
+        for _ in range(2):
+            train.step(data)
+            undivided.step(data)
+        same_as_whole(head, seen, undivided)
+        return train
+
+    free = trained("1GiB")
+    assert free._fitting._undivided.place == 0
+    limited = trained(free._fitting._peak * 7 // 10)
+    assert limited._fitting._undivided.place == 1
+    assert limited._fitting._peak < 0.7 * free._fitting._peak
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(nn.Conv2d(4, 4, 3, padding=1) for _ in range(3))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for conv, norm in zip(self.convs, self.norms, strict=True):
+            x = F.silu(norm(conv(x)))
+        return x
+
+
+def test_two_threads_with_models_of_their_own() -> None:
+    def trained(seed: int) -> float:
+        torch.manual_seed(0)
+        model = resnet().double()
+        undivided, optimizer = Whole(model, loss=mean), sgd(model)
+        seen = Seen(model, optimizer)
+        train = wb.WholeBatch(model, optimizer, loss=loss, micro_batch=4)
+        for step in range(5):
+            undivided.step(batch(8, seed=seed + step))
+            train.step(batch(8, seed=seed + step))
+        same_as_whole(model, seen, undivided)
+        return distance(buffers(model), buffers(undivided.model))
+
+    with ThreadPoolExecutor(2) as threads:
+        assert max(threads.map(trained, range(0, 200, 10))) <= EXACT
+
+
+def test_given_micro_batches_are_not_used_and_a_warning_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = resnet().double()
+    train = wb.WholeBatch(model, sgd(model), loss=loss, micro_batch=4)
+    with caplog.at_level(logging.WARNING, "wholebatch"):
+        train.step(batch(8))
+        train.step(batch(8))
+    assert [r.message for r in caplog.records if "the batch is not split" in r.message] == [
+        "micro_batch=4: a BatchNorm trains with the statistics of the whole batch, so the batch is "
+        "not split; if it does not fit, its blocks are checkpointed"
+    ]
+    model.eval()
+    assert train.step(batch(8)).micro_batches == 2
+
+
+def test_several_batches_are_joined_or_refused() -> None:
+    model = resnet().double()
+    undivided, optimizer = Whole(model, loss=mean), sgd(model)
+    seen = Seen(model, optimizer)
+    train = wb.WholeBatch(model, optimizer, loss=loss, micro_batch=4)
+    data = batch(12)
+    undivided.step(data)
+    parts = [{name: leaf[some] for name, leaf in data.items()} for some in (slice(7), slice(7, 12))]
+    assert train.step(Batches(parts)).micro_batches == 1
+    same_as_whole(model, seen, undivided)
+    parts[1]["x"] = parts[1]["x"][..., :5]
+    with pytest.raises(UnsupportedError, match="2 batches that cannot be joined into one"):
+        train.step(Batches(parts))
+
+
+@pytest.mark.parametrize(
+    "layers, shape",
+    [
+        ([nn.Linear(6, 4), nn.BatchNorm1d(4)], (7, 6)),
+        ([nn.Conv1d(3, 4, 3), nn.BatchNorm1d(4)], (7, 3, 5)),
+        ([nn.Conv3d(2, 3, 2), nn.BatchNorm3d(3, momentum=None)], (7, 2, 3, 3, 3)),
+        ([nn.Conv2d(3, 4, 3), nn.InstanceNorm2d(4, track_running_stats=True)], (7, 3, 5, 5)),
+        ([nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, track_running_stats=False)], (7, 3, 5, 5)),
+    ],
+)
+def test_every_dimension(layers: list[nn.Module], shape: tuple[int, ...]) -> None:
+    model = nn.Sequential(*layers, nn.ReLU(), nn.Flatten()).double()
+    x = torch.randn(*shape, dtype=torch.float64)
+    weight = torch.randn_like(copy.deepcopy(model)(x))
+
+    def summed(model: nn.Module, micro: tuple[Tensor, Tensor]) -> wb.Loss:
+        return wb.Loss((model(micro[0]) * micro[1]).sum(), len(micro[0]))
+
+    undivided = Whole(model, loss=lambda m, micro: (m(micro[0]) * micro[1]).sum() / 7)
+    optimizer = sgd(model)
+    seen = Seen(model, optimizer)
+    train = wb.WholeBatch(model, optimizer, loss=summed, micro_batch=3)
+    for _ in range(2):
+        undivided.step((x, weight))
+        train.step((x, weight))
+    undivided.assert_same(model, seen)
+    if list(model.buffers()):
+        assert distance(buffers(model), buffers(undivided.model)) <= EXACT
+
+
+class NormAct(nn.BatchNorm2d):
+    """As timm's BatchNormAct2d: a forward of its own around F.batch_norm."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.silu(super().forward(input))
+
+
+class OwnMaths(nn.BatchNorm2d):
+    def forward(self, input: Tensor) -> Tensor:
+        return input - input.mean((0, 2, 3), keepdim=True)
+
+
+@pytest.mark.parametrize("kind", [NormAct, OwnMaths])
+def test_batchnorms_with_forwards_of_their_own(kind: Callable[[int], nn.Module]) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), kind(4), nn.Flatten(), nn.Linear(64, 5)).double()
+    undivided, optimizer = Whole(model, loss=mean), sgd(model)
+    seen = Seen(model, optimizer)
+    train = wb.WholeBatch(model, optimizer, loss=loss, micro_batch=3)
+    undivided.step(batch(8))
+    train.step(batch(8))
+    same_as_whole(model, seen, undivided)
+
+
+def test_autocast_is_no_further_from_float64_than_the_whole_batch() -> None:
+    exact = resnet().double()
+    want = whole(exact, batch(16))[0]
+    low = batch(16, dtype=torch.float32)
+    plain, model = (copy.deepcopy(exact).float() for _ in range(2))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        own = error(whole(plain, low)[0], want)
+    optimizer = sgd(model)
+    seen = Seen(model, optimizer)
+    wb.WholeBatch(model, optimizer, loss=loss, micro_batch=5, precision="bf16").step(low)
+    names = [name for name, _ in model.named_parameters()]
+    got = error(dict(zip(names, seen.gradients[0], strict=True)), want)
+    assert own > 1e-4
+    assert got <= 1.25 * own
+
+
+def test_a_model_without_blocks_has_one_setting() -> None:
+    flat = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 5))
+    assert UndividedBatch(flat).settings == ["as it is"]
+    assert UndividedBatch(resnet()).settings == ["as it is", "with 2 blocks checkpointed"]
