@@ -18,9 +18,10 @@ if TYPE_CHECKING:
 
 
 class CompileThread:
-    """Runs `make` in a thread; `result()` waits for it."""
+    """Runs `make`, which compiles the graph `source`, in a thread; `result()` waits for it."""
 
-    def __init__(self, make: Callable[[], JointStep], device: torch.device) -> None:
+    def __init__(self, source: object, make: Callable[[], JointStep], device: torch.device) -> None:
+        self.source = source
         self._make = make
         self._device = device
         self._made: JointStep | None = None

@@ -120,6 +120,7 @@ def rewrite(
     made["shared"] = shared.join() if options.shared_inputs else 0
     if options.gelu:
         simplify_gelu(graph)
+    _concatenations_of_one(graph)
     drop_unused(graph)
     _views_of_any_strides(graph)
     graph.lint()
@@ -184,6 +185,30 @@ def _views_of_any_strides(graph: fx.Graph) -> None:
     for node in graph.find_nodes(op="call_function", target=aten.view.default):
         if not any(one for user in node.users for one in written_by(user)):
             node.target = aten.reshape.default
+
+
+def _concatenations_of_one(graph: fx.Graph) -> None:
+    """Turn a concatenation with empty tensors into a copy with torch's own strides.
+
+    Inductor copies the one tensor that is not empty with its strides, where torch makes a
+    contiguous result. A piece that reads what attention makes of it would refuse its strides (Phi-3
+    concatenates rotated heads with the rest of them, which is empty).
+    """
+    for node in graph.find_nodes(op="call_function", target=aten.cat.default):
+        parts: Any = node.args[0]
+        filled = [one for one in parts if 0 not in _numbers_of(one.meta["val"])]
+        if len(filled) == 1 < len(parts) and node.meta["val"].is_contiguous():
+            layout = {"memory_format": torch.contiguous_format}
+            with graph.inserting_before(node):
+                made = graph.call_function(aten.clone.default, (filled[0],), layout)
+            made.meta.update(node.meta)
+            node.replace_all_uses_with(made)
+            graph.erase_node(node)
+
+
+def _numbers_of(value: Tensor) -> list[int]:
+    """Return the sizes that are numbers: to ask a symbol would add a guard."""
+    return [size for size in value.shape if isinstance(size, int)]
 
 
 def _merge_equal(graph: fx.Graph, trained: Sequence[fx.Node]) -> None:

@@ -260,14 +260,24 @@ class Executor:
             return Stage.COMPILED if first and slot.thread.done else stage
         joint = slot.ready.joint
         if plan.upgrades(joint.to_compile, self._compiled() + self._compiling(), joint.runs):
-            state = State.of(self._model, self._parameters)
-            traced = slot.traced if shared is None else shared.traced
+            traced = slot.traced if shared is None or joint.sizes is None else shared.traced
             assert traced is not None
-            slot.thread = CompileThread(
-                lambda: self._joint_step(traced, state, inputs, compiled=True), self._device
-            )
-            self.notes.tell("compiling in a thread beside the run")
+            slot.thread = self._thread_for(traced, inputs)
         return stage
+
+    def _thread_for(self, traced: Traced, inputs: Inputs) -> CompileThread:
+        """Return the thread that compiles this graph; kinds that share the graph share it."""
+        threads = (slot.thread for slot in self._slots.values() if slot.thread is not None)
+        found = next((thread for thread in threads if thread.source is traced), None)
+        if found is not None:
+            return found
+        state = State.of(self._model, self._parameters)
+        self.notes.tell("compiling in a thread beside the run")
+        return CompileThread(
+            traced,
+            lambda: self._joint_step(traced, state, inputs, compiled=True),
+            self._device,
+        )
 
     def _ready(self) -> list[Prepared]:
         return [slot.ready for slot in self._slots.values() if slot.ready is not None]
@@ -276,7 +286,8 @@ class Executor:
         return len({id(one.joint) for one in self._ready() if one.joint.compiled})
 
     def _compiling(self) -> int:
-        return sum(one.thread is not None and not one.thread.done for one in self._slots.values())
+        threads = {slot.thread for slot in self._slots.values() if slot.thread is not None}
+        return sum(not thread.done for thread in threads)
 
     def _captures(self, slot: Slot) -> bool:
         """True if a shared graph, which runs this kind as it is, is to be captured for it."""
