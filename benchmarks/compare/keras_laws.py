@@ -99,6 +99,7 @@ def _statistics(library: str, precision: str, note: str) -> Row:
     plain = keras.layers.BatchNormalization
     whole = found(plain, WHOLE, "whole")
     own = distance(found(plain, SIZES, "own"), whole)
+    ours: float | str
     try:
         ours = distance(found(plain, SIZES, "ours"), whole)
     except UnsupportedError:

@@ -49,15 +49,15 @@ for step in range(8):
         optimizer.zero_grad()
 """
 SCREENS: dict[str, tuple[str, ...]] = {
-    "train": ("train", "mine.py", "--out", "run", "--steps", "2", "--noise", "off"),
-    "resumed": ("train", "--resume", "--out", "run", "--steps", "3"),
+    "train": ("train", "mine.py", "--out", "run", "--updates", "2"),
+    "resumed": ("train", "--resume", "--out", "run", "--updates", "3"),
     "recipes": ("recipes",),
     "report": ("report", "run"),
     "verify": ("verify", "mine.py"),
-    "verify loop": ("verify", "--loop", "loop.py:train", "--model", "mlp"),
+    "verify loop": ("verify", "loop.py:train", "--model", "mlp"),
     "plan": ("plan", "mine.py", "--gpu-memory", "1GiB"),
     "plan none": ("plan", "mine.py", "--gpu-memory", "1KiB"),
-    "verify trainer": ("verify", "--trainer", "trainer.py"),
+    "verify trainer": ("verify", "trainer.py"),
     "tune": ("tune", "mine.py", "--seconds", "0.5", "--micro-batch", "5,10"),
     "tune --lr": ("tune", "mine.py", "--lr", "1e-3,1e-2"),
     "scale": (
@@ -274,7 +274,7 @@ def test_something_is_on_the_screen_at_once(
     ("words", "completed"),
     [
         ("wholebatch re", "recipes report"),
-        ("wholebatch train --lr-rule s", "sqrt"),
+        ("wholebatch train --optimizer-state h", "host"),
         ("wholebatch verify --batchn", "--batchnorm"),
     ],
 )

@@ -109,7 +109,9 @@ def test_the_rewritten_graph_makes_the_same_gradients() -> None:
     assert distance(found, [one for one in wanted if one is not None]) <= 1e-6
 
 
-def test_an_activation_and_its_slope_are_computed_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_activation_and_its_slope_are_computed_in_one_piece(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """So one kernel computes an activation again, for the weight's gradient, and its own slope."""
     options = Fusions(products=True, shared_inputs=True)
     monkeypatch.setattr(JointStep, "_possible_fusions", lambda *_: options)

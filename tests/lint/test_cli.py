@@ -63,7 +63,7 @@ def test_notes_do_not_fail(script: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert main(["train.py"]) == CLEAN
     assert capsys.readouterr().out.startswith(
         "train.py:4:5 WB003 note: this loop accumulates and was not understood: run "
-        "`wholebatch verify --trainer train.py`\n"
+        "`wholebatch verify train.py`\n"
     )
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import textwrap
 
-import pytest
-
 from wholebatch.lint import Settings, lint_source
 from wholebatch.lint.model import read
 
@@ -30,20 +28,6 @@ def test_two_optimizers_that_both_step_always_accumulate_nothing() -> None:
     assert read(textwrap.dedent(source)).accumulating == []
 
 
-def test_a_position_in_slices_is_a_position() -> None:
-    source = """
-        def train(model, optimizer, data, size, accum):
-            for i in range(0, len(data), size):
-                loss = model(data[i : i + size]).mean() / accum
-                loss.backward()
-                if (i // size + {0}) % accum == 0:
-                    optimizer.step()
-                    optimizer.zero_grad()
-    """
-    assert codes(source.format(1)) == ["WB109"]
-    assert codes(source.format(0)) == ["WB109", "WB110"]
-
-
 def test_a_number_of_steps_that_the_loop_changes_ends_windows() -> None:
     source = """
         def train(model, optimizer, loader, every):
@@ -55,32 +39,6 @@ def test_a_number_of_steps_that_the_loop_changes_ends_windows() -> None:
                 every = max(1, i // 32)
     """
     assert "WB110" in codes(source)
-
-
-FLAG = """
-    def train(model, optimizer, loader, accum):
-        model = DistributedDataParallel(model)
-        for i, x in enumerate(loader):
-            model.require_backward_grad_sync = {0}
-            loss = model(x).mean() / accum
-            loss.backward()
-            if (i + 1) % accum == 0:
-                optimizer.step()
-                optimizer.zero_grad()
-"""
-
-
-@pytest.mark.parametrize(
-    ("flag", "wrong"),
-    [
-        ("i == accum - 1", True),
-        ("(i + 1) % accum != 0", True),
-        ("(i + 1) % accum == 0", False),
-        ("i % accum == accum - 1", False),
-    ],
-)
-def test_ddp_must_reduce_at_the_end_of_each_window(flag: str, wrong: bool) -> None:
-    assert ("WB111" in codes(FLAG.format(flag))) == wrong
 
 
 def test_a_tail_by_a_limit_is_a_tail() -> None:

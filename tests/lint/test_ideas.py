@@ -62,24 +62,6 @@ def test_one_of_two_accelerators_is_told_its_number(accum: str) -> None:
     assert ("WB119" in codes(source)) is (accum != "")
 
 
-@pytest.mark.parametrize(("every", "found"), [("accum", True), ("critic_rounds", False)])
-def test_a_second_backward_before_the_step_is_a_part_of_the_window(every: str, found: bool) -> None:
-    source = f"""
-        def train(model, optimizer, loader, attack, {every}, epochs):
-            for epoch in range(epochs):
-                for i, (x, y) in enumerate(loader):
-                    loss = F.mse_loss(model(x), y) / {every}
-                    loss.backward()
-                    if (i + 1) % {every} == 0:
-                        attack.perturb(model)
-                        F.mse_loss(model(x), y).backward()
-                        attack.restore(model)
-                        optimizer.step()
-                        optimizer.zero_grad()
-    """
-    assert ("WB109" in codes(source)) is found
-
-
 @pytest.mark.parametrize(("name", "found"), [("acc_steps", True), ("words", False)])
 def test_a_number_of_micro_batches_that_each_batch_decides(name: str, found: bool) -> None:
     source = f"""

@@ -54,49 +54,6 @@ def test_an_attribute_is_made_from_the_names_of_its_method() -> None:
     assert "WB116" not in codes(source.replace("LENGTH", "len(loader) * epochs // accum"))
 
 
-@pytest.mark.parametrize(("flag", "late"), [("before", False), ("after", True)])
-def test_a_flag_of_self_model_is_that_of_its_forward(flag: str, late: bool) -> None:
-    held = "self.model.require_backward_grad_sync = j == self.accum - 1"
-    found = codes(f"""
-        class Trainer:
-            def __init__(self, model, accum):
-                self.model = model
-                self.accum = accum
-
-            def step(self, optimizer, loader):
-                for batches in loader:
-                    for j in range(self.accum):
-                        {held if flag == "before" else "pass"}
-                        loss = self.model(batches[j]).mean() / self.accum
-                        {held if flag == "after" else "pass"}
-                        loss.backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
-
-        def main(model):
-            Trainer(DistributedDataParallel(model), 4)
-    """)
-    assert ("WB111" in found) is late
-
-
-@pytest.mark.parametrize(
-    ("term", "found"), [("penalty(model)", True), ("penalty(model) / accum", False), ("0", False)]
-)
-def test_the_whole_sum_must_be_divided(term: str, found: bool) -> None:
-    source = f"""
-        def train(model, optimizer, loader, accum):
-            for i, (x, y) in enumerate(loader):
-                loss = F.cross_entropy(model(x), y)
-                other = {term}
-                loss = loss / accum + other
-                loss.backward()
-                if (i + 1) % accum == 0:
-                    optimizer.step()
-                    optimizer.zero_grad()
-    """
-    assert ("WB101" in codes(source)) is found
-
-
 @pytest.mark.parametrize("index", ["mask", "~mask", "target > 0", "0", "order"])
 def test_a_mean_over_selected_elements_is_a_masked_mean(index: str) -> None:
     found = codes(f"""

@@ -198,7 +198,7 @@ def _concatenations_of_one(graph: fx.Graph) -> None:
         parts: Any = node.args[0]
         filled = [one for one in parts if 0 not in _numbers_of(one.meta["val"])]
         if len(filled) == 1 < len(parts) and node.meta["val"].is_contiguous():
-            layout = {"memory_format": torch.contiguous_format}
+            layout: dict[str, Any] = {"memory_format": torch.contiguous_format}
             with graph.inserting_before(node):
                 made = graph.call_function(aten.clone.default, (filled[0],), layout)
             made.meta.update(node.meta)

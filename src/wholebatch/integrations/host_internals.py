@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from importlib import metadata
+from pathlib import Path
 from typing import NamedTuple
 
 
@@ -99,9 +100,9 @@ def missing(library: str) -> Iterator[str]:
     """Yield a sentence for every private name that the installed library no longer has."""
     installed = metadata.distribution(library)
     for name, file, buys in INTERNALS[library]:
-        path = installed.locate_file(file)
+        path = Path(str(installed.locate_file(file)))
         try:
-            text = path.read_text(encoding="utf-8")  # type: ignore[attr-defined]
+            text = path.read_text(encoding="utf-8")
         except OSError:
             text = ""
         if not re.search(rf"\b{name}\b", text):

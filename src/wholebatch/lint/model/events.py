@@ -208,7 +208,7 @@ MODEL_NAME = re.compile(
 )
 # Not a closure, but the rate of `optimizer.step(lr)`.
 _RATE = re.compile(r"(^|_)lr($|_)|rate|epoch|^[\d.]+$")
-_SIMPLE = {"zero_grad": "zero", "unscale_": "unscale", "set_requires_gradient_sync": "fsdp_sync"}
+_SIMPLE = {"zero_grad": "zero", "unscale_": "unscale"}
 _OURS = {"AccelerateAccumulator", "FabricAccumulator", "Accumulator", "WholeBatch"}
 _WRAPPERS = {"DistributedDataParallel", "DDP", "FSDP", "DataParallel"}
 

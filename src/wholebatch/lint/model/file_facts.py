@@ -17,8 +17,6 @@ _TRAINING_CALLS = {
     "backward", "training_step", "manual_backward", "loss_scaler", "zero_grad", "unscale_",
     "clip_grad_norm_", "clip_grad_value_", "optimizer_step",
 }  # fmt: skip
-_FSDP = {"FullyShardedDataParallel", "FSDP", "fully_shard", "FSDPStrategy"}
-_MAX_CALL_LEVELS = 4
 
 
 @dataclass
@@ -49,8 +47,6 @@ class Facts:
     # Every value that is assigned to a name anywhere in the file.
     assigned: dict[str, list[ast.expr]]
     uses: dict[FunctionNode, set[str]]
-    # The classes that parameters of each name are annotated with.
-    annotated: dict[str, set[str]]
     _searched: dict[re.Pattern[str], bool] = field(default_factory=dict)
     _assignments: dict[FunctionNode, Env] = field(default_factory=dict)
 
@@ -68,12 +64,6 @@ class Facts:
     def made(self, *names: str) -> list[ast.Call]:
         """Return the calls whose last name is one of these: `DDP(...)`, `nn.BatchNorm2d(...)`."""
         return [c for c in self.calls if last_part(c.func) in names]
-
-    @cached_property
-    def wraps_fsdp(self) -> bool:
-        """True if this file shards a model."""
-        asked = [c.args[1] for c in self.made("isinstance") if len(c.args) > 1]
-        return bool(self.made(*_FSDP)) or any(last_part(kind) in _FSDP for kind in asked)
 
     @cached_property
     def has_ignored_label(self) -> bool:
@@ -110,13 +100,6 @@ class Facts:
         unknown = keyword(call, "deepspeed_plugin") is not None
         return None if unknown or any(k.arg is None for k in call.keywords) else False
 
-    def reaches(self, caller: FunctionNode, called: FunctionNode) -> bool:
-        """True if a function calls another one of the file, directly or through others."""
-        names = {caller.name}
-        for _ in range(_MAX_CALL_LEVELS):
-            names |= {n for f, used in self.uses.items() if f.name in names for n in used}
-        return called.name in names
-
     def env_around(self, node: ast.AST) -> Env:
         """Return the assignments of the function that a node is in."""
         around = self.functions_around(getattr(node, "lineno", 0))
@@ -135,7 +118,6 @@ def gather(tree: ast.Module, source: str) -> Facts:
     """Collect everything from the file that is not about one loop."""
     calls: list[ast.Call] = []
     imports: set[str] = set()
-    annotated: dict[str, set[str]] = {}
     owners: list[ast.ClassDef] = []
     uses: dict[FunctionNode, set[str]] = {}
     assigned: dict[str, list[ast.expr]] = {}
@@ -144,9 +126,6 @@ def gather(tree: ast.Module, source: str) -> Facts:
             calls.append(node)
         elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             uses[node] = set()
-        elif isinstance(node, ast.arg):
-            if isinstance(node.annotation, ast.Name):
-                annotated.setdefault(node.arg, set()).add(node.annotation.id)
         elif isinstance(node, ast.Assign):
             for target in node.targets:
                 assigned.setdefault(dotted(target) or "", []).append(node.value)
@@ -173,7 +152,6 @@ def gather(tree: ast.Module, source: str) -> Facts:
         every_function=sorted(uses, key=lambda f: f.lineno),
         assigned=assigned,
         uses=uses,
-        annotated=annotated,
     )
 
 
@@ -243,23 +221,14 @@ def methods_called(body: Sequence[ast.stmt]) -> Iterator[str]:
 
 
 def _inherit(classes: list[ClassFacts]) -> None:
-    """Give classes what they inherit in the file; an abstract method is that of a subclass."""
+    """Give classes what they inherit from classes of the file."""
     by_name = {c.node.name: c for c in classes}
     for owner in classes:
         for base in (by_name[b] for b in owner.bases if b in by_name and b != owner.node.name):
-            for name, method in list(base.methods.items()):
-                if _is_abstract(method) and name in owner.methods:
-                    base.methods[name] = owner.methods[name]
-                    base.changed[name] = owner.changed[name]
+            for name in base.methods:
                 owner.methods.setdefault(name, base.methods[name])
             owner.attributes = base.attributes | owner.attributes
             owner.changed = base.changed | owner.changed
-
-
-def _is_abstract(method: FunctionNode) -> bool:
-    last = method.body[-1]
-    raised = getattr(last, "exc", None) if isinstance(last, ast.Raise) else None
-    return raised is not None and "NotImplementedError" in ast.dump(raised)
 
 
 def _attributes(methods: dict[str, FunctionNode]) -> dict[str, ast.expr]:

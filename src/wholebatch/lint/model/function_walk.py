@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
-from .events import Act, Context, Def, Env, Event, Guard, Loop, PathItem, classify, constructor
+from .events import Act, Context, Def, Env, Event, Guard, Loop, PathItem, classify
 from .expressions import (
     FunctionNode,
     assigned_names,
@@ -48,7 +48,6 @@ class Scope:
     changed: dict[str, frozenset[str]] = field(default_factory=dict)
     # Functions that contain training calls; others are only followed for their return value.
     relevant: frozenset[FunctionNode] = frozenset()
-    base: Env | None = None  # What a method of another object sees.
 
     def changed_by(self, loop: Loop, body: Sequence[ast.stmt]) -> set[str]:
         """Return the names that an iteration can change, also through methods that it calls."""
@@ -76,8 +75,6 @@ class Walker:
         self.events: list[Event] = []
         self.loops: list[Loop] = []
         self.covered: set[FunctionNode] = set()
-        # Functions inside functions, with their environment: a framework may call them.
-        self.nested: list[tuple[FunctionNode, Env, Scope]] = []
         self.root = 0
         self._inlines = 0
         self._stack: list[FunctionNode] = []
@@ -122,7 +119,6 @@ class Walker:
                 _join(env, [env, branch])
         elif isinstance(stmt, (ast.FunctionDef, ast.AsyncFunctionDef)):
             scope.functions[stmt.name] = stmt
-            self.nested.append((stmt, env, scope))
         elif isinstance(stmt, (ast.Return, ast.Raise, ast.Break, ast.Continue)):
             if isinstance(stmt, ast.Return):
                 self._return(stmt, env, path, scope)
@@ -140,9 +136,6 @@ class Walker:
 
     def _if(self, stmt: ast.If, env: Env, path: _Path, scope: Scope) -> list[_Exit]:
         self._calls(stmt.test, env, path, scope)
-        known = _handed(stmt.test, env)
-        if known is not None:
-            return self.block(stmt.body if known else stmt.orelse, env, path, scope)
         before = env.frozen()
         exits: list[_Exit] = []
         ended: list[bool] = []
@@ -159,12 +152,6 @@ class Walker:
             exits = [_Exit("both", ())] if exits else exits
         alive = [r for r, gone in zip(results, ended, strict=True) if not gone] or results
         _join(env, alive)
-        # `if n == k: last = True`, and False otherwise or before: the flag is the condition.
-        for name in assigned_names(stmt.body):
-            values = [_constant(result.get(name, ())) for result in results]
-            if values in ([True, False], [False, True]):
-                test = stmt.test if values[0] else ast.UnaryOp(ast.Not(), stmt.test)
-                env.bind(name, (Def(test, before, _loops(path), stmt),))
         return exits
 
     def _with(
@@ -239,8 +226,6 @@ class Walker:
             name = dotted(target) or ""
             if name.endswith(".grad") and isinstance(stmt.value, ast.Constant):
                 self._emit(Act("zero", target, detail="grad=None"), stmt, stmt, env, path)
-            elif isinstance(target, ast.Attribute) and target.attr == "require_backward_grad_sync":
-                self._emit(Act("ddp_flag", target.value, stmt.value), stmt, stmt, env, path)
             self._bind(target, stmt.value, env, path)
         self._emit(Act("assign", targets[0], stmt.value), stmt, stmt, env, path)
 
@@ -265,12 +250,10 @@ class Walker:
                 path = (*path, Guard(value, env.frozen(), isinstance(expr.op, ast.And)))
             return
         for call in calls_in(expr):
-            helper, inside = self._helper(call, scope, env), scope
-            if helper is None and _loops(path):
-                helper, inside = self._method(call, scope, env)
+            helper = self._helper(call, scope)
             if helper is not None and any(word in helper.name for word in _LOGS):
                 self._emit(Act("call", call.func), call, self._stmt, env, path)
-            if helper is not None and self._inline(call, helper, env, path, inside):
+            if helper is not None and self._inline(call, helper, env, path, scope):
                 continue
             act = classify(call, env)
             if act is None:
@@ -308,43 +291,11 @@ class Walker:
 
     # -- helpers -----------------------------------------------------------------------------
 
-    def _helper(self, call: ast.Call, scope: Scope, env: Env) -> FunctionNode | None:
+    def _helper(self, call: ast.Call, scope: Scope) -> FunctionNode | None:
         name = dotted(call.func) or ""
         if name.startswith("self.") and name.count(".") == 1:
             return scope.methods.get(name[5:])
-        if name in scope.functions or "." in name:
-            return scope.functions.get(name)
-        # A name for one of several functions: `run = packed if pack else padded`.
-        for definition in env.get(name, ()):
-            chosen = (
-                definition.expr.body if isinstance(definition.expr, ast.IfExp) else definition.expr
-            )
-            if isinstance(chosen, ast.Name) and chosen.id in scope.functions:
-                return scope.functions[chosen.id]
-        return None
-
-    def _method(self, call: ast.Call, scope: Scope, env: Env) -> tuple[FunctionNode | None, Scope]:
-        """Return a method of another class of the file: of `runner`, made or annotated here.
-
-        A call of a loss itself, `criterion(x, y)`, is one of its `__call__` or `forward`.
-        """
-        full = dotted(call.func) or ""
-        owners = self.facts.classes if full not in {"", "self"} else ()
-        held, _, method = full.rpartition(".")
-        for name, methods in ((held, (method,)), (full, ("__call__", "forward"))) if owners else ():
-            made = {made.rpartition(".")[2] for made, _ in map(constructor, env.get(name, ()))}
-            made |= self.facts.annotated.get(name, set()) if name == held else set()
-            for owner in owners if made and name != "self" else ():
-                found = next((owner.methods[m] for m in methods if m in owner.methods), None)
-                if found is None or owner.node.name not in made:
-                    continue
-                if found in scope.relevant or (name == full and "loss" in owner.node.name.lower()):
-                    seen = class_env(owner, _EMPTY)
-                    own = Scope(
-                        scope.functions, owner.methods, owner.changed, scope.relevant, base=seen
-                    )
-                    return found, own
-        return None, scope
+        return scope.functions.get(name)
 
     def _worth(self, helper: FunctionNode, path: _Path, scope: Scope) -> bool:
         """True if a helper should be inlined: relevant, tiny, or short and inside a loop."""
@@ -370,9 +321,8 @@ class Walker:
         self.covered.add(helper)
         is_method = helper.name in scope.methods
         seen = {k: v for k, v in env.items() if not is_method or "." in k}
-        seen = seen if scope.base is None else dict(scope.base)
         given = arguments(call, helper, env, _loops(path))
-        inside = replace(scope, functions=dict(scope.functions), base=None)
+        inside = replace(scope, functions=dict(scope.functions))
         inner = Env({**seen, **given})
         caller_stmt = self._stmt
         self._stack.append(helper)
@@ -382,7 +332,7 @@ class Walker:
         self._stack.pop()
         self._stmt = caller_stmt
         # What a helper sets on self, its caller sees too.
-        for name, defs in inner.items() if scope.base is None else ():
+        for name, defs in inner.items():
             if name.startswith("self.") and env.get(name) is not defs:
                 env.bind(name, defs)
         return True
@@ -417,16 +367,6 @@ def arguments(
 
 def _constant(defs: tuple[Def, ...]) -> object:
     return defs[0].expr.value if len(defs) == 1 and isinstance(defs[0].expr, ast.Constant) else None
-
-
-def _handed(test: ast.expr, env: Env) -> bool | None:
-    """Return the value of a condition that is a literal of the call: `evaluate=True`."""
-    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-        inner = _handed(test.operand, env)
-        return None if inner is None else not inner
-    defs = env.get(test.id, ()) if isinstance(test, ast.Name) else ()
-    value = _constant(defs)
-    return value if isinstance(value, bool) and defs[0].node is defs[0].expr else None
 
 
 def _load(target: ast.expr) -> ast.expr:
@@ -481,7 +421,7 @@ def walk_file(tree: ast.Module, facts: Facts) -> Walker:
             roots.append((method, inner, scope))
     # A function that the file calls is followed from its caller: begin with the others.
     uncalled = [root for root in roots if root[0].name not in {*facts.called, "__init__"}]
-    for function, seen, scope in chain(uncalled, roots, walker.nested):
+    for function, seen, scope in chain(uncalled, roots):
         if function not in walker.covered and function in relevant:
             _walk_root(walker, function, seen, scope)
     # A step function that only methods without a loop call: the loop is in another file.

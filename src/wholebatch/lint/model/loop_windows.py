@@ -17,7 +17,6 @@ from .expressions import (
     is_call,
     keyword,
     number,
-    target_names,
     text,
     without_marks,
 )
@@ -140,8 +139,6 @@ class LoopWindow:
     def _classify(self, event: Event) -> str:
         if self.loop not in event.path:
             return "outside"
-        if self.ends and all(self._other_mode(event, end) for end in self.ends):
-            return "never"
         sometimes = False
         ours: set[str] = set()
         # If nothing asks Accelerate to accumulate, `sync_gradients` is always true.
@@ -158,28 +155,16 @@ class LoopWindow:
                 sometimes = True
         if ours:
             return ours.pop() if len(ours) == 1 else "never"
-        return "sometimes" if sometimes and not self._beside_backward(event) else "always"
-
-    def _beside_backward(self, event: Event) -> bool:
-        """True if an event has only the conditions of a backward: whenever there is a gradient."""
-        mine = event.conditions(self.loop)
-        return event.kind == "clip" and any(mine <= b.conditions(self.loop) for b in self.inner)
-
-    def _other_mode(self, event: Event, end: Event) -> bool:
-        """True if a setting (not the boundary) puts an event on another branch than a step."""
-        mine = {g.key for g in event.guards(self.loop) if g.origin == "if"}
-        return any(
-            (g.key[0], not g.positive) in mine
-            and not self._varies(g)
-            and self.boundary_of(g) is None
-            for g in end.guards(self.loop)
-        )
+        # A clip with only the conditions of a backward: whenever there is a gradient.
+        mine = event.conditions(self.loop) if event.kind == "clip" else None
+        beside = mine is not None and any(mine <= b.conditions(self.loop) for b in self.inner)
+        return "sometimes" if sometimes and not beside else "always"
 
     def is_ours(self, found: Boundary) -> bool:
         """True if a condition ends these windows and is not, say, a logging interval."""
         if self.shape == "accelerate" or self.boundary is None:
             return found.kind in {"accelerate", "deepspeed"} or is_accumulation_name(found.key)
-        if found.kind == "accelerate" or self.boundary.kind == found.kind == "last":
+        if found.kind == "accelerate":
             return True
         return found.key == self.every_key
 
@@ -414,15 +399,11 @@ def _boundary(window: LoopWindow, steps: list[Event], inner: list[Event]) -> boo
         return False
     window.ends = list(ends)
     window.end_every(first.every, "boundary", first)
-    if first.kind == "last" and first.every is None:
-        return False
     when = {window.when(e) for e in inner}
     if when == {"boundary"}:
         return _has_backward_of_last_only(window)
     # A backward under the same condition as the step is an alternating update, not a window.
-    # One more before the step of a window is a part of it: an attack on the weights, say.
-    attacked = "always" in when and is_accumulation_name(window.every_name)
-    if "boundary" in when and "inside" not in when and not attacked:
+    if "boundary" in when and "inside" not in when:
         return False
     if not when & {"always", "inside", "sometimes"}:
         return False
@@ -479,7 +460,7 @@ def _nested(window: LoopWindow) -> bool:
     if is_call(iterable, "range", "trange"):
         return _repeats_micro_batches(window, iterable.args)
     held = [c for e in window.of("backward") for c in e.contexts(window.loop)]
-    if _MICRO_NAME.search(text(iterable)) or any(map(holds_sync, held)) or window.of("ddp_flag"):
+    if _MICRO_NAME.search(text(iterable)) or any(map(holds_sync, held)):
         return True
     # A loss that is divided by their number, and stepped with after the loop.
     counts = [d for _, chain in window.chains for d in chain.divisors if window.counts(d)]
@@ -495,7 +476,7 @@ def _repeats_micro_batches(window: LoopWindow, args: list[ast.expr]) -> bool:
         # `for i in range(0, len(batch), micro_batch_size)`: slices of one batch.
         step = text(args[2]) if len(args) == 3 else ""
         named = bool(_MICRO_NAME.search(step)) or "batch" in step
-        return len(args) == 3 and (named or _over_slices(window))
+        return len(args) == 3 and named
     count = strip_casts(window.resolver.resolve(times, window.loop.entry))
     window.end_every(count, "nested", None)
     size = number(count)
@@ -507,17 +488,7 @@ def _repeats_micro_batches(window: LoopWindow, args: list[ast.expr]) -> bool:
     if any(d.key == window.every_name for _, chain in window.chains for d in chain.divisors):
         return True  # The loss is divided by the number of rounds.
     fetched = bool(window.loop.parents) and any(is_call(e.node, *_FETCH) for e in window.events)
-    return fetched or _over_slices(window)
-
-
-def _over_slices(window: LoopWindow) -> bool:
-    """True if a loop takes its micro-batches out of one batch: `x[i : i + n]`."""
-    if window.loop.target is None:
-        return False
-    names = {*target_names(window.loop.target)}
-    nodes = [n for n in ast.walk(window.loop.node) if isinstance(n, ast.Slice) and n.upper]
-    starts = [part for n in nodes if n.lower is not None for part in ast.walk(n.lower)]
-    return any(isinstance(part, ast.Name) and part.id in names for part in starts)
+    return fetched
 
 
 def steps_after(window: LoopWindow) -> list[Event]:

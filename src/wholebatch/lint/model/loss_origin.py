@@ -175,23 +175,11 @@ class _Tracer:
             chain = self._divided(chain, expr.right, expr, env)
             return self.follow(expr.left, env, chain, depth + 1)
         if isinstance(expr.op, ast.Mult):
-            loss, factor = self._sides(expr, env)
+            loss, factor = _loss_side(expr.left, expr.right)
             return self.follow(loss, env, self._multiplied(chain, factor, expr, env), depth + 1)
         if isinstance(expr.op, (ast.Add, ast.Sub)):
             return self._each([(expr.left, env), (expr.right, env)], chain, depth)
         return [replace(chain, base=expr, base_env=env)]
-
-    def _sides(self, expr: ast.BinOp, env: Env) -> tuple[ast.expr, ast.expr]:
-        """Return the loss and the factor of a product: a setting that never changes is no loss."""
-        loss, factor = _loss_side(expr.left, expr.right)
-        has_call = any(isinstance(n, ast.Call) for n in ast.walk(loss))
-        if not LOSS_NAME.search(text(loss)) and not has_call:
-            changes = [
-                self.resolver.symbols_in(self.resolver.resolve(e, env)) for e in (loss, factor)
-            ]
-            if changes[1] and not changes[0]:
-                return factor, loss
-        return loss, factor
 
     def _call(self, expr: ast.Call, env: Env, chain: Chain, depth: int) -> list[Chain]:
         scaled = self._scaled(expr, env, chain)

@@ -94,10 +94,6 @@ class Resolver:
         ]
         if len(followed) == len(defs):
             spelled = {text(f) for f in followed}
-            flags = [f for f in followed if getattr(f, "value", None) is not True]
-            if len(spelled) == 2 and len(flags) == len(followed) - 1 and _is_flag(flags[0]):
-                # `flag = n % k == 0`, set to True elsewhere: at the last batch.
-                return ast.BoolOp(ast.Or(), [flags[0], ast.Name(id="is_last", ctx=ast.Load())])
             if len(spelled) == 1 and sum(1 for _ in ast.walk(followed[0])) <= _MAX_NODES:
                 return followed[0]
         loops = max((d.loops for d in defs), key=len)

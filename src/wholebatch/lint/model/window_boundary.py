@@ -41,7 +41,7 @@ class Boundary:
     modulo the window; None if unknown. `inverse` marks the opposite condition.
     """
 
-    kind: str  # "modulo", "reset", "last", "accelerate", "deepspeed"
+    kind: str  # "modulo", "reset", "accelerate", "deepspeed"
     every: ast.expr | None
     expr: ast.expr
     shift: int | None = None
@@ -107,22 +107,17 @@ class _LoopConditions:
         return self.resolver.varies(expr, self.loop)
 
     def _compound(self, expr: ast.BoolOp) -> Boundary | None:
-        if _is_short_epoch(expr):
-            return None
         parts = [(value, self.boundary(value)) for value in expr.values]
         known = [b for _, b in parts if b is not None]
         others = [v for v, b in parts if b is None]
         if not known:
             return None
-        # The modulo is the boundary; "last of the loop" beside it handles the tail.
-        known.sort(key=lambda b: b.kind == "last")
         main = known[0]
         is_or = isinstance(expr.op, ast.Or)
         # "boundary or last" and its negation "not boundary and not last" both handle the tail.
         if is_or != main.inverse:
-            ends = any(b.kind == "last" for b in known[1:])
-            tail = ends or main.tail or any(self._is_tail(v) for v in others)
-            found = self._beside(main, others, lambda v: self._is_tail(v) or _is_short_epoch(v))
+            tail = main.tail or any(self._is_tail(v) for v in others)
+            found = self._beside(main, others, self._is_tail)
             return replace(found, tail=tail, expr=expr)
         if is_or:
             return None
@@ -140,8 +135,6 @@ class _LoopConditions:
 
     def _is_tail(self, expr: ast.expr) -> bool:
         """True for one particular iteration: `i == max_iters`, `step + 1 == len(loader)`."""
-        if _is_short_epoch(expr):
-            return False  # `len(loader) <= k and last`: only where one window is the whole epoch.
         if isinstance(expr, ast.Compare) and isinstance(expr.ops[0], (ast.Eq, ast.GtE, ast.Gt)):
             sides = (expr.left, expr.comparators[0])
             places = [self._position(side) for side in sides]
@@ -179,7 +172,7 @@ class _LoopConditions:
             inverse = isinstance(op, (ast.NotEq, ast.Gt))
             return None if rest is None else self._modulo(left, rest, expr, inverse=inverse)
         if isinstance(op, (ast.Eq, ast.GtE, ast.Gt, ast.NotEq, ast.Lt)):
-            return self._last(expr) or self._counted(expr)
+            return self._counted(expr)
         return None
 
     def _modulo(
@@ -205,32 +198,6 @@ class _LoopConditions:
                 shift = 0
         spanning = spanning or position.spread
         return Boundary("modulo", every, whole, shift, inverse, spanning=spanning)
-
-    def _last(self, expr: ast.Compare) -> Boundary | None:
-        """Return `i == n - 1` or `i + 1 == n` in a loop over range(n) or something of length n."""
-        op, sides = expr.ops[0], (expr.left, expr.comparators[0])
-        if isinstance(op, ast.Gt):
-            return None
-        inverse = isinstance(op, (ast.NotEq, ast.Lt))
-        for counter, bound in (sides, sides[::-1]):
-            position = self._position(counter)
-            if position is None or position.symbol.kind != "target" or self._varies(bound):
-                continue
-            size = self._range_size()
-            if size is not None and text(bound) in {f"{size} - 1", size}:
-                return Boundary("last", ast.parse(size, mode="eval").body, expr, 0, inverse)
-            # `if i < resumed % len(loader): continue` is no end.
-            if _LAST_NAME.search(text(bound)) and "%" not in text(bound):
-                return Boundary("last", None, expr, 0, inverse)
-        return None
-
-    def _range_size(self) -> str | None:
-        iterable = self.loop.iterable
-        if not isinstance(iterable, ast.Call) or dotted(iterable.func) != "range":
-            return None
-        if len(iterable.args) != 1:
-            return None
-        return self.resolver.key(iterable.args[0], self.loop.entry)
 
     def _counted(self, expr: ast.Compare) -> Boundary | None:
         """Return `n == k` for a counter that is reset."""
@@ -261,11 +228,6 @@ class _LoopConditions:
             if symbol is None or symbol.kind == "opaque" or symbol.loop is not self.loop:
                 return None
             return _Position(symbol)
-        over = self.loop.iterable
-        if is_binary(expr, ast.FloorDiv) and is_call(over, "range") and len(over.args) == 3:
-            # `i // size` in a loop over range(0, n, size)
-            by_size = self.resolver.key(over.args[2], self.loop.entry) == text(expr.right)
-            return self._position(expr.left) if by_size else None
         return self._sum(expr) if is_binary(expr, ast.Add, ast.Sub) else None
 
     def _sum(self, expr: ast.BinOp) -> _Position | None:
@@ -370,18 +332,6 @@ def _framework_boundary(expr: ast.expr) -> Boundary | None:
     if last_part(getattr(expr, "func", expr)) == "is_gradient_accumulation_boundary":
         return Boundary("deepspeed", None, expr)
     return None
-
-
-def _is_short_epoch(expr: ast.expr) -> bool:
-    return isinstance(expr, ast.BoolOp) and any(_is_short(value) for value in expr.values)
-
-
-def _is_short(expr: ast.expr) -> bool:
-    return (
-        isinstance(expr, ast.Compare)
-        and isinstance(expr.ops[0], (ast.LtE, ast.Lt))
-        and is_accumulation_name(text(expr.comparators[0]))
-    )
 
 
 def _constant_part(expr: ast.expr) -> int:

@@ -1,6 +1,6 @@
 """The note for a file that accumulates in a way that the rules do not understand.
 
-A run sees what reading cannot: `wholebatch verify --trainer train.py` compares the update of the
+A run sees what reading cannot: `wholebatch verify train.py` compares the update of the
 real loop with that of the undivided batch.
 """
 
@@ -25,8 +25,7 @@ def not_understood(file: File, path: str) -> Report | None:
     for node in (*_unread_backwards(file), *_unknown_losses(file), *_trained_elsewhere(file)):
         return Report(
             node,
-            "this loop accumulates and was not understood: run "
-            f"`wholebatch verify --trainer {path}`",
+            f"this loop accumulates and was not understood: run `wholebatch verify {path}`",
         )
     return None
 

@@ -15,12 +15,11 @@ from ..model.expressions import (
     divisor_of,
     dotted,
     is_accumulation_name,
-    is_binary,
     last_part,
     number,
     text,
 )
-from ..model.loss_origin import LOSS_NAME, Chain, trace
+from ..model.loss_origin import LOSS_NAME, Chain
 from .rule_base import RESCALED, Report, cleared_last, rule
 
 _SCALING_FACTOR = re.compile(r"(?<!loss_)scale(?!r)|accum|norm|inv|factor|gas|micro|steps", re.I)
@@ -50,15 +49,8 @@ def check(file: File) -> Iterator[Report]:
     for window in file.accumulating:
         if not is_judged(window, file) or cleared_last(window):
             continue
-        part, name = _undivided_term(window), window.count_name
-        event = _first_undivided(window) if part is None else None
-        if part is not None:
-            yield Report(
-                part.node,
-                f"only a part of the loss is divided by {name}: the gradient of the other term "
-                f"is {name} times too large; divide the whole sum",
-            )
-        elif event is not None:
+        event, name = _first_undivided(window), window.count_name
+        if event is not None:
             yield Report(
                 event.node,
                 f"loss is not divided by {name}: gradients of the micro-batches add up to "
@@ -101,25 +93,6 @@ def _first_undivided(window: LoopWindow) -> Event | None:
         is_extra = window.when(event) == "always" and bool(others)
         if certain and (not divided or is_extra):
             return event
-    return None
-
-
-def _undivided_term(window: LoopWindow) -> Event | None:
-    """Return the backward of `loss / k + other`, where nothing divides the other term."""
-    for event in window.backwards:
-        names = {n.id for n in ast.walk(event.argument or ast.Pass()) if isinstance(n, ast.Name)}
-        for made in window.of("assign"):
-            total = made.argument
-            if not is_binary(total, ast.Add) or text(made.receiver) not in names:
-                continue
-            ways = [trace(side, made.env, window.resolver) for side in (total.left, total.right)]
-            divided = [{any(map(window.counts, c.divisors)) for c in way} for way in ways]
-            if {True} in divided and {False} in divided:
-                # Not a number, what earlier micro-batches have left, or scaled otherwise.
-                other = ways[divided.index({False})][0]
-                spelled = f"{text(other.base_call or total)} {other.factors}"
-                if other.base_call is not None and not is_accumulation_name(spelled):
-                    return event
     return None
 
 

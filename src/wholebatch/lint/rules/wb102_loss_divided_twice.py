@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from ..model import File, LoopWindow
 from ..model.expressions import divisor_of, is_accumulation_name, text
 from ..model.file_facts import Facts
-from ..model.loss_origin import Divisor
 from .rule_base import Report, framework_steps, rule
 
 _DEEPSPEED = re.compile(r"deepspeed(?![^\n]*scale_wrt_gas)", re.I)
@@ -70,8 +69,6 @@ def _by_hand(window: LoopWindow, framework: str) -> Iterator[Report]:
             yield Report(
                 counts[0].node, f"loss is divided by `{counts[0].written}` twice: divide it once"
             )
-        elif counts and not by:
-            yield from _gradients_too(window, counts[0], seen)
 
 
 def _leaves_it_to_the_loop(facts: Facts) -> bool:
@@ -89,21 +86,6 @@ def _steps_once(window: LoopWindow) -> bool:
         depth = min((len(e.loops) for e in window.backwards), default=0)
         once = bool(steps) and all(len(e.loops) < depth for e in steps)
     return once and not window.facts.mentions(_ENGINE_STEPS)
-
-
-def _gradients_too(window: LoopWindow, divisor: Divisor, seen: set[ast.AST]) -> Iterator[Report]:
-    for event in (*window.of("augment"), *window.after):
-        divided_by = divisor_of(event.stmt)
-        if event.kind != "augment" or event.receiver is None or divided_by is None:
-            continue
-        by = window.resolver.key(divided_by, event.env)
-        if ".grad" in text(event.receiver) and by == divisor.key and event.node not in seen:
-            seen.add(event.node)
-            yield Report(
-                event.node,
-                f"gradients are divided by `{by}` although the loss was divided by it already: "
-                "divide one of them",
-            )
 
 
 def _in_classes(file: File) -> Iterator[Report]:

@@ -49,7 +49,7 @@ def check(file: File) -> Iterator[Report]:
 
 def _ends_short(window: LoopWindow, boundary: Boundary) -> bool:
     """True if only the count ends windows, and the loader can end before the count is full."""
-    if window.shape != "boundary" or not boundary.pure or boundary.kind == "last":
+    if window.shape != "boundary" or not boundary.pure:
         return False
     # A step after a loop of unknown length, if something is left over, shows that the loop ends.
     rests = [g for e in _after(window, "step") for g in e.path if isinstance(g, Guard)]

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from ..model import Event, File, LoopWindow
 from ..model.expressions import keyword, last_part, text
 from ..model.loss_origin import LOSS_NAME
-from .rule_base import Report, framework_accumulates, framework_steps, rule
+from .rule_base import Report, rule
 
 _COUPLED_NAME = re.compile(
     r"ClipLoss|CLIPLoss|clip_loss|InfoNCE|info_nce|NTXent|NT_Xent|nt_xent|MultipleNegatives"
@@ -40,18 +40,6 @@ def check(file: File) -> Iterator[Report]:
             if isinstance(call, ast.Call) and _couples(call, event, window):
                 yield Report(call, _MESSAGE)
                 break
-    # A framework's own accumulation: the loss is in its step, the loop is elsewhere.
-    for methods, _ in framework_steps(file) if framework_accumulates(file) else ():
-        calls = [n for m in methods for n in ast.walk(m) if isinstance(n, ast.Call)]
-        coupled = [c for c in calls if any(map(_COUPLED_NAME.search, _names(c, file)))]
-        coupled += [c for c in calls if _is_cross_entropy_of_pairs(c, text(c))]
-        yield from (Report(call, _MESSAGE) for call in coupled[:1])
-
-
-def _names(call: ast.Call, file: File) -> list[str]:
-    """Return the names of what is called and of what made it: `criterion`, and `ClipLoss`."""
-    made = [v for v in file.facts.assigned.get(text(call.func), ()) if isinstance(v, ast.Call)]
-    return [last_part(call.func), *(last_part(m.func) for m in made)]
 
 
 def _couples(call: ast.Call, event: Event, window: LoopWindow) -> bool:
