@@ -36,10 +36,10 @@ if TYPE_CHECKING:
         siglip_loss,
         supcon_loss,
     )
-    from wholebatch.coupled.moe import moe_loss
     from wholebatch.distributed.pipeline import Pipeline
     from wholebatch.losses.distillation import distillation_loss
     from wholebatch.losses.loss import Loss, causal_lm, cross_entropy, mean_loss
+    from wholebatch.losses.moe import moe_loss
     from wholebatch.losses.policy import (
         aggregate,
         aggregate_units,
@@ -120,7 +120,7 @@ _NAMES = {
     "window.window": "Step",
     "coupled.audit": "audit",
     "coupled.contrastive.losses": "Coupled clip_loss info_nce siglip_loss supcon_loss",
-    "coupled.moe": "moe_loss",
+    "losses.moe": "moe_loss",
     "distributed.pipeline": "Pipeline",
     "errors": "errors",
     "losses.distillation": "distillation_loss",

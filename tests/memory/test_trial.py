@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor, nn
 
+import wholebatch as wb
 from tests.support import adamw, mlp, samples, sgd, summed
 from wholebatch.memory.predict import state_bytes
 from wholebatch.memory.trial_step import TrialSteps, held_bytes
 
 
+def loss(model: nn.Module, micro: dict[str, Tensor]) -> wb.Loss:
+    return wb.Loss(summed(model, micro), len(micro["y"]))
+
+
 def trial(budget: int, missing: int = 0) -> TrialSteps:
     model = mlp()
-    return TrialSteps(model, summed, adamw(model), "full", budget, missing)
+    return TrialSteps(model, loss, adamw(model), "full", budget, missing)
 
 
 def test_the_state_of_the_first_update_is_known_before_it() -> None:

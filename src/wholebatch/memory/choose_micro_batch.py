@@ -33,11 +33,14 @@ class Choice:
     """The peak bytes of a step by the samples of its micro-batches."""
     failed: tuple[int, ...] = ()
     """The sizes that did not fit."""
+    is_whole_batch: bool = False
 
     def summary(self) -> str:
         """Return the choice and its reason in two lines."""
         above = min((size for size in self.failed if size > self.micro_batch), default=None)
-        why = "the whole batch fits" if above is None else f"{above} samples do not fit"
+        why = "more samples would pass the budget"
+        if above is not None or self.is_whole_batch:
+            why = "the whole batch fits" if above is None else f"{above} samples do not fit"
         peak = bytes_said(self.measured[self.micro_batch])
         return (
             f"micro-batch {self.micro_batch}: {why} (budget {bytes_said(self.budget)})\n"
@@ -84,7 +87,7 @@ def choose_micro_batch(
         return None
     while failed and min(failed) - max(measured) > max(1, max(measured) // _CLOSE_ENOUGH):
         fits((min(failed) + max(measured)) // 2)
-    return Choice(max(measured), budget, measured, tuple(failed))
+    return Choice(max(measured), budget, measured, tuple(failed), max(measured) == most)
 
 
 def _where_the_budget_ends(measured: dict[int, int], budget: int, most: int) -> int | None:
