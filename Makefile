@@ -6,7 +6,7 @@
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup run test browser-test compat dist check format docs bench compare soak gpu-test gpu-bench clean
+.PHONY: help setup run test browser-test compat dist check format docs bench compare kills gpu-test gpu-bench clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -36,7 +36,7 @@ $(VENV)/.setup: pyproject.toml constraints.txt
 
 $(VENV)/.dev: $(VENV)/.setup
 	@echo "Installing what tests and checks need into $(VENV) (once) ..."
-	@$(PIP_INSTALL) --editable '.[cli,recipes,tensorboard,lint,deepspeed,accelerate,lightning,transformers,trl,keras,jax,wandb,report,docs,peers,dev]'
+	@$(PIP_INSTALL) --editable '.[cli,recipes,tensorboard,deepspeed,accelerate,lightning,transformers,trl,keras,jax,wandb,report,docs,peers,dev]'
 	@touch $@
 
 setup: $(VENV)/.setup ## create .venv with the package and its command line
@@ -65,7 +65,7 @@ format: $(VENV)/.dev ## let ruff fix and format what it can
 compat: $(VENV)/.dev ## run the exactness tests with torch 2.6, 2.11, 2.13 and the newest, Python 3.10 to 3.13; writes docs/benchmarks/compat.md
 	$(BIN)/python scripts/compat.py
 
-dist: $(VENV)/.dev ## build both packages into DIST=dist, install them into empty environments, run them
+dist: $(VENV)/.dev ## build the package into DIST=dist, install it into an empty environment, run it
 	DIST=$(DIST) $(BIN)/python -m pytest -q tests/packages
 
 docs: $(VENV)/.dev ## build the documentation's site in build/site, warnings are errors
@@ -75,16 +75,14 @@ docs: $(VENV)/.dev ## build the documentation's site in build/site, warnings are
 bench: $(VENV)/.dev ## measure on this machine; writes docs/benchmarks/
 	$(BIN)/python benchmarks/exactness.py
 	$(BIN)/python benchmarks/overhead.py
-	$(BIN)/python benchmarks/tokens.py
 	$(BIN)/python benchmarks/gpu_speed.py --cpu
 	$(BIN)/wholebatch report docs/benchmarks/*.json --title 'wholebatch: benchmarks' --out build/benchmarks.html
 
 compare: $(VENV)/.dev ## hold every integration beside its library's own accumulation; writes docs/comparison.md
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/comparison.py
 
-soak: $(VENV)/.dev ## 20,000 windows with faults, held against none (about 30 minutes); writes docs/benchmarks/soak.md
-	OMP_NUM_THREADS=1 $(BIN)/python scripts/soak.py \
-		--json docs/benchmarks/soak.json --markdown docs/benchmarks/soak.md
+kills: $(VENV)/.dev ## kill `train` 20 times at random moments, on one process and on two ranks: the same bits
+	OMP_NUM_THREADS=1 $(BIN)/python scripts/kills.py
 
 # The GPU targets install nothing: they run with the torch and the pytest that the machine has.
 gpu-test: ## run the tests that need CUDA (PYTHON=python3; GPU_JOBS=8 with pytest-xdist)

@@ -309,7 +309,7 @@ def open_clip() -> Errors:
         optimizer.step()
 
     def ours(model: Any) -> None:
-        loss = wb.Coupled(encode, lambda all: wb.clip_loss(*all, scale=model.scale.exp()))
+        loss = wb.Coupled(encode, lambda all: wb.losses.clip_loss(*all, scale=model.scale.exp()))
         wb.WholeBatch(model, sgd(model), loss=loss, micro_batch=4).step(batch)
 
     return compared(

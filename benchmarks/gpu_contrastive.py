@@ -114,7 +114,7 @@ def encode(model: nn.Module, micro: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def loss(all: tuple[Tensor, Tensor]) -> wb.Loss:
-    return wb.info_nce(*all, temperature=1 / SCALE)
+    return wb.losses.info_nce(*all, temperature=1 / SCALE)
 
 
 def measured(window: Callable[[], Any], size: Size, repeats: int) -> tuple[float, float]:

@@ -5,7 +5,7 @@
     python benchmarks/gpu_packing.py --small    # a look at the code path, anywhere
 
 A Llama of Transformers (12 x 768, bf16) on texts whose lengths are drawn as in
-docs/benchmarks/tokens.md (log-normal, median 32), new ones in every window, as in training. Sorted
+a chat data set (log-normal, median 32), new ones in every window, as in training. Sorted
 and trimmed, nearly every micro-batch has a shape of its own; packed, they have one shape, and run
 as one recorded graph. All ways make the same update within the same budget of tokens, in turn in
 one process; a figure is real tokens per second, the median over windows.

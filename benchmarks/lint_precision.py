@@ -1,149 +1,111 @@
-"""Precision and recall, measured on files with comments that say what should be found.
+"""Precision and recall of the linter on labelled files.
 
-`python benchmarks/lint_precision.py tests/lint/fixtures` compares every finding with the
-comments `# expect: WB101, WB109` in the files. `# expect-missed: WB101` marks a mistake that is
-known to be missed; it counts against recall. With `--pages docs/lint` it also writes the rules'
-pages, and the table of scores into their README.md.
+    python benchmarks/lint_precision.py FOLDER LABELS
 
-The page of a rule is the Markdown file beside its module, so that `--explain` works wherever the
-linter is installed. The documentation holds copies, and a test compares them.
+LABELS has one line per file: its path under FOLDER, and the rules whose mistake a reader found in
+it. A file without a rule is right. The word `plain` marks a file that does not accumulate. Lines
+that start with `#` are comments.
+
+    owner/project/train.py WB101 WB109
+    owner/other/train.py
+    owner/third/evaluate.py plain
+
+A finding is right if the file has the label of its rule, on whatever line. The table ends with the
+rules of a wrong update, and with the number of accumulating files that have neither a finding nor
+the note that the loop was not understood.
 """
 
 from __future__ import annotations
 
 import argparse
-import re
-import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from wholebatch.lint.check_files import lint_files
-from wholebatch.lint.lint_settings import Settings
-from wholebatch.lint.rules import RULES
-from wholebatch.lint.source_files import collect
+from wholebatch.lint import Settings, lint_paths
 
-BEGIN = "<!-- measured by `python benchmarks/lint_precision.py --pages`: begin -->"
-END = "<!-- measured: end -->"
-_EXPECT = re.compile(r"#\s*expect(?P<missed>-missed)?:\s*(?P<codes>WB\d+(?:\s*,\s*WB\d+)*)")
+# The rules whose mistake makes an update that is not the mean over the window.
+WRONG_UPDATE = ("WB101", "WB102", "WB104", "WB105", "WB106", "WB109", "WB110", "WB117")
 
 
 @dataclass
 class Score:
-    """Counts per rule: found correctly, found wrongly, missed."""
+    """Counts of findings by rule."""
 
     right: Counter[str] = field(default_factory=Counter)
     wrong: Counter[str] = field(default_factory=Counter)
     missed: Counter[str] = field(default_factory=Counter)
     differences: list[str] = field(default_factory=list)
+    accumulating: int = 0
+    silent: list[str] = field(default_factory=list)  # Neither a finding nor the note.
 
-    def precision(self, code: str | None = None) -> float:
-        """Return the share of findings that are right; 1 if there are none."""
-        right, wrong = _count(self.right, code), _count(self.wrong, code)
-        return right / (right + wrong) if right + wrong else 1.0
+    def row(self, name: str, codes: Iterable[str]) -> str:
+        """Return one line of the table: the counts, precision and recall over some rules."""
+        right, wrong, missed = (
+            sum(counter[code] for code in codes)
+            for counter in (self.right, self.wrong, self.missed)
+        )
+        precision = right / (right + wrong) if right + wrong else 1.0
+        recall = right / (right + missed) if right + missed else 1.0
+        return f"| {name} | {right} | {wrong} | {missed} | {precision:.2f} | {recall:.2f} |"
 
-    def recall(self, code: str | None = None) -> float:
-        """Return the share of mistakes that were found; 1 if there are none."""
-        right, missed = _count(self.right, code), _count(self.missed, code)
-        return right / (right + missed) if right + missed else 1.0
-
-    @property
-    def codes(self) -> list[str]:
-        """Return every code that was found or should have been."""
-        return sorted({*self.right, *self.wrong, *self.missed})
-
-
-def _count(counter: Counter[str], code: str | None) -> int:
-    return counter.total() if code is None else counter[code]
-
-
-def expected(text: str, *, missed: bool | None = None) -> set[tuple[int, str]]:
-    """Return the expected (line, code) pairs of a file; `missed` selects one kind of comment."""
-    marks: set[tuple[int, str]] = set()
-    for number, line in enumerate(text.split("\n"), start=1):
-        for match in _EXPECT.finditer(line):
-            if missed is None or missed == bool(match.group("missed")):
-                marks |= {(number, c.strip()) for c in match.group("codes").split(",")}
-    return marks
+    def table(self) -> str:
+        """Return the table over all rules, with the differences and silent files below it."""
+        codes = sorted({*self.right, *self.wrong, *self.missed})
+        lines = [
+            "| rule | right | wrong | missed | precision | recall |",
+            "|---|---|---|---|---|---|",
+        ]
+        lines += [self.row(code, [code]) for code in codes]
+        lines += [self.row("wrong updates", WRONG_UPDATE), self.row("all", codes), ""]
+        lines += [
+            f"accumulating files: {self.accumulating}, "
+            f"with neither a finding nor the note: {len(self.silent)}"
+        ]
+        return "\n".join([*lines, *self.differences, *(f"silent {path}" for path in self.silent)])
 
 
-def measure(paths: Iterable[str]) -> Score:
-    """Return the score over all files under the paths."""
+def read_labels(text: str) -> dict[str, frozenset[str]]:
+    """Return the labels of each path; `WB103:148` counts as `WB103`."""
+    lines = [line.split() for line in text.splitlines() if line.strip() and line[0] != "#"]
+    return {path: frozenset(label.partition(":")[0] for label in labels) for path, *labels in lines}
+
+
+def measure(folder: Path, labels: Mapping[str, frozenset[str]]) -> Score:
+    """Return the score of the linter on the labelled files of a folder."""
+    absent = [path for path in labels if not (folder / path).is_file()]
+    if absent:
+        raise SystemExit(f"{folder}: has no {absent[0]} ({len(absent)} labelled files are absent)")
     score = Score()
-    files = collect(paths, Settings())
-    found: dict[str, set[tuple[int, str]]] = {file: set() for file in files}
-    for finding in lint_files(files, Settings()):
-        found[finding.path].add((finding.line, finding.code))
-    for file in files:
-        with open(file, encoding="utf-8") as stream:
-            wanted = expected(stream.read())
-        for line, code in sorted(found[file] | wanted):
-            if (line, code) in found[file] & wanted:
-                score.right[code] += 1
-            elif (line, code) in found[file]:
-                score.wrong[code] += 1
-                score.differences.append(f"{file}:{line} {code} found, not expected")
-            else:
-                score.missed[code] += 1
-                score.differences.append(f"{file}:{line} {code} expected, not found")
+    for path, wanted in labels.items():
+        findings = lint_paths([str(folder / path)], settings=Settings())
+        found = {finding.code for finding in findings if finding.code.startswith("WB1")}
+        expected = wanted - {"plain"}
+        score.right.update(found & expected)
+        for kind, counter, codes in (
+            ("wrong", score.wrong, found - expected),
+            ("missed", score.missed, expected - found),
+        ):
+            counter.update(codes)
+            score.differences += [f"{kind} {code} {path}" for code in sorted(codes)]
+        if "plain" not in wanted:
+            score.accumulating += 1
+            if not findings:
+                score.silent.append(path)
     return score
 
 
-def pages() -> dict[str, str]:
-    """Return the file name and text of every rule's page."""
-    return {f"{rule.code}.md": rule.page for rule in RULES}
-
-
-def table(score: Score) -> str:
-    """Return the table of rules with their scores on the fixtures."""
-    lines = [
-        "| rule | finds | level | fix | found / wrong / missed | precision | recall |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for rule in RULES:
-        code = rule.code
-        counts = f"{score.right[code]} / {score.wrong[code]} / {score.missed[code]}"
-        lines.append(
-            f"| [{code}]({code}.md) | {rule.summary} | {rule.level} "
-            f"| {'yes' if rule.fixable else ''} | {counts} "
-            f"| {score.precision(code):.2f} | {score.recall(code):.2f} |"
-        )
-    total = f"{score.right.total()} / {score.wrong.total()} / {score.missed.total()}"
-    lines.append(
-        f"| all | | | | {total} | **{score.precision():.2f}** | **{score.recall():.2f}** |"
-    )
-    return "\n".join(lines)
-
-
-def write_pages(folder: Path, score: Score) -> None:
-    """Write the page of every rule, and the table between the marks of README.md."""
-    for name, page in pages().items():
-        (folder / name).write_text(page, encoding="utf-8")
-    index = folder / "README.md"
-    before, _, rest = index.read_text(encoding="utf-8").partition(BEGIN)
-    after = rest.partition(END)[2]
-    index.write_text(f"{before}{BEGIN}\n{table(score)}\n{END}{after}", encoding="utf-8")
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print a table per rule and the differences; return 1 below precision 0.9 or recall 0.75."""
-    parser = argparse.ArgumentParser(description="Measure the rules on marked files.")
-    parser.add_argument("paths", nargs="+", metavar="PATH", help="folders of marked files")
-    parser.add_argument("--pages", type=Path, metavar="FOLDER", help="write the rules' pages here")
+    """Print the table of a labelled folder."""
+    parser = argparse.ArgumentParser(description="Measure the linter on labelled files.")
+    parser.add_argument("folder", type=Path, help="folder of the labelled files")
+    parser.add_argument("labels", type=Path, help="file of labels: path and rules on each line")
     given = parser.parse_args(argv)
-    score = measure(given.paths)
-    print("rule   right wrong missed precision recall")
-    for code in [*score.codes, None]:
-        print(
-            f"{code or 'all':6} {_count(score.right, code):5} {_count(score.wrong, code):5} "
-            f"{_count(score.missed, code):6} {score.precision(code):9.2f} {score.recall(code):6.2f}"
-        )
-    print("\n".join(score.differences))
-    if given.pages is not None:
-        write_pages(given.pages, score)
-    return 0 if score.precision() >= 0.9 and score.recall() >= 0.75 else 1
+    labels = read_labels(given.labels.read_text(encoding="utf-8"))
+    print(measure(given.folder, labels).table())
+    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

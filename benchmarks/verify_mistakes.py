@@ -13,8 +13,6 @@ as multiples of the window.
 from __future__ import annotations
 
 import argparse
-import gc
-import importlib
 import os
 import sys
 import time
@@ -33,8 +31,6 @@ from torch import Tensor, nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 
 import wholebatch as wb  # noqa: E402
-from tests.verification.fixtures.outsider import RIGHT as RIGHT_OUTSIDE  # noqa: E402
-from tests.verification.fixtures.outsider import WRONG as WRONG_OUTSIDE  # noqa: E402
 from tests.verification.loops.live import (  # noqa: E402
     DOORS,
     KINDS,
@@ -50,7 +46,6 @@ from tests.verification.loops.right import RIGHT  # noqa: E402
 from tests.verification.loops.unusual import UNUSUAL  # noqa: E402
 from wholebatch.verification import ZOO  # noqa: E402
 
-OUTSIDE = "loops of an outsider, in plain torch and trainers"
 PAGE = ROOT / "docs" / "benchmarks" / "verify-mistakes.md"
 
 
@@ -78,26 +73,6 @@ def loops() -> dict[str, str]:
     return found
 
 
-def outsiders() -> str:
-    """Return how many loops of an outsider, in plain torch and in trainers, were judged rightly."""
-    for module in ("outsider_right", "outsider_wrong", "outsider_trainers"):
-        importlib.import_module(f"tests.verification.fixtures.{module}")
-    gc.freeze()
-    loops = {**{name: (loop, "right") for name, loop in RIGHT_OUTSIDE.items()}, **WRONG_OUTSIDE}
-    answers: dict[str, list[str]] = {"right": [], "wrong": []}
-    for name, (loop, key) in loops.items():
-        torch.manual_seed(0)
-        with quiet():
-            found = found_in(loop().verdict)
-        print(f"{'outsider':12} {name:42} {found:26} {'' if found == key else key}", flush=True)
-        answers["right" if key == "right" else "wrong"].append("hit" if found == key else found)
-    right, wrong = answers["right"], answers["wrong"]
-    return (
-        f"| {OUTSIDE} | {wrong.count('hit')} of {len(wrong)} | {right.count('hit')} of "
-        f"{len(right)}, {right.count('not judged')} not judged | {versions('plain torch')} |"
-    )
-
-
 def summary(table: dict[str, list[str]], plants: dict[str, Plant]) -> str:
     answers = [(plants[name].key, one) for name, row in table.items() for one in row]
     named = sum(wanted == one for wanted, one in answers)
@@ -116,7 +91,6 @@ def rows(doors: list[str]) -> dict[str, str]:
     """Return by door how many mistakes were named, and right loops called right."""
     found = {}
     for door in doors:
-        gc.freeze()  # what was imported need not be searched for averages of weights every time
         wrong = summary(cells(door, MISTAKES), MISTAKES)
         right = summary(cells(door, STYLES), STYLES)
         found[door] = f"| {door} | {wrong} | {right} | {versions(door)} |"
@@ -126,14 +100,13 @@ def rows(doors: list[str]) -> dict[str, str]:
         name = "plain torch, loops of unusual styles"
         right += f", {answers.count('not judged')} not judged"
         found[name] = f"| {name} | | {right} | {versions('plain torch')} |"
-        found[OUTSIDE] = outsiders()
     return found
 
 
 def write(made: dict[str, str]) -> None:
     """Write these rows into the page, and keep its other rows."""
     old = PAGE.read_text(encoding="utf-8").splitlines() if PAGE.exists() else []
-    names = [*DOORS, "plain torch, loops of unusual styles", OUTSIDE]
+    names = [*DOORS, "plain torch, loops of unusual styles"]
     kept = {name: line for name in names for line in old if line.startswith(f"| {name} |")}
     table = [
         line for name, line in sorted({**kept, **made}.items(), key=lambda r: names.index(r[0]))
@@ -143,11 +116,9 @@ def write(made: dict[str, str]) -> None:
         "# Mistakes named by `wb.watch`\n\n"
         f"{len(MISTAKES)} mistakes and {len(STYLES)} right styles, each on {len(KINDS)} kinds of "
         f"models ({kinds}), in every door\nthat has a place for them. Written by "
-        "`python benchmarks/verify_mistakes.py --door DOOR --page`.\nThe judge was mended with the "
-        "loops of an outsider (`tests/verification/fixtures`): their row tells what it knows,\n"
-        "not how it would do on others.\n\n"
-        "TRL and DeepSpeed are no doors of this grid: loops in them are among the rounds "
-        "([verify.md](../verify.md)).\n\n"
+        "`python benchmarks/verify_mistakes.py --door DOOR --page`.\n\n"
+        "TRL and DeepSpeed are no doors of this grid: "
+        "`tests/integrations` watches loops in them.\n\n"
         "| door | mistakes named | right loops called right | run with |\n|---|---|---|---|\n"
         + "\n".join(table)
         + "\n",

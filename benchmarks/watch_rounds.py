@@ -1,108 +1,119 @@
-"""Ask `wb.watch` about loops that were written before its judge had seen them, round by round.
+"""Ask the judge of `wb.watch` about loops in a folder, and compare its answers with their labels.
 
-python benchmarks/watch_rounds.py                  # the table of every round
-python benchmarks/watch_rounds.py --round 6 --only hf
-torchrun --nproc-per-node 2 benchmarks/watch_rounds.py --round 9
-python benchmarks/watch_rounds.py --truth      # the labels, by the undivided batch in float64
+    python benchmarks/watch_rounds.py FOLDER
+    python benchmarks/watch_rounds.py FOLDER --only gan --words
+
+FOLDER has Python files and `labels.txt`, with one line for each loop:
+
+    train_gan.py            right
+    loops.py:token_means    mean-of-means      # a function without arguments that trains
+
+A label is "right" or the key of a mistake (`wholebatch.verification.MISTAKES`); what follows `#` is
+a comment. Every loop runs in a process of its own, under a watch that is given no model. Printed
+are the answers, and how many right loops were called wrong (false alarms), how many mistakes were
+called right, not judged, or crashed. The exit status is 1 if a target of `--targets` is missed.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
+import json
 import os
+import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
-from typing import Any
-from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
-os.environ |= {"HF_HUB_OFFLINE": "1", "CI": "1"}
-
-import torch  # noqa: E402
-
-import wholebatch as wb  # noqa: E402
-from tests.verification.fixtures import (  # noqa: E402, F401
-    round_6,
-    round_7,
-    round_8,
-    round_9,
-    round_10,
-    round_11,
-    round_12,
-    round_13,
-    round_14,
-    round_15,
-    round_16,
-    round_17,
-    round_18,
-    round_19,
-    round_20,
-)
-from tests.verification.fixtures.rounds import CASES, is_right  # noqa: E402
-from tests.verification.loops.live import found_in, quiet  # noqa: E402
+FUNCTION = """
+import importlib.util, json, sys
+from wholebatch.verification.watch_loop import Watch
+path, name = sys.argv[1:]
+spec = importlib.util.spec_from_file_location("loops", path)
+module = importlib.util.module_from_spec(spec)
+sys.modules["loops"] = module
+spec.loader.exec_module(module)
+with Watch(name=name, logs=False) as watched:
+    getattr(module, name)()
+print(watched.verdict.to_json(indent=None))
+"""
+TARGETS = {"false alarm": 0.02, "called right": 0.02, "not judged": 0.25, "crash": 0.0}
+"""The largest share of all loops that may fall into each column."""
 
 
-def answer(make: Any) -> tuple[str, str]:
-    """Return what the judge found in this loop, and its verdict in words."""
-    torch.manual_seed(0)
-    watched, train, _ = make()
-    arguments = watched if isinstance(watched, tuple) else (watched,)
+def labels_of(folder: Path) -> dict[str, str]:
+    """Return the label of every loop."""
+    lines = (folder / "labels.txt").read_text(encoding="utf-8").splitlines()
+    rows = [line.partition("#")[0].split() for line in lines]
+    return {row[0]: row[1] for row in rows if row}
+
+
+def answer(folder: Path, name: str, seconds: int) -> tuple[str, str]:
+    """Return what the judge found in a loop, and its verdict in a line."""
+    file, _, function = name.partition(":")
+    command = ["-m", "wholebatch.cli", "verify", "--json", "--windows", "0", file]
+    if function:
+        command = ["-c", FUNCTION, file, function]
+    packages = f"{ROOT / 'src'}{os.pathsep}{folder}"
+    environment = {**os.environ, "PYTHONPATH": packages, "HF_HUB_OFFLINE": "1", "CI": "1"}
     try:
-        with quiet(), wb.watch(*arguments) as watch:
-            train()
-    except Exception as error:
-        return "crash", repr(error)
-    return found_in(watch.verdict), str(watch.verdict)
+        done = subprocess.run(
+            [sys.executable, *command],
+            cwd=folder,
+            env=environment,
+            timeout=seconds,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return "crash", f"no answer in {seconds} s"
+    shown = [line for line in done.stdout.splitlines() if line]
+    try:
+        text = done.stdout[done.stdout.index("{\n") :] if not function else shown[-1]
+        verdict = json.loads(text)
+    except (ValueError, IndexError):
+        return "crash", (done.stderr.splitlines() or ["no output"])[-1]
+    found = "right" if verdict["same"] else (*verdict["mistakes"], "unknown")[0]
+    return found if verdict["judged"] else "not judged", verdict["line"]
 
 
-def grade(key: str, found: str) -> str:
-    """Return the column of the table into which this answer falls."""
+def column_of(label: str, found: str) -> str:
+    """Return the column of the table into which an answer falls."""
     if found in ("crash", "not judged"):
         return found
-    if key == "right":
+    if label == "right":
         return "right" if found == "right" else "false alarm"
-    return "named" if found == key else "missed" if found == "right" else "other cause"
+    return "called right" if found == "right" else "named" if found == label else "other cause"
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--round", type=int)
+    parser.add_argument("folder", type=Path)
     parser.add_argument("--only", default="", help="part of the names")
-    parser.add_argument("--truth", action="store_true")
-    parser.add_argument(
-        "--words", action="store_true", help="print the verdicts that are not as wanted"
-    )
+    parser.add_argument("--seconds", type=int, default=300, help="limit of one loop")
+    parser.add_argument("--words", action="store_true", help="print verdicts that are not wanted")
+    parser.add_argument("--targets", action="store_true", help="fail where a target is missed")
     options = parser.parse_args()
-    gc.freeze()  # what was imported need not be searched for averages of weights every time
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    if ranks > 1:
-        torch.distributed.init_process_group("gloo")
-        if os.environ["RANK"] != "0":
-            sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-    table: dict[tuple[int, str], Counter[str]] = {}
-    for name, (number, key, make) in CASES.items():
-        if options.round not in (None, number) or options.only not in name:
+    counts: Counter[str] = Counter()
+    for name, label in labels_of(options.folder).items():
+        if options.only not in name:
             continue
-        if name.startswith("ranks_") != (ranks > 1):
-            continue
-        if options.truth:
-            with quiet(), patch.dict(os.environ):
-                labelled = is_right(make) == (key == "right")  # type: ignore[no-untyped-call]
-            print(f"{name:48} {key:26} {'' if labelled else 'THE LABEL IS WRONG'}", flush=True)
-            continue
-        with patch.dict(os.environ):  # RANK of a DeepSpeed engine: a trainer would use DDP after it
-            found, words = answer(make)
-        column = grade(key, found)
-        print(f"{number} {name:48} {found:26} {'' if found == key else key}", flush=True)
-        if options.words and found != key:
-            print(words)
-        table.setdefault((number, "right" if key == "right" else "wrong"), Counter())[column] += 1
-    for (number, kind), counts in sorted(table.items()):
-        print(f"round {number}, {counts.total()} {kind} loops: {dict(counts)}")
+        found, words = answer(options.folder.resolve(), name, options.seconds)
+        counts[column_of(label, found)] += 1
+        print(f"{name:52} {found:26} {'' if found == label else label}", flush=True)
+        if options.words and found != label:
+            print(f"    {words}")
+    total = counts.total()
+    print(f"\n{total} loops")
+    for column in ("right", "false alarm", "named", "other cause", "called right"):
+        print(f"{column:14} {counts[column]}")
+    print(f"{'not judged':14} {counts['not judged']}\n{'crash':14} {counts['crash']}")
+    missed = [one for one, most in TARGETS.items() if counts[one] > most * total]
+    if options.targets and missed:
+        print(f"above its target: {', '.join(missed)}")
+    return int(options.targets and bool(missed))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

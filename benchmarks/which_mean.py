@@ -49,7 +49,7 @@ class Row:
 
 
 def _policy(loss: str, mean: str, over: str, others: str) -> Row:
-    write = f'`wb.policy_loss(…, mean="{mean}")`'
+    write = f'`wb.losses.policy_loss(…, mean="{mean}")`'
     return Row(loss, over, others, write, ours(mean), undivided(mean), batch())
 
 
@@ -99,31 +99,33 @@ def rows() -> list[Row]:
             "prompts, each a mean over its sequences",
             f"{averaged}; right with equally large groups",
         ),
-        _preference("DPO", "dpo", "pairs", f"TRL: {pairs_of}", "wb.dpo_loss(…)"),
-        _preference("IPO", "ipo", "pairs", f"TRL: {pairs_of}", "wb.ipo_loss(…)"),
-        _preference("SimPO", "simpo", "pairs", f"TRL: {pairs_of}", "wb.simpo_loss(…)"),
-        _preference("ORPO", "orpo", "pairs", pairs_of, "wb.orpo_loss(…)"),
+        _preference("DPO", "dpo", "pairs", f"TRL: {pairs_of}", "wb.losses.dpo_loss(…)"),
+        _preference("IPO", "ipo", "pairs", f"TRL: {pairs_of}", "wb.losses.ipo_loss(…)"),
+        _preference("SimPO", "simpo", "pairs", f"TRL: {pairs_of}", "wb.losses.simpo_loss(…)"),
+        _preference("ORPO", "orpo", "pairs", pairs_of, "wb.losses.orpo_loss(…)"),
         _preference(
             "ORPO, likelihood over tokens",
             "orpo, tokens",
             "tokens, and pairs",
             f"TRL: both {averaged}",
-            "wb.orpo_loss(…, tokens=…)",
+            "wb.losses.orpo_loss(…, tokens=…)",
         ),
         _preference(
             "KTO",
             "kto",
             "samples, compared with a KL mean of the batch",
             "TRL: both of a micro-batch",
-            "wb.Coupled(encode, wb.kto_loss)",
+            "wb.Coupled(encode, wb.losses.kto_loss)",
         ),
-        _preference("reward model", "reward", "pairs", f"TRL: {pairs_of}", "wb.reward_loss(…)"),
+        _preference(
+            "reward model", "reward", "pairs", f"TRL: {pairs_of}", "wb.losses.reward_loss(…)"
+        ),
         _preference(
             "GKD, logit distillation",
             "distillation",
             "tokens of the mask",
             "TRL: tokens of the window, as the data has them",
-            "wb.distillation_loss(…)",
+            "wb.losses.distillation_loss(…)",
         ),
     ]
 

@@ -57,7 +57,7 @@ def loss_of(model: Clip) -> Callable[[tuple[Tensor, Tensor]], wb.Loss]:
     """The loss of a whole batch, from all representations."""
 
     def loss(all: tuple[Tensor, Tensor]) -> wb.Loss:
-        return wb.clip_loss(*all, scale=model.log_scale.exp())
+        return wb.losses.clip_loss(*all, scale=model.log_scale.exp())
 
     return loss
 

@@ -5,7 +5,7 @@
 Answers differ in length, so micro-batches are filled up to a number of tokens: some hold many
 short pairs, some a few long ones. The usual loop takes the mean over the pairs of each micro-batch
 and divides by the number of micro-batches, so a pair beside long ones counts more.
-`wb.dpo_loss` is a sum over pairs with their number, and the window divides once.
+`wb.losses.dpo_loss` is a sum over pairs with their number, and the window divides once.
 """
 
 from __future__ import annotations
@@ -53,7 +53,9 @@ def preferences(pairs: int = 48) -> Batch:
 def logprobs(model: nn.Module, micro: Batch) -> list[Tensor]:
     """Return the log probabilities of the chosen and of the rejected answers."""
     kinds = ("chosen", "rejected")
-    return [wb.sequence_logprobs(model(micro[kind]), micro[f"{kind}_labels"]) for kind in kinds]
+    return [
+        wb.losses.sequence_logprobs(model(micro[kind]), micro[f"{kind}_labels"]) for kind in kinds
+    ]
 
 
 def by_tokens(batch: Batch, tokens: int = 128) -> list[Batch]:
@@ -79,7 +81,7 @@ def after(model: nn.Module, optimizer: torch.optim.Optimizer, micros: list[Batch
     acc = wb.Accumulator(model, optimizer, steps=len(micros))
     for micro in acc.over(micros):
         acc.backward(
-            wb.dpo_loss(
+            wb.losses.dpo_loss(
                 *logprobs(model, micro), micro["ref_chosen"], micro["ref_rejected"], beta=BETA
             )
         )
@@ -106,7 +108,7 @@ def main() -> dict[str, float]:
     print("pairs per micro-batch:", *(len(micro["lengths"]) for micro in micros))
     print(
         f"Shown: the update is off by {errors['before']:.0%} in the usual loop, by "
-        f"{errors['after']:.0e} with wb.dpo_loss."
+        f"{errors['after']:.0e} with wb.losses.dpo_loss."
     )
     return errors
 

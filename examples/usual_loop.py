@@ -1,7 +1,7 @@
 """The accumulation loop of most tutorials. It trains, and it makes the wrong update.
 
 wholebatch lint examples/usual_loop.py
-wholebatch verify --loop examples/usual_loop.py:train --model lm
+wholebatch verify examples/usual_loop.py:train
 """
 
 from torch.nn import functional as F

@@ -17,7 +17,6 @@ ORDER: dict[str, tuple[str, ...]] = {
         "choose.md",
         "gallery.md",
         "migrate/hand-written.md",
-        "migrate/keras.md",
         "troubleshooting.md",
         "faq.md",
         "glossary.md",

@@ -12,11 +12,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import wholebatch as wb
-from tests.distributed.problem import full
-from tests.support import distance, measured
+from tests.support import measured
 from tests.test_noise import GRADIENT, SPREAD, Quadratic, gaussian, long_memory
 from wholebatch.losses.loss import Loss
-from wholebatch.tune.batch_scaling import AutoBatch
 
 WINDOWS = 100
 
@@ -62,24 +60,6 @@ def updated(kind: str, noise: int | None) -> torch.Tensor:
     return (first.to_local() if kind != "ddp" else first).clone()
 
 
-def grown(kind: str) -> dict[str, object]:
-    """A batch that follows the noise, beside one process that makes updates of the same sizes."""
-    train, alone = made(kind, 0.02, 4, 1), Quadratic()
-    optimizer, auto = torch.optim.SGD(alone.parameters(), lr=0.02), AutoBatch(16, largest=64)
-    sizes = []
-    for seed in range(72):
-        x = gaussian(auto.batch, gradient=GRADIENT, spread=SPREAD, seed=seed)
-        sizes.append(auto.batch)
-        step = train.step(x[dist.get_rank() :: 2])
-        alone(x).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        auto.after(step.units, train.noise)
-    ours = [full(parameter.detach()) for parameter in train.model.parameters()]
-    off = distance(ours, [parameter.detach() for parameter in alone.parameters()])
-    return {"sizes": sorted(set(sizes)), "off": off}
-
-
 def main(path: Path) -> None:
     dist.init_process_group("gloo")
     found = []
@@ -93,7 +73,7 @@ def main(path: Path) -> None:
         noise = run(kind, shares, micro_batch).noise
         assert noise is not None
         estimate = {"spread": noise.spread, "critical": noise.critical}
-        found.append({**estimate, "same": same, **(grown(kind) if micro_batch == 15 else {})})
+        found.append({**estimate, "same": same})
     every: list[object] = [None, None]
     dist.all_gather_object(every, found)
     assert every[0] == every[1]

@@ -183,18 +183,18 @@ def test_readme_has_the_errors_of_the_comparison() -> None:
         assert re.search(rf"^\| {shown} \|.*\| {measured[1]} \|", readme, flags=re.M), shown
 
 
-DOORS = "benchmarks/doors.md"
+TRAINERS = "benchmarks/trainers.md"
 
 
-def test_times_beside_a_link_to_the_doors_are_on_that_page() -> None:
-    measured = re.findall(r"\d+\.\d+", (ROOT / "docs" / DOORS).read_text(encoding="utf-8"))
+def test_times_beside_a_link_to_the_trainers_are_on_that_page() -> None:
+    measured = re.findall(r"\d+\.\d+", (ROOT / "docs" / TRAINERS).read_text(encoding="utf-8"))
     known = {round(float(number)) for number in measured}
     told = 0
     for page in (ROOT / "docs").rglob("*.md"):
         for paragraph in page.read_text(encoding="utf-8").split("\n\n"):
-            if DOORS in paragraph and "](" in paragraph:
+            if TRAINERS in paragraph and "](" in paragraph:
                 line = paragraph.split("\n- ")  # of a list, the items that have the link
-                for text in (one for one in line if DOORS in one):
+                for text in (one for one in line if TRAINERS in one):
                     times = {int(number) for number in re.findall(r"\b(\d+) ms\b", text)}
                     assert times <= known, (page.name, times - known)
                     told += len(times)

@@ -131,7 +131,7 @@ def test_random_numbers_are_held_and_state_of_the_function_is_told() -> None:
 
 def test_a_ready_loss_of_the_whole_batch_is_refused_of_a_part() -> None:
     def contrast(model: nn.Module, micro: Any) -> wb.Loss:
-        return wb.clip_loss(model(micro["x"]), micro["x"][:, :3])
+        return wb.losses.clip_loss(model(micro["x"]), micro["x"][:, :3])
 
     model = nn.Linear(5, 3).double()  # all layers are PyTorch's own: not probed
     assert wb.WholeBatch(model, sgd(model), loss=contrast, micro_batch=8).step(samples(8)).update

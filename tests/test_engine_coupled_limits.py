@@ -23,7 +23,7 @@ def test_memory_grows_by_the_representations_and_a_chunk_only() -> None:
         data = batch(number)
         loss = wb.Coupled(
             lambda m, micro: (m(micro["image"]), m(micro["text"])),
-            lambda all: wb.clip_loss(*all, rows=8),
+            lambda all: wb.losses.clip_loss(*all, rows=8),
         )
         train = wb.WholeBatch(model, sgd(model), loss=loss, micro_batch=32, audit=False)
         with MemoryMeter(model=model) as meter:

@@ -15,7 +15,7 @@ from tests.compile.nets import mode_of, traced
 from tests.distributed.launch import ROOT, torchrun
 from tests.support import measured, mlp, samples
 from wholebatch.errors import OptionError, UnsupportedError
-from wholebatch.window.noise_scale import (
+from wholebatch.noise_scale import (
     Averages,
     Estimator,
     NoiseScale,
@@ -296,7 +296,7 @@ def test_auto_takes_a_norm_in_64_micro_batches(
 ) -> None:
     """At first in one window of four; never more rarely than in one of 32."""
     assert looked_at("auto", 2, 1, windows=120) == [*range(1, 94, 4), 97]
-    monkeypatch.setattr("wholebatch.window.noise_scale._AT_FIRST", 2)
+    monkeypatch.setattr("wholebatch.noise_scale._AT_FIRST", 2)
     later = [window for window in range(6, 36) if window % every == 1 % every]
     assert looked_at("auto", micro_batches, 1, windows=36) == [1, 5, *later]
 
@@ -354,7 +354,7 @@ def test_samples_that_depend_on_each_other_are_refused_or_left_alone() -> None:
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_ranks_are_measured_before_their_gradients_are_reduced(tmp_path: Any) -> None:
-    """DDP and FSDP2 on two ranks, uneven shares, one rank without data in some windows.
+    """DDP on two ranks, uneven shares, one rank without data in some windows.
 
     A batch that follows the noise grows on both ranks, with the updates of one process.
     """

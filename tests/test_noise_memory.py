@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from wholebatch.window.noise_scale import Estimator, NoiseScale, Observation
+from wholebatch.noise_scale import Estimator, NoiseScale, Observation
 
 
 def observed(scales: list[float], *, seed: int) -> NoiseScale:
@@ -35,7 +35,7 @@ def off_by() -> float:
 
 def test_what_stays_is_known_the_better(monkeypatch: pytest.MonkeyPatch) -> None:
     known = off_by()
-    monkeypatch.setattr("wholebatch.window.noise_scale._half_life", lambda *given: given[-1])
+    monkeypatch.setattr("wholebatch.noise_scale._half_life", lambda *given: given[-1])
     assert known < 0.06
     assert known < off_by() / 1.5  # the same windows with the shortest memory alone
 

@@ -25,112 +25,52 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from wholebatch import errors as errors
-    from wholebatch.accumulator import Accumulator, by_epoch, over
-    from wholebatch.batch import split, tokens
-    from wholebatch.batch.lookahead_loader import unpadded
-    from wholebatch.coupled.audit import audit
-    from wholebatch.coupled.contrastive.losses import (
-        Coupled,
-        clip_loss,
-        info_nce,
-        siglip_loss,
-        supcon_loss,
-    )
-    from wholebatch.distributed.pipeline import Pipeline
-    from wholebatch.losses.distillation import distillation_loss
-    from wholebatch.losses.loss import Loss, causal_lm, cross_entropy, mean_loss
-    from wholebatch.losses.moe import moe_loss
-    from wholebatch.losses.policy import (
-        aggregate,
-        aggregate_units,
-        group_sizes,
-        policy_loss,
-        token_kl,
-        value_loss,
-    )
-    from wholebatch.losses.preference import (
-        dpo_loss,
-        ipo_loss,
-        kto_loss,
-        orpo_loss,
-        reward_loss,
-        sequence_logprobs,
-        simpo_loss,
-    )
-    from wholebatch.options import Close, Memory, samples
-    from wholebatch.verification import verify, watch
-    from wholebatch.whole_batch import WholeBatch
-    from wholebatch.window.window import Step
+    from wholebatch import losses as losses
+    from wholebatch.accumulator import Accumulator as Accumulator
+    from wholebatch.accumulator import by_epoch as by_epoch
+    from wholebatch.accumulator import over as over
+    from wholebatch.batch import split as split
+    from wholebatch.batch import tokens as tokens
+    from wholebatch.batch.lookahead_loader import unpadded as unpadded
+    from wholebatch.coupled.audit import audit as audit
+    from wholebatch.coupled.contrastive.losses import Coupled as Coupled
+    from wholebatch.losses.loss import Loss as Loss
+    from wholebatch.losses.loss import causal_lm as causal_lm
+    from wholebatch.losses.loss import cross_entropy as cross_entropy
+    from wholebatch.losses.loss import mean_loss as mean_loss
+    from wholebatch.losses.moe import moe_loss as moe_loss
+    from wholebatch.options import Close as Close
+    from wholebatch.options import Memory as Memory
+    from wholebatch.options import samples as samples
+    from wholebatch.pipeline import Pipeline as Pipeline
+    from wholebatch.verification import verify as verify
+    from wholebatch.verification import watch as watch
+    from wholebatch.whole_batch import WholeBatch as WholeBatch
+    from wholebatch.window.window import Step as Step
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "Accumulator",
-    "Close",
-    "Coupled",
-    "Loss",
-    "Memory",
-    "Pipeline",
-    "Step",
-    "WholeBatch",
-    "__version__",
-    "aggregate",
-    "aggregate_units",
-    "audit",
-    "by_epoch",
-    "causal_lm",
-    "clip_loss",
-    "cross_entropy",
-    "distillation_loss",
-    "dpo_loss",
-    "errors",
-    "group_sizes",
-    "info_nce",
-    "ipo_loss",
-    "kto_loss",
-    "mean_loss",
-    "moe_loss",
-    "orpo_loss",
-    "over",
-    "policy_loss",
-    "reward_loss",
-    "samples",
-    "sequence_logprobs",
-    "siglip_loss",
-    "simpo_loss",
-    "split",
-    "supcon_loss",
-    "token_kl",
-    "tokens",
-    "unpadded",
-    "value_loss",
-    "verify",
-    "watch",
-]
-
-# The names of each module; a submodule stands for itself. A test holds this table, `__all__` and
-# the imports for type checkers above to the same names.
+# The names of each module; a submodule stands for itself. A test holds this table and the imports
+# for type checkers above to the same names.
 _NAMES = {
     "accumulator": "Accumulator by_epoch over",
+    "batch": "split tokens",
     "batch.lookahead_loader": "unpadded",
+    "coupled.audit": "audit",
+    "coupled.contrastive.losses": "Coupled",
+    "losses.moe": "moe_loss",
+    "errors": "errors",
+    "losses": "losses",
     "losses.loss": "Loss causal_lm cross_entropy mean_loss",
     "options": "Close Memory samples",
-    "batch": "split tokens",
+    "pipeline": "Pipeline",
+    "verification": "verify watch",
     "whole_batch": "WholeBatch",
     "window.window": "Step",
-    "coupled.audit": "audit",
-    "coupled.contrastive.losses": "Coupled clip_loss info_nce siglip_loss supcon_loss",
-    "losses.moe": "moe_loss",
-    "distributed.pipeline": "Pipeline",
-    "errors": "errors",
-    "losses.distillation": "distillation_loss",
-    "losses.policy": "aggregate aggregate_units group_sizes policy_loss token_kl value_loss",
-    "losses.preference": (
-        "dpo_loss ipo_loss kto_loss orpo_loss reward_loss sequence_logprobs simpo_loss"
-    ),
-    "verification": "verify watch",
 }
 _HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}
+
+__all__ = sorted([*_HOMES, "__version__"])
 
 
 if not TYPE_CHECKING:  # a type checker that saw this would believe any name exists

@@ -26,12 +26,13 @@ from wholebatch.errors import (
     WindowError,
 )
 from wholebatch.losses.loss import Loss, Terms, Units, terms_of
+from wholebatch.make_window import make_window
 from wholebatch.options import BatchNormPolicy, Close, Memory
 from wholebatch.stream import AddedLoss, GivenLoss, Stream
 from wholebatch.window.close import ClipNorm
 from wholebatch.window.forward_state import ForwardState, restore_random
 from wholebatch.window.model_and_optimizer import Scheduler
-from wholebatch.window.window import Step, Turn, UnitsCount, graph_nodes, make_window
+from wholebatch.window.window import Step, Turn, UnitsCount, graph_nodes
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,8 @@ class Close:
         zero_units: The same for a window without units.
         scaler: Your own GradScaler.
         ema: An object with `update_parameters(model)`, called once per update.
-        sync: "hold" reduces gradients once per window, "every" in each backward, "auto" chooses.
+        sync: "hold" reduces gradients once per window, "every" in each backward; "auto" is what the
+            engine needs, "hold" where both are possible.
             "gathered" (FSDP2): "hold", with the parameters gathered once per window too.
             "none" trains a plain model separately on each rank.
     """

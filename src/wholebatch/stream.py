@@ -166,7 +166,7 @@ class Stream(HasWindow):
     def __del__(self) -> None:
         window = getattr(getattr(self, "_window", None), "open", None)
         failed = hasattr(sys, "last_type")  # the program ends by an error, which says enough
-        if window is not None and window.micro_batches and not (window.saved or failed):
+        if window is not None and window.micro_batches and not failed:
             _log.warning(
                 "%s is gone with an open window: its %d micro-batches have made no update. Close "
                 "the short last window: flush(), or over(loader), which knows the end (with "

@@ -13,9 +13,11 @@ from wholebatch.batch.lookahead_loader import NOTHING, Feed
 from wholebatch.compile import Execute
 from wholebatch.coupled.contrastive.losses import Coupled
 from wholebatch.errors import NonFiniteError, RankError, StateError, WindowError
+from wholebatch.make_window import make_window
 from wholebatch.memory.budget import Budget
 from wholebatch.memory.micro_batch_fitting import Fitting
 from wholebatch.memory.out_of_memory import Attempt
+from wholebatch.noise_scale import NoiseScale, Probe
 from wholebatch.options import BatchNormPolicy, Close, Memory, Samples
 from wholebatch.runner import (
     AfterMicro,
@@ -28,8 +30,7 @@ from wholebatch.runner import (
 from wholebatch.window import precision as precisions
 from wholebatch.window.close import ClipNorm, read_scalars
 from wholebatch.window.model_and_optimizer import Scheduler
-from wholebatch.window.noise_scale import NoiseScale, Probe
-from wholebatch.window.window import HasWindow, Step, Turn, UnitsCount, UnitsFunction, make_window
+from wholebatch.window.window import HasWindow, Step, Turn, UnitsCount, UnitsFunction
 
 MicroBatch: TypeAlias = int | Tokens | Samples | Literal["auto"]
 

@@ -134,10 +134,12 @@ def test_a_loss_of_the_library_that_compares_is_refused() -> None:
     acc = accumulator(model)
     for _ in range(2):
         with pytest.raises(LossError, match="compares all samples with each other"):
-            acc.backward(wb.info_nce(model(data(seed=1)), model(data(seed=2))))
+            acc.backward(wb.losses.info_nce(model(data(seed=1)), model(data(seed=2))))
     whole = accumulator(model, steps=1)
-    assert whole.backward(wb.info_nce(model(data(seed=1)), model(data(seed=2)))) is not None
-    accumulator(model, audit=False).backward(wb.clip_loss(model(data()), model(data(seed=2))))
+    assert whole.backward(wb.losses.info_nce(model(data(seed=1)), model(data(seed=2)))) is not None
+    accumulator(model, audit=False).backward(
+        wb.losses.clip_loss(model(data()), model(data(seed=2)))
+    )
 
 
 # ---------------------------------------------------------- losses that do not

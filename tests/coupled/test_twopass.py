@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from wholebatch.coupled.contrastive.losses import Coupled, clip_loss, siglip_loss, supcon_loss
+from wholebatch.coupled.contrastive.losses import Coupled
 from wholebatch.coupled.contrastive.two_pass import TwoPasses
 from wholebatch.errors import LossError, WindowError
+from wholebatch.losses.contrastive import clip_loss, siglip_loss, supcon_loss
 from wholebatch.losses.loss import Loss, as_loss
 
 SPLITS = [[12], [4, 4, 4], [5, 1, 6], [1] * 12]

@@ -238,7 +238,6 @@ def main() -> None:
         "batchnorm": exact_batchnorm(),
         "refused": refused(),
         "sharded": sharded_windows(),
-        "policy": wb.Accumulator(m := wrapped("fsdp2"), sgd(m), steps=2)._window.sync.policy,
     }
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, results)

@@ -35,7 +35,7 @@ def encode(model: Clip, micro: Batch) -> tuple[Tensor, Tensor]:
 
 
 def loss_of(model: Clip, rows: int | None = 7) -> Callable[[Any], wb.Loss]:
-    return lambda all: wb.clip_loss(*all, scale=model.log_scale.exp(), rows=rows)
+    return lambda all: wb.losses.clip_loss(*all, scale=model.log_scale.exp(), rows=rows)
 
 
 def batch(number: int = 37, seed: int = 0, dtype: torch.dtype = torch.float64) -> Batch:

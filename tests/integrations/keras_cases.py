@@ -36,7 +36,6 @@ from wholebatch.errors import (
     WindowError,
 )
 from wholebatch.integrations.keras import (
-    AccumBatchNormalization,
     GradientAccumulateModel,
     GradientAccumulateOptimizer,
 )
@@ -254,35 +253,6 @@ def test_bfloat16_gradients_are_added_in_float32() -> None:
     assert int(ops.convert_to_numpy(model.optimizer.iterations)) == 2
 
 
-def test_running_statistics_of_the_window() -> None:
-    """They are those of the undivided batch where the layer's inputs are (it comes first)."""
-    random = np.random.default_rng(0)
-    x, y = random.normal(size=(10, 4)) * 3 + 1, random.normal(size=(10, 2))
-
-    def run(norm: Any, cls: Any, sizes: Any, **options: Any) -> Any:
-        keras.utils.set_random_seed(0)
-        inputs = keras.Input((4,))
-        model = cls(inputs=inputs, outputs=layers.Dense(2)(norm(inputs)), **options)
-        eagerly = quick_eagerly() and not isinstance(norm, AccumBatchNormalization)
-        model.compile("sgd", squared, run_eagerly=eagerly)
-        fit(model, (x, y), sizes, epochs=1)
-        return np.concatenate(
-            [ops.convert_to_numpy(norm.moving_mean), ops.convert_to_numpy(norm.moving_variance)]
-        )
-
-    want = run(layers.BatchNormalization(), keras.Model, (7, 3))
-    got = run(AccumBatchNormalization(), GradientAccumulateModel, (3, 1, 3, 2, 1), accum_steps=3)
-    plain = run(
-        layers.BatchNormalization(),
-        GradientAccumulateModel,
-        (3, 1, 3, 2, 1),
-        accum_steps=3,
-        batchnorm="allow",
-    )
-    assert distance(got, want) <= ROUNDED
-    assert distance(plain, want) > 1e-2
-
-
 def test_batchnorm_is_audited() -> None:
     def model(batchnorm: str) -> Any:
         inputs = keras.Input((4,))
@@ -293,14 +263,10 @@ def test_batchnorm_is_audited() -> None:
 
     with pytest.raises(UnsupportedError, match="the_norm"):
         model("refuse").compile("sgd", "mse")
-    with pytest.warns(UserWarning, match=r"the_norm.*AccumBatchNormalization"):
+    with pytest.warns(UserWarning, match="the_norm"):
         model("warn").compile("sgd", "mse")
     with pytest.raises(OptionError, match="batchnorm='no'"):
         model("no")
-    inputs = keras.Input((4,))
-    outputs = AccumBatchNormalization(accum_steps=3)(inputs)
-    with pytest.raises(OptionError, match="accum_steps=3, the model 2"):
-        GradientAccumulateModel(inputs=inputs, outputs=outputs, accum_steps=2).compile("sgd", "mse")
 
 
 def scalar(y_true: Any, y_pred: Any) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import runpy
+import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -10,15 +12,15 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from compare.keras_problem import Slices, data, distance, flat, model_of, squared
+from compare.keras_problem import data, distance, flat, model_of, squared
 
 from tests.integrations.blocks import run_diff
-from tests.integrations.keras_cases import LIMIT, SIZES, WINDOWS, fit, float64
-from wholebatch.errors import NonFiniteError, WindowError
-from wholebatch.integrations.keras import GradientAccumulateModel, TapeAccumulator
+from tests.integrations.keras_cases import LIMIT, fit, float64
+from wholebatch.integrations.keras import GradientAccumulateModel
 
 __all__ = ["float64"]  # the fixture of all these tests
 
+EXAMPLE = Path(__file__).parents[2] / "examples" / "integrations" / "keras_tape.py"
 PAGE = Path(__file__).parents[2] / "docs" / "integrations" / "keras.md"
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})  # quick tracing
@@ -81,35 +83,20 @@ def test_embeddings_on_two_replicas() -> None:
     assert distance(flat(model) - start, fit(whole, (x, y), (8, 8, 4), epochs=1)) <= 1e-12
 
 
-def test_a_loop_around_a_tape() -> None:
-    """Eagerly in the first window, as a graph from then on."""
-    x, y = data(sum(SIZES))
-    whole = model_of(masked=False)
-    whole.compile(keras.optimizers.SGD(0.01, global_clipnorm=0.5), squared, run_eagerly=True)
-    want = fit(whole, (x, y), WINDOWS, epochs=1)
+def test_the_example_of_a_loop_around_a_tape(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Uneven micro-batches and a short last window: the weights of undivided batches."""
 
-    model = model_of(masked=False)
-    start = flat(model)
-    accumulator = TapeAccumulator(
-        keras.optimizers.SGD(0.01, global_clipnorm=0.5), model.trainable_variables, accum_steps=4
-    )
+    def weights(*arguments: str) -> Any:
+        file = tmp_path / "weights.npy"
+        monkeypatch.setattr(sys, "argv", [str(EXAMPLE), *arguments, "--save", str(file)])
+        runpy.run_path(str(EXAMPLE), run_name="__main__")
+        return np.load(file)
 
-    def step(x: Any, y: Any) -> None:
-        with tf.GradientTape() as tape:
-            total = tf.reduce_sum(squared(y, model(x, training=True)))
-            weighted = accumulator.weigh(total, units=tf.shape(x)[0] * 6)
-        accumulator.add(tape, weighted)
-
-    graph = tf.function(step, reduce_retracing=True)
-    for index in range(len(SIZES)):
-        run = graph if index >= 4 else step
-        run(*map(tf.convert_to_tensor, Slices((x, y), SIZES)[index]))
-    assert accumulator.place == 2
-    assert accumulator.flush()
-    assert not accumulator.flush()
-    assert distance(flat(model) - start, want) <= 1e-12
-    with pytest.raises(WindowError, match="without weigh"):
-        accumulator.add(None, None)
+    start = weights("--epochs", "0")
+    whole = weights("--micro-batch", "32", "--steps", "1") - start
+    assert distance(weights("--micro-batch", "8", "--steps", "4") - start, whole) <= 1e-12
 
 
 def test_several_steps_per_execution_and_validation() -> None:
@@ -134,31 +121,6 @@ def test_several_steps_per_execution_and_validation() -> None:
     assert seen == [0, 0]
     assert int(model.optimizer.iterations) == 4
     assert distance(moved, want) <= LIMIT
-
-
-@pytest.mark.parametrize("in_graph", [False, True])
-def test_a_tape_that_is_not_finite(in_graph: bool) -> None:
-    x, y = data(4)
-    model = model_of(masked=False)
-    start = flat(model)
-    accumulator = TapeAccumulator(
-        keras.optimizers.SGD(0.01), model.trainable_variables, accum_steps=2
-    )
-
-    def step(x: Any, y: Any) -> None:
-        with tf.GradientTape() as tape:
-            total = tf.reduce_sum(squared(y, model(x, training=True)))
-            weighted = accumulator.weigh(total, units=12)
-        accumulator.add(tape, weighted)
-
-    run = tf.function(step) if in_graph else step
-    run(*map(tf.convert_to_tensor, (x[:2], y[:2] * np.nan)))
-    with pytest.raises(NonFiniteError, match="Nothing was updated"):
-        run(*map(tf.convert_to_tensor, (x[2:], y[2:])))
-        assert in_graph
-        accumulator.flush()
-    assert accumulator.skipped == 1
-    assert not np.any(flat(model) - start)
 
 
 def test_two_replicas_skip_a_window_that_is_not_finite() -> None:

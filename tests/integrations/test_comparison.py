@@ -18,7 +18,6 @@ RECORD = json.loads((ROOT / "docs/benchmarks/comparison.json").read_text(encodin
 SPLITS = {"equal", "uneven", "short tail", "masked tokens", "clipped", "two processes"}
 LAWS = {"BatchNorm statistics", "bf16 × 256", "contrastive", "NaN", "resume"}
 WRONG = "wrong, documented"
-SPEED = json.loads((ROOT / "docs/benchmarks/integrations.json").read_text(encoding="utf-8"))
 
 
 @pytest.fixture
@@ -65,12 +64,6 @@ def test_a_wrong_cell_is_told_from_one_that_is_refused(comparison: Any) -> None:
         assert not replace(row, ours=ours).keeps
     assert replace(row, ours=1e-13).keeps
     assert (comparison.said("refused"), comparison.said(None)) == ("refused", "none")
-
-
-def test_the_recorded_cost_is_within_its_limit() -> None:
-    for row in SPEED["rows"].values():
-        assert row["ratio"] <= 1.03, row
-        assert row["micro_step_ms"] <= 40, row
 
 
 def test_a_missing_or_old_library_says_which_versions_work() -> None:

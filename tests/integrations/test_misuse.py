@@ -122,7 +122,7 @@ def test_a_contrastive_loss_is_refused(library: str) -> None:
     loop = Loop(library)
     z = loop.model(samples(4)["x"])
     with pytest.raises(LossError, match="compares all samples with each other"):
-        loop.backward(wb.info_nce(z, torch.randn_like(z)))
+        loop.backward(wb.losses.info_nce(z, torch.randn_like(z)))
 
 
 @loops

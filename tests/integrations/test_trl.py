@@ -203,7 +203,7 @@ def batch_of(trainer: Any) -> Any:
 def sums(model: Any, ids: Tensor, attention: Tensor, mask: Tensor, **more: Any) -> Tensor:
     labels = ids.masked_fill(mask == 0, -100)
     logits = model(input_ids=ids, attention_mask=attention).logits
-    return wb.sequence_logprobs(logits, labels, **more)
+    return wb.losses.sequence_logprobs(logits, labels, **more)
 
 
 def value(loss: Any) -> float:
@@ -211,7 +211,7 @@ def value(loss: Any) -> float:
 
 
 def test_dpo_and_ipo_values() -> None:
-    for loss_type, ours in (("sigmoid", wb.dpo_loss), ("ipo", wb.ipo_loss)):
+    for loss_type, ours in (("sigmoid", wb.losses.dpo_loss), ("ipo", wb.losses.ipo_loss)):
         trainer = runs.dpo(plain, 1, beta=0.3, loss_type=loss_type)
         inputs = batch_of(trainer)
         given = (inputs["input_ids"], inputs["attention_mask"], inputs["completion_mask"])
@@ -230,7 +230,7 @@ def test_reward_values() -> None:
     with torch.enable_grad():
         rewards = trainer.model(**inputs).logits.squeeze(-1).chunk(2)
     theirs = trainer.compute_loss(trainer.model, inputs).item()
-    assert value(wb.reward_loss(*rewards, center=0.2)) == pytest.approx(theirs, rel=1e-6)
+    assert value(wb.losses.reward_loss(*rewards, center=0.2)) == pytest.approx(theirs, rel=1e-6)
 
 
 def test_kto_values() -> None:
@@ -242,7 +242,7 @@ def test_kto_values() -> None:
         inputs[f"KL_{name}"] for name in ("input_ids", "attention_mask", "completion_mask")
     ]
     kl = sums(trainer.model, *mismatched) - sums(trainer.ref_model, *mismatched)
-    loss = wb.kto_loss(
+    loss = wb.losses.kto_loss(
         sums(trainer.model, *matched),
         sums(trainer.ref_model, *matched),
         inputs["label"],
@@ -290,7 +290,7 @@ def test_policy_values(loss_type: str, ratio: Any) -> None:
     reference = logprobs.detach() + 0.2 * torch.randn_like(logprobs)
     inputs |= {"old_per_token_logps": old, "ref_per_token_logps": reference}
     theirs = trainer.compute_loss(trainer.model, copy.copy(inputs)).item()
-    loss = wb.policy_loss(
+    loss = wb.losses.policy_loss(
         logprobs,
         inputs["advantages"],
         inputs["completion_mask"],
@@ -298,7 +298,7 @@ def test_policy_values(loss_type: str, ratio: Any) -> None:
         clip=(0.1, 0.28),
         max_ratio=1.4,
         ratio=ratio,
-        plus=0.1 * wb.token_kl(logprobs, reference),
+        plus=0.1 * wb.losses.token_kl(logprobs, reference),
         **MEANS[loss_type],
     )
     assert value(loss) == pytest.approx(theirs, rel=1e-5)

@@ -12,9 +12,9 @@ from types import FrameType
 
 import pytest
 
-from wholebatch.lint import RULES, SettingsError, lint_paths, lint_source
+from wholebatch.lint import RULES, SettingsError, lint_source
 from wholebatch.lint.command_line import CLEAN, FOUND, USAGE, main
-from wholebatch.lint.lint_settings import Settings, load_settings
+from wholebatch.lint.lint_settings import load_settings
 from wholebatch.lint.model import loop_windows
 
 BAD = """
@@ -26,16 +26,12 @@ for i, (x, y) in enumerate(loader):
         optimizer.zero_grad()
 """
 NOTE = """
-from torch.distributed.fsdp import FSDP
-model, n = FSDP(net), 0
-while True:
-    for x, y in loader:
-        n += 1
-        with model.no_sync():
-            (F.mse_loss(model(x), y) / 4).backward()
-        if n % 4 == 0:
-            optimizer.step()
-            optimizer.zero_grad()
+accum = 4
+for x, y in loader:
+    (F.mse_loss(model(x), y) / accum).backward()
+    if controller.should_update():
+        optimizer.step()
+        optimizer.zero_grad()
 """
 
 
@@ -65,7 +61,10 @@ def test_status_and_lines(script: Path, capsys: pytest.CaptureFixture[str]) -> N
 def test_notes_do_not_fail(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script.write_text(NOTE)
     assert main(["train.py"]) == CLEAN
-    assert "WB112 note: " in capsys.readouterr().out
+    assert capsys.readouterr().out.startswith(
+        "train.py:4:5 WB003 note: this loop accumulates and was not understood: run "
+        "`wholebatch verify train.py`\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -73,8 +72,7 @@ def test_notes_do_not_fail(script: Path, capsys: pytest.CaptureFixture[str]) -> 
     [
         (["train.py", "--select", "XX1"], "select='XX1': names no rule"),
         (["--explain", "WB999"], "no such rule; rules are WB101"),
-        (["train.py", "--jobs", "0"], "jobs=0: must be at least 1"),
-        (["train.py", "--output", "train.py/x"], "output='train.py/x': cannot be written"),
+        (["--explain", "X"], "--explain X: no such rule"),
     ],
 )
 def test_wrong_usage(
@@ -122,9 +120,17 @@ def test_the_source_line_is_shown_with_carets(
     ]
 
 
-def test_statistics_and_exit_zero(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train.py", "--statistics", "--exit-zero"]) == CLEAN
-    assert capsys.readouterr().out.splitlines()[0] == "    1 WB101 [*] loss not divided"
+def test_exit_zero(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train.py", "--exit-zero"]) == CLEAN
+    assert found(capsys) == ["WB101", "WB109", "WB110"]
+
+
+@pytest.mark.parametrize("option", ["--fix", "--diff", "--statistics", "--jobs=2", "--sel=WB1"])
+def test_no_such_option(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["train.py", option])
+    assert ended.value.code == USAGE
+    assert f"unrecognized arguments: {option}" in capsys.readouterr().err
 
 
 def test_standard_input(
@@ -132,10 +138,7 @@ def test_standard_input(
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO(BAD.format(noqa="")))
     assert main(["-", "--select", "WB101"]) == FOUND
-    assert capsys.readouterr().out.startswith("-:4:5 WB101 [*] loss is not divided by `accum`")
-    monkeypatch.setattr("sys.stdin", io.StringIO(BAD.format(noqa="")))
-    assert main(["-", "--select", "WB101", "--fix"]) == CLEAN
-    assert "(loss / accum).backward()" in capsys.readouterr().out
+    assert capsys.readouterr().out.startswith("-:4:5 WB101 loss is not divided by `accum`")
 
 
 def test_the_users_own_name_is_used(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -181,10 +184,14 @@ def test_each_loop_of_a_file_costs_the_same(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_explain(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--explain", "wb103"]) == CLEAN
-    page = capsys.readouterr().out
-    for part in ("# WB103: mean of means", "Why is this bad?", "Known problems", "Use instead"):
-        assert part in page
+    assert main(["--explain", "wb104"]) == CLEAN
+    assert capsys.readouterr().out == (
+        "WB104: gradients cleared every micro-batch (warning)\n\n"
+        "`zero_grad` runs for every micro-batch, so only the last one of a window counts.\n\n"
+        "The gradients of the other micro-batches are computed and thrown away: the update is that "
+        "of a\nbatch K times smaller, at K times the cost. Clear once per window, after the step."
+        "\n\ndocs/lint/WB104.md\n"
+    )
 
 
 def test_list_rules(capsys: pytest.CaptureFixture[str]) -> None:
@@ -217,17 +224,14 @@ def test_settings_of_pyproject(script: Path, capsys: pytest.CaptureFixture[str])
     (script.parent / "old" / "train.py").write_text(BAD.format(noqa=""))
     assert main(["."]) == FOUND
     assert found(capsys) == ["WB101", "WB110"]
-    settings.write_text('[tool.wholebatch.lint.per-file-ignores]\n"train.py" = ["WB1"]\n')
-    assert main(["train.py"]) == CLEAN
 
 
 @pytest.mark.parametrize(
     "table, words",
     [
-        ("selct = []", "has no setting 'selct'; it has exclude, ignore, max-file-bytes"),
+        ("selct = []", "has no setting 'selct'; it has select, ignore, exclude"),
         ('select = "WB101"', "must be a list of strings"),
         ('select = ["nothing"]', "names no rule"),
-        ("max-file-bytes = 0", "must be a positive whole number"),
     ],
 )
 def test_settings_that_are_none(tmp_path: Path, table: str, words: str) -> None:
@@ -241,63 +245,21 @@ def test_a_broken_file_is_reported_and_the_rest_goes_on(
 ) -> None:
     (script.parent / "broken.py").write_text("def f(:\n    loss.backward()\n    opt.step()\n")
     (script.parent / "latin.py").write_bytes(b"x = '\xff'\n")
-    (script.parent / "huge.py").write_text("x = 1\n" * 10)
-    (script.parent / "pyproject.toml").write_text("[tool.wholebatch.lint]\nmax-file-bytes = 55\n")
+    (script.parent / "huge.py").write_text("x = 1\n" * 400_000)
     assert main(["broken.py", "latin.py", "huge.py"]) == FOUND
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("broken.py:1:7 WB001 syntax error: ")
     assert lines[1].startswith("latin.py:1:1 WB002 cannot be read: ")
-    assert lines[2].startswith("huge.py:1:1 WB002 file is 60 bytes, over the limit of 55")
-    (script.parent / "pyproject.toml").unlink()
+    assert lines[2].startswith("huge.py:1:1 WB002 file is 2,400,000 bytes, over the limit of 2,")
     assert main(["."]) == FOUND
     assert set(found(capsys)) == {"WB001", "WB002", "WB101", "WB109", "WB110"}
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        'print "step", step',
-        "x = {f'loss' = 1}",
-        'raise ValueError, "no"',
-        "if step <> 0: pass",
-        "log(\n        {f'loss' = 1},\n        step,\n    )",
-        "if step <> 0:\n        pass",
-    ],
-)
-def test_lines_of_another_python_do_not_hide_the_others(
-    line: str, script: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["train.py"]) == FOUND
-    before = found(capsys)
-    text = script.read_text()
-    body = text.rstrip().splitlines()[-1]
-    indent = body[: len(body) - len(body.lstrip())]
-    script.write_text(text.rstrip() + f"\n{indent}" + line.replace("\n    ", f"\n{indent}") + "\n")
-    assert main(["train.py", "--fix"]) == FOUND
-    said = capsys.readouterr().out
-    assert "(the other lines are read)" in said
-    assert main(["train.py"]) == FOUND
-    assert sorted(found(capsys)) == sorted([*before, "WB001"])
-
-
-def test_output_to_a_file(script: Path) -> None:
-    assert main(["train.py", "--format", "json", "--output", "out.json"]) == FOUND
-    assert len(json.loads((script.parent / "out.json").read_text())) == 3
-
-
-def test_processes_give_the_same_as_one(tmp_path: Path) -> None:
-    for number in range(70):
-        (tmp_path / f"train_{number:02}.py").write_text(BAD.format(noqa=""))
-    alone = lint_paths([str(tmp_path)], settings=Settings(), jobs=1)
-    assert lint_paths([str(tmp_path)], settings=Settings(), jobs=2) == alone
-    assert len(alone) == 210
-
-
 def test_no_torch_and_nothing_else_is_imported(script: Path) -> None:
-    """In a fresh interpreter where torch, rich and libcst cannot be imported."""
+    """In a fresh interpreter where torch, NumPy and rich cannot be imported."""
     code = (
         "import sys\n"
-        "for name in ('torch', 'numpy', 'rich', 'libcst'): sys.modules[name] = None\n"
+        "for name in ('torch', 'numpy', 'rich'): sys.modules[name] = None\n"
         "from wholebatch.lint.command_line import main\n"
         "sys.exit(main(['train.py']))\n"
     )

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 from wholebatch.lint import Settings, lint_paths
-from wholebatch.lint.command_line import main
 
 LOOP = """%matplotlib inline
 accum = 4
@@ -57,15 +56,3 @@ def test_not_a_notebook(tmp_path: Path) -> None:
     (finding,) = lint_paths([str(file)], settings=Settings())
     assert finding.code == "WB002"
     assert "is not a notebook" in finding.message
-
-
-def test_fix_writes_the_cell(tmp_path: Path) -> None:
-    clean = LOOP.replace("%matplotlib inline\n", "")
-    file = notebook(tmp_path / "n.ipynb", ("markdown", "hello"), ("code", clean))
-    main([str(file), "--fix", "--select", "WB101,WB110"])
-    cells = json.loads(file.read_text())["cells"]
-    text = "".join(cells[1]["source"])
-    assert "(loss / accum).backward()" in text
-    assert "if (i + 1) % accum == 0:" in text
-    assert cells[0]["source"] == ["hello"]
-    assert lint_paths([str(file)], settings=Settings(select=("WB101", "WB110"))) == []

@@ -36,7 +36,7 @@ def pairs() -> Batch:
 
 def _logs(model: nn.Module, micro: Batch, which: str, *, mean: bool = False) -> Tensor:
     logits, _ = model(micro[which])
-    return wb.sequence_logprobs(logits, micro[f"{which}_labels"], mean=mean)
+    return wb.losses.sequence_logprobs(logits, micro[f"{which}_labels"], mean=mean)
 
 
 def _rewards(model: nn.Module, micro: Batch) -> tuple[Tensor, Tensor]:
@@ -56,14 +56,14 @@ def _encoded(model: nn.Module, micro: Batch) -> dict[str, Tensor]:
 
 
 def _kto(every: dict[str, Tensor]) -> wb.Loss:
-    return wb.kto_loss(**every, beta=0.3, desirable_weight=1.2, undesirable_weight=0.7)
+    return wb.losses.kto_loss(**every, beta=0.3, desirable_weight=1.2, undesirable_weight=0.7)
 
 
 def _distilled(beta: float) -> Callable[[nn.Module, Batch], wb.Loss]:
     def loss(model: nn.Module, micro: Batch) -> wb.Loss:
         mask = micro["chosen_labels"][:, 1:] != -100
         student = model(micro["chosen"])[0][:, :-1]
-        return wb.distillation_loss(
+        return wb.losses.distillation_loss(
             student, micro["teacher"][:, :-1], mask, beta=beta, temperature=1.5
         )
 
@@ -83,17 +83,17 @@ def _pair_loss(function: Any, *, mean: bool, reference: bool, **options: Any) ->
 def _orpo_tokens(model: nn.Module, micro: Batch) -> Any:
     tokens = (micro["chosen_labels"][:, 1:] != -100).sum(1)
     given = [_logs(model, micro, which, mean=True) for which in ("chosen", "rejected")]
-    return wb.orpo_loss(*given, beta=0.4, tokens=tokens)
+    return wb.losses.orpo_loss(*given, beta=0.4, tokens=tokens)
 
 
 OURS: dict[str, Any] = {
-    "dpo": _pair_loss(wb.dpo_loss, mean=False, reference=True, beta=0.2),
-    "cdpo": _pair_loss(wb.dpo_loss, mean=False, reference=True, label_smoothing=0.1),
-    "ipo": _pair_loss(wb.ipo_loss, mean=True, reference=True, beta=0.2),
-    "simpo": _pair_loss(wb.simpo_loss, mean=True, reference=False, margin=0.7),
-    "orpo": _pair_loss(wb.orpo_loss, mean=True, reference=False, beta=0.4),
+    "dpo": _pair_loss(wb.losses.dpo_loss, mean=False, reference=True, beta=0.2),
+    "cdpo": _pair_loss(wb.losses.dpo_loss, mean=False, reference=True, label_smoothing=0.1),
+    "ipo": _pair_loss(wb.losses.ipo_loss, mean=True, reference=True, beta=0.2),
+    "simpo": _pair_loss(wb.losses.simpo_loss, mean=True, reference=False, margin=0.7),
+    "orpo": _pair_loss(wb.losses.orpo_loss, mean=True, reference=False, beta=0.4),
     "orpo, tokens": _orpo_tokens,
-    "reward": lambda model, micro: wb.reward_loss(
+    "reward": lambda model, micro: wb.losses.reward_loss(
         *_rewards(model, micro), margin=micro["margin"], center=0.1
     ),
     "kto": wb.Coupled(_encoded, _kto),

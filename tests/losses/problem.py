@@ -67,8 +67,8 @@ def batch() -> Batch:
     data["old"] = now + 0.3 * normal(number, longest)
     data["reference"] = now + 0.2 * normal(number, longest)
     data["group"] = groups = torch.tensor(GROUPS)
-    data["group_tokens"] = wb.group_sizes(groups, mask)
-    data["group_sequences"] = wb.group_sizes(groups)
+    data["group_tokens"] = wb.losses.group_sizes(groups, mask)
+    data["group_sequences"] = wb.losses.group_sizes(groups)
     return data
 
 
@@ -79,12 +79,12 @@ def options_of(mean: str, micro: Batch) -> dict[str, Any]:
 
 
 def ours(mean: str, **more: Any) -> Callable[[nn.Module, Batch], wb.Loss]:
-    """`wb.policy_loss` with this mean, of the small policy."""
+    """`wb.losses.policy_loss` with this mean, of the small policy."""
 
     def loss(model: nn.Module, micro: Batch) -> wb.Loss:
         found = logprobs(model, micro)
         given = {"old": micro["old"], "mean": mean, **more, **options_of(mean, micro)}
-        return wb.policy_loss(found, micro["advantages"], micro["mask"], **given)
+        return wb.losses.policy_loss(found, micro["advantages"], micro["mask"], **given)
 
     return loss
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -143,7 +142,7 @@ def test_without_old_the_ratio_is_one_with_a_gradient() -> None:
 def test_advantages_may_be_those_of_tokens() -> None:
     model, data = Policy(), batch()
     found, advantages = logprobs(model, data), data["returns"]
-    loss = wb.policy_loss(found, advantages, data["mask"], old=data["old"])
+    loss = wb.losses.policy_loss(found, advantages, data["mask"], old=data["old"])
     reference = by_tokens(
         model,
         data,
@@ -169,8 +168,8 @@ def test_kl_inside_the_policy_loss_shares_its_mean(estimator: Any) -> None:
         advantage = data["advantages"][i]
         return clipped(found[i, t], data["old"][i, t], advantage, 0.2, 0.2) + 0.04 * kl
 
-    plus = 0.04 * wb.token_kl(found, data["reference"], estimator)
-    loss = wb.policy_loss(
+    plus = 0.04 * wb.losses.token_kl(found, data["reference"], estimator)
+    loss = wb.losses.policy_loss(
         found, data["advantages"], data["mask"], old=data["old"], plus=plus, mean="sequences"
     )
     assert_same(loss, by_tokens(model, data, token, "sequences"), model)
@@ -190,10 +189,10 @@ def test_value_loss(clip: float | None) -> None:
         return error / 2
 
     given: Any = {} if clip is None else {"old": before, "clip": clip}
-    loss = wb.value_loss(values, data["returns"], data["mask"], **given)
+    loss = wb.losses.value_loss(values, data["returns"], data["mask"], **given)
     assert_same(loss, by_tokens(model, data, token), model)
     with pytest.raises(wb.errors.OptionError, match="go together"):
-        wb.value_loss(values, data["returns"], data["mask"], clip=0.1)
+        wb.losses.value_loss(values, data["returns"], data["mask"], clip=0.1)
 
 
 # ---------------------------------------------------- terms with units of their own
@@ -205,7 +204,7 @@ def terms(model: nn.Module, micro: Batch) -> Any:
     mask = micro["mask"]
     logs = logits[:, :-1].log_softmax(-1)
     found = logs.gather(-1, micro["words"][:, 1:, None])[..., 0]
-    policy = wb.policy_loss(
+    policy = wb.losses.policy_loss(
         found,
         micro["advantages"],
         mask,
@@ -213,20 +212,20 @@ def terms(model: nn.Module, micro: Batch) -> Any:
         mean="groups",
         group_size=micro["group_tokens"],
     )
-    kl = wb.aggregate(wb.token_kl(found, micro["reference"]), mask, mean="sequences")
-    entropy = wb.aggregate(-(logs.exp() * logs).sum(-1), mask)
-    value = wb.value_loss(values[:, :-1], micro["returns"], mask)
+    kl = wb.losses.aggregate(wb.losses.token_kl(found, micro["reference"]), mask, mean="sequences")
+    entropy = wb.losses.aggregate(-(logs.exp() * logs).sum(-1), mask)
+    value = wb.losses.value_loss(values[:, :-1], micro["returns"], mask)
     return wb.Loss.terms(
         {"policy": policy, "kl": (kl, 0.3), "entropy": (entropy, -0.1), "value": (value, 0.5)}
     )
 
 
 def units(micro: Batch) -> dict[str, wb.Loss | Any]:
-    tokens = wb.aggregate_units(micro["mask"])
+    tokens = wb.losses.aggregate_units(micro["mask"])
     group_size = micro["group_tokens"]
     return {
-        "policy": wb.aggregate_units(micro["mask"], mean="groups", group_size=group_size),
-        "kl": wb.aggregate_units(micro["mask"], mean="sequences"),
+        "policy": wb.losses.aggregate_units(micro["mask"], mean="groups", group_size=group_size),
+        "kl": wb.losses.aggregate_units(micro["mask"], mean="sequences"),
         "entropy": tokens,
         "value": tokens,
     }
@@ -285,25 +284,6 @@ def test_terms_in_a_stream_whose_units_were_announced(sizes: tuple[int, ...]) ->
     whole.assert_same(model, seen)
 
 
-def test_an_announced_window_goes_on_after_a_resume() -> None:
-    data, sizes = batch(), (5, 1, 6)
-    whole = Whole(Policy(), loss=terms_by_hand)
-    whole.step(data)
-    model = Policy()
-    parts = pieces(data, sizes)
-    first = wb.Accumulator(model, sgd(model), steps=3)
-    first.announce(units(data))
-    first.backward(terms(model, parts[0]))
-    saved = copy.deepcopy(first.state_dict())
-    again = wb.Accumulator(model, sgd(model), steps=3)
-    for parameter in model.parameters():
-        parameter.grad = None
-    again.load_state_dict(saved)
-    for micro in parts[1:]:
-        again.backward(terms(model, micro))
-    whole.assert_same(model)
-
-
 def test_what_announce_refuses() -> None:
     model, data = Policy(), batch()
     acc = wb.Accumulator(model, sgd(model), steps=2)
@@ -349,9 +329,9 @@ def test_refusals_say_what_to_do(given: dict[str, Any], message: str) -> None:
     data = batch()
     mask = given.pop("mask", data["mask"])
     with pytest.raises((wb.errors.OptionError, wb.errors.LossError), match=message):
-        wb.policy_loss(logprobs(Policy(), data), data["advantages"], mask, **given)
+        wb.losses.policy_loss(logprobs(Policy(), data), data["advantages"], mask, **given)
     with pytest.raises(wb.errors.OptionError, match='"k1", "k2" or "k3"'):
-        wb.token_kl(data["old"], data["old"], "k4")  # type: ignore[arg-type]
+        wb.losses.token_kl(data["old"], data["old"], "k4")  # type: ignore[arg-type]
 
 
 def test_what_is_masked_may_hold_anything() -> None:
@@ -363,7 +343,7 @@ def test_what_is_masked_may_hold_anything() -> None:
 
 def test_sums_of_16_bit_losses_are_made_in_float32() -> None:
     losses = torch.full((1, 3000), 0.1, dtype=torch.bfloat16, requires_grad=True)
-    total = wb.aggregate(losses, torch.ones(1, 3000)).total
+    total = wb.losses.aggregate(losses, torch.ones(1, 3000)).total
     assert total.dtype is torch.float32
     assert total.item() == pytest.approx(3000 * losses[0, 0].item(), rel=1e-6)
 
@@ -390,7 +370,7 @@ def test_terms_are_looked_at_as_other_losses_are() -> None:
 
     def compared(model: nn.Module, micro: Batch) -> Any:
         found = logprobs(model, micro).sum(1)
-        kto = wb.kto_loss(found, found.detach() - 1, micro["advantages"] > 0, found)
+        kto = wb.losses.kto_loss(found, found.detach() - 1, micro["advantages"] > 0, found)
         return wb.Loss.terms({"policy": ours("tokens")(model, micro), "kto": (kto, 0.5)})
 
     acc = wb.Accumulator(model, sgd(model), steps=2)

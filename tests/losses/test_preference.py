@@ -72,7 +72,7 @@ def test_kto_with_the_kl_of_a_pass_of_ones_own_is_a_sum_over_samples() -> None:
     total = torch.zeros((), dtype=torch.float64)
     for micro in pieces(data, UNEVEN):
         part = coupled.encode(model, micro)
-        loss = wb.kto_loss(part["policy"], part["reference"], part["desirable"], kl, **given)
+        loss = wb.losses.kto_loss(part["policy"], part["reference"], part["desirable"], kl, **given)
         total = total + loss.total
     assert distance(gradient(model, total / len(data["chosen"])), whole) <= EXACT
 
@@ -80,28 +80,28 @@ def test_kto_with_the_kl_of_a_pass_of_ones_own_is_a_sum_over_samples() -> None:
 def test_what_is_not_one_number_per_pair_is_refused() -> None:
     one, two = torch.zeros(3, requires_grad=True), torch.zeros(2)
     for call in (
-        lambda: wb.dpo_loss(one, two, one, one),
-        lambda: wb.ipo_loss(one, one, two, one),
-        lambda: wb.simpo_loss(one, two),
-        lambda: wb.orpo_loss(one[None], one[None]),
-        lambda: wb.reward_loss(one, two),
+        lambda: wb.losses.dpo_loss(one, two, one, one),
+        lambda: wb.losses.ipo_loss(one, one, two, one),
+        lambda: wb.losses.simpo_loss(one, two),
+        lambda: wb.losses.orpo_loss(one[None], one[None]),
+        lambda: wb.losses.reward_loss(one, two),
     ):
         with pytest.raises(wb.errors.LossError, match="one number per pair"):
             call()
     with pytest.raises(wb.errors.LossError, match="one number per sample"):
-        wb.kto_loss(one, two, one, one)
+        wb.losses.kto_loss(one, two, one, one)
     logits = torch.zeros(2, 3, 4, requires_grad=True)
     with pytest.raises(wb.errors.LossError, match=r"\[sequences, tokens, vocabulary\]"):
-        wb.distillation_loss(logits, logits, torch.ones(2, 2))
+        wb.losses.distillation_loss(logits, logits, torch.ones(2, 2))
     with pytest.raises(wb.errors.OptionError, match=r"beta=1.5"):
-        wb.distillation_loss(logits, logits, torch.ones(2, 3), beta=1.5)
+        wb.losses.distillation_loss(logits, logits, torch.ones(2, 3), beta=1.5)
     with pytest.raises(wb.errors.OptionError, match="temperature=0"):
-        wb.distillation_loss(logits, logits, torch.ones(2, 3), temperature=0)
+        wb.losses.distillation_loss(logits, logits, torch.ones(2, 3), temperature=0)
 
 
 def test_the_odds_of_answers_that_are_nearly_certain() -> None:
     chosen = torch.tensor([-1e-12, -30.0], dtype=torch.float64, requires_grad=True)
-    loss: Any = wb.orpo_loss(chosen, torch.full((2,), -1.0, dtype=torch.float64), beta=1.0)
+    loss: Any = wb.losses.orpo_loss(chosen, torch.full((2,), -1.0, dtype=torch.float64), beta=1.0)
     assert torch.isfinite(torch.autograd.grad(loss.total, chosen)[0]).all()
 
 
@@ -118,13 +118,13 @@ def test_orpo_and_simpo_are_those_of_trl() -> None:
     device = types.SimpleNamespace(device="cpu")
     trainer: Any = types.SimpleNamespace(beta=0.4, accelerator=device)
     theirs = ORPOTrainer.odds_ratio_loss(trainer, chosen, rejected)[0]
-    ours: Any = wb.orpo_loss(chosen, rejected, beta=0.4)
+    ours: Any = wb.losses.orpo_loss(chosen, rejected, beta=0.4)
     assert (ours.total + chosen.sum()).item() == pytest.approx(-theirs.sum().item(), rel=1e-6)
     trainer = types.SimpleNamespace(
         beta=2.0, loss_type="simpo", simpo_gamma=0.7, label_smoothing=0, alpha=0, accelerator=device
     )
     theirs = CPOTrainer.cpo_loss(trainer, chosen, rejected)[0]
-    ours = wb.simpo_loss(chosen, rejected, beta=2.0, margin=0.7)
+    ours = wb.losses.simpo_loss(chosen, rejected, beta=2.0, margin=0.7)
     assert ours.total.item() == pytest.approx(theirs.sum().item(), rel=1e-6)
 
 
@@ -138,5 +138,5 @@ def test_distillation_is_that_of_trl(beta: float) -> None:
     teacher, labels = torch.randn(2, 5, 7), torch.randint(0, 7, (2, 5))
     labels[0, 2:] = -100
     theirs = GKDTrainer.generalized_jsd_loss(student, teacher, labels, beta, temperature=2.0)
-    ours = wb.distillation_loss(student, teacher, labels != -100, beta=beta, temperature=2.0)
+    ours = wb.losses.distillation_loss(student, teacher, labels != -100, beta=beta, temperature=2.0)
     assert (ours.total / ours.units).item() == pytest.approx(theirs.item(), rel=1e-5)

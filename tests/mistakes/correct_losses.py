@@ -250,7 +250,7 @@ def info_nce_of_the_whole_batch(draw: random.Random, samples: int) -> Task:
     made = Task("", net(5, 4), {"x": rows(samples, 5), "y": rows(samples, 5)}, run, squared)
     return whole(
         lambda m, b: {"a": m(b["x"]), "b": m(b["y"])},
-        lambda z: wb.info_nce(z["a"], z["b"]),
+        lambda z: wb.losses.info_nce(z["a"], z["b"]),
         made,
     )
 
@@ -258,14 +258,18 @@ def info_nce_of_the_whole_batch(draw: random.Random, samples: int) -> Task:
 @correct("WholeBatch")
 def supervised_contrast(draw: random.Random, samples: int) -> Task:
     made = classifier(net(), rows(samples, 5), 3)
-    return whole(lambda m, b: (m(b["x"]), b["y"]), lambda z: wb.supcon_loss(z[0], z[1]), made)
+    return whole(
+        lambda m, b: (m(b["x"]), b["y"]), lambda z: wb.losses.supcon_loss(z[0], z[1]), made
+    )
 
 
 @correct("WholeBatch")
 def sigmoid_contrast_with_dropout_off(draw: random.Random, samples: int) -> Task:
     made = Task("", net(5, 4), {"x": rows(samples, 5), "y": rows(samples, 5)}, run, squared)
     return whole(
-        lambda m, b: (m(b["x"]), m(b["y"])), lambda z: wb.siglip_loss(z[0], z[1], scale=2.0), made
+        lambda m, b: (m(b["x"]), m(b["y"])),
+        lambda z: wb.losses.siglip_loss(z[0], z[1], scale=2.0),
+        made,
     )
 
 

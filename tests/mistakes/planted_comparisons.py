@@ -54,7 +54,7 @@ def a_contrastive_loss_as_a_mean(task: Task) -> Task:
 def info_nce_without_coupled(task: Task) -> Task:
     def loss(model: nn.Module, micro: Batch) -> Any:
         z, _ = samples_of(task, model, micro)
-        return wb.info_nce(z, z.flip(1))
+        return wb.losses.info_nce(z, z.flip(1))
 
     return task.but(loss=loss)
 

@@ -1,4 +1,4 @@
-"""Both packages: built, installed from files into empty environments, and run (`make dist`)."""
+"""The package: built, installed from files into an empty environment, and run (`make dist`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ import wholebatch as wb
 ROOT = Path(__file__).parents[2]
 OUT = Path(os.environ.get("DIST", ROOT / "dist")).resolve()
 WHEEL = OUT / f"wholebatch-{wb.__version__}-py3-none-any.whl"
-LINT_WHEEL = OUT / f"wholebatch_lint-{wb.__version__}-py3-none-any.whl"
 
 pytestmark = pytest.mark.timeout(1200)
 
@@ -41,19 +40,16 @@ def environment_with(folder: Path, *packages: object) -> Path:
 
 @pytest.fixture(scope="module", autouse=True)
 def built(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Build the source distribution and the wheel from it, and the linter's wheel."""
+    """Build the source distribution, and the wheel from it."""
     folder = tmp_path_factory.mktemp("build")
     python = environment_with(folder, "build") / "python"
     run(python, "-m", "build", "--outdir", OUT, ROOT, cwd=folder)
-    run(python, "-m", "build", "--wheel", "--outdir", OUT, ROOT / "packaging/lint", cwd=folder)
 
 
-def test_the_wheels_hold_what_is_not_python() -> None:
+def test_the_wheel_holds_what_is_not_python() -> None:
     names = set(ZipFile(WHEEL).namelist())
     assert {"wholebatch/py.typed", "wholebatch/cli/report/assets/page.css"} <= names
     assert not [name for name in names if name.startswith(("tests/", "docs/"))]
-    pages = [name for name in ZipFile(LINT_WHEEL).namelist() if name.endswith(".md")]
-    assert len(pages) == len([*(ROOT / "docs/lint").glob("WB*.md")])
 
 
 def test_the_package_trains_in_an_empty_environment(tmp_path: Path) -> None:
@@ -67,10 +63,3 @@ def test_the_package_trains_in_an_empty_environment(tmp_path: Path) -> None:
     example = (ROOT / "README.md").read_text(encoding="utf-8").split("```python\n")[1]
     (tmp_path / "example.py").write_text(example.split("```")[0], encoding="utf-8")
     assert len(run(programs / "python", "-W", "error", "example.py", cwd=tmp_path).split("\n")) == 4
-
-
-def test_the_linter_needs_no_torch(tmp_path: Path) -> None:
-    programs = environment_with(tmp_path / "environment", LINT_WHEEL)
-    loop = ROOT / "examples/usual_loop.py"
-    assert "WB109" in run(programs / "wholebatch-lint", loop, cwd=tmp_path, status=1)
-    assert "torch" not in run(programs / "python", "-m", "pip", "list", cwd=tmp_path).split()

@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
 
 from wholebatch import __version__
-from wholebatch.cli.command_options import Command
 from wholebatch.cli.report.text_lines import bold, columns, command_lines, described_rows, wrapped
 from wholebatch.cli.stop_signal import STOPPED
 from wholebatch.errors import OptionError, WholebatchError
@@ -39,13 +38,15 @@ COMMANDS = {name: about for group in GROUPS.values() for name, about in group.it
 """Every command and its first line of help. A command's module is imported when it is called."""
 
 
-def load(name: str) -> Command:
+def load(name: str) -> Callable[[Sequence[str]], int]:
     """Return the command of this name."""
     if name not in COMMANDS:
         close = get_close_matches(name, COMMANDS, n=1)
         meant = f"did you mean {close[0]}?" if close else "see wholebatch --help"
         raise OptionError(f"no such command: {name} ({meant})")
-    found: Command = getattr(import_module(f"wholebatch.cli.{name}_command"), name)
+    found: Callable[[Sequence[str]], int] = getattr(
+        import_module(f"wholebatch.cli.{name}_command"), name
+    )
     return found
 
 

@@ -31,7 +31,8 @@ def completion(options: CompletionOptions) -> None:
     """
     from wholebatch.cli.app import COMMANDS, load
 
-    commands = [load(name) for name in COMMANDS]
+    # `lint` parses its own options.
+    commands = [one for name in COMMANDS if isinstance(one := load(name), Command)]
     print(_fish(commands, COMMANDS) if options.shell == "fish" else _bash(commands, options.shell))
 
 

@@ -6,8 +6,8 @@ it has them (docs/verify.md, "Its model and data").
 
 from __future__ import annotations
 
+import ast
 import inspect
-import math
 import os
 import sys
 import traceback
@@ -18,38 +18,28 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console, RenderableType
-from rich.markup import escape
-from rich.table import Table
+from rich.console import Console
 from rich.text import Text
 
 from wholebatch.cli.command_options import (
+    argument,
     command,
     flag_of,
     option,
-    recipe_argument,
     switch,
     whole_number,
 )
 from wholebatch.cli.recipe_measuring import made
-from wholebatch.cli.report.terminal_output import (
-    Spinner,
-    console_of,
-    fitting,
-    panel,
-    plain_table,
-    say,
-)
+from wholebatch.cli.report.terminal_output import Spinner, console_of
 from wholebatch.cli.run_settings import like_train, resolve
 from wholebatch.errors import OptionError, RecipeError, WholebatchError
 
 if TYPE_CHECKING:
     import torch
 
-    from wholebatch.verification import Case, LoopTrial, LoopVerdict, Verdict
-    from wholebatch.verification.run_comparison import Comparison
+    from wholebatch.verification import Case, LoopVerdict, Verdict
 
-_BATCH, _LOOP = "Batch", "Your own loop"
+_BATCH, _LOOP = "Batch", "A function or script of your own"
 _NOT_JUDGED = 3
 _like_train = partial(like_train, panel=_BATCH)
 _like_recipes = partial(_like_train, of_recipes=True)
@@ -58,11 +48,14 @@ _loop = partial(option, panel=_LOOP)
 
 @dataclass(frozen=True)
 class VerifyOptions:
-    """The options of `wholebatch verify`; those of a recipe do not go with `--loop`."""
+    """The options of `wholebatch verify`; those of a recipe do not go with a function."""
 
-    recipe: str | None = recipe_argument(
-        "A Python file with model(), data() and loss(model, micro), or an embedded recipe: "
-        "bytes-gpt (the default) or digits-cnn."
+    what: str | None = argument(
+        None,
+        "WHAT",
+        "A recipe (a Python file with model(), data() and loss(model, micro), or an embedded one: "
+        "bytes-gpt, the default, or digits-cnn); FILE.py:FUNCTION, a function(model, optimizer, "
+        "micro_batches) that trains one window; or SCRIPT.py, a training script.",
     )
     batch_size: int | None = _like_recipes("batch_size", "Samples per update.", metavar="N")
     micro_batch: str | None = _like_recipes(
@@ -73,11 +66,7 @@ class VerifyOptions:
     precision: str | None = _like_recipes(
         "precision", "Precision of the computation.", metavar="full|bf16|fp16|fp8"
     )
-    clip_norm: float | None = _like_train(
-        "clip_norm",
-        "Clip to this norm. With --loop: the norm that a loop clips to by hand "
-        "(clip_grad_norm_ is detected).",
-    )
+    clip_norm: float | None = _like_recipes("clip_norm", "Clip to this norm.")
     batchnorm: str = _like_recipes("batchnorm", "As WholeBatch(batchnorm=).", default="exact")
     execute: str | None = _like_recipes("execute", "As WholeBatch(execute=).")
     optimizer_state: str | None = _like_recipes(
@@ -86,30 +75,24 @@ class VerifyOptions:
     float64: bool = option(
         True, None, "Do not repeat the proof in float64.", _BATCH, of_recipes=True
     )
-    loop: str | None = _loop(
-        None,
-        "FILE.py:FUNCTION",
-        "Check your own loop: a function(model, optimizer, micro_batches) that trains one window.",
-    )
     model: str = _loop(
-        "all", "mlp|lm|cnn|all", "Built-in models for the loop, if FILE.py has no model()."
+        "all", "mlp|lm|cnn|all", "Built-in models for a function, if FILE.py has no model()."
     )
     steps: int | None = _loop(
-        None, "N", "Micro-batches in a full window of the loop. Default: steps in FILE.py, else 4."
-    )
-    equal: bool = switch("Test only micro-batches of equal size.", _LOOP)
-    trainer: tuple[str, ...] | None = _loop(
         None,
-        "SCRIPT.py [ARGUMENTS]",
-        "Run your training script, watch its first window, show the verdict and stop. Everything "
-        "after this option belongs to the script.",
-        takes_rest=True,
-    )
-    windows: int = _loop(
-        1,
         "N",
-        "Windows to watch; give it before --trainer. 0 lets the script run to its end.",
+        "Micro-batches in a full window of a function. Default: steps in FILE.py, else 4.",
+    )
+    equal: bool = switch("Test a function only with micro-batches of equal size.", _LOOP)
+    windows: int | None = _loop(
+        None,
+        "N",
+        "Windows of a script to watch. Default: to the end of its first epoch, or 8 windows if it "
+        "has no DataLoader. 0 lets the script run to its end.",
         check=whole_number(0),
+    )
+    arguments: tuple[str, ...] = _loop(
+        (), "...", "Arguments of the script: all that follow.", flag="--", takes_rest=True
     )
     ddp: bool = switch("Under torchrun: wrap the model in DistributedDataParallel.", _LOOP)
     seed: int = _like_train("seed", "Seed of weights and data.", default=0)
@@ -121,8 +104,8 @@ class VerifyOptions:
     VerifyOptions,
     "wholebatch verify my_recipe.py",
     "wholebatch verify my_recipe.py --micro-batch 8 --precision bf16",
-    "wholebatch verify --loop train.py:one_window",
-    "wholebatch verify --trainer train.py --lr 3e-4",
+    "wholebatch verify train.py:one_window",
+    "wholebatch verify train.py -- --lr 3e-4",
 )
 def verify(options: VerifyOptions) -> int:
     """Prove that a model or a loop makes the update of the whole batch.
@@ -130,30 +113,58 @@ def verify(options: VerifyOptions) -> int:
     If it does not, the causes are named. Exit status: 0 the same update, 1 another update, 2 wrong
     usage, 3 it could not be judged.
     """
-    _check_partners(options)
-    if options.trainer is not None:
-        return _watch_script(options.trainer, options)
+    kind = _kind_of(options.what)
+    _check_partners(options, kind)
+    if kind == "script":
+        return _watch_script(Path(str(options.what)), options)
     with Spinner(console_of(stderr=options.as_json)) as doing:
         doing("importing torch")
-        return _verify(options, doing)
+        return _verify(options, kind, doing)
 
 
-def _verify(options: VerifyOptions, doing: Spinner) -> int:
+def _kind_of(what: str | None) -> str:
+    """Return what is to be verified: a recipe, a function or a script.
+
+    A Python file is a recipe if it has `model()` and `loss()`, and a script otherwise.
+    """
+    if what is None or what.startswith("hf:"):
+        return "recipe"
+    if ".py:" in what:
+        return "function"
+    path = Path(what)
+    if path.suffix != ".py":
+        return "recipe"
+    if not path.is_file():
+        raise OptionError(f"{what}: there is no such file")
+    try:
+        body = ast.parse(path.read_bytes()).body
+    except SyntaxError as error:
+        raise RecipeError(f"{what}:{error.lineno}: {error.msg}") from None
+    names = {one.name for one in body if isinstance(one, ast.FunctionDef | ast.ClassDef)}
+    names |= {
+        alias.asname or alias.name
+        for one in body
+        for alias in getattr(one, "names", ())
+        if isinstance(one, ast.ImportFrom)
+    }
+    return "recipe" if {"model", "loss"} <= names else "script"
+
+
+def _verify(options: VerifyOptions, kind: str, doing: Spinner) -> int:
     import torch
 
-    from wholebatch.cli.error_messages import short_warnings
     from wholebatch.cli.parallel_ranks import process_group
 
     verdict: Verdict | LoopVerdict
-    with process_group(options.device) as (rank, where), short_warnings(shown=rank == 0):
-        doing(f"comparing {options.loop or options.recipe or 'bytes-gpt'} with the undivided batch")
-        if options.loop is None:
-            title, verdict = _verify_recipe(options, where=where, rank=rank)
+    with process_group(options.device) as (rank, where):
+        doing(f"comparing {options.what or 'bytes-gpt'} with the undivided batch")
+        if kind == "recipe":
+            verdict = _verify_recipe(options, where=where, rank=rank)
         else:
-            title, verdict = options.loop, _verify_loop(options.loop, options, where)
+            verdict = _verify_loop(str(options.what), options, where)
         doing.stop()
         if rank == 0:
-            _show(title, verdict, as_json=options.as_json)
+            _show(verdict, as_json=options.as_json)
             sys.stdout.flush()
         if torch.distributed.is_initialized():
             # torchrun ends all ranks once one exits with 1: not before the first has printed.
@@ -161,39 +172,33 @@ def _verify(options: VerifyOptions, doing: Spinner) -> int:
     return verdict.exit_status
 
 
-def _check_partners(options: VerifyOptions) -> None:
-    """Refuse an option of a recipe beside a loop, and the other way round."""
-    loop = options.loop
-    if options.trainer is not None and (loop is not None or options.recipe is not None):
-        raise OptionError("--trainer: stands alone; a script brings its own model, data and loop")
-    if options.trainer is None and options.windows != 1:
-        raise OptionError("--windows: belongs to --trainer SCRIPT.py, and stands before it")
-    if loop is not None and options.recipe is not None:
-        raise OptionError("RECIPE and --loop together: a loop's FILE.py brings its own model")
-    if loop is None and (options.steps is not None or options.equal or options.model != "all"):
-        raise OptionError("--steps, --equal and --model belong to --loop FILE.py:FUNCTION")
+def _check_partners(options: VerifyOptions, kind: str) -> None:
+    """Refuse an option that belongs to another kind of what is verified."""
+    if kind != "function" and (
+        options.steps is not None or options.equal or options.model != "all"
+    ):
+        raise OptionError("--steps, --equal and --model belong to FILE.py:FUNCTION")
+    if kind != "script" and (options.windows is not None or options.arguments):
+        raise OptionError("--windows and arguments after -- belong to a script, SCRIPT.py")
     for one in fields(options):
         is_given = getattr(options, one.name) != one.default
-        if loop is not None and is_given and one.metadata.get("of_recipes"):
+        if kind != "recipe" and is_given and one.metadata.get("of_recipes"):
             raise OptionError(
-                f"{flag_of(one)}: belongs to a RECIPE; a --loop has its own way to train"
+                f"{flag_of(one)}: belongs to a recipe; {options.what} has its own way to train"
             )
     if options.ddp and "WORLD_SIZE" not in os.environ:
         raise OptionError("--ddp: belongs to torchrun; this is one process")
 
 
-def _verify_recipe(
-    options: VerifyOptions, *, where: torch.device, rank: int
-) -> tuple[str, Verdict]:
-    """Return the title and the proof on the first batch of a recipe, with its own optimizer."""
+def _verify_recipe(options: VerifyOptions, *, where: torch.device, rank: int) -> Verdict:
+    """Return the proof on the first batch of a recipe, with its own optimizer."""
     import torch
 
     from wholebatch.cli.recipes.recipe import load_recipe
-    from wholebatch.cli.training_engines import micro_batch_of
-    from wholebatch.cli.training_run import fitted_to
+    from wholebatch.cli.training_run import fitted_to, micro_batch_of
     from wholebatch.verification import verify as prove
 
-    recipe = load_recipe(options.recipe)
+    recipe = load_recipe(options.what)
     names = ("batch_size", "micro_batch", "precision", "clip_norm", "seed")
     given = {name: getattr(options, name) for name in names}
     config = resolve(given, recipe.defaults, stored=None)
@@ -208,7 +213,7 @@ def _verify_recipe(
     more |= {} if options.execute is None else {"execute": options.execute}
     if options.optimizer_state is not None:
         more["optimizer_state"] = options.optimizer_state
-    verdict = prove(
+    return prove(
         wrapped,
         recipe.loss,
         batches.peek(),
@@ -219,15 +224,13 @@ def _verify_recipe(
         units=recipe.units,
         **more,
     )
-    about = f": {recipe.description}" if recipe.description else ""
-    return f"{recipe.name}{about}", verdict
 
 
 # ------------------------------------------------------------------------- a script that trains
 
 
-def _watch_script(arguments: tuple[str, ...], options: VerifyOptions) -> int:
-    """Run a training script as it is, and show the verdict on its first windows.
+def _watch_script(script: Path, options: VerifyOptions) -> int:
+    """Run a training script as it is, and show the verdict on its first epoch.
 
     Status 3 if the script itself fails, unless a mistake was found before. Of several ranks the
     first one tells: torchrun ends all ranks once one has another status than 0.
@@ -236,12 +239,9 @@ def _watch_script(arguments: tuple[str, ...], options: VerifyOptions) -> int:
 
     from wholebatch.verification.watch_loop import Watch, WatchIsOver
 
-    script = Path(arguments[0])
-    if not script.is_file():
-        raise OptionError(f"--trainer {script}: there is no such file")
-    watched = Watch(name=script.name, stop_after=options.windows, logs=False)
+    watched = Watch(name=script.name, windows=options.windows, logs=False)
     before, failed = (sys.argv, sys.path[:]), False
-    sys.argv, sys.path[0] = [str(script), *arguments[1:]], str(script.resolve().parent)
+    sys.argv, sys.path[0] = [str(script), *options.arguments], str(script.resolve().parent)
     try:
         with watched:
             runpy.run_path(os.path.abspath(script), run_name="__main__")
@@ -253,7 +253,7 @@ def _watch_script(arguments: tuple[str, ...], options: VerifyOptions) -> int:
             print(ended.code, file=sys.stderr)
     except KeyboardInterrupt:
         if watched.verdict.judged:
-            _show(script.name, watched.verdict, as_json=options.as_json)
+            _show(watched.verdict, as_json=options.as_json)
         raise
     except Exception as error:
         failed = True
@@ -263,7 +263,7 @@ def _watch_script(arguments: tuple[str, ...], options: VerifyOptions) -> int:
     status = watched.verdict.exit_status
     is_first = int(os.environ.get("RANK", "0")) == 0
     if is_first:
-        _show(script.name, watched.verdict, as_json=options.as_json)
+        _show(watched.verdict, as_json=options.as_json)
         sys.stdout.flush()
     return _NOT_JUDGED if failed and status == 0 else status if is_first or failed else 0
 
@@ -309,7 +309,6 @@ def _verify_loop(loop: str, options: VerifyOptions, device: torch.device) -> Loo
             case=_cases(module, path, options.model, options.seed),
             steps=count,
             optimizer=getattr(module, "optimizer", None),
-            clip_norm=options.clip_norm,
             uneven=not options.equal,
             ddp=options.ddp,
             device=device,
@@ -328,14 +327,15 @@ def _verify_loop(loop: str, options: VerifyOptions, device: torch.device) -> Loo
 def _parsed(loop: str) -> tuple[Path, str]:
     file, _, name = loop.rpartition(":")
     if not file or not name.isidentifier():
-        raise OptionError(f"--loop {loop}: must be FILE.py:FUNCTION, such as train.py:one_window")
+        raise OptionError(f"{loop}: must be FILE.py:FUNCTION, such as train.py:one_window")
     path = Path(file)
     if not path.is_file():
-        raise OptionError(f"--loop {loop}: there is no file {file}")
+        raise OptionError(f"{loop}: there is no file {file}")
     return path.resolve(), name
 
 
-def _cases(module: ModuleType, path: Path, model: str, seed: int) -> list[Case]:
+def _cases(module: ModuleType, path: Path, model: str, seed: int) -> list[Case] | None:
+    """Return the model and data of a file; None for all built-in ones."""
     import torch
 
     from wholebatch.verification import ZOO, Case
@@ -345,7 +345,7 @@ def _cases(module: ModuleType, path: Path, model: str, seed: int) -> list[Case]:
     if not there:
         if model != "all" and model not in ZOO:
             raise OptionError(f"--model {model}: must be one of {', '.join(ZOO)} or all")
-        return list(ZOO.values()) if model == "all" else [ZOO[model]]
+        return None if model == "all" else [ZOO[model]]
     if model != "all":
         raise OptionError(f"--model {model}: {path.name} has a model of its own")
     missing = [f"{name}()" for name in parts if name not in there]
@@ -402,149 +402,15 @@ def _window(module: ModuleType, path: Path, seed: int) -> Callable[[int, bool, i
 # ------------------------------------------------------------------------------- on the screen
 
 
-def _show(title: str, verdict: Verdict | LoopVerdict, *, as_json: bool) -> None:
-    from wholebatch.verification import Verdict
-
+def _show(verdict: Verdict | LoopVerdict, *, as_json: bool) -> None:
+    """Print a verdict as it is written (`str(verdict)`), with a colour for each kind of line."""
     if as_json:
         print(verdict.to_json())
         return
-    console = Console(file=sys.stdout)
-    if isinstance(verdict, Verdict):
-        _show_verdict(console, title, verdict)
-    else:
-        _show_loop(console, verdict)
-
-
-def _show_verdict(console: Console, title: str, verdict: Verdict) -> None:
-    """Print the proof on one model and batch: the answer, the evidence, what to do."""
-    from wholebatch.verification.run_comparison import listed
-
-    size = f"{verdict.samples} samples in {verdict.micro_batches} micro-batches"
-    if verdict.samples < verdict.of_samples:
-        size += f" (the largest part of {verdict.of_samples} that fits undivided)"
-    if verdict.ranks > 1:
-        size += f", on each of {verdict.ranks} ranks"
-    body: list[RenderableType] = [
-        _answer(verdict.same),
-        Text(f"{size} · {verdict.precision} · {verdict.device} · {verdict.seconds:.1f} s", "dim"),
-        Text(),
-        fitting(_distances(verdict), console.width - 4),
-    ]
-    console.print(panel(title, body, "green" if verdict.same else "red"))
-    console.print(fitting(_worst(verdict.gradient, 4 if verdict.same else 8), console.width))
-    if not verdict.same:
-        for cause in verdict.causes:
-            where = f" in {listed(cause.where)}" if cause.where else ""
-            _block(console, f"{cause.kind}{where}", cause.evidence, "bold red")
-            _block(console, "instead", cause.advice, "green")
-    for note in verdict.notes:
-        _block(console, "note", note, "yellow")
-
-
-def _answer(same: bool, what: str = "") -> Text:
-    if same:
-        return Text("✓ the same update as the undivided batch", style="bold green")
-    return Text(f"✗ not the update of the undivided batch{what}", style="bold red")
-
-
-def _distances(verdict: Verdict) -> Table:
-    from wholebatch.verification.run_comparison import percent as distance
-
-    table = plain_table("", ">off by", ">rounding", "")
-    for row in (verdict.gradient, verdict.update, verdict.float64):
-        if row is None:
-            continue
-        mark = "[green]✓[/]" if row.same else "[red]✗[/]"
-        table.add_row(row.what, distance(row.distance), distance(row.tolerance), mark)
-    if verdict.to_float64 is not None and verdict.precision != "full":
-        whole, ours = verdict.to_float64
-        table.add_row("from float64: undivided", distance(whole), "", "")
-        table.add_row("from float64: accumulated", distance(ours), distance(1.25 * whole), "")
-    return table
-
-
-def _worst(comparison: Comparison, number: int) -> Table:
-    from wholebatch.verification.run_comparison import percent as distance
-
-    table = plain_table(
-        *("parameter", ">numbers", ">off by", ">rounding"),
-        title="Largest gradient errors, relative to rounding",
-    )
-    for line in comparison.worst(number):
-        cells = (f"{line.numbers:,}", distance(line.distance), distance(line.floor))
-        table.add_row(escape(line.name), *cells, style="red" if line.differs else "dim")
-    return table
-
-
-def _show_loop(console: Console, verdict: LoopVerdict) -> None:
-    """Print the verdict on someone's loop: every window it was given, and the evidence."""
-    from wholebatch.verification.mistakes import MISTAKES
-
-    mistake = verdict.mistake
-    body: list[RenderableType] = [_answer(verdict.same, ", and no known mistake fits")]
-    if not verdict.judged:
-        body = [Text("? not judged", style="bold yellow")]
-    if mistake is not None:
-        does, instead = Text(mistake.does), Text(f"Instead: {mistake.instead}", "green")
-        body = [_answer(False, f": {mistake.name}"), does, instead]
-    ranks = f" · {verdict.ranks} ranks" if verdict.ranks > 1 else ""
-    windows = [trial for trial in verdict.trials if trial.micro_batches]
-    count = len(windows)
-    about = (
-        f"{count} window{'s' * (count != 1)} · {verdict.precision}{ranks} · {verdict.seconds:.1f} s"
-    )
-    body.append(Text(about, "dim"))
-    colour = "green" if verdict.same else "red" if verdict.judged else "yellow"
-    console.print(panel(verdict.loop, body, colour))
-    if windows:
-        console.print(fitting(_windows(verdict), console.width))
-    wrong = next((trial for trial in verdict.trials if trial.differs), None)
-    if wrong is not None:
-        console.print()
-        console.print(fitting(_evidence(wrong), console.width))
-    for key in verdict.mistakes[1:]:
-        also = MISTAKES[key]
-        _block(console, f"also: {also.name}", f"{also.does}. Instead: {also.instead}", "red")
-    for note in dict.fromkeys(note for trial in verdict.trials for note in trial.notes):
-        _block(console, "note", note, "yellow")
-
-
-def _windows(verdict: LoopVerdict) -> Table:
-    from wholebatch.verification.mistakes import MISTAKES, NOT_JUDGED, RIGHT
-    from wholebatch.verification.run_comparison import percent as distance
-
-    table = plain_table("model", "window", ">steps", ">off by", "~found")
-    words = {key: f"[red]✗ {mistake.name}[/]" for key, mistake in MISTAKES.items()}
-    words |= {RIGHT: "[green]✓ right[/]", NOT_JUDGED: "[yellow]? not judged[/]"}
-    before = ""
-    for trial in verdict.trials:
-        found = words[trial.found] if trial.found else "[red]✗ nothing known fits[/]"
-        case = "" if trial.case == before else trial.case
-        before = trial.case
-        is_known = trial.optimizer_steps <= 1 and math.isfinite(trial.right.distance)
-        off = distance(trial.right.distance) if is_known else "-"
-        table.add_row(escape(case), trial.name, str(trial.optimizer_steps), off, found)
-    return table
-
-
-def _evidence(trial: LoopTrial) -> Table:
-    from wholebatch.verification.mistakes import RIGHT
-    from wholebatch.verification.run_comparison import percent as distance
-
-    what = "gradients that the optimizer saw" if trial.observed_by == "gradients" else "update"
-    table = plain_table(
-        *("~hypothesis", ">distance", "", "~as"),
-        title=f"Distance of the {what} from each hypothesis ({trial.case}: {trial.name})",
-    )
-    for fit in trial.fits[:9]:
-        mark = "[green]fits[/]" if fit.fits else ""
-        style = "bold" if fit.key == trial.found else "" if fit.key == RIGHT else "dim"
-        off = distance(fit.distance) if math.isfinite(fit.distance) else "-"
-        table.add_row(fit.name, off, mark, escape(fit.variant), style=style)
-    table.add_row("(fits within)", distance(trial.tolerance), "", "", style="dim")
-    return table
-
-
-def _block(console: Console, head: str, text: str, style: str) -> None:
-    say(console, head, style=style)
-    say(console, text, indent=2)
+    console = Console(file=sys.stdout, highlight=False)
+    colour = "green" if verdict.same else "red" if verdict.exit_status == 1 else "yellow"
+    starts = {"note: ": "yellow", "instead: ": "green", "cause: ": "red"}
+    for number, line in enumerate(str(verdict).splitlines()):
+        style = next((one for start, one in starts.items() if line.startswith(start)), "")
+        style = f"bold {colour}" if number == 0 else style
+        console.print(Text(line, style))

@@ -79,7 +79,7 @@ def _reductions(loss: Tensor) -> Iterator[Reduction]:
         of_one_number = operation in ("Mean", "Sum") and math.prod(sizes or ()) == 1
         if (operation in _PASS or of_one_number) and inner:
             waiting += [(child, scales) for child in inner]
-        elif operation in ("Mul", "Div") and len(inner) == 1:
+        elif operation in ("Mul", "Div") and len(inner) == 1 and not _is_by_sample(node):
             waiting.append((inner[0], (*scales, _scale(node, operation, one))))
         elif operation in ("Mean", "Sum"):
             kind: Literal["mean", "sum"] = "mean" if operation == "Mean" else "sum"
@@ -90,6 +90,15 @@ def _reductions(loss: Tensor) -> Iterator[Reduction]:
             yield Reduction("mean" if reduction == 1 else "sum", name, shape, scales)
         else:
             yield Reduction("unknown", name, (), scales)
+
+
+def _is_by_sample(node: Any) -> bool:
+    """True if the other factor, or the divisor, is a tensor of its own number for each sample."""
+    try:
+        other = getattr(node, "_saved_other", None)
+    except RuntimeError:  # the graph has been used
+        return False
+    return isinstance(other, Tensor) and other.dim() > 0
 
 
 def _scale(node: Any, operation: str, one: Tensor) -> Scale:

@@ -24,18 +24,17 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from wholebatch.batch.samples import Layout, flatten
-from wholebatch.coupled.contrastive.losses import OfTheBatch
 from wholebatch.coupled.normalisation_layers import (
     batchnorms,
     fixed_statistics,
     uses_batch_statistics,
 )
 from wholebatch.distributed.process_group import world_size
-from wholebatch.losses.loss import as_loss, terms_of
+from wholebatch.losses.loss import OfTheBatch, as_loss, terms_of
 from wholebatch.window.close import read_scalars
 from wholebatch.window.forward_state import ForwardState
 from wholebatch.window.precision import SIXTEEN_BIT
-from wholebatch.window.window import backward_into, graph_nodes, is_reentrant
+from wholebatch.window.window import graph_nodes, refuse_reentrant
 
 _DROPOUTS = ("aten::native_dropout", "aten::_fused_dropout")
 _DRAWS_BY_INPUT = ("aten::rrelu_with_noise", "aten::rrelu_with_noise_", "aten::randperm")
@@ -595,10 +594,8 @@ def gradient_digests(
     with emptied(hooks):
         handles = [p.register_hook(partial(take, i)) for i, p in enumerate(parameters)]
         try:
-            if is_reentrant(totals):  # its checkpoints refuse autograd.grad
-                backward_into((), [model], totals).run(totals, seeds)
-            else:
-                torch.autograd.grad(list(totals), parameters, list(seeds), allow_unused=True)
+            refuse_reentrant(totals)
+            torch.autograd.grad(list(totals), parameters, list(seeds), allow_unused=True)
         finally:
             for handle in handles:
                 handle.remove()

@@ -83,7 +83,7 @@ class StreamLook:
     `at_backward` reads the graph of the loss, once for every kind of node that losses end with. In
     the first micro-batch it also differentiates that graph twice (hooks of the user's on tensors in
     it run once more) and raises what was found. Then the hooks are taken off, at the end of the
-    window in any case. After that `active` is False. Losses such as `wb.info_nce` are still
+    window in any case. After that `active` is False. Losses such as `wb.losses.info_nce` are still
     refused, and so are means of other shapes whose elements have another weight than before.
 
     Models whose forwards run collectives (FSDP, DeepSpeed) must not be watched. A window that is

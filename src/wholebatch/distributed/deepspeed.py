@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from wholebatch.distributed.process_group import Group
 from wholebatch.distributed.sync_strategy import Parameters, Sync, reduces_in_backward_only
 from wholebatch.errors import NonFiniteError, OptionError, UnsupportedError, WindowError
-from wholebatch.window.forward_state import replaced_attributes
 
 
 class EngineOptimizer(torch.optim.Optimizer):
@@ -259,11 +258,19 @@ class DeepSpeed(Sync):
         self._engine._is_gradient_accumulation_boundary = self._found
 
 
-def _without_own_clipping(engine: Any) -> AbstractContextManager[None]:
+@contextmanager
+def _without_own_clipping(engine: Any) -> Iterator[None]:
     """Switch the engine's clipping off: the window has clipped the normalised gradients."""
-    if engine.zero_optimization_stage() == 0:
-        return replaced_attributes(engine._config, gradient_clipping=0.0)
-    return replaced_attributes(engine.optimizer, clip_grad=0.0)
+    is_plain = engine.zero_optimization_stage() == 0
+    owner, name = (
+        (engine._config, "gradient_clipping") if is_plain else (engine.optimizer, "clip_grad")
+    )
+    before = getattr(owner, name)
+    setattr(owner, name, 0.0)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
 
 
 def _groups(engine: Any) -> list[list[nn.Parameter]]:

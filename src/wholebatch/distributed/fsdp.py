@@ -34,7 +34,6 @@ class Sharded(Sync):
     counts_must_agree = True
     keeps_gradients = False
     grows_own_graph = True  # to the unsharded parameters
-    hides_gradients = None
 
     def __init__(self, model: nn.Module, *, sync: str = "auto") -> None:
         self._modules = [m for m in model.modules() if isinstance(m, FSDPModule)]
@@ -59,41 +58,19 @@ class Sharded(Sync):
         self._found = [_switches(module) for module in self._modules]
         self._gathers_once = sync == "gathered"
         self._forward_meshes: list[tuple[Any, Any]] = []  # of the groups that stay gathered
-        self.sums_every, self.policy = self._choose(sync, parameters)
-        if self._is_hybrid and self.sums_every:
-            self.hides_gradients = (
-                'sync="every" on a mesh of replicas sums slices over a part of the ranks; use '
-                'sync="hold"'
-            )
+        self._sums_every = sync == "every"
+        self._log_policy()
 
-    def _choose(self, sync: str, parameters: Sequence[Tensor]) -> tuple[bool, str]:
-        from wholebatch.memory.budget import free_memory
-        from wholebatch.readable_sizes import bytes_said
-
-        whole = sum(p.numel() * max(p.element_size(), 4) for p in parameters)
-        slices = whole // self.ranks
-        every, why = sync == "every", "as asked"
-        if sync == "auto":
-            device = parameters[0].device  # of the numbers too: nccl takes no others
-            here = torch.tensor(-free_memory(device), dtype=torch.float64, device=device)
-            free = int(-super().largest(here))
-            every = whole - slices > free // 2
-            why = f"holding keeps {bytes_said(whole)} of whole gradients, "
-            why += f"a rank has {bytes_said(free)} free"
-            if every:
-                why += " and half of that is left for activations"
-            elif 2 * (whole - slices) <= free // 2:
-                why += '; with sync="gathered", whole parameters would fit too'
-        policy = (
-            f"every: gradients are reduce-scattered after each micro-batch ({why})"
-            if every
-            else f"hold: gradients are reduced once per window ({why})"
-        )
+    def _log_policy(self) -> None:
+        policies = {
+            True: "every: gradients are reduce-scattered after each micro-batch",
+            False: "hold: gradients are reduced once per window",
+        }
+        policy = policies[self._sums_every]
         if self._gathers_once:
             policy = "gathered: parameters are gathered and gradients reduced once per window"
         if self.rank == 0:
             _log.info("sync %s", policy)
-        return every, policy
 
     def before_forwards(self) -> None:
         if not self._gathers_once or self._forward_meshes:
@@ -115,7 +92,7 @@ class Sharded(Sync):
     @contextmanager
     def backward(self, parameters: Parameters, *, reduces: bool, overlap: bool) -> Iterator[None]:
         for module in self._modules:
-            module.set_requires_gradient_sync(reduces or self.sums_every, recurse=False)
+            module.set_requires_gradient_sync(reduces or self._sums_every, recurse=False)
             if self._is_hybrid:
                 module.set_requires_all_reduce(reduces, recurse=False)
             if self._gathers_once:
@@ -127,15 +104,6 @@ class Sharded(Sync):
 
     def total_norm(self, gradients: Sequence[Tensor]) -> Tensor:
         return norm_over_meshes(gradients)
-
-    def norm_so_far(self, gradients: Sequence[Tensor]) -> Tensor | None:
-        if self.sums_every:
-            own = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
-        else:  # whole gradients, which torch keeps beside the slices until they are reduced
-            groups = [group for group in map(_param_group, self._modules) if group is not None]
-            held = (_whole_gradient(shard) for group in groups for shard in group.fsdp_params)
-            own = [gradient for gradient in held if gradient is not None]
-        return super().total_norm(own) if own else None
 
     def _free_gathered(self) -> None:
         """Shard the parameters again, if a window has left them whole, as they would be."""
@@ -176,15 +144,6 @@ def check_dtypes(model: nn.Module) -> None:
 def _param_group(module: FSDPModule) -> Any:
     """Return torch's own record of the parameters that this module shards, or None."""
     return module._get_fsdp_state()._fsdp_param_group
-
-
-def _whole_gradient(shard: Any) -> Tensor | None:
-    """Return the gradient that a parameter's backwards have added on this rank, if it is held."""
-    if shard.unsharded_accumulated_grad is not None:
-        held: Tensor = shard.unsharded_accumulated_grad_data
-        return held
-    whole = getattr(shard, "_unsharded_param", None)
-    return None if whole is None else whole.grad
 
 
 def _divisor(modules: Sequence[FSDPModule], ranks: int) -> float:

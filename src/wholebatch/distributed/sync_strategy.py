@@ -63,12 +63,9 @@ class Sync(ABC):
     owns_step: bool = False
     """True if the engine steps the optimizer itself."""
 
-    sums_every: bool = False
-    """True if every backward leaves this rank's slices of the sum over all ranks."""
-
     hides_gradients: str | None = (
         "this engine shows no rank the gradient of its own micro-batches; measure on one process, "
-        "with DDP or with FSDP2"
+        "or with DDP"
     )
     """Why no rank sees the gradient of its own micro-batches; None if it does."""
 
@@ -163,13 +160,6 @@ class Sync(ABC):
             norm: Tensor = torch.linalg.vector_norm(norms)
             return norm
         return torch.nn.utils.get_total_norm(gradients)
-
-    def norm_so_far(self, gradients: Sequence[Tensor]) -> Tensor | None:
-        """Return the norm of what this rank's backwards have added, before the reduction.
-
-        `gradients` are those in `.grad`. None if they are reduced already.
-        """
-        return self.total_norm(gradients) if gradients else None
 
     def holders(self, groups: Sequence[Sequence[nn.Parameter]]) -> Sequence[Sequence[Any]]:
         """Return the objects whose `.grad` holds the reduced gradients, by parameter group."""

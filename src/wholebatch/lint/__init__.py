@@ -24,12 +24,10 @@ from .source_files import Source, collect
 __all__ = ["RULES", "Finding", "Rule", "Settings", "SettingsError", "lint_paths", "lint_source"]
 
 
-def lint_paths(
-    paths: Iterable[str], *, settings: Settings | None = None, jobs: int | None = None
-) -> list[Finding]:
+def lint_paths(paths: Iterable[str], *, settings: Settings | None = None) -> list[Finding]:
     """Return the findings of all scripts and notebooks under the paths."""
     chosen = settings if settings is not None else load_settings(Path.cwd())
-    return lint_files(collect(paths, chosen), chosen, jobs=jobs)
+    return lint_files(collect(paths, chosen), chosen)
 
 
 def lint_source(

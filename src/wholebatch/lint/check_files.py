@@ -3,62 +3,25 @@
 from __future__ import annotations
 
 import ast
-import multiprocessing
-import os
 import re
-import sys
-import threading
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from .lint_settings import Settings
-from .model import File, read
-from .rules import RULES, Rule
-from .rules.rule_base import Edit, Report, trained_elsewhere
-from .source_files import Source, read_source, without_wrong_lines
+from .model import read
+from .rules import RULES, not_understood
+from .rules.rule_base import Report
+from .source_files import Source, read_source
 
 _SYNTAX = "WB001"
 _UNREAD = "WB002"
-_OTHER_FRAMEWORK = "WB003"
+_NOT_UNDERSTOOD = "WB003"
 
-# A file without a backward, a step function or a Trainer subclass cannot accumulate.
+# A file without a backward, a step function or a trainer cannot accumulate: it is not parsed.
 _TRAINS = re.compile(
-    r"backward\s*\(|loss_scaler\s*\(|def (training_step|compute_loss)\b|self\.training_step\("
-)
-_UPDATES = re.compile(
-    r"\.\s*(step|optimize|zero_grad)\s*\(|optimizer_step|update_grad|loss_scaler"
-    r"|(step|update)\w*\([^)\n]*optim"
-    r"|def (training_step|compute_loss)\b"
-)
-# The loop is in a framework, and perhaps the loss in another module.
-_TRAINER = re.compile(r"Train(er|ingArguments)\(")
-_SET = re.compile(r"\b(accumulate_grad_batches|gradient_accumulation_steps)\s*=")
-# Loops that other rules than those of torch read, or none does.
-_ELSEWHERE = re.compile(
-    r"^[ \t]*(?:import|from)[ \t]+(tensorflow|keras|jax|flax|mlx|paddle)\b", re.M
-)
-_ACCUMULATES = re.compile(
-    r"MultiSteps\s*\(|gradient_accumulation_steps\s*=|accum\w*_?(grad|step|iter|batch)"
-    r"|grad\w*_?ac+um|(num|n)_ac+um|assign_add\(\s*\w*grad",
-    re.I,
-)
-_APPLIES = re.compile(
-    r"apply_gradients\s*\(|optimizer\.apply\s*\(|apply_updates\s*\(|MultiSteps\s*\(|optimizers\.\w+\("
-)
-_SPOILS = {"WB103", "WB113", "WB114", "WB120", "WB121"}
-# By their form, whatever the names are: sums, and an update that is made now and then.
-_SUMS = re.compile(
-    r"\[\s*(\w+)\s*\+\s*(\w+)\b[^]\n]*\sfor\s+\(?\1\s*,\s*\2\b|\.assign_add\(|\w\]\s*\+="
-    r"|tree_?(?:util\.tree_)?\.?map\(\s*(?:lambda (\w+), (\w+): \3 \+ \4|\w+\.add\b)"
-)
-_NOW_AND_THEN = re.compile(
-    r"\btf\.cond\(|\bif\b[^\n]*%[^\n]*:\s*\n(?:[^\n]*\n){0,5}?[^\n]*(apply_gradients|\.apply|apply_updates)\s*\("
+    r"backward\s*\(|loss_scaler\s*\(|def (training_step|compute_loss)\b|Train(er|ingArguments)\("
 )
 _NOQA = re.compile(r"#\s*noqa(?:\s*:\s*(?P<codes>[A-Z]+\d+(?:[,\s]+[A-Z]+\d+)*))?", re.IGNORECASE)
-# Starting workers takes about as long as checking this many files.
-_ALONE = 64
-_CHUNK = 32
 
 
 @dataclass(frozen=True, order=True)
@@ -75,8 +38,6 @@ class Finding:
     cell: int | None = None
     end_line: int | None = None
     end_column: int | None = None
-    fix: tuple[Edit, ...] = ()
-    unsafe: bool = False
     source_line: str = ""
 
     @property
@@ -86,35 +47,15 @@ class Finding:
         return f"{self.path}:{cell}{self.line}:{self.column}"
 
 
-def lint_files(
-    files: Sequence[str], settings: Settings, *, jobs: int | None = None
-) -> list[Finding]:
-    """Return the findings of all files, in the order of the files."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    workers = min(jobs or cores or 1, max(1, len(files) // _CHUNK))
-    if workers <= 1 or (jobs is None and len(files) < _ALONE):
-        return _check_chunk(files, settings)
-    context = multiprocessing.get_context(_start_method())
-    chunks = [files[i : i + _CHUNK] for i in range(0, len(files), _CHUNK)]
-    with ProcessPoolExecutor(workers, mp_context=context) as pool:
-        results = pool.map(_check_chunk, chunks, [settings] * len(chunks))
-        return [finding for chunk in results for finding in chunk]
+def lint_files(files: Sequence[str], settings: Settings) -> list[Finding]:
+    """Return the findings of all files, in the order of the files.
 
-
-def _start_method() -> str:
-    """Return the start method of workers: fork is fastest, but unsafe with threads or torch."""
-    if sys.platform == "linux" and threading.active_count() == 1 and "torch" not in sys.modules:
-        return "fork"
-    return "spawn" if os.name == "nt" else "forkserver"
-
-
-def _check_chunk(files: Sequence[str], settings: Settings) -> list[Finding]:
-    """Check files; report an internal error as a finding and go on."""
+    An internal error is a finding too: the other files are still checked.
+    """
     found: list[Finding] = []
     for path in files:
         try:
-            source = read_source(path, max_bytes=settings.max_file_bytes)
-            found += check_source(source, settings)
+            found += check_source(read_source(path), settings)
         except Exception as error:
             why = f"could not be checked ({type(error).__name__}: {error}); please report this file"
             found.append(Finding(path, 1, 1, _UNREAD, why, "error"))
@@ -128,98 +69,59 @@ def check_source(source: Source, settings: Settings) -> list[Finding]:
         code = _SYNTAX if problem.message.startswith("syntax error") else _UNREAD
         place = (source.path, problem.line, problem.column)
         found.append(Finding(*place, code, problem.message, "error", cell=problem.cell))
-    # A cheap test that avoids parsing most files.
-    text = source.text
-    trained = _TRAINER.search(text) and _SET.search(text) and not _ELSEWHERE.search(text)
-    if trained or (_TRAINS.search(text) and _UPDATES.search(text)):
+    if _TRAINS.search(source.text):
         found += _parse_and_check(source, settings)
-    else:
-        found += _of_another_framework(source, settings)
-    found = [f for f in found if settings.wants_in(f.code, source.path)]
+    found = [f for f in found if settings.wants(f.code)]
     return sorted(set(found), key=lambda f: (f.cell or 0, f.line, f.column, f.code))
-
-
-def _of_another_framework(source: Source, settings: Settings) -> list[Finding]:
-    """Check the few things that are known of other frameworks, and say once what was not read."""
-    framework = _ELSEWHERE.search(source.text)
-    text = source.text
-    if framework is None or not (
-        (_ACCUMULATES.search(text) and (_APPLIES.search(text) or "GradientTape" in text))
-        or (_SUMS.search(text) and _NOW_AND_THEN.search(text))
-    ):
-        return []
-    words = (
-        f"this file accumulates gradients with {framework.group(1)}, whose loops the rules read "
-        "only in part: hold an update against that of the whole batch yourself"
-    )
-    line = source.text.count("\n", 0, framework.end()) + 1
-    cell, inside = source.place(line)
-    note = Finding(source.path, inside, 1, _OTHER_FRAMEWORK, words, "note", cell=cell)
-    # Mended loops are run in tests with torch alone.
-    found = [replace(f, fix=(), unsafe=False) for f in _parse_and_check(source, settings)]
-    return [note, *found]
 
 
 def _parse_and_check(source: Source, settings: Settings) -> list[Finding]:
     try:
-        file = read(source.text, source.path)
+        file = read(source.text)
     except SyntaxError as error:
-        words, rest = f"syntax error: {error.msg}", without_wrong_lines(source.text)
         place = (source.path, error.lineno or 1, error.offset or 1)
-        if rest is None:
-            return [Finding(*place, _SYNTAX, words, "error")]
-        found = _parse_and_check(replace(source, text=rest), settings)
-        words += " (the other lines are read)"
-        return [
-            Finding(*place, _SYNTAX, words, "error"),
-            *(replace(one, fix=(), unsafe=False) for one in found),
-        ]
+        return [Finding(*place, _SYNTAX, f"syntax error: {error.msg}", "error")]
     except (ValueError, RecursionError, MemoryError) as error:
         return [Finding(source.path, 1, 1, _UNREAD, f"cannot be parsed: {error}", "error")]
     lines = source.text.split("\n")
-    files = [(file, None), *trained_elsewhere(file)]
-    found = [
-        finding
-        for rule in RULES
-        if settings.wants_in(rule.code, source.path)
-        for finding in _check_rule(rule, files, source, lines)
-    ]
-    # Beside these no mended loop makes the update of the whole batch.
-    spoils = [rule for rule in RULES if rule.code in _SPOILS]
-    if any(f.fix for f in found) and any(next(rule.check(file), None) for rule in spoils):
-        return [replace(f, fix=(), unsafe=False) for f in found]
+    found: list[Finding] = []
+    for rule in RULES:
+        if settings.wants(rule.code):
+            places: set[tuple[int, int]] = set()
+            for report in rule.check(file):
+                finding = _finding(report, rule.code, rule.level, rule.name, source, lines)
+                # The first finding of a rule at each place.
+                if finding is not None and (finding.line, finding.column) not in places:
+                    places.add((finding.line, finding.column))
+                    found.append(finding)
+    note = not_understood(file, source.path) if not found else None
+    if note is not None and settings.wants(_NOT_UNDERSTOOD):
+        noted = _finding(note, _NOT_UNDERSTOOD, "note", "loop not understood", source, lines)
+        found += [] if noted is None else [noted]
     return found
 
 
-def _check_rule(
-    rule: Rule, files: list[tuple[File, ast.AST | None]], source: Source, lines: list[str]
-) -> list[Finding]:
-    """Return the first finding of a rule at each place."""
-    found: dict[tuple[int, int], Finding] = {}
-    # What is wrong in another module is reported where the file names it.
-    for report, where in ((r, where) for file, where in files for r in rule.check(file)):
-        report = report if where is None else Report(where, report.message)
-        line, column, end, end_column = _position(report.node)
-        if _is_silenced(lines, line, end, rule.code):
-            continue
-        cell, inside = source.place(line)
-        finding = Finding(
-            source.path,
-            inside,
-            column,
-            rule.code,
-            report.message,
-            rule.level,
-            rule.name,
-            cell,
-            end_line=end - line + inside,
-            end_column=end_column,
-            fix=report.fix if all(e.line for e in report.fix) else (),
-            unsafe=report.unsafe,
-            source_line=lines[line - 1] if line <= len(lines) else "",
-        )
-        found.setdefault((line, column), finding)
-    return list(found.values())
+def _finding(
+    report: Report, code: str, level: str, name: str, source: Source, lines: list[str]
+) -> Finding | None:
+    """Return the finding of a report, or None if a comment silences it."""
+    line, column, end, end_column = _position(report.node)
+    if _is_silenced(lines, line, end, code):
+        return None
+    cell, inside = source.place(line)
+    return Finding(
+        source.path,
+        inside,
+        column,
+        code,
+        report.message,
+        level,
+        name,
+        cell,
+        end_line=end - line + inside,
+        end_column=end_column,
+        source_line=lines[line - 1] if line <= len(lines) else "",
+    )
 
 
 def _position(node: ast.AST) -> tuple[int, int, int, int | None]:
@@ -227,7 +129,7 @@ def _position(node: ast.AST) -> tuple[int, int, int, int | None]:
     line = int(getattr(node, "lineno", 1))
     column = int(getattr(node, "col_offset", 0)) + 1
     # Report the first line of a compound statement, not its whole body.
-    if isinstance(node, (ast.For, ast.While, ast.With, ast.AsyncWith, ast.If)):
+    if isinstance(node, ast.stmt) and hasattr(node, "body"):
         return line, column, line, None
     last, end = getattr(node, "end_lineno", None) or line, getattr(node, "end_col_offset", None)
     return line, column, last, end + 1 if end is not None and last == line else None
@@ -240,6 +142,6 @@ def _is_silenced(lines: list[str], first: int, last: int, code: str) -> bool:
         if match is None:
             continue
         codes = match.group("codes")
-        if codes is None or code in re.split(r"[,\s]+", codes.upper()):
+        if codes is None or code in codes.upper().replace(",", " ").split():
             return True
     return False

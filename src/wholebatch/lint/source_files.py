@@ -24,8 +24,11 @@ _SKIPPED = {
     "dist",
 }  # fmt: skip
 
+# A size that no training script has. Most of a notebook is pictures, so it may be larger.
+_MAX_BYTES = 2_000_000
+_MAX_NOTEBOOK_BYTES = 50_000_000
+
 _MAGIC = re.compile(r"^(\s*)([%!?]|\w[\w, ]*=\s*[!%]).*$")
-_PICTURES = 25
 _HELP = re.compile(r"^\s*[\w.]+\?{1,2}\s*$")
 
 
@@ -73,36 +76,29 @@ def collect(paths: Iterable[str], settings: Settings) -> list[str]:
     return list(found)
 
 
-def read_source(path: str, *, max_bytes: int) -> Source:
+def read_source(path: str) -> Source:
     """Read a file; report a failure as a problem, never as an exception."""
     try:
-        is_notebook = path.endswith(".ipynb")
-        # Most of a notebook's size is images; only its code counts.
         status = os.stat(path)
         if not stat.S_ISREG(status.st_mode):
-            return Source(path, "", problems=[Problem("is not a regular file: not read")])
-        size = status.st_size
-        if size > (max_bytes * _PICTURES if is_notebook else max_bytes):
-            return _too_large(path, size, max_bytes)
+            return _unread(path, "is not a regular file: not read")
+        is_notebook = path.endswith(".ipynb")
+        limit = _MAX_NOTEBOOK_BYTES if is_notebook else _MAX_BYTES
+        if status.st_size > limit:
+            return _unread(path, f"file is {status.st_size:,} bytes, over the limit of {limit:,}")
         data = Path(path).read_bytes()
         if is_notebook:
-            source = notebook_source(path, data)
-        else:
-            encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
-            text = data.decode(encoding).replace("\r\n", "\n").replace("\r", "\n")
-            source = Source(path, text)
-        if len(source.text) > max_bytes:
-            return _too_large(path, len(source.text), max_bytes)
-        return source
+            return notebook_source(path, data)
+        encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
+        return Source(path, data.decode(encoding).replace("\r\n", "\n").replace("\r", "\n"))
     except FileNotFoundError:
-        return Source(path, "", problems=[Problem("no such file or folder")])
+        return _unread(path, "no such file or folder")
     except (OSError, UnicodeDecodeError, SyntaxError, LookupError) as error:
-        return Source(path, "", problems=[Problem(f"cannot be read: {error}")])
+        return _unread(path, f"cannot be read: {error}")
 
 
-def _too_large(path: str, size: int, limit: int) -> Source:
-    words = f"file is {size:,} bytes, over the limit of {limit:,}: not read"
-    return Source(path, "", problems=[Problem(words)])
+def _unread(path: str, why: str) -> Source:
+    return Source(path, "", problems=[Problem(why)])
 
 
 def notebook_source(path: str, data: bytes) -> Source:
@@ -160,37 +156,6 @@ def _without_magics(body: str) -> str:
     joined = "\n".join(cleaned)
     # IPython removes an indentation common to the whole cell.
     return joined if _syntax_error(joined) is None else textwrap.dedent(joined)
-
-
-_WRONG_LINES = 40
-"""A file with more lines that cannot be read is not read."""
-_STAND_INS = (
-    (r"^(\s*)(if|elif|while)\b.*:\s*$", r"\1\2 0:"),
-    (r"^(\s*)except\b.*:\s*$", r"\1except Exception:"),
-    (r"^(\s*).*[^:\s]\s*$", r"\g<1>0,"),
-)
-"""Patterns of lines that cannot be read, and their replacements. "0," is valid both as a statement
-and as an argument."""
-
-
-def without_wrong_lines(text: str) -> str | None:
-    """Replace the lines that this version of Python cannot read; None if there are too many.
-
-    Other versions nest quotes in f-strings, or print without parentheses.
-    """
-    lines = text.split("\n")
-    for _ in range(_WRONG_LINES):
-        wrong = _syntax_error("\n".join(lines))
-        if wrong is None:
-            return "\n".join(lines)
-        place = (wrong.lineno or 0) - 1
-        line = lines[place] if 0 <= place < len(lines) else ""
-        stand_ins = [re.sub(pattern, by, line) for pattern, by in _STAND_INS]
-        changed = [one for one in stand_ins if one != line]
-        if not changed:
-            return None
-        lines[place] = changed[0]
-    return None
 
 
 def _syntax_error(body: str) -> SyntaxError | None:

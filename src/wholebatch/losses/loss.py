@@ -167,6 +167,10 @@ class Loss:
         return Terms(parsed)
 
 
+class OfTheBatch(Loss):
+    """A loss that compares all samples it is given, so it is wrong for a micro-batch alone."""
+
+
 def as_loss(result: object) -> Loss | Terms:
     """Return the result of a loss function as a Loss: per-unit losses become their sum."""
     if isinstance(result, Loss | Terms):

@@ -114,8 +114,8 @@ def aggregate_units(
     if (mean in _GROUPED) != (group_size is not None):
         raise OptionError(
             f"mean={mean!r} with group_size={'None' if group_size is None else 'a tensor'}: "
-            'mean="groups" and "group_sequences" need wb.group_sizes(...) of the whole batch, and '
-            "no other mean takes it"
+            'mean="groups" and "group_sequences" need wb.losses.group_sizes(...) of the whole '
+            "batch, and no other mean takes it"
         )
     if mean == "tokens":
         return mask.bool().sum()
@@ -171,8 +171,8 @@ def policy_loss(
     sampled: r is 1, with a gradient. `max_ratio` bounds r also where A is negative (dual clip).
     ratio="sequence" takes the geometric mean of a sequence's ratios for each of its tokens (GSPO).
     `advantages` are [sequences] or [sequences, tokens]. `plus` is added to the loss of each token,
-    for terms over the same mean: `plus=0.04 * wb.token_kl(logprobs, reference)`. Terms over another
-    mean go through `wb.Loss.terms`.
+    for terms over the same mean: `plus=0.04 * wb.losses.token_kl(logprobs, reference)`. Terms over
+    another mean go through `wb.Loss.terms`.
 
     >>> logprobs = torch.tensor([[-1.0, -2.0]], requires_grad=True)
     >>> loss = policy_loss(logprobs, torch.tensor([0.5]), torch.ones(1, 2))

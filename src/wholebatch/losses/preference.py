@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from wholebatch.coupled.contrastive.losses import OfTheBatch
 from wholebatch.errors import LossError
-from wholebatch.losses.loss import Loss, Terms, wide
+from wholebatch.losses.loss import Loss, OfTheBatch, Terms, wide
 
 
 def sequence_logprobs(

@@ -14,18 +14,16 @@ from wholebatch.window.close import CloseOptions
 from wholebatch.window.gradient_store import DeviceStore, Store
 
 if TYPE_CHECKING:
-    from wholebatch.options import Memory
     from wholebatch.window.model_and_optimizer import Target
 
 
 def choose(
-    memory: Memory, *, target: Target, options: CloseOptions, sync: Sync, on_gradient: bool
+    place: str, *, target: Target, options: CloseOptions, sync: Sync, on_gradient: bool
 ) -> Store:
-    """Return the store for `memory.optimizer_state`, or raise if it cannot be used here.
+    """Return the store for `optimizer_state=place`, or raise if it cannot be used here.
 
     `on_gradient` is True if a function of the user's is to see the whole gradient.
     """
-    place = memory.optimizer_state
     if place not in ("device", "host"):
         raise OptionError(f'optimizer_state={place!r}: must be "device" or "host"')
     if sync.owns_hooks and (on_gradient or not target.steps):

@@ -25,7 +25,6 @@ OPTION = 'optimizer_state="host"'
 class HostStateStore(DeviceStore):
     """Gradients in `.grad`; the optimizer's state in pinned host memory between steps."""
 
-    steps_at_once = False
     closes_ahead = False
 
     def __init__(self, target: Target, options: CloseOptions, sync: Sync) -> None:

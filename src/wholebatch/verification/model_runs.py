@@ -260,14 +260,6 @@ class ModelRuns:
         for silence in self.silences:
             silence(self.model)
 
-    def with_loss(self, loss: Callable[[Any, Any], Any]) -> ModelRuns:
-        """Return the same runs from the same start with another loss, which is not compiled."""
-        other = copy.copy(self)
-        other.loss = loss
-        other.silences = list(self.silences)
-        other.options = {name: v for name, v in self.options.items() if name != "execute"}
-        return other
-
     def in_float64(self) -> ModelRuns:
         """Return the same runs on a copy of the model in float64."""
         self.begin()

@@ -168,6 +168,50 @@ class LoopTrial:
         return next((f for f in self.fits if f.key == self.found != RIGHT), None)
 
 
+WEIGHED = (
+    *("not-divided", "divided-twice", "mean-of-means", "nominal-count", "other-units", "no-update"),
+    *("ranks-added", "world-size-forgotten"),
+)
+"""Mistakes in how micro-batches are weighed, which the adapter of a trainer mends."""
+_IN_TRAINERS = {
+    "HF Trainer": "from wholebatch.integrations.transformers import exact; then "
+    "trainer = exact(Trainer)(model=model, args=args, ...)",
+    "TRL": "from wholebatch.integrations.transformers import exact; then "
+    "trainer = exact(SFTTrainer)(model=model, args=args, ...), or with your trainer's class",
+    "Accelerate": "from wholebatch.integrations.accelerate import AccelerateAccumulator; then "
+    "windows = AccelerateAccumulator(accelerator, model, optimizer), and "
+    "windows.backward(mean=loss, units=...) instead of accelerator.backward(loss)",
+    "Lightning": "from wholebatch.integrations.lightning import ExactAccumulation; then "
+    "Trainer(callbacks=[ExactAccumulation(units=lambda batch: ...)], ...)",
+}
+
+
+@dataclass(frozen=True)
+class Watched:
+    """What a watch has seen of a loop, and what it has not."""
+
+    windows: int
+    """Windows that were seen, of the optimizer that made most."""
+    end: bool | None
+    """True if the end of the data was among them; None if the loop has no DataLoader."""
+    not_judged: tuple[str, ...]
+    """Parameters that had gradients, and no optimizer step that was seen."""
+    trainer: str
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Return what a verdict says of the part that was looked at."""
+        ends = {
+            True: "the end of the data was among them",
+            False: "the end of the data was not among them",
+            None: "the end of the data is not known: the loop has no DataLoader",
+        }
+        seen = f"{self.windows} window{'' if self.windows == 1 else 's'} seen; {ends[self.end]}"
+        if not self.not_judged:
+            return (seen,)
+        return seen, f"not judged, no optimizer step was seen: {listed(self.not_judged)}"
+
+
 @dataclass(frozen=True, repr=False)
 class LoopVerdict(_Answer):
     """The answer if a loop makes the update of the undivided batch; true if so in every trial."""
@@ -177,6 +221,7 @@ class LoopVerdict(_Answer):
     precision: str
     ranks: int
     seconds: float
+    watched: Watched | None = None
 
     @property
     def same(self) -> bool:
@@ -231,17 +276,31 @@ class LoopVerdict(_Answer):
         )
 
     def __str__(self) -> str:
-        parts, rows = [self.line], []
+        parts, rows, before = [self.line], [], ""
         for trial in self.trials:
             far, fit = trial.right.distance, trial.found_fit
-            off = percent(far) if math.isfinite(far) else ""
-            found, there = (fit.name, percent(fit.distance)) if fit else (trial.found, "")
-            name, steps = f"{trial.case}: {trial.name}", str(trial.optimizer_steps)
-            rows.append((name, steps, off, found or "no known mistake", there))
-        parts.append(_table(("window", "steps", "off by", "found", "off from that"), rows))
+            off = percent(far) if math.isfinite(far) and trial.optimizer_steps <= 1 else ""
+            marks = {RIGHT: "✓ right", NOT_JUDGED: "? not judged", None: "✗ no known mistake"}
+            found = f"✗ {fit.name}" if fit else marks[trial.found]
+            case = "" if trial.case in (before, "live") else trial.case
+            before = trial.case
+            rows.append((case, trial.name, str(trial.optimizer_steps), off, found))
+        first = 0 if any(row[0] for row in rows) else 1  # a watched loop has no name of a model
+        head = ("model", "window", "steps", "off by", "found")
+        parts.append(_table(head[first:], [row[first:] for row in rows]))
         for key in self.mistakes:
-            mistake = MISTAKES[key]
-            parts.append(f"{mistake.name}: {mistake.does}. Instead: {mistake.instead}.")
+            parts.append(f"{MISTAKES[key].name}: {MISTAKES[key].does}")
+            parts.append(f"instead: {self._instead(key)}")
         notes = dict.fromkeys(note for trial in self.trials for note in trial.notes)
+        notes |= dict.fromkeys(self.watched.notes if self.watched is not None else ())
         parts += [f"note: {note}" for note in notes]
         return "\n".join(parts)
+
+    def _instead(self, key: str) -> str:
+        """Return what to do, in the trainer at hand."""
+        trainer = "" if self.watched is None else self.watched.trainer
+        return (
+            _IN_TRAINERS.get(trainer, MISTAKES[key].instead)
+            if key in WEIGHED
+            else MISTAKES[key].instead
+        )

@@ -20,11 +20,18 @@ import torch
 from torch import Tensor, nn
 
 from wholebatch.batch import to_device
-from wholebatch.distributed.process_group import largest_over_ranks, sum_over_ranks, world_size
+from wholebatch.distributed.process_group import world_size
 from wholebatch.errors import OptionError
 from wholebatch.verification.example_models import ZOO, Case
-from wholebatch.verification.loop_judge import EQUAL_UNITS, LoopJudge
-from wholebatch.verification.mistakes import RIGHT, STEPPED_TWICE, MistakeFit, WindowParts, apart
+from wholebatch.verification.loop_judge import EQUAL_UNITS, LoopJudge, micro_batches
+from wholebatch.verification.mistakes import (
+    NOT_JUDGED,
+    RIGHT,
+    STEPPED_TWICE,
+    MistakeFit,
+    WindowParts,
+    apart,
+)
 from wholebatch.verification.model_runs import AUTOCAST, DividedBatch, ModelRuns, Numbers, joined
 from wholebatch.verification.observed_window import StartingState
 from wholebatch.verification.random_numbers import SILENCES
@@ -41,10 +48,9 @@ _LOW_SCALE = 2.0**6
 def verify_loop(
     loop: Loop,
     *,
-    case: Case | str | Sequence[Case | str] = ("mlp", "lm", "cnn"),
+    case: Case | str | Sequence[Case | str] | None = None,
     steps: int = 4,
     optimizer: MakeOptimizer | None = None,
-    clip_norm: float | None = None,
     uneven: bool = True,
     ddp: bool = False,
     device: torch.device | str = "cpu",
@@ -66,12 +72,13 @@ def verify_loop(
     ('mean-of-means',)
 
     `case` is a model with micro-batches: built-in ones by name ("mlp", "lm", "cnn"), or a `Case`.
+    By default all built-in ones are tried, and those on which the loop fails are left out.
     `steps` is the number of micro-batches that the loop calls a full window; it is also given a
     short one. `uneven=False` says that all micro-batches always have equally many units, and
     leaves the windows out in which they do not. `optimizer(model)` makes the optimizer (default:
-    SGD). Clipping through torch's functions is noticed; a loop that clips by hand is told so with
-    `clip_norm`. Under several ranks the model is handed over plain, for the loop to wrap, or in
-    DistributedDataParallel with `ddp=True`; every rank has micro-batches of its own.
+    SGD). Clipping through torch's functions is noticed. Under several ranks the model is handed
+    over plain, for the loop to wrap, or in DistributedDataParallel with `ddp=True`; every rank has
+    micro-batches of its own.
     """
     began = time.perf_counter()
     if not callable(loop):
@@ -79,13 +86,24 @@ def verify_loop(
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 2:
         raise OptionError(f"steps={steps!r}: must be a number of micro-batches, at least 2")
     trials: list[LoopTrial] = []
-    precision = "full"
-    for one in [case] if isinstance(case, str | Case) else case:
-        found = _CaseTrials(
-            loop, _case(one), steps, optimizer or _sgd, clip_norm, ddp, torch.device(device)
-        )
-        trials += found.all(uneven=uneven)
-        precision = found.numbers.precision if precision == "full" else precision
+    precision, failed = "full", dict[str, Exception]()
+    cases = tuple(ZOO) if case is None else (case,) if isinstance(case, str | Case) else case
+    for one in map(_case, cases):
+        try:
+            found = _CaseTrials(loop, one, steps, optimizer or _sgd, ddp, torch.device(device))
+            trials += found.all(uneven=uneven)
+            precision = found.numbers.precision if precision == "full" else precision
+        except Exception as error:
+            if case is not None or world_size() > 1:
+                raise
+            failed[one.name] = error
+    if not trials:
+        raise next(iter(failed.values()))
+    left_out = tuple(
+        f"not run on the built-in model {name!r}, where the loop raises {type(error).__name__}"
+        for name, error in failed.items()
+    )
+    trials[0] = replace(trials[0], notes=(*trials[0].notes, *left_out))
     name = name or str(getattr(loop, "__name__", "the loop"))
     seconds = time.perf_counter() - began
     return LoopVerdict(name, tuple(_consistent(trials)), precision, world_size(), seconds)
@@ -105,22 +123,22 @@ def _case(case: Case | str) -> Case:
 
 @dataclass(frozen=True)
 class _Recorded:
-    """One window that the loop has trained: what was seen of it, and the update it made."""
+    """One window that the loop has trained on one rank, taken apart."""
 
-    recorder: WindowRecorder
-    windows: Sequence[RecordedWindow]
-    update: Tensor
+    windows: list[RecordedWindow]
+    """One of each optimizer step."""
+    moved: bool
+    """True if the loop has changed the weights."""
+    moved_beside: float
+    """How far the weights have moved after the step, relative to the step's update."""
     keeps_gradients: bool
     """True if gradients are left behind."""
-
-    @property
-    def beside(self) -> float:
-        """Return how far the weights have moved after the step, relative to the step's update."""
-        recorder = self.recorder
-        if recorder.after_step is None or not recorder.after_step.numel():
-            return 0.0
-        moved = recorder.row_of(list(recorder.parameters)) - recorder.after_step
-        return float(moved.norm() / (self.update - moved).norm().clamp_min(1e-30))
+    skipped: bool
+    """True if a loss scaler has skipped the only step."""
+    stepped_twice: bool
+    means: list[Tensor]
+    units: list[float]
+    micros: list[Any]
 
 
 @dataclass
@@ -131,12 +149,12 @@ class _CaseTrials:
     case: Case
     steps: int
     make_optimizer: MakeOptimizer
-    clip_norm: float | None
     ddp: bool
     device: torch.device
     numbers: Numbers = field(default_factory=Numbers)
     notes: list[str] = field(default_factory=list)
     looks: bool = True
+    low_scale: bool = False
 
     def __post_init__(self) -> None:
         self.model = self.case.model().to(self.device)
@@ -170,10 +188,10 @@ class _CaseTrials:
         """Give two windows in a row: gradients that were left behind are in the second."""
         micros = self.case.window(self.steps, True, self.rank)
         try:
-            seen = self._recorded(micros, times=2).windows
+            seen = self._recorded(micros, times=2)[0][0].windows
         except Exception:  # one that sets things up cannot be called again: not our matter
             return []
-        if len(seen) < 2 or not seen[-1].micros[0].before.any():
+        if len(seen) < 2 or not seen[-1].backwards or not seen[-1].backwards[0].before.any():
             return []
         stale = MistakeFit("never-cleared", "two windows in a row")
         fits = (stale, replace(first.right, distance=1.0, fits=False))
@@ -183,131 +201,170 @@ class _CaseTrials:
 
     def _trial(self, even: bool, count: int) -> LoopTrial:
         micros = self.case.window(self.steps, even, self.rank)[:count]
-        seen = self._recorded(micros)
-        recorder, notes = seen.recorder, list(self.notes)
-        if recorder.skipped_steps and not recorder.steps:
-            with _low_loss_scale():
-                seen = self._recorded(micros)
-                recorder = seen.recorder
-            if recorder.skipped_steps and not recorder.steps:
-                notes.append("the loss scaler skipped the step: its gradients were not finite")
-        self._left = seen.keeps_gradients
-        if recorder.autocast and self.numbers.precision == "full":
-            names = {dtype: name for name, dtype in AUTOCAST.items()}
-            name = names.get(next(iter(recorder.autocast)), "full")
-            self.numbers = Numbers(name, 1024.0 if name == "fp16" else 1.0)
-        model = copy.deepcopy(self.model)
-        runs = ModelRuns(model, self.make_optimizer(model), self.case.loss, numbers=self.numbers)
-        parts, floor, coupled = self._parts(runs, recorder, micros)
-        kind = "equal" if len(set(parts.units)) == 1 else "uneven"
+        ranks, floor, coupled = self._recorded(micros)
+        units = [one.units for one in ranks]
+        kind = "equal" if len({unit for row in units for unit in row}) == 1 else "uneven"
         short = f" (short: {count} of {self.steps})" if count < self.steps else ""
+        self._left = any(one.keeps_gradients for one in ranks)
+        windows = [_one_window(one.windows) for one in ranks]
+        steps = {len(row) for row in windows}
+        firsts = [row[0] for row in windows if row] or [_no_window()]
+        judge = LoopJudge(
+            firsts, f"{count} {kind} micro-batches{short}", self.steps, case=self.case.name
+        )
+        judge.notes, judge.units = list(self.notes), [unit for row in units for unit in row]
         if not even and kind == "equal" and count > 1:
-            notes.append(f"{self.case.name}: {EQUAL_UNITS}")
-        made = recorder.updates()
-        window = seen.windows[0] if seen.windows else recorder.window or recorder.new_window()
-        judge = LoopJudge(window, recorder, f"{count} {kind} micro-batches{short}", self.case.name)
-        judge.notes, judge.optimizer_steps, judge.units = notes, len(made), parts.units
-        if (told := _without_one_update(seen, len(made))) is not None:
-            return judge.told(*told)
-        judge.window.gradient = made[0] if made else seen.update
-        if not made:  # an engine of its own stepped: what is left to see is the update
-            judge.by = "updates"
-            judge.as_seen = lambda gradient: _stepped(runs, recorder, gradient)
-            floor += _rounded_away(runs, recorder, seen.update) / TIMES_THE_FLOOR
-        elif self.clip_norm is not None:
-            judge.as_seen = self._clipped  # with torch's 1e-6 beside the norm, or without it
-            floor += 1e-6 / (TIMES_THE_FLOOR * float(parts.right.norm()))
-        trial = judge.trial_of(parts, floor, micros, coupled=coupled)
-        if trial.found == RIGHT and made and (off := largest_over_ranks(seen.beside)):
+            judge.notes.append(f"{self.case.name}: {EQUAL_UNITS}")
+        if any(one.skipped for one in ranks):
+            judge.notes.append("the loss scaler skipped the step: its gradients were not finite")
+        trial = self._without_one_update(judge, ranks, steps)
+        if trial is None:
+            means = [one.means for one in ranks]
+            zeros = torch.zeros_like(means[0][0])
+            parts = WindowParts(zeros, means, units, self.steps)
+            total = sum(judge.units)
+            parts = replace(parts, right=parts.weighted([[u / total for u in r] for r in units]))
+            inputs = [one.micros for one in ranks]
+            trial = judge.trial_of(parts, floor, inputs, coupled=coupled)
+        off = max(one.moved_beside for one in ranks)
+        if trial.found == RIGHT and off:
             moved = MistakeFit("moved-beside-the-step", "the step and something else")
             right = MistakeFit(RIGHT, "the optimizer's step", off, False)
             trial = replace(trial, found=moved.key, fits=(moved, right), observed_by="updates")
-        return trial
+        name = f"{count} {kind} micro-batches{short}"
+        return replace(trial, name=name, optimizer_steps=max(steps))
 
-    def _clipped(self, gradient: Tensor) -> Tensor:
-        """Return a gradient as the loop clips it by hand."""
-        assert self.clip_norm is not None
-        return gradient * min(1.0, self.clip_norm / max(float(gradient.norm()), 1e-30))
+    @staticmethod
+    def _without_one_update(
+        judge: LoopJudge, ranks: Sequence[_Recorded], steps: set[int]
+    ) -> LoopTrial | None:
+        """Return the verdict on a window with no step, with several, or with ranks that differ."""
+        if steps == {0} and not any(one.moved for one in ranks):
+            return judge.told(MistakeFit("no-update", "no optimizer step"))
+        if len(steps) > 1:
+            variant = "another number of steps on each rank"
+            return judge.told(MistakeFit("unsynchronised-ranks", variant))
+        if steps == {0}:
+            return judge.not_judged(
+                "the weights have moved, and no torch optimizer has stepped on them: use the "
+                "optimizer that the loop is given"
+            )
+        if any(one.stepped_twice for one in ranks):
+            return judge.told(MistakeFit(*STEPPED_TWICE))
+        if max(steps) > 1:
+            variant = f"{max(steps)} steps in the window"
+            return judge.told(MistakeFit("stepped-every-micro-batch", variant))
+        return None
 
-    def _parts(
-        self, runs: ModelRuns, recorder: WindowRecorder, micros: Sequence[Any]
-    ) -> tuple[WindowParts, float, bool]:
-        """Take a window apart; return also the rounding of its right gradient, and if it couples.
+    def _recorded(
+        self, micros: Sequence[Any], times: int = 1
+    ) -> tuple[list[_Recorded], float, bool]:
+        """Let the loop train on copies of the model and the optimizer, and take its window apart.
 
-        It couples samples if the undivided batch is further from its micro-batches than rounding.
+        Return what every rank has recorded, the rounding of the right gradient, and True if the
+        undivided batch is further from its micro-batches than that.
         """
-        means, units = [], []
-        for micro in micros:
-            gradient, counted = runs.gradient_of(micro)
-            means.append(recorder.row_of(gradient) / (counted[0] or 1.0))
-            units.append(counted[0])
-        parts = WindowParts(torch.zeros_like(means[0]), means, units, self.steps)
-        everywhere = parts.units_everywhere
-        right, floor = sum_over_ranks(parts.weighted(units)) / everywhere, runs.unit
-        limit, whole = math.sqrt(runs.unit) / TIMES_THE_FLOOR, joined(micros)
-        if whole is None:
-            return replace(parts, right=right), min(floor, limit), False
-
-        def undivided(batch: Any, order: Sequence[int] | None = None) -> Tensor:
-            row = recorder.row_of(runs.gradient_of(batch, order)[0])
-            return sum_over_ranks(row) / everywhere
-
-        added, right = right, undivided(whole)
-        off = apart(added, right)
-        floor = max(floor, apart(undivided(*DividedBatch(whole).in_other_orders()[0]), right))
-        if coupled := off > limit:  # no rounding is so large
-            right = added
-        else:
-            floor = max(floor, off)
-        return replace(parts, right=right), min(floor, limit), coupled
-
-    def _recorded(self, micros: Sequence[Any], times: int = 1) -> _Recorded:
-        """Let the loop train windows on copies of the model and the optimizer."""
         model = copy.deepcopy(self.model)
         optimizer = self.make_optimizer(model)
         start = StartingState(model, optimizer)
         handed: nn.Module = model
         if self.ddp and world_size() > 1:
             handed = nn.parallel.DistributedDataParallel(model)
-        windows: list[RecordedWindow] = []
-        recorder = WindowRecorder(model, optimizer, windows.append, looks=self.looks)
-        if self.clip_norm is not None:  # the norm is that of all numbers
-            recorder.numbers = sum(parameter.numel() for parameter in model.parameters())
+        recorder = WindowRecorder(model, looks=self.looks, stays_full=True)
         with recorder:
             for _ in range(times):
                 copies = [to_device(micro, self.device) for micro in copy.deepcopy(list(micros))]
                 self.loop(handed, optimizer, copies)
+        if recorder.skipped_steps and not recorder.windows and not self.low_scale:
+            self.low_scale = True
+            with _low_loss_scale():
+                return self._recorded(micros, times)
         self.looks = False
-        update = recorder.row_of(start.update(recorder.parameters))
-        left = any(p.grad is not None and bool(p.grad.any()) for p in model.parameters())
-        return _Recorded(recorder, windows, update, left)
+        update = recorder.sample(start.update(recorder.parameters))
+        beside = 0.0
+        if recorder.after_step is not None and recorder.after_step.numel():
+            moved = recorder.sample(recorder.parameters) - recorder.after_step
+            beside = float(moved.norm() / (update - moved).norm().clamp_min(1e-30))
+        if recorder.autocast and self.numbers.precision == "full":
+            names = {dtype: name for name, dtype in AUTOCAST.items()}
+            name = names.get(next(iter(recorder.autocast)), "full")
+            self.numbers = Numbers(name, 1024.0 if name == "fp16" else 1.0)
+        own = copy.deepcopy(self.model)
+        runs = ModelRuns(own, self.make_optimizer(own), self.case.loss, numbers=self.numbers)
+        means, units, off, floor = self._parts(runs, recorder, micros)
+        mine = _Recorded(
+            windows=recorder.windows,
+            moved=bool(update.any()),
+            moved_beside=beside,
+            keeps_gradients=any(
+                p.grad is not None and bool(p.grad.any()) for p in model.parameters()
+            ),
+            skipped=bool(recorder.skipped_steps) and not recorder.windows,
+            stepped_twice=recorder.stepped_twice,
+            means=means,
+            units=units,
+            micros=list(micros),
+        )
+        limit = math.sqrt(runs.unit) / TIMES_THE_FLOOR
+        if world_size() == 1:
+            return [mine], min(max(floor, 0.0 if off > limit else off), limit), off > limit
+        gathered: list[Any] = [None] * world_size()
+        torch.distributed.all_gather_object(gathered, (mine, off, floor))
+        off, floor = max(one[1] for one in gathered), max(one[2] for one in gathered)
+        floor = min(max(floor, 0.0 if off > limit else off), limit)
+        return [one[0] for one in gathered], floor, off > limit
+
+    def _parts(
+        self, runs: ModelRuns, recorder: WindowRecorder, micros: Sequence[Any]
+    ) -> tuple[list[Tensor], list[float], float, float]:
+        """Return the mean gradient and the units of each micro-batch.
+
+        Also how far the undivided batch is from their sum, and from itself in another order.
+        """
+        means, units = [], []
+        for micro in micros:
+            gradient, counted = runs.gradient_of(micro)
+            means.append(recorder.sample(gradient) / (counted[0] or 1.0))
+            units.append(counted[0])
+        whole = joined(micros)
+        if whole is None:
+            return means, units, 0.0, runs.unit
+        sums = zip(means, units, strict=True)
+        added = torch.stack([mean * unit for mean, unit in sums]).sum(0)
+        right = recorder.sample(runs.gradient_of(whole)[0])
+        other, order = DividedBatch(whole).in_other_orders()[0]
+        again = recorder.sample(runs.gradient_of(other, order)[0])
+        return means, units, apart(added, right), max(runs.unit, apart(again, right))
 
 
-def _without_one_update(seen: _Recorded, steps: int) -> tuple[str, str] | None:
-    """Return the mistake of a window with no step, with several, or with others on the ranks."""
-    if not largest_over_ranks(steps > 0 or bool(seen.update.any())):
-        return "no-update", "no optimizer step"
-    if largest_over_ranks(steps) != -largest_over_ranks(-steps):
-        return "unsynchronised-ranks", "another number of steps on each rank"
-    if seen.recorder.stepped_twice:
-        return STEPPED_TWICE
-    if steps > 1:
-        return "stepped-every-micro-batch", f"{steps} steps in the window"
-    return None
+def _one_window(windows: Sequence[RecordedWindow]) -> list[RecordedWindow]:
+    """Return the windows in micro-batches; steps on different parameters make one update."""
+    made: list[RecordedWindow] = []
+    for window in windows:
+        last = made[-1] if made else None
+        if last is not None and not last.indices & window.indices:
+            both = {**_by_index(last), **_by_index(window)}
+            order = sorted(both)
+            made[-1] = replace(
+                last,
+                indices=last.indices | window.indices,
+                gradient=torch.cat([both[index] for index in order]),
+                backwards=[],
+                clips=[],
+            )
+        else:
+            made.append(window if window.ledger_units else micro_batches(window))
+    return made
 
 
-def _stepped(runs: ModelRuns, recorder: WindowRecorder, row: Tensor) -> Tensor:
-    """Return the update that the optimizer makes of a gradient."""
-    runs.begin()
-    recorder.spread(row, runs.parameters)
-    runs.optimizer.step()
-    return recorder.row_of(runs.start.update(runs.parameters))
+def _by_index(window: RecordedWindow) -> dict[int, Tensor]:
+    assert window.gradient is not None
+    parts = window.gradient.split(window.sizes)
+    return dict(zip(sorted(window.indices), parts, strict=True))
 
 
-def _rounded_away(runs: ModelRuns, recorder: WindowRecorder, update: Tensor) -> float:
-    """Return the share of an update that adding it to the parameters rounds away."""
-    weights = recorder.row_of([runs.start.before(p) for p in runs.parameters])
-    return TIMES_THE_FLOOR * 6e-8 * float(weights.norm()) / max(float(update.norm()), 1e-30)
+def _no_window() -> RecordedWindow:
+    return RecordedWindow(0, 0, [], [], 2.0**-24, False)
 
 
 def _consistent(trials: Sequence[LoopTrial]) -> list[LoopTrial]:
@@ -322,7 +379,8 @@ def _consistent(trials: Sequence[LoopTrial]) -> list[LoopTrial]:
             votes[fit.key] = votes.get(fit.key, 0) + agrees
     result = []
     for trial in trials:
-        if trial.found not in (RIGHT, "coupled", "moved-beside-the-step", None):
+        known = (RIGHT, NOT_JUDGED, "coupled", "moved-beside-the-step", None)
+        if trial.found not in known:
             fitting = [fit for fit in trial.fits if fit.fits and fit.key != RIGHT]
             best = max(fitting, key=lambda fit: (votes[fit.key], -fit.distance))
             trial = replace(trial, found=best.key)

@@ -27,7 +27,7 @@ from wholebatch.options import BatchNormPolicy, flattened
 from wholebatch.runner import check_functions, modules_of
 from wholebatch.verification.model_runs import DividedBatch, ModelRuns, Numbers, objective, uneven
 from wholebatch.verification.observed_window import WindowRun
-from wholebatch.verification.random_numbers import SILENCES, Draws, dropouts
+from wholebatch.verification.random_numbers import SILENCES, DrawnLines, dropouts
 from wholebatch.verification.run_comparison import (
     Comparison,
     Vectors,
@@ -323,7 +323,7 @@ def verify(
     if type(model).__module__.startswith("deepspeed"):
         raise UnsupportedError(
             "a DeepSpeed engine: its parameters are not its own to run undivided; put one window "
-            "of it into a function and use `wholebatch verify --loop`"
+            "of it into a function and use `wholebatch verify train.py:function`"
         )
     divided = DividedBatch(
         batch,
@@ -356,9 +356,8 @@ class _Proof:
     began: float
     wants_float64: bool
     notes: list[str] = field(default_factory=list)
-    draws: Draws = field(default_factory=Draws)
-    held: ModelRuns | None = None
-    """The runs with every random draw held still, where that is possible."""
+    drawn: str = ""
+    """What draws random numbers that cannot be switched off."""
 
     def verdict(self) -> Verdict:
         runs = self.runs
@@ -393,9 +392,9 @@ class _Proof:
         if same:
             self.notes += moved_buffers(runs, self.batch, buffers)
             if chance:
-                self.notes.append(f"{self._drawn}: here those of the undivided batch, in its order")
+                self.notes.append(f"{self.drawn}: here those of the undivided batch, in its order")
         elif chance:
-            causes = self._beside(chance)
+            causes = chance
         else:
             evidence = Evidence(runs, self.batch, whole, again, others, gradient, float64)
             causes = diagnose(evidence)
@@ -524,38 +523,11 @@ class _Proof:
                 )
                 return []
         runs.silences.clear()
-        held = runs.with_loss(self.draws.holding(runs.loss))
-        held.silences.append(SILENCES[0])
-        self.held = None if held.draws_random_numbers(few) or not self.draws.steady else held
-        return [cause("randomness", drawn=self._drawn)]
-
-    @property
-    def _drawn(self) -> str:
-        places = f" ({self.draws})" if self.draws.places else ""
-        return f"the loss or the model's forward draws random numbers{places}"
-
-    def _beside(self, chance: list[Cause]) -> list[Cause]:
-        """Return the draws as the cause, and what is found beside them when they are held."""
-        runs = self.held
-        if runs is None:
-            return chance
-        with self.draws.watching():
-            whole = runs.whole(self.batch.whole)
-        again = runs.whole(self.batch.whole)
-        others = runs.in_other_orders(self.batch)
-        ours = self._accumulated(runs)
-        gradient = compare_gradients("gradient", runs, ours, whole, [again, *others])
-        update, _ = compare_updates(runs, ours, whole, [again, *others], gradient)
-        if not self.draws.steady:
-            return chance
-        off, more = percent(gradient.distance), []
-        if gradient.same and update.same:
-            found = f"that of the undivided batch ({off} off)"
-        else:
-            found = f"still {off} off: see the next cause"
-            more = diagnose(Evidence(runs, self.batch, whole, again, others, gradient))
-        held = f"with every draw held, the same for each sample, the gradient is {found}"
-        return [*(replace(one, evidence=f"{one.evidence}; {held}") for one in chance), *more]
+        with DrawnLines() as lines:
+            runs.draws_random_numbers(few)
+        places = f" ({lines})" if lines.lines else ""
+        self.drawn = f"the loss or the model's forward draws random numbers{places}"
+        return [cause("randomness", drawn=self.drawn)]
 
 
 def _raised_in(loss: Any, error: BaseException) -> bool:

@@ -1,43 +1,37 @@
 """`watch`: a verdict on any training loop, while it runs.
 
-The first window is recorded and judged inside its optimizer step. The next one tells if gradients
-were left behind. After that only the losses are read: a short window may be divided wrongly, and
-the last micro-batches of the data may never make an update.
+The windows are recorded: the first ones in full, later ones by a few numbers of every gradient. At
+the end of the watch they are judged. With several ranks, the records of all are gathered once, and
+every rank judges the same ones.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import count as counter
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from wholebatch.distributed.process_group import all_meet, largest_over_ranks, world_size
+from wholebatch.distributed.process_group import all_meet, world_size
 from wholebatch.errors import OptionError
-from wholebatch.verification.loop_judge import LoopJudge
-from wholebatch.verification.loss_weights import TermWeights
+from wholebatch.verification.loop_judge import LoopJudge, micro_batches, turns_of
 from wholebatch.verification.mistakes import NOT_JUDGED, RIGHT, STEPPED_TWICE, MistakeFit
-from wholebatch.verification.verdicts import LoopTrial, LoopVerdict
-from wholebatch.verification.window_recorder import RecordedWindow, WindowRecorder, filled
+from wholebatch.verification.verdicts import LoopTrial, LoopVerdict, Watched
+from wholebatch.verification.window_recorder import RecordedWindow, WindowRecorder
 
 _log = logging.getLogger("wholebatch")
 
-_SHORT = ("stepped-every-micro-batch", "nominal-count", "divided-twice", "left-out")
-"""The mistakes that a short first window can be taken for: it has fewer micro-batches than K."""
-
-_MOST_PLAYERS = 12
-"""Windows that are watched until each of several optimizers has had its turn."""
-
-
-_PATIENCE, _LATER_PATIENCE = 30.0, 2.0
-"""Seconds that a rank waits for the others at their first step, and at a later one."""
-
-_UNKNOWN, _NOTHING, _LONGER, _LATER, _WHOLE = range(-1, 4)
-"""What a rank wants to do with a window; `_plan` makes one answer of those of all ranks."""
+PATIENCE = 30.0
+"""Seconds that a rank waits for the others at the end of a watch."""
+WITHOUT_LOADER = 8
+"""Windows that are watched of a script without a DataLoader, whose end is not known."""
 
 _numbers = counter()
 
@@ -46,8 +40,23 @@ class WatchIsOver(BaseException):
     """Ends a script whose verdict is known; no `except Exception` of the script's catches it."""
 
 
+@dataclass(frozen=True)
+class _Records:
+    """What one rank has recorded."""
+
+    windows: list[RecordedWindow]
+    counts: dict[int, int]
+    names: dict[int, str]
+    left: int
+    """Backwards after the last step."""
+    unstepped: list[str]
+    stepped_twice: bool
+    reason: str
+    """The reason why there is nothing to judge."""
+
+
 class Watch:
-    """Watches the loop that runs within it; `verdict` is the answer."""
+    """Watches the loop that runs within it; `verdict` is the answer, after it has ended."""
 
     def __init__(
         self,
@@ -55,9 +64,10 @@ class Watch:
         optimizer: Any = None,
         *,
         name: str = "the loop",
-        stop_after: int = 0,
+        windows: int | None = 0,
         logs: bool = True,
     ) -> None:
+        """`windows` ends the loop after so many; None: after the first epoch; 0: it runs on."""
         inner = optimizer
         while isinstance(getattr(inner, "optimizer", None), torch.optim.Optimizer):
             inner = inner.optimizer  # of Accelerate, Fabric or Lightning
@@ -65,221 +75,187 @@ class Watch:
             raise OptionError(f"model={type(model).__name__}: must be an nn.Module")
         if inner is not None and not isinstance(inner, torch.optim.Optimizer):
             raise OptionError(f"optimizer={type(optimizer).__name__}: must be a torch optimizer")
-        self._recorder = WindowRecorder(model, optimizer=inner, ended=self._ended)
-        self._recorder.began = self._began
-        self._name, self._stop_after, self._logs = name, stop_after, logs
-        self._trials: list[LoopTrial] = []
-        self._windows = self._rounds = self._count = 0
-        self._judged: set[frozenset[int]] = set()
-        self._first: LoopJudge | None = None
-        self._has_short = self._has_others = self._is_alone = False
-        self._number = next(_numbers)
-        self.seconds = 0.0
-        """Seconds that recording and judging have taken beside the first window's own."""
+        self._recorder = WindowRecorder(model, inner, stepped=self._stepped)
+        self._name, self._windows, self._logs = name, windows, logs
+        self._number, self._is_given = next(_numbers), inner is not None
+        self._began = 0.0
+        self._verdict: LoopVerdict | None = None
 
     def __enter__(self) -> Watch:
+        self._began = time.perf_counter()
         self._recorder.__enter__()
         return self
 
     def __exit__(self, kind: Any, error: object, *_: object) -> None:
-        left = self._recorder.window
         self._recorder.__exit__()
-        is_known = not self._has_others and not self._recorder.failure and not self._recorder.over
-        is_known &= left is None or self._is_of_the_loop(left)
-        if kind is None and left is not None and self._windows and is_known:
-            judge = LoopJudge(left, self._recorder, "after the last step")
-            self._trials.append(judge.told("no-update", "no optimizer step after them"))
-        nothing = LoopJudge(self._recorder.new_window(), self._recorder, "between two windows")
-        if self._recorder.stepped_twice:
-            self._trials.append(nothing.told(*STEPPED_TWICE))
-        if self._recorder.left_behind:
-            variant = "an optimizer steps on gradients of the window before, too"
-            self._trials.append(nothing.told("never-cleared", variant))
-        if not self._trials:
-            reason = self._recorder.failure or self._nothing_seen(left)
-            self._trials.append(nothing.not_judged(reason))
-        is_end = isinstance(error, SystemExit) and not error.code
-        if kind not in (None, WatchIsOver) and not is_end:
-            ended = f"the loop ended with {kind.__name__}" + f": {error}" * bool(str(error))
-            self._trials[-1] = replace(self._trials[-1], notes=(*self._trials[-1].notes, ended))
-        verdict = self.verdict
+        try:
+            verdict = self._judged(kind, error)
+        except Exception as failed:  # a watch never ends somebody's training
+            _log.debug("the watch could not judge", exc_info=True)
+            reason = f"the watch failed: {type(failed).__name__}: {failed}"
+            verdict = self._make([_nothing("").not_judged(reason)])
+        self._verdict = verdict
         if kind is None and self._logs:
             _log.log(logging.INFO if verdict.same else logging.WARNING, "%s", verdict.line)
 
     @property
     def verdict(self) -> LoopVerdict:
-        """The verdict on what was seen so far."""
-        dtypes = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-        precision = next((dtypes[d] for d in self._recorder.autocast if d in dtypes), "full")
-        trials = tuple(self._trials)
-        return LoopVerdict(self._name, trials, precision, world_size(), self.seconds)
+        """The verdict; inside the watch, on what was seen so far on this rank."""
+        if self._verdict is not None:
+            return self._verdict
+        return self._make(_trials([self._records(is_over=False)], given=self._is_given))
 
-    def _is_of_the_loop(self, left: RecordedWindow) -> bool:
-        """False if the last backwards have other weights and were cleared: a Hessian's estimate."""
-        grads = [p.grad for p in self._recorder.parameters if p.grad is not None]
-        if self._first is None or any(bool(grad.any()) for grad in grads):
-            return True
-        first, last = ([(t.times, t.over) for t in w.micros[0].terms] for w in (self._first, left))
-        return first == last
-
-    def _nothing_seen(self, left: RecordedWindow | None) -> str:
-        """Return the reason why there was no window to judge."""
-        if left is None and self._recorder.optimizer_steps:
-            return "an optimizer step was seen, and no backward that brought its gradients"
-        if left is None:
-            return "no backward was seen in this process; if it starts others, use torchrun instead"
-        count = len(left.micros)
-        reason = f"{count} backward{'s'[: count - 1]} without a torch optimizer's step after them"
-        if any(micro.moved for micro in left.micros):
-            reason += ": the loop updates the weights by itself, with a rate that is not known"
-        return reason
-
-    # ------------------------------------------------------------ called by the observer
-
-    def _began(self, window: RecordedWindow) -> None:
-        """Go on lightly after the first window, unless the next begins with its gradients."""
-        returns = self._windows > _MOST_PLAYERS or self._returns(window)
-        is_clean = not float(window.micros[0].before.abs().sum())
-        if window.moved_before and self._windows == 1:
-            judge = LoopJudge(self._recorder.new_window(), self._recorder, "between two windows")
-            variant = "after the first step, before the next forward"
-            self._trials.append(judge.told("moved-beside-the-step", variant))
-        more, is_known = self._rounds - self._stop_after, self._count > 1 and is_clean
-        if returns and self._stop_after and (more > 0 or (more == 0 and is_known)):
-            self._recorder.over = WatchIsOver()
-            raise self._recorder.over
-        if self._first is not None and window.micros[0].is_passed_on:  # a generator's loss
-            self._has_others |= not self._first.micros[0].is_passed_on
-        if returns and not self._recorder.light and (is_known or self._rounds > 1):
-            self._recorder.go_lightly()
-
-    def _returns(self, window: RecordedWindow) -> bool:
-        """True if the optimizer of the first window has its turn again, and each other had one."""
-        if self._first is None or self._recorder.light:
-            return True
-        first, now = (filled(w.micros[0].brought, w.sizes) for w in (self._first.window, window))
-        return not self._recorder.waits_for_others and (first == now or len(self._judged) < 2)
-
-    def _ended(self, window: RecordedWindow) -> None:
-        self._windows += 1
-        began = time.perf_counter()
-        judge = LoopJudge(window, self._recorder, f"window {self._windows}")
-        try:
-            self._judge(judge)
-        except Exception as error:  # a watch never ends somebody's training
-            _log.debug("a window was not judged", exc_info=True)
-            reason = f"the watch failed: {type(error).__name__}: {error}"
-            self._trials.append(judge.not_judged(reason))
-        if self._windows == 1:
-            self.seconds = time.perf_counter() - began
-
-    def _judge(self, judge: LoopJudge) -> None:
-        window, plan = judge.window, self._plan(judge)
-        is_first = self._first is None or window.places == self._first.window.places
-        self._rounds += self._recorder.light or is_first
-        if plan == _WHOLE:
-            self._judged.add(window.places)
-            trial = judge.trial()
-            self._trials.append(trial)
-            if self._first is None:
-                self._first = judge
-                self._count = trial.micro_batches
-            elif is_first and self._count < trial.micro_batches:
-                self._was_short(judge.terms(), trial.micro_batches)
-        elif plan == _LONGER:
-            self._was_short(judge.terms(), len(judge.micros))
-        elif plan == _LATER:
-            self._judge_later(judge)
-
-    def _judge_later(self, judge: LoopJudge) -> None:
-        """Judge a window that is shorter, or divided otherwise, or has smaller micro-batches."""
-        assert self._first is not None
-        is_short = bool(largest_over_ranks(len(judge.micros) < self._count))
-        if is_short:
-            judge.steps, judge.like = self._count, self._first.terms()
-        if largest_over_ranks(not judge.window.is_whole):  # only its losses' weights are known
-            if largest_over_ranks(any(abs(sum(t.weights) - 1) > 1e-3 for t in judge.like)):
-                return
-            judge.window.sizes, judge.micros[0].calls = [], []
-        trial = judge.trial()
-        if judge.was_right and trial.found == "cleared-in-the-window":
+    def _stepped(self) -> None:
+        """End the loop where it has been watched for long enough."""
+        recorder, made = self._recorder, max(self._recorder.window_counts.values(), default=0)
+        if self._windows:
+            is_over = made >= self._windows + 1
+        elif self._windows is None:
+            has_loader = recorder.loader_ended or recorder.knows_loader
+            is_over = recorder.loader_restarted or (not has_loader and made >= WITHOUT_LOADER)
+        else:
             return
-        self._has_short |= is_short or judge.was_right
-        self._trials += [trial] * (trial.found != NOT_JUDGED)
+        if is_over:
+            recorder.over = WatchIsOver()
 
-    def _plan(self, judge: LoopJudge) -> int:
-        """Return what is done with this window, on all ranks."""
-        patience = _LATER_PATIENCE if self._first else _PATIENCE
-        if not self._is_alone and not all_meet(f"{self._number}/{self._windows}", patience):
-            self._is_alone = True
-            if self._first is None:
-                reason = f"not every rank has made a step {patience:g} s after the first one did"
-                self._trials.append(judge.not_judged(reason))
-        if self._is_alone:
-            return _NOTHING
-        own = self._own_plan(judge)
-        least, most = -largest_over_ranks(-own), largest_over_ranks(own)
-        agreed = least > _UNKNOWN and (least == most or most < _WHOLE)
-        return int(most) if agreed else _NOTHING
+    # ------------------------------------------------------------- the verdict
 
-    def _own_plan(self, judge: LoopJudge) -> int:
-        window, count, first = judge.window, len(judge.micros), self._first
-        if window.is_whole and not self._recorder.light:  # the first, or it began with gradients
-            is_clean = not bool(window.micros[0].before.any())
-            waits = window.places in self._judged and self._count > 1 and is_clean
-            return _NOTHING if waits else _WHOLE  # another optimizer has not had its turn yet
-        is_hidden = self._has_others or self._recorder.sharded or len(self._judged) > 1
-        if first is None or first.needs_calls or is_hidden:
-            return _UNKNOWN  # forwards are not watched any more, nor whose window it is
-        is_other = world_size() == 1 and self._is_divided_otherwise(judge)
-        if is_other and not window.is_whole:
-            return _NOTHING
-        if is_other or self._is_uneven(judge) or (count < self._count and not self._has_short):
-            return _LATER
-        return _LONGER if count > self._count == len(first.window.micros) else _NOTHING
+    def _records(self, *, is_over: bool) -> _Records:
+        recorder = self._recorder
+        # Backwards that are made in another way are of another purpose: a Hessian's estimate.
+        windows = [micro_batches(window) for window in recorder.windows if window.backwards]
+        known = {b.signature for window in windows for b in window.backwards}
+        pending = [micro for micro in recorder.pending if not micro.is_stepped]
+        left = [micro for micro in pending if not known or micro.signature in known]
+        left = left if is_over or not known else []
+        return _Records(
+            windows=list(recorder.windows),
+            counts=dict(recorder.window_counts),
+            names=dict(recorder.optimizer_names),
+            left=len(left) + (recorder.open_ledger if is_over else 0),
+            unstepped=recorder.unstepped,
+            stepped_twice=recorder.stepped_twice,
+            reason=recorder.failure or self._nothing_seen(len(left)),
+        )
 
-    def _is_divided_otherwise(self, judge: LoopJudge) -> bool:
-        """True if it is divided by the number of the first window, and not by its own.
+    def _judged(self, kind: Any, error: object) -> LoopVerdict:
+        records = self._records(is_over=kind is None)
+        everywhere = [records]
+        ranks = world_size()
+        if ranks > 1:
+            if not all_meet(f"watch {self._number}", PATIENCE):
+                reason = f"not every rank came to the end of the watch within {PATIENCE:g} s"
+                return self._make([_nothing("").not_judged(reason)])
+            gathered: list[Any] = [None] * ranks
+            dist.all_gather_object(gathered, records)
+            everywhere = gathered
+        trials = _trials(everywhere, given=self._is_given)
+        is_end = isinstance(error, SystemExit) and not error.code
+        if kind not in (None, WatchIsOver) and not is_end:
+            text = f": {error}" if str(error) else ""
+            ended = f"the loop ended with {kind.__name__}{text}"
+            trials[-1] = replace(trials[-1], notes=(*trials[-1].notes, ended))
+        return self._make(trials)
 
-        Sums tell this, and the means of a longer window; a shorter one is judged in any case.
-        """
-        if self._has_short or self._first is None or self._trials[0].found != RIGHT:
-            return False
-        judge.like, scale = self._first.terms(), judge.micros[0].loss_scale
-        plain = all(len(micro.roots) == 1 for micro in self._first.micros)  # a backward of each
-        longer = plain and len(judge.micros) > self._count
-        sums = [
-            sum(term.weights) / scale
-            for term, was in zip(judge.terms(), judge.like, strict=False)
-            if was.choice is not None
-            or (longer and term.choice is None and abs(sum(was.weights) / scale - 1) < 1e-2)
-        ]
-        judge.was_right = any(abs(total - 1) > 1e-2 for total in sums)
-        judge.like, judge.steps = (judge.like, self._count) if judge.was_right else ((), None)
-        return judge.was_right
+    def _make(self, trials: Sequence[LoopTrial]) -> LoopVerdict:
+        recorder = self._recorder
+        dtypes = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+        watched = Watched(
+            windows=max(recorder.window_counts.values(), default=0),
+            end=recorder.loader_ended if recorder.knows_loader else None,
+            not_judged=tuple(recorder.unstepped),
+            trainer=recorder.trainer,
+        )
+        return LoopVerdict(
+            self._name,
+            tuple(trials),
+            next((dtypes[d] for d in recorder.autocast if d in dtypes), "full"),
+            world_size(),
+            time.perf_counter() - self._began,
+            watched,
+        )
 
-    def _is_uneven(self, judge: LoopJudge) -> bool:
-        """True if a full window has a smaller micro-batch, and those of the first were equal."""
-        first, *more = self._trials
-        if more or len(judge.micros) != self._count or world_size() > 1 or first.found != RIGHT:
-            return False
-        return len(set(first.units)) == 1 and any(len(set(t.units)) > 1 for t in judge.terms())
+    def _nothing_seen(self, left: int) -> str:
+        """Return the reason why there is no window to judge."""
+        recorder = self._recorder
+        if recorder.stepped_inside:
+            return "an optimizer steps inside the backward, on one parameter after the other"
+        if left:
+            number = f"{left} backward{'' if left == 1 else 's'}"
+            return (
+                f"{number} without a torch optimizer's step after them: put one window into a "
+                "function and use `wholebatch verify train.py:function`"
+            )
+        if recorder.lost_steps:
+            return "an optimizer step was seen, and no backward that brought its gradients"
+        return "no backward was seen in this process; if it starts others, use torchrun instead"
 
-    def _was_short(self, like: list[TermWeights], count: int) -> None:
-        """Judge the first window again: those that follow are longer, and tell more."""
-        assert self._first is not None
-        first, self._count = self._first, count
-        first.steps, first.like, first.runs_undivided = count, like, False
-        trial = first.trial()
-        alone, resumed = trial.micro_batches == 1, first.window.resumed
-        each = any(other.found == "stepped-every-micro-batch" for other in self._trials[1:])
-        if trial.found in _SHORT and not each and (alone or resumed or trial.found != "left-out"):
-            left = any(other.found == "cleared-in-the-window" for other in self._trials[1:])
-            key = "left-out" if left else "nominal-count"
-            key = "only-the-first" if alone else "lost-after-resume" if resumed else key
-            fits = [MistakeFit(key, fit.variant, fit.distance, True) for fit in trial.fits[:1]]
-            trial = replace(trial, found=key, fits=(*fits, *trial.fits[1:]))
-        self._trials[0] = trial
+
+def _nothing(name: str) -> LoopJudge:
+    """Return a judge of no window."""
+    return LoopJudge([RecordedWindow(0, 0, [], [], 2.0**-24, False)], name)
+
+
+def _trials(records: Sequence[_Records], *, given: bool) -> list[LoopTrial]:
+    """Judge what all ranks have recorded; of the optimizer that was given, if it has stepped."""
+    trials: list[LoopTrial] = []
+    made = [optimizer for optimizer, count in records[0].counts.items() if count]
+    if given and 0 in made:  # the optimizer that was given is the first that is known
+        made = [0]
+    for optimizer, name in sorted(records[0].names.items()):
+        if optimizer not in made:
+            continue
+        windows = [[w for w in one.windows if w.optimizer == optimizer] for one in records]
+        several = len(made) > 1
+        trials += _of_optimizer(windows, f"{name} {optimizer + 1}, " if several else "")
+    if any(one.stepped_twice for one in records):
+        trials.append(_nothing("between two windows").told(MistakeFit(*STEPPED_TWICE)))
+    left = max(one.left for one in records)
+    if trials and left:
+        number = f"{left} micro-batch{'' if left == 1 else 'es'} after the last optimizer step"
+        trials.append(_nothing("after the last step").told(MistakeFit("no-update", number)))
+    if not trials:
+        trials.append(_nothing("the loop").not_judged(records[0].reason))
+    return trials
+
+
+def _of_optimizer(ranks: Sequence[Sequence[RecordedWindow]], prefix: str) -> list[LoopTrial]:
+    """Judge the windows of one optimizer."""
+    empty = [len(w.backwards) == 0 and not w.ledger_units for row in ranks for w in row]
+    if empty and all(empty):
+        reason = "an optimizer step was seen, and no backward that brought its gradients"
+        return [_nothing(prefix).not_judged(reason)]
+    turns = next((turns_of(w) for w in ranks[0] if w.is_full and w.backwards), 1)
+    joined = [
+        [micro_batches(w, 0 if w.is_full else turns) for w in row if w.backwards or w.ledger_units]
+        for row in ranks
+    ]
+    counts = Counter(len(w.backwards) for row in joined for w in row)
+    usual = max(counts, key=lambda count: (counts[count], count))
+    by_number = [{w.number: w for w in row} for row in joined]
+    shared = sorted(set.intersection(*(set(row) for row in by_number)))
+    if not shared:
+        return [_nothing(prefix).not_judged("the ranks have made different steps")]
+    trials: list[LoopTrial] = []
+    first = len(by_number[0][shared[0]].backwards)
+    owns: Sequence[float] = ()
+    for number in shared:
+        window = [row[number] for row in by_number]
+        judge = LoopJudge(window, f"{prefix}window {number}", usual, first, owns=owns)
+        trials.append(judge.trial())
+        owns = owns or (judge.owns if trials[-1].found == RIGHT else ())
+    # Of a later window, it is not known to which model a loss belongs, nor what was moved.
+    unknown = ("cleared-in-the-window", "only-the-last", NOT_JUDGED)
+    full = {window.number for window in ranks[0] if window.is_full} | {shared[0]}
+    pairs = list(zip(shared, trials, strict=True))
+    if trials[0].found not in (RIGHT, NOT_JUDGED):
+        return trials
+    is_right = trials[0].found == RIGHT
+    kept = [t for n, t in pairs if n in full or (is_right and t.found not in unknown)]
+    if missed := len(trials) - len(kept):
+        note = f"{missed} of {len(trials)} windows that were kept could not be judged"
+        kept[0] = replace(kept[0], notes=(*kept[0].notes, note))
+    return kept
 
 
 def watch(model: nn.Module | None = None, optimizer: Any = None) -> Watch:
@@ -295,15 +271,14 @@ def watch(model: nn.Module | None = None, optimizer: Any = None) -> Watch:
     >>> watched.verdict.mistake.name
     'not divided'
 
-    The first window is recorded: its micro-batches, the weight and units of each loss, and the
-    gradient that reached the step. The undivided batch is run beside it where its inputs can be
-    joined. Nothing of the loop changes, and its numbers stay the same. After that window the watch
-    costs next to nothing. Where something cannot be known, the verdict is "not judged", with the
-    reason.
+    The first window is recorded in full: its micro-batches, the weight and units of each loss, and
+    the gradient that reached the step. Later windows are recorded by a few numbers. Windows of
+    wholebatch are read from their ledger. Nothing of the loop changes, and its numbers stay the
+    same. Where something cannot be known, the verdict is "not judged", with the reason.
 
     Args:
-        model: The model, wrapped or not. Default: what the loop calls first.
-        optimizer: The optimizer. Default: the one that holds the model's parameters.
+        model: The model, wrapped or not. Default: what the loop calls.
+        optimizer: The optimizer to judge. Default: all that step on the model's parameters.
 
     Returns:
         A context manager with a `verdict`: true if the update is the same.

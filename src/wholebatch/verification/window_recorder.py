@@ -1,28 +1,28 @@
-"""The one recorder of a loop that runs: its micro-batches, and their gradients up to the step.
+"""Record the windows of a training loop that runs: its backwards, clips and optimizer steps.
 
-Nothing of the loop is changed. Every backward is seen before and after it ran, every parameter
-tells the gradient that a backward brings it, and clipping and the optimizer's step show what they
-were given. Of a large model only every n-th number is kept, so that a copy is cheap.
+Nothing of the loop is changed. The recorder uses torch's public hooks, and six functions that are
+replaced while it is open (`_REPLACED`). Whatever fails in it is kept in `failure`, and the loop
+goes on. Of a large model every n-th number of a gradient is kept.
+
+Windows of wholebatch itself (Accumulator, WholeBatch, adapters) are read from their ledger.
 """
 
 from __future__ import annotations
 
-import gc
-import importlib
 import logging
+import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial, wraps
-from itertools import islice
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.amp.grad_scaler import OptState
 from torch.nn.modules.module import (
-    _global_forward_hooks_with_kwargs,
     register_module_forward_hook,
     register_module_forward_pre_hook,
 )
@@ -30,162 +30,178 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils.data import DataLoader
 
 from wholebatch.batch.samples import tensors_of
-from wholebatch.coupled.loss_graph import (
+from wholebatch.coupled.normalisation_layers import batchnorms, uses_batch_statistics
+from wholebatch.verification.loss_terms import (
     LossTerm,
-    is_ddp_sink,
-    linked_samples,
-    loss_terms,
-    normalised_over_samples,
-    saved_by,
+    compares_samples,
+    has_normalised_factor,
+    nodes_until,
+    terms_of,
 )
-from wholebatch.verification.batch_statistics import BatchStatistics, Statistic
-from wholebatch.verification.observed_window import places_of
-from wholebatch.window import window
-from wholebatch.window.forward_state import capture_random, same_random
+from wholebatch.window import window as ledger
 
 _log = logging.getLogger("wholebatch")
 
-# By its name: `torch.nn.utils` has a deprecated function that hides the module.
-_clip_grad: Any = importlib.import_module("torch.nn.utils.clip_grad")
+_REPLACED = {
+    "backward": (torch.autograd, "backward"),
+    "clip": (torch.nn.utils, "clip_grad_norm_"),
+    "clip by value": (torch.nn.utils, "clip_grad_value_"),
+    "scale": (torch.amp.GradScaler, "scale"),
+    "scaled step": (torch.amp.GradScaler, "step"),
+    "iterate": (DataLoader, "__iter__"),
+}
+"""The functions that are replaced while a recorder is open: owner and name of each."""
 
-_NUMBERS = 1 << 18
-"""Numbers kept of every gradient, unless asked otherwise; of a larger model, every n-th."""
-_FEW_PARAMETERS, _FEW_NUMBERS = 8, 64
-"""Parameters watched after the first window, and numbers kept of each."""
-_LOOKS = "wholebatch.coupled."
-_MOST_NODES, _MOST_LOSS_NODES = 1 << 15, 1 << 8
-_MOST_OUTPUTS = 1 << 24
-"""Numbers kept of the gradients of one call's outputs."""
-
-
-@dataclass(eq=False)
-class Call:
-    """One outermost call of the model; `slopes` are the gradients of its outputs, by place."""
-
-    module: nn.Module
-    args: Any
-    kwargs: dict[str, Any]
-    draws: bool
-    training: bool = True
-    is_borrowed: bool = False
-    """True if it ran with other parameters than the module's own (`functional_call`)."""
-    has_graph: bool = False
-    """True if an output depends on what is trained."""
-    slopes: dict[int, Tensor] = field(default_factory=dict)
-    rows: dict[int, Tensor] = field(default_factory=dict)
-    """The first numbers of every sample's output, by place."""
-
-    @property
-    def given(self) -> list[Tensor]:
-        """Return the tensors that the model was given."""
-        return tensors_of((self.args, self.kwargs))
+_NUMBERS, _FEW_NUMBERS = 1 << 15, 1 << 9
+"""Numbers kept of a gradient in the first windows, and later; at least one of each parameter."""
+_MOST_FULL = 12
+"""Windows recorded in full while an optimizer has not had its turn."""
+_MOST_WINDOWS = 24
+"""Windows kept, if all differ in size."""
+_MOST_NODES, _MOST_GRAPH, _MOST_PENDING = 1 << 15, 1 << 8, 1 << 9
+_TRAINERS = {
+    "trl": "TRL",
+    "transformers": "HF Trainer",
+    "lightning": "Lightning",
+    "pytorch_lightning": "Lightning",
+    "accelerate": "Accelerate",
+    "deepspeed": "DeepSpeed",
+}
+"""Packages that drive a loop, the outermost first."""
 
 
 @dataclass(eq=False)
-class RecordedMicroBatch:
-    """One micro-batch: its calls of the model, its loss, and the gradient that it brought."""
+class RecordedBackward:
+    """One backward of the loop, with the gradients before and after it."""
 
-    calls: list[Call]
+    number: int
     before: Tensor
     after: Tensor
-    brought: Tensor
+    contribution: Tensor
+    """The gradient that this backward brought."""
     terms: list[LossTerm] = field(default_factory=list)
     loss_scale: float = 1.0
-    rates: tuple[float, ...] = ()
+    rates: dict[int, tuple[float, ...]] = field(default_factory=dict)
+    """Learning rates and weight decays of each optimizer that is known."""
     moved: frozenset[int] = frozenset()
-    """The places of the parameters that have changed since the micro-batch before."""
-    average_moved: bool = False
-    linked: bool = False
-    """True if its loss compares samples with each other."""
-    roots: list[Any] = field(default_factory=list)
-    """The nodes of the graph that its backwards began at."""
-    counts: list[float] = field(default_factory=list)
-    """Positive numbers, ones and sums of the constants that its loss was made with: targets."""
-    padded: list[float] = field(default_factory=list)
-    """The sizes of the masks and labels that its loss was made with."""
-    factors: list[Tensor] = field(default_factory=list)
-    """The weights of its samples in the loss."""
-    made_by: tuple[str, ...] = ()
-    """The names of the nodes of its loss's graph."""
-    number: int = 0
-    """How many backwards there were before it."""
-    statistic: Statistic | None = None
-    """A number over samples that its loss has in it, and that no gradient goes through."""
-    is_asked: bool = False
-    """True if `torch.autograd.grad` gave the gradient to the loop, and added it nowhere."""
+    """Parameters that have changed since the backward before."""
+    calls: frozenset[tuple[int, int]] = frozenset()
+    """The calls that its loss was made of: a number of each, and of its module."""
+    rows: frozenset[int] = frozenset()
+    """The numbers of rows of these calls' outputs."""
+    is_passed_on: bool = False
+    """True if a model was given the output of another one: a GAN's generator loss."""
+    compares: bool = False
+    """True if the loss compares samples with each other."""
+    batchnorms: tuple[str, ...] = ()
+    moved_buffers: tuple[str, ...] = ()
+    """Buffers that have changed since the backward before, but for those of a BatchNorm."""
+    graph: tuple[str, ...] = ()
+    """The names of the nodes between the loss and the model."""
+    roots: tuple[int, ...] = ()
+    has_normalised_factor: bool = False
+    """True if factors of its samples may be normalised over the micro-batch: advantages."""
+    has_sample_calls: bool = False
+    """True if every call of the model is a sample, with a term of the loss of its own."""
+    waits_for: frozenset[int] = frozenset()
+    """Parameters that it brought a gradient, and that no optimizer has stepped on since."""
+    is_stepped: bool = False
+    """True if an optimizer has stepped on a gradient of it."""
 
     @property
-    def is_passed_on(self) -> bool:
-        """True if what the model was given is itself made by a model: a generator's loss."""
-        return any(tensor.grad_fn is not None for tensor in self.given)
-
-    @property
-    def given(self) -> list[Tensor]:
-        """Return the tensors that the first call was given."""
-        return self.calls[0].given if self.calls else []
+    def signature(self) -> tuple[tuple[str, str, int, int], ...]:
+        """Return how its loss is made: backwards of another purpose differ in it."""
+        return tuple((t.node, t.kind, len(t.times), len(t.over)) for t in self.terms)
 
 
 @dataclass(frozen=True)
 class RecordedClip:
-    """One call that clips: after how many micro-batches, and the gradient before and after it."""
+    """One call that clips: after which backward, its limit, and the gradient before and after."""
 
-    micro_batches: int
+    number: int
     limit: float
     before: Tensor
     after: Tensor
 
     @property
     def cuts(self) -> bool:
+        """True if the gradient was changed."""
         return not torch.equal(self.before, self.after)
 
 
 @dataclass(eq=False)
 class RecordedWindow:
-    """One window of a live loop: the gradients and calls recorded between two optimizer steps."""
+    """The backwards between two steps of one optimizer, and the gradient of the step."""
 
+    number: int
+    optimizer: int
+    names: list[str]
     sizes: list[int]
     """How many numbers are kept of each parameter."""
-    names: list[str]
-    unit: float
-    half: bool
+    eps: float
+    is_half: bool
     """True if the gradients are kept in 16 bits."""
-    micros: list[RecordedMicroBatch] = field(default_factory=list)
+    backwards: list[RecordedBackward] = field(default_factory=list)
     clips: list[RecordedClip] = field(default_factory=list)
     gradient: Tensor | None = None
-    is_empty: bool = False
+    """The gradient of the step; None if the optimizer steps on shards or on copies."""
+    indices: frozenset[int] = frozenset()
+    is_full: bool = True
+    is_hooked: bool = False
+    """True if the loop has hooks of its own on parameters, which may change gradients."""
+    is_resumed: bool = False
+    """True if the optimizer had a state before the first step."""
+    has_no_gradient: bool = False
     """True if the optimizer steps on shards, and none of them has a gradient."""
-    autocast: set[torch.dtype] = field(default_factory=set)
-    resumed: bool = False
-    is_whole: bool = True
-    """False if it was not watched from its beginning in one way."""
-    used: int = 0
-    unused: int = 0
-    """Calls of the model whose outputs reached a backward, and those that reached none."""
-    moved_buffers: list[str] = field(default_factory=list)
-    """Buffers that its forwards have changed, and that are no statistics of a BatchNorm."""
-    stepped_inside: bool = False
-    """True if weights were stepped on before its end: by hooks, or by another optimizer."""
-    earlier_pass: int = 0
-    """Micro-batches of a pass before, whose gradients only moved the weights for this one (SAM)."""
-    places: frozenset[int] = frozenset()
-    """The places of the parameters that its optimizer steps on."""
-    leaked: bool = False
-    """True if it began with gradients that the window of another optimizer brought."""
-    moved_before: bool = False
+    moved_along_step: bool = False
     """True if the weights went on, or back, along the last step before the first backward."""
+    ledger_units: tuple[float, ...] = ()
+    """The units of each micro-batch, in a window of wholebatch."""
+    schedule_moved: bool = False
+    """True if the learning rate changed within a window of wholebatch."""
+
+
+@dataclass(eq=False)
+class _Call:
+    """One outermost call of a model."""
+
+    number: int
+    module: nn.Module
+    given: list[Tensor]
+    rows: frozenset[int]
+
+
+@dataclass(eq=False)
+class _Loader:
+    """A DataLoader that the loop iterates over, and how many batches it has given."""
+
+    loader: Any
+    iterator: Any
+    yielded: int = 0
+    trains: bool = False
+    ended: bool = False
+
+    @property
+    def is_at_end(self) -> bool:
+        try:
+            return bool(self.iterator._num_yielded >= len(self.loader))
+        except (AttributeError, TypeError):  # a loader of unknown length
+            return False
 
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def _never_fails(method: _Method) -> _Method:
-    """Return a method that keeps its error: a watch never ends somebody's training."""
+    """Return a method that keeps its error: a recorder never ends somebody's training."""
 
     @wraps(method)
     def kept(self: WindowRecorder, *args: Any, **kwargs: Any) -> Any:
+        if self.failure:
+            return None
         try:
             return method(self, *args, **kwargs)
         except Exception as error:
@@ -196,394 +212,280 @@ def _never_fails(method: _Method) -> _Method:
     return cast(_Method, kept)
 
 
-@dataclass(eq=False)
 class WindowRecorder:
-    """Records a loop's windows; `ended(window)` is called inside the step, before it is made.
+    """Records the windows of every optimizer; `over` is raised by the backwards to come, if set.
 
-    `began(window)` is called after the first backward of each. Without a model, the modules that
-    are called for the first backward are taken. With `looks=False` nobody searches for averages of
-    the weights, or asks if the loss compares samples.
+    Without a model, the modules that the loop calls are taken.
     """
 
-    model: nn.Module | None = None
-    optimizer: torch.optim.Optimizer | None = None
-    ended: Callable[[RecordedWindow], None] = lambda _: None
-    began: Callable[[RecordedWindow], None] = lambda _: None
-    looks: bool = True
-    numbers: int = _NUMBERS
-    light: bool = False
-    over: BaseException | None = None
-    """Raised by every backward to come, once the verdict is known and the script is to end."""
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        looks: bool = True,
+        stays_full: bool = False,
+        stepped: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.model, self.optimizer = model, optimizer
+        self._looks, self._stays_full, self._stepped = looks, stays_full, stepped
+        self.over: BaseException | None = None
+        self.failure = ""
+        self.trainer = "plain torch"
+        self.windows: list[RecordedWindow] = []
+        self.window_counts: Counter[int] = Counter()
+        """How many windows each optimizer has made."""
+        self.optimizer_names: dict[int, str] = {}
+        self.parameters: list[nn.Parameter] = []
+        self.pending: list[RecordedBackward] = []
+        """Backwards that are in no step yet."""
+        self.autocast: set[torch.dtype] = set()
+        self.skipped_steps = self.lost_steps = 0
+        """Steps that a loss scaler has skipped, and steps without a backward."""
+        self.stepped_twice = self.stepped_inside = self.sharded = self.hooked_by_loop = False
+        self.after_step: Tensor | None = None
+        self.loader_restarted = False
+        self.is_light = False
+        self._undo: list[Callable[[], Any]] = []
+
+    # ------------------------------------------------------------- open and close
 
     def __enter__(self) -> WindowRecorder:
-        self.window: RecordedWindow | None = None
-        self.parameters: Sequence[nn.Parameter] = ()
+        self._optimizers: dict[int, int] = {}
+        self._known: list[torch.optim.Optimizer] = []
+        self._had_state: dict[int, bool] = {}
         self._sizes: list[int] = []
-        self._mine: set[int] = set()
-        self.steps: list[tuple[Tensor, frozenset[int]]] = []  # gradients, and what they are of
-        self.autocast: set[torch.dtype] = set()
-        self.sharded = False
-        self.failure = ""
-        self.stepped_twice = False  # by two optimizers, on the same gradients
-        self.optimizer_steps = self.skipped_steps = 0
-        self.left_behind = False  # gradients that another optimizer stepped on were never cleared
-        self.stepped_on: frozenset[int] = frozenset()
-        self._stepped: frozenset[int] = frozenset()
-        self._before: tuple[frozenset[int], frozenset[int]] = (frozenset(), frozenset())
-        self._hidden: frozenset[int] = frozenset()
-        self._stepped_by: Any = None
-        self.after_step: Tensor | None = None
-        self._weights = torch.zeros(0)
-        self._used: set[Call] | None = set()
-        self._norms: dict[int, float] = {}
-        self._depth = 0
-        self._device = "cuda" if torch.cuda.is_available() else "cpu"
-        self._random: Any = None
-        self._in_step = False  # the first evaluation of its closure
-        self._inside = False  # a backward, a closure that is evaluated again, a look of our own
-        self._in_backward: dict[int, Tensor] = {}  # what hooks have stepped on in this backward
-        self._loss_scale = 1.0
-        self._scaler: Any = None
-        self._calls: list[Call] = []
+        self._names: list[str] = []
+        self._index: dict[int, int] = {}
+        self._hooked: dict[int, Any] = {}
+        self._last_step: dict[int, int] = {}
+        self._stepped_on: set[int] = set()
+        self._had_gradient: set[int] = set()
+        self._clips: list[RecordedClip] = []
         self._parts: dict[int, Tensor] = {}
-        self._nodes: dict[Any, Call] = {}
+        self._calls: list[_Call] = []
+        self._nodes: dict[Any, _Call] = {}
+        self._roots: dict[Any, int] = {}
+        self._root_number = 0
+        self._inner_outputs: list[Tensor] = []
+        self._loss_compares = False
+        self._buffers: dict[str, int] = {}
         self._outputs: list[Tensor] = []
+        self._weights = torch.zeros(0)
+        self._step_made: Tensor | None = None
+        self._last_stepper: Any = None
+        self._moved_along = False
+        self._number = self._depth = self._step_depth = 0
+        self._keeps_hooks = False  # gradients are moved elsewhere within the backward
+        self._inside = False  # a backward, or a closure that is evaluated again
+        self._in_closure = False
+        self._loss_scale = 1.0
+        self._own_window: Any = None
+        self._own_rates: dict[int, tuple[float, ...]] = {}
+        self._own_parameters: set[int] = set()
+        self._loaders: list[_Loader] = []
+        self._device = "cuda" if torch.cuda.is_available() else "cpu"
         self._own = None if self.model is None else set(map(id, self.model.modules()))
-        # Compiled code hides how a loss is made; a window is the same without it.
         self._eager = ExitStack()
-        if hasattr(torch.compiler, "set_stance"):
+        if hasattr(torch.compiler, "set_stance"):  # compiled code hides how a loss is made
             self._eager.enter_context(torch.compiler.set_stance("force_eager"))
-        self._statistics = BatchStatistics()
-        if self.looks:
-            self._statistics.start()
-        self._undo: list[Callable[[], None]] = [
-            partial(self._statistics.stop, clear=True),
-            self._eager.close,
-            register_optimizer_step_pre_hook(self._before_step).remove,
-            register_optimizer_step_post_hook(self._note_weights).remove,
-            *self._forward_hooks(),
+        self._forward_hooks = [
+            register_module_forward_pre_hook(self._enter_call),
+            register_module_forward_hook(self._leave_call, always_call=True),
         ]
-        self._patch(_clip_grad, "_clip_grads_with_norm_", self._around_clip)
-        for owner, name, around in (
-            (torch.nn.utils, "clip_grads_with_norm_", self._around_clip),
-            (torch.nn.utils, "clip_grad_value_", self._around_clip),
-            (torch.autograd, "backward", partial(self._backward, 0)),
-            (torch.autograd, "grad", partial(self._backward, 1)),
-            (torch.distributed, "all_gather", self._statistics.around_gather),
-            (torch.distributed, "all_gather_into_tensor", self._statistics.around_gather),
-        ):
-            self._patch_everywhere(owner, name, around)
-        self._patch(torch.amp.GradScaler, "scale", self._scaler_scale)
-        self._patch(torch.amp.GradScaler, "step", self._scaler_step)
-        if "deepspeed" in sys.modules:
-            self._patch(sys.modules["deepspeed"].DeepSpeedEngine, "step", self._engine_step)
-            utils = sys.modules["deepspeed.runtime.utils"]
-            self._patch_everywhere(utils, "clip_grad_norm_", self._around_clip)
-        engine, window._run_backward = window._run_backward, None  # ours, by its usual door
-        self._undo.append(lambda: setattr(window, "_run_backward", engine))
+        around = {
+            "backward": self._backward,
+            "clip": self._clip,
+            "clip by value": self._clip,
+            "scale": self._scale,
+            "scaled step": self._scaled_step,
+            "iterate": self._iterate,
+        }
+        self._undo = [
+            self._eager.close,
+            self._leave_parameters,
+            register_optimizer_step_pre_hook(self._before_step).remove,
+            register_optimizer_step_post_hook(self._after_step).remove,
+            *(hook.remove for hook in self._forward_hooks),
+        ]
+        for name, (owner, function) in _REPLACED.items():
+            self._replace(owner, function, around[name])
+        ledger.observers.append(self)
+        self._undo.append(lambda: ledger.observers.remove(self))
         if self.model is not None:
-            self._adopt(list(self.model.parameters()))
+            self._adopt(self.model)
+        if self.optimizer is not None:
+            self._know(self.optimizer)
         return self
 
     def __exit__(self, *error: object) -> None:
         while self._undo:
             self._undo.pop()()
 
-    def _patch(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
-        original = getattr(owner, name, None)
-        if original is None:
-            return
+    def _replace(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
+        """Replace a function, also in modules that imported it by its name."""
+        original = getattr(owner, name)
 
+        @wraps(original)
         def replaced(*args: Any, **kwargs: Any) -> Any:
             return around(original, *args, **kwargs)
 
-        setattr(owner, name, replaced)
-        self._undo.append(lambda: setattr(owner, name, original))
+        places = [owner]
+        if not isinstance(owner, type):
+            modules = list(sys.modules.values())
+            places = [m for m in modules if getattr(m, "__dict__", {}).get(name) is original]
+        for place in places:
+            setattr(place, name, replaced)
+            self._undo.append(partial(setattr, place, name, original))
 
-    def _patch_everywhere(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
-        """Patch a function of a module, also in modules that imported it by its name."""
-        original = getattr(owner, name, None)
-        for module in list(sys.modules.values()):
-            if original is not None and getattr(module, "__dict__", {}).get(name) is original:
-                self._patch(module, name, around)
+    def _leave_parameters(self) -> None:
+        for handle in self._hooked.values():
+            handle.remove()
+        self._hooked.clear()
 
-    def _forward_hooks(self) -> list[Callable[[], None]]:
-        leave: Any = self._leave_call
-        after = register_module_forward_hook(leave, with_kwargs=True, always_call=True)
-
-        def remove() -> None:
-            after.remove()
-            _global_forward_hooks_with_kwargs.pop(after.id, None)  # torch forgets it there
-
-        self._of_forwards = [register_module_forward_pre_hook(self._enter_call).remove, remove]
-        return list(self._of_forwards)
-
-    def go_lightly(self) -> None:
-        """Keep a few numbers of a few gradients of the windows to come, and no forwards."""
-        self.light = True
+    def _go_lightly(self) -> None:
+        """Keep a few numbers of the windows to come, and watch no forwards."""
+        self.is_light = True
         self._eager.close()
-        self.steps.clear()
-        for undo in (*self._of_forwards, *self._of_parameters):
-            undo()
-            self._undo.remove(undo)
-        self._calls.clear()
-        self._nodes.clear()
-        if self.window is not None:
-            self.window.is_whole = False
-        trained = [p for p in self.parameters if p.requires_grad]
-        largest = sorted(trained, key=lambda p: -self._norms.get(id(p), 0.0))
-        self._keep_of(largest[:_FEW_PARAMETERS], _FEW_PARAMETERS * _FEW_NUMBERS)
+        if not self._keeps_hooks:
+            self._leave_parameters()
+        for hook in self._forward_hooks:
+            hook.remove()
+        for kept in (self._calls, self._nodes, self._roots, self._outputs, self.pending):
+            kept.clear()
+        self._set_stride(_FEW_NUMBERS)
+        self._weights, self._step_made = torch.zeros(0), None
 
-    def _adopt(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Watch these parameters from now on."""
-        trained = [p for p in dict.fromkeys(parameters) if p.requires_grad]
-        if self.optimizer is None:
-            self.optimizer = _optimizer_of(trained)
-        if self.optimizer is not None:
-            owned = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
-            # An engine steps on copies of its own: then all are watched.
-            trained = [p for p in trained if id(p) in owned] or trained
-        # Shards get their gradients from their engine, and not from a backward.
-        called = {type(m).__name__ for call in self._calls for m in call.module.modules()}
-        self.sharded = any(hasattr(p, "to_local") or not p.numel() for p in trained)
-        self.sharded |= any(name.startswith("FSDP") for name in called)
-        self._shards = {id(parameter) for parameter in trained}
-        self._keep_of([] if self.sharded else trained, self.numbers)
+    # ------------------------------------------------------------- parameters and gradients
 
-    def _keep_of(self, parameters: list[nn.Parameter], numbers: int) -> None:
-        """Keep so many numbers of the gradients of these parameters."""
-        self.parameters = parameters
-        self._mine = {id(parameter) for parameter in parameters}
-        self.stride = max(1, -(-sum(p.numel() for p in parameters) // numbers))
-        self._sizes = [-(-p.numel() // self.stride) for p in parameters]
-        all_hooked = all(parameter._backward_hooks for parameter in parameters)
-        self._of_parameters, self.after_step = [], None
-        for place, parameter in enumerate(parameters):
-            handle = parameter.register_hook(self._brings(place))
-            if all_hooked:  # what they do to every gradient is the loop's: see it before
-                hooks: Any = parameter._backward_hooks
-                others = [(key, hooks.pop(key)) for key in list(hooks) if key != handle.id]
-                hooks.update(others)
-            self._of_parameters.append(handle.remove)
-        self._undo += self._of_parameters
-        if parameters:
-            self._device = parameters[0].device.type
+    def _adopt(self, model: nn.Module) -> None:
+        """Watch the parameters of a model from now on."""
+        named = [(n, p) for n, p in model.named_parameters() if id(p) not in self._index]
+        if not named:
+            return
+        names = {type(module).__name__ for module in model.modules()}
+        self.sharded |= any(hasattr(p, "to_local") or not p.numel() for _, p in named)
+        self.sharded |= any(name.startswith("FSDP") for name in names)
+        for name, parameter in named:
+            self._index[id(parameter)] = len(self.parameters)
+            self.parameters.append(parameter)
+            self._names.append(name)
+        self._device = self.parameters[0].device.type
+        if not self._sizes:
+            self._set_stride(_NUMBERS)
+        self._sizes = [-(-p.numel() // self._stride) for p in self.parameters]
 
-    def _brings(self, place: int) -> Callable[[Tensor | None], None]:
+    def _set_stride(self, numbers: int) -> None:
+        self._stride = max(1, -(-sum(p.numel() for p in self.parameters) // numbers))
+        self._sizes = [-(-p.numel() // self._stride) for p in self.parameters]
+
+    def _hook_parameters(self) -> None:
+        """Hook the parameters that need a gradient now: parts may be frozen in turn."""
+        for index, parameter in enumerate(self.parameters):
+            if parameter.requires_grad and index not in self._hooked:
+                # Hooks of the loop change the gradient before it is seen here.
+                self.hooked_by_loop |= bool(parameter._backward_hooks)
+                self._hooked[index] = parameter.register_hook(self._brings(index))
+
+    def _brings(self, index: int) -> Callable[[Tensor | None], None]:
         def brings(gradient: Tensor | None) -> None:
             if not self._inside or gradient is None:  # somebody calls the hooks by hand
                 return
             part = self._part(gradient).clone()  # it may become .grad, and be added to
-            held = self._parts.get(place)
-            self._parts[place] = part if held is None else held + part
+            held = self._parts.get(index)
+            self._parts[index] = part if held is None else held + part
 
         return brings
-
-    # ------------------------------------------------------------- gradients, as kept
 
     @torch.no_grad()
     def _part(self, tensor: Tensor) -> Tensor:
         dense = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
-        return dense.reshape(-1)[:: self.stride]
+        return dense.reshape(-1)[:: self._stride]
 
-    def _row(self, tensors: Sequence[Tensor | None]) -> Tensor:
-        """Return gradients as they are kept, on the host in float64; None is zero."""
+    def sample(self, tensors: Sequence[Tensor | None]) -> Tensor:
+        """Return whole tensors of the parameters as they are kept: every n-th number, float64."""
+        return self._row([None if one is None else self._part(one) for one in tensors])
+
+    def _row(self, parts: Sequence[Tensor | None]) -> Tensor:
         if self.sharded:
             return torch.zeros(0)
-        parts = [
-            p.new_zeros(size) if tensor is None else tensor
-            for tensor, p, size in zip(tensors, self.parameters, self._sizes, strict=True)
+        rows = [
+            p.new_zeros(size) if part is None else part
+            for part, p, size in zip(parts, self.parameters, self._sizes, strict=True)
         ]
-        return torch.cat([part.detach().to("cpu", torch.float64) for part in parts])
+        devices = {row.device for row in rows}
+        if len(devices) == 1 and len({row.dtype for row in rows}) == 1:  # one copy to the host
+            return torch.cat([row.detach() for row in rows]).to("cpu", torch.float64)
+        return torch.cat([row.detach().to("cpu", torch.float64) for row in rows])
 
-    def row_of(self, gradients: Sequence[Tensor | None]) -> Tensor:
-        """Return whole gradients as they are kept."""
-        return self._row([None if g is None else self._part(g) for g in gradients])
+    def _gradients(self) -> Tensor:
+        return self.sample([parameter.grad for parameter in self.parameters])
 
-    def spread(self, row: Tensor, parameters: Sequence[nn.Parameter]) -> None:
-        """Make a gradient, as it is kept, that of other parameters; what is not kept is zero."""
-        for parameter, part in zip(parameters, row.split(self._sizes), strict=True):
-            whole = torch.zeros(parameter.numel(), dtype=parameter.dtype)
-            whole[:: self.stride] = part
-            parameter.grad = whole.view(parameter.shape).to(parameter.device)
+    def _filled(self, row: Tensor) -> frozenset[int]:
+        """Return the parameters whose part of a row is not zero."""
+        parts = self._padded(row).split(self._sizes) if row.numel() else ()
+        return frozenset(i for i, part in enumerate(parts) if bool(part.any()))
 
-    def _grads(self) -> Tensor:
-        return self.row_of([parameter.grad for parameter in self.parameters])
+    def _padded(self, row: Tensor) -> Tensor:
+        """Return a row with zeros for parameters that were adopted after it was recorded."""
+        missing = sum(self._sizes) - row.numel()
+        return torch.cat([row, row.new_zeros(missing)]) if missing > 0 and row.numel() else row
 
-    # ------------------------------------------------------------------- forwards
+    def _selected(self, row: Tensor, indices: Sequence[int]) -> Tensor:
+        row = self._padded(row)
+        if not row.numel() or len(indices) == len(self._sizes):
+            return row
+        parts = row.split(self._sizes)
+        return torch.cat([parts[i] for i in indices]) if indices else row[:0]
+
+    # ------------------------------------------------------------- forwards
 
     def _is_ours(self, module: nn.Module) -> bool:
-        if self._inside or self.failure:
+        if self._inside or isinstance(module, nn.parallel.DistributedDataParallel):
             return False
         return self._own is None or id(module) in self._own
 
+    @_never_fails
     def _enter_call(self, module: nn.Module, args: Any) -> None:
-        if not self._inside:
-            self._statistics.enter(module)
         if self._is_ours(module):
             if torch.is_autocast_enabled(self._device):
                 self.autocast.add(torch.get_autocast_dtype(self._device))
-            if not self._depth:
-                self._random = capture_random(every=False, to_save=False)
             self._depth += 1
 
     @_never_fails
-    def _leave_call(self, module: nn.Module, args: Any, *rest: Any) -> None:
-        # Torch leaves the keywords out where the call has failed.
-        kwargs, result = rest if len(rest) == 2 else ({}, None)
-        if not self._inside:
-            self._statistics.leave(lambda: tensors_of(result))
+    def _leave_call(self, module: nn.Module, args: Any, result: Any = None) -> None:
         if isinstance(module, nn.parallel.DistributedDataParallel):
-            made = [t for t in tensors_of(result) if is_ddp_sink(t.grad_fn)]
-            passed_on = {t.grad_fn.next_functions[t.output_nr]: t for t in made if t.grad_fn}
-            self._outputs = [passed_on.get((t.grad_fn, t.output_nr), t) for t in self._outputs]
+            # It returns its model's outputs through a node of its own.
+            made = {t.grad_fn: t for t in tensors_of(result) if t.grad_fn is not None}
+            for node, tensor in made.items():
+                below = [child for child, _ in node.next_functions]
+                self._outputs = [tensor if t.grad_fn in below else t for t in self._outputs]
         if not self._is_ours(module):
             return
         self._depth = max(0, self._depth - 1)
-        if self._depth or not torch.is_grad_enabled():
+        if self._depth == 1 and self._looks and not self.pending:
+            self._inner_outputs += tensors_of(result)[:4]
+        if self._depth or not torch.is_grad_enabled() or self._own_window is not None:
             return
-        if next((p for p in module.parameters() if p.requires_grad), None) is None:
+        if not any(parameter.requires_grad for parameter in module.parameters()):
             return
-        draws = self._random is None or not same_random(
-            self._random, capture_random(every=False, to_save=False)
-        )
-        is_borrowed = not all(parameter.is_leaf for parameter in module.parameters())
-        call = Call(module, args, kwargs, draws, module.training, is_borrowed)
+        tensors = [tensor for tensor in tensors_of(result) if tensor.grad_fn is not None]
+        rows = frozenset(tensor.shape[0] for tensor in tensors if tensor.dim())
+        call = _Call(len(self._calls) + self._number * 4096, module, tensors_of(args), rows)
         self._calls.append(call)
-        rows = {t.shape[0] for t in tensors_of((args, kwargs)) if t.dim()}
-        for place, tensor in enumerate(tensors_of(result)):
-            if tensor.grad_fn is None:
-                continue
-            self._nodes[tensor.grad_fn], call.has_graph = call, True
-            if tensor.numel() <= _MOST_OUTPUTS:
-                tensor.register_hook(_keeps(call.slopes, place))
-            if tensor.dim() and tensor.shape[0] in rows:
-                self._outputs.append(tensor)
-                call.rows[place] = first_numbers(tensor)
+        for tensor in tensors:
+            self._nodes[tensor.grad_fn] = call
+        self._outputs += tensors
+        losses = [tensor for tensor in tensors if not tensor.dim()]
+        if losses and self._inner_outputs and not self.pending:  # its parts have the samples
+            parts, self._inner_outputs = self._inner_outputs[:8], []
+            self._loss_compares = self._compares_any(losses[0], parts)
+        self._inner_outputs = []
 
-    # ------------------------------------------------------------------- backwards
-
-    def _backward(self, place: int, original: Any, roots: Any, *args: Any, **kwargs: Any) -> Any:
-        """See one backward, whose seeds are at this place of its other arguments."""
-        if self.over is not None and not self._inside:
-            raise self.over
-        # Of a checkpoint, inside the model, while a graph is compiled, or a look of our own.
-        within = bool(place and self._depth)  # Lightning's steps may be within a forward
-        busy: Any = self._inside or within or self.failure or _get_current_dispatch_mode_stack()
-        busy = busy or torch._C._functorch.peek_interpreter_stack() is not None
-        is_look = bool(place) and not busy and _is_a_look()
-        if busy or is_look:
-            self._used = None if is_look else self._used
-            return original(roots, *args, **kwargs)
-        seeds = kwargs.get(("grad_tensors", "grad_outputs")[place], (*args, None, None)[place])
-        self._inside = True
-        try:
-            micro = self._before_backward(roots, seeds)
-            if micro is not None:
-                micro.is_asked = bool(place)
-            result = original(roots, *args, **kwargs)
-        finally:
-            self._inside = False
-        if micro is not None:
-            self._after_backward(micro)
-        if place:
-            self._statistics.add_gradients((*args, *kwargs.values())[:1], result)
-        self._parts.clear()
-        self._outputs.clear()
-        self._statistics.backwards += 1
-        return result
-
-    @_never_fails
-    def _before_backward(self, roots: Any, seeds: Any) -> RecordedMicroBatch:
-        """Return the micro-batch as it is before its backward."""
-        if not self.parameters and not self.sharded:
-            self._adopt([p for call in self._calls for p in call.module.parameters()])
-        listed = [roots] if isinstance(roots, Tensor) else list(roots)
-        listed = [root for root in listed if isinstance(root, Tensor) and root.grad_fn is not None]
-        seeds = [seeds] * len(listed) if isinstance(seeds, Tensor | None) else list(seeds)
-        terms = [t for r, s in zip(listed, seeds, strict=False) for t in _terms_of(r, s)]
-        terms = [
-            replace(t, node="a gradient that the loop gives its outputs", kind="unknown")
-            if t.weighed is not None and self._is_output(t.below)
-            else t
-            for t in terms
-        ]
-        before, linked, calls = self._grads(), self._look_for_links(listed), self._calls_of(listed)
-        terms = [
-            replace(t, kind=t.plain) if t.kind == "picked" and self._is_of_one(t, calls) else t
-            for t in terms
-        ]
-        terms = [replace(t, below=None) for t in terms]
-        micro = RecordedMicroBatch(calls, before, before, before, terms, linked=linked)
-        micro.roots = [root.grad_fn for root in listed]
-        micro.made_by = tuple(node.name() for node in self._nodes_of_loss(listed))
-        micro.number, micro.statistic = self._statistics.backwards, self._statistics.of(listed)
-        if not self.light:
-            constants = list(self._constants(listed))
-            factors = [one for name, one in constants if name.startswith("Mul")]
-            micro.factors = [one for one in factors if _is_weight(one)]
-            if any(term.kind == "sum" and term.over for term in terms):
-                micro.counts, micro.padded = _counts_of(constants)
-        return micro
-
-    def _constants(self, roots: Sequence[Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors between the losses and the model that no gradient goes through."""
-        for node in self._nodes_of_loss(roots):
-            for one in (saved_by(node, name[7:]) for name in dir(node) if name[:7] == "_saved_"):
-                if isinstance(one, Tensor) and not one.requires_grad and one.dim():
-                    yield node.name(), one
-
-    def _nodes_of_loss(self, roots: Sequence[Tensor]) -> Iterator[Any]:
-        """Yield the nodes between these losses and the model, in the graph's own order."""
+    def _reached(self, roots: Sequence[Tensor]) -> list[_Call]:
+        """Return the calls whose outputs these losses were made of."""
+        found: dict[_Call, None] = {}
         waiting: list[Any] = [root.grad_fn for root in roots]
-        seen = {None, *self._nodes}
-        for node in islice(waiting, _MOST_LOSS_NODES):  # it grows
-            yield node
-            below = [child for child, _ in node.next_functions if child not in seen]
-            seen.update(below)
-            waiting += below
-
-    def _is_of_one(self, term: LossTerm, calls: list[Call]) -> bool:
-        """True if a term picks among the parts of one sample: the points of a cloud."""
-        reached = self._reached([term.below])
-        if len(calls) > len(reached) == 1 or self.light:  # every call is a sample
-            return True
-        rows = [len(one) for call in reached for one in call.rows.values()]
-        return bool(reached) and term.among not in rows
-
-    def _is_output(self, node: Any) -> bool:
-        while node is not None and node not in self._nodes and "View" in node.name():
-            node = node.next_functions[0][0]
-        return node in self._nodes
-
-    @_never_fails
-    def _after_backward(self, micro: RecordedMicroBatch) -> None:
-        """Add the micro-batch, if it brought the watched parameters a gradient."""
-        micro.after = self._after_steps()
-        micro.brought = self._row([self._parts.get(i) for i in range(len(self.parameters))])
-        brings = bool(self._parts) or (self.sharded and bool(micro.calls))
-        if not brings:  # somebody holds the hooks back: what is seen is what was added
-            micro.brought = micro.after - micro.before
-        if brings or bool(micro.brought.any()):
-            self._add(micro)
-        if self._in_backward and self.window is not None:
-            self.window.stepped_inside = True
-            self._see(self.optimizer, frozenset(self._in_backward), micro.after)
-        self._in_backward.clear()
-
-    def _after_steps(self) -> Tensor:
-        """Return the gradients now; those that hooks have stepped on, as they were then."""
-        if not self._in_backward:
-            return self._grads()
-        now = list(self._grads().split(self._sizes))
-        for place, part in self._in_backward.items():
-            now[place] = part.to("cpu", torch.float64)
-        return torch.cat(now)
-
-    def _reached(self, nodes: list[Any]) -> dict[Call, None]:
-        """Return the calls whose outputs these nodes of the graph were made of."""
-        found: dict[Call, None] = {}
-        waiting = list(nodes)
         seen = {None, *waiting}
         while waiting and len(seen) < _MOST_NODES:
             node = waiting.pop()
@@ -595,559 +497,458 @@ class WindowRecorder:
                 below = [child for child, _ in node.next_functions if child not in seen]
             seen.update(below)
             waiting += below
-        return found
+        return list(found)
 
-    def _calls_of(self, roots: Sequence[Tensor]) -> list[Call]:
-        """Return the calls whose outputs these losses were made of."""
-        found = self._reached([root.grad_fn for root in roots])
-        if self._used is not None:  # None: it cannot be told
-            self._used = self._used | set(found) if found else None
-        taken = {call for m in self.window.micros for call in m.calls} if self.window else set()
-        fresh = [call for call in self._calls if call not in taken]
-        return list(found) or fresh or list(self._calls)
+    # ------------------------------------------------------------- backwards
 
-    def _look_for_links(self, roots: Sequence[Tensor]) -> bool:
-        """Tell if the first loss compares samples with each other."""
-        if not self.looks or self.window is not None or len(roots) != 1 or not self._outputs:
-            return False
-        terms = [term for term in loss_terms(roots[0].grad_fn) if term.kind != "joined"]
-        # Weights that add up to 1 make one sample of its rows: the documents of a query.
-        flat = all(output.dim() < 3 for output in self._outputs)  # their rows are no steps of time
-        known = [t if t.kind != "unknown" or not flat else replace(t, count=2.0) for t in terms]
-        counts = [min(t.count, t.weighed or t.count) for t in known]
-        units = [count for count in counts if count > 1 + 1e-4]
-        if not units or roots[0].numel() != 1:
-            return False
-        try:
-            if normalised_over_samples(roots[0], self._outputs, 0.0):
-                # Of texts it may be normalised within a group that stays together (GRPO).
-                given = [tensor for call in self._calls for tensor in call.given]
-                if not any(t.dim() > 1 and not t.is_floating_point() for t in given):
-                    return True
-            return bool(linked_samples(roots[0], self._outputs, min(units)))
-        except Exception:  # a graph that cannot be asked tells nothing
-            return False
-
-    def _add(self, micro: RecordedMicroBatch) -> None:
-        """Add a micro-batch, or a second backward of the same forward to its first."""
-        if self.window is None:
-            self._begin_window()
-        assert self.window is not None
-        micro.loss_scale, self._loss_scale = self._loss_scale, 1.0
-        if self.optimizer is not None and not self._in_step:  # there, it is that of this step
-            groups, names = self.optimizer.param_groups, ("lr", "weight_decay")
-            micro.rates = tuple(float(g.get(name) or 0.0) for name in names for g in groups)
-        self._look_at_weights(micro)
-        again = [m for m in self.window.micros if set(m.calls) & set(micro.calls)]
-        # A sum of losses so far has a further call of the same module, and is a micro-batch.
-        taken = {call for m in again for call in m.calls}
-        further = {call.module for call in micro.calls if call not in taken}
-        if not again or further & {call.module for call in taken}:
-            self.window.micros.append(micro)
-            if len(self.window.micros) == 1:
-                self.began(self.window)
-            return
-        first = again[-1]
-        if micro.is_asked and not first.is_asked:
-            return  # to look at it: a norm, a balance of losses
-        if first.is_asked and not micro.is_asked:
-            self.window.micros[self.window.micros.index(first)] = micro
-            return
-        if self.window.is_whole:
-            first.after, first.brought = micro.after, first.brought + micro.brought
-        first.terms += micro.terms
-        first.roots += micro.roots
-        first.calls += [call for call in micro.calls if call not in first.calls]
-
-    def new_window(self) -> RecordedWindow:
-        """Return a window in which nothing was seen yet."""
-        dtypes = {parameter.dtype.to_real() for parameter in self.parameters}
-        owner = {id(p): name for name, p in self.model.named_parameters()} if self.model else {}
-        return RecordedWindow(
-            sizes=list(self._sizes),
-            names=[owner.get(id(p), f"parameter {i}") for i, p in enumerate(self.parameters)],
-            unit=max((torch.finfo(dtype).eps / 2 for dtype in dtypes), default=0.0),
-            half=bool(dtypes & {torch.float16, torch.bfloat16}),
-            resumed=self.optimizer_steps == 0 and bool(self.optimizer and self.optimizer.state),
+    def _backward(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.over is not None and not self._inside:
+            raise self.over
+        is_own = self._own_window is not None and self._own_window.open is not None
+        busy = self._inside or is_own or bool(self.failure)
+        if busy or torch.compiler.is_compiling():
+            return original(*args, **kwargs)
+        micro = self._before_backward(
+            args[0] if args else kwargs.get("tensors"),
+            args[1] if len(args) > 1 else kwargs.get("grad_tensors"),
         )
-
-    def _begin_window(self) -> None:
-        if self.optimizer is None:  # a trainer has made it since
-            self.optimizer = _optimizer_of(self.parameters)
-        self.window = self.new_window()
-        self._weights, was = self.row_of(list(self.parameters)), self._weights
-        if self.after_step is not None and was.numel() and not self.light:
-            made, moved = self.after_step - was, self._weights - self.after_step
-            cosine = float(made @ moved) / max(float(made.norm() * moved.norm()), 1e-300)
-            self.window.moved_before = abs(cosine) > 0.999
-        self._first_weights = self._weights
-        self._buffers = self._buffers_of_calls()
-        largest = max(self.parameters, key=lambda p: p.numel(), default=None)
-        if self.light or self.optimizer_steps or not self.looks:
-            largest = None
-        self._averages = [] if largest is None else _averages_of(largest)
-        self._averaged: Tensor = torch.zeros(0) if largest is None else largest
-
-    def _look_at_weights(self, micro: RecordedMicroBatch) -> None:
-        """Note if weights, or an average of them, have changed since the micro-batch before."""
-        if not self.window or not self.window.is_whole:
-            return
-        weights = self.row_of(list(self.parameters))
-        if not self._in_backward:
-            micro.moved = filled((weights != self._weights).double(), self._sizes)
-        self._weights = weights
-        now = [_kept(tensor, home) for tensor, *_, home in self._averages]
-        pairs = zip(self._averages, now, strict=True)
-        micro.average_moved = any(_follows(*pair, _few(self._averaged)) for pair in pairs)
-        self._averages = now
+        self._inside = True
+        try:
+            result = original(*args, **kwargs)
+        finally:
+            self._inside = False
+        self._after_backward(micro)
+        self._parts.clear()
+        return result
 
     @_never_fails
-    def _note_weights(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if not self.light and not self.sharded and places_of(optimizer, self.parameters):
-            self.after_step = self.row_of(list(self.parameters))
+    def _before_backward(self, roots: Any, seeds: Any) -> RecordedBackward:
+        """Return the backward as it is before it runs."""
+        if not self._number:
+            self.trainer = _trainer_at_hand()
+        self._note_batches()
+        listed = [roots] if isinstance(roots, Tensor) else list(roots)
+        listed = [root for root in listed if isinstance(root, Tensor) and root.grad_fn is not None]
+        given = [seeds] * len(listed) if isinstance(seeds, Tensor | None) else list(seeds)
+        calls = [] if self.is_light else self._reached(listed)
+        if self.model is None and not self.is_light:
+            for call in self._calls:
+                self._adopt(call.module)
+        if not self.is_light:
+            self._hook_parameters()
+        before = self._gradients()
+        micro = RecordedBackward(self._number, before, before, before)
+        micro.terms = [t for r, s in zip(listed, given, strict=False) for t in terms_of(r, s)]
+        micro.loss_scale, self._loss_scale = self._loss_scale, 1.0
+        if not self._in_closure:  # there, the rate is that of the step that has begun
+            micro.rates = {self._optimizers[id(one)]: _rates(one) for one in self._known}
+        if self.is_light:
+            return micro
+        micro.calls = frozenset((call.number, id(call.module)) for call in calls)
+        micro.rows = frozenset(row for call in calls for row in call.rows)
+        micro.is_passed_on = any(t.grad_fn is not None for call in calls for t in call.given)
+        nodes = [root.grad_fn for root in listed]
+        for node in nodes:
+            if node not in self._roots:
+                self._roots[node] = self._root_number
+                self._root_number += 1
+        micro.roots = tuple(self._roots[node] for node in nodes)
+        until = set(self._nodes)
+        graph = [n for n in nodes_until(nodes, until, _MOST_GRAPH) if n not in until]
+        micro.graph = tuple(node.name() for node in graph)
+        micro.has_normalised_factor = any(map(has_normalised_factor, graph))
+        modules = {id(call.module): call.module for call in (calls or self._calls)}.values()
+        norms = [pair for module in modules for pair in batchnorms(module)]
+        micro.batchnorms = tuple(n for n, m in norms if m.training and uses_batch_statistics(m))
+        weights = self.sample(self.parameters)
+        if self._weights.numel():
+            micro.moved = self._filled((weights != self._padded_weights(weights)).double())
+        micro.compares = self._compares(listed, micro)
+        buffers = _buffer_versions(modules)
+        moved = [name for name, was in self._buffers.items() if buffers.get(name, was) != was]
+        micro.moved_buffers = tuple(moved if self.pending else ())
+        self._buffers = buffers
+        self._weights_now = weights
+        return micro
 
-    def _begin_at_last_pass(self, window: RecordedWindow) -> None:
-        """Leave out what was cleared on purpose: SAM's first pass, and a generator's losses."""
-        micros = window.micros
-        cleared = [i for i in range(1, len(micros)) if not bool(micros[i].before.any())]
-        own = [i for i in cleared if not any(m.is_passed_on for m in micros[i:])]
-        if own and all(m.is_passed_on for m in micros[: own[0]]):
-            del micros[: own[0]]
+    def _padded_weights(self, like: Tensor) -> Tensor:
+        """Return the weights at the last backward; parameters adopted since have not moved."""
+        return torch.cat([self._weights, like[self._weights.numel() :]])
+
+    def _compares(self, roots: Sequence[Tensor], micro: RecordedBackward) -> bool:
+        """Ask the first loss of a window if it compares samples with each other."""
+        calls = Counter(module for _, module in micro.calls)
+        each = max(calls.values(), default=1)
+        micro.has_sample_calls = 1 < each <= len(micro.terms)
+        found, self._loss_compares = self._loss_compares, False
+        if micro.has_sample_calls or not self._looks or self.pending or len(roots) != 1:
+            return False
+        return found or self._compares_any(roots[0], self._outputs)
+
+    def _compares_any(self, loss: Tensor, outputs: Sequence[Tensor]) -> bool:
+        """Ask a loss if it compares samples, of which it must have as many as the outputs."""
+        terms = [t for t in terms_of(loss, None) if t.kind in ("mean", "sum", "unknown")]
+        most = max((t.weighed or t.count for t in terms if t.kind != "unknown"), default=math.inf)
+        rows = [one for one in outputs if one.dim() and len(one) <= most]
+        is_inside, self._inside = self._inside, True
+        try:
+            return compares_samples(loss, rows)
+        finally:
+            self._inside = is_inside
+
+    @_never_fails
+    def _after_backward(self, micro: RecordedBackward | None) -> None:
+        """Keep the backward, if it brought a watched parameter a gradient."""
+        self._outputs.clear()
+        if micro is None:
             return
-        passes = [i for i in cleared if micros[i].moved]
-        now, was = self.row_of(list(self.parameters)), self._first_weights
-        if passes and float((now - was).norm()) <= 1e-5 * float(was.norm()):
-            window.earlier_pass = passes[-1] - (passes[-2] if passes[1:] else 0)
-            del micros[: passes[-1]]
-            micros[0].moved = frozenset()
-
-    def _buffers_of_calls(self) -> dict[str, tuple[Tensor, int]]:
-        modules = dict.fromkeys(call.module for call in self._calls) if not self.light else ()
-        return {
-            f"{name}.{own}".lstrip("."): (buffer, buffer._version)
-            for module in modules
-            for name, part in module.named_modules()
-            if not isinstance(part, nn.modules.batchnorm._NormBase)
-            for own, buffer in part.named_buffers(recurse=False)
-            if buffer.is_floating_point()
-        }
-
-    def _count_calls(self, window: RecordedWindow) -> None:
-        """Count the calls that a backward has reached, and those like them that none has.
-
-        Alike are module, mode and size (one call: the shape), but the inputs are others.
-        """
-        used = {call for micro in window.micros for call in micro.calls}
-        shapes = [call.given[0].shape for call in used if call.given and call.given[0].dim()]
-        if self._used is None or window.earlier_pass or not shapes:
+        micro.after = self._gradients()
+        micro.contribution = added = micro.after - micro.before
+        if self._parts:
+            parts = [self._parts.get(index) for index in range(len(self.parameters))]
+            micro.contribution = self._row(parts)
+            self._keeps_hooks |= bool(micro.contribution.any()) and not bool(added.any())
+        if not self.is_light:
+            self._note_moved_weights(micro)
+        if not (self.sharded or bool(micro.contribution.any())):
             return
-        window.used, rows = len(used), sorted(shape[0] for shape in shapes)
-        modes = {(call.module, call.training) for call in used}
-        pointers = {tensor.data_ptr() for call in used for tensor in call.given}
-        for call in self._calls:
-            shape = call.given[0].shape if call.given and call.has_graph else ()
-            if not shape or call in self._used or (call.module, call.training) not in modes:
-                continue
-            near = rows[0] <= 2 * shape[0] <= 4 * rows[-1] if len(used) > 1 else shape == shapes[0]
-            window.unused += near and not any(t.data_ptr() in pointers for t in call.given)
+        micro.waits_for = self._filled(micro.contribution)
+        self._had_gradient |= micro.waits_for
+        self._number += 1
+        self.pending.append(micro)
 
-    # --------------------------------------------------------- clipping, scaling, the step
+    def _note_moved_weights(self, micro: RecordedBackward) -> None:
+        weights = self._weights_now
+        if self._step_made is not None and self.after_step is not None:
+            moved = weights - torch.cat([self.after_step, weights[self.after_step.numel() :]])
+            made = torch.cat([self._step_made, weights.new_zeros(len(weights))])[: len(weights)]
+            size = float(made.norm() * moved.norm())
+            self._moved_along = size > 0 and abs(float(made @ moved)) > 0.999 * size
+            self._step_made, micro.moved = None, frozenset()
+        elif not self.pending:
+            micro.moved = frozenset()
+        self._weights = weights
 
-    def _around_clip(self, original: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
-        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        ours = any(id(parameter) in self._mine for parameter in parameters)
-        if not ours or self.window is None or self.failure:
-            return original(parameters, *args, **kwargs)
-        limit = float((*args, *kwargs.values())[0])
-        before = self._grads()
-        result = original(parameters, *args, **kwargs)
-        clip = RecordedClip(len(self.window.micros), limit, before, self._grads())
-        self.window.clips.append(clip)
+    # ------------------------------------------------------------- clipping and scaling
+
+    def _clip(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        if not args and "parameters" in kwargs:
+            args = (kwargs.pop("parameters"),)
+        if not args or self.failure or not self.pending:
+            return original(*args, **kwargs)
+        given, *rest = args
+        given = given if isinstance(given, Tensor) else list(given)  # it may be a generator
+        listed = [given] if isinstance(given, Tensor) else given
+        ours = any(id(parameter) in self._index for parameter in listed)
+        before = self._gradients() if ours else None
+        result = original(given, *rest, **kwargs)
+        if before is not None:
+            limit = [*rest, kwargs.get("max_norm"), kwargs.get("clip_value")]
+            self._keep_clip(next((one for one in limit if one is not None), 0.0), before)
         return result
 
-    def _scaler_scale(self, original: Any, scaler: Any, *args: Any, **kwargs: Any) -> Any:
+    @_never_fails
+    def _keep_clip(self, limit: Any, before: Tensor) -> None:
+        self._clips.append(RecordedClip(self._number, float(limit), before, self._gradients()))
+
+    def _scale(self, original: Any, scaler: Any, *args: Any, **kwargs: Any) -> Any:
         scaled = original(scaler, *args, **kwargs)
         self._loss_scale = float(scaler.get_scale()) if scaler.is_enabled() else 1.0
-        self._scaler = scaler if scaler.is_enabled() and not self.light else None
         return scaled
 
-    def _scaler_step(self, original: Any, scaler: Any, *args: Any, **kwargs: Any) -> Any:
-        made = self.optimizer_steps
+    def _scaled_step(self, original: Any, scaler: Any, *args: Any, **kwargs: Any) -> Any:
+        made = sum(self.window_counts.values())
         result = original(scaler, *args, **kwargs)
-        if made == self.optimizer_steps:  # skipped: its gradients were not finite
+        if made == sum(self.window_counts.values()):  # its gradients were not finite
             self.skipped_steps += 1
-            self._forget()
+            self.pending.clear()
         return result
+
+    # ------------------------------------------------------------- the end of the data
+
+    def _iterate(self, original: Any, loader: Any, *args: Any, **kwargs: Any) -> Any:
+        iterator = original(loader, *args, **kwargs)
+        self._note_loader(loader, iterator)
+        return iterator
+
+    @_never_fails
+    def _note_loader(self, loader: Any, iterator: Any) -> None:
+        known = next((one for one in self._loaders if one.loader is loader), None)
+        if known is None:
+            self._loaders.append(_Loader(loader, iterator))
+        else:
+            self.loader_restarted |= known.trains
+            known.ended |= known.trains
+            known.iterator, known.yielded = iterator, 0
+
+    def _note_batches(self) -> None:
+        """Note which loader the batches of a window come from: not from one that evaluates."""
+        for one in self._loaders:
+            yielded = getattr(one.iterator, "_num_yielded", 0)
+            one.trains |= bool(self.pending) and yielded > one.yielded
+            one.yielded = yielded
+            one.ended |= one.trains and one.is_at_end
+
+    @property
+    def knows_loader(self) -> bool:
+        """True if the loop takes its data from a DataLoader."""
+        return any(one.trains for one in self._loaders)
+
+    @property
+    def loader_ended(self) -> bool:
+        """True if the end of the data has come."""
+        return any(one.ended or (one.trains and one.is_at_end) for one in self._loaders)
+
+    # ------------------------------------------------------------- windows of wholebatch
+
+    @_never_fails
+    def window_began(self, window: Any) -> None:
+        """Read a window of wholebatch from its ledger, and not from its backwards."""
+        self._own_window = window
+        self._own_rates = {id(one): _rates(one) for one in window.target.optimizers}
+        self._own_parameters |= {id(p) for p in window.current.inputs}
+        self.pending.clear()
+
+    @_never_fails
+    def window_closes(self, window: Any) -> None:
+        """Record a window of wholebatch that is complete."""
+        self._own_window = None
+        units = [[float(one) for one in column] for column in window.current.units.values()]
+        for optimizer in window.target.optimizers:
+            kept = self._new_window(optimizer, frozenset())
+            kept.ledger_units = tuple(max(units, key=sum, default=[]))
+            before = self._own_rates.get(id(optimizer))
+            kept.schedule_moved = before is not None and before != _rates(optimizer)
+            self._keep(kept)
+
+    # ------------------------------------------------------------- the step
 
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """See the gradients now, or after the step's closure has made them."""
-        places = places_of(optimizer, self.parameters)
-        if self.sharded:
-            stepped = [p for group in optimizer.param_groups for p in group["params"]]
-            shards = [p for p in stepped if hasattr(p, "to_local")]
-            if self.window is not None:
-                self.window.is_empty = bool(shards) and all(p.grad is None for p in shards)
-            if shards or any(id(p) in self._shards for p in stepped):
-                self._see(optimizer, places)
+        """Record the step now, or after its closure has made the gradients."""
+        self._step_depth += 1
+        if self._step_depth > 1 or self._own_window is not None:  # of a wrapper
             return None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if not places and (masters := self._masters(optimizer)):
-            everything = frozenset(range(len(masters)))
-            self._see(optimizer, everything, self.row_of([one.grad for one in masters]))
-        if not places:
-            return None
-        if self._inside:  # a hook's, within the loop's backward
-            made = [(i, self.parameters[i].grad) for i in places]
-            self._in_backward |= {i: self._part(g).clone() for i, g in made if g is not None}
-            self.optimizer = optimizer
-            return None
         if not callable(closure):
-            self._see(optimizer, places)
+            self._see(optimizer)
             return None
         evaluations = 0
 
         def observed() -> Any:
             nonlocal evaluations
             evaluations += 1
-            if evaluations == 1:
-                self._in_step = True
-                loss = closure()
-                self._in_step = False
-                self._see(optimizer, places)
-                return loss
-            self._inside = True  # LBFGS evaluates again, at weights of its own
+            if evaluations > 1:  # LBFGS evaluates again, at weights of its own
+                self._inside = True
+                try:
+                    return closure()
+                finally:
+                    self._inside = False
+            self._in_closure, self._step_depth = True, 0
             try:
-                return closure()
+                loss = closure()
             finally:
-                self._inside = False
+                self._in_closure, self._step_depth = False, 1
+            self._see(optimizer)
+            return loss
 
         if "closure" in kwargs:
             return args, {**kwargs, "closure": observed}
         return (args[0], observed, *args[2:]), kwargs
 
-    def _masters(self, optimizer: torch.optim.Optimizer) -> list[Tensor]:
-        """Return the optimizer's copies of the parameters in a wider format; [] if it has none."""
-        groups = optimizer.param_groups
-        held = [c for group in groups for c in group["params"] if c.dtype is torch.float32]
-        pairs = [(p, [c for c in held if p.shape == c.shape]) for p in self.parameters]
-        found = [[c for c in r if p.dtype != c.dtype and torch.equal(c.to(p), p)] for p, r in pairs]
-        return [copies[0] for copies in found] if all(found) else []
-
-    def _engine_step(self, original: Any, engine: Any, *args: Any, **kwargs: Any) -> Any:
-        """End the window at a step of DeepSpeed's whose gradients are not in `.grad`."""
-        is_last, made = engine.is_gradient_accumulation_boundary(), self.optimizer_steps
-        result = original(engine, *args, **kwargs)
-        if is_last and made == self.optimizer_steps and self.window is not None:
-            self.window.sizes = []
-            self._see(self.optimizer, frozenset())
-        return result
-
     @_never_fails
-    def _see(self, optimizer: Any, places: frozenset[int], gradient: Tensor | None = None) -> None:
-        seen = self.window
-        self._statistics.stop(clear=True)
-        gradient = self._grads() if gradient is None else gradient
+    def _see(self, optimizer: torch.optim.Optimizer) -> None:
+        owned = [p for group in optimizer.param_groups for p in group["params"]]
+        indices = frozenset(self._index[id(p)] for p in owned if id(p) in self._index)
+        if any(id(parameter) in self._own_parameters for parameter in owned):
+            self._see_ledger(optimizer, indices)
+            return
+        if self._inside:
+            self.stepped_inside |= bool(indices)
+            return
+        if self.sharded:
+            shards = [p for p in owned if hasattr(p, "to_local")]
+            if indices or shards:
+                window = self._window(optimizer, frozenset(range(len(self.parameters))), None)
+                window.has_no_gradient = bool(shards) and all(p.grad is None for p in shards)
+                self._keep(window)
+            return
+        if not indices:
+            self._see_copies(optimizer, owned)
+            return
+        gradient = self._gradients()
         scale = getattr(optimizer, "grad_scale", None)
         if scale is not None:  # a fused optimizer divides by it in its own kernel
             gradient = gradient / float(scale)
-        gradient = self._without_scale(gradient, places)
-        if not self.light:
-            self.steps.append((gradient, places))
-        self.optimizer_steps += 1
-        if self.failure or self.over is not None:
-            return
-        if seen is None:
-            inner = getattr(self._stepped_by, "__dict__", {}).values()  # of a wrapper: one owner
-            again = all(optimizer is not one for one in (self._stepped_by, *inner))
-            self.stepped_twice |= again and bool(self._stepped & places)
-            self.left_behind |= bool(self._hidden & places & filled(gradient, self._sizes))
-            self.stepped_on |= places
-            return
-        self.optimizer, self._stepped_by, self._stepped = optimizer, optimizer, places
-        seen.gradient = gradient
-        seen.autocast = set(self.autocast)
-        rows = seen.gradient.split(self._sizes) if self._sizes else ()
-        self._norms = {
-            id(p): float(row.norm()) for p, row in zip(self.parameters, rows, strict=False)
-        }
-        made = [micro for micro in seen.micros if not micro.is_asked]
-        seen.micros[:] = made or seen.micros  # what the loop only asked for is no part of it
-        rest: list[RecordedMicroBatch] = []
-        if seen.is_whole and not self.light and not self.sharded:
-            rest = self._set_aside(seen, places)
-            self._begin_at_last_pass(seen)
-            self._count_calls(seen)
-            self._hide_others(seen, places, bool(rest))
-            names = self._buffers.items()
-            seen.moved_buffers = [name for name, (b, version) in names if b._version != version]
-        _join_pattern(seen)
-        self._forget()
-        if rest:
-            self.window = self.new_window()
-            self.window.micros, self.window.stepped_inside = rest, True
-        self._inside = True  # what follows is ours
-        try:
-            self.ended(seen)  # it may stop the script, and that is no failure
-        finally:
-            self._inside = False
-            self._parts.clear()
+        self._keep(self._window(optimizer, indices, gradient))
 
-    def _without_scale(self, gradient: Tensor, places: frozenset[int]) -> Tensor:
-        """Divide out the loss scale that the next optimizer's step will divide out."""
-        rest = [p for i, p in enumerate(self.parameters) if i not in places]
-        if self._scaler is None or not rest or self.sharded:
-            return gradient
-        states, ready = self._scaler._per_optimizer_states, OptState.READY
-        rows = list(gradient.split(self._sizes))
-        for other in _optimizers_of(rest):
-            if states.get(id(other), {}).get("stage", ready) is ready:
-                for place in places_of(other, self.parameters) - places:
-                    rows[place] = rows[place] / self._scaler.get_scale()
-        return torch.cat(rows)
+    def _see_ledger(self, optimizer: torch.optim.Optimizer, indices: frozenset[int]) -> None:
+        """Keep the gradient of a window of wholebatch, which was recorded when it closed."""
+        which, chosen = self._know(optimizer), sorted(indices)
+        for window in self.windows[-1:]:
+            if window.optimizer == which and window.gradient is None and self._stays_full:
+                gradient = self._gradients()
+                scale = getattr(optimizer, "grad_scale", None)
+                gradient = gradient if scale is None else gradient / float(scale)
+                window.indices, window.gradient = indices, self._selected(gradient, chosen)
+                window.names = [self._names[i] for i in chosen]
+                window.sizes = [self._sizes[i] for i in chosen]
 
-    def _set_aside(
-        self, window: RecordedWindow, places: frozenset[int]
-    ) -> list[RecordedMicroBatch]:
-        """Take out the micro-batches that bring this optimizer nothing, for the next one's step."""
-        brought = [filled(micro.brought, self._sizes) for micro in window.micros]
-        rest = [m for m, full in zip(window.micros, brought, strict=True) if full - places == full]
-        rest = [m for m in rest if bool(m.brought.any())]
-        if len(rest) == len(window.micros):
-            return []
+    def _see_copies(self, optimizer: torch.optim.Optimizer, owned: list[Tensor]) -> None:
+        """Record the step of an optimizer that holds copies of the parameters (DeepSpeed)."""
+        modules = {id(p) for call in self._calls for p in call.module.parameters()}
+        is_other = any(id(parameter) in modules for parameter in owned)
+        is_first = not self._stepped_on or id(optimizer) in self._optimizers
+        if not is_other and self.pending and is_first:
+            self._keep(self._window(optimizer, frozenset(range(len(self.parameters))), None))
+
+    def _know(self, optimizer: torch.optim.Optimizer) -> int:
+        """Return the number of an optimizer."""
+        if id(optimizer) not in self._optimizers:
+            self._optimizers[id(optimizer)] = len(self._known)
+            self._known.append(optimizer)
+            self.optimizer_names[len(self._known) - 1] = type(optimizer).__name__
+            self._had_state[id(optimizer)] = bool(optimizer.state)
+        return self._optimizers[id(optimizer)]
+
+    def _new_window(
+        self, optimizer: torch.optim.Optimizer, indices: frozenset[int]
+    ) -> RecordedWindow:
+        which = self._know(optimizer)
+        self.window_counts[which] += 1
+        chosen = sorted(indices)
+        dtypes = {self.parameters[i].dtype.to_real() for i in chosen} or {torch.float32}
+        return RecordedWindow(
+            number=self.window_counts[which],
+            optimizer=which,
+            names=[self._names[i] for i in chosen],
+            sizes=[self._sizes[i] for i in chosen],
+            eps=max(torch.finfo(dtype).eps / 2 for dtype in dtypes),
+            is_half=bool(dtypes & {torch.float16, torch.bfloat16}),
+            indices=indices,
+            is_full=not self.is_light,
+            is_hooked=self.hooked_by_loop,
+            is_resumed=self.window_counts[which] == 1 and self._had_state[id(optimizer)],
+        )
+
+    def _window(
+        self,
+        optimizer: torch.optim.Optimizer,
+        indices: frozenset[int],
+        gradient: Tensor | None,
+    ) -> RecordedWindow:
+        """Return the window that this step ends."""
+        window, chosen = self._new_window(optimizer, indices), sorted(indices)
+        since = self._last_step.get(window.optimizer, 0)
+        self._last_step[window.optimizer] = self._number
+        mine = [b for b in self.pending if b.number >= since]
+        mine = [b for b in mine if self.sharded or self._filled(b.contribution) & indices]
+        stepped = frozenset().union(*(self._filled(b.contribution) - b.waits_for for b in mine))
+        self.stepped_twice |= bool(stepped & indices) and not self.sharded
+        window.backwards = [self._of(b, chosen) for b in mine]
+        numbers = [b.number for b in mine]
         window.clips = [
-            replace(clip, micro_batches=sum(m not in rest for m in window.micros[:place]))
-            for clip in window.clips
-            if (place := clip.micro_batches)
+            replace(
+                clip,
+                number=sum(number < clip.number for number in numbers),
+                before=self._selected(clip.before, chosen),
+                after=self._selected(clip.after, chosen),
+            )
+            for clip in self._clips
+            if clip.number > since
         ]
-        window.micros[:] = [micro for micro in window.micros if micro not in rest]
-        return rest
+        if gradient is not None:
+            window.gradient = self._selected(gradient, chosen)
+        window.moved_along_step, self._moved_along = self._moved_along, False
+        if not mine:
+            self.lost_steps += 1
+            had = window.gradient is not None and bool(window.gradient.any())
+            is_again = had and self._last_stepper not in (None, optimizer)
+            self.stepped_twice |= is_again and bool(self._stepped_on & indices)
+        self._last_stepper = optimizer
+        # A backward is kept until all optimizers whose parameters it reaches have stepped.
+        self._stepped_on |= indices
+        for micro in self.pending:
+            micro.is_stepped |= self.sharded or bool(micro.waits_for & indices)
+            micro.waits_for -= indices
+        self.pending = [
+            micro
+            for micro in self.pending
+            if not micro.is_stepped or (micro.waits_for and not self.sharded)
+        ][-_MOST_PENDING:]
+        return window
 
-    def _hide_others(self, window: RecordedWindow, places: frozenset[int], is_part: bool) -> None:
-        """Leave out gradients of before that this optimizer does not step on: a GAN's other half.
+    def _of(self, micro: RecordedBackward, chosen: list[int]) -> RecordedBackward:
+        """Return a backward as one optimizer's parameters see it."""
+        rows = (micro.before, micro.after, micro.contribution)
+        before, after, contribution = (self._selected(row, chosen) for row in rows)
+        moved = micro.moved & frozenset(chosen)
+        return replace(micro, before=before, after=after, contribution=contribution, moved=moved)
 
-        Another one may step on them next, or clear them.
-        """
-        full = filled(window.micros[0].before, self._sizes)
-        stepped, were_full = self._before
-        window.leaked = bool(full & places) and not were_full & places and stepped != places
-        self._before, hidden = (places, full), full - places
-        self._hidden = hidden & self.stepped_on
-        window.places, self.stepped_on = places, self.stepped_on | places
-        for micro in window.micros:  # another optimizer may step on what is not in this loss
-            micro.moved &= places | filled(micro.brought, self._sizes)
-        if is_part:
-            hidden = frozenset(range(len(self._sizes))) - places
-        elif not places or not hidden or len(window.micros) == 1:
-            return
-        sizes = enumerate(self._sizes)
-        mask = torch.cat([torch.full((n,), float(i not in hidden)) for i, n in sizes]).double()
-        assert window.gradient is not None
-        window.gradient = window.gradient * mask
-        for micro in window.micros:
-            micro.before, micro.after = micro.before * mask, micro.after * mask
-            micro.brought = micro.brought * mask
-        window.clips = [
-            replace(one, before=one.before * mask, after=one.after * mask) for one in window.clips
-        ]
-
-    @property
-    def waits_for_others(self) -> bool:
-        """True if another optimizer holds parameters of the model that none has stepped on yet."""
-        rest = [p for i, p in enumerate(self.parameters) if i not in self.stepped_on]
-        return bool(rest) and not self.sharded and bool(_optimizers_of(rest))
-
-    def updates(self) -> list[Tensor]:
-        """Return the gradients of the steps; steps on different parameters make one update."""
-        made: list[Tensor] = []
-        taken: frozenset[int] = frozenset()
-        for gradient, places in self.steps:
-            if made and not places & taken:
-                rows, more = list(made[-1].split(self._sizes)), gradient.split(self._sizes)
-                for place in places:
-                    rows[place] = more[place]
-                made[-1], taken = torch.cat(rows), taken | places
-            else:
-                made.append(gradient)
-                taken = places
-        return made
-
-    def _forget(self) -> None:
-        self.window = None
+    def _keep(self, window: RecordedWindow) -> None:
+        """Keep a window: the first two, those of another size, and the last one."""
+        same = [one for one in self.windows if one.optimizer == window.optimizer]
+        sizes = Counter(len(one.backwards) for one in same)
+        is_new = len(same) < 2 or not sizes[len(window.backwards)]
+        if len(same) > 2 and not is_new and len(same) >= _MOST_WINDOWS // 3:
+            self.windows.remove(same[-1])
+        self.windows.append(window)
+        if not self.is_light and not self._stays_full and self._all_had_their_turn():
+            self._go_lightly()
         self._calls.clear()
         self._nodes.clear()
-        self._used = set()
+        self._roots.clear()
+        self._stepped()
 
+    def _all_had_their_turn(self) -> bool:
+        """True if all optimizers have stepped: once, or twice if there are several."""
+        waits = self._had_gradient - self._stepped_on if not self.sharded else set()
+        least = min(2, len(self.window_counts))
+        had = not waits and min(self.window_counts.values()) >= least
+        return had or sum(self.window_counts.values()) >= _MOST_FULL
 
-def with_turns(window: RecordedWindow) -> RecordedWindow:
-    """Return a window whose backwards are joined if their graphs take turns."""
-    window = replace(window, micros=[replace(micro) for micro in window.micros])
-    _join_turns(window, [micro.made_by for micro in window.micros])
-    return window
-
-
-def _join_pattern(window: RecordedWindow) -> None:
-    """Join backwards that take turns, such as a GAN's real and fake batch, to one micro-batch."""
-    kinds: list[Any] = [tuple((term.node, term.kind) for term in m.terms) for m in window.micros]
-    if len(set(kinds)) == 1:  # alike, but for a target that all samples of a backward have
-        kinds = [tuple(term.target for term in micro.terms) for micro in window.micros]
-        if any(None in targets for targets in kinds):
+    @_never_fails
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self._step_depth = max(0, self._step_depth - 1)
+        if self.is_light or self.sharded or self._step_depth or not self.parameters:
             return
-    _join_turns(window, kinds)
+        after = self.sample(self.parameters)
+        if self._weights.numel() == after.numel():
+            self._step_made = after - self._weights
+        self.after_step = after
+
+    @property
+    def open_ledger(self) -> int:
+        """Return the micro-batches of a window of wholebatch that was not closed."""
+        window = getattr(self._own_window, "open", None)
+        return 0 if window is None else len(window.owners)
+
+    @property
+    def unstepped(self) -> list[str]:
+        """Return the parameters that had gradients and that no optimizer has stepped on."""
+        return [self._names[i] for i in sorted(self._had_gradient - self._stepped_on)]
 
 
-def _join_turns(window: RecordedWindow, kinds: list[Any]) -> None:
-    micros = window.micros
-    count = len(micros)
-    turns = next(n for n in range(1, count + 1) if kinds == kinds[:n] * (count // n))
-    is_own = len({micro.is_passed_on for micro in micros}) == 1
-    if len(set(kinds)) < turns and window.sizes:  # an actor's loss and a critic's
-        both = [(k, filled(m.brought, window.sizes)) for k, m in zip(kinds, micros, strict=True)]
-        kinds = both if both == both[:turns] * (count // turns) else kinds
-    if not 1 < turns < count or len(set(kinds)) < turns or not is_own:
-        return
-    window.clips = [replace(c, micro_batches=-(-c.micro_batches // turns)) for c in window.clips]
-    for first, *others in [micros[i : i + turns] for i in range(0, count, turns)]:
-        for other in others:
-            if window.is_whole:
-                first.after, first.brought = other.after, first.brought + other.brought
-            first.terms, first.calls = first.terms + other.terms, first.calls + other.calls
-            micros.remove(other)
-
-
-def first_numbers(tensor: Tensor) -> Tensor:
-    """Return a few numbers of every row of an output."""
-    return tensor.detach().reshape(len(tensor), -1)[:, :8].clone()
-
-
-def _keeps(slopes: dict[int, Tensor], place: int) -> Callable[[Tensor | None], None]:
-    def keep(slope: Tensor | None) -> None:
-        if slope is not None:  # DDP gives None to an output that no loss has used
-            slopes[place] = slope.detach()
-
-    return keep
-
-
-def _is_a_look() -> bool:
-    frame: Any = sys._getframe(3)
-    for _ in range(8):
-        if frame is not None and frame.f_globals.get("__name__", "").startswith(_LOOKS):
-            return True
-        frame = frame and frame.f_back
-    return False
-
-
-def _terms_of(root: Tensor, seed: Tensor | None) -> list[LossTerm]:
-    """Return the terms of what a backward began at, and with which gradient."""
-    if seed is not None and seed.numel() and not bool((seed == seed.flatten()[0]).all()):
-        return [LossTerm("backward(gradient=...)", "unknown", 1.0)]
-    with torch.enable_grad():
-        total = root if not root.dim() else root.sum()
-    factor = 1.0 if seed is None else float(seed.flatten()[0])
-    return [replace(term, seed=factor) for term in loss_terms(total.grad_fn)]
-
-
-def _counts_of(constants: Sequence[tuple[str, Tensor]]) -> tuple[list[float], list[float]]:
-    """Count in the constants of a loss, one by one and by their nodes: a sum may be over them.
-
-    Return the sizes of masks and labels apart: they count the padding, too.
-    """
-    found: dict[str, list[list[float]]] = {}
-    for node, one in constants:
-        if one.dtype is torch.bool or one.is_floating_point():
-            counts = [float((one > 0).sum()), float((one == 1).sum()), float(one.sum())]
-            found.setdefault(node, []).append(counts)
-    added = [[sum(one) for one in zip(*rows, strict=True)] for rows in found.values()]  # of all
-    counted = [number for rows in (*found.values(), added) for row in rows for number in row]
-    return counted, [float(one.numel()) for _, one in constants if not one.is_floating_point()]
-
-
-def _is_weight(factor: Tensor) -> bool:
-    """True for one weight of each of some samples, if these are no counts."""
-    is_row = factor.is_floating_point() and 4 <= factor.numel() == len(factor)
-    return is_row and not factor.equal(factor.round())
-
-
-def filled(row: Tensor, sizes: list[int]) -> frozenset[int]:
-    """Return the places of the parameters whose gradient, as it is kept, is not zero."""
-    sizes = sizes if row.numel() else []
-    return frozenset(i for i, part in enumerate(row.split(sizes)) if bool(part.any()))
-
-
-def _optimizers_of(parameters: Sequence[Tensor]) -> list[torch.optim.Optimizer]:
-    """Return the optimizers that hold one of these parameters."""
-    wanted = {id(parameter) for parameter in parameters}
-    kinds = {torch.optim.Optimizer}
-    waiting = list(kinds)
-    while waiting:
-        kinds.update(below := waiting.pop().__subclasses__())
-        waiting += below
-    found = [
-        one
-        for one in _objects(kinds)
-        if any(id(p) in wanted for group in one.param_groups for p in group["params"])
-    ]
-    inner = {id(getattr(one, name, None)) for one in found for name in ("optimizer", "_optimizer")}
-    return [one for one in found if id(one) in inner] or found  # not a trainer's wrapper of it
-
-
-def _optimizer_of(parameters: Sequence[Tensor]) -> torch.optim.Optimizer | None:
-    """Return the only optimizer that holds one of these parameters."""
-    found = _optimizers_of(parameters)
-    return found[0] if len(found) == 1 else None
-
-
-def _objects(kinds: set[Any]) -> list[Any]:
-    """Return all objects of these types."""
-    return [one for one in gc.get_objects() if type(one) in kinds]
-
-
-def _few(tensor: Tensor) -> Tensor:
-    return tensor.detach().flatten()[:64].clone()
-
-
-_Kept = tuple[Tensor, int, Tensor, Any]
-"""A tensor, its version, a few of its numbers, and its place: a dict or list, and the key."""
-
-
-def _kept(tensor: Tensor, home: Any) -> _Kept:
-    """Return the tensor that lies at this place now: an average may be made anew every time."""
-    with suppress(LookupError):
-        now = home[0][home[1]] if home else tensor
-        tensor = now if isinstance(now, Tensor) and now.shape == tensor.shape else tensor
-    return tensor, tensor._version, _few(tensor), home
-
-
-def _follows(was: _Kept, now: _Kept, weights: Tensor) -> bool:
-    """True if an average has changed; one that is far from the weights, if it moved to them."""
-    far, moved = weights - was[2], now[2] - was[2]
-    if float(far.norm()) <= 0.5 * float(weights.norm()):
-        return was[1] != now[1] or bool(moved.any())
-    return float(far @ moved) > 0.99 * float(far.norm() * moved.norm()) > 0
-
-
-@torch.no_grad()
-def _averages_of(parameter: Tensor) -> list[_Kept]:
-    """Return tensors that look like an average of this parameter: alike in shape and values."""
-    found: list[Tensor] = []
-    few = _few(parameter)
-    for one in _objects({Tensor, nn.Parameter}):
-        if one.shape != parameter.shape or one.device != parameter.device or one.is_sparse:
-            continue
-        if one.grad_fn is not None or one.dtype != parameter.dtype:
-            continue
-        try:
-            aliases = one.data_ptr() == parameter.data_ptr()
-            near = float((_few(one) - few).norm()) <= 0.5 * float(few.norm())
-            near |= isinstance(one, nn.Parameter) and not one.requires_grad  # a target network
-        except RuntimeError:  # a tensor without numbers
-            continue
-        found += [one] if near and not aliases else []
-    homes = {
-        id(one): (box, key)
-        for box in (gc.get_referrers(*found) if found else ())
-        if isinstance(box, dict | list) and box is not found
-        for key, one in list(box.items() if isinstance(box, dict) else enumerate(box))
+def _buffer_versions(modules: Iterable[nn.Module]) -> dict[str, int]:
+    """Return how often each buffer was written to, but for the statistics of norms."""
+    return {
+        f"{name}.{own}".lstrip("."): buffer._version
+        for module in modules
+        for name, part in module.named_modules()
+        if not hasattr(part, "running_mean")
+        for own, buffer in part.named_buffers(recurse=False)
+        if buffer.is_floating_point()
     }
-    return [_kept(one, homes.get(id(one))) for one in found]
+
+
+def _rates(optimizer: torch.optim.Optimizer) -> tuple[float, ...]:
+    groups, names = optimizer.param_groups, ("lr", "weight_decay")
+    return tuple(float(group.get(name) or 0.0) for name in names for group in groups)
+
+
+def _trainer_at_hand() -> str:
+    """Return which library drives the loop, by the modules on the call stack."""
+    frames = traceback.walk_stack(None)
+    packages = {f.f_globals.get("__name__", "").partition(".")[0] for f, _ in frames}
+    return next((name for key, name in _TRAINERS.items() if key in packages), "plain torch")

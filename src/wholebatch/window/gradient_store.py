@@ -2,22 +2,16 @@
 
 A window asks its store, and nothing else, where a micro-batch's gradient goes and where the close
 finds it. `DeviceStore` is the plain one; those of `wholebatch.offload` need less memory.
-
-A store also undoes an optimizer's step that runs out of memory. An optimizer makes its state in its
-first step, one parameter after the other, and many need copies of the gradients in every step.
-Memory may run out when half of a parameter's state is there, and torch's Adam would fail on it for
-ever after. So state that the failed step has made is removed. Changes in place cannot be undone,
-but torch counts them, so the error can say which state the run is in.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from wholebatch.distributed import Sync
@@ -41,9 +35,6 @@ if TYPE_CHECKING:
 
 class Store(ABC):
     """One way to keep the gradients of an open window, and to make the update from them."""
-
-    steps_at_once: bool = True
-    """True if one call of an optimizer's step updates all its parameters."""
 
     only_eager: str | None = None
     """The reason why no compiled graph may run a micro-step; None if one may."""
@@ -132,10 +123,6 @@ class Store(ABC):
     def close(self, window: OpenWindow, normalise: float, hooks: DeferredHooks) -> Closed:
         """Bring the gradients to what the optimizer must see."""
 
-    def skip(self) -> None:
-        """Take note that a window makes no update, and that the user's own step follows."""
-        return
-
     def check_hand_over(self) -> None:
         """Refuse to leave the gradients to the user if a step of theirs could not use them."""
         return
@@ -147,151 +134,35 @@ class Store(ABC):
     # Update
 
     def update(self, remaining: float) -> None:
-        """Step the optimizers; if memory runs out, undo the step or say what is left of it."""
-        before = self.before_step()
+        """Step the optimizers; if memory runs out, refuse to go on with what is left."""
         try:
             self.step(remaining)
             return
         except torch.OutOfMemoryError as error:
             failure = str(error)  # the text only: a traceback keeps what was allocated alive
-        self.failed_in_step(before, failure)
+        self._spoil(failure)
 
     @abstractmethod
     def step(self, remaining: float) -> None:
         """Step every optimizer once; the gradients are still to be multiplied by `remaining`."""
 
-    def before_step(self) -> _BeforeStep:
-        """Return a record of the state before a step."""
-        return _BeforeStep(self.target.optimizers, self.parameters, at_once=self.steps_at_once)
-
-    def failed_in_step(self, before: _BeforeStep, failure: str) -> NoReturn:
-        """Undo a step that ran out of memory as far as possible, and raise what is left of it."""
-        changed, unsure = before.undo()
-        first_line = failure.strip().partition("\n")[0]
-        ran_out = f"the optimizer's step ran out of memory ({first_line or 'no reason given'})"
-        if not changed and not unsure and self.sync.ranks == 1:
-            raise torch.OutOfMemoryError(
-                f"{ran_out} before it had changed anything: parameters and optimizer state are as "
-                "before this window, and the run can go on once there is room for the optimizer's "
-                "state and its copies of the gradients. fused=True makes no such copies, "
-                'optimizer_state="host" keeps the state off the device, and a smaller micro-batch '
-                "leaves less scattered memory"
-            )
+    def _spoil(self, failure: str) -> NoReturn:
+        """Mark the parameters as half updated, and say so."""
         self.spoiled = [(parameter, parameter._version) for parameter in self.parameters]
-        if changed:
-            what = f"after it had changed {changed} of {len(self.parameters)} parameters"
-        elif unsure:
-            what = "when it may have changed parameters or optimizer state already"
-        else:
-            what = "here, and other ranks may have made theirs"
+        reason = failure.strip().partition("\n")[0] or "no reason given"
         raise torch.OutOfMemoryError(
-            f"{ran_out} {what}, which cannot be put back: load the model and the optimizer from "
-            "the last checkpoint before going on"
+            f"the optimizer's step ran out of memory ({reason}), and may have changed parameters "
+            "or optimizer state already: load the model and the optimizer from the last checkpoint "
+            "before going on. fused=True makes no copies of the gradients, "
+            'wb.Memory(optimizer_state="host") keeps the state off the device, and a smaller '
+            "micro-batch leaves less scattered memory"
         )
-
-    # State
-
-    @abstractmethod
-    def saved(self) -> Any:
-        """Return the gradients of an open window, for a checkpoint."""
-
-    @abstractmethod
-    def load(self, saved: Any) -> None:
-        """Load `saved` into a window that has just been opened."""
 
     def discard(self) -> None:
         """End the window and release its gradients."""
         for parameter in self.parameters:
             parameter.grad = None
         self.parameters = []
-
-
-class _BeforeStep:
-    """Holds what shows, after a failed step, whether it had begun.
-
-    An optimizer begins with the first parameter of a group. If parameters are not stepped
-    `at_once` but in parts, the state of every one is compared. Fused kernels change parameters
-    without counting; fused Adam and Adagrad count their steps just before.
-    """
-
-    def __init__(
-        self,
-        optimizers: Sequence[torch.optim.Optimizer],
-        parameters: Sequence[nn.Parameter],
-        *,
-        at_once: bool,
-    ) -> None:
-        self._optimizers = optimizers
-        self._parameters = parameters
-        self._versions = [parameter._version for parameter in parameters]
-        self._states = [len(optimizer.state) for optimizer in optimizers]
-        self._tensors = [
-            (tensor, tensor._version)
-            for optimizer in optimizers
-            if optimizer.state
-            for tensor in _tensors(
-                _first_states(optimizer) if at_once else optimizer.state.values()
-            )
-        ]
-
-    def undo(self) -> tuple[int, bool]:
-        """Remove the state that the step has made.
-
-        Return how many parameters it had changed, and whether it may have changed anything else.
-        """
-        changed = sum(
-            parameter._version != version
-            for parameter, version in zip(self._parameters, self._versions, strict=True)
-        )
-        unsure = any(tensor._version != version for tensor, version in self._tensors)
-        for optimizer, there in zip(self._optimizers, self._states, strict=True):
-            # A dictionary keeps the order of insertion, so the step's own entries come last.
-            made = [optimizer.state.pop(key) for key in [*optimizer.state][there:]]
-            unsure = unsure or self._may_have_begun(optimizer, made, has_older=there > 0)
-        return changed, unsure
-
-    def _may_have_begun(
-        self, optimizer: torch.optim.Optimizer, made: list[dict[str, Any]], *, has_older: bool
-    ) -> bool:
-        """True if it may have changed something although no change was counted."""
-        if not type(optimizer).__module__.startswith("torch.optim."):
-            return True  # nothing is known of what it counts and keeps
-        groups = optimizer.param_groups
-        if has_older and any(len(_kinds([group])) > 1 for group in groups):
-            return True  # it may have begun with any of these kinds
-        if torch._C._len_torch_dispatch_stack() and any(
-            group.get("foreach", False) is not False for group in groups
-        ):
-            return True  # under a dispatch mode, such as a meter, foreach operations do not count
-        if not any(group.get("fused") for group in groups):
-            return False
-        if isinstance(optimizer, torch.optim.SGD):
-            # Momentum is made before its only kernel, and kept after it.
-            alone = len(self._optimizers) == len(_kinds(groups)) == len(groups) == 1
-            return has_older or not alone or not made or any(made)
-        return any(tensor._version > 0 for tensor in _tensors(made))
-
-
-def _first_states(optimizer: torch.optim.Optimizer) -> Iterator[Mapping[str, Any]]:
-    """Yield, for each group, the state of the first parameter that has a gradient."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.grad is not None:
-                if parameter in optimizer.state:
-                    yield optimizer.state[parameter]
-                break
-
-
-def _tensors(states: Iterable[Mapping[str, Any]]) -> Iterator[Tensor]:
-    for state in states:
-        for value in state.values():
-            if isinstance(value, Tensor):
-                yield value
-
-
-def _kinds(groups: Iterable[Mapping[str, Any]]) -> set[tuple[torch.device, torch.dtype]]:
-    """Return the devices and dtypes: an optimizer steps those of one kind with one call."""
-    return {(p.device, p.dtype) for group in groups for p in group["params"]}
 
 
 class DeviceStore(Store):
@@ -327,7 +198,6 @@ class DeviceStore(Store):
         device = window.inputs[0].device
         if not can_close_ahead(target.optimizers, self.options, device):
             return None
-        before = self.before_step()
         try:
             return close_ahead(
                 window,
@@ -338,7 +208,7 @@ class DeviceStore(Store):
             )
         except torch.OutOfMemoryError as error:
             failure = str(error)
-        self.failed_in_step(before, failure)
+        self._spoil(failure)
 
     def close(self, window: OpenWindow, normalise: float, hooks: DeferredHooks) -> Closed:
         return close_gradients(
@@ -400,17 +270,6 @@ class DeviceStore(Store):
                 gradient = gradient.to(parameter.dtype)
             parameter.grad = gradient
         self.parameters = []
-
-    def saved(self) -> list[Tensor | None]:
-        return [
-            None if parameter.grad is None else parameter.grad.detach().clone()
-            for parameter in self.parameters
-        ]
-
-    def load(self, saved: Any) -> None:
-        for parameter, gradient in zip(self.parameters, saved, strict=True):
-            if gradient is not None:
-                parameter.grad = gradient.to(parameter.device, copy=True)
 
     def discard(self) -> None:
         super().discard()

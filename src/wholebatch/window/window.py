@@ -9,7 +9,6 @@ knows the units and multiplies by the one number that makes the difference.
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
 import threading
@@ -17,7 +16,6 @@ import time
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import chain
 from typing import Any, NoReturn, TypeAlias
 
@@ -25,8 +23,6 @@ import torch
 from torch import Tensor, nn
 
 from wholebatch.distributed import Sync
-from wholebatch.distributed import choose as choose_sync
-from wholebatch.distributed.sync_strategy import checksums
 from wholebatch.errors import (
     EmptyWindowError,
     LossError,
@@ -37,10 +33,7 @@ from wholebatch.errors import (
     WindowError,
 )
 from wholebatch.losses.loss import SINGLE, Loss, Term, Terms, Units, check_total, check_units
-from wholebatch.offload import choose as choose_store
-from wholebatch.options import Close, Memory
 from wholebatch.window.close import (
-    ClipNorm,
     Closed,
     CloseOptions,
     DeferredHooks,
@@ -53,13 +46,9 @@ from wholebatch.window.close import (
 )
 from wholebatch.window.forward_state import capture_random, restore_random
 from wholebatch.window.gradient_store import DeviceStore, Store
-from wholebatch.window.model_and_optimizer import Scheduler, Schedules, Target, build_target
+from wholebatch.window.model_and_optimizer import Schedules, Target
 from wholebatch.window.precision import SIXTEEN_BIT, LossScale
 
-_engine = getattr(torch.autograd.Variable, "_execution_engine", None)
-_run_backward: Any = getattr(_engine, "run_backward", None)
-"""The engine's own function. `torch.autograd.backward` checks its arguments first, which takes a
-tenth of a short backward; the arguments here are always of one kind."""
 _SECOND_BACKWARD = (
     "a backward of this window has freed a part of this loss's graph. Losses of one forward: add "
     "them up, and make one backward of the sum. A state that is carried from one micro-batch into "
@@ -77,54 +66,9 @@ _CLAMPED = (
 )
 _log = logging.getLogger("wholebatch")
 _FORMAT = 2  # of a state dict
-_SAVED = ("micro_batches", "known", "weights", "owners", "loss_scale")  # of an open window, as is
+observers: list[Any] = []
+"""Told when a window begins, closes and ends (`wb.watch` reads the ledger at its close)."""
 transforms_active: Any = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
-
-
-@dataclass(frozen=True)
-class Backward:
-    """A backward that adds into chosen parameters only."""
-
-    run: Callable[[Sequence[Tensor], Sequence[Tensor]], None]
-    overlaps: bool = True
-    """True if each gradient is complete when it is added (not so with reentrant checkpoints)."""
-
-
-def backward_into(
-    parameters: Sequence[Tensor], models: Iterable[nn.Module], totals: Iterable[Tensor]
-) -> Backward:
-    """Return a backward for graphs like those of `totals` that adds into `parameters` alone.
-
-    A GAN's generator loss flows through the judge, whose parameters must not be added to.
-    Autograd's `inputs=` does that, except with reentrant activation checkpointing, which refuses
-    it. There a plain backward runs, and the other parameters get back what they held.
-    """
-    if not is_reentrant(totals):
-        leaves = tuple(parameters)
-
-        def isolated(totals: Sequence[Tensor], seeds: Sequence[Tensor]) -> None:
-            plain = _run_backward is not None and not transforms_active()
-            if plain and all(type(total) is Tensor for total in totals):
-                _run_backward(tuple(totals), tuple(seeds), False, False, leaves, True, True)
-            else:
-                torch.autograd.backward(totals, seeds, inputs=parameters)
-
-        return Backward(isolated)
-
-    own = {id(parameter) for parameter in parameters}
-    others = [p for model in models for p in model.parameters() if id(p) not in own]
-
-    def restoring(totals: Sequence[Tensor], seeds: Sequence[Tensor]) -> None:
-        held = [parameter.grad for parameter in others]
-        for parameter in others:
-            parameter.grad = None
-        try:
-            torch.autograd.backward(totals, seeds)
-        finally:
-            for parameter, gradient in zip(others, held, strict=True):
-                parameter.grad = gradient
-
-    return Backward(restoring, overlaps=False)
 
 
 def graph_nodes(totals: Iterable[Any], until: Iterable[Any] = ()) -> Iterator[Any]:
@@ -139,9 +83,18 @@ def graph_nodes(totals: Iterable[Any], until: Iterable[Any] = ()) -> Iterator[An
             stack.extend(successor for successor, _ in node.next_functions)
 
 
-def is_reentrant(totals: Iterable[Tensor]) -> bool:
-    """Return True if the graph has a node of torch.utils.checkpoint(use_reentrant=True)."""
-    return any(type(n).__name__ == "CheckpointFunctionBackward" for n in graph_nodes(totals))
+def refuse_reentrant(totals: Iterable[Tensor]) -> None:
+    """Refuse a graph with reentrant activation checkpointing.
+
+    It cannot add into chosen parameters alone (a GAN's generator loss flows through the judge,
+    whose parameters must not be added to).
+    """
+    if any(type(node).__name__ == "CheckpointFunctionBackward" for node in graph_nodes(totals)):
+        raise UnsupportedError(
+            "torch.utils.checkpoint with use_reentrant=True: its backward adds into every "
+            "parameter, and cannot be kept to those of the window; pass use_reentrant=False "
+            '(Transformers: gradient_checkpointing_kwargs={"use_reentrant": False})'
+        )
 
 
 UnitsFunction: TypeAlias = Callable[[Any], Units | Mapping[str, Units]]
@@ -315,11 +268,8 @@ class OpenWindow:
     """True if the next backward is a further one of the same micro-batch."""
     repeated: set[int] = field(default_factory=set)
     """The places in `units` of such backwards."""
-    saved: bool = False  # for a run that goes on from here
     broken: bool = False
     """True if a backward failed half way, so that a part of a micro-batch is in."""
-    resumed: Callable[[], None] | None = None
-    """Refuses a window that was loaded into a model with other parameters; called once."""
     reduced: bool = False
     """True if the last backward has reduced the gradients over the ranks."""
     started: float = field(default_factory=time.perf_counter)
@@ -334,10 +284,7 @@ class OpenWindow:
             self.loss_scale = self._scaling if self.scale.is_undone_at_close else 1.0
 
     def refuse_broken(self) -> None:
-        """Refuse to go on with a window that holds a part of a micro-batch, or of another model."""
-        if self.resumed is not None:
-            self.resumed()
-            self.resumed = None
+        """Refuse to go on with a window that holds a part of a micro-batch."""
         if self.broken:
             raise WindowError(
                 "the last backward of this window failed half way and left part of its gradients "
@@ -450,7 +397,6 @@ class Window:
         self.next_seed: float | None = None
         self.ranks_with_more = 0  # how many ranks did, at the last close
         self._last_weights: dict[str, float] = {SINGLE: 1.0}
-        self._backward_into: Backward | None = None  # of graphs like those of this window
         self.calls_on_gradient = on_gradient is not None
         self.leaves_gradients = not target.steps  # whether the last window has left them in .grad
         self.hooks = DeferredHooks(on_gradient, target.named_parameters)
@@ -478,6 +424,8 @@ class Window:
         if known is None:
             window.seed = self.next_seed or self._first_seed(units)
         self.open = window
+        for observer in observers:
+            observer.window_began(self)
         return window
 
     def _agree_on_parameters(self) -> None:
@@ -579,27 +527,21 @@ class Window:
         """Add the gradients of totals, times their seeds, into the parameters and into `also`."""
         sync, window = self.sync, self.current
         window.refuse_broken()
-        if self._backward_into is None:
-            self._backward_into = (
-                Backward(sync.run_backward)
-                if sync.grows_own_graph
-                else backward_into([*window.inputs, *also], self.target.models, totals)
-            )
-        into, reduces = self._backward_into, last
         try:
-            if sync.ranks == 1 and not sync.grows_own_graph:
-                into.run(totals, seeds)
-            else:
-                with sync.backward(window.inputs, reduces=reduces, overlap=into.overlaps):
-                    into.run(totals, seeds)
+            with sync.backward(window.inputs, reduces=last, overlap=True):
+                if sync.grows_own_graph:
+                    sync.run_backward(totals, seeds)
+                else:  # into the window's parameters alone
+                    torch.autograd.backward(totals, seeds, inputs=[*window.inputs, *also])
             self.store.backward_made()
         except BaseException as error:
             window.broken = True  # some gradients of this micro-batch are in, others are not
             if "through the graph a second time" in str(error):
                 raise LossError(_SECOND_BACKWARD) from error
+            if isinstance(error, RuntimeError) and not sync.grows_own_graph:
+                refuse_reentrant(totals)
             raise
-        window.reduced = reduces
-        self._backward_into = None if also else self._backward_into  # other graphs follow
+        window.reduced = last
 
     def micro_batch_done(self) -> None:
         """Count a micro-batch whose backwards are all made."""
@@ -621,12 +563,11 @@ class Window:
         `has_more`: this rank has data for another window; the ranks count those that have.
         `while_waiting()` is called where the host waits for the device.
         """
+        for observer in observers:
+            observer.window_closes(self)
         try:
             self.leaves_gradients = not (steps and self.target.steps)
-            step = self._close(self.current, not self.leaves_gradients, has_more, while_waiting)
-            if step.skipped is not None and self.leaves_gradients:
-                self.store.skip()
-            return step
+            return self._close(self.current, not self.leaves_gradients, has_more, while_waiting)
         finally:
             self.discard()
 
@@ -813,7 +754,7 @@ class Window:
         self.store.discard()
         self.sync.discard()
         self.hooks.give_back()
-        self.open = self._backward_into = None
+        self.open = None
 
     # ------------------------------------------------------------------ state
 
@@ -879,78 +820,6 @@ class Window:
             target.ema.load_state_dict(state["ema"])
         restore_random(state["random"])
 
-    def open_state(self) -> dict[str, Any]:
-        """Return the open window, with its gradients."""
-        now = self.current
-        now.saved = True
-        if now.broken:
-            raise StateError(
-                "the last backward of this window failed half way: discard() it before saving"
-            )
-        if not self.sync.keeps_gradients:
-            raise StateError(
-                "a sharded model holds the gradients of an open window inside its engine: save "
-                "between windows"
-            )
-        return {
-            **{name: copy.copy(getattr(now, name)) for name in _SAVED},
-            "seed": read_scalars([now.seed])[0],
-            "totals": {name: read_scalars(totals) for name, totals in now.totals.items()},
-            "units": {name: read_scalars(units) for name, units in now.units.items()},
-            "seconds": time.perf_counter() - now.started,
-            "gradients": self.store.saved(),
-            "parameters": self._checksums(),
-        }
-
-    def check_open_state(self, saved: dict[str, Any] | None) -> None:
-        """Raise a StateError if a saved window does not belong here; there may be none."""
-        if saved is None:
-            return
-        gradients = saved["gradients"]
-        parameters = self.target.trained()
-        if len(gradients) != len(parameters):
-            raise StateError(
-                f"the saved window holds gradients of {len(gradients)} parameters, and "
-                f"{len(parameters)} are trained here: load it into the same model and optimizer"
-            )
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            if gradient is not None and gradient.shape != parameter.shape:
-                raise StateError(
-                    f"the saved gradient of {self.target.name_of(parameter)} has shape "
-                    f"{tuple(gradient.shape)}, and the parameter has {tuple(parameter.shape)}: "
-                    "load it into the same model and optimizer"
-                )
-
-    def load_open_state(self, state: dict[str, Any] | None) -> None:
-        """Open the window that `open_state` has saved, if there was one."""
-        if state is None:
-            return
-        for parameter in self.target.trained():
-            parameter.grad = None
-        self._agreed = True  # until the first backward: another rank may have no window open
-        now = self.begin(known=state["known"])
-        self._agreed = False
-        for name in (*_SAVED, "seed", "totals", "units"):
-            setattr(now, name, copy.deepcopy(state[name]))
-        now.started = time.perf_counter() - state["seconds"]
-        now.resumed = partial(self._refuse_other_parameters, state["parameters"])
-        self.store.load(state["gradients"])
-
-    def _checksums(self) -> list[int]:
-        return checksums(p for model in self.target.models for p in model.parameters())
-
-    def _refuse_other_parameters(self, saved: list[int]) -> None:
-        """Refuse to go on with a window whose first gradients are of other parameters."""
-        frozen = [parameter for parameter in self.now.inputs if not parameter.requires_grad]
-        if frozen or self._checksums() != saved:
-            raise StateError(
-                f"the loaded window holds {self.now.micro_batches} micro-batches, whose gradients "
-                "are of other parameters than those of the model here: load the model and the "
-                "optimizer of the same checkpoint too, with the same ones frozen, or discard() the "
-                "window"
-            )
-        self._agree_on_parameters()
-
 
 class HasWindow:
     """The base of objects that make windows: it counts their updates."""
@@ -966,36 +835,3 @@ class HasWindow:
     def skipped(self) -> int:
         """Windows that made no update (not finite, or without units)."""
         return self._window.skipped
-
-
-def make_window(
-    models: nn.Module | Sequence[nn.Module],
-    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
-    *,
-    clip_norm: ClipNorm,
-    scheduler: Scheduler | Sequence[Scheduler] | None,
-    memory: Memory,
-    close: Close,
-    precision: str = "full",
-) -> Window:
-    """Return the window of these models and optimizers; refuse what does not go together."""
-    options = close.with_clip_norm(clip_norm)
-    sync = choose_sync(models, sync=close.sync)
-    target = build_target(
-        models,
-        optimizer,
-        options=options,
-        scheduler=scheduler,
-        ema=close.ema,
-        precision=precision,
-        scaler=close.scaler,
-        sync=sync,
-    )
-    store = choose_store(
-        memory,
-        target=target,
-        options=options,
-        sync=sync,
-        on_gradient=close.on_gradient is not None,
-    )
-    return Window(target, options, sync, store, close.on_gradient)

@@ -305,9 +305,6 @@ MISTAKES = {
         "scheduled-per-micro-batch", start=_with_schedule, after_backward=_schedule
     ),
     "decayed every time": Plant("moved-in-the-window", after_backward=_decay),
-    "averaged every time": Plant(
-        "averaged-per-micro-batch", start=_with_average, after_backward=_average
-    ),
     "off by one": Plant(
         "only-the-first",
         lambda mean, u, all_, k: mean / STEPS,

@@ -1,4 +1,4 @@
-"""Exact windows in Keras 3, on its TensorFlow, JAX and torch backends.
+"""Exact gradient accumulation in Keras 3, on its TensorFlow, JAX and torch backends.
 
 ```python
 from wholebatch.integrations.keras import GradientAccumulateModel
@@ -12,8 +12,8 @@ model.fit(x, y, batch_size=8)                # 4 × 8 samples make one update, t
 |---|---|
 | `GradientAccumulateModel` | `compile` and `fit` as they are; it counts units itself |
 | `GradientAccumulateOptimizer` | a model that must stay as it is; units come through its `loss()` |
-| `TapeAccumulator` | a loop of one's own around `tf.GradientTape` |
-| `AccumBatchNormalization` | BatchNormalization whose running statistics are those of the window |
+
+A loop of your own around `tf.GradientTape` needs none of them: examples/integrations/keras_tape.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from __future__ import annotations
 from wholebatch.errors import UnsupportedError
 from wholebatch.optional_packages import require
 
-require("keras", at_least="3.10", extra="keras", purpose="wholebatch in Keras")
+# From 3.16 on Keras may compile the function that decides if a window closes (host_internals.py).
+require("keras", at_least="3.10", below="3.16", extra="keras", purpose="wholebatch in Keras")
 
 import keras  # noqa: E402
 
@@ -31,14 +32,7 @@ if keras.backend.backend() not in ("tensorflow", "jax", "torch"):
         "tensorflow, jax or torch"
     )
 
-from wholebatch.integrations.keras.accum_batchnorm import AccumBatchNormalization  # noqa: E402
 from wholebatch.integrations.keras.accumulate_model import GradientAccumulateModel  # noqa: E402
 from wholebatch.integrations.keras.accumulate_optimizer import GradientAccumulateOptimizer  # noqa: E402
-from wholebatch.integrations.keras.tensorflow_windows import TapeAccumulator  # noqa: E402
 
-__all__ = [
-    "AccumBatchNormalization",
-    "GradientAccumulateModel",
-    "GradientAccumulateOptimizer",
-    "TapeAccumulator",
-]
+__all__ = ["GradientAccumulateModel", "GradientAccumulateOptimizer"]

@@ -11,7 +11,6 @@ import keras
 from keras.src.models.functional import functional_from_config
 
 from wholebatch.errors import OptionError, UnsupportedError
-from wholebatch.integrations.keras.accum_batchnorm import AccumBatchNormalization
 from wholebatch.integrations.keras.accumulate_optimizer import (
     GradientAccumulateOptimizer,
     NonFinite,
@@ -29,7 +28,7 @@ def _steps() -> Any:
     """Return the module with the micro-step for the backend that Keras runs on."""
     backend = keras.backend.backend()
     if backend == "tensorflow":
-        from wholebatch.integrations.keras import tensorflow_windows as steps
+        from wholebatch.integrations.keras import tensorflow_step as steps
     elif backend == "jax":
         from wholebatch.integrations.keras import jax_step as steps  # type: ignore[no-redef]
     else:
@@ -122,24 +121,21 @@ class GradientAccumulateModel(keras.Model):  # type: ignore[misc]
                     f"{type(self).__name__} overrides {name}, so that what its loss is a mean over "
                     "is not known: "
                     + (
-                        "use TapeAccumulator in it, with keras.Model"
+                        "use keras.Model, and examples/integrations/keras_tape.py in it"
                         if name == "train_step"
                         else "give units=, a function of (x, y, sample_weight) that counts it"
                     )
                 )
-        norms = []
-        for layer in self._flatten_layers(include_self=False):
-            if isinstance(layer, AccumBatchNormalization):
-                layer.follow(self.accum_steps)
-            elif isinstance(layer, keras.layers.BatchNormalization) and layer.trainable:
-                norms.append(layer.name)
+        norms = [
+            layer.name
+            for layer in self._flatten_layers(include_self=False)
+            if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable
+        ]
         if norms and self.batchnorm != "allow" and self.accum_steps > 1:
             message = (
                 f"BatchNormalization ({', '.join(norms)}) normalises each micro-batch by itself: "
                 "no accumulation is exact. Use GroupNormalization or LayerNormalization, set "
-                "layer.trainable = False, or accept it: AccumBatchNormalization keeps at least the "
-                'running statistics those of the window; batchnorm="warn" or "allow" leaves all as '
-                "it is"
+                'layer.trainable = False, or accept it: batchnorm="warn" or "allow"'
             )
             if self.batchnorm == "refuse":
                 raise UnsupportedError(message)
@@ -170,12 +166,7 @@ class GradientAccumulateModel(keras.Model):  # type: ignore[misc]
 
     def flush(self) -> bool:
         """Close a half-filled window now, as `fit` does; return True if there was one."""
-        closed = self.compiled and self.optimizer.built and self.optimizer.flush()
-        if closed:
-            for layer in self._flatten_layers(include_self=False):
-                if isinstance(layer, AccumBatchNormalization):
-                    layer.close_window()
-        return bool(closed)
+        return bool(self.compiled and self.optimizer.built and self.optimizer.flush())
 
     def make_train_function(self, force: bool = False) -> Any:
         if self.train_function is None or force:

@@ -416,7 +416,7 @@ class GradientAccumulateOptimizer(keras.optimizers.Optimizer):  # type: ignore[m
         if self.driven:
             raise WindowError(
                 "this GradientAccumulateOptimizer belongs to a GradientAccumulateModel, whose own "
-                "train_step uses it: do not override train_step, or use TapeAccumulator"
+                "train_step uses it: do not override train_step"
             )
         if self.units == EQUAL:
             self._noted = ops.ones((), wide())
@@ -439,8 +439,8 @@ class GradientAccumulateOptimizer(keras.optimizers.Optimizer):  # type: ignore[m
             )
         if self._weighed is None:
             raise WindowError(
-                "gradients of a loss that did not pass through optimizer.scale_loss(): use "
-                "TapeAccumulator in a loop of your own"
+                "gradients of a loss that did not pass through optimizer.scale_loss(): write your "
+                "own loop as examples/integrations/keras_tape.py"
             )
         units, weighted = self._weighed
         self.add([grads], [units], [weighted])

@@ -7,8 +7,6 @@ from functools import partial
 from typing import Any
 
 import keras
-from keras.src import backend
-from keras.src.distribution import distribution_lib
 
 from wholebatch.integrations.keras.loss_units import (
     Inputs,
@@ -65,7 +63,7 @@ def _losses(
         *zip(model.metrics_variables, metrics, strict=True),
     ]
     try:
-        with backend.StatelessScope(state_mapping=mapping) as scope:
+        with keras.StatelessScope(state_mapping=mapping) as scope:
             loss, groups = losses_by_units(model, inputs, y_pred, training=is_training)
         non_trainable = [scope.get_current_value(v) for v in model.non_trainable_variables]
         metrics = [scope.get_current_value(v) for v in model.metrics_variables]
@@ -117,7 +115,7 @@ def _into_window(
 
 def _scope(optimizer: Any, variables: Sequence[Any]) -> Any:
     mapping = list(zip(optimizer.variables, variables, strict=True))
-    return backend.StatelessScope(state_mapping=mapping)
+    return keras.StatelessScope(state_mapping=mapping)
 
 
 def stateless_apply(optimizer: Any, variables: Any, grads: Any, trainable: Any) -> Any:
@@ -194,7 +192,7 @@ def train_function(model: Any) -> Callable[[Any, Any], Any]:
         if model.run_eagerly or not model.jit_compile:
             return step
         shardings = None
-        if distribution_lib.distribution() is not None:
+        if keras.distribution.distribution() is not None:
             shardings = (None, model._get_state_sharding_spec())
         return jax.jit(step, donate_argnums=0, out_shardings=shardings)
 

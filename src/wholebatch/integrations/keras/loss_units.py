@@ -28,8 +28,8 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import keras
-from keras import ops
-from keras.src import backend, tree
+from keras import ops, tree
+from keras.src import backend
 from keras.src.losses.loss import squeeze_or_expand_to_same_rank
 from keras.src.trainers.compile_utils import CompileLoss, get_loss
 

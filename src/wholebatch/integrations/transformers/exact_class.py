@@ -54,7 +54,7 @@ class ExactPairs(ExactTrainerMixin):
             if loss_type in _COUPLED:
                 raise UnsupportedError(
                     f"exact(DPOTrainer) with loss_type={loss_type!r}, which {_COUPLED[loss_type]}: "
-                    "leave it out, or write the loss with wb.dpo_loss and wb.Loss.terms"
+                    "leave it out, or write the loss with wb.losses.dpo_loss and wb.Loss.terms"
                 )
 
     units_of = staticmethod(lambda inputs: len(inputs["input_ids"]))
@@ -176,7 +176,7 @@ class ExactPolicy(ExactTrainerMixin):
             return
         raise UnsupportedError(
             f"exact({type(self).__name__.removeprefix('Exact')}): {why}; leave it out, or write "
-            "the loss with wb.policy_loss and wb.Loss.terms"
+            "the loss with wb.losses.policy_loss and wb.Loss.terms"
         )
 
     def count_units(self, inputs: Mapping[str, Any]) -> Units:
@@ -219,7 +219,7 @@ def _refuse_vision(trainer: Any) -> None:
     if getattr(trainer, "_is_vision_dataset", False):
         raise UnsupportedError(
             "exact(...) of TRL's preference trainers with images, whose tensors have rows of their "
-            "own: train on text, or write the loss with wb.dpo_loss"
+            "own: train on text, or write the loss with wb.losses.dpo_loss"
         )
 
 
@@ -276,7 +276,7 @@ def exact(
         raise UnsupportedError(
             "exact(GKDTrainer): it draws the answers of every batch inside its training_step, "
             "after the units of the window are counted; use GKDTrainer as it is with lmbda=0 and "
-            "seq_kd=False, or write the loop with wb.distillation_loss"
+            "seq_kd=False, or write the loop with wb.losses.distillation_loss"
         )
     windows = _OF_TRL.get(of_trl[0] if of_trl else "", ExactTrainerMixin)
     if windows is ExactTrainerMixin:

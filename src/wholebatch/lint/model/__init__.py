@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from .events import Event, Guard, Loop
-from .loop_windows import File, LoopWindow, read, read_trained
+from .loop_windows import File, LoopWindow, read
 
-__all__ = ["Event", "File", "Guard", "Loop", "LoopWindow", "read", "read_trained"]
+__all__ = ["Event", "File", "Guard", "Loop", "LoopWindow", "read"]

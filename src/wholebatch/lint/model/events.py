@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
 
-from .expressions import dotted, is_call, keyword, last_part, positional, text
+from .expressions import dotted, keyword, last_part, positional, text
 
 
 @dataclass(frozen=True, eq=False)
@@ -190,33 +190,32 @@ class Event(Act):
         return [item for item in self.inside(loop) if isinstance(item, Context)]
 
 
-_SCHEDULER_MADE = re.compile(
-    r"lr_scheduler|Scheduler$|Schedule$|LR$|get_\w*schedule|get_scheduler|create_scheduler"
-    r"|build_scheduler|make_scheduler|_scheduler$|CosineAnnealing|ReduceLROnPlateau"
+# Names of objects, and of what makes them: `lr_sched`, `OneCycleLR`, `get_cosine_schedule`.
+_SCHEDULER = re.compile(
+    r"(?i:sched|warm_?up|anneal|lr_policy|lr_decay)|\blrs$|LR$|ReduceLROnPlateau"
 )
-_OPTIMIZER_MADE = re.compile(
-    r"optim\.|Optimizer|optimizer|^(Fused|Bert|Open\w*|CPU)?Adam\w*$|^SGD\w*$|Adafactor|RMSprop|Adagrad"
-    r"|^Lion|^LAMB$|^Lamb$|LBFGS|Adam8bit|AdamW"
+_OPTIMIZER = re.compile(
+    r"(?i:optim)|(^|_)(?i:opts?)($|_|\d)|^opt[A-Z_]|^sgd$|^adam"
+    r"|^(Fused|Bert|CPU)?(Adam|SGD|Lion|LAMB|Lamb)|Adafactor|RMSprop|Adagrad|LBFGS"
 )
-_SCHEDULER_NAME = re.compile(r"sched|warm_?up|anneal|lr_policy|lr_decay|\blrs$", re.I)
-_OPTIMIZER_NAME = re.compile(r"optim|(^|_)opts?($|_|\d)|^opt[A-Z_]?|_opt$|^sgd$|^adam\w*$", re.I)
-_SCALER_NAME = re.compile(r"scaler(?!\w*(meter|metric|avg|stat))", re.I)
-_ENGINE_NAME = re.compile(r"(^|_)engine$|^ds_model$|^model_engine", re.I)
+_SCALER = re.compile(r"scaler(?!\w*(meter|metric|avg|stat))", re.I)
+_ENGINE = re.compile(r"(^|_)engine$|^ds_model$", re.I)
 MODEL_NAME = re.compile(
     r"^(?!save|load|get|build|create|make|valid|eval|test|init|export|unwrap|prepare|set|move|update|log)"
     r"(\w*model|\w*_module|net|network|\w*_net|unet\w*|transformer|module|encoder|decoder|dit"
     r"|backbone|net[A-Z]\w*|gpt|vae|controlnet|\w*ranker|generator|discriminator|policy|actor|critic)$",
     re.I,
 )
-_CLIPS = re.compile(r"(dispatch_)?clip_grad\w*")
-_SIMPLE = {"zero_grad": "zero", "unscale_": "unscale", "set_requires_gradient_sync": "fsdp_sync"}
+# Not a closure, but the rate of `optimizer.step(lr)`.
+_RATE = re.compile(r"(^|_)lr($|_)|rate|epoch|^[\d.]+$")
+_SIMPLE = {"zero_grad": "zero", "unscale_": "unscale"}
 _OURS = {"AccelerateAccumulator", "FabricAccumulator", "Accumulator", "WholeBatch"}
-_NATIVE_SCALERS = re.compile(r"loss_scaler|NativeScaler", re.I)
+_WRAPPERS = {"DistributedDataParallel", "DDP", "FSDP", "DataParallel"}
 
 
 def holds_sync(context: Context) -> bool:
     """True if a `with` item is (or was assigned from) a `no_sync()`."""
-    return bool(re.search(r"no_(backward_)?sync\b", context.made))
+    return "no_sync" in context.made or "no_backward_sync" in context.made
 
 
 def constructor(definition: Def) -> tuple[str, int | None]:
@@ -258,9 +257,9 @@ def role(receiver: ast.expr, env: Env) -> str:
             return "scaler"
         if index is not None:
             continue  # One of several values that a helper returned: its own name decides.
-        if _SCHEDULER_MADE.search(made) and "Optim" not in made.rpartition(".")[2]:
+        if _SCHEDULER.search(made) and "Optim" not in made.rpartition(".")[2]:
             return "scheduler"
-        if _OPTIMIZER_MADE.search(made):
+        if "optim." in made or _OPTIMIZER.search(made.rpartition(".")[2]):
             return "optimizer"
     inner = receiver
     while isinstance(inner, ast.Subscript):
@@ -269,10 +268,10 @@ def role(receiver: ast.expr, env: Env) -> str:
         inner = inner.func
     name = last_part(inner)
     for kind, pattern in (
-        ("scheduler", _SCHEDULER_NAME),
-        ("scaler", _SCALER_NAME),
-        ("optimizer", _OPTIMIZER_NAME),
-        ("engine", _ENGINE_NAME),
+        ("scheduler", _SCHEDULER),
+        ("scaler", _SCALER),
+        ("optimizer", _OPTIMIZER),
+        ("engine", _ENGINE),
     ):
         if pattern.search(name):
             return kind
@@ -283,7 +282,7 @@ def classify(call: ast.Call, env: Env) -> Act | None:
     """Return the effect of a call on a window, or None if it has none that we know."""
     func = call.func
     name = last_part(func)
-    if _CLIPS.fullmatch(name):
+    if name.removeprefix("dispatch_").startswith("clip_grad"):
         owner = func.value if isinstance(func, ast.Attribute) else None
         return None if _only_measures(call) else Act("clip", owner, detail=name)
     if name.strip("_") == "optimizer_step":
@@ -297,12 +296,6 @@ def classify(call: ast.Call, env: Env) -> Act | None:
     owner = func.value
     if name == "backward":
         return _backward(call, owner, env)
-    if name == "gradient" and "tape" in last_part(owner):
-        return Act("backward", owner, positional(call, 0), "tape")
-    if name == "apply_gradients" or (name == "apply" and role(owner, env) == "optimizer"):
-        return Act("step", owner)
-    if name == "assign" and is_call(positional(call, 0), "zeros", "zeros_like"):
-        return Act("zero", owner)  # An accumulator of TensorFlow.
     if name == "manual_backward":
         return Act("backward", owner, positional(call, 0), "lightning")
     if name == "training_step" and dotted(owner) == "self":
@@ -323,8 +316,7 @@ def _plain_call(call: ast.Call, func: ast.Name, env: Env) -> Act | None:
     if native is not None:
         return native
     if MODEL_NAME.match(func.id) or any(
-        made.rpartition(".")[2] in {"DistributedDataParallel", "DDP", "FSDP", "DataParallel"}
-        for made, _ in constructors(func, env)
+        made.rpartition(".")[2] in _WRAPPERS for made, _ in constructors(func, env)
     ):
         return Act("forward", func)
     return None
@@ -332,7 +324,8 @@ def _plain_call(call: ast.Call, func: ast.Name, env: Env) -> Act | None:
 
 def _native_scaler(call: ast.Call, func: ast.expr) -> Act | None:
     # `loss_scaler(loss, optimizer, ..., update_grad=cond)`: a backward, and the step if cond.
-    if not _NATIVE_SCALERS.search(last_part(func)) or len(call.args) < 2:
+    is_scaler = last_part(func).lower().endswith(("loss_scaler", "nativescaler"))
+    if not is_scaler or len(call.args) < 2:
         return None
     return Act("native", func, positional(call, 0), "update_grad")
 
@@ -361,7 +354,7 @@ def _backward(call: ast.Call, owner: ast.expr, env: Env) -> Act | None:
         return Act("backward", owner, first, "fabric")
     if first is None or "loss" in owner_name:
         return Act("backward", None, owner, "tensor")
-    if role(owner, env) == "optimizer" or re.search(r"booster|^amp$|mp_trainer", owner_name):
+    if role(owner, env) == "optimizer" or owner_name in {"booster", "amp", "mp_trainer"}:
         return Act("backward", owner, first, "wrapper")
     if role(owner, env) == "engine":
         return Act("backward", owner, first, "deepspeed")
@@ -376,10 +369,7 @@ def _step(call: ast.Call, owner: ast.expr, env: Env) -> Act | None:
         return Act("step", positional(call, 0), detail="scaler")
     if kind == "optimizer":
         closure = positional(call, 0) or keyword(call, "closure")
-        # Not the rate of `optimizer.step(lr)`.
-        calls = closure is not None and not re.search(
-            r"(^|_)lr($|_)|rate|epoch|^[\d.]+$", text(closure)
-        )
+        calls = closure is not None and not _RATE.search(text(closure))
         return Act("step", owner, detail="closure" if calls else "")
     # A wrapper that is handed the optimizer: `amp.step(model, optimizer)`.
     held = next((a for a in call.args if role(a, env) == "optimizer"), None)

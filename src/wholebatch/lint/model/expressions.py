@@ -16,6 +16,8 @@ ACCUMULATION_NAME = re.compile(
     r"|steps?_per_update|(update|optimi[sz]e|step)_(every|interval)|backward_passes_per_step|\bacu\b|step_?interval|optim(izer)?_freq",
     re.IGNORECASE,
 )
+# The mark of a symbol: `i@3` is the value of `i` in one iteration.
+_SYMBOL_MARK = re.compile(r"@\d+")
 
 
 def is_accumulation_name(name: str) -> bool:
@@ -23,7 +25,7 @@ def is_accumulation_name(name: str) -> bool:
     return ACCUMULATION_NAME.search(name) is not None
 
 
-def dotted(node: ast.AST) -> str | None:
+def dotted(node: ast.AST | None) -> str | None:
     """Return a plain chain of names as text (`self.opt.step`), or None for another expression."""
     parts: list[str] = []
     while isinstance(node, ast.Attribute):
@@ -35,10 +37,10 @@ def dotted(node: ast.AST) -> str | None:
     return ".".join(reversed(parts))
 
 
-def place(node: ast.AST) -> str | None:
+def slot_name(node: ast.AST) -> str | None:
     """Return the same as `dotted`, and also `state['step']`: any slot that can hold a counter."""
     if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
-        owner = place(node.value)
+        owner = slot_name(node.value)
         if owner is not None and isinstance(node.slice.value, str):
             return f"{owner}[{node.slice.value!r}]"
     return dotted(node)
@@ -53,9 +55,19 @@ def last_part(node: ast.AST) -> str:
     return ""
 
 
-def text(node: ast.AST) -> str:
-    """Return the expression as normalised source, so that spacing does not matter."""
-    return ast.unparse(node)
+def text(node: ast.AST | None) -> str:
+    """Return the expression as normalised source, so that spacing does not matter; "" for None."""
+    return "" if node is None else ast.unparse(node)
+
+
+def without_marks(spelled: str) -> str:
+    """Return a resolved expression as the user wrote it: `i` for `i@3`."""
+    return _SYMBOL_MARK.sub("", spelled)
+
+
+def has_word(word: str, spelled: str) -> bool:
+    """True if a text has a dotted name as a whole: `n` in `n + 1`, not in `run.n`."""
+    return re.search(rf"(?<![\w.]){re.escape(word)}(?!\w)", spelled) is not None
 
 
 def number(node: ast.AST | None) -> float | None:
@@ -83,7 +95,7 @@ def is_call(node: ast.AST | None, *names: str) -> TypeGuard[ast.Call]:
     return isinstance(node, ast.Call) and last_part(node.func) in names
 
 
-def divisor_of(node: ast.AST) -> ast.expr | None:
+def divisor_of(node: ast.AST | None) -> ast.expr | None:
     """Return the `b` of `a / b` or `a /= b`, else None."""
     if is_binary(node, ast.Div):
         return node.right
@@ -114,48 +126,16 @@ def positional(call: ast.Call, index: int) -> ast.expr | None:
     return None
 
 
-# Fields that never hold a node; skipping them halves the time of a walk.
-_EMPTY_FIELDS = {
-    "ctx", "op", "ops", "id", "attr", "arg", "kind", "type_comment", "name", "asname", "module",
-    "level", "conversion", "simple", "is_async", "rest", "kwd_attrs", "str",
-}  # fmt: skip
-_FIELDS: dict[type[ast.AST], tuple[str, ...]] = dict.fromkeys(
-    (ast.Constant, ast.Global, ast.Nonlocal, ast.MatchSingleton), ()
-)
-_WITH_GAPS = {ast.Dict, ast.arguments}  # `{**a}` has no key, `*, a` no default.
-
-
-def children(node: ast.AST) -> list[ast.AST]:
-    """Return the direct child nodes in source order, without operators."""
-    kind = type(node)
-    names = _FIELDS.get(kind)
-    if names is None:
-        names = tuple(f for f in kind._fields if f not in _EMPTY_FIELDS)
-        _FIELDS[kind] = names
-    found: list[ast.AST] = []
-    for name in names:
-        value = getattr(node, name, None)
-        if value.__class__ is list:
-            found += value
-        elif value is not None:
-            found.append(value)
-    return [n for n in found if n is not None] if kind in _WITH_GAPS else found
-
-
-def walk(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield a node and everything inside it: a faster `ast.walk` without operators."""
-    todo = [node]
-    while todo:
-        current = todo.pop()
-        yield current
-        todo += children(current)
+def values_of(call: ast.Call) -> list[ast.expr]:
+    """Return everything that a call is handed, by position or by keyword."""
+    return [*call.args, *(k.value for k in call.keywords)]
 
 
 def calls_in(node: ast.AST) -> Iterator[ast.Call]:
     """Yield every call of an expression in evaluation order (inner calls first)."""
     if isinstance(node, (ast.Lambda, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
         return
-    for child in children(node):
+    for child in ast.iter_child_nodes(node):
         yield from calls_in(child)
     if isinstance(node, ast.Call):
         yield node
@@ -167,7 +147,7 @@ def bind_pairs(target: ast.expr, value: ast.expr) -> Iterator[tuple[str, ast.exp
         for element, part in zip(target.elts, _parts(target.elts, value), strict=True):
             yield from bind_pairs(element, part)
         return
-    name = place(target.value if isinstance(target, ast.Starred) else target)
+    name = slot_name(target.value if isinstance(target, ast.Starred) else target)
     if name is not None:
         yield name, value
 
@@ -183,16 +163,21 @@ def _parts(targets: list[ast.expr], value: ast.expr) -> list[ast.expr]:
     return [ast.copy_location(part, value) for part in parts]
 
 
-def _targets(target: ast.expr) -> Iterator[str]:
+def target_names(target: ast.expr) -> Iterator[str]:
+    """Yield the names that an assignment target sets: `a` and `b` for `a, *b`."""
     if isinstance(target, (ast.Tuple, ast.List)):
         for element in target.elts:
-            yield from _targets(element)
+            yield from target_names(element)
     elif isinstance(target, ast.Starred):
-        yield from _targets(target.value)
+        yield from target_names(target.value)
     else:
-        name = place(target)
+        name = slot_name(target)
         if name is not None:
             yield name
+
+
+# The fields of a statement that hold other statements, or parts of them that can set names.
+_BLOCKS = ("body", "orelse", "finalbody", "handlers", "items", "cases")
 
 
 def assigned_names(body: Sequence[ast.stmt]) -> set[str]:
@@ -201,16 +186,15 @@ def assigned_names(body: Sequence[ast.stmt]) -> set[str]:
     todo: list[ast.AST] = list(body)
     while todo:
         node = todo.pop()
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             continue
         if isinstance(node, ast.Assign):
             for target in node.targets:
-                found.update(_targets(target))
-        elif isinstance(node, (ast.AugAssign, ast.AnnAssign, ast.For, ast.AsyncFor, ast.NamedExpr)):
-            found.update(_targets(node.target))
+                found.update(target_names(target))
+        elif isinstance(node, (ast.AugAssign, ast.AnnAssign, ast.For, ast.AsyncFor)):
+            found.update(target_names(node.target))
         elif isinstance(node, ast.withitem) and node.optional_vars is not None:
-            found.update(_targets(node.optional_vars))
-        elif isinstance(node, ast.Expr) and is_call(node.value, "assign", "assign_add"):
-            found.update(_targets(getattr(node.value.func, "value", node.value.func)))
-        todo += children(node)
+            found.update(target_names(node.optional_vars))
+        for block in _BLOCKS:
+            todo += getattr(node, block, ())
     return found

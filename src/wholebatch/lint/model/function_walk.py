@@ -3,45 +3,38 @@
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
-from .events import Act, Context, Def, Env, Event, Guard, Loop, PathItem, classify, constructor
+from .events import Act, Context, Def, Env, Event, Guard, Loop, PathItem, classify
 from .expressions import (
     FunctionNode,
     assigned_names,
     bind_pairs,
     calls_in,
-    children,
     dotted,
-    is_accumulation_name,
-    is_call,
     keyword,
     last_part,
+    target_names,
     text,
-    walk,
+    without_marks,
 )
-from .file_facts import Facts, acts, class_env, methods_called
-from .imported_code import visible
+from .file_facts import Facts, class_env, methods_called
 from .name_resolution import Resolver
 
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _LoopNode = ast.For | ast.AsyncFor | ast.While
 _Path = tuple[PathItem, ...]
 
 _MAX_INLINE_DEPTH = 6
 _MAX_INLINES = 250
-_SHORT = 120
+_MAX_INLINED_LINES = 120
 _MAX_ALTERNATIVES = 4
-_MAX_FOREIGN = 40
-_MAX_TEXT = 6000
 _EMPTY = Env()
-# Names of functions in other modules that make the loss, or log it.
-_PART = re.compile(r"loss|forward|criterion|normali[sz]e|(train|log)\w*_step|step$", re.I)
 _BACKWARD = {"backward", "manual_backward", "training_step"}
-# Helpers that log: what they are handed counts, whatever they do with it.
-_SHOWS = re.compile(r"log|print|report")
+# Helpers that log: what they are handed is logged, whatever they do with it.
+_LOGS = ("log", "print", "report")
 _COUNTED_BY_FRAMEWORK = {"batch_idx", "batch_index", "batch_nb"}
 
 
@@ -55,8 +48,6 @@ class Scope:
     changed: dict[str, frozenset[str]] = field(default_factory=dict)
     # Functions that contain training calls; others are only followed for their return value.
     relevant: frozenset[FunctionNode] = frozenset()
-    home: str = ""  # The path of another module whose function is walked.
-    base: Env | None = None  # What such a function, or a method of another object, sees.
 
     def changed_by(self, loop: Loop, body: Sequence[ast.stmt]) -> set[str]:
         """Return the names that an iteration can change, also through methods that it calls."""
@@ -84,11 +75,8 @@ class Walker:
         self.events: list[Event] = []
         self.loops: list[Loop] = []
         self.covered: set[FunctionNode] = set()
-        # Functions inside functions, with their environment: a framework may call them.
-        self.nested: list[tuple[FunctionNode, Env, Scope]] = []
         self.root = 0
         self._inlines = 0
-        self._foreign: list[FunctionNode] = []  # Kept, so that the ids of their nodes stay theirs.
         self._stack: list[FunctionNode] = []
         self._returns: list[list[Def]] = []
         self._stmt: ast.stmt = ast.Pass()
@@ -116,8 +104,6 @@ class Walker:
             changed = getattr(stmt.value, "func", stmt)
             if isinstance(changed, ast.Attribute) and changed.attr in {"mul_", "div_"}:
                 self._bind(changed.value, stmt.value, env, path)
-            elif is_call(stmt.value, "assign", "assign_add") and stmt.value.args:
-                self._assign_variable(stmt.value, changed, env, path)
         elif isinstance(stmt, ast.If):
             return self._if(stmt, env, path, scope)
         elif isinstance(stmt, (ast.For, ast.AsyncFor, ast.While)):
@@ -133,7 +119,6 @@ class Walker:
                 _join(env, [env, branch])
         elif isinstance(stmt, (ast.FunctionDef, ast.AsyncFunctionDef)):
             scope.functions[stmt.name] = stmt
-            self.nested.append((stmt, env, scope))
         elif isinstance(stmt, (ast.Return, ast.Raise, ast.Break, ast.Continue)):
             if isinstance(stmt, ast.Return):
                 self._return(stmt, env, path, scope)
@@ -151,9 +136,6 @@ class Walker:
 
     def _if(self, stmt: ast.If, env: Env, path: _Path, scope: Scope) -> list[_Exit]:
         self._calls(stmt.test, env, path, scope)
-        known = _handed(stmt.test, env)
-        if known is not None:
-            return self.block(stmt.body if known else stmt.orelse, env, path, scope)
         before = env.frozen()
         exits: list[_Exit] = []
         ended: list[bool] = []
@@ -170,12 +152,6 @@ class Walker:
             exits = [_Exit("both", ())] if exits else exits
         alive = [r for r, gone in zip(results, ended, strict=True) if not gone] or results
         _join(env, alive)
-        # `if n == k: last = True`, and False otherwise or before: the flag is the condition.
-        for name in assigned_names(stmt.body):
-            values = [_constant(result.get(name, ())) for result in results]
-            if values in ([True, False], [False, True]):
-                test = stmt.test if values[0] else ast.UnaryOp(ast.Not(), stmt.test)
-                env.bind(name, (Def(test, before, _loops(path), stmt),))
         return exits
 
     def _with(
@@ -226,7 +202,7 @@ class Walker:
             symbol = self.resolver.new_symbol(name, around, "carried", loop, env.get(name, ()))
             env.bind(name, (Def(symbol, _EMPTY, around),))
         if loop.target is not None:
-            for name in assigned_names([ast.Assign([loop.target], ast.Constant(None))]):
+            for name in target_names(loop.target):
                 symbol = self.resolver.new_symbol(name, around, "target", loop)
                 env.bind(name, (Def(symbol, _EMPTY, around),))
 
@@ -250,8 +226,6 @@ class Walker:
             name = dotted(target) or ""
             if name.endswith(".grad") and isinstance(stmt.value, ast.Constant):
                 self._emit(Act("zero", target, detail="grad=None"), stmt, stmt, env, path)
-            elif isinstance(target, ast.Attribute) and target.attr == "require_backward_grad_sync":
-                self._emit(Act("ddp_flag", target.value, stmt.value), stmt, stmt, env, path)
             self._bind(target, stmt.value, env, path)
         self._emit(Act("assign", targets[0], stmt.value), stmt, stmt, env, path)
 
@@ -261,13 +235,6 @@ class Walker:
             if name.endswith("]"):
                 env.drop(f"{name}[")
             env.bind(name, (Def(expr, before, _loops(path), target),))
-
-    def _assign_variable(self, call: ast.Call, func: ast.AST, env: Env, path: _Path) -> None:
-        """Record `count.assign_add(1)` and `count.assign(0)`, as TensorFlow's counters are kept."""
-        target, value = func.value, call.args[0]  # type: ignore[attr-defined]
-        if last_part(func) == "assign_add":
-            value = ast.copy_location(ast.BinOp(target, ast.Add(), value), call)
-        self._bind(target, value, env, path)
 
     def _calls(self, expr: ast.expr, env: Env, path: _Path, scope: Scope) -> None:
         """Record the calls of an expression; `step() if last else None` is a condition too."""
@@ -283,21 +250,10 @@ class Walker:
                 path = (*path, Guard(value, env.frozen(), isinstance(expr.op, ast.And)))
             return
         for call in calls_in(expr):
-            if (
-                last_part(call.func) == "cond" and len(call.args) > 1
-            ):  # `tf.cond(last, update, keep)`
-                inner = (*path, Guard(call.args[0], env.frozen(), True))
-                then = call.args[1]
-                then = then.body if isinstance(then, ast.Lambda) else ast.Call(then, [], [])
-                self._calls(ast.copy_location(then, call), env, inner, scope)
-            helper, inside = self._helper(call, scope, env), scope
-            if helper is None and _loops(path):
-                helper, inside = self._method(call, scope, env)
-                if helper is None:
-                    helper, inside = self._imported(call, scope)
-            if helper is not None and _SHOWS.search(helper.name):
+            helper = self._helper(call, scope)
+            if helper is not None and any(word in helper.name for word in _LOGS):
                 self._emit(Act("call", call.func), call, self._stmt, env, path)
-            if helper is not None and self._inline(call, helper, env, path, inside):
+            if helper is not None and self._inline(call, helper, env, path, scope):
                 continue
             act = classify(call, env)
             if act is None:
@@ -320,7 +276,7 @@ class Walker:
             return
         spelled = ""
         if act.receiver is not None and act.kind not in {"call", "assign", "augment"}:
-            spelled = re.sub(r"@\d+", "", text(self.resolver.resolve(act.receiver, env)))
+            spelled = without_marks(text(self.resolver.resolve(act.receiver, env)))
         event = Event(
             **vars(act),
             node=node,
@@ -335,65 +291,11 @@ class Walker:
 
     # -- helpers -----------------------------------------------------------------------------
 
-    def _helper(self, call: ast.Call, scope: Scope, env: Env) -> FunctionNode | None:
+    def _helper(self, call: ast.Call, scope: Scope) -> FunctionNode | None:
         name = dotted(call.func) or ""
         if name.startswith("self.") and name.count(".") == 1:
             return scope.methods.get(name[5:])
-        if name in scope.functions or "." in name:
-            return scope.functions.get(name)
-        # A name for one of several functions: `run = packed if pack else padded`.
-        for definition in env.get(name, ()):
-            chosen = (
-                definition.expr.body if isinstance(definition.expr, ast.IfExp) else definition.expr
-            )
-            if isinstance(chosen, ast.Name) and chosen.id in scope.functions:
-                return scope.functions[chosen.id]
-        return None
-
-    def _imported(self, call: ast.Call, scope: Scope) -> tuple[FunctionNode | None, Scope]:
-        """Return a function of another local module that belongs to the loop or makes its loss."""
-        name = dotted(call.func) or ""
-        if not (scope.home or self.facts.import_nodes) or len(self._foreign) >= _MAX_FOREIGN:
-            return None, scope
-        found = visible(scope.home, name) if scope.home else self.facts.imported(name)
-        held, _, method = name.rpartition(".")
-        if found is None and is_accumulation_name(held):
-            # A method of an object that accumulates, whose class another module has.
-            made = [v for v in self.facts.assigned.get(held, ()) if isinstance(v, ast.Call)]
-            kinds = [self.facts.imported(dotted(m.func) or "") for m in made[:1]]
-            found = kinds[0].method(method) if kinds and kinds[0] is not None else None
-        if found is None or not found.text.startswith("def "):
-            return None, scope
-        if not acts(found.text) and not (_PART.search(name) and len(found.text) < _MAX_TEXT):
-            return None, scope
-        function = found.function(call)
-        if function is None or any(function.name == f.name for f in self._stack):
-            return None, scope
-        self._foreign.append(function)
-        return function, Scope({}, relevant=frozenset([function]), home=found.path, base=_EMPTY)
-
-    def _method(self, call: ast.Call, scope: Scope, env: Env) -> tuple[FunctionNode | None, Scope]:
-        """Return a method of another class of the file: of `runner`, made or annotated here.
-
-        A call of a loss itself, `criterion(x, y)`, is one of its `__call__` or `forward`.
-        """
-        full = dotted(call.func) or ""
-        owners = self.facts.classes if full not in {"", "self"} and not scope.home else ()
-        held, _, method = full.rpartition(".")
-        for name, methods in ((held, (method,)), (full, ("__call__", "forward"))) if owners else ():
-            made = {made.rpartition(".")[2] for made, _ in map(constructor, env.get(name, ()))}
-            made |= self.facts.annotated.get(name, set()) if name == held else set()
-            for owner in owners if made and name != "self" else ():
-                found = next((owner.methods[m] for m in methods if m in owner.methods), None)
-                if found is None or owner.node.name not in made:
-                    continue
-                if found in scope.relevant or (name == full and _PART.search(owner.node.name)):
-                    seen = class_env(owner, _EMPTY)
-                    own = Scope(
-                        scope.functions, owner.methods, owner.changed, scope.relevant, base=seen
-                    )
-                    return found, own
-        return None, scope
+        return scope.functions.get(name)
 
     def _worth(self, helper: FunctionNode, path: _Path, scope: Scope) -> bool:
         """True if a helper should be inlined: relevant, tiny, or short and inside a loop."""
@@ -401,8 +303,9 @@ class Walker:
             return True
         if len(helper.body) <= 2:
             return True
-        short = 3 * _SHORT if re.search(r"loss|forward|step", helper.name) else _SHORT
-        return bool(_loops(path)) and (helper.end_lineno or 0) - helper.lineno <= short
+        of_loss = any(word in helper.name for word in ("loss", "forward", "step"))
+        limit = 3 * _MAX_INLINED_LINES if of_loss else _MAX_INLINED_LINES
+        return bool(_loops(path)) and (helper.end_lineno or 0) - helper.lineno <= limit
 
     def _inline(
         self, call: ast.Call, helper: FunctionNode, env: Env, path: _Path, scope: Scope
@@ -418,11 +321,9 @@ class Walker:
         self.covered.add(helper)
         is_method = helper.name in scope.methods
         seen = {k: v for k, v in env.items() if not is_method or "." in k}
-        seen = seen if scope.base is None else dict(scope.base)
         given = arguments(call, helper, env, _loops(path))
-        shared = {p: n for p, d in given.items() if (n := dotted(d[0].expr)) and n != "self"}
-        inside = replace(scope, functions=dict(scope.functions), base=None)
-        inner = Env({**seen, **given, **_slots(shared, env)})
+        inside = replace(scope, functions=dict(scope.functions))
+        inner = Env({**seen, **given})
         caller_stmt = self._stmt
         self._stack.append(helper)
         self._returns.append([])
@@ -430,12 +331,9 @@ class Walker:
         self.resolver.returns[id(call)] = self._returns.pop()
         self._stack.pop()
         self._stmt = caller_stmt
-        # What a helper sets on self, or on an object that it was handed, its caller sees too.
-        for name, defs in [
-            *((n, d) for n, d in inner.items() if n.startswith("self.") and scope.base is None),
-            *_slots({name: p for p, name in shared.items()}, inner).items(),
-        ]:
-            if env.get(name) is not defs:
+        # What a helper sets on self, its caller sees too.
+        for name, defs in inner.items():
+            if name.startswith("self.") and env.get(name) is not defs:
                 env.bind(name, defs)
         return True
 
@@ -471,30 +369,9 @@ def _constant(defs: tuple[Def, ...]) -> object:
     return defs[0].expr.value if len(defs) == 1 and isinstance(defs[0].expr, ast.Constant) else None
 
 
-def _handed(test: ast.expr, env: Env) -> bool | None:
-    """Return the value of a condition that is a literal of the call: `evaluate=True`."""
-    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-        inner = _handed(test.operand, env)
-        return None if inner is None else not inner
-    defs = env.get(test.id, ()) if isinstance(test, ast.Name) else ()
-    value = _constant(defs)
-    return value if isinstance(value, bool) and defs[0].node is defs[0].expr else None
-
-
-def _slots(names: dict[str, str], env: Env) -> dict[str, tuple[Def, ...]]:
-    """Return the slots of objects under other names: `info['step']` for `state['step']`."""
-    known = {old: new for new, old in names.items()}
-    found = {}
-    for slot, defs in env.items() if known else ():
-        head = re.match(r"[\w.]+?(?=\[|\.)", slot)
-        if head is not None and head.group() in known:
-            found[known[head.group()] + slot[head.end() :]] = defs
-    return found
-
-
 def _load(target: ast.expr) -> ast.expr:
     made = ast.parse(ast.unparse(target), mode="eval").body
-    for node in walk(made):
+    for node in ast.walk(made):
         ast.copy_location(node, target)  # A finding there then points at the statement.
     return made
 
@@ -528,7 +405,7 @@ def walk_file(tree: ast.Module, facts: Facts) -> Walker:
     walker = Walker(Resolver(), facts)
     env = Env()
     relevant = frozenset(facts.relevant)
-    if not relevant and not facts.called & {"apply_gradients", "loss_scaler", *_BACKWARD}:
+    if not relevant and not facts.called & {"loss_scaler", *_BACKWARD}:
         return walker
     walker.block(tree.body, env, (), Scope(dict(facts.functions), relevant=relevant))
     # Functions can rely on the module's names that are set once, outside loops.
@@ -544,7 +421,7 @@ def walk_file(tree: ast.Module, facts: Facts) -> Walker:
             roots.append((method, inner, scope))
     # A function that the file calls is followed from its caller: begin with the others.
     uncalled = [root for root in roots if root[0].name not in {*facts.called, "__init__"}]
-    for function, seen, scope in chain(uncalled, roots, walker.nested):
+    for function, seen, scope in chain(uncalled, roots):
         if function not in walker.covered and function in relevant:
             _walk_root(walker, function, seen, scope)
     # A step function that only methods without a loop call: the loop is in another file.
@@ -586,13 +463,9 @@ def _steps_outside_loops(function: FunctionNode) -> bool:
         if isinstance(node, (ast.For, ast.AsyncFor)):
             todo.append(node.iter)
             continue
-        if isinstance(node, (ast.While, ast.ClassDef, ast.Lambda, ast.FunctionDef)):
+        if isinstance(node, (ast.While, ast.ClassDef, ast.Lambda, *_FUNCTIONS)):
             continue
-        if isinstance(node, ast.AsyncFunctionDef):
-            continue
-        if isinstance(node, ast.Call) and (
-            last_part(node.func) in _BACKWARD or (dotted(node.func) or "").endswith("tape.gradient")
-        ):
+        if isinstance(node, ast.Call) and last_part(node.func) in _BACKWARD:
             return True
-        todo += children(node)
+        todo += ast.iter_child_nodes(node)
     return False

@@ -6,13 +6,11 @@ import ast
 import re
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 
-from .events import MODEL_NAME, Env, Event, Guard, Loop, holds_sync
+from .events import Env, Event, Guard, Loop, holds_sync
 from .expressions import (
-    assigned_names,
     dotted,
     is_accumulation_name,
     is_binary,
@@ -20,7 +18,7 @@ from .expressions import (
     keyword,
     number,
     text,
-    walk,
+    without_marks,
 )
 from .file_facts import Facts, gather
 from .function_walk import Walker, walk_file
@@ -29,20 +27,15 @@ from .name_resolution import Resolver, strip_casts
 from .window_boundary import Boundary, iterated, of_guard, says_accumulating
 
 _MICRO_NAME = re.compile(r"micro|chunk|split|mini_?batch|sub_?batch|accum", re.I)
+# A condition that may be a boundary of another file: `if self.should_update():`.
+_MAY_WAIT = re.compile(r"(update|step|sync|accum|boundary)\w*\(", re.I)
 # A loop is read with the events around it; the limit keeps long files linear.
 _NEAR = 400
 _DEEPSPEED_ACCUMULATES = re.compile(r"gradient_accumulat|\bgas\b", re.I)
-_ACCUMULATES = re.compile(r"\baccumulate\(")
-# TensorFlow's gradients do not add up by themselves.
-_TAPES_ADD = re.compile(
-    r"assign_add\(\s*\w*g|\+=?\s*\w*grad|grad\w*\s*\+|\[(\w+) \+ (\w+)\b[^]\n]* for \1, \2|add_n\("
-)
-_PARTS_OF_BATCH = re.compile(r"//? *[\w.]*batch|ceil\([^()]*/ *[\w.]*batch", re.I)
+# Iterables without an end, and numbers of iterations that are those of an epoch.
+_ENDLESS = ("cycle", "infinite", "repeat", "islice", "count(", "forever", "yield_", "inf_")
+_PER_EPOCH = ("len(", "num_batches", "s_per_epoch", "it_per_epoch")
 _MOVES = ("to", "cuda", "float", "long", "contiguous", "view", "reshape", "flatten")
-# What belongs to one of several optimizers; the rest of a loop belongs to all of them.
-_OWNED = {"backward", "step", "zero", "clip", "unscale", "sched"}
-# A class of Lightning or transformers that computes its own loss.
-_STEPS = re.compile(r"^class \w+\([^)]*(Module|Trainer)(.|\n)*def (training_step|compute_loss)\(")
 _FETCH = {"next", "get_batch", "next_batch", "sample_batch", "get_next_batch"}
 
 
@@ -51,8 +44,9 @@ class LoopWindow:
     """One training loop. `shape` says how its windows end.
 
     The shapes are boundary (a condition on a counter), nested (an inner loop over the
-    micro-batches), accelerate, deepspeed, and plain (an update for every batch: nothing is
-    accumulated).
+    micro-batches), accelerate, deepspeed, plain (an update for every batch: nothing is
+    accumulated), and last_only (the backward is at the boundary too: only the last micro-batch
+    of a window has one).
     """
 
     loop: Loop
@@ -62,19 +56,18 @@ class LoopWindow:
     after: list[Event]
     resolver: Resolver
     facts: Facts
-    inner: list[Event] = field(
-        default_factory=list
-    )  # Its own backwards, not those of a window inside.
+    # Its own backwards, not those of a window inside.
+    inner: list[Event] = field(default_factory=list)
     boundary: Boundary | None = None
     every: ast.expr | None = None
     ends: list[Event] = field(default_factory=list)  # The steps at the boundary.
-    alone: bool = True  # False if other optimizers of the loop have other windows.
     _when: dict[Event, str] = field(default_factory=dict)
+    _boundaries: dict[Guard, Boundary | None] = field(default_factory=dict)
 
     @property
     def accumulates(self) -> bool:
         """True if the gradients of several micro-batches are meant to add up here."""
-        return self.shape != "plain"
+        return self.shape not in {"plain", "last_only"}
 
     @cached_property
     def every_key(self) -> str:
@@ -83,23 +76,23 @@ class LoopWindow:
 
     @property
     def every_name(self) -> str:
-        """Return the number of micro-batches as written in the source."""
-        return re.sub(r"@\d+", "", self.every_key) or "K"
+        """Return the number of micro-batches without marks of symbols, or "" if unknown."""
+        return without_marks(self.every_key)
 
     @cached_property
     def count_name(self) -> str:
-        """Return the number of micro-batches by the name that the user gave it, for messages."""
+        """Return the number of micro-batches for messages: as the user wrote it, or in words."""
         written = [self.boundary.expr] if self.boundary is not None else []
         written += [] if self.loop.iterable is None else [self.loop.iterable]
         names = [name for expr in written for name in self._counts_in(expr)]
         divisors = [d for _, chain in self.chains for d in chain.divisors if self.counts(d)]
-        if self.every_name.isdigit():
-            names += [d.written for d in divisors if not d.written.isdigit()]
-        return names[0] if names else self.every_name
+        names += [d.written for d in divisors if not d.written.isdigit()]
+        name = next(iter(names), self.every_name)
+        return f"`{name}`" if name else "the number of micro-batches"
 
     def _counts_in(self, expr: ast.expr) -> Iterator[str]:
         """Yield the names in a condition or an iterable that stand for the number."""
-        for node in walk(expr):
+        for node in ast.walk(expr):
             if is_binary(node, ast.Mod) and dotted(node.right):
                 yield text(node.right)
             elif is_call(node, "range") and node.args and dotted(node.args[-1]):
@@ -133,53 +126,45 @@ class LoopWindow:
     def boundaries(self, event: Event) -> Iterator[Boundary]:
         """Yield the boundaries among the conditions of an event, outermost first."""
         for guard in event.guards(self.loop):
-            found = of_guard(guard, self.loop, self.resolver)
+            found = self.boundary_of(guard)
             if found is not None:
                 yield found
+
+    def boundary_of(self, guard: Guard) -> Boundary | None:
+        """Return the boundary that a condition of the loop stands for, or None."""
+        if guard not in self._boundaries:
+            self._boundaries[guard] = of_guard(guard, self.loop, self.resolver)
+        return self._boundaries[guard]
 
     def _classify(self, event: Event) -> str:
         if self.loop not in event.path:
             return "outside"
-        if self.ends and all(self._other_mode(event, end) for end in self.ends):
-            return "never"
         sometimes = False
         ours: set[str] = set()
         # If nothing asks Accelerate to accumulate, `sync_gradients` is always true.
         always_syncs = self.shape == "boundary" and "accumulate" not in self.facts.called
         for guard in event.guards(self.loop):
-            found = of_guard(guard, self.loop, self.resolver)
+            found = self.boundary_of(guard)
             if found is None and self._without_accumulation(guard):
                 return "never"
             if found is not None and found.kind == "accelerate" and always_syncs:
                 continue
             if found is not None and self.is_ours(found):
                 ours.add("inside" if found.inverse else "boundary")
-            elif (guard.origin == "if" and self._varies(guard)) or guard.origin == "except":
+            elif guard.origin == "except" or (guard.origin == "if" and self._may_wait(guard)):
                 sometimes = True
         if ours:
             return ours.pop() if len(ours) == 1 else "never"
-        return "sometimes" if sometimes and not self._beside_backward(event) else "always"
-
-    def _beside_backward(self, event: Event) -> bool:
-        """True if an event has only the conditions of a backward: whenever there is a gradient."""
-        mine = event.conditions(self.loop)
-        return event.kind == "clip" and any(mine <= b.conditions(self.loop) for b in self.inner)
-
-    def _other_mode(self, event: Event, end: Event) -> bool:
-        """True if a setting (not the boundary) puts an event on another branch than a step."""
-        mine = {g.key for g in event.guards(self.loop) if g.origin == "if"}
-        return any(
-            (g.key[0], not g.positive) in mine
-            and not self._varies(g)
-            and of_guard(g, self.loop, self.resolver) is None
-            for g in end.guards(self.loop)
-        )
+        # A clip with only the conditions of a backward: whenever there is a gradient.
+        mine = event.conditions(self.loop) if event.kind == "clip" else None
+        beside = mine is not None and any(mine <= b.conditions(self.loop) for b in self.inner)
+        return "sometimes" if sometimes and not beside else "always"
 
     def is_ours(self, found: Boundary) -> bool:
         """True if a condition ends these windows and is not, say, a logging interval."""
         if self.shape == "accelerate" or self.boundary is None:
             return found.kind in {"accelerate", "deepspeed"} or is_accumulation_name(found.key)
-        if found.kind == "accelerate" or self.boundary.kind == found.kind == "last":
+        if found.kind == "accelerate":
             return True
         return found.key == self.every_key
 
@@ -189,6 +174,10 @@ class LoopWindow:
             self.resolver.resolve(guard.expr, guard.env), self.every_key
         )
         return accumulating is not None and accumulating != guard.positive
+
+    def _may_wait(self, guard: Guard) -> bool:
+        """True if a condition can differ between two micro-batches."""
+        return self._varies(guard) or bool(_MAY_WAIT.search(text(guard.expr)))
 
     def _varies(self, guard: Guard) -> bool:
         resolved = self.resolver.resolve(guard.expr, guard.env)
@@ -203,10 +192,10 @@ class LoopWindow:
 
     def is_own(self, divisor: Divisor) -> bool:
         """True if a divisor is a size of the micro-batch itself, and no count of micro-batches."""
-        target, over = self.loop.target, text(self.loop.iterable or ast.Pass())
+        target, over = self.loop.target, text(self.loop.iterable)
         index = target.elts[0] if isinstance(target, ast.Tuple) else target
-        is_index = re.search(r"enumerate\(|range\(", over)
-        counters = self.loop.carried | ({text(index)} if is_index and index else set())
+        is_index = "enumerate(" in over or "range(" in over
+        counters = self.loop.carried | ({text(index)} if is_index else set())
         mine = [s for s in self.resolver.symbols_in(divisor.expr) if s.loop is self.loop]
         varies = self.resolver.varies(divisor.expr, self.loop)
         return varies and not any(s.name in counters for s in mine)
@@ -262,40 +251,27 @@ class LoopWindow:
         if inner is None:
             # Lightning calls the step function with an index that restarts every epoch.
             return self.loop.virtual and "batch_idx" in text(self.loop.node.args)  # type: ignore[union-attr]
-        spelled = text(inner)
-        if re.search(r"cycle|infinite|repeat|islice|count\(|forever|yield_|inf_", spelled, re.I):
+        made = [text(d.expr)[:400] for d in self.loop.entry.get(dotted(inner) or "", ())]
+        spelled = [text(inner), *made]
+        if any(word in s.lower() for s in spelled for word in _ENDLESS):
             return False
-        if re.search(r"\bt?range\(", spelled):
-            per_epoch = r"len\(|num_batches|batches_per_epoch|(steps|iters|it)_per_epoch"
-            return bool(re.search(per_epoch, spelled))
-        for definition in self.loop.entry.get(dotted(inner) or "", ()):
-            made = text(definition.expr)[:400]
-            if re.search(r"cycle\w*\(|infinite|\brepeat\(|islice\(", made):
-                return False
-            if re.search(r"\brange\(", made) and "len(" not in made:
-                return False
+        ranges = [s for s in spelled if "range(" in s]
+        if any(not any(word in s for word in _PER_EPOCH) for s in ranges):
+            return False
         return not self._left_by_count()
 
     def _left_by_count(self) -> bool:
-        """True if a top-level loop is left after a number of updates: its iterable has no end."""
+        """True if a loop outside of epochs is left after a number of updates: it has no end."""
         if self.loop.parents or not isinstance(self.loop.node, (ast.For, ast.AsyncFor)):
             return False
         around = self.facts.functions_around(self.loop.node.lineno)
         if any("epoch" in f"{f.name} {text(f.args)}" for f in around):
             return False  # Called once per epoch.
-        tests = [node for node in walk(self.loop.node) if isinstance(node, ast.If)]
-        limits = [
-            test
-            for test in tests
-            if isinstance(test.test, ast.Compare)
-            and isinstance(test.test.ops[0], (ast.GtE, ast.Gt, ast.Eq))
-            and re.search(r"step|iter|update", text(test.test.left))
-        ]
-        # `if step >= limit: stop = True`, and `if stop: break`
-        said = [stmt for limit in limits for stmt in limit.body if text(stmt).endswith(" = True")]
-        flags = "|".join(map(re.escape, assigned_names(said)))
-        limits += [t for t in tests if flags and re.search(rf"\b({flags})", text(t.test))]
-        return any(isinstance(inner, ast.Break) for limit in limits for inner in limit.body)
+        tests = [n for n in ast.walk(self.loop.node) if isinstance(n, ast.If)]
+        leaves = [t.test for t in tests if any(isinstance(s, ast.Break) for s in t.body)]
+        clocks = [text(t.left) for t in leaves if isinstance(t, ast.Compare)]
+        counted = any(word in clock for clock in clocks for word in ("step", "iter", "update"))
+        return counted or any(isinstance(t, ast.Name) for t in leaves)  # `if stop: break`
 
 
 def unmoved(made: ast.expr) -> ast.expr:
@@ -312,57 +288,25 @@ class File:
     tree: ast.Module
     facts: Facts
     windows: list[LoopWindow]
-    trained: str = ""  # The class that a framework trains, and accumulates, in another file.
 
     @property
     def accumulating(self) -> list[LoopWindow]:
         """Return the windows that accumulate the gradients of several micro-batches."""
         return [w for w in self.windows if w.accumulates]
 
-    @cached_property
-    def models(self) -> list[ast.Call]:
-        """Return the calls that build something called a model, except frozen ones."""
-        stopped = r"([\w.]+?)(?:\.eval\(\))?\.requires_grad_\(False\)"
-        lines = [n for n in self.facts.source.split("\n") if "requires_grad_(False)" in n]
-        frozen = {name for line in lines for name in re.findall(stopped, line)}
-        evaluated = re.findall(r"([\w.]+)\.eval\(\)", self.facts.source)
-        frozen |= {*evaluated} - {*re.findall(r"([\w.]+)\.train\w*\(", self.facts.source)}
-        return [
-            call
-            for name, values in self.facts.assigned.items()
-            if MODEL_NAME.match(name.rpartition(".")[2]) and name not in frozen
-            for call in map(unmoved, values)
-            if isinstance(call, ast.Call)
-        ]
-
     def shaped(self, *shapes: str) -> list[LoopWindow]:
         """Return the windows of these shapes."""
         return [w for w in self.windows if w.shape in shapes]
 
 
-def read(source: str, path: str = "") -> File:
+def read(source: str) -> File:
     """Parse and model one file; raise SyntaxError as Python does."""
     with warnings.catch_warnings():
         # Ignore warnings about invalid escapes in the file's strings.
         warnings.simplefilter("ignore")
         tree = ast.parse(source)
-    facts = gather(tree, source, path)
+    facts = gather(tree, source)
     return File(tree, facts, find_windows(walk_file(tree, facts), facts))
-
-
-def read_trained(file: File, name: str) -> File | None:
-    """Read the module of an imported class that a framework trains in a file, but for its loops."""
-    found = file.facts.imported(name)
-    if found is None or not _STEPS.search(found.text):
-        return None
-    try:
-        source = Path(found.path).read_text(encoding="utf-8", errors="replace")
-        tree = ast.parse(source)
-    except (OSError, SyntaxError, ValueError):
-        return None
-    facts = gather(tree, source, found.path)
-    facts.data_parts = [*facts.data_parts, *file.facts.data_parts]
-    return File(tree, facts, [], re.findall(r"\w+", found.text)[1])
 
 
 def find_windows(walker: Walker, facts: Facts) -> list[LoopWindow]:
@@ -392,39 +336,14 @@ def find_windows(walker: Walker, facts: Facts) -> list[LoopWindow]:
         if parents:  # After an outer loop too.
             after = [e for e in after if e.loops[: len(parents)] == parents[: len(e.loops)]]
         window = LoopWindow(loop, "plain", events, before, after, walker.resolver, facts, inner)
-        read = [window] if _decide(window, inner) else _by_optimizer(window)
-        found += read
-        if not read:
+        if _decide(window, inner):
+            found.append(window)
+        else:
             unread.add(loop)
     # A step function whose loop is in this file was read there, with what its caller does.
     read_in_loops = {id(e.node) for w in found if not w.loop.virtual for e in w.inner}
     kept = [w for w in found if not w.loop.virtual or id(w.inner[0].node) not in read_in_loops]
     return sorted(kept, key=lambda window: window.events[0].order)
-
-
-def _by_optimizer(window: LoopWindow) -> list[LoopWindow]:
-    """Return the windows of a loop whose optimizers have clocks of their own.
-
-    Each backward belongs to the optimizer of the next step on its path, and so does what happens
-    between the two.
-    """
-    steps = window.of("step")
-    names = dict.fromkeys(s.receiver_text for s in steps)
-    owners: dict[Event, str] = {}
-    for event in window.of(*_OWNED) if len(names) > 1 else ():
-        later = (s for s in steps if s.order >= event.order and not s.excludes(event))
-        following = next(later, steps[0]).receiver_text
-        owners[event] = event.receiver_text if event.receiver_text in names else following
-    parts = []
-    for name in names if owners else ():
-        events = [e for e in window.events if owners.get(e, name) == name]
-        inner = [e for e in window.inner if owners[e] == name]
-        part = replace(
-            window, shape="plain", events=events, inner=inner, ends=[], alone=False, _when={}
-        )
-        if inner and _decide(part, inner) and part.accumulates:
-            parts.append(part)
-    return parts
 
 
 def _within(event: Event, loop: Loop, unread: set[Loop]) -> bool:
@@ -433,8 +352,6 @@ def _within(event: Event, loop: Loop, unread: set[Loop]) -> bool:
 
 
 def _decide(window: LoopWindow, inner: list[Event]) -> bool:
-    if any(e.detail == "tape" for e in inner) and not window.facts.mentions(_TAPES_ADD):
-        return False
     if _accelerate(window, inner) or _deepspeed(window, inner):
         return True
     steps = window.of("step")
@@ -447,7 +364,7 @@ def _decide(window: LoopWindow, inner: list[Event]) -> bool:
 
 def _accelerate(window: LoopWindow, inner: list[Event]) -> bool:
     contexts = [context for e in inner for context in e.contexts(window.loop)]
-    if not any(_ACCUMULATES.search(context.made) for context in contexts):
+    if not any("accumulate(" in context.made for context in contexts):
         return False
     if window.facts.accelerator_divides is False:
         # `accumulate()` of an Accelerator without a number of steps does nothing.
@@ -482,13 +399,11 @@ def _boundary(window: LoopWindow, steps: list[Event], inner: list[Event]) -> boo
         return False
     window.ends = list(ends)
     window.end_every(first.every, "boundary", first)
-    if first.kind == "last" and first.every is None:
-        return False
     when = {window.when(e) for e in inner}
+    if when == {"boundary"}:
+        return _has_backward_of_last_only(window)
     # A backward under the same condition as the step is an alternating update, not a window.
-    # One more before the step of a window is a part of it: an attack on the weights, say.
-    attacked = "always" in when and is_accumulation_name(window.every_name)
-    if "boundary" in when and "inside" not in when and not attacked:
+    if "boundary" in when and "inside" not in when:
         return False
     if not when & {"always", "inside", "sometimes"}:
         return False
@@ -501,6 +416,16 @@ def _boundary(window: LoopWindow, steps: list[Event], inner: list[Event]) -> boo
     return all(
         any(window.every_key in text(guard.expr) for guard in e.guards(window.loop)) for e in others
     )
+
+
+def _has_backward_of_last_only(window: LoopWindow) -> bool:
+    """True if every micro-batch has a loss, but only the last of a window a backward."""
+    window.shape = "last_only"
+    made = {id(chain.base_call) for _, chain in window.chains}
+    losses = [e for e in window.events if id(e.node) in made]
+    divided = any(window.counts(d) for _, chain in window.chains for d in chain.divisors)
+    is_meant = divided or is_accumulation_name(window.every_name)
+    return is_meant and any(window.when(e) == "always" for e in losses)
 
 
 def _ends(window: LoopWindow, steps: list[Event]) -> dict[Event, Boundary]:
@@ -535,7 +460,7 @@ def _nested(window: LoopWindow) -> bool:
     if is_call(iterable, "range", "trange"):
         return _repeats_micro_batches(window, iterable.args)
     held = [c for e in window.of("backward") for c in e.contexts(window.loop)]
-    if _MICRO_NAME.search(text(iterable)) or any(map(holds_sync, held)) or window.of("ddp_flag"):
+    if _MICRO_NAME.search(text(iterable)) or any(map(holds_sync, held)):
         return True
     # A loss that is divided by their number, and stepped with after the loop.
     counts = [d for _, chain in window.chains for d in chain.divisors if window.counts(d)]
@@ -551,7 +476,7 @@ def _repeats_micro_batches(window: LoopWindow, args: list[ast.expr]) -> bool:
         # `for i in range(0, len(batch), micro_batch_size)`: slices of one batch.
         step = text(args[2]) if len(args) == 3 else ""
         named = bool(_MICRO_NAME.search(step)) or "batch" in step
-        return len(args) == 3 and (named or _over_slices(window))
+        return len(args) == 3 and named
     count = strip_casts(window.resolver.resolve(times, window.loop.entry))
     window.end_every(count, "nested", None)
     size = number(count)
@@ -560,27 +485,10 @@ def _repeats_micro_batches(window: LoopWindow, args: list[ast.expr]) -> bool:
     names = f"{text(times)} {text(window.loop.target or times)}"
     if is_accumulation_name(f"{text(count)} {names}") or _MICRO_NAME.search(names):
         return True
-    if _PARTS_OF_BATCH.search(text(count)):
-        return True
     if any(d.key == window.every_name for _, chain in window.chains for d in chain.divisors):
         return True  # The loss is divided by the number of rounds.
     fetched = bool(window.loop.parents) and any(is_call(e.node, *_FETCH) for e in window.events)
-    return fetched or _over_slices(window)
-
-
-def _over_slices(window: LoopWindow) -> bool:
-    """True if a loop takes its micro-batches out of one batch: `x[i * n : (i + 1) * n]`."""
-    if not isinstance(window.loop.target, ast.Name):
-        return False
-    index = rf"\b{window.loop.target.id}\b"
-    nodes = [*walk(window.loop.node)]
-    made = [n for n in nodes if isinstance(n, ast.Assign) and re.search(index, text(n.value))]
-    starts = {text(n.targets[0]) for n in made}
-    cuts = [
-        n.slice for n in nodes if isinstance(n, ast.Subscript) and isinstance(n.slice, ast.Slice)
-    ]
-    lower = [text(c.lower) for c in cuts if c.lower is not None and c.upper is not None]
-    return any(low in starts or re.search(index, low) for low in lower)
+    return fetched
 
 
 def steps_after(window: LoopWindow) -> list[Event]:
@@ -596,7 +504,7 @@ def steps_after(window: LoopWindow) -> list[Event]:
 def _over_optimizers(loop: Loop) -> bool:
     if loop.iterable is None or is_call(iterated(loop), "range", "trange"):
         return False  # `range(opt.accum)`: settings can be called `opt` too.
-    return bool(re.search(r"opt(?!ion)", text(loop.iterable), re.I))
+    return "optim" in text(loop.iterable).lower()
 
 
 def _times(args: list[ast.expr]) -> ast.expr | None:

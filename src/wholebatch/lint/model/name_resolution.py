@@ -7,16 +7,14 @@ Names that change from one iteration to the next stay symbols (`i@3`). So a cond
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Sequence
 from typing import Any
 
 from .events import Def, Env, Loop, Symbol
-from .expressions import children, dotted, is_accumulation_name, number, place, text, walk
+from .expressions import dotted, is_accumulation_name, number, slot_name, text
 
 _PURE_CALLS = {"int", "float", "max", "min", "len", "bool", "abs", "round", "divmod"}
 _OPERATIONS = (ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.Compare, ast.IfExp)
-_OTHER_MODE = re.compile(r"True|[\w.]+\.is_gradient_accumulation_boundary\(\)")
 _MAX_NODES = 80
 _MAX_DEPTH = 40
 
@@ -49,7 +47,7 @@ class Resolver:
         if isinstance(expr, ast.Call):
             return self._call(expr, env, depth)
         if isinstance(expr, ast.Subscript):
-            slot = place(expr)
+            slot = slot_name(expr)
             if slot is not None and slot in env:
                 return self._name(expr, slot, env, depth)
             return ast.Subscript(self.resolve(expr.value, env, depth + 1), expr.slice, expr.ctx)
@@ -96,11 +94,7 @@ class Resolver:
         ]
         if len(followed) == len(defs):
             spelled = {text(f) for f in followed}
-            flags = [f for f in followed if getattr(f, "value", None) is not True]
-            if len(spelled) == 2 and len(flags) == len(followed) - 1 and _is_flag(flags[0]):
-                # `flag = n % k == 0`, set to True elsewhere: at the last batch.
-                return ast.BoolOp(ast.Or(), [flags[0], ast.Name(id="is_last", ctx=ast.Load())])
-            if len(spelled) == 1 and sum(1 for _ in walk(followed[0])) <= _MAX_NODES:
+            if len(spelled) == 1 and sum(1 for _ in ast.walk(followed[0])) <= _MAX_NODES:
                 return followed[0]
         loops = max((d.loops for d in defs), key=len)
         if not loops:
@@ -111,8 +105,8 @@ class Resolver:
         """Return the one simple value that a followed helper returns to this call, or None."""
         returned: Sequence[Def] = self.returns.get(id(call), ())
         if len(returned) > 1:
-            # `return True` without accumulation, or an engine's own boundary, beside the condition.
-            others = [d for d in returned if not _OTHER_MODE.fullmatch(text(d.expr))]
+            # `return True` without accumulation, beside the condition.
+            others = [d for d in returned if getattr(d.expr, "value", None) is not True]
             returned = others if len(others) == 1 and _is_flag(others[0].expr) else returned
         return returned[0] if len(returned) == 1 and is_simple(returned[0].expr) else None
 
@@ -129,7 +123,7 @@ class Resolver:
         """Return the symbols in a resolved expression."""
         return [
             self.symbols[node.id]
-            for node in walk(expr)
+            for node in ast.walk(expr)
             if isinstance(node, ast.Name) and node.id in self.symbols
         ]
 
@@ -159,7 +153,9 @@ def is_simple(expr: ast.AST) -> bool:
     if isinstance(expr, ast.Subscript):
         return is_simple(expr.value) and isinstance(expr.slice, ast.Constant)
     known = (ast.Constant, ast.Name, ast.Attribute, *_OPERATIONS)
-    return isinstance(expr, known) and all(is_simple(part) for part in children(expr))
+    return isinstance(expr, known) and all(
+        is_simple(part) for part in ast.iter_child_nodes(expr) if isinstance(part, ast.expr)
+    )
 
 
 def _is_simple_call(call: ast.Call) -> bool:

@@ -28,6 +28,7 @@ from .expressions import (
 from .name_resolution import Resolver, strip_casts
 
 _LAST_NAME = re.compile(r"last|final|end\b|is_end|len\(|num_batches|total|epoch_steps|nb\b", re.I)
+_LAST_FLAG = ("last", "final", "end")
 # Calls that wrap an iterable without changing its items.
 _WRAPPERS = {"tqdm", "trange", "track", "notebook_tqdm", "TQDM", "Progbar", "progress_bar", "iter"}
 
@@ -40,7 +41,7 @@ class Boundary:
     modulo the window; None if unknown. `inverse` marks the opposite condition.
     """
 
-    kind: str  # "modulo", "reset", "dynamic", "last", "accelerate", "deepspeed"
+    kind: str  # "modulo", "reset", "accelerate", "deepspeed"
     every: ast.expr | None
     expr: ast.expr
     shift: int | None = None
@@ -94,49 +95,29 @@ class _LoopConditions:
             return _negated(self.boundary(expr.operand))
         if isinstance(expr, ast.BoolOp):
             return self._compound(expr)
-        if isinstance(expr, ast.IfExp):
-            return self._choice(expr)
         if isinstance(expr, ast.Compare) and len(expr.ops) == 1:
             return self._comparison(expr)
         if is_binary(expr, ast.Mod):
             return self._modulo(expr, 0.0, expr, inverse=True)
         if isinstance(expr, ast.Call) and dotted(expr.func) == "bool" and expr.args:
             return self.boundary(expr.args[0])
-        if isinstance(expr, ast.Name) or is_binary(expr, ast.Sub):  # `not left`
-            return _negated(self._counted_down(expr, expr))
-        if is_call(expr, "equal") and len(expr.args) == 2:
-            return self._comparison(ast.Compare(expr.args[0], [ast.Eq()], expr.args[1:]))
         return _framework_boundary(expr)
 
     def _varies(self, expr: ast.expr) -> bool:
         return self.resolver.varies(expr, self.loop)
 
-    def _choice(self, expr: ast.IfExp) -> Boundary | None:
-        """Return the boundary of `True if i % k == 0 else False`, or the reverse."""
-        branches = (expr.body, expr.orelse)
-        values = [v.value if isinstance(v, ast.Constant) else None for v in branches]
-        if values not in ([True, False], [False, True]):
-            return None
-        inner = self.boundary(expr.test)
-        return inner if values[0] is True else _negated(inner)
-
     def _compound(self, expr: ast.BoolOp) -> Boundary | None:
-        if _is_short_epoch(expr):
-            return None
         parts = [(value, self.boundary(value)) for value in expr.values]
         known = [b for _, b in parts if b is not None]
         others = [v for v, b in parts if b is None]
         if not known:
             return None
-        # The modulo is the boundary; "last of the loop" beside it handles the tail.
-        known.sort(key=lambda b: b.kind == "last")
         main = known[0]
         is_or = isinstance(expr.op, ast.Or)
         # "boundary or last" and its negation "not boundary and not last" both handle the tail.
         if is_or != main.inverse:
-            ends = any(b.kind == "last" for b in known[1:])
-            tail = ends or main.tail or any(self._is_tail(v) for v in others)
-            found = self._beside(main, others, lambda v: self._is_tail(v) or _is_short_epoch(v))
+            tail = main.tail or any(self._is_tail(v) for v in others)
+            found = self._beside(main, others, self._is_tail)
             return replace(found, tail=tail, expr=expr)
         if is_or:
             return None
@@ -154,8 +135,6 @@ class _LoopConditions:
 
     def _is_tail(self, expr: ast.expr) -> bool:
         """True for one particular iteration: `i == max_iters`, `step + 1 == len(loader)`."""
-        if _is_short_epoch(expr):
-            return False  # `len(loader) <= k and last`: only where one window is the whole epoch.
         if isinstance(expr, ast.Compare) and isinstance(expr.ops[0], (ast.Eq, ast.GtE, ast.Gt)):
             sides = (expr.left, expr.comparators[0])
             places = [self._position(side) for side in sides]
@@ -164,7 +143,7 @@ class _LoopConditions:
                 return number(sides[1]) is None or isinstance(expr.ops[0], ast.Eq)
         spelled = text(expr)
         return bool(_LAST_NAME.search(spelled)) and (
-            self._varies(expr) or bool(re.search(r"last|final|end", spelled, re.I))
+            self._varies(expr) or any(word in spelled.lower() for word in _LAST_FLAG)
         )
 
     def _excludes_zero(self, expr: ast.expr) -> bool:
@@ -192,13 +171,8 @@ class _LoopConditions:
                 rest = -1.0  # `i % k == k - 1`
             inverse = isinstance(op, (ast.NotEq, ast.Gt))
             return None if rest is None else self._modulo(left, rest, expr, inverse=inverse)
-        limit = number(right)
-        if (limit == 0 and isinstance(op, (ast.Eq, ast.LtE))) or (
-            limit == 1 and isinstance(op, ast.Lt)
-        ):
-            return self._counted_down(left, expr)
         if isinstance(op, (ast.Eq, ast.GtE, ast.Gt, ast.NotEq, ast.Lt)):
-            return self._last(expr) or self._counted(expr)
+            return self._counted(expr)
         return None
 
     def _modulo(
@@ -225,34 +199,8 @@ class _LoopConditions:
         spanning = spanning or position.spread
         return Boundary("modulo", every, whole, shift, inverse, spanning=spanning)
 
-    def _last(self, expr: ast.Compare) -> Boundary | None:
-        """Return `i == n - 1` or `i + 1 == n` in a loop over range(n) or something of length n."""
-        op, sides = expr.ops[0], (expr.left, expr.comparators[0])
-        if isinstance(op, ast.Gt):
-            return None
-        inverse = isinstance(op, (ast.NotEq, ast.Lt))
-        for counter, bound in (sides, sides[::-1]):
-            position = self._position(counter)
-            if position is None or position.symbol.kind != "target" or self._varies(bound):
-                continue
-            size = self._range_size()
-            if size is not None and text(bound) in {f"{size} - 1", size}:
-                return Boundary("last", ast.parse(size, mode="eval").body, expr, 0, inverse)
-            # `if i < resumed % len(loader): continue` is no end.
-            if _LAST_NAME.search(text(bound)) and "%" not in text(bound):
-                return Boundary("last", None, expr, 0, inverse)
-        return None
-
-    def _range_size(self) -> str | None:
-        iterable = self.loop.iterable
-        if not isinstance(iterable, ast.Call) or dotted(iterable.func) != "range":
-            return None
-        if len(iterable.args) != 1:
-            return None
-        return self.resolver.key(iterable.args[0], self.loop.entry)
-
     def _counted(self, expr: ast.Compare) -> Boundary | None:
-        """Return `n == k` for a counter that is reset, or `now - last_update >= accum`."""
+        """Return `n == k` for a counter that is reset."""
         left, op = expr.left, expr.ops[0]
         inverse = isinstance(op, (ast.NotEq, ast.Lt))
         every = strip_casts(expr.comparators[0])
@@ -260,66 +208,16 @@ class _LoopConditions:
         early = 0
         if is_binary(every, ast.Sub) and number(every.right) is not None:  # `n == k - 1`
             early, every = _constant_part(every.right), every.left
-        if position is not None and not position.spread:
-            symbol = position.symbol
-            fixed = not self._varies(every) or is_accumulation_name(text(every))
-            if symbol.kind != "carried" or not fixed or not self._is_reset(symbol):
-                return None
-            start, spanning = self._first_value(symbol)
-            first = position.offset + early - isinstance(op, ast.Gt)
-            shift = None if start is None else 1 - start - first
-            return Boundary("reset", every, expr, shift, inverse, spanning=spanning)
-        for symbol in self.resolver.symbols_in(left):
-            if symbol.name in self.loop.carried and self._is_reset(symbol):
-                # Samples or tokens are counted, not micro-batches: `n += len(batch)`.
-                begun = replace(symbol, init=self.loop.entry.get(symbol.name, ()))
-                spanning = self._first_value(begun)[1]
-                return Boundary("dynamic", every, expr, None, inverse, spanning=spanning)
-        if not is_binary(left, ast.Sub) or not self._varies(left):
+        if position is None or position.spread or position.symbol.kind != "carried":
             return None
-        if not is_accumulation_name(text(every)):
-            return None
-        return Boundary("dynamic", every, expr, None, inverse, spanning=True)
-
-    def _counted_down(self, counter: ast.expr, whole: ast.expr) -> Boundary | None:
-        """Return `n == 0` for a counter that goes down and is set back to the number of steps.
-
-        Where the value `n + offset` is 0, and the next `n` is `every + back`, the windows have
-        `every + back + offset + 1` micro-batches.
-        """
-        position = self._position(counter)
-        if position is None or position.symbol.kind != "carried":
-            return None
-        symbol, values = position.symbol, self._next_values(position.symbol)
-        own = [v for v in values if symbol in self.resolver.symbols_in(v)]
-        steps = {p.offset if p is not None else 1 for p in map(self._position, own)}
-        if -1 not in steps or not steps <= {-1, 0}:  # On some path it may stay as it is.
-            return None
-        ends = [_without_constant(v) for v in values if v not in own]
-        every, back = ends[0] if ends else (None, 0)
-        if every is None or self._varies(every):
+        symbol = position.symbol
+        fixed = not self._varies(every) or is_accumulation_name(text(every))
+        if not fixed or not self._is_reset(symbol) or not self._steps_by_one(symbol):
             return None
         start, spanning = self._first_value(symbol)
-        shift = None if start is None else start + position.offset + 1
-        for definition in symbol.init[-1:] if start is None else ():
-            first = _without_constant(self.resolver.resolve(definition.expr, definition.env))
-            if first[0] is not None and text(first[0]) == text(every):
-                shift, spanning = first[1] + position.offset + 1, False
-        longer = back + position.offset + 1
-        return Boundary("reset", every, whole, longer or shift, spanning=spanning)
-
-    def _next_values(self, symbol: Symbol) -> list[ast.expr]:
-        """Return what a counter can be in the next iteration, resolved: on each path one value."""
-        values = []
-        for definition in self.loop.exit.get(symbol.name, ()):
-            before = definition.env.get(symbol.name, ())
-            again = len(before) > 1 and symbol.name in text(definition.expr)
-            for one in before if again else (None,):
-                env = (
-                    definition.env if one is None else Env({**definition.env, symbol.name: (one,)})
-                )
-                values.append(self.resolver.resolve(definition.expr, env))
-        return values
+        first = position.offset + early - isinstance(op, ast.Gt)
+        shift = None if start is None else 1 - start - first
+        return Boundary("reset", every, expr, shift, inverse, spanning=spanning)
 
     # -- positions ---------------------------------------------------------------------------
 
@@ -330,13 +228,6 @@ class _LoopConditions:
             if symbol is None or symbol.kind == "opaque" or symbol.loop is not self.loop:
                 return None
             return _Position(symbol)
-        if isinstance(expr, ast.Attribute) and self.loop.virtual:
-            return self._attribute(expr)
-        over = self.loop.iterable
-        if is_binary(expr, ast.FloorDiv) and is_call(over, "range") and len(over.args) == 3:
-            # `i // size` in a loop over range(0, n, size)
-            by_size = self.resolver.key(over.args[2], self.loop.entry) == text(expr.right)
-            return self._position(expr.left) if by_size else None
         return self._sum(expr) if is_binary(expr, ast.Add, ast.Sub) else None
 
     def _sum(self, expr: ast.BinOp) -> _Position | None:
@@ -352,20 +243,6 @@ class _LoopConditions:
             return None
         offset = found.offset + sign * _constant_part(other)
         return _Position(found.symbol, offset, found.spread or not is_constant)
-
-    def _attribute(self, expr: ast.Attribute) -> _Position | None:
-        """Return the position of `engine.state.iteration`: a counter kept by other code."""
-        owner: ast.expr = expr
-        while isinstance(owner, ast.Attribute):
-            owner = owner.value
-        if not isinstance(owner, ast.Name):
-            return None
-        if owner.id.split(".")[0] == "self":
-            return _Position(Symbol(text(expr), (self.loop,), "carried", self.loop))
-        symbol = self.resolver.symbols.get(owner.id)
-        if symbol is not None and symbol.loop is self.loop and symbol.kind == "carried":
-            return _Position(replace(symbol, init=()))
-        return None
 
     # -- counters ----------------------------------------------------------------------------
 
@@ -417,7 +294,8 @@ class _LoopConditions:
 
     def _carried_start(self, init: tuple[Def, ...], depth: int = 0) -> tuple[int | None, bool]:
         # What a method may set meanwhile, as when it resumes a run, does not change a fresh one.
-        init = tuple(d for d in init if not re.fullmatch(r"self\.\w+", getattr(d.expr, "id", "")))
+        names = [(d, getattr(d.expr, "id", "")) for d in init]
+        init = tuple(d for d, name in names if not name.startswith("self.") or "@" in name)
         if len(init) != 1 or depth > 6:
             return None, True
         resolved = self.resolver.resolve(init[0].expr, init[0].env)
@@ -432,7 +310,8 @@ class _LoopConditions:
 
     def _steps_by_one(self, symbol: Symbol) -> bool:
         """True if every iteration adds one to a manual counter, or resets it to a literal."""
-        values = [v for v in self._next_values(symbol) if number(v) is None]
+        values = [self.resolver.resolve(d.expr, d.env) for d in self._next(symbol)]
+        values = [v for v in values if number(v) is None]
         # On some path it may stay as it is: `if not last: n += 1`.
         steps = [v.left if is_binary(v, ast.Add) and number(v.right) == 1 else v for v in values]
         counts = [self.resolver.symbols.get(getattr(s, "id", "")) is symbol for s in steps]
@@ -440,10 +319,11 @@ class _LoopConditions:
 
     def _is_reset(self, symbol: Symbol) -> bool:
         """True if the loop resets a counter to a literal on some path."""
-        exits = self.loop.exit.get(symbol.name, ())
-        return any(isinstance(d.expr, ast.Constant) for d in exits) or any(
-            _without_constant(v)[0] is None for v in self._next_values(symbol)
-        )
+        return any(isinstance(d.expr, ast.Constant) for d in self._next(symbol))
+
+    def _next(self, symbol: Symbol) -> tuple[Def, ...]:
+        """Return the definitions of a counter at the end of an iteration."""
+        return self.loop.exit.get(symbol.name, ())
 
 
 def _framework_boundary(expr: ast.expr) -> Boundary | None:
@@ -454,35 +334,11 @@ def _framework_boundary(expr: ast.expr) -> Boundary | None:
     return None
 
 
-def _is_short_epoch(expr: ast.expr) -> bool:
-    return isinstance(expr, ast.BoolOp) and any(_is_short(value) for value in expr.values)
-
-
-def _is_short(expr: ast.expr) -> bool:
-    return (
-        isinstance(expr, ast.Compare)
-        and isinstance(expr.ops[0], (ast.LtE, ast.Lt))
-        and is_accumulation_name(text(expr.comparators[0]))
-    )
-
-
 def _constant_part(expr: ast.expr) -> int:
     """Return the 1 of `1 + epoch * len(loader)`: the rest is a whole number of epochs."""
     if is_binary(expr, ast.Add):
         return _constant_part(expr.left) + _constant_part(expr.right)
     return int(number(expr) or 0)
-
-
-def _without_constant(expr: ast.expr) -> tuple[ast.expr | None, int]:
-    """Return `k` and -1 for `k - 1`; None and the value for a literal."""
-    value = number(expr)
-    if value is not None:
-        return None, int(value)
-    if is_binary(expr, ast.Add, ast.Sub) and number(expr.right) is not None:
-        sign = -1 if isinstance(expr.op, ast.Sub) else 1
-        inner, constant = _without_constant(expr.left)
-        return inner, constant + sign * int(number(expr.right) or 0)
-    return strip_casts(expr), 0
 
 
 def says_accumulating(expr: ast.expr, key: str) -> bool | None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from importlib import import_module
 from pkgutil import iter_modules
 
+from .loop_not_understood import not_understood
 from .rule_base import Rule
 
-__all__ = ["RULES", "Rule"]
+__all__ = ["RULES", "Rule", "not_understood"]
 
 RULES: tuple[Rule, ...] = tuple(
     import_module(f".{module.name}", __name__).check

@@ -1,4 +1,8 @@
-"""The loss is divided by the accumulation steps, and the framework divides it again."""
+"""The loss is divided by the accumulation steps, and the framework divides it again.
+
+Accelerate, Lightning, DeepSpeed and the transformers Trainer divide by themselves: the gradient is
+K times too small. Leave the division to the framework.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +10,17 @@ import ast
 import re
 from collections.abc import Iterator
 
-from ..model import Event, File, LoopWindow
-from ..model.expressions import divisor_of, is_accumulation_name, is_binary, text, walk
-from ..model.loss_origin import Divisor
-from .rule_base import Edit, Report, framework_steps, rule
+from ..model import File, LoopWindow
+from ..model.expressions import divisor_of, is_accumulation_name, text
+from ..model.file_facts import Facts
+from .rule_base import Report, framework_steps, rule
 
 _DEEPSPEED = re.compile(r"deepspeed(?![^\n]*scale_wrt_gas)", re.I)
-# A configuration that leaves the accumulation to the loop.
-_OF_ONE = re.compile(
-    r"\A(?!(?s:.*)['\"]gradient_accumulation_steps['\"]\]?\s*[:=](?!\s*1\b|=))"
-    r"(?s:.*)['\"]gradient_accumulation_steps['\"]\]?\s*[:=]\s*1\b"
-)
-_TOLD = re.compile(r"['\"]gradient_accumulation_steps['\"]\]?\s*[:=]")
+# What a configuration tells the engine: the number of micro-batches, or that it is 1.
+_ENGINE_STEPS = re.compile(r"['\"]gradient_accumulation_steps['\"]\]?\s*[:=](?!=)\s*(1\b)?")
 
 
-@rule("loss divided twice", fixable=True)
+@rule("loss divided twice")
 def check(file: File) -> Iterator[Report]:
     """Yield loops that divide where a framework does, and classes that do so inside one."""
     for window in file.accumulating:
@@ -34,7 +34,7 @@ def _framework(window: LoopWindow, file: File) -> str:
         return "Accelerate"
     details = {e.detail for e in window.backwards}
     if window.shape == "deepspeed":
-        if file.facts.mentions(_OF_ONE) or _steps_once(window):
+        if _leaves_it_to_the_loop(file.facts) or _steps_once(window):
             return ""
         known = "deepspeed" in details or any("deepspeed" in i for i in file.facts.imports)
         return "DeepSpeed" if known else ""
@@ -51,7 +51,7 @@ def _by_hand(window: LoopWindow, framework: str) -> Iterator[Report]:
     for event, chain in (*window.chains, *chains):
         counts = [d for d in chain.divisors if window.counts(d)]
         engine = event.detail in {"deepspeed", "engine"} and window.facts.mentions(_DEEPSPEED)
-        engine = engine and not window.facts.mentions(_OF_ONE)
+        engine = engine and not _leaves_it_to_the_loop(window.facts)
         # An engine that is only stepped at the boundary does not count micro-batches itself.
         engine = engine and not _steps_once(window)
         by = "DeepSpeed" if engine else framework
@@ -61,17 +61,20 @@ def _by_hand(window: LoopWindow, framework: str) -> Iterator[Report]:
             seen.add(counts[0].node)
             yield Report(
                 counts[0].node,
-                f"loss is divided by `{counts[0].key}`, and {by} divides it again: "
+                f"loss is divided by `{counts[0].written}`, and {by} divides it again: "
                 "leave the division to it",
-                _fix(counts[0], event) if by == "Accelerate" else (),
             )
         elif len(counts) > 1 and counts[0].key == counts[1].key and counts[0].node not in seen:
             seen.add(counts[0].node)
             yield Report(
-                counts[0].node, f"loss is divided by `{counts[0].key}` twice: divide it once"
+                counts[0].node, f"loss is divided by `{counts[0].written}` twice: divide it once"
             )
-        elif counts and not by:
-            yield from _gradients_too(window, counts[0], seen)
+
+
+def _leaves_it_to_the_loop(facts: Facts) -> bool:
+    """True if the configuration of an engine is found here, and all of it says 1."""
+    told = _ENGINE_STEPS.findall(facts.source)
+    return bool(told) and all(told)
 
 
 def _steps_once(window: LoopWindow) -> bool:
@@ -82,31 +85,15 @@ def _steps_once(window: LoopWindow) -> bool:
         steps += [e for e in window.after if e.kind == "engine_step"]
         depth = min((len(e.loops) for e in window.backwards), default=0)
         once = bool(steps) and all(len(e.loops) < depth for e in steps)
-    return once and not window.facts.mentions(_TOLD)
-
-
-def _gradients_too(window: LoopWindow, divisor: Divisor, seen: set[ast.AST]) -> Iterator[Report]:
-    for event in (*window.of("augment"), *window.after):
-        divided_by = divisor_of(event.stmt)
-        if event.kind != "augment" or event.receiver is None or divided_by is None:
-            continue
-        by = window.resolver.key(divided_by, event.env)
-        if ".grad" in text(event.receiver) and by == divisor.key and event.node not in seen:
-            seen.add(event.node)
-            yield Report(
-                event.node,
-                f"gradients are divided by `{by}` although the loss was divided by it already: "
-                "divide one of them",
-            )
+    return once and not window.facts.mentions(_ENGINE_STEPS)
 
 
 def _in_classes(file: File) -> Iterator[Report]:
     for methods, framework in framework_steps(file):
-        for node in walk(methods[0]):
+        for node in ast.walk(methods[0]):
             by = divisor_of(node)
-            kept = re.search(r"\.(detach|item)\(\)", text(node))  # For a log.
-            if by is None or kept:
-                continue
+            if by is None or ".detach()" in text(node) or ".item()" in text(node):
+                continue  # Not divided, or for a log.
             if is_accumulation_name(text(by)) or "accumulate" in text(by):
                 yield Report(
                     node,
@@ -114,17 +101,3 @@ def _in_classes(file: File) -> Iterator[Report]:
                     "division to it",
                 )
                 break
-
-
-def _fix(divisor: Divisor, event: Event) -> tuple[Edit, ...]:
-    node = divisor.node
-    # Only `accelerator.backward(loss / k)`: what is divided elsewhere is logged elsewhere too.
-    if (
-        node is not event.argument
-        or getattr(node, "augmented", False)
-        or not is_binary(node, ast.Div)
-    ):
-        return ()
-    if not isinstance(node.left, (ast.Name, ast.Attribute, ast.Call, ast.Subscript)):
-        return ()
-    return (Edit.at("replace", node, text(node.left)),)

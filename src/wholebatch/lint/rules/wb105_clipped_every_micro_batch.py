@@ -1,15 +1,19 @@
-"""Gradients are clipped for every micro-batch instead of once per update."""
+"""Gradients are clipped for every micro-batch instead of once per update.
+
+Clipping the sum so far shrinks the early micro-batches again and again: the update has another
+direction than that of the batch. Clip once per window, just before the step.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..model import Event, File, LoopWindow
+from ..model import File
 from ..model.events import Context
-from .rule_base import Edit, Report, is_right, moved, rule, stepped, steps_every_micro_batch
+from .rule_base import Report, rule, steps_every_micro_batch
 
 
-@rule("clipped every micro-batch", fixable=True)
+@rule("clipped every micro-batch")
 def check(file: File) -> Iterator[Report]:
     """Yield every clipping call that is not at the boundary."""
     for window in file.accumulating:
@@ -28,14 +32,4 @@ def check(file: File) -> Iterator[Report]:
                 clip.node,
                 "gradients are clipped on every micro-batch: clip once, at the end of the window, "
                 "before the optimizer steps",
-                _fix(window, clip) if is_right(window, clip) else (),
             )
-
-
-def _fix(window: LoopWindow, clip: Event) -> tuple[Edit, ...]:
-    steps = stepped(window)
-    if window.of("unscale") or len(window.of("clip")) != 1 or not steps:
-        return ()
-    if steps[0].detail == "scaler" or clip.order > steps[0].order:
-        return ()
-    return moved(clip, window, "before")

@@ -1,4 +1,9 @@
-"""The short last window is dropped, leaks, or is divided by the nominal count."""
+"""The short last window is dropped, leaks, or is divided by the nominal count.
+
+If the loader's length is no multiple of K, the last micro-batches of each epoch have no update of
+their own, or one that is too small. Step once after the loader ends, and divide by the number of
+micro-batches that are left.
+"""
 
 from __future__ import annotations
 
@@ -28,15 +33,15 @@ def check(file: File) -> Iterator[Report]:
         if handled and _nominal(window) and not file.facts.mentions(RESCALED):
             yield Report(
                 boundary.expr,
-                f"the short last window is divided by the nominal `{window.count_name}`, not "
+                f"the short last window is divided by the nominal {window.count_name}, not "
                 "by the micro-batches that it has: multiply its gradient by "
-                f"`{window.count_name}` over that number, or drop it",
+                f"{window.count_name} over that number, or drop it",
             )
         elif not handled and not _is_multiple(window):
             fate = "dropped" if _cleared_before(window) else "left over for the next window"
             yield Report(
                 boundary.expr,
-                f"micro-batches after the last multiple of `{window.count_name}` never reach an "
+                f"micro-batches after the last multiple of {window.count_name} never reach an "
                 f"update of their own: they are {fate} at the end of the loader; step once after "
                 "it, divided by the micro-batches that are left",
             )
@@ -44,7 +49,7 @@ def check(file: File) -> Iterator[Report]:
 
 def _ends_short(window: LoopWindow, boundary: Boundary) -> bool:
     """True if only the count ends windows, and the loader can end before the count is full."""
-    if window.shape != "boundary" or not boundary.pure or boundary.kind == "last":
+    if window.shape != "boundary" or not boundary.pure:
         return False
     # A step after a loop of unknown length, if something is left over, shows that the loop ends.
     rests = [g for e in _after(window, "step") for g in e.path if isinstance(g, Guard)]

@@ -1,25 +1,28 @@
-"""Gradients are cleared between the backward that made them and the step."""
+"""Gradients are cleared between the backward that made them and the step.
+
+The optimizer steps with no gradient, or with that of the last micro-batch alone. Clear after the
+step, or before the first backward of a window.
+"""
 
 from __future__ import annotations
 
-import ast
-import re
 from collections.abc import Iterator
 
 from ..model import Event, File, Guard, LoopWindow
 from ..model.expressions import text
-from .rule_base import Edit, Report, cleared_last, is_optimizer_of, is_right, rule, stepped
+from .rule_base import Report, cleared_last, closing_steps, is_optimizer_of, rule
 
 
-@rule("cleared before the step", fixable=True)
+@rule("cleared before the step")
 def check(file: File) -> Iterator[Report]:
     """Yield clearing calls between a backward and its step."""
     for window in file.windows:
-        if window.shape == "deepspeed" or (window.loop.virtual and window.shape == "plain"):
+        unknown = window.loop.virtual and window.shape == "plain"
+        if unknown or window.shape in {"deepspeed", "last_only"}:
             continue
-        steps = stepped(window)
+        steps = closing_steps(window)
         for zero in _zeros(window):
-            step = _cleared_before(zero, steps, window)
+            step = _step_after(zero, steps, window)
             if _clears_the_others(zero, window):
                 yield Report(
                     zero.node,
@@ -31,7 +34,6 @@ def check(file: File) -> Iterator[Report]:
                 yield Report(
                     zero.node,
                     f"gradients are cleared before `{text(step.node)}` uses them: clear after it",
-                    () if window.accumulates and not is_right(window) else _swap(zero, step),
                 )
             elif zero is cleared_last(window) and not window.boundary.after_first:  # type: ignore[union-attr]
                 yield Report(
@@ -43,12 +45,11 @@ def check(file: File) -> Iterator[Report]:
 
 def _clears_the_others(zero: Event, window: LoopWindow) -> bool:
     """True for a clearing inside `accumulate()` before the backward: only the last one counts."""
+    if window.shape != "accelerate" or window.when(zero) != "always":
+        return False
     inside = any("accumulate(" in c.made for c in zero.contexts(window.loop))
     first = all(zero.order < backward.order for backward in window.of("backward"))
-    ours = is_optimizer_of(zero, window.of("step"))
-    return (
-        window.shape == "accelerate" and inside and first and ours and window.when(zero) == "always"
-    )
+    return inside and first and is_optimizer_of(zero, window.of("step"))
 
 
 def _zeros(window: LoopWindow) -> list[Event]:
@@ -57,7 +58,7 @@ def _zeros(window: LoopWindow) -> list[Event]:
     return window.of("zero")
 
 
-def _cleared_before(zero: Event, steps: list[Event], window: LoopWindow) -> Event | None:
+def _step_after(zero: Event, steps: list[Event], window: LoopWindow) -> Event | None:
     """Return the step that could use the gradients that are cleared just before it."""
     later = [*window.of("backward"), *(e for e in window.after if e.kind == "backward")]
     # An earlier step of the same optimizer has used the gradients cleared here.
@@ -83,13 +84,5 @@ def _conditions(event: Event) -> set[tuple[str, bool]]:
 def _holds_others(zero: Event, step: Event) -> bool:
     """True if the optimizer holds the parameters of another model than the cleared one."""
     made = " ".join(text(d.expr) for d in step.env.get(step.receiver_text, ()))
-    names = {*re.findall(r"([\w.]+)\.(?:named_)?parameters\(", made)}
-    return bool(names) and zero.receiver_text not in {step.receiver_text, *names}
-
-
-def _swap(zero: Event, step: Event) -> tuple[Edit, ...]:
-    if not isinstance(zero.stmt, ast.Expr) or not isinstance(step.stmt, ast.Expr):
-        return ()
-    if zero.path != step.path or zero.stmt.value is not zero.node:
-        return ()
-    return (Edit.at("delete", zero.stmt), Edit.at("after", step.stmt, text(zero.stmt)))
+    owner = f"{zero.receiver_text}."
+    return zero.receiver_text != step.receiver_text and "parameters(" in made and owner not in made

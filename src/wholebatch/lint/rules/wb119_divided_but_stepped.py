@@ -1,19 +1,17 @@
-"""The loss is divided by the accumulation steps, but every micro-batch makes an update."""
+"""The loss is divided by the accumulation steps, but every micro-batch makes an update.
+
+The gradient is K times too small, and nothing is accumulated. Step once every K micro-batches, or
+do not divide.
+"""
 
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Iterator
 
 from ..model import Event, File, LoopWindow
-from ..model.expressions import ACCUMULATION_NAME, text, walk
+from ..model.expressions import is_accumulation_name, text
 from .rule_base import Report, rule
-
-# A condition that may be a boundary: it counts micro-batches, or asks something else.
-_WAITS = re.compile(rf"{ACCUMULATION_NAME.pattern}|update\w*\(|step\w*\(", re.I)
-# A loop of a few rounds measures or warms up; it does not train.
-_WARMS_UP = re.compile(r"range\(\d\)$")
 
 
 @rule("divided but stepped")
@@ -23,8 +21,6 @@ def check(file: File) -> Iterator[Report]:
         steps = window.of("step")
         if window.loop.virtual or not steps or any(_may_wait(s, window) for s in steps):
             continue
-        if _WARMS_UP.match(text(window.loop.iterable or ast.Pass())):
-            continue
         yield from _by_hand(window)
         yield from _by_accelerate(window, file)
 
@@ -32,7 +28,7 @@ def check(file: File) -> Iterator[Report]:
 def _may_wait(step: Event, window: LoopWindow) -> bool:
     """True if anything on the way to a step may be a boundary that is not understood."""
     return window.when(step) != "always" or any(
-        guard.origin in {"skip", "break"} or _WAITS.search(text(guard.expr))
+        guard.origin in {"skip", "break"} or is_accumulation_name(text(guard.expr))
         for guard in step.guards(window.loop)
     )
 
@@ -56,7 +52,7 @@ def _by_hand(window: LoopWindow) -> Iterator[Report]:
 
 def _in_inner_loop(node: ast.AST, window: LoopWindow) -> bool:
     line = getattr(node, "lineno", 0)
-    inner = [n for n in walk(window.loop.node) if isinstance(n, (ast.For, ast.While))]
+    inner = [n for n in ast.walk(window.loop.node) if isinstance(n, (ast.For, ast.While))]
     return any(
         n is not window.loop.node and n.lineno < line <= (n.end_lineno or line) for n in inner
     )

@@ -1,4 +1,8 @@
-"""A CUDA graph reuses its buffers, so gradients that add up over it can be silently wrong."""
+"""A CUDA graph reuses its buffers, so gradients that add up over it can be silently wrong.
+
+Call `torch.compiler.cudagraph_mark_step_begin()` before every micro-batch, or compile with
+`mode="max-autotune-no-cudagraphs"`.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +15,6 @@ from ..model.expressions import keyword, last_part, text
 from .rule_base import Report, framework_accumulates, rule
 
 _GRAPHED = {"reduce-overhead", "max-autotune"}
-_DEFAULT = re.compile(
-    r"mode(['\"][^)]*default\s*=|['\"],|: str =)\s*['\"](?P<mode>reduce-overhead|max-autotune)['\"]"
-)
 _MARKED = re.compile(r"cudagraph_mark_step_begin|triton\.cudagraphs\s*=\s*False")
 
 
@@ -23,8 +24,11 @@ def check(file: File) -> Iterator[Report]:
     if not (file.accumulating or framework_accumulates(file)):
         return
     for call in file.facts.calls:
+        compiled = text(call.args[0]) if call.args else "model"
+        if f"{compiled}.requires_grad_(False)" in file.facts.source:
+            continue  # Frozen: it gets no gradients.
         what = _graphs(call, file)
-        if what and not file.facts.mentions(_MARKED) and not _is_frozen(call, file):
+        if what and not file.facts.mentions(_MARKED):
             yield Report(
                 call,
                 f"{what} records CUDA graphs, whose gradients are overwritten by the next replay: "
@@ -34,21 +38,10 @@ def check(file: File) -> Iterator[Report]:
             )
 
 
-def _is_frozen(call: ast.Call, file: File) -> bool:
-    """True if the file freezes what is compiled, so that it gets no gradients."""
-    part = re.escape(text(call.args[0])) if call.args else "$"
-    every = rf"in {part}\.parameters\(\):\s+\w+\.requires_grad(_\(| = )False"
-    pattern = rf"(?<![\w.]){part}\.requires_grad_\(False\)|{every}"
-    return re.search(pattern, file.facts.source) is not None
-
-
 def _graphs(call: ast.Call, file: File) -> str:
     name = last_part(call.func)
     if name == "make_graphed_callables":
         return "`make_graphed_callables`"
     given = keyword(call, "mode") if name == "compile" else None
     mode = getattr(given, "value", None)
-    asked = isinstance(given, (ast.Name, ast.Attribute)) and "mode" in last_part(given)
-    default = _DEFAULT.search(file.facts.source) if asked else None
-    mode = default["mode"] if default is not None else mode
     return f'`mode="{mode}"`' if mode in _GRAPHED else ""

@@ -1,0 +1,48 @@
+"""make_window: choose the engine and the gradient store of a window, and check its options."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from wholebatch.distributed import choose as choose_sync
+from wholebatch.offload import choose as choose_store
+from wholebatch.options import Close, Memory
+from wholebatch.window.close import ClipNorm
+from wholebatch.window.model_and_optimizer import Scheduler, build_target
+from wholebatch.window.window import Window
+
+
+def make_window(
+    models: nn.Module | Sequence[nn.Module],
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
+    *,
+    clip_norm: ClipNorm,
+    scheduler: Scheduler | Sequence[Scheduler] | None,
+    memory: Memory,
+    close: Close,
+    precision: str = "full",
+) -> Window:
+    """Return the window of these models and optimizers; refuse what does not go together."""
+    options = close.with_clip_norm(clip_norm)
+    sync = choose_sync(models, sync=close.sync)
+    target = build_target(
+        models,
+        optimizer,
+        options=options,
+        scheduler=scheduler,
+        ema=close.ema,
+        precision=precision,
+        scaler=close.scaler,
+        sync=sync,
+    )
+    store = choose_store(
+        memory.optimizer_state,
+        target=target,
+        options=options,
+        sync=sync,
+        on_gradient=close.on_gradient is not None,
+    )
+    return Window(target, options, sync, store, close.on_gradient)

@@ -1,0 +1,152 @@
+"""The note for loops that are not understood, and false alarms that must stay silent."""
+
+from __future__ import annotations
+
+import textwrap
+
+import pytest
+
+from wholebatch.lint import lint_source
+
+
+def codes(source: str) -> list[str]:
+    return [f.code for f in lint_source(textwrap.dedent(source), path="train.py")]
+
+
+NOTED = {
+    "a boundary of another file": """
+        for batch in loader:
+            (F.mse_loss(model(batch), y) / accum).backward()
+            if controller.should_update():
+                optimizer.step()
+    """,
+    "a counter of samples": """
+        seen = 0
+        for batch in loader:
+            F.mse_loss(model(batch), y).backward()
+            seen += len(batch)
+            if seen >= 4 * accum_size:
+                optimizer.step()
+                optimizer.zero_grad()
+                seen = 0
+    """,
+    "a counter that goes down": """
+        left = accum_steps
+        for batch in loader:
+            (F.mse_loss(model(batch), y) / accum_steps).backward()
+            left -= 1
+            if left == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+                left = accum_steps
+    """,
+    "a loss of another file": """
+        from losses import compute
+        for i in range(total):
+            loss = compute(next(batches)) / accum
+            loss.backward()
+            if (i + 1) % accum == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+    """,
+    "a step of another file": """
+        import lightning as L
+        from mine import Module
+        L.Trainer(accumulate_grad_batches=4).fit(Module(), loader)
+    """,
+}
+
+
+@pytest.mark.parametrize("name", NOTED)
+def test_what_is_not_understood_gets_one_note(name: str) -> None:
+    (finding,) = lint_source(textwrap.dedent(NOTED[name]), path="train.py")
+    assert (finding.code, finding.level) == ("WB003", "note")
+    assert finding.message == (
+        "this loop accumulates and was not understood: run `wholebatch verify --trainer train.py`"
+    )
+
+
+def test_a_loop_that_does_not_accumulate_gets_no_note() -> None:
+    source = """
+        for batch in loader:
+            compute(batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    """
+    assert codes(source) == []
+
+
+def test_a_note_can_be_silenced() -> None:
+    source = NOTED["a boundary of another file"].replace(".backward()", ".backward()  # noqa")
+    assert codes(source) == []
+
+
+def test_clearing_at_the_start_of_a_window_that_ignite_counts() -> None:
+    """WB117 was reported here: the counts of the two conditions are not known."""
+    source = """
+        def make(model, optimizer, loss_fn, steps):
+            def update(engine, batch):
+                if (engine.state.iteration - 1) % steps == 0:
+                    optimizer.zero_grad()
+                loss = loss_fn(model(batch.x), batch.y) / steps
+                loss.backward()
+                if engine.state.iteration % steps == 0:
+                    optimizer.step()
+            return update
+    """
+    assert "WB117" not in codes(source)
+
+
+def test_a_loss_that_is_multiplied_back_where_the_number_is_above_1() -> None:
+    source = """
+        for i in range(total):
+            loss = F.cross_entropy(model(x), y)
+            if accum > 1:
+                loss = loss / accum
+            loss.backward()
+            if (i + 1) % accum == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+            if accum > 1:
+                loss = loss * accum
+            print(loss.item())
+    """
+    assert codes(source) == []
+
+
+def test_a_schedule_that_a_condition_of_another_file_steps() -> None:
+    source = """
+        for i in range(total):
+            (F.cross_entropy(model(x), y) / accum).backward()
+            if (i + 1) % accum == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+            if self.is_update_step(i):
+                scheduler.step()
+    """
+    assert codes(source) == []
+
+
+def test_a_mask_with_the_same_count_in_every_sample() -> None:
+    source = """
+        mask = random_masking(x, mask_ratio=0.75)
+        for i in range(total):
+            loss = (model(x) * mask).sum() / mask.sum()
+            (loss / accum).backward()
+            if (i + 1) % accum == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+    """
+    assert "WB103" not in codes(source)
+
+
+def test_no_message_names_a_number_that_is_not_in_the_file() -> None:
+    source = """
+        for batch in loader:
+            for part in batch.chunk(size):
+                F.cross_entropy(model(part), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    """
+    (finding,) = lint_source(textwrap.dedent(source))
+    assert finding.message.startswith("loss is not divided by the number of micro-batches: ")
