@@ -140,7 +140,8 @@ def test_no_word_is_split_and_no_line_is_too_wide(name: str, folder: Path) -> No
         assert [line for line in wide if not any(word in line for word in copied)] == []
         text = "\n".join(lines)
         assert text.count("…") == 0 or "--help" in name
-        assert measured or not words_of(lines) - known, text
+        helps = "--help" in name  # argparse wraps
+        assert measured or helps or not words_of(lines) - known, text
 
 
 def hardware(console: Console) -> None:
@@ -289,5 +290,5 @@ def test_bash_completes(words: str, completed: str, capsys: pytest.CaptureFixtur
 
 
 def test_a_shell_that_is_not_known(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--print-completion", "fish"]) == 2
-    assert "--print-completion fish: must be one of bash" in capsys.readouterr().err
+    assert main(["--print-completion", "csh"]) == 2
+    assert "--print-completion csh: must be one of bash" in capsys.readouterr().err

@@ -100,7 +100,7 @@ def _help() -> str:
             *lines,
             "",
             "wholebatch COMMAND --help shows the options of a command.",
-            "wholebatch --print-completion bash|zsh|tcsh prints a completion script.",
+            "wholebatch --print-completion bash|zsh|fish prints a completion script.",
         ]
     )
 
