@@ -45,7 +45,7 @@ from wholebatch.losses.loss import SINGLE, Loss, Term, Terms, as_loss, terms_of
 from wholebatch.stream import execute_here
 from wholebatch.window.close import read_scalars
 from wholebatch.window.foreign_writes import Untouched
-from wholebatch.window.forward_state import ForwardState, restore_random
+from wholebatch.window.forward_state import ForwardState
 from wholebatch.window.precision import Precision
 from wholebatch.window.window import Window
 
@@ -305,31 +305,9 @@ class Runner:
             refuse_in_parts(loss)
         return loss
 
-    def find_nonfinite(
-        self, micros: Sequence[Any], start: dict[str, Any]
-    ) -> tuple[int | None, str]:
-        """Return the first micro-batch whose gradient is not finite, and a sentence that says so.
-
-        `start` is the random state before the first of them; buffers and random state are left as
-        they are found.
-        """
-        named = [(name, p) for name, p in self._root.named_parameters() if p.requires_grad]
-        parameters = [parameter for _, parameter in named]
-        with ForwardState(self._root):
-            restore_random(start)
-            for index, micro in enumerate(micros):
-                totals = [term.total for term in terms_of(self.forward(micro)).values()]
-                gradients = torch.autograd.grad(totals, parameters, allow_unused=True)
-                for (name, _), gradient in zip(named, gradients, strict=True):
-                    if gradient is not None and not bool(torch.isfinite(gradient).all()):
-                        return index, (
-                            f"Replayed, micro-batch {index + 1} of {len(micros)} is the first "
-                            f"whose gradient is not finite, at parameter {name}"
-                        )
-        return None, (
-            "Replayed, no micro-batch has such a gradient alone: their sum overflows, or a "
-            "gradient hook or on_gradient= has made it so"
-        )
+    def find_nonfinite(self) -> tuple[int | None, str] | None:
+        """Return the micro-batch that is not finite, and a sentence about it, if it is known."""
+        return None
 
 
 class TwoPassRunner(Runner):
@@ -460,9 +438,7 @@ class TwoPassRunner(Runner):
                     )
         return dict(zip(terms, read, strict=False))
 
-    def find_nonfinite(
-        self, micros: Sequence[Any], start: dict[str, Any]
-    ) -> tuple[int | None, str]:
+    def find_nonfinite(self) -> tuple[int | None, str] | None:
         finite = [bool(flag) for flag in self._finite]
         if all(finite):
             return None, "The representations are finite: it is the loss, or its way back"

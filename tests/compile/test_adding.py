@@ -150,8 +150,7 @@ def test_gradient_penalty_in_the_loss_is_autograds_own() -> None:
     whole.assert_same(model)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointed_blocks(reentrant: bool) -> None:
+def test_checkpointed_blocks() -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -159,7 +158,7 @@ def test_checkpointed_blocks(reentrant: bool) -> None:
             self.last = nn.Linear(5, 3)
 
         def forward(self, x: Tensor) -> Tensor:
-            x = checkpoint(self.inner, torch.tanh(self.first(x)), use_reentrant=reentrant)
+            x = checkpoint(self.inner, torch.tanh(self.first(x)), use_reentrant=False)
             out: Tensor = self.last(x)
             return out
 

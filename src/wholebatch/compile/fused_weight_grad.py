@@ -200,7 +200,6 @@ class Adding:
             plain: Tensor = type(layer).forward(layer, x) if before is None else before(x)
             return plain
 
-        vars(forward)["adding"] = self  # `sliced_cross_entropy` uses the layer without calling it
         return forward
 
     def may_add(self, layer: Any, x: Tensor) -> bool:

@@ -34,7 +34,7 @@ from wholebatch.losses.loss import OfTheBatch, as_loss, terms_of
 from wholebatch.window.close import read_scalars
 from wholebatch.window.forward_state import ForwardState
 from wholebatch.window.precision import SIXTEEN_BIT
-from wholebatch.window.window import backward_into, graph_nodes, is_reentrant
+from wholebatch.window.window import graph_nodes, refuse_reentrant
 
 _DROPOUTS = ("aten::native_dropout", "aten::_fused_dropout")
 _DRAWS_BY_INPUT = ("aten::rrelu_with_noise", "aten::rrelu_with_noise_", "aten::randperm")
@@ -594,10 +594,8 @@ def gradient_digests(
     with emptied(hooks):
         handles = [p.register_hook(partial(take, i)) for i, p in enumerate(parameters)]
         try:
-            if is_reentrant(totals):  # its checkpoints refuse autograd.grad
-                backward_into((), [model], totals).run(totals, seeds)
-            else:
-                torch.autograd.grad(list(totals), parameters, list(seeds), allow_unused=True)
+            refuse_reentrant(totals)
+            torch.autograd.grad(list(totals), parameters, list(seeds), allow_unused=True)
         finally:
             for handle in handles:
                 handle.remove()

@@ -352,7 +352,8 @@ class LossScale:
         return self.scaler.is_enabled()
 
     def value(self) -> float:
-        return float(self.scaler.get_scale())
+        """Return the scale; a scaler sets up its own state when it first scales something."""
+        return float(self.scaler.scale(torch.ones((), device=self._probe.device)))
 
     def is_unscaled(self, optimizers: Sequence[torch.optim.Optimizer]) -> bool:
         """True if somebody has called the scaler's `unscale_` for one of these optimizers."""
