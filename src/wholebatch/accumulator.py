@@ -362,10 +362,10 @@ class Accumulator(Stream):
         with super().micro_step(modules) as may_compile:
             yield may_compile
 
-    def add_eagerly(self, loss: Loss | Terms) -> None:
+    def _add_eagerly(self, loss: Loss | Terms) -> None:
         """Make the backward of a compiled function's loss by eager code."""
         with self._turn:
-            super().add_eagerly(loss)
+            super()._add_eagerly(loss)
 
     @property
     def _in_parts(self) -> bool:

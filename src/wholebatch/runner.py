@@ -45,7 +45,7 @@ from wholebatch.losses.loss import SINGLE, Loss, Term, Terms, as_loss, terms_of
 from wholebatch.stream import execute_here
 from wholebatch.window.close import read_scalars
 from wholebatch.window.foreign_writes import Untouched
-from wholebatch.window.forward_state import ForwardState, restore_random
+from wholebatch.window.forward_state import ForwardState
 from wholebatch.window.precision import Precision
 from wholebatch.window.window import Window
 
@@ -120,7 +120,7 @@ class Runner:
             single=SINGLE,
         )
         # Eager code alone, as on a CPU: decided here, not at every micro-step.
-        self._is_plain = self.executor.is_plain
+        self._is_plain = self.executor.is_eager
 
     def _executed(self, execute: Execute) -> Execute:
         """Return how micro-steps run; refuse a graph where only eager code can do it."""
@@ -165,8 +165,6 @@ class Runner:
                 return function(self.model, to_device(few, self._device))
 
         name = getattr(function, "__name__", "a function")
-        if self.policy is None and function is self._loss and not self.executor.is_eager:
-            self.executor.look_ahead(micros[0], known=False)
         guard.look(run, batch, micros, **layout, outputs=encodes, name=name, steps=steps)
 
     def look_at_padding(self, batch: Any, by: Tokens, layout: Mapping[str, Any]) -> None:
@@ -279,7 +277,7 @@ class Runner:
         if self._window.sync.ranks > 1 and self.is_undivided():
             self._eager_step(micro)  # with collectives in every BatchNorm
         else:
-            self.executor.micro_step(micro, reduces=self._is_last)
+            self.executor.micro_step(micro)
 
     def forward(self, micro: Any, loss_function: LossFunction | None = None) -> Loss | Terms:
         """Return the loss of a micro-batch, in the window's precision and on its device."""
@@ -288,7 +286,7 @@ class Runner:
     def _eager_step(self, micro: Any, loss_function: LossFunction | None = None) -> Loss | Terms:
         """Run forward and backward by autograd; return the loss."""
         loss = self._loss_of(micro, loss_function or self._loss)
-        if self._is_plain or self.executor.by_autograd:
+        if self._is_plain or self.executor.is_eager:
             self._untouched.check()
             self._window.add_loss(loss, last=self._is_last, counts=self._counts)
             self._untouched.remember()
@@ -305,31 +303,9 @@ class Runner:
             refuse_in_parts(loss)
         return loss
 
-    def find_nonfinite(
-        self, micros: Sequence[Any], start: dict[str, Any]
-    ) -> tuple[int | None, str]:
-        """Return the first micro-batch whose gradient is not finite, and a sentence that says so.
-
-        `start` is the random state before the first of them; buffers and random state are left as
-        they are found.
-        """
-        named = [(name, p) for name, p in self._root.named_parameters() if p.requires_grad]
-        parameters = [parameter for _, parameter in named]
-        with ForwardState(self._root):
-            restore_random(start)
-            for index, micro in enumerate(micros):
-                totals = [term.total for term in terms_of(self.forward(micro)).values()]
-                gradients = torch.autograd.grad(totals, parameters, allow_unused=True)
-                for (name, _), gradient in zip(named, gradients, strict=True):
-                    if gradient is not None and not bool(torch.isfinite(gradient).all()):
-                        return index, (
-                            f"Replayed, micro-batch {index + 1} of {len(micros)} is the first "
-                            f"whose gradient is not finite, at parameter {name}"
-                        )
-        return None, (
-            "Replayed, no micro-batch has such a gradient alone: their sum overflows, or a "
-            "gradient hook or on_gradient= has made it so"
-        )
+    def find_nonfinite(self) -> tuple[int | None, str] | None:
+        """Return the micro-batch that is not finite, and a sentence about it, if it is known."""
+        return None
 
 
 class TwoPassRunner(Runner):
@@ -460,9 +436,7 @@ class TwoPassRunner(Runner):
                     )
         return dict(zip(terms, read, strict=False))
 
-    def find_nonfinite(
-        self, micros: Sequence[Any], start: dict[str, Any]
-    ) -> tuple[int | None, str]:
+    def find_nonfinite(self) -> tuple[int | None, str] | None:
         finite = [bool(flag) for flag in self._finite]
         if all(finite):
             return None, "The representations are finite: it is the loss, or its way back"

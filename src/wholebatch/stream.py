@@ -148,8 +148,6 @@ class Stream(HasWindow):
 
     by: ClassVar[str] = "the loop"
     """Who writes what an open window must be left alone with."""
-    adds: ClassVar[bool] = True
-    """True if eager code may add weight gradients by the matrix product itself."""
 
     def __init__(self, window: Window, *, batchnorm: str, audit: bool) -> None:
         target = window.target
@@ -252,13 +250,13 @@ class Stream(HasWindow):
         yield not self._look.active
         self._untouched.remember()
 
-    def look_at_function(self, model: nn.Module, call: Callable[..., Any], micro: Any) -> None:
+    def _look_at_function(self, model: nn.Module, call: Callable[..., Any], micro: Any) -> None:
         """Refuse a loss function whose micro-batches do not add up to the whole batch."""
         if self._in_parts and self._window.sync.ranks == 1:
             given = {"args": micro["args"], "kwargs": micro["kwargs"]}
             self._look.at_function(model, lambda few: call(None, {**micro, **few}), given)
 
-    def add_eagerly(self, loss: Loss | Terms) -> None:
+    def _add_eagerly(self, loss: Loss | Terms) -> None:
         """Make the backward of a compiled function's loss; refuse several terms.
 
         Another backward may follow, so that the close reduces.
@@ -277,7 +275,7 @@ class Stream(HasWindow):
         """The number of micro-batches of the window; 0 if it is not known before its end."""
         return 0
 
-    def mark_broken(self) -> None:
+    def _mark_broken(self) -> None:
         """Let the window be discarded: some gradients of a micro-batch are in, others are not."""
         if self._window.open is not None:
             self._window.open.broken = True
@@ -423,7 +421,6 @@ class CompiledLoss:
             device=device,
             eager=self._eager_step,
             single=SINGLE,
-            adds=door.adds,
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -457,7 +454,7 @@ class CompiledLoss:
     def _added(self, micro: Any, may_compile: bool) -> AddedLoss:
         if not may_compile:
             with self._precision.look():
-                self._door.look_at_function(self._modules, self._call, micro)
+                self._door._look_at_function(self._modules, self._call, micro)
             loss = self._eager_step(micro, self._call)
             extras = {name: extra.detach() for name, extra in loss.extras.items()}
             return AddedLoss(loss.total.detach(), loss.units, extras, self._door)
@@ -466,7 +463,7 @@ class CompiledLoss:
             made = self.executor.micro_step(micro)
         except BaseException:
             if len(self._window.now.owners) != entered or self.executor.mode != "eager":
-                self._door.mark_broken()
+                self._door._mark_broken()
             raise
         return AddedLoss(made.totals[SINGLE], made.units[SINGLE], made.extras, self._door)
 
@@ -475,7 +472,7 @@ class CompiledLoss:
         with self._precision.window():
             with self._precision.forward():
                 loss = as_loss(function(None, self._given))
-            self._door.add_eagerly(loss)  # a stream refuses a loss of several terms
+            self._door._add_eagerly(loss)  # a stream refuses a loss of several terms
         assert isinstance(loss, Loss)
         return loss
 

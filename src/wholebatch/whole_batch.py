@@ -259,8 +259,7 @@ class WholeBatch(HasWindow):
                     with attempt:
                         self._begin(known)
                         self._run(attempt, after_micro)
-            replays = not self._runner.is_undivided()
-            return self._close(attempt.micros, attempt.random if replays else None, steps)
+            return self._close(attempt.micros, steps)
         finally:
             window.sync.restore()
             if window.open is not None:
@@ -404,7 +403,7 @@ class WholeBatch(HasWindow):
         finally:
             window.sync.restore()
 
-    def _close(self, micros: Sequence[Any], start: dict[str, Any] | None, steps: bool) -> Step:
+    def _close(self, micros: Sequence[Any], steps: bool) -> Step:
         try:
             seen = None if self._probe is None else self._probe.look()
             step = self._window.close(
@@ -416,9 +415,10 @@ class WholeBatch(HasWindow):
                 self._runner.end_window()
             return step
         except NonFiniteError as error:
-            if error.micro_batch is not None or start is None:
+            found = self._runner.find_nonfinite()
+            if error.micro_batch is not None or found is None:
                 raise
-            index, where = self._runner.find_nonfinite(micros, start)
+            index, where = found
             raise NonFiniteError(f"{error}. {where}", micro_batch=index) from None
 
     # ----------------------------------------------------------------- state

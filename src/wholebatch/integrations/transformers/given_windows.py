@@ -86,10 +86,10 @@ class GivenWindows(WholeBatch):
     def _step_counts(self, micros: Sequence[Any]) -> set[int]:
         return {len(micros), self._batches}
 
-    def _close(self, micros: Sequence[Any], start: dict[str, Any] | None, steps: bool) -> Step:
+    def _close(self, micros: Sequence[Any], steps: bool) -> Step:
         window = self._window.current
         totals, owners = window.totals.get(SINGLE, ()), list(window.owners)
-        step = super()._close(micros, start, steps)
+        step = super()._close(micros, steps)
         device = self._window.target.device
         if self._runner.is_coupled or not totals:  # one loss of the whole batch
             self._shares = torch.zeros(self._batches, device=device)
