@@ -34,11 +34,11 @@ if TYPE_CHECKING:
     from wholebatch.batch.lookahead_loader import unpadded as unpadded
     from wholebatch.coupled.audit import audit as audit
     from wholebatch.coupled.contrastive.losses import Coupled as Coupled
+    from wholebatch.coupled.moe import moe_loss as moe_loss
     from wholebatch.losses.loss import Loss as Loss
     from wholebatch.losses.loss import causal_lm as causal_lm
     from wholebatch.losses.loss import cross_entropy as cross_entropy
     from wholebatch.losses.loss import mean_loss as mean_loss
-    from wholebatch.losses.moe import moe_loss as moe_loss
     from wholebatch.options import Close as Close
     from wholebatch.options import Memory as Memory
     from wholebatch.options import samples as samples
@@ -58,7 +58,7 @@ _NAMES = {
     "batch.lookahead_loader": "unpadded",
     "coupled.audit": "audit",
     "coupled.contrastive.losses": "Coupled",
-    "losses.moe": "moe_loss",
+    "coupled.moe": "moe_loss",
     "errors": "errors",
     "losses": "losses",
     "losses.loss": "Loss causal_lm cross_entropy mean_loss",
