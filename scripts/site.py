@@ -52,6 +52,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "reference/losses.md",
         "reference/proof.md",
         "reference/memory.md",
+        "reference/trainers.md",
         "reference/tools.md",
     ),
     "Measured": ("comparison.md",),

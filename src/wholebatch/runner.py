@@ -120,7 +120,7 @@ class Runner:
             single=SINGLE,
         )
         # Eager code alone, as on a CPU: decided here, not at every micro-step.
-        self._is_plain = self.executor.is_plain
+        self._is_plain = self.executor.is_eager
 
     def _executed(self, execute: Execute) -> Execute:
         """Return how micro-steps run; refuse a graph where only eager code can do it."""
@@ -165,8 +165,6 @@ class Runner:
                 return function(self.model, to_device(few, self._device))
 
         name = getattr(function, "__name__", "a function")
-        if self.policy is None and function is self._loss and not self.executor.is_eager:
-            self.executor.look_ahead(micros[0], known=False)
         guard.look(run, batch, micros, **layout, outputs=encodes, name=name, steps=steps)
 
     def look_at_padding(self, batch: Any, by: Tokens, layout: Mapping[str, Any]) -> None:
@@ -279,7 +277,7 @@ class Runner:
         if self._window.sync.ranks > 1 and self.is_undivided():
             self._eager_step(micro)  # with collectives in every BatchNorm
         else:
-            self.executor.micro_step(micro, reduces=self._is_last)
+            self.executor.micro_step(micro)
 
     def forward(self, micro: Any, loss_function: LossFunction | None = None) -> Loss | Terms:
         """Return the loss of a micro-batch, in the window's precision and on its device."""
@@ -288,7 +286,7 @@ class Runner:
     def _eager_step(self, micro: Any, loss_function: LossFunction | None = None) -> Loss | Terms:
         """Run forward and backward by autograd; return the loss."""
         loss = self._loss_of(micro, loss_function or self._loss)
-        if self._is_plain or self.executor.by_autograd:
+        if self._is_plain or self.executor.is_eager:
             self._untouched.check()
             self._window.add_loss(loss, last=self._is_last, counts=self._counts)
             self._untouched.remember()

@@ -148,8 +148,6 @@ class Stream(HasWindow):
 
     by: ClassVar[str] = "the loop"
     """Who writes what an open window must be left alone with."""
-    adds: ClassVar[bool] = True
-    """True if eager code may add weight gradients by the matrix product itself."""
 
     def __init__(self, window: Window, *, batchnorm: str, audit: bool) -> None:
         target = window.target
@@ -423,7 +421,6 @@ class CompiledLoss:
             device=device,
             eager=self._eager_step,
             single=SINGLE,
-            adds=door.adds,
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -234,27 +234,22 @@ class LossLook:
         self,
         run: Callable[[Any], Any],
         samples: Callable[[], tuple[Layout | None, int | None]],
-        known_to_add_up: Callable[[Layout | None, int | None], bool] = lambda *_: False,
         steps: Collection[int] = (),
         **options: Any,
     ) -> bool:
         """Refuse what does not add up, and layers that cannot by their type; True if it does.
 
-        `samples()` returns the batch and how many of it a micro-batch has, and `known_to_add_up`
-        says of these whether they were looked at before. `steps` are the numbers that a loop may
-        call its accumulation steps: a mean that is divided by one is refused. The other options are
-        those of `check_adds_up`.
+        `samples()` returns the batch and how many of it a micro-batch has. `steps` are the numbers
+        that a loop may call its accumulation steps: a mean that is divided by one is refused. The
+        other options are those of `check_adds_up`.
         """
         division = _ReadDivision(run, steps)
         result, layout, known = LookResult(), None, refused_by_type(self._model)
         try:
             layout, size = samples()
-            if not known_to_add_up(layout, size):
-                with local_collectives():
-                    checked = division.run if steps else run
-                    result = check_adds_up(
-                        self._model, checked, layout, micro_batch=size, **options
-                    )
+            with local_collectives():
+                checked = division.run if steps else run
+                result = check_adds_up(self._model, checked, layout, micro_batch=size, **options)
         except torch.OutOfMemoryError:
             _log.warning("no memory to test if micro-batches add up to the whole batch")
             result = LookResult(checked=False)

@@ -417,7 +417,7 @@ class CompiledStep:
         self._ran = False  # True if this call has run the code itself, with its log
         self._output: dict[str, Any] = {}  # of the code itself
         self._loss = windows.compiled(self._run, execute, self._step, precision)
-        plain = self._loss.executor.is_plain and precision is None
+        plain = self._loss.executor.is_eager and precision is None
         ranks = windows._window.sync.ranks
         self.runs = ranks == 1 and not plain
         """True if training_step runs this way: in one process, where graphs may pay."""

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 import wholebatch as wb
 from tests.compile.nets import Micro, loss, mean_of_tokens, tagged
-from tests.integrations.doors import in_transformers
+from tests.integrations.loops import in_transformers
 from tests.support import EXACT, distance, pieces, sgd
 from tests.test_fp8 import Net, emulated, started
 
@@ -112,7 +112,7 @@ def in_trainer(model: nn.Module, execute: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("door", "package", "execute"),
+    ("library", "package", "execute"),
     [
         (in_own_loop, "torch", "eager"),
         (in_own_loop, "torch", "compile"),
@@ -124,12 +124,12 @@ def in_trainer(model: nn.Module, execute: Any) -> None:
     ],
 )
 def test_update_of_the_undivided_batch(
-    door: Callable[..., None], package: str, execute: str
+    library: Callable[..., None], package: str, execute: str
 ) -> None:
     pytest.importorskip(package)
     model, whole, plain = (Net().double() for _ in range(3))
-    door(model, execute)
-    counts = door is in_trainer  # It counts the units of a window before the window begins.
+    library(model, execute)
+    counts = library is in_trainer  # It counts the units of a window before the window begins.
     undivided = started("eager", whole, sum(SIZES), counts=counts)
     full = wb.WholeBatch(plain, sgd(plain), loss=loss, micro_batch=sum(SIZES))
     for _ in range(WINDOWS):

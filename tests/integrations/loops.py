@@ -1,4 +1,4 @@
-"""One training loop, in each library over torch, with wholebatch in it: the doors of the laws."""
+"""One training loop, in each library over torch, with wholebatch in it: for the laws."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ def in_accumulator(
         looked_at(model, batch)
 
 
-DOORS: dict[str, Callable[..., Any]] = {
+LOOPS: dict[str, Callable[..., Any]] = {
     "accelerate": in_accelerate,
     "accumulator": in_accumulator,
     "lightning": in_lightning,
