@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tests.distributed.launch import torchrun
-from wholebatch.cli.sharded_start import _Recorder
+from wholebatch.cli.sharded_start import _Constants, _Recorder
 from wholebatch.errors import RecipeError
 
 
@@ -32,7 +32,7 @@ class Own(nn.Module):
 
 def test_operations_of_a_constructor_are_run_again() -> None:
     recorder = _Recorder()
-    with recorder, torch.device("meta"):
+    with recorder, torch.device("meta"), _Constants():
         meta = Own()
     found = {}
     for name, tensor in [*meta.named_parameters(), *meta.named_buffers()]:
@@ -43,6 +43,7 @@ def test_operations_of_a_constructor_are_run_again() -> None:
     assert torch.equal(found["mask"], torch.ones(3, 3).tril().double())
     assert found["layers.0.bias"].tolist() == [0.25] * 4
     assert 0 < float(found["layers.0.weight"].std()) < 0.05
+    assert found["layers.1.num_batches_tracked"].item() == 0
     assert found["layers.1.running_var"].tolist() == [1.0] * 4
     assert found["embedding.weight"][2].abs().sum() == 0  # the row of the padding
     assert float(found["embedding.weight"].std()) > 0.3
@@ -51,7 +52,7 @@ def test_operations_of_a_constructor_are_run_again() -> None:
 def test_values_from_a_list_are_refused() -> None:
     recorder = _Recorder()
     with recorder, torch.device("meta"):
-        value = torch.tensor([1.0, 2.0])
+        value = torch.tensor([1.0, 2.0])  # without _Constants, as an array would be
     with pytest.raises(RecipeError, match=r"the first values of mean are not known.*torch.arange"):
         recorder.replay(value, "mean")
 

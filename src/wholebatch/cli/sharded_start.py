@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -30,7 +31,7 @@ def build_sharded(
     """Return the model in shards without values, and a function that gives it its first values."""
     recorder = _Recorder()
     try:
-        with recorder, torch.device("meta"):
+        with recorder, torch.device("meta"), _Constants():
             model = build()
     except (NotImplementedError, RuntimeError) as error:
         raise RecipeError(
@@ -56,6 +57,16 @@ def build_sharded(
                     tensor.copy_(whole)
 
     return model, initialise
+
+
+class _Constants(TorchFunctionMode):
+    """Keeps the values of `torch.tensor(...)`, which the recorder of operations does not see."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.tensor, torch.as_tensor):
+            value: Tensor = func(*args, **{**(kwargs or {}), "device": "cpu"})
+            return value.to("meta")
+        return func(*args, **(kwargs or {}))
 
 
 class _Recorder(TorchDispatchMode):
@@ -103,7 +114,7 @@ class _Recorder(TorchDispatchMode):
         except KeyError:
             raise RecipeError(
                 f"--parallel fsdp2: the first values of {name} are not known: model() makes it "
-                "from a list or an array; make it with torch's functions, such as torch.arange"
+                "from an array; make it with torch's functions, such as torch.arange"
             ) from None
         return found
 
