@@ -99,20 +99,6 @@ def in_compiled(loss: LossOf, seen: list[int]) -> None:
             acc.backward(compiled(micro))
 
 
-def in_trainer(loss: LossOf, seen: list[int]) -> None:
-    pytest.importorskip("transformers")
-
-    class Counted:
-        def __getitem__(self, index: int) -> Batch:
-            return micros[index]
-
-        def __len__(self) -> int:
-            return len(micros)
-
-    micros = [m for n in range(1, 9) for m in pieces(window(n), [MICRO] * STEPS)]
-    raise NotImplementedError
-
-
 DOORS = {"WholeBatch": in_whole_batch, "compile": in_compiled}
 
 
@@ -124,3 +110,49 @@ def test_a_late_mistake_is_refused(run: Any, mistake: str) -> None:
     with pytest.raises((LossError, UnsupportedError), match=message):
         run(make(), seen)
     assert seen[-1] in (2, 4, 8)
+
+
+def ignoring(model: nn.Module, micro: Batch) -> Tensor:
+    """Return a mean over the labels that are not ignored; the first window ignores none."""
+    return F.cross_entropy(model(micro["x"]), micro["y"].where(micro["y"] < 2, -100))
+
+
+def as_mean(loss: LossOf) -> Callable[[nn.Module, Batch], Tensor]:
+    def mean_of(model: nn.Module, micro: Batch) -> Tensor:
+        made = loss(model, micro)
+        return made.total / made.units
+
+    return mean_of
+
+
+IN_TRAINER: dict[str, Callable[[], Any]] = {
+    "a mean over labels with the samples as units": lambda: ignoring,
+    "a term of a rare class": lambda: as_mean(rare_class),
+    "flooding": lambda: as_mean(flooding),
+    "a teacher moved by every micro-batch": lambda: as_mean(Teacher()),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("mistake", IN_TRAINER)
+def test_a_late_mistake_is_refused_in_the_trainer(mistake: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    from tests.integrations.loops import in_transformers
+
+    begun: list[int] = []
+
+    class Count(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            begun.append(1)
+
+    model = mlp()
+    micros = [
+        {name: micro[name] for name in ("x", "y")}
+        for number in range(1, 9)
+        for micro in pieces(window(number), [MICRO] * STEPS)
+    ]
+    loss = IN_TRAINER[mistake]()
+    with pytest.raises((LossError, UnsupportedError), match="cannot give the update"):
+        in_transformers(model, sgd(model), micros, STEPS, loss, callbacks=[Count()])
+    assert len(begun) in (2, 4, 8)
