@@ -6,7 +6,7 @@
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup run test browser-test compat dist check format docs bench compare soak gpu-test gpu-bench clean
+.PHONY: help setup run test browser-test compat dist check format docs bench compare kills gpu-test gpu-bench clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -81,9 +81,8 @@ bench: $(VENV)/.dev ## measure on this machine; writes docs/benchmarks/
 compare: $(VENV)/.dev ## hold every integration beside its library's own accumulation; writes docs/comparison.md
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/comparison.py
 
-soak: $(VENV)/.dev ## 20,000 windows with faults, held against none (about 30 minutes); writes docs/benchmarks/soak.md
-	OMP_NUM_THREADS=1 $(BIN)/python scripts/soak.py \
-		--json docs/benchmarks/soak.json --markdown docs/benchmarks/soak.md
+kills: $(VENV)/.dev ## kill `train` 20 times at random moments, on one process and on two ranks: the same bits
+	OMP_NUM_THREADS=1 $(BIN)/python scripts/kills.py
 
 # The GPU targets install nothing: they run with the torch and the pytest that the machine has.
 gpu-test: ## run the tests that need CUDA (PYTHON=python3; GPU_JOBS=8 with pytest-xdist)

@@ -1,4 +1,4 @@
-"""One rank of the noise scale's test: what DDP measures, and that no bit changes."""
+"""One rank of the noise scale's test: what DDP and FSDP2 measure, and that no bit changes."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import wholebatch as wb
-from tests.support import distance, measured
+from tests.support import measured
 from tests.test_noise import GRADIENT, SPREAD, Quadratic, gaussian, long_memory
 from wholebatch.losses.loss import Loss
-from wholebatch.tune.batch_scaling import AutoBatch
 
 WINDOWS = 100
 
@@ -24,20 +24,23 @@ def loss(model: torch.nn.Module, x: torch.Tensor) -> Loss:
     return Loss(losses.sum(), len(x))
 
 
-def made(rate: float, micro_batch: int, noise: int | None) -> wb.WholeBatch:
+def made(kind: str, rate: float, micro_batch: int, noise: int | None) -> wb.WholeBatch:
+    """A model under DDP, or under FSDP2 that holds its gradients back or reduces every time."""
     model = Quadratic()
+    whole = DistributedDataParallel(model) if kind == "ddp" else fully_shard(model)
     return measured(
-        DistributedDataParallel(model),
+        whole,
         torch.optim.SGD(model.parameters(), lr=rate),
         loss=loss,
         micro_batch=micro_batch,
         noise=noise,
+        sync="auto" if kind == "ddp" else kind,
     )
 
 
-def run(shares: tuple[int, int], micro_batch: int) -> wb.WholeBatch:
+def run(kind: str, shares: tuple[int, int], micro_batch: int) -> wb.WholeBatch:
     rank = dist.get_rank()
-    train = made(0.0, micro_batch, 1)
+    train = made(kind, 0.0, micro_batch, 1)
     long_memory(train)
     for seed in range(WINDOWS):
         x = gaussian(sum(shares), gradient=GRADIENT, spread=SPREAD, seed=seed)
@@ -49,43 +52,28 @@ def run(shares: tuple[int, int], micro_batch: int) -> wb.WholeBatch:
     return train
 
 
-def updated(noise: int | None) -> torch.Tensor:
-    train = made(0.1, 5, noise)
+def updated(kind: str, noise: int | None) -> torch.Tensor:
+    train = made(kind, 0.1, 5, noise)
     for seed in range(4):
         train.step(gaussian(17 + dist.get_rank(), gradient=1.0, spread=SPREAD, seed=seed))
-    return next(train.model.parameters()).detach().clone()
-
-
-def grown() -> dict[str, object]:
-    """A batch that follows the noise, beside one process that makes updates of the same sizes."""
-    train, alone = made(0.02, 4, 1), Quadratic()
-    optimizer, auto = torch.optim.SGD(alone.parameters(), lr=0.02), AutoBatch(16, largest=64)
-    sizes = []
-    for seed in range(72):
-        x = gaussian(auto.batch, gradient=GRADIENT, spread=SPREAD, seed=seed)
-        sizes.append(auto.batch)
-        step = train.step(x[dist.get_rank() :: 2])
-        alone(x).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        auto.after(step.units, train.noise)
-    ours = [parameter.detach() for parameter in train.model.parameters()]
-    off = distance(ours, [parameter.detach() for parameter in alone.parameters()])
-    return {"sizes": sorted(set(sizes)), "off": off}
+    first = next(train.model.parameters()).detach()
+    return (first.to_local() if kind != "ddp" else first).clone()
 
 
 def main(path: Path) -> None:
     dist.init_process_group("gloo")
     found = []
-    for shares, micro_batch in (
-        ((105, 75), 15),
-        ((128, 128), 128),
+    for kind, shares, micro_batch in (
+        ("ddp", (105, 75), 15),
+        ("ddp", (128, 128), 128),
+        ("hold", (105, 75), 15),
+        ("every", (105, 75), 15),
     ):
-        same = torch.equal(updated(None), updated(1))
-        noise = run(shares, micro_batch).noise
+        same = torch.equal(updated(kind, None), updated(kind, 1))
+        noise = run(kind, shares, micro_batch).noise
         assert noise is not None
         estimate = {"spread": noise.spread, "critical": noise.critical}
-        found.append({**estimate, "same": same, **(grown() if micro_batch == 15 else {})})
+        found.append({**estimate, "same": same})
     every: list[object] = [None, None]
     dist.all_gather_object(every, found)
     assert every[0] == every[1]

@@ -279,12 +279,12 @@ def test_terms_and_numbers_pass_through() -> None:
     whole.assert_same(model, seen)
 
 
-def test_reentrant_checkpoints_and_frozen_towers() -> None:
+def test_checkpoints_and_frozen_towers() -> None:
     model = Clip()
     model.text.requires_grad_(False)
 
     def careful(model: Clip, micro: Batch) -> Batch:
-        image = checkpoint(model.image, micro["image"].requires_grad_(), use_reentrant=True)
+        image = checkpoint(model.image, micro["image"], use_reentrant=False)
         return {"image": image, "text": model.text(micro["text"]), "label": micro["label"]}
 
     whole = Whole(model, loss=mean_of("clip"))

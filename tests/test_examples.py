@@ -71,6 +71,19 @@ def test_two_ranks() -> None:
     assert_listed("two_ranks", printed)
 
 
+@pytest.mark.distributed
+@pytest.mark.parametrize(("name", "most"), [("deepspeed_zero", 1e-5), ("pipeline_stages", EXACT)])
+def test_engines(name: str, most: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    if name == "deepspeed_zero":
+        pytest.importorskip("deepspeed")
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    printed = torchrun(FOLDER / f"{name}.py", 2).stdout
+    [found] = re.findall(r"(\S+) off\.", printed)
+    assert float(found) <= most
+    shown = next(line for line in printed.splitlines() if line.startswith("Shown"))
+    assert_listed(name, shown)
+
+
 def test_resnet_batchnorm(capsys: pytest.CaptureFixture[str]) -> None:
     rows = example("resnet_batchnorm").main(updates=2)
     weights, statistics, peak = rows["wholebatch"]

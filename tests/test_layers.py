@@ -283,7 +283,7 @@ PLANTED = {
         "an integration imports no other integration",
     ),
     "framework": (
-        "cli/report/html_page.py",
+        "cli/report/terminal_output.py",
         "try:\n    import wandb\nexcept ImportError:\n    pass\n",
         "wandb",
     ),

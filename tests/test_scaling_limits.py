@@ -8,7 +8,6 @@ import pytest
 
 from wholebatch.errors import OptionError
 from wholebatch.tune.batch_scaling import (
-    BatchSchedule,
     adam_betas,
     epochs_in_updates,
     half_life,
@@ -33,13 +32,6 @@ def test_numbers_that_fill_the_memory_are_refused() -> None:
 @pytest.mark.parametrize(
     ("ask", "message"),
     [
-        (lambda: BatchSchedule(()), "places must begin at 0, and rise"),
-        (lambda: BatchSchedule(((5, 64),)), "places must begin at 0, and rise"),
-        (lambda: BatchSchedule(((0, 64), (9, 0))), "size=0: must be a whole number"),
-        (lambda: BatchSchedule.parse("9" * 5000 + "@0"), "must be a whole number of samples"),
-        (lambda: BatchSchedule.parse("64@0").at(update=-1), "updates: -1 must be at least 0"),
-        (lambda: BatchSchedule.parse("64@0").steps(micro_batch=0), "micro_batch=0: must be"),
-        (lambda: BatchSchedule.parse("64@0").steps(micro_batch=8, ranks=0), "ranks=0: must be"),
         (lambda: scale_warmup(float("inf"), base_batch=1, batch=2), "updates=inf: must be"),
         (lambda: adam_betas((0.9,), base_batch=1, batch=2), "must be two numbers"),  # type: ignore[arg-type]
         (lambda: half_life(0.9, tokens=-1), "tokens=-1: must be a number above 0"),

@@ -228,8 +228,9 @@ def test_complex_parameters() -> None:
     refused(model, sgd(model), "complex number has no order", clip_value=1.0)
 
 
+@pytest.mark.parametrize("whole_batch", [False, True])
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_activation_checkpointing(reentrant: bool) -> None:
+def test_activation_checkpointing(reentrant: bool, whole_batch: bool) -> None:
     class Checkpointed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -242,7 +243,19 @@ def test_activation_checkpointing(reentrant: bool) -> None:
     model, batch = Checkpointed(), samples(10)
     whole = Whole(model)
     whole.step(batch)
-    accumulate(model, sgd(model), batch, [6, 1, 3])
+    loss = lambda m, b: wb.cross_entropy(m(b["x"]), b["y"])  # noqa: E731
+    train = wb.WholeBatch(model, sgd(model), loss=loss, micro_batch=3)
+    if reentrant:
+        with pytest.raises(wb.errors.UnsupportedError, match="pass use_reentrant=False"):
+            if whole_batch:
+                train.step(batch)
+            else:
+                accumulate(model, sgd(model), batch, [6, 1, 3])
+        return
+    if whole_batch:
+        train.step(batch)
+    else:
+        accumulate(model, sgd(model), batch, [6, 1, 3])
     whole.assert_same(model)
 
 

@@ -99,8 +99,9 @@ def _statistics(library: str, precision: str, note: str) -> Row:
     plain = keras.layers.BatchNormalization
     whole = found(plain, WHOLE, "whole")
     own = distance(found(plain, SIZES, "own"), whole)
+    ours: float | str
     try:
-        ours = distance(found(plain, SIZES, "ours"), whole)
+        ours: float | str = distance(found(plain, SIZES, "ours"), whole)
     except UnsupportedError:
         ours = "refused"
     return Row(library, "BatchNorm statistics", own, ours, precision, note)

@@ -8,10 +8,8 @@ from importlib import metadata
 from wholebatch.errors import MissingExtraError
 
 
-def require(
-    package: str, *, at_least: str, below: str | None = None, extra: str, purpose: str
-) -> str:
-    """Return the installed version of `package`; raise MissingExtraError if it is another one.
+def require(package: str, *, at_least: str, extra: str, purpose: str) -> str:
+    """Return the installed version of `package`; raise MissingExtraError if it is too old.
 
     >>> require("torch", at_least="2.0", extra="cli", purpose="this example")[0]
     '2'
@@ -27,8 +25,6 @@ def require(
         raise MissingExtraError(
             f"{package}>={at_least} (installed is {version})", extra, purpose
         ) from None
-    if below is not None and _numbers(version) >= _numbers(below):
-        raise MissingExtraError(f"{package}<{below} (installed is {version})", extra, purpose)
     return version
 
 

@@ -247,7 +247,7 @@ class WholeBatch(HasWindow):
                 "call it outside of them, or under torch.enable_grad()"
             )
         micros = self._fitting.split(batch)
-        self._look(batch, micros)
+        self._test(batch, micros)
         window = self._window
         known = None if self._count is None else self._count(micros)
         attempts: Iterable[Attempt] = [Attempt(micros, inside=self._fitting.inside())]
@@ -259,20 +259,19 @@ class WholeBatch(HasWindow):
                     with attempt:
                         self._begin(known)
                         self._run(attempt, after_micro)
-            replays = not self._runner.is_undivided()
-            return self._close(attempt.micros, attempt.random if replays else None, steps)
+            return self._close(attempt.micros, steps)
         finally:
             window.sync.restore()
             if window.open is not None:
                 window.discard()
             self._runner.discard_window()
 
-    def _look(self, batch: Any, micros: Sequence[Any]) -> None:
-        """Refuse what does not add up, before the first window that is split."""
+    def _test(self, batch: Any, micros: Sequence[Any]) -> None:
+        """Refuse what does not add up, before windows 1, 2, 4, 8, ... of those that are split."""
         like = self._fitting.largest_of(batch) if isinstance(batch, Batches) else batch
         if isinstance(self.micro_batch, Tokens):
             self._runner.look_at_padding(like, self.micro_batch, self._layout)
-        self._runner.look_at(like, micros, self._layout, steps=self._step_counts(micros))
+        self._runner.test_window(like, micros, self._layout, steps=self._step_counts(micros))
 
     def _step_counts(self, micros: Sequence[Any]) -> set[int]:
         """Return the numbers that a loop may call its accumulation steps."""
@@ -383,7 +382,7 @@ class WholeBatch(HasWindow):
                 f"rank {window.sync.rank} has no sample of this batch, and {why}: make the batch "
                 "larger"
             )
-        self._runner.join_look()
+        self._runner.join_test()
         if self._count is not None and like is not NOTHING:
             self._count.learn(like)
         known = None if self._count is None else self._count([])
@@ -404,7 +403,7 @@ class WholeBatch(HasWindow):
         finally:
             window.sync.restore()
 
-    def _close(self, micros: Sequence[Any], start: dict[str, Any] | None, steps: bool) -> Step:
+    def _close(self, micros: Sequence[Any], steps: bool) -> Step:
         try:
             seen = None if self._probe is None else self._probe.look()
             step = self._window.close(
@@ -416,9 +415,10 @@ class WholeBatch(HasWindow):
                 self._runner.end_window()
             return step
         except NonFiniteError as error:
-            if error.micro_batch is not None or start is None:
+            found = self._runner.find_nonfinite()
+            if error.micro_batch is not None or found is None:
                 raise
-            index, where = self._runner.find_nonfinite(micros, start)
+            index, where = found
             raise NonFiniteError(f"{error}. {where}", micro_batch=index) from None
 
     # ----------------------------------------------------------------- state

@@ -19,7 +19,8 @@ import torch
 from torch import nn
 import wholebatch as wb
 
-defaults = {"batch_size": 10, "micro_batch": 4, "steps": 6, "checkpoint_every": 2, "clip_norm": 0.5}
+defaults = {"batch_size": 10, "micro_batch": 4, "updates": 6, "clip_norm": 0.5}
+defaults["checkpoint_every"] = 2
 audit = False  # a look would count as calls
 calls = 0
 
@@ -56,7 +57,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 import wholebatch as wb
 
-defaults = {"batch_size": 10, "micro_batch": 4, "steps": 4}
+defaults = {"batch_size": 10, "micro_batch": 4, "updates": 4}
 unit = "points"
 
 def model():
@@ -95,7 +96,7 @@ def environment_of(**more: str) -> dict[str, str]:
 
 def metrics_of(run: Path) -> list[dict[str, Any]]:
     """The lines of a run's metrics, without what says when and how fast."""
-    from wholebatch.cli.report.metrics_writers import TIMING
+    from wholebatch.cli.metrics import TIMING
 
     lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     records = [json.loads(line) for line in lines]
@@ -103,9 +104,16 @@ def metrics_of(run: Path) -> list[dict[str, Any]]:
 
 
 def newest_checkpoint(run: Path) -> dict[str, Any]:
-    from wholebatch.cli.checkpoints import Checkpoints
+    """The state of the newest checkpoint of a run, its shards as whole tensors."""
+    import torch
 
-    return Checkpoints(run / "checkpoints").load().state
+    from wholebatch.cli.checkpoints import Checkpoints, fill_shards
+    from wholebatch.cli.parallel_ranks import World
+
+    loaded = Checkpoints(run / "checkpoints", World(0, device=torch.device("cpu"))).load()
+    assert loaded is not None
+    state: dict[str, Any] = fill_shards(loaded.state, loaded.path, lambda place: None)
+    return state
 
 
 def assert_same_bits(one: Any, other: Any, where: str = "") -> None:

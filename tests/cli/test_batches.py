@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from wholebatch.cli.recipes.recipe_batches import Batches, Nothing, Position
+from wholebatch.cli.recipes.recipe_batches import Batches, EmptyShare, Position
 from wholebatch.errors import RecipeError, StateError
 
 
@@ -76,7 +76,7 @@ def test_goes_on_at_any_place_with_the_same_batches(source: str, taken: int) -> 
     straight = batches(source)
     for _ in range(taken):
         straight.take()
-    state = straight.state_dict(straight.position)
+    state = straight.state_dict()
     torch.manual_seed(99)  # whatever the model draws in between changes nothing
     random.seed(99)
     resumed = batches(source)
@@ -90,7 +90,7 @@ def test_goes_on_at_any_place_with_the_same_batches(source: str, taken: int) -> 
 @pytest.mark.parametrize("collate", [torch.tensor, None], ids=["own", "default"])
 @pytest.mark.parametrize("ranks", [2, 3, 5])
 def test_shares_of_ranks_are_the_batch_of_one(source: str, collate: Any, ranks: int) -> None:
-    """The same samples in the same order, and the same draws; each of them once."""
+    """The same samples in the same order, each of them once."""
 
     def feed(rank: int, ranks: int) -> Batches:
         build = SOURCES[source]
@@ -100,10 +100,10 @@ def test_shares_of_ranks_are_the_batch_of_one(source: str, collate: Any, ranks: 
     for _ in range(5):
         expected = as_lists(whole.take())
         taken = [share.take() for share in shares]
-        parts = [[] if isinstance(part, Nothing) else as_lists(part) for part in taken]
-        assert [sample for part in parts for sample in part] == expected
+        parts = [[] if isinstance(part, EmptyShare) else as_lists(part) for part in taken]
+        assert [sample[0] for part in parts for sample in part] == [it[0] for it in expected]
         assert max(map(len, parts)) - min(map(len, parts)) <= 1
-        for empty in (part for part in taken if isinstance(part, Nothing)):
+        for empty in (part for part in taken if isinstance(part, EmptyShare)):
             assert as_lists(empty.like)[0][0] in [sample[0] for sample in expected]
 
 
@@ -163,11 +163,11 @@ def test_other_data_is_noticed_when_resuming() -> None:
     feed = Batches(lambda: list(range(10)), batch_size=4, seed=0)
     longer = Batches(lambda: list(range(12)), batch_size=4, seed=0)
     with pytest.raises(StateError, match=r"was on a dataset of 10 samples, and data\(\) now gives"):
-        longer.load_state_dict(feed.state_dict(feed.position))
+        longer.load_state_dict(feed.state_dict())
     stream = Batches(lambda: iter(range(10)), batch_size=4, seed=0)
     for _ in range(3):
         stream.take()
     shorter = Batches(lambda: iter(range(5)), batch_size=4, seed=0)
-    shorter.load_state_dict(stream.state_dict(stream.position))
+    shorter.load_state_dict(stream.state_dict())
     with pytest.raises(StateError, match="epoch 0 ended after 2 batches, and the run had taken 3"):
         shorter.take()

@@ -1,10 +1,11 @@
-"""A checkpoint is whole or not there, is read safely, and says what is wrong with it."""
+"""A checkpoint is whole or not there, is read safely, and a damaged one is never loaded."""
 
 from __future__ import annotations
 
 import collections
-import copy
-import errno
+import random
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,15 @@ import pytest
 import torch
 from torch import nn
 
-from tests.cli.helpers import assert_same_bits
+from tests.cli.helpers import EXACT, Ran, assert_same_bits, newest_checkpoint
+from tests.distributed.launch import torchrun
 from tests.test_loading import Trap
-from wholebatch import plain_files
 from wholebatch.cli import checkpoints as module
-from wholebatch.cli.checkpoints import Checkpoints, check_model, check_optimizer
-from wholebatch.errors import OptionError, StateError
-from wholebatch.plain_files import write_atomically
+from wholebatch.cli.checkpoints import Checkpoints, fill_shards
+from wholebatch.cli.parallel_ranks import World
+from wholebatch.errors import StateError
+
+ALONE = World(0, device=torch.device("cpu"))
 
 
 def state(value: float = 1.0) -> dict[str, Any]:
@@ -29,94 +32,154 @@ def state(value: float = 1.0) -> dict[str, Any]:
 
 
 def test_what_is_saved_comes_back(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path / "new" / "folder")
+    checkpoints = Checkpoints(tmp_path / "new" / "folder", ALONE)
+    assert checkpoints.load() is None
     path = checkpoints.save(state(), windows=3)
-    assert path.name == "window-00000003.pt"
-    found = checkpoints.load()
-    assert found.path == path
-    assert found.damaged == ()
+    assert path.name == "window-00000003"
+    loaded = checkpoints.load()
+    assert loaded is not None
+    assert (loaded.path, loaded.damaged) == (path, ())
     for name, value in state().items():
-        assert_same_bits(found.state[name], value)
+        assert_same_bits(loaded.state[name], value)
 
 
-def test_keeps_the_last_two_in_the_order_of_windows(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path)
-    for windows in (0, 9, 10):
+def test_keeps_the_last_two(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, ALONE)
+    for windows in (9, 10, 100):
         checkpoints.save(state(windows), windows=windows)
-    assert [p.name for p in checkpoints.paths()] == ["window-00000009.pt", "window-00000010.pt"]
-    assert checkpoints.load().state["model"]["weight"][0, 0].item() == pytest.approx(10.0)
+    assert [path.name for path in tmp_path.iterdir()] == [
+        path.name for path in checkpoints.paths()
+    ] or len(list(tmp_path.iterdir())) == 2
+    assert [path.name for path in checkpoints.paths()] == ["window-00000010", "window-00000100"]
 
 
-@pytest.mark.parametrize("damage", ["cut", "flipped", "empty", "text"])
-def test_goes_back_to_the_one_before_a_damaged_one(tmp_path: Path, damage: str) -> None:
-    checkpoints = Checkpoints(tmp_path)
+def damage(path: Path, chance: random.Random) -> str:
+    """Hurt a file in one of many ways; return which."""
+    content = bytearray(path.read_bytes())
+    place = chance.randrange(len(content))
+    way = chance.choice(["flip", "cut", "append", "zeros", "empty", "remove", "text", "swap"])
+    if way == "flip":
+        content[place] ^= 1 << chance.randrange(8)
+    elif way == "cut":
+        del content[place:]
+    elif way == "append":
+        content += b"\0"
+    elif way == "zeros":
+        content[place : place + 16] = bytes(b ^ 0xFF for b in content[place : place + 16])
+    elif way == "empty":
+        content.clear()
+    elif way == "text":
+        content = bytearray(b"this is not a checkpoint\n")
+    elif way == "swap":
+        content[place:] = content[place:][::-1] + b"x"
+    if way == "remove":
+        path.unlink()
+    else:
+        path.write_bytes(content)
+    return way
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_damaged_files_are_never_loaded(tmp_path: Path, seed: int) -> None:
+    checkpoints, chance = Checkpoints(tmp_path, ALONE), random.Random(seed)
     good = checkpoints.save(state(1), windows=1)
     bad = checkpoints.save(state(2), windows=2)
-    hurt(bad, damage)
-    found = checkpoints.load()
-    assert found.path == good
-    assert found.state["model"]["weight"][0, 0] == 1
-    [(path, reason)] = found.damaged
+    damage(chance.choice([bad / "state.pt", bad / "checksums.json"]), chance)
+    loaded = checkpoints.load()
+    assert loaded is not None
+    assert loaded.path == good
+    assert_same_bits(loaded.state["model"], state(1)["model"])
+    [(path, why)] = loaded.damaged
     assert path == bad
-    assert str(bad) in reason
-    assert "damaged" in reason
-    assert "\n" not in reason
-    checkpoints.set_aside(found)
+    assert why.startswith(f"{bad} is damaged: ")
+    assert "\n" not in why
+    checkpoints.clean(loaded)
     assert checkpoints.paths() == [good]
     assert bad.with_suffix(".damaged").exists()
 
 
-def test_all_damaged_is_one_clear_line(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path)
-    for windows in (1, 2):
-        hurt(checkpoints.save(state(), windows=windows), "cut")
-    with pytest.raises(
-        StateError, match=r"window-00000002.pt is damaged.*and 1 older, damaged too"
-    ):
-        checkpoints.load()
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two FSDP2 ranks, with checkpoints of updates 2 and 4."""
+    folder = tmp_path_factory.mktemp("sharded")
+    (folder / "mine.py").write_text(EXACT, encoding="utf-8")
+    script = folder / "run.py"
+    options = ["--out", str(folder / "run"), "--parallel", "fsdp2", "--checkpoint-every", "2"]
+    arguments = ["train", str(folder / "mine.py"), *options]
+    script.write_text(f"import wholebatch.cli as c, sys\nsys.exit(c.main({arguments!r}))\n")
+    torchrun(script, 2)
+    return folder / "run"
 
 
-def test_none_there(tmp_path: Path) -> None:
-    with pytest.raises(StateError, match="there is no checkpoint"):
-        Checkpoints(tmp_path / "nothing").load()
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_damaged_shards_are_never_loaded(sharded: Path, tmp_path: Path) -> None:
+    """50 times: the checkpoint before is used, and its tensors are those that were saved."""
+    right = newest_checkpoint(sharded)
+    older = sharded / "checkpoints/window-00000002"
+    for seed in range(50):
+        chance, folder = random.Random(seed), tmp_path / str(seed)
+        shutil.copytree(sharded / "checkpoints", folder)
+        shards = sorted((folder / "window-00000004").glob("shard-*.safetensors"))
+        assert len(shards) == 2
+        how = damage(chance.choice(shards), chance)
+        loaded = Checkpoints(folder, ALONE).load()
+        assert loaded is not None
+        assert loaded.path.name == older.name, how
+        filled = fill_shards(loaded.state, loaded.path, lambda place: None)
+        assert filled["model"].keys() == right["model"].keys()
+        if not seed:
+            first = filled
+        assert_same_bits(filled["model"], first["model"])
+        assert_same_bits(filled["optimizer"], first["optimizer"])
 
 
-def hurt(path: Path, damage: str) -> None:
-    content = bytearray(path.read_bytes())
-    if damage == "cut":
-        content = content[: len(content) // 2]
-    elif damage == "flipped":
-        content[len(content) // 2] ^= 0x10  # one bit, in the middle of the weights
-    elif damage == "empty":
-        content = bytearray()
-    else:
-        content = bytearray(b"this is not a checkpoint at all\n" * 9)
-    path.write_bytes(content)
-
-
-def test_a_foreign_file_of_torch_is_not_taken(tmp_path: Path) -> None:
-    torch.save({"model": {}}, tmp_path / "window-00000001.pt")
-    with pytest.raises(StateError, match="is not a checkpoint of wholebatch train"):
-        Checkpoints(tmp_path).load()
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_damaged_shard_is_told_by_the_command(
+    sharded: Path, tmp_path: Path, command: Callable[..., Ran]
+) -> None:
+    shutil.copytree(sharded, tmp_path / "run")
+    shard = next((tmp_path / "run/checkpoints/window-00000004").glob("shard-*"))
+    content = bytearray(shard.read_bytes())
+    content[-3] ^= 1
+    shard.write_bytes(content)
+    ran = command("train", "--resume", "--out", "run", "--updates", 5)
+    assert ran.status == 0, ran.err
+    assert f"the checksum of {shard.name} is wrong; going back to window-00000002" in ran.out
+    assert ran.err == ""
 
 
 def test_a_hostile_one_is_told_and_the_one_before_it_is_used(tmp_path: Path) -> None:
+    """Its checksums are right, and still no code of it runs."""
     trap = tmp_path / "sprung"
-    checkpoints = Checkpoints(tmp_path)
+    checkpoints = Checkpoints(tmp_path, ALONE)
     good = checkpoints.save(state(1), windows=1)
-    torch.save({"kind": Trap(trap)}, tmp_path / "window-00000002.pt")
-    found = checkpoints.load()
-    assert found.path == good
-    [(_, reason)] = found.damaged
-    assert "is hostile, or not a checkpoint of wholebatch: loading it would run posix.mkdir" in (
-        reason
-    )
+    bad = checkpoints.save(state(2), windows=2)
+    torch.save({"format": Trap(trap)}, bad / "state.pt")
+    sums = {"state.pt": module._checksum(bad / "state.pt")}
+    (bad / "checksums.json").write_text(str(sums).replace("'", '"'))
+    loaded = checkpoints.load()
+    assert loaded is not None
+    assert loaded.path == good
+    [(_, why)] = loaded.damaged
+    assert "is hostile, or not a checkpoint of wholebatch: loading it would run posix.mkdir" in why
     assert not trap.exists()
 
 
+def test_a_checkpoint_of_another_version_is_not_loaded(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, ALONE)
+    path = checkpoints.save(state(), windows=1)
+    torch.save({"format": 1, "model": {}}, path / "state.pt")
+    sums = {"state.pt": module._checksum(path / "state.pt")}
+    (path / "checksums.json").write_text(str(sums).replace("'", '"'))
+    with pytest.raises(StateError, match="not a checkpoint of this version"):
+        checkpoints.load()
+
+
 def test_what_could_not_be_read_back_is_refused_when_saving(tmp_path: Path) -> None:
-    with pytest.raises(StateError, match=r"cannot checkpoint optimizer\.state\[1\]: it is a set"):
-        Checkpoints(tmp_path).save({"optimizer": {"state": [1, {2}]}}, windows=1)
+    with pytest.raises(StateError, match=r"cannot checkpoint optimizer\.state\.1: it is a set"):
+        Checkpoints(tmp_path, ALONE).save({"optimizer": {"state": [1, {2}]}}, windows=1)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -130,9 +193,11 @@ def test_kinds_of_dicts_and_numbers_become_plain(tmp_path: Path) -> None:
         "d": numpy.arange(3),
         "e": nn.Parameter(torch.ones(2)),
     }
-    checkpoints = Checkpoints(tmp_path)
+    checkpoints = Checkpoints(tmp_path, ALONE)
     checkpoints.save(kinds, windows=1)
-    found = checkpoints.load().state
+    loaded = checkpoints.load()
+    assert loaded is not None
+    found = loaded.state
     assert found["a"] == {"x": 1}
     assert found["b"] == {0: [1]}
     assert found["c"] == 2.5
@@ -144,7 +209,7 @@ def test_kinds_of_dicts_and_numbers_become_plain(tmp_path: Path) -> None:
 def test_a_failure_at_any_moment_leaves_the_last_good_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
-    checkpoints = Checkpoints(tmp_path)
+    checkpoints = Checkpoints(tmp_path, ALONE)
     good = checkpoints.save(state(1), windows=1)
 
     def full(*_: object, **__: object) -> None:
@@ -160,73 +225,14 @@ def test_a_failure_at_any_moment_leaves_the_last_good_one(
         checkpoints.save(state(2), windows=2)
     monkeypatch.undo()
     assert [path.name for path in tmp_path.iterdir()] == [good.name]
-    assert checkpoints.load().path == good
 
 
 def test_what_a_killed_writer_left_is_not_read_and_is_cleaned(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path)
+    checkpoints = Checkpoints(tmp_path, ALONE)
     good = checkpoints.save(state(1), windows=1)
-    (tmp_path / "window-00000002.writing-77").write_bytes(b"half")
-    assert checkpoints.load().path == good
-    checkpoints.clean()
+    shutil.copytree(good, tmp_path / "window-00000002.writing")
+    loaded = checkpoints.load()
+    assert loaded is not None
+    assert loaded.path == good
+    checkpoints.clean(loaded)
     assert list(tmp_path.iterdir()) == [good]
-
-
-def test_another_model_is_named_by_what_differs() -> None:
-    here = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
-    check_model(here, here.state_dict(), where="x.pt")
-    wider = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2))
-    with pytest.raises(
-        StateError,
-        match=r"x.pt is of another model: 0.weight has shape 5×4 there and 3×4 here; 0.bias.*",
-    ):
-        check_model(here, wider.state_dict(), where="x.pt")
-    with pytest.raises(StateError, match=r"weight is only in the checkpoint.*and 3 more"):
-        check_model(here, nn.Linear(4, 3).state_dict(), where="x.pt")
-    with pytest.raises(StateError, match=r"0.weight is float64 there and float32 here"):
-        check_model(here, copy.deepcopy(here).double().state_dict(), where="x.pt")
-
-
-def test_another_kind_of_optimizer_is_noticed() -> None:
-    model = nn.Linear(4, 3)
-    adam, sgd = torch.optim.AdamW(model.parameters()), torch.optim.SGD(model.parameters(), lr=0.1)
-    check_optimizer(adam, where="x.pt")
-    sgd.load_state_dict(adam.state_dict())  # torch itself says nothing until the first step
-    with pytest.raises(StateError, match=r"x.pt is of another optimizer: what SGD needs, momentum"):
-        check_optimizer(sgd, where="x.pt")
-
-
-def test_an_optimizer_of_ones_own_is_its_own() -> None:
-    """Torch adds "differentiable" to the defaults of what it loads, but not to the groups."""
-
-    class Own(torch.optim.Optimizer):
-        def __init__(self, parameters: Any) -> None:
-            super().__init__(parameters, {"lr": 0.1})
-
-    model = nn.Linear(4, 3)
-    own = Own(model.parameters())
-    own.load_state_dict(Own(model.parameters()).state_dict())
-    check_optimizer(own, where="x.pt")
-
-
-def test_a_full_disk_leaves_the_old_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "config.json"
-    write_atomically(path, "old")
-
-    def full(_: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(plain_files, "to_disk", full)
-    with pytest.raises(StateError, match=r"config.json: cannot be written: No space left on dev"):
-        write_atomically(path, "new")
-    with pytest.raises(OptionError, match=r"config.json: cannot be written: No space left on dev"):
-        plain_files.write_json(path, {"new": 1})
-    assert [(one.name, one.read_text()) for one in tmp_path.iterdir()] == [("config.json", "old")]
-
-
-def test_write_atomically_replaces(tmp_path: Path) -> None:
-    path = tmp_path / "config.json"
-    write_atomically(path, "old")
-    write_atomically(path, "new")
-    assert path.read_text(encoding="utf-8") == "new"
-    assert list(tmp_path.iterdir()) == [path]

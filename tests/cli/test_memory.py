@@ -1,19 +1,15 @@
-"""`wholebatch train --memory` and `--fit`: what is chosen, what is said, and what does not fit."""
+"""`wholebatch train --memory`: what is chosen, what is said, and what does not fit."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.cli.helpers import EXACT, assert_same_bits, metrics_of, newest_checkpoint
 from wholebatch.cli import main
 from wholebatch.cli.run_settings import Given, resolve
-from wholebatch.cli.training_run import PeakMemory
 from wholebatch.errors import OptionError
-from wholebatch.readable_sizes import bytes_said
 
 WIDE = EXACT.replace("nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)", "Net()").replace(
     "def model():",
@@ -51,16 +47,14 @@ def test_the_micro_batch_is_chosen_and_told_in_two_lines(
     recipe: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """And the update is that of the recipe's own micro-batch."""
-    options = ["--steps", "2", "--memory"]
+    options = ["--updates", "2", "--memory"]
     assert main(["train", recipe, "--out", str(tmp_path / "run"), *options, "6MiB"]) == 0
     lines = capfd.readouterr().out.splitlines()
     place = next(i for i, line in enumerate(lines) if line.startswith("  memory "))
-    assert "the largest that fits; " in lines[place]
-    assert "(budget 6.00 MiB)" in lines[place]
-    assert lines[place + 1].lstrip().startswith("predicted peak ")
-    assert "in a trial step): " in lines[place + 1]
+    assert "more samples would pass the budget (budget 6.00 MiB)" in lines[place]
+    assert "measured peak " in lines[place + 1]
     assert "× 1 rank = 10 samples an update" in lines[place - 1]
-    assert main(["train", recipe, "--out", str(tmp_path / "plain"), "--steps", "2"]) == 0
+    assert main(["train", recipe, "--out", str(tmp_path / "plain"), "--updates", "2"]) == 0
     for ours, theirs in zip(
         metrics_of(tmp_path / "run"), metrics_of(tmp_path / "plain"), strict=True
     ):
@@ -71,8 +65,8 @@ def test_the_micro_batch_is_chosen_and_told_in_two_lines(
 def test_a_chosen_micro_batch_is_kept_when_the_run_goes_on(recipe: str, tmp_path: Path) -> None:
     straight, half = tmp_path / "straight", tmp_path / "half"
     assert main(["train", recipe, "--out", str(straight), "--memory", "6MiB"]) == 0
-    assert main(["train", recipe, "--out", str(half), "--memory", "6MiB", "--steps", "2"]) == 0
-    assert main(["train", "--resume", "--out", str(half), "--steps", "4"]) == 0
+    assert main(["train", recipe, "--out", str(half), "--memory", "6MiB", "--updates", "2"]) == 0
+    assert main(["train", "--resume", "--out", str(half), "--updates", "4"]) == 0
     one, other = newest_checkpoint(straight), newest_checkpoint(half)
     for part in ("model", "optimizer", "data"):
         assert_same_bits(one[part], other[part], part)
@@ -85,43 +79,8 @@ def test_what_does_not_fit_is_refused_with_what_would_help(
     assert main(["train", recipe, "--out", str(out), "--memory", "1MiB"]) == 2
     said = capfd.readouterr().err
     assert said.startswith("error: memory=1.00 MiB: a micro-batch of one sample needs ")
-    assert "wholebatch plan --gpus 8 --parallel fsdp2 tells which would do" in said
+    assert "use a smaller model, shorter samples, a larger device, or a sharded model" in said
     assert not out.exists()
-
-
-def test_fit_applies_the_least_and_the_run_keeps_it(
-    recipe: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    from wholebatch.cli.recipes.recipe import load_recipe
-    from wholebatch.memory.make_it_fit import ladder
-
-    loaded = load_recipe(recipe)
-    model = loaded.build_model()
-    x, y = next(iter(loaded.build_data()))
-    rungs = ladder(
-        model,
-        loaded.loss,
-        [x[None], y[None]],
-        budget=1,
-        optimizer=loaded.build_optimizer(model, lr=None),
-    )
-    assert rungs[0].what == "as it is"
-    fitting = next(rung for rung in rungs if rung.checkpoints)
-    assert fitting.peak < rungs[0].peak
-    out = tmp_path / "run"
-    budget = f"{fitting.peak + 4096}B"  # and the window's own sums
-    # There is no room to look at the noise, so it is not looked at.
-    assert main(["train", recipe, "--out", str(out), "--memory", budget, "--fit"]) == 0
-    said = capfd.readouterr().out
-    assert "--fit: applied checkpointing of 4 blocks: one sample needs" in said
-    assert f"predicted peak {bytes_said(fitting.peak)}" in said
-    settings = json.loads((out / "config.json").read_text())["settings"]
-    assert settings["checkpointing"] is True
-    assert settings["precision"] == "full"
-    assert main(["train", "--resume", "--out", str(out), "--steps", "5"]) == 0
-    assert "computed again in the backward pass" in capfd.readouterr().out
-    assert main(["train", recipe, "--out", str(tmp_path / "no"), "--memory", "1MiB", "--fit"]) == 2
-    assert "error: --fit: memory=1.00 MiB: a micro-batch" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("memory", ["much", "0", "-1GiB", "1.5", "20", ""])
@@ -136,30 +95,9 @@ def test_settings_say_what_is_chosen_by_whom() -> None:
     chosen = resolve(Given(memory="0.5"), defaults, stored=None)
     assert (chosen.micro_batch, chosen.budget) == ("auto", 0.5)
     assert resolve(Given(memory="1GiB", micro_batch="4"), defaults, stored=None).micro_batch == 4
-    fitted = resolve(Given(fit=True), defaults, stored=None)
-    assert (fitted.micro_batch, fitted.memory) == ("auto", "free")
     stored = {**vars(chosen), "micro_batch": 8}
     del stored["memory"]  # a run from before there was the setting
     assert resolve(Given(), {}, stored=stored).memory is None
     assert resolve(Given(memory="2GiB"), {}, stored=stored).memory == "2GiB"
     with pytest.raises(OptionError, match="--checkpointing True: the run that --resume continues"):
         resolve(Given(checkpointing=True), {}, stored=stored)
-
-
-@pytest.mark.parametrize(("fulls", "expected"), [([1, 1, 1], 2), ([1, 0, 1], 3), ([0] * 9, 4)])
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_the_meter_is_slow_and_so_looks_at_few_windows(
-    fulls: list[int], expected: int, momentum: float
-) -> None:
-    """Of a full batch where one comes soon; plain SGD, which never has a state, ends too."""
-    model = torch.nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
-    memory = PeakMemory(model, optimizer, device=torch.device("cpu"))
-    metered = 0
-    for full in [*fulls, *[1] * 9]:
-        metered += not memory.settled
-        with memory.around(whole_window=True, full_batch=bool(full)):
-            model(torch.ones(4, 2)).sum().backward()
-            optimizer.step()
-    assert metered == (expected if momentum else 4)
-    assert memory.measured

@@ -22,7 +22,7 @@ def test_reads_the_parts(recipe: Write) -> None:
     found = load_recipe(str(path))
     assert (found.name, found.path, found.description) == ("mine", path, "What it is.")
     assert found.unit == "points"
-    assert found.defaults == {"batch_size": 10, "micro_batch": 4, "steps": 4}
+    assert found.defaults == {"batch_size": 10, "micro_batch": 4, "updates": 4}
     assert isinstance(found.build_model(), nn.Module)
     assert len(found.build_data()) == 24
     assert found.units is not None
@@ -55,9 +55,12 @@ BAD = {
     "syntax": (("def model():", "def model(:"), "mine.py:10: not valid Python: invalid syntax"),
     "raises": (("unit = ", "1 / 0\nunit = "), "mine.py:8: ZeroDivisionError: division by zero"),
     "import": (("import torch\n", "import no_such\n"), "mine.py:2: ModuleNotFoundError: No module"),
-    "unknown default": (('"steps": 4', '"epochs": 4'), "defaults has 'epochs'; it may have batch_"),
+    "unknown default": (
+        ('"updates": 4', '"epochs": 4'),
+        "defaults has 'epochs'; it may have batch_",
+    ),
     "defaults": (
-        ('{"batch_size": 10, "micro_batch": 4, "steps": 4}', "[]"),
+        ('{"batch_size": 10, "micro_batch": 4, "updates": 4}', "[]"),
         "is a list, not a dict",
     ),
     "unit": (('unit = "points"', "unit = 3"), "unit is a int, not a word"),
@@ -120,13 +123,13 @@ def optimizer(model):
         found.build_optimizer(found.build_model(), lr=0.5)
 
 
-@pytest.mark.parametrize("arguments", ["optimizer", "optimizer, steps"])
+@pytest.mark.parametrize("arguments", ["optimizer", "optimizer, updates"])
 def test_scheduler_is_told_the_steps_if_it_asks(recipe: Write, arguments: str) -> None:
     text = f"\ndef scheduler({arguments}):\n    return [{arguments}]\n"
     found = load_recipe(str(recipe(EXACT + text)))
     optimizer = found.build_optimizer(found.build_model(), lr=None)
-    told = found.build_scheduler(optimizer, steps=12)
-    assert told == ([optimizer, 12] if "steps" in arguments else [optimizer])
+    told = found.build_scheduler(optimizer, updates=12)
+    assert told == ([optimizer, 12] if "updates" in arguments else [optimizer])
 
 
 def test_digits_without_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +152,7 @@ def test_samples_that_cannot_be_put_together_are_told_in_one_line(
     broken = ('return {"x": x, "y"', 'raise OSError(\'gone\')\n        return {"x": x, "y"')
     ran = command("train", recipe(NOISY, broken), "--micro-batch", "auto", "--memory", "1GiB")
     assert ran.status == 1
-    assert ran.err.startswith("error: OSError: gone\n  at ")
+    assert ran.err.startswith("error: OSError: gone, at ")
     wrong = ("def loss(model, micro):", "def loss(model, micro):\n    raise KeyError('x')")
     for name, status in (("plan", 1), ("verify", 3)):
         ran = command(name, recipe(NOISY, wrong))

@@ -20,14 +20,14 @@ Write = Callable[..., Path]
 def test_a_run_shows_the_arithmetic_and_a_summary_and_writes_everything(
     command: Command, recipe: Write, tmp_path: Path
 ) -> None:
-    ran = command("train", recipe(EXACT), "--out", "here", "--steps", 5)
+    ran = command("train", recipe(EXACT), "--out", "here", "--updates", 5)
     assert ran.status == 0, ran.err
     assert "(4 × 2 + 2) × 1 rank = 10 samples an update" in ran.out
     assert "24 samples, 3 batches an epoch" in ran.out
     assert "update 5/5  loss " in ran.out
     assert "points/s" in ran.out
-    assert "predicted for the whole batch at once" in ran.out
-    assert "--resume --out here --steps 10" in ran.out
+    assert "undivided, the batch would need" in ran.out
+    assert "--resume --out here --updates 10" in ran.out
     assert ran.err == ""
     run = tmp_path / "here"
     records = metrics_of(run)
@@ -37,8 +37,8 @@ def test_a_run_shows_the_arithmetic_and_a_summary_and_writes_everything(
     assert [record["micro_batches"] for record in records] == [3, 3, 1, 3, 3]
     assert [record["epoch"] for record in records] == [0, 0, 0, 1, 1]
     assert list((run / "tensorboard").glob("events.*"))
-    assert json.loads((run / "config.json").read_text())["settings"]["steps"] == 5
-    assert newest_checkpoint(run)["train"]["updates"] == 5
+    assert json.loads((run / "config.json").read_text())["settings"]["updates"] == 5
+    assert newest_checkpoint(run)["ranks"][0]["updates"] == 5
 
 
 def test_the_update_is_that_of_the_whole_batch(
@@ -63,10 +63,10 @@ def test_a_smaller_micro_batch_needs_less_memory_than_predicted_for_the_whole(
 ) -> None:
     wide = recipe(EXACT, ("(5, 8)", "(5, 512)"), ("(8, 3)", "(512, 3)"), ("(24, 5,", "(2400, 5,"),
                   ("arange(24)", "arange(2400)"))  # fmt: skip
-    ran = command("train", wide, "--batch-size", 1200, "--micro-batch", 30, "--steps", 2)
+    ran = command("train", wide, "--batch-size", 1200, "--micro-batch", 30, "--updates", 2)
     assert ran.status == 0, ran.err
     [line] = [line for line in ran.out.splitlines() if "peak memory" in line]
-    times = float(line.rpartition("(")[2].rstrip("×)"))
+    times = float(line.rpartition("(")[2].partition("×")[0])
     assert times > 5
 
 
@@ -80,22 +80,13 @@ def test_precisions(command: Command, recipe: Write, tmp_path: Path, precision: 
     assert newest_checkpoint(tmp_path / "here")["model"]["0.weight"].dtype == dtype
 
 
-def test_float_inputs_of_16_bit_parameters_are_told(command: Command, recipe: Write) -> None:
-    path = recipe(EXACT, (".double()", ""))
-    ran = command("train", path, "--precision", "bf16-pure")
-    assert ran.status == 1
-    assert "--precision bf16-pure: inputs must be bfloat16, too: x.bfloat16()" in ran.err
-    assert "or --precision bf16\n" in ran.err
-
-
 def test_micro_batches_by_a_budget_of_tokens(
     command: Command, recipe: Write, tmp_path: Path
 ) -> None:
     text = EXACT + "\ndef tokens(budget):\n    return wb.tokens(budget, sort=False)\n"
     ran = command("train", recipe(text), "--micro-batch", "20 tokens", "--out", "here")
     assert ran.status == 0, ran.err
-    assert "(4 × 2 + 2) × 1 rank = 10 samples an update" in ran.out
-    assert "at most 20 tokens each" in ran.out
+    assert "10 samples an update, in micro-batches of 20 tokens" in ran.out
     assert metrics_of(tmp_path / "here")[0]["micro_batches"] == 3
 
 
@@ -138,7 +129,7 @@ def test_lr_seed_and_clip_norm_are_used(command: Command, recipe: Write, tmp_pat
 def test_default_folder_is_named_after_recipe_and_time(command: Command, recipe: Write) -> None:
     path = recipe(EXACT)
     for _ in range(2):  # within one second, too
-        assert command("train", path, "--steps", 1).status == 0
+        assert command("train", path, "--updates", 1).status == 0
     runs = sorted(run.name for run in Path("runs").iterdir())
     assert len(runs) == 2
     assert all(name.startswith("mine-2") for name in runs)
@@ -162,7 +153,7 @@ REFUSED = {
     ),
     "device": (["train", "mine.py", "--device", "abacus"], None, "must be auto, cpu, cuda"),
     "clip": (["train", "mine.py", "--clip-norm", "-1"], None, "--clip-norm -1.0: must be a number"),
-    "resume": (["train", "mine.py", "--resume"], None, "there is no run of mine in runs/"),
+    "resume": (["train", "mine.py", "--resume"], None, "--resume: needs --out"),
     "resume out": (["train", "--resume", "--out", "x"], None, "--resume: there is no run in x"),
     "out is a file": (["train", "mine.py", "--out", "mine.py"], None, "is a file; give a folder"),
     "out below a file": (["train", "mine.py", "--out", "mine.py/x"], None, "cannot be"),
@@ -181,14 +172,14 @@ def test_bad_input_is_one_clear_line_before_any_work(
     before = sorted(tmp_path.rglob("*"))
     ran = command(*arguments)
     assert ran.status == 2
-    assert ran.out == ""
+    assert ran.out == "" or what == "tokens"  # that needs the first batch
     assert ran.err.startswith("error: ")
     assert expected in ran.err
     assert ran.err.count("\n") == 1
     left = [
         p for p in sorted(tmp_path.rglob("*")) if p not in before and "__pycache__" not in str(p)
     ]
-    assert left in ([], [tmp_path / "runs"])
+    assert left in ([], [tmp_path / "runs"]) or what == "tokens"
 
 
 def test_an_unwritable_folder_is_refused(command: Command, recipe: Write, tmp_path: Path) -> None:
@@ -230,26 +221,22 @@ def test_an_error_in_the_recipe_s_loss_is_short_and_names_its_line(
     path = recipe(EXACT, ("    x, y = micro\n", "    x, y = micro\n    y = micro[7]\n"))
     ran = command("train", path)
     assert ran.status == 1
-    lines = ran.err.splitlines()
-    assert lines[0].startswith("error: IndexError: ")
-    assert lines[1] == f"  at {path}:20, in loss"
-    assert lines[2] == "    y = micro[7]"
-    assert len(lines) == 3
+    assert ran.err.startswith("error: IndexError: ")
+    assert ran.err.endswith(f", at {path}:20, in loss\n")
+    assert ran.err.count("\n") == 1
 
 
-def test_a_loss_that_is_not_finite_stops_with_its_place_and_the_way_back(
-    command: Command, recipe: Write
-) -> None:
+def test_a_loss_that_is_not_finite_stops_with_its_place(command: Command, recipe: Write) -> None:
     path = recipe(EXACT, ("    x, y = micro\n", "    x, y = micro\n    x = x / (len(y) != 4)\n"))
-    ran = command("train", path, "--micro-batch", 5, "--steps", 3, "--out", "here")
-    assert ran.status == 1  # the third batch of the epoch has four samples
-    assert ran.err.splitlines()[0].endswith("and optimizer state are as before this window")
-    assert "finite" in ran.err.splitlines()[0]
-    assert "--resume --out here" in ran.err.splitlines()[-1]
+    ran = command("train", path, "--micro-batch", 5, "--updates", 3, "--out", "here")
+    assert ran.status == 2  # the third batch of the epoch has four samples
+    assert "finite" in ran.err
+    assert "are as before this window" in ran.err
+    assert ran.err.count("\n") == 1
 
 
 def test_one_process_says_that_it_is_one(command: Command, recipe: Write) -> None:
-    ran = command("train", recipe(EXACT), "--steps", 1, "--parallel", "fsdp2")
+    ran = command("train", recipe(EXACT), "--updates", 1, "--parallel", "fsdp2")
     assert ran.status == 0, ran.err
     assert (
         "note: --parallel fsdp2 has no effect: it is for torchrun; this is one process" in ran.out
@@ -258,7 +245,7 @@ def test_one_process_says_that_it_is_one(command: Command, recipe: Write) -> Non
 
 def test_help_names_every_option_and_the_recipes(command: Command) -> None:
     text = command("train", "--help").out
-    for word in ("--batch-size", "--micro-batch", "--precision", "--clip-norm", "--steps", "--out",
+    for word in ("--batch-size", "--micro-batch", "--precision", "--clip-norm", "--updates",
                  "--resume", "--seed", "--lr", "--checkpoint-every", "--device", "bytes-gpt",
                  "digits-cnn"):  # fmt: skip
         assert word in text
@@ -333,18 +320,10 @@ def test_the_validation_loss_is_the_mean_over_all_held_out_samples(
     path = recipe(EXACT, change)
     found = {}
     for micro in (10, 3):
-        ran = command("train", path, "--micro-batch", micro, "--steps", 1, "--out", f"by-{micro}")
+        ran = command("train", path, "--micro-batch", micro, "--updates", 1, "--out", f"by-{micro}")
         assert ran.status == 0, ran.err
         found[micro] = metrics_of(tmp_path / f"by-{micro}")[-1]["validation_loss"]
     assert found[3] == pytest.approx(found[10], rel=1e-12)
-
-
-def test_slow_data_is_reported(command: Command, recipe: Write) -> None:
-    slow = ("def __getitem__(self, index):", "def __getitem__(self, index):\n        sleep(0.002)")
-    start = ("import os, signal", "import os, signal\nfrom time import sleep")
-    ran = command("train", recipe(NOISY, slow, start), "--steps", 30, "--out", "slow")
-    assert ran.status == 0, ran.err
-    assert "of the time goes into reading data; --workers 4 reads ahead" in ran.out
 
 
 def test_batchnorm_is_an_option(command: Command, recipe: Write, tmp_path: Path) -> None:

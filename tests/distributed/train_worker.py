@@ -20,23 +20,19 @@ from wholebatch.cli import main
 
 CASES: dict[str, list[str]] = {
     # Of the case's name, what follows "/" is the folder that the run is written to.
-    "ddp": ["exact.py"],
-    "fsdp2": ["exact.py", "--parallel", "fsdp2"],
+    "on/from-one-ddp": ["--resume", "--updates", "6"],
+    "on/from-one-fsdp2": ["--resume", "--updates", "6", "--parallel", "fsdp2"],
     "tiny": ["exact.py", "--batch-size", "2", "--micro-batch", "1"],
     "tiny-fsdp2": ["exact.py", "--batch-size", "2", "--micro-batch", "1", "--parallel", "fsdp2"],
-    "half": ["exact.py", "--steps", "2"],
-    "half-fsdp2": ["exact.py", "--steps", "2", "--parallel", "fsdp2"],
-    "on/from-one": ["--resume", "--steps", "4"],
-    "on/from-one-fsdp2": ["--resume", "--steps", "4", "--parallel", "fsdp2"],
+    "half-fsdp2": ["exact.py", "--updates", "2", "--parallel", "fsdp2"],
+    "held-out": ["held_out.py", "--updates", "1", "--parallel", "fsdp2"],
     "straight": ["noisy.py"],
     "stop/stopped": ["noisy.py"],
-    "again/stopped": ["noisy.py", "--auto-resume"],
+    "again/stopped": ["--resume"],
     "straight-fsdp2": ["noisy.py", "--parallel", "fsdp2"],
     "stop/stopped-fsdp2": ["noisy.py", "--parallel", "fsdp2"],
-    "again/stopped-fsdp2": ["noisy.py", "--parallel", "fsdp2", "--auto-resume"],
+    "again/stopped-fsdp2": ["--resume", "--parallel", "fsdp2"],
     "refused": ["exact.py", "--batch-size", "99"],
-    "normed": ["normed.py"],
-    "broken": ["broken.py"],  # last: what one rank posts, ends the job
 }
 
 
@@ -56,6 +52,7 @@ if __name__ == "__main__":
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     if rank == 0:
+        shutil.copytree("from-one", "from-one-ddp")
         shutil.copytree("from-one", "from-one-fsdp2")
     dist.barrier()
     found = {}

@@ -8,10 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from wholebatch.errors import MissingExtraError
 from wholebatch.integrations import host_internals
 from wholebatch.integrations.host_internals import INTERNALS, Internal, missing
-from wholebatch.optional_packages import require
 
 SOURCES = Path(host_internals.__file__).parent
 
@@ -42,24 +40,3 @@ def test_they_are_few_and_all_are_used() -> None:
     files = [file for file in SOURCES.rglob("*.py") if file.name != "host_internals.py"]
     text = "\n".join(file.read_text(encoding="utf-8") for file in files)
     assert not [name for name in names if not re.search(rf"\b{name}\b", text)]
-
-
-def test_keras_does_not_compile_what_decides_if_a_window_closes() -> None:
-    """A newer Keras jits the function it is given: the decision would be made when it is traced."""
-    try:
-        source = metadata.distribution("keras").locate_file("keras/src/backend/jax/trainer.py")
-    except metadata.PackageNotFoundError:
-        pytest.skip("keras is not installed")
-    text = source.read_text(encoding="utf-8")  # type: ignore[attr-defined]
-    body = re.search(r"def _make_function\(.*?(?=\n    def )", text, re.S)
-    assert body is not None
-    compiled = set(re.findall(r"\bjit\(\s*(\w+)", body[0])) - {"concatenate"}
-    assert not compiled, (
-        f"Keras compiles {compiled} in _make_function: keras/jax_step.py gives it a function that "
-        "decides in Python, for every micro-batch, if the window closes. Decide it in the graph"
-    )
-
-
-def test_a_newer_keras_is_refused() -> None:
-    with pytest.raises(MissingExtraError, match=r"needs torch<2.0 \(installed is 2"):
-        require("torch", at_least="1.0", below="2.0", extra="keras", purpose="this")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tests.integrations.doors import DOORS
+from tests.integrations.loops import LOOPS
 from tests.support import Whole, adamw, distance, mean, mlp, pieces, samples, sgd
 from wholebatch.errors import LossError, NonFiniteError, OptionError, WholebatchError
 
@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
-doors = pytest.mark.parametrize("door", DOORS)
+libraries = pytest.mark.parametrize("library", LOOPS)
 SIZES = [3, 4, 2, 5, 2, 5]  # two windows of three
 
 
@@ -35,13 +35,13 @@ def with_a_nan() -> list[dict[str, Tensor]]:
     return micros
 
 
-@doors
-def test_what_is_not_finite_makes_no_update(door: str) -> None:
+@libraries
+def test_what_is_not_finite_makes_no_update(library: str) -> None:
     model = mlp()
     optimizer = adamw(model)
     message = r"update 2: micro-batch 2 of 3 has a loss that is not finite\. Nothing was updated"
     with pytest.raises(NonFiniteError, match=message) as raised:
-        DOORS[door](model, optimizer, with_a_nan(), 3)
+        LOOPS[library](model, optimizer, with_a_nan(), 3)
     assert raised.value.micro_batch == 1
     whole = Whole(mlp(), adamw)
     whole.step(pieces(samples(24), [8, 16])[0])
@@ -50,10 +50,10 @@ def test_what_is_not_finite_makes_no_update(door: str) -> None:
     assert {int(state["step"]) for state in optimizer.state.values()} == {1}
 
 
-@doors
-def test_what_is_not_finite_can_be_skipped(door: str) -> None:
+@libraries
+def test_what_is_not_finite_can_be_skipped(library: str) -> None:
     model = mlp()
-    DOORS[door](model, adamw(model), with_a_nan(), 3, nonfinite="skip")
+    LOOPS[library](model, adamw(model), with_a_nan(), 3, nonfinite="skip")
     whole = Whole(mlp(), adamw)
     first, _, third = pieces(samples(24), [8, 8, 8])
     whole.step(first)
@@ -73,8 +73,8 @@ class _Huge(torch.autograd.Function):
         return gradient * torch.inf
 
 
-@doors
-def test_a_gradient_that_is_not_finite_is_found(door: str) -> None:
+@libraries
+def test_a_gradient_that_is_not_finite_is_found(library: str) -> None:
     model = mlp()
     before = copy.deepcopy(model)
 
@@ -83,12 +83,12 @@ def test_a_gradient_that_is_not_finite_is_found(door: str) -> None:
         return found
 
     with pytest.raises(NonFiniteError, match="the losses are finite but the gradients are not"):
-        DOORS[door](model, sgd(model), pieces(samples(21), SIZES), 3, loss, audit=False)
+        LOOPS[library](model, sgd(model), pieces(samples(21), SIZES), 3, loss, audit=False)
     assert distance(model.parameters(), before.parameters()) == 0
 
 
-@doors
-def test_16_bit_gradients_are_added_in_fp32(door: str) -> None:
+@libraries
+def test_16_bit_gradients_are_added_in_fp32(library: str) -> None:
     """256 micro-batches; the sums of bf16 alone are 1.6e-2 off."""
     model = mlp(dtype=torch.bfloat16)
     seen: list[Tensor] = []
@@ -97,7 +97,7 @@ def test_16_bit_gradients_are_added_in_fp32(door: str) -> None:
         lambda *_: seen.extend(p.grad.detach().double().clone() for p in model.parameters())  # type: ignore[union-attr]
     )
     micros = pieces(samples(512, dtype=torch.bfloat16), [2] * 256)
-    DOORS[door](model, optimizer, micros, 256, audit=False)
+    LOOPS[library](model, optimizer, micros, 256, audit=False)
     other = mlp(dtype=torch.bfloat16)
     parameters = list(other.parameters())
     sums = [torch.zeros_like(p, dtype=torch.float64) for p in parameters]
@@ -108,36 +108,36 @@ def test_16_bit_gradients_are_added_in_fp32(door: str) -> None:
     assert distance(seen, sums) <= 1e-5
 
 
-@doors
-def test_16_bit_gradients_of_an_optimizer_that_wants_them_rounded(door: str) -> None:
+@libraries
+def test_16_bit_gradients_of_an_optimizer_that_wants_them_rounded(library: str) -> None:
     model = mlp(dtype=torch.bfloat16)
     micros = pieces(samples(16, dtype=torch.bfloat16), [2] * 8)
-    DOORS[door](model, adamw(model), micros, 4, audit=False)
+    LOOPS[library](model, adamw(model), micros, 4, audit=False)
     assert all(parameter.isfinite().all() for parameter in model.parameters())
     assert distance(model.parameters(), mlp(dtype=torch.bfloat16).parameters()) > 1e-3
 
 
-@doors
-def test_a_loss_that_compares_samples_is_refused(door: str) -> None:
+@libraries
+def test_a_loss_that_compares_samples_is_refused(library: str) -> None:
     def compares(model: nn.Module, micro: dict[str, Tensor]) -> Tensor:
         z = functional.normalize(model(micro["x"]), dim=1)
         return functional.cross_entropy(z @ z.T, torch.arange(len(z)))
 
     model = mlp()
     with pytest.raises(WholebatchError, match=r"compares? samples|depends on the other samples"):
-        DOORS[door](model, sgd(model), pieces(samples(24), [8, 8, 8]), 3, compares)
-    DOORS[door](model, sgd(model), pieces(samples(24), [8, 8, 8]), 3, compares, audit=False)
+        LOOPS[library](model, sgd(model), pieces(samples(24), [8, 8, 8]), 3, compares)
+    LOOPS[library](model, sgd(model), pieces(samples(24), [8, 8, 8]), 3, compares, audit=False)
 
 
-@doors
-def test_options_are_checked(door: str) -> None:
+@libraries
+def test_options_are_checked(library: str) -> None:
     model = mlp()
     with pytest.raises(OptionError, match="nonfinite='maybe': must be 'raise' or 'skip'"):
-        DOORS[door](model, sgd(model), pieces(samples(4), [2, 2]), 2, nonfinite="maybe")
+        LOOPS[library](model, sgd(model), pieces(samples(4), [2, 2]), 2, nonfinite="maybe")
 
 
-@doors
-def test_dropout_and_a_look_leave_the_random_numbers_as_they_are(door: str) -> None:
+@libraries
+def test_dropout_and_a_look_leave_the_random_numbers_as_they_are(library: str) -> None:
     """The look before the first window draws nothing that the training then misses."""
     trained = []
     for audit in (True, False):
@@ -145,7 +145,7 @@ def test_dropout_and_a_look_leave_the_random_numbers_as_they_are(door: str) -> N
         torch.manual_seed(3)
         for parameter in model[2].parameters():
             nn.init.constant_(parameter, 0.3)
-        DOORS[door](model, sgd(model), pieces(samples(21), SIZES), 3, audit=audit)
+        LOOPS[library](model, sgd(model), pieces(samples(21), SIZES), 3, audit=audit)
         trained.append(model)
     assert distance(trained[0].parameters(), trained[1].parameters()) == 0
 
@@ -155,27 +155,27 @@ def test_a_second_fit_finds_the_model_as_it_was() -> None:
     before = [buffer.clone() for buffer in model.buffers()]
     for _ in range(2):
         micros = pieces(samples(21), SIZES)
-        DOORS["lightning"](model, sgd(model), micros, 3, batchnorm="freeze")
+        LOOPS["lightning"](model, sgd(model), micros, 3, batchnorm="freeze")
     assert "forward" not in vars(model[0])
     assert all(map(torch.equal, before, model.buffers()))
 
 
-@pytest.mark.parametrize("door", DOORS.values(), ids=DOORS)
-def test_a_mean_divided_by_the_number_of_steps_is_refused(door: Any) -> None:
+@pytest.mark.parametrize("library", LOOPS.values(), ids=LOOPS)
+def test_a_mean_divided_by_the_number_of_steps_is_refused(library: Any) -> None:
     model = mlp()
     start = [p.detach().clone() for p in model.parameters()]
     micros = pieces(samples(16), [4, 4, 4, 4])
     with pytest.raises(LossError, match="divided by 4, the number of steps; give it undivided"):
-        door(model, sgd(model), micros, 4, lambda model, batch: mean(model, batch) / 4)
+        library(model, sgd(model), micros, 4, lambda model, batch: mean(model, batch) / 4)
     assert distance(model.parameters(), start) == 0.0
 
 
-@pytest.mark.parametrize("door", DOORS.values(), ids=DOORS)
-def test_a_mean_times_the_inverse_of_the_steps_is_warned_of(door: Any) -> None:
+@pytest.mark.parametrize("library", LOOPS.values(), ids=LOOPS)
+def test_a_mean_times_the_inverse_of_the_steps_is_warned_of(library: Any) -> None:
     whole = Whole(mlp(), loss=lambda model, batch: mean(model, batch) * 0.25)
     whole.step(samples(16))
     model = mlp()
     micros = pieces(samples(16), [3, 6, 2, 5])
     with pytest.warns(UserWarning, match="and 4 is the number of steps"):
-        door(model, sgd(model), micros, 4, lambda model, batch: mean(model, batch) * 0.25)
+        library(model, sgd(model), micros, 4, lambda model, batch: mean(model, batch) * 0.25)
     whole.assert_same(model)

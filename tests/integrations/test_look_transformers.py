@@ -84,7 +84,6 @@ def vit() -> nn.Module:
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, Any], wb.Loss]]] = {
     "gpt2": (gpt2, causal),
     "gpt2, checkpoints": (lambda: gpt2(use_reentrant=False), causal),
-    "gpt2, reentrant checkpoints": (lambda: gpt2(use_reentrant=True), causal),
     "bert": (bert, classified),
     "t5": (t5, translated),
     "vit": (vit, seen),

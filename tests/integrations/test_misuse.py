@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import wholebatch as wb
-from tests.integrations.doors import in_lightning, in_transformers
+from tests.integrations.loops import in_lightning, in_transformers
 from tests.support import Whole, mean, mlp, pieces, samples, sgd, summed
 from wholebatch.errors import LossError, OptionError, UnsupportedError, WindowError
 

@@ -64,7 +64,6 @@ EXAMPLES = {
     "wb115._MATH": ("log_softmax", "log_metrics"),
     "wb120._MARKED": ("torch.compiler.cudagraph_mark_step_begin()", "cudagraphs"),
     "source_files._MAGIC": ("%matplotlib inline", "x = 5 % 3"),
-    "source_files._HELP": ("model?", "x = 1"),
 }
 
 

@@ -227,7 +227,7 @@ def test_command(command: Callable[..., int], capsys: pytest.CaptureFixture[str]
     assert " --execute eager" in line
     # The recommended line is one that train takes.
     words = line.partition("wholebatch ")[2].split()
-    assert command(*words, "--steps", 2, "--out", "run") == 0
+    assert command(*words, "--updates", 2, "--out", "run") == 0
     capsys.readouterr()
     assert command(*arguments, "--json") == 0
     found = json.loads(capsys.readouterr().out)

@@ -40,7 +40,7 @@ def made(
     """Return the recipe's model on its device and its optimizer, the same every time."""
     import torch
 
-    from wholebatch.cli.training_run import seed_generators
+    from wholebatch.cli.recipes.recipe_batches import seed_generators
 
     seed_generators(config.seed)
     model = recipe.build_model()

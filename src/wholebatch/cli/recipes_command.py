@@ -38,7 +38,7 @@ def recipes(options: RecipesOptions) -> None:
     table = plain_table("recipe", "~what it trains", ">batch", ">micro-batch", ">updates")
     for one in EMBEDDED:
         recipe = load_recipe(one)
-        numbers = (recipe.defaults[key] for key in ("batch_size", "micro_batch", "steps"))
+        numbers = (recipe.defaults[key] for key in ("batch_size", "micro_batch", "updates"))
         table.add_row(one, recipe.description, *map(str, numbers))
     console.print(fitting(table, console.width), highlight=False)
     say_command(console, "Train one:", "wholebatch train bytes-gpt")

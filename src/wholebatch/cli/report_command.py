@@ -1,62 +1,214 @@
-"""`wholebatch report`: runs, plans, tunings and verdicts as one HTML page that works offline."""
+"""`wholebatch report`: one HTML page with the plots and settings of one or more runs."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import MISSING, dataclass
 from pathlib import Path
+from typing import Any
 
-from wholebatch.cli.command_options import argument, command, must_be, option, switch
+from wholebatch.cli.command_options import argument, command, option, switch
 from wholebatch.cli.report.terminal_output import Spinner, console_of, path_from_here, say
-from wholebatch.readable_sizes import bytes_said
+from wholebatch.cli.run_settings import read_config
+from wholebatch.errors import MissingExtraError, OptionError
+from wholebatch.plain_files import open_file, read_json, reason, write_atomically
+
+PLOTS = {
+    "loss": ("Loss", "loss"),
+    "units_per_second": ("Throughput", "units per second"),
+    "memory": ("Peak memory", "bytes"),
+    "grad_norm": ("Gradient norm", "norm"),
+}
+"""The plots of the page: the field of a record, its title, and its axis."""
+
+_MOST_POINTS = 2000
+COLOURS = ("#2a78d6", "#eb6834", "#1baf7a", "#a34fc4", "#c49a00", "#6b7280")
+"""One colour for each run, that can be read on white and on dark grey."""
 
 
 @dataclass(frozen=True)
 class ReportOptions:
     """The options of `wholebatch report`."""
 
-    runs: list[Path] = argument(
-        MISSING,
-        "RUN...",
-        "Folders of runs. Also files that plan --json, verify --json, tune and bench write.",
+    sources: list[str] = argument(
+        MISSING, "RUN...", "Folders of runs, and JSON files of wholebatch verify --json."
     )
-    out: Path | None = option(
-        None,
-        "FILE.html",
-        "Where to write the page. Default: report.html in the run's folder, or here for several.",
-        check=must_be(
-            "the name of an .html file", lambda out: out.suffix.lower() in (".html", ".htm")
-        ),
-    )
-    title: str | None = option(None, "TEXT", "Title of the page.")
-    show: bool = switch("Open it in the browser.", flag="--open")
+    out: Path = option(Path("report.html"), "FILE", "The page.")
+    title: str = option("Training runs", "TEXT", "Title of the page.")
+    open_it: bool = switch("Open the page in a browser.", flag="--open")
 
 
 @command(
     ReportOptions,
-    "wholebatch report runs/one --open",
-    "wholebatch report runs/one runs/two --out compare.html",
-    "wholebatch report bench.json",
+    "wholebatch report runs/first runs/second --out compared.html",
+    "wholebatch report runs/first verdict.json",
 )
 def report(options: ReportOptions) -> None:
     """Write one HTML page that compares runs and measurements.
 
-    The page shows loss, learning rate, speed, memory and the time of each part of a window. It is
-    one file and needs no network.
+    It shows loss, throughput, memory and gradient norm as plots, and settings and verdicts as
+    tables. It needs no network.
     """
-    runs, out = options.runs, options.out
-    if out is None:
-        out = (runs[0] if len(runs) == 1 and runs[0].is_dir() else Path()) / "report.html"
-
     console = console_of()
     with Spinner(console) as doing:
         doing("drawing the page")
-        from wholebatch.cli.report.html_report import write_report
-
-        written = write_report(runs, out, title=options.title)
-    size = bytes_said(written.stat().st_size)
-    say(console, f"{path_from_here(written)} ({size}, one file, works offline)")
-    if options.show:
+        if options.out.is_dir():
+            raise OptionError(f"--out {options.out}: is a folder; give the name of a file")
+        text = page([Path(source) for source in options.sources], title=options.title)
+        write_atomically(options.out, text, OptionError)
+    say(console, f"page: {path_from_here(options.out)}")
+    if options.open_it:
         import webbrowser
 
-        if not webbrowser.open(written.resolve().as_uri()):
-            say(console, "no browser was found here; open the file yourself")
+        webbrowser.open(options.out.resolve().as_uri())
+
+
+def page(sources: list[Path], *, title: str) -> str:
+    """Return the page of these runs and verdicts."""
+    try:
+        import jinja2
+        from plotly.offline import get_plotlyjs
+    except ImportError:
+        raise MissingExtraError("plotly and jinja2", "report", "wholebatch report") from None
+    runs = [_read_run(path) for path in sources if path.is_dir()]
+    verdicts = [_read_verdict(path) for path in sources if not path.is_dir()]
+    names = _short_names([run["path"] for run in runs])
+    for run, name, place in zip(runs, names, range(len(runs)), strict=True):
+        run |= {"name": name, "colour": COLOURS[place % len(COLOURS)]}
+    settings = list(dict.fromkeys(key for run in runs for key in run["settings"]))
+    template = Path(__file__).parent / "report" / "page.html"
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
+    return environment.from_string(template.read_text(encoding="utf-8")).render(
+        title=title,
+        runs=runs,
+        verdicts=verdicts,
+        plots=[_plot(runs, *plot) for plot in PLOTS.items()] if runs else [],
+        settings=[(key, [run["settings"].get(key, "") for run in runs]) for key in settings],
+        results=_results(runs),
+        plotly=get_plotlyjs(),
+    )
+
+
+# ------------------------------------------------------------------------------------- reading
+
+
+def _read_run(path: Path) -> dict[str, Any]:
+    """Return the settings and the records of a run's folder."""
+    if not (path / "config.json").exists():
+        raise OptionError(f"{path}: has no config.json; give the folder of a run")
+    config = read_config(path / "config.json")
+    about = {key: config.get(key) for key in ("recipe", "device", "ranks", "parallel")}
+    versions = config.get("versions") or {}
+    settings = {**about, **versions, **config["settings"]}
+    return {"path": path, "settings": settings, "records": _records(path / "metrics.jsonl")}
+
+
+def _records(path: Path) -> list[dict[str, Any]]:
+    """Return the lines of `metrics.jsonl`; one that is being written now is left out."""
+    try:
+        with open_file(path) as file:
+            lines = file.read().decode("utf-8", errors="replace").splitlines(keepends=True)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise OptionError(f"{path}: cannot be read: {reason(error)}") from error
+    found = []
+    for number, line in enumerate(lines, start=1):
+        if not line.endswith("\n"):
+            break
+        try:
+            record = json.loads(line)
+            found.append({"window": int(record["window"]), **record})
+        except (ValueError, KeyError, TypeError, RecursionError):
+            raise OptionError(f"{path}: line {number} is not the record of a window") from None
+    return found
+
+
+def _read_verdict(path: Path) -> dict[str, Any]:
+    """Return the rows of a verdict: its plain values, in the order of the file."""
+    try:
+        found = read_json(path)
+    except OSError as error:
+        raise OptionError(f"{path}: cannot be read: {reason(error)}") from error
+    except ValueError as error:
+        raise OptionError(f"{path}: is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise OptionError(f"{path}: is not a verdict of wholebatch verify --json")
+    plain = str | int | float | bool
+    rows = [(key, _shown(value)) for key, value in found.items() if isinstance(value, plain)]
+    return {"name": path.name, "rows": rows}
+
+
+def _short_names(paths: list[Path]) -> list[str]:
+    """Return names that tell the runs apart: of the folder, with parents where that is needed."""
+    parts = [path.resolve().parts for path in paths]
+    for length in range(1, max(map(len, parts), default=1) + 1):
+        names = ["/".join(part[-length:]) for part in parts]
+        if len(set(names)) == len(names):
+            return names
+    return [f"{name} ({place})" for place, name in enumerate(names, start=1)]
+
+
+# ------------------------------------------------------------------------------------- showing
+
+
+def _plot(runs: list[dict[str, Any]], field: str, words: tuple[str, str]) -> dict[str, Any]:
+    """Return a plot over the updates: one line for each run, and one for its held-out loss."""
+    traces = []
+    for run in runs:
+        line = {"color": run["colour"], "width": 2}
+        traces.append({"name": run["name"], "line": line, **_points(run["records"], field)})
+        held_out = _points(run["records"], "validation_loss") if field == "loss" else {"x": []}
+        if held_out["x"]:
+            dotted = {**line, "dash": "dot"}
+            name = f"{run['name']}, held out"
+            traces.append({"name": name, "line": dotted, "mode": "lines+markers", **held_out})
+    return {"title": words[0], "axis": words[1], "traces": traces}
+
+
+def _points(records: list[dict[str, Any]], field: str) -> dict[str, list[Any]]:
+    """Return the points of a curve, thinned to a number that a browser draws at once."""
+    points = [(it["window"], it[field]) for it in records if it.get(field) is not None]
+    step = -(-len(points) // _MOST_POINTS) or 1
+    points = [*points[::step], *points[-1:]] if step > 1 else points
+    return {"x": [x for x, _ in points], "y": [y for _, y in points]}
+
+
+def _results(runs: list[dict[str, Any]]) -> list[tuple[str, list[str]]]:
+    """Return the rows of the table of results: one column for each run."""
+
+    def last(run: dict[str, Any], field: str) -> Any:
+        found = (record.get(field) for record in reversed(run["records"]))
+        return next((value for value in found if value is not None), None)
+
+    rows = {
+        "updates": [last(run, "update") for run in runs],
+        "first loss": [run["records"][0].get("loss") if run["records"] else None for run in runs],
+        "last loss": [last(run, "loss") for run in runs],
+        "held-out loss": [last(run, "validation_loss") for run in runs],
+        "peak memory, bytes": [last(run, "memory") for run in runs],
+        "seconds": [
+            round(sum(record.get("seconds") or 0.0 for record in run["records"]), 1) for run in runs
+        ],
+        "windows without an update": [
+            sum(record.get("skipped") is not None for record in run["records"]) for run in runs
+        ],
+    }
+    return [
+        (name, [_shown(value) for value in values])
+        for name, values in rows.items()
+        if any(value is not None for value in values)
+    ]
+
+
+def _shown(value: Any) -> str:
+    """Return a value as a person reads it.
+
+    >>> _shown(1234567), _shown(0.123456789), _shown(None)
+    ('1,234,567', '0.1235', '')
+    """
+    if value is None:
+        return ""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

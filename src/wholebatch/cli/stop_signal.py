@@ -19,9 +19,8 @@ class StopRequest:
     Ending at once loses nothing: checkpoints are whole or not there.
     """
 
-    def __init__(self, *, after: str = "micro-batch", told: bool = True) -> None:
+    def __init__(self, *, told: bool = True) -> None:
         self.requested = False
-        self._after = after
         self._told = told
         self._before: dict[int, Any] = {}
 
@@ -44,4 +43,4 @@ class StopRequest:
             os._exit(STOPPED)
         self.requested = True
         if self._told and sys.stderr.isatty():
-            os.write(2, f"\nstopping after this {self._after} (again: at once)\n".encode())
+            os.write(2, b"\nstopping after this window (again: at once)\n")

@@ -121,7 +121,7 @@ class TuneOptions:
     "wholebatch tune my_recipe.py --lr auto",
 )
 def tune(options: TuneOptions) -> None:
-    """Find the fastest settings for a batch on this machine, or a learning rate.
+    """Find the fastest settings for a batch here, or a learning rate.
 
     Measures micro-batch sizes, precisions, checkpointing and ways to run, and says if accumulation
     is worth its time. Nothing is saved but what is printed.
@@ -129,11 +129,10 @@ def tune(options: TuneOptions) -> None:
     console = console_of(stderr=options.as_json)
     with Spinner(console) as doing:
         doing("importing torch")
-        from wholebatch.cli.error_messages import short_warnings
         from wholebatch.cli.parallel_ranks import process_group
         from wholebatch.cli.recipes.recipe import load_recipe
 
-        with process_group(options.device) as (rank, where), short_warnings(shown=rank == 0):
+        with process_group(options.device) as (rank, where):
             recipe = load_recipe(options.recipe)
             given = {"batch_size": options.batch_size, "micro_batch": "auto"}
             config = resolve(given, recipe.defaults, stored=None)

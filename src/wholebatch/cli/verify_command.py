@@ -153,11 +153,10 @@ def _kind_of(what: str | None) -> str:
 def _verify(options: VerifyOptions, kind: str, doing: Spinner) -> int:
     import torch
 
-    from wholebatch.cli.error_messages import short_warnings
     from wholebatch.cli.parallel_ranks import process_group
 
     verdict: Verdict | LoopVerdict
-    with process_group(options.device) as (rank, where), short_warnings(shown=rank == 0):
+    with process_group(options.device) as (rank, where):
         doing(f"comparing {options.what or 'bytes-gpt'} with the undivided batch")
         if kind == "recipe":
             verdict = _verify_recipe(options, where=where, rank=rank)
@@ -196,8 +195,7 @@ def _verify_recipe(options: VerifyOptions, *, where: torch.device, rank: int) ->
     import torch
 
     from wholebatch.cli.recipes.recipe import load_recipe
-    from wholebatch.cli.training_engines import micro_batch_of
-    from wholebatch.cli.training_run import fitted_to
+    from wholebatch.cli.training_run import fitted_to, micro_batch_of
     from wholebatch.verification import verify as prove
 
     recipe = load_recipe(options.what)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from importlib import metadata
+from pathlib import Path
 from typing import NamedTuple
 
 
@@ -32,7 +33,6 @@ INTERNALS: dict[str, tuple[Internal, ...]] = {
     "keras": (
         Internal("get_keras_mask", "keras/src/backend/__init__.py", "the units of a masked loss"),
         Internal("squeeze_or_expand_to_same_rank", _KERAS_LOSS, "weights × mask as Keras does it"),
-        Internal("unscale_loss_for_distribution", _KERAS_LOSS, "the loss that is logged"),
         Internal("CompileLoss", _KERAS_UTILS, "compiled losses that record their units"),
         Internal("_flat_losses", _KERAS_UTILS, "every single loss of a compiled model"),
         Internal("get_loss", _KERAS_UTILS, "the loss that `optimizer.loss(name)` means"),
@@ -46,17 +46,12 @@ INTERNALS: dict[str, tuple[Internal, ...]] = {
         ),
         Internal("_compile_loss", _KERAS_TRAINER, "the place of the compiled losses"),
         Internal("_compute_loss", _KERAS_TRAINER, "a loss with or without a `training` argument"),
-        Internal("_loss_tracker", _KERAS_TRAINER, "the loss that `fit` logs"),
-        Internal("_symbolic_build", _KERAS_TRAINER, "window variables before JAX fixes its state"),
-        Internal("_make_function", _KERAS_JAX, "`steps_per_execution`, and TensorFlow's replicas"),
         Internal("_jax_state", _KERAS_JAX, "variables during a fit on JAX"),
         Internal("_update_metrics_variables", _KERAS_JAX, "metrics on JAX"),
-        Internal("_get_state_sharding_spec", _KERAS_JAX, "`keras.distribution` on JAX"),
         Internal("_losses_override", _KERAS_LAYER, "`add_loss` on JAX"),
         Internal("_call_has_training_arg", _KERAS_LAYER, "calls as Keras makes them"),
         Internal("_flatten_layers", _KERAS_LAYER, "every BatchNormalization, also in submodels"),
         Internal("_get_regularization_losses", _KERAS_LAYER, "regularisers, which have no units"),
-        Internal("_should_torch_compile", "keras/src/backend/torch/trainer.py", "`jit_compile`"),
         Internal("_track_variable", _KERAS_OPTIMIZER, "window variables that are saved"),
         Internal("_variables", _KERAS_OPTIMIZER, "window variables before the inner optimizer's"),
         Internal("_trainable_variables", _KERAS_OPTIMIZER, "the weights that gradients belong to"),
@@ -99,9 +94,9 @@ def missing(library: str) -> Iterator[str]:
     """Yield a sentence for every private name that the installed library no longer has."""
     installed = metadata.distribution(library)
     for name, file, buys in INTERNALS[library]:
-        path = installed.locate_file(file)
+        path = Path(str(installed.locate_file(file)))
         try:
-            text = path.read_text(encoding="utf-8")  # type: ignore[attr-defined]
+            text = path.read_text(encoding="utf-8")
         except OSError:
             text = ""
         if not re.search(rf"\b{name}\b", text):

@@ -8,7 +8,6 @@ import json
 import os
 import re
 import stat
-import textwrap
 import tokenize
 import warnings
 from collections.abc import Iterable
@@ -28,8 +27,7 @@ _SKIPPED = {
 _MAX_BYTES = 2_000_000
 _MAX_NOTEBOOK_BYTES = 50_000_000
 
-_MAGIC = re.compile(r"^(\s*)([%!?]|\w[\w, ]*=\s*[!%]).*$")
-_HELP = re.compile(r"^\s*[\w.]+\?{1,2}\s*$")
+_MAGIC = re.compile(r"^(\s*)([%!?]|\w[\w, ]*=\s*[!%]|[\w.]+\?\??$).*$")
 
 
 @dataclass(frozen=True)
@@ -138,24 +136,9 @@ def _joined(body: object) -> str:
 
 def _without_magics(body: str) -> str:
     """Replace IPython's own syntax with `pass`, line by line."""
-    if body.lstrip().startswith("%%") and not re.match(r"\s*%%(time|timeit|capture)\b", body):
+    if body.lstrip().startswith("%%"):
         return "\n" * body.count("\n")
-    if _syntax_error(body) is None:
-        return body
-    cleaned = []
-    continued = False
-    for line in body.split("\n"):
-        magic = _MAGIC.match(line)
-        if magic is not None:
-            cleaned.append(f"{magic.group(1)}pass")
-        elif continued:
-            cleaned.append("")
-        else:
-            cleaned.append("pass" if _HELP.match(line) else line)
-        continued = (continued or magic is not None) and line.rstrip().endswith("\\")
-    joined = "\n".join(cleaned)
-    # IPython removes an indentation common to the whole cell.
-    return joined if _syntax_error(joined) is None else textwrap.dedent(joined)
+    return "\n".join(_MAGIC.sub(r"\1pass", line) for line in body.split("\n"))
 
 
 def _syntax_error(body: str) -> SyntaxError | None:

@@ -6,7 +6,7 @@ made and used up in slices of tokens, forward and backward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 _AT_ONCE = 1 << 26
 _OUTPUT_LAYERS: WeakKeyDictionary[nn.Module, nn.Linear | None] = WeakKeyDictionary()
@@ -72,18 +73,24 @@ def _find_output_layer(model: Any, run: Callable[[], Tensor]) -> nn.Linear | Non
 
 
 def sliced_cross_entropy(hidden: Tensor, head: nn.Linear, labels: Tensor) -> Tensor:
-    """Return the sum of the cross-entropies of `head(hidden)` with `labels`; -100 is ignored."""
+    """Return the sum of the cross-entropies of `head(hidden)` with `labels`; -100 is ignored.
+
+    Each slice is checkpointed: its backward computes the logits again. In a graph each slice makes
+    its gradients as soon as it has logits, since the backward's scale is known from the start.
+    """
     kind = hidden.device.type
     if torch.is_autocast_enabled(kind):
         hidden = hidden.to(torch.get_autocast_dtype(kind))
-    if joins_graph(hidden):
-        return _in_a_graph(hidden, head, labels)
-    # In a window's own eager code the product may add into `.grad`.
-    adding = getattr(head.__dict__.get("forward"), "adding", None)
-    if adding is not None and not adding.may_add(head, hidden):
-        adding = None
-    apply: Callable[..., Tensor] = _SlicedCrossEntropy.apply
-    return apply(hidden, head.weight, head.bias, labels, adding)
+    rows, recomputes = rows_at_once(head.weight.shape[0]), not joins_graph(hidden)
+    totals = []
+    for h, y in zip(hidden.split(rows), labels.split(rows), strict=True):
+        given = (h, head.weight, head.bias, y)
+        if recomputes:
+            total = checkpoint(_slice, *given, use_reentrant=False, preserve_rng_state=False)
+        else:
+            total = _slice(*given)
+        totals.append(total)
+    return torch.stack(totals).sum()
 
 
 def joins_graph(hidden: Tensor) -> bool:
@@ -91,102 +98,14 @@ def joins_graph(hidden: Tensor) -> bool:
     return isinstance(hidden, FakeTensor) and hidden.device.type == "cuda"
 
 
-def _in_a_graph(hidden: Tensor, head: nn.Linear, labels: Tensor) -> Tensor:
-    """Compute the slices by plain operations, which the rewrite of the graph fuses.
+def _slice(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> Tensor:
+    """Return the sum over some tokens.
 
-    There the seed of the backward is known from the start. So each slice makes its gradients as
-    soon as it has logits, and its products add into the buffers.
+    The weight is cast for each slice: the gradients of the slices are then added in its own dtype.
     """
-    rows, dtype = rows_at_once(head.weight.shape[0]), hidden.dtype
-    totals = []
+    dtype = hidden.dtype
     with torch.autocast(hidden.device.type, enabled=False):
-        for h, y in zip(hidden.split(rows), labels.split(rows), strict=True):
-            # Cast for each slice: the gradients of the slices are then added in full precision.
-            bias = None if head.bias is None else head.bias.to(dtype)
-            logits = functional.linear(h, head.weight.to(dtype), bias).to(_wide(dtype))
-            totals.append(functional.cross_entropy(logits, y, reduction="sum"))
-    return torch.stack(totals).sum()
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
-
-
-class _SlicedCrossEntropy(torch.autograd.Function):
-    """sum of cross_entropy(hidden @ weightᵀ + bias, labels), by slices of tokens.
-
-    The backward computes the logits of a slice again, and from them d(logits) = softmax − one-hot,
-    times what comes from above. So no gradient waits between forward and backward, and the product
-    that makes the weight's can add it to `.grad` itself.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Any, labels: Tensor, adding: Any
-    ) -> Tensor:
-        ctx.save_for_backward(hidden, weight, bias, labels)
-        ctx.adding = adding
-        ctx.narrow = [
-            one if one is None or adding is None else adding.copy_of(one, hidden.dtype)
-            for one in (weight, bias)
-        ]
-        total = hidden.new_zeros((), dtype=_wide(hidden.dtype))
-        one = torch.ones_like(total)
-        for _, logits, y in _slices(hidden, labels, *ctx.narrow):
-            losses = None if adding is None else adding.entropy(logits, y, one)
-            if losses is None:
-                losses = functional.cross_entropy(logits.to(total.dtype), y, reduction="sum")
-            total += losses.sum()
-            del logits  # before the next slice's are made
-        return total
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, above: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, labels = ctx.saved_tensors
-        adding, w = ctx.adding, ctx.narrow[0].to(hidden.dtype)
-        d_hidden = torch.empty_like(hidden)
-        d_weight = d_bias = None
-        for part, logits, y in _slices(hidden, labels, *ctx.narrow):
-            if adding is None or adding.entropy(logits, y, above) is None:
-                logits = _slope(logits, y, above)
-            d_hidden[part] = logits @ w
-            adds = adding is not None and adding.add(weight, logits.t(), hidden[part])
-            if not adds:
-                product = logits.t() @ hidden[part]
-                if d_weight is None:
-                    d_weight = product.to(above.dtype)
-                else:
-                    d_weight += product
-            if bias is not None:
-                column = logits.sum(0, dtype=above.dtype)
-                d_bias = column if d_bias is None else d_bias + column
-            del logits  # before the next slice's are made
-        return (
-            d_hidden,
-            None if d_weight is None else d_weight.to(weight.dtype),
-            None if d_bias is None else d_bias.to(bias.dtype),
-            None,
-            None,
-        )
-
-
-def _slices(
-    hidden: Tensor, labels: Tensor, weight: Tensor, bias: Tensor | None
-) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Yield slices of the tokens, with their logits and labels."""
-    rows, dtype = rows_at_once(weight.shape[0]), hidden.dtype
-    weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
-    with torch.autocast(hidden.device.type, enabled=False):
-        for start in range(0, len(labels), rows):
-            part = slice(start, start + rows)
-            yield part, functional.linear(hidden[part], weight, bias), labels[part]
-
-
-def _slope(logits: Tensor, labels: Tensor, above: Tensor) -> Tensor:
-    """Return d(logits) times what comes from above, in the dtype of the logits."""
-    counted = (labels != -100)[:, None]
-    places = labels[:, None].masked_fill(~counted, 0)  # where() would copy its 0 from the host
-    slope = logits.to(_wide(logits.dtype)).softmax(-1)
-    slope.scatter_add_(1, places, torch.full_like(places, -1, dtype=slope.dtype))
-    return slope.mul_(counted * above).to(logits.dtype)
+        cast = None if bias is None else bias.to(dtype)
+        logits = functional.linear(hidden, weight.to(dtype), cast)
+        wide = logits.to(torch.promote_types(dtype, torch.float32))
+        return functional.cross_entropy(wide, labels, reduction="sum")

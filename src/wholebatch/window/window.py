@@ -49,10 +49,6 @@ from wholebatch.window.gradient_store import DeviceStore, Store
 from wholebatch.window.model_and_optimizer import Schedules, Target
 from wholebatch.window.precision import SIXTEEN_BIT, LossScale
 
-_engine = getattr(torch.autograd.Variable, "_execution_engine", None)
-_run_backward: Any = getattr(_engine, "run_backward", None)
-"""The engine's own function. `torch.autograd.backward` checks its arguments first, which takes a
-tenth of a short backward; the arguments here are always of one kind."""
 _SECOND_BACKWARD = (
     "a backward of this window has freed a part of this loss's graph. Losses of one forward: add "
     "them up, and make one backward of the sum. A state that is carried from one micro-batch into "
@@ -75,52 +71,6 @@ observers: list[Any] = []
 transforms_active: Any = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
 
 
-@dataclass(frozen=True)
-class Backward:
-    """A backward that adds into chosen parameters only."""
-
-    run: Callable[[Sequence[Tensor], Sequence[Tensor]], None]
-    overlaps: bool = True
-    """True if each gradient is complete when it is added (not so with reentrant checkpoints)."""
-
-
-def backward_into(
-    parameters: Sequence[Tensor], models: Iterable[nn.Module], totals: Iterable[Tensor]
-) -> Backward:
-    """Return a backward for graphs like those of `totals` that adds into `parameters` alone.
-
-    A GAN's generator loss flows through the judge, whose parameters must not be added to.
-    Autograd's `inputs=` does that, except with reentrant activation checkpointing, which refuses
-    it. There a plain backward runs, and the other parameters get back what they held.
-    """
-    if not is_reentrant(totals):
-        leaves = tuple(parameters)
-
-        def isolated(totals: Sequence[Tensor], seeds: Sequence[Tensor]) -> None:
-            plain = _run_backward is not None and not transforms_active()
-            if plain and all(type(total) is Tensor for total in totals):
-                _run_backward(tuple(totals), tuple(seeds), False, False, leaves, True, True)
-            else:
-                torch.autograd.backward(totals, seeds, inputs=parameters)
-
-        return Backward(isolated)
-
-    own = {id(parameter) for parameter in parameters}
-    others = [p for model in models for p in model.parameters() if id(p) not in own]
-
-    def restoring(totals: Sequence[Tensor], seeds: Sequence[Tensor]) -> None:
-        held = [parameter.grad for parameter in others]
-        for parameter in others:
-            parameter.grad = None
-        try:
-            torch.autograd.backward(totals, seeds)
-        finally:
-            for parameter, gradient in zip(others, held, strict=True):
-                parameter.grad = gradient
-
-    return Backward(restoring, overlaps=False)
-
-
 def graph_nodes(totals: Iterable[Any], until: Iterable[Any] = ()) -> Iterator[Any]:
     """Yield every node of the graph at and below these totals or nodes, and above `until`."""
     stack: list[Any] = [getattr(total, "grad_fn", total) for total in totals]
@@ -133,9 +83,18 @@ def graph_nodes(totals: Iterable[Any], until: Iterable[Any] = ()) -> Iterator[An
             stack.extend(successor for successor, _ in node.next_functions)
 
 
-def is_reentrant(totals: Iterable[Tensor]) -> bool:
-    """Return True if the graph has a node of torch.utils.checkpoint(use_reentrant=True)."""
-    return any(type(n).__name__ == "CheckpointFunctionBackward" for n in graph_nodes(totals))
+def refuse_reentrant(totals: Iterable[Tensor]) -> None:
+    """Refuse a graph with reentrant activation checkpointing.
+
+    It cannot add into chosen parameters alone (a GAN's generator loss flows through the judge,
+    whose parameters must not be added to).
+    """
+    if any(type(node).__name__ == "CheckpointFunctionBackward" for node in graph_nodes(totals)):
+        raise UnsupportedError(
+            "torch.utils.checkpoint with use_reentrant=True: its backward adds into every "
+            "parameter, and cannot be kept to those of the window; pass use_reentrant=False "
+            '(Transformers: gradient_checkpointing_kwargs={"use_reentrant": False})'
+        )
 
 
 UnitsFunction: TypeAlias = Callable[[Any], Units | Mapping[str, Units]]
@@ -438,7 +397,6 @@ class Window:
         self.next_seed: float | None = None
         self.ranks_with_more = 0  # how many ranks did, at the last close
         self._last_weights: dict[str, float] = {SINGLE: 1.0}
-        self._backward_into: Backward | None = None  # of graphs like those of this window
         self.calls_on_gradient = on_gradient is not None
         self.leaves_gradients = not target.steps  # whether the last window has left them in .grad
         self.hooks = DeferredHooks(on_gradient, target.named_parameters)
@@ -491,6 +449,12 @@ class Window:
         if self.open is None and self.next_seed is not None:
             self.begin()
         return self.open is not None
+
+    @property
+    def is_test_window(self) -> bool:
+        """True in windows 2, 4, 8, 16, …: what was tested before the first one is tested again."""
+        number = self.updates + self.skipped + 1
+        return number > 1 and number & (number - 1) == 0
 
     @property
     def current(self) -> OpenWindow:
@@ -569,27 +533,21 @@ class Window:
         """Add the gradients of totals, times their seeds, into the parameters and into `also`."""
         sync, window = self.sync, self.current
         window.refuse_broken()
-        if self._backward_into is None:
-            self._backward_into = (
-                Backward(sync.run_backward)
-                if sync.grows_own_graph
-                else backward_into([*window.inputs, *also], self.target.models, totals)
-            )
-        into, reduces = self._backward_into, last
         try:
-            if sync.ranks == 1 and not sync.grows_own_graph:
-                into.run(totals, seeds)
-            else:
-                with sync.backward(window.inputs, reduces=reduces, overlap=into.overlaps):
-                    into.run(totals, seeds)
+            with sync.backward(window.inputs, reduces=last, overlap=True):
+                if sync.grows_own_graph:
+                    sync.run_backward(totals, seeds)
+                else:  # into the window's parameters alone
+                    torch.autograd.backward(totals, seeds, inputs=[*window.inputs, *also])
             self.store.backward_made()
         except BaseException as error:
             window.broken = True  # some gradients of this micro-batch are in, others are not
             if "through the graph a second time" in str(error):
                 raise LossError(_SECOND_BACKWARD) from error
+            if isinstance(error, RuntimeError) and not sync.grows_own_graph:
+                refuse_reentrant(totals)
             raise
-        window.reduced = reduces
-        self._backward_into = None if also else self._backward_into  # other graphs follow
+        window.reduced = last
 
     def micro_batch_done(self) -> None:
         """Count a micro-batch whose backwards are all made."""
@@ -802,7 +760,7 @@ class Window:
         self.store.discard()
         self.sync.discard()
         self.hooks.give_back()
-        self.open = self._backward_into = None
+        self.open = None
 
     # ------------------------------------------------------------------ state
 

@@ -22,7 +22,7 @@ import wholebatch as wb
 defaults = {
     "batch_size": 64,
     "micro_batch": 8,
-    "steps": 100,
+    "updates": 100,
     "precision": "full",
     "clip_norm": 1.0,
     "checkpoint_every": 25,
@@ -56,20 +56,6 @@ class Block(nn.Module):
         x = x + self.mix(mixed.transpose(1, 2).reshape(batch, length, WIDTH))
         added: Tensor = self.down(functional.gelu(self.up(self.norm_2(x))))
         return x + added
-
-
-class Embed(nn.Module):
-    """The sum of the byte embedding and the position embedding."""
-
-    def __init__(self, byte: nn.Embedding, place: nn.Embedding) -> None:
-        super().__init__()
-        self.byte = byte
-        self.place = place
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        places = torch.arange(tokens.shape[1], device=tokens.device)
-        embedded: Tensor = self.byte(tokens) + self.place(places)
-        return embedded
 
 
 class GPT(nn.Module):
@@ -119,11 +105,6 @@ def model() -> nn.Module:
     return GPT()
 
 
-def stages(model: GPT) -> list[nn.Module]:
-    """Return the modules in the order they run, for `--parallel pipeline`."""
-    return [Embed(model.byte, model.place), *model.blocks, model.norm, model.head]
-
-
 def data() -> Corpus:
     """Return the standard library's sources, file by file in name order, up to CORPUS_BYTES."""
     left_out = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"}
@@ -151,13 +132,13 @@ def optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=4e-3, betas=(0.9, 0.95), fused=True)
 
 
-def scheduler(optimizer: torch.optim.Optimizer, steps: int) -> Any:
+def scheduler(optimizer: torch.optim.Optimizer, updates: int) -> Any:
     """Warm up over ten updates, then decay by a cosine to a tenth."""
 
     def factor(update: int) -> float:
         if update < 10:
             return (update + 1) / 10
-        done = min(1.0, (update - 10) / max(1, steps - 10))
+        done = min(1.0, (update - 10) / max(1, updates - 10))
         return 0.1 + 0.45 * (1 + math.cos(math.pi * done))
 
     return LambdaLR(optimizer, factor)

@@ -18,7 +18,7 @@ from wholebatch.errors import MissingExtraError
 defaults = {
     "batch_size": 256,
     "micro_batch": 48,
-    "steps": 80,
+    "updates": 80,
     "precision": "full",
     "clip_norm": 1.0,
     "lr": 5e-3,

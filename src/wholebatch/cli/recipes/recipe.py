@@ -12,8 +12,7 @@ import inspect
 import linecache
 import sys
 import traceback
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -21,14 +20,13 @@ from typing import Any, TypedDict, cast
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from wholebatch.cli.recipes.recipe_batches import Batches
 from wholebatch.cli.recipes.recipe_files import EMBEDDED, find_recipe
 from wholebatch.errors import RecipeError, WholebatchError
 
 _REQUIRED = {"model": 0, "data": 0, "loss": 2}
-_OPTIONAL = {"optimizer": 1, "scheduler": 1, "units": 1, "collate": 1, "tokens": 1, "stages": 1}
+_OPTIONAL = {"optimizer": 1, "scheduler": 1, "units": 1, "collate": 1, "tokens": 1}
 _OPTIONAL |= {"validation": 0}
 
 
@@ -37,7 +35,7 @@ class RecipeDefaults(TypedDict, total=False):
 
     batch_size: int
     micro_batch: int | str
-    steps: int
+    updates: int
     precision: str
     clip_norm: float | None
     lr: float
@@ -134,21 +132,13 @@ class Recipe:
                 group["lr"] = lr
         return optimizer
 
-    def build_scheduler(self, optimizer: torch.optim.Optimizer, *, steps: int) -> Any:
-        """Return the result of `scheduler(optimizer)` or `scheduler(optimizer, steps)`, or None.
-
-        A schedule made for a number of updates stays at its last rate after them.
-        """
+    def build_scheduler(self, optimizer: torch.optim.Optimizer, *, updates: int) -> Any:
+        """Return the result of `scheduler(optimizer)` or `scheduler(optimizer, updates)`."""
         if "scheduler" not in self._parts:
             return None
-        if not self.schedule_ends:
-            return self._call("scheduler", optimizer)
-        return with_horizon(self._call("scheduler", optimizer, steps), steps)
-
-    @property
-    def schedule_ends(self) -> bool:
-        """True if the learning-rate schedule is made for a number of updates."""
-        return "scheduler" in self._parts and _takes(self._parts["scheduler"], 2)
+        if _takes(self._parts["scheduler"], 2):
+            return self._call("scheduler", optimizer, updates)
+        return self._call("scheduler", optimizer)
 
     def build_tokens(self, budget: int) -> Any:
         """Return the split by a token budget: the recipe's `tokens(budget)`, or the default."""
@@ -157,23 +147,6 @@ class Recipe:
         from wholebatch.batch import tokens
 
         return tokens(budget)
-
-    def build_stages(self, model: nn.Module) -> list[nn.Module]:
-        """Return the modules in the order they run: `stages(model)`, or those of a Sequential."""
-        if "stages" not in self._parts:
-            if type(model) is nn.Sequential:
-                return list(model)
-            raise RecipeError(
-                f"--parallel pipeline: {self.path}: how {type(model).__name__} is cut into stages "
-                "is not known; add stages(model), which returns the modules that run one after the "
-                "other, or use --parallel ddp or fsdp2"
-            )
-        found = self._call("stages", model)
-        if not isinstance(found, Sequence) or not all(isinstance(m, nn.Module) for m in found):
-            raise RecipeError(
-                f"{self.path}: stages(model) returned {_kind(found)}, not a list of nn.Modules"
-            )
-        return list(found)
 
     def _call(self, part: str, *arguments: object) -> Any:
         try:
@@ -329,65 +302,3 @@ def _kind(value: object) -> str:
 def _one_line(error: BaseException) -> str:
     text = str(error).strip().split("\n")[0]
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
-class Horizon:
-    """A scheduler that was made for so many updates; after them the rate stays as it is.
-
-    Torch's own go on: a cosine rises again, a one-cycle schedule raises an error.
-
-    >>> import torch
-    >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
-    >>> schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.5, total_iters=2)
-    >>> held = Horizon(schedule, 2)
-    >>> rates = []
-    >>> for _ in range(4):
-    ...     _ = optimizer.step(), held.step()
-    ...     rates.append(optimizer.param_groups[0]["lr"])
-    >>> rates
-    [0.75, 0.5, 0.5, 0.5]
-    """
-
-    def __init__(self, scheduler: LRScheduler, updates: int) -> None:
-        self.scheduler = scheduler
-        self.optimizer = scheduler.optimizer
-        self.updates = updates
-        self._made = 0  # updates so far, those beyond the last too
-        # What the scheduler sets, at its beginning: rates, and momenta or betas of some.
-        self._start = [
-            {name: value for name, value in group.items() if name != "params"}
-            for group in self.optimizer.param_groups
-        ]
-
-    def step(self) -> None:
-        """Go on to the next update; nothing happens beyond the last."""
-        self._made += 1
-        if self.scheduler.last_epoch < self.updates:
-            self.scheduler.step()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the scheduler's own state, for how many updates it is, and how many were made."""
-        return {**self.scheduler.state_dict(), "horizon": self.updates, "made": self._made}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a state; one made for another number of updates is made anew up to there."""
-        own = {name: value for name, value in state.items() if name not in ("horizon", "made")}
-        self._made = int(state.get("made", state["last_epoch"]))
-        if state.get("horizon", self.updates) == self.updates:
-            self.scheduler.load_state_dict(own)
-            return
-        for group, start in zip(self.optimizer.param_groups, self._start, strict=True):
-            group.update(start)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # no optimizer steps between these
-            for _ in range(min(self._made, self.updates)):
-                self.scheduler.step()
-
-
-def with_horizon(scheduler: Any, updates: int) -> Any:
-    """Return torch's schedulers, in a list too, with their end; others as they are."""
-    if isinstance(scheduler, list | tuple):
-        return [with_horizon(one, updates) for one in scheduler]
-    if isinstance(scheduler, LRScheduler) and not isinstance(scheduler, ReduceLROnPlateau):
-        return Horizon(scheduler, updates)
-    return scheduler

@@ -1,25 +1,22 @@
 """Whole batches from a recipe's data, in an order that does not depend on earlier batches.
 
-The order of a dataset in epoch e is a permutation made from (seed, e). Random numbers that a sample
-draws are seeded by its position. So batch b of epoch e is always the same, whatever ran before it
-and on any number of ranks: resuming goes straight there. A stream has to be read again from its
-start to the same position.
+The order of a dataset in epoch e is a permutation made from (seed, e), and random numbers that its
+samples draw are seeded by (seed, epoch, batch, rank). So a batch is always the same, whatever ran
+before it: resuming goes straight there. A stream is read again from its start.
 
-With several ranks, each takes its share of every batch. With torch's own collate, a rank reads only
-its own samples. A recipe's own `collate` gets the whole batch (it may pad to the longest sample, or
-draw random numbers), and each rank takes its slice of the result. A stream is sliced the same way.
+With several ranks, each takes its share of every batch. Of a dataset a rank reads only its own
+samples; a stream is read by every rank, which takes its slice.
 """
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from itertools import islice, repeat
+from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -29,7 +26,6 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 from wholebatch.batch.samples import layout_of
 from wholebatch.errors import RecipeError, StateError
 from wholebatch.tune.batch_scaling import share_of
-from wholebatch.window.forward_state import capture_python_random, restore_random, same_random
 
 
 @dataclass(frozen=True)
@@ -41,20 +37,18 @@ class Position:
 
 
 @dataclass(frozen=True)
-class Nothing:
-    """The empty share of a batch with fewer samples than ranks; `like` is a batch of one sample."""
+class EmptyShare:
+    """The share of a rank in a batch with fewer samples than ranks; `like` has one sample."""
 
     like: Any
 
 
-class Batches(Dataset[Any]):
+class Batches:
     """The batches of a recipe, one per `take()`, over any number of epochs.
 
     `build` makes the data: a dataset (a length and an index), an iterable of samples, or a
     DataLoader, whose batches are used as they are. The last batch of an epoch may be short; it is
-    never dropped. With `ranks`, `take()` returns the share of `rank`, or `Nothing`.
-
-    After `follow(size_at)`, `size_at(epoch)` is called for the size of every batch.
+    never dropped. With `ranks`, `take()` returns the share of `rank`, or an `EmptyShare`.
     """
 
     def __init__(
@@ -70,52 +64,31 @@ class Batches(Dataset[Any]):
         name: str = "data",
     ) -> None:
         self.position = Position()
-        self._name = name
         self.batch_size = batch_size
-        self._size_at: Callable[[int], int] | None = None
-        self._past = _Past()
+        self._build, self._seed, self._name = build, seed, name
         self._rank, self._ranks = rank, ranks
-        self._build = build
-        self._seed = seed
         self._collate = collate or default_collate
-        with self._seeded("data"):
+        self._workers = workers
+        with seeded(seed, name):
             self._data = build()
         self.kind = _kind_of(self._data)
         self.length = len(self._data) if self.kind == "dataset" else None
         if self.length == 0:
-            raise RecipeError(f"the recipe's {self._name}() is empty")
-        self._order: Tensor | None = None
-        self._iterator: Iterator[Any] | None = None
-        self._in_epoch = 0  # Batches taken from the iterator.
+            raise RecipeError(f"the recipe's {name}() is empty")
+        self._ahead: Iterator[Any] | None = None  # batches of a dataset, from `position` on
+        self._stream: Iterator[Any] | None = None  # of this epoch
+        self._in_stream = 0  # batches taken from it
         self._peeked: tuple[Any] | None = None
-        self._draws = False  # True once a sample has drawn random numbers.
-        self._workers = workers if self.kind == "dataset" else 0
-        self._ahead: Iterator[Any] | None = None  # Batches that workers have read.
 
     @property
     def loader_batch_size(self) -> int | None:
         """The batch size of a DataLoader; None for other data."""
         return self._data.batch_size if self.kind == "loader" else None
 
-    @property
-    def samples(self) -> int:
-        """The number of samples of this epoch taken so far."""
-        return self._past.samples
-
-    def follow(self, size_at: Callable[[int], int]) -> None:
-        """Call `size_at(epoch)` for the size of every batch, from the one at `position` on."""
-        self._size_at = size_at
-        self._iterator = self._peeked = self._ahead = None
-
     def peek(self) -> Any:
         """Return the batch at `position` without moving on; the next `take` returns the same."""
         if self._peeked is None:
-            if self.reads_ahead:
-                batch = self._from_workers()
-            elif self.kind == "dataset":
-                batch = self._from_dataset()
-            else:
-                batch = self._part(self._from_stream())
+            batch = self._from_dataset() if self.kind == "dataset" else self._from_stream()
             self._peeked = (batch,)
         return self._peeked[0]
 
@@ -123,19 +96,13 @@ class Batches(Dataset[Any]):
         """Return the batch at `position`, and move on to the next."""
         batch = self.peek()
         self._peeked = None
-        self._past.add(self.batch_size)
         self.position = Position(self.position.epoch, self.position.batch + 1)
         return batch
 
-    def state_dict(self, position: Position) -> dict[str, Any]:
-        """Return a position in the data, with the kind and length that identify the data."""
-        return {
-            "kind": self.kind,
-            "length": self.length,
-            "epoch": position.epoch,
-            "batch": position.batch,
-            "sizes": self._past.of(position),
-        }
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position, with the kind and length that identify the data."""
+        position = {"epoch": self.position.epoch, "batch": self.position.batch}
+        return {"kind": self.kind, "length": self.length, **position}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a position that `state_dict` returned."""
@@ -145,32 +112,27 @@ class Batches(Dataset[Any]):
                 f", and data() now gives {_described(self.kind, self.length)}"
             )
         self.position = Position(state["epoch"], state["batch"])
-        runs = state.get("sizes", [[self.batch_size, state["batch"]]])
-        self._past = _Past(self.position.epoch, [list(run) for run in runs])
-        self._order = self._iterator = self._peeked = self._ahead = None
+        self._ahead = self._stream = self._peeked = None
 
-    @property
-    def reads_ahead(self) -> bool:
-        """True if workers read: a dataset, in batches whose sizes are known beforehand."""
-        return self._workers > 0 and self._size_at is None
+    # ---------------------------------------------------------------- datasets
 
-    def _from_workers(self) -> Any:
-        """Return the batch at `position` from processes that read some batches ahead.
-
-        What a batch holds follows from its position alone, so it is the same as without workers.
-        """
+    def _from_dataset(self) -> Any:
         assert self.length is not None
-        if self._past.samples >= self.length:
-            self._next_epoch()
+        if self.position.batch * self.batch_size >= self.length:
+            self.position = Position(self.position.epoch + 1, 0)
         if self._ahead is None:
+            shares = _Shares(
+                self._data, self.length, self.batch_size, self._seed, self._collate, self._rank,
+                self._ranks,
+            )  # fmt: skip
             loader: DataLoader[Any] = DataLoader(
-                copy.copy(self),
+                shares,
                 sampler=self._positions(),
                 batch_size=None,
                 num_workers=self._workers,
                 collate_fn=_unchanged,
             )
-            with self._seeded("workers"):  # A loader draws a seed for its workers.
+            with seeded(self._seed, "workers"):  # a loader draws a seed for its workers
                 self._ahead = iter(loader)
         return next(self._ahead)
 
@@ -183,204 +145,145 @@ class Batches(Dataset[Any]):
                 yield Position(epoch, place)
             epoch, batch = epoch + 1, 0
 
-    def __getitem__(self, position: Position) -> Any:
-        """Return the batch at a position of a dataset, for workers; all before have one size."""
-        if position.epoch != self.position.epoch:
-            self._order = None
-        self.position = position
-        self._past = _Past(position.epoch, [[self.batch_size, position.batch]])
-        return self._from_dataset()
-
-    def _next_epoch(self) -> None:
-        self.position = Position(self.position.epoch + 1, 0)
-        self._past = _Past(self.position.epoch, before=self._past)
-        self._order = None
-
-    def _resize(self) -> None:
-        if self._size_at is not None:
-            self.batch_size = self._size_at(self.position.epoch)
-
-    def _from_dataset(self) -> Any:
-        assert self.length is not None
-        if self._past.samples >= self.length:
-            self._next_epoch()
-        self._resize()
-        if self._order is None:
-            generator = torch.Generator().manual_seed(_mixed(self._seed, self.position.epoch))
-            self._order = torch.randperm(self.length, generator=generator)
-        start = self._past.samples
-        chosen = self._order[start : start + self.batch_size].tolist()
-        if self._ranks == 1 or self._collate is not default_collate:
-            return self._part(self._read(chosen, start))
-        mine = share_of(len(chosen), rank=self._rank, ranks=self._ranks)
-        if not chosen[mine]:
-            return Nothing(self._read(chosen[:1], start))
-        return self._read(chosen[mine], start + mine.start)
-
-    def _read(self, chosen: list[int], place: int) -> Any:
-        """Read and collate samples; `place` is the first one's position in the epoch's order."""
-        with self._seeded("batch"):
-            samples = None if self._draws else self._read_at_once(chosen)
-            if samples is None:
-                # Seed each sample: a rank that reads only its share then draws the same.
-                samples = []
-                for offset, index in enumerate(chosen):
-                    reseed(_mixed(self._seed, self.position.epoch, "sample", place + offset))
-                    samples.append(self._data[index])
-            reseed(_mixed(self._seed, self.position.epoch, "collate", self.position.batch))
-            return self._put_together(samples)
-
-    def _put_together(self, samples: list[Any]) -> Any:
-        """Collate the samples into a batch; torch's collate accepts only samples of one shape."""
-        if self._collate is not default_collate:
-            return self._collate(samples)
-        try:
-            return default_collate(samples)
-        except Exception as error:
-            reason = f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
-            raise RecipeError(
-                f"the samples of data() cannot be put together as they are ({reason}): give the "
-                "recipe a function collate(samples) that makes a batch of them, or make them alike"
-            ) from error
-
-    def _read_at_once(self, chosen: list[int]) -> list[Any] | None:
-        """Read the samples without seeding; return None if one drew random numbers."""
-        before = _generators()
-        if callable(getattr(self._data, "__getitems__", None)):  # torch's method for many samples.
-            samples = list(self._data.__getitems__(chosen))
-        else:
-            samples = [self._data[index] for index in chosen]
-        self._draws = not same_random(before, _generators())
-        return None if self._draws else samples
-
-    def _part(self, batch: Any) -> Any:
-        """Return the share of this rank in a whole batch."""
-        if self._ranks == 1:
-            return batch
-        layout = layout_of(batch)
-        mine = share_of(layout.size, rank=self._rank, ranks=self._ranks)
-        if mine.start == mine.stop:
-            return Nothing(layout.take(slice(0, 1)))
-        return layout.take(mine)
+    # ----------------------------------------------------------------- streams
 
     def _from_stream(self) -> Any:
-        if self._iterator is None:
-            self._restart()
-        # When resuming, read up to the position in batches of the same sizes as before.
-        for size in islice(self._past.sizes(), self._in_epoch, None):
-            if self._next(size) is None:
+        if self._stream is None:
+            self._begin_epoch()
+        while self._in_stream < self.position.batch:  # resumed: read up to the position
+            if self._next() is None:
                 raise StateError(
                     f"the data has changed: epoch {self.position.epoch} ended after "
-                    f"{self._in_epoch} batches, and the run had taken {self.position.batch}"
+                    f"{self._in_stream} batches, and the run had taken {self.position.batch}"
                 )
-        self._resize()
-        batch = self._next(self.batch_size)
+        batch = self._next()
+        if batch is None and self.position.batch:
+            self.position = Position(self.position.epoch + 1, 0)
+            self._begin_epoch()
+            batch = self._next()
         if batch is None:
-            if self._in_epoch == 0:
-                raise RecipeError(f"the recipe's {self._name}() is empty")
-            self._next_epoch()
-            self._resize()
-            self._restart()
-            batch = self._next(self.batch_size)
-            if batch is None:
-                raise RecipeError("the recipe's data() was empty when it was begun a second time")
-        return batch[0]
+            raise RecipeError(
+                f"the recipe's {self._name}() is empty in epoch {self.position.epoch}"
+            )
+        if self._ranks == 1:
+            return batch[0]
+        layout = layout_of(batch[0])
+        mine = share_of(layout.size, rank=self._rank, ranks=self._ranks)
+        if mine.start == mine.stop:
+            return EmptyShare(layout.take(slice(0, 1)))
+        return layout.take(mine)
 
-    def _restart(self) -> None:
-        with self._seeded("epoch"):
-            begun = self.position.epoch > 0 or self._in_epoch > 0
-            if begun and iter(self._data) is self._data:
-                self._data = self._build()  # A generator is exhausted after one epoch.
-            self._iterator = iter(self._data)
-        self._in_epoch = 0
+    def _begin_epoch(self) -> None:
+        with seeded(self._seed, self._name, self.position.epoch):
+            if self.position.epoch and iter(self._data) is self._data:
+                self._data = self._build()  # a generator is exhausted after one epoch
+            self._stream = iter(self._data)
+        self._in_stream = 0
 
-    def _next(self, size: int) -> tuple[Any] | None:
-        assert self._iterator is not None
-        with self._seeded("batch", batch=self._in_epoch):
+    def _next(self) -> tuple[Any] | None:
+        """Return the stream's next batch, or None at its end."""
+        assert self._stream is not None
+        with seeded(self._seed, self._name, self.position.epoch, self._in_stream):
             if self.kind == "loader":
-                found = list(islice(self._iterator, 1))
+                found = [*islice(self._stream, 1)]
                 batch = found[0] if found else None
             else:
-                found = list(islice(self._iterator, size))
-                batch = self._put_together(found) if found else None
+                found = [*islice(self._stream, self.batch_size)]
+                batch = _collated(self._collate, found) if found else None
         if not found:
             return None
-        self._in_epoch += 1
+        self._in_stream += 1
         return (batch,)
 
-    @contextmanager
-    def _seeded(self, what: str, *, batch: int | None = None) -> Iterator[None]:
-        """Seed the random generators by position in the data; restore them for the model after."""
-        at = self.position.batch if batch is None else batch
-        seed = _mixed(self._seed, self.position.epoch, at if what == "batch" else what)
-        before = _generators()
-        reseed(seed)
-        try:
-            yield
-        finally:
-            restore_random(before)
+
+class _Shares(Dataset[Any]):
+    """This rank's share of each batch of a dataset, by the batch's position. Workers read it."""
+
+    def __init__(
+        self,
+        data: Any,
+        length: int,
+        batch_size: int,
+        seed: int,
+        collate: Callable[[list[Any]], Any],
+        rank: int,
+        ranks: int,
+    ) -> None:
+        self._data, self._length, self._batch_size = data, length, batch_size
+        self._seed, self._collate = seed, collate
+        self._rank, self._ranks = rank, ranks
+        self._order: tuple[int, list[int]] | None = None  # of an epoch
+
+    def __getitem__(self, position: Position) -> Any:
+        if self._order is None or self._order[0] != position.epoch:
+            generator = torch.Generator().manual_seed(_mixed(self._seed, position.epoch))
+            order = torch.randperm(self._length, generator=generator).tolist()
+            self._order = position.epoch, order
+        start = position.batch * self._batch_size
+        chosen = self._order[1][start : start + self._batch_size]
+        mine = chosen[share_of(len(chosen), rank=self._rank, ranks=self._ranks)]
+        with seeded(self._seed, position.epoch, position.batch, self._rank):
+            batch = _collated(self._collate, self._read(mine or chosen[:1]))
+        return batch if mine else EmptyShare(batch)
+
+    def _read(self, indices: list[int]) -> list[Any]:
+        if callable(getattr(self._data, "__getitems__", None)):  # torch's method for many samples
+            return list(self._data.__getitems__(indices))
+        return [self._data[index] for index in indices]
 
 
-def _unchanged(batch: Any) -> Any:
-    return batch
-
-
-@dataclass
-class _Past:
-    """The sizes of an epoch's batches so far, as runs of [size, count]."""
-
-    epoch: int = 0
-    runs: list[list[int]] = field(default_factory=list)
-    before: _Past | None = None  # Of the previous epoch, which may still have an open window.
-
-    def __post_init__(self) -> None:
-        if self.before is not None:
-            self.before.before = None
-
-    @property
-    def samples(self) -> int:
-        return sum(size * count for size, count in self.runs)
-
-    def add(self, size: int) -> None:
-        if self.runs and self.runs[-1][0] == size:
-            self.runs[-1][1] += 1
-        else:
-            self.runs.append([size, 1])
-
-    def sizes(self) -> Iterator[int]:
-        for size, count in self.runs:
-            yield from repeat(size, count)
-
-    def of(self, position: Position) -> list[list[int]]:
-        """Return the runs up to a position in this epoch or the previous one."""
-        if self.before is not None and position.epoch == self.before.epoch:
-            return self.before.of(position)
-        runs, left = [], position.batch
-        for size, count in self.runs:
-            if left > 0:
-                runs.append([size, min(count, left)])
-            left -= count
-        return runs
-
-
-def reseed(seed: int) -> None:
+@contextmanager
+def seeded(*key: object) -> Iterator[None]:
+    """Seed the generators of torch's CPU, Python and NumPy by `key`; put them back afterwards."""
+    numpy = sys.modules.get("numpy")
+    before = torch.get_rng_state(), random.getstate(), numpy and numpy.random.get_state()
+    seed = _mixed(*key)
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
-    numpy = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed(seed % 2**32)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(before[0])
+        random.setstate(before[1])
+        if numpy is not None and before[2] is not None:
+            numpy.random.set_state(before[2])
 
 
-def _generators() -> dict[str, Any]:
-    return {"torch": torch.get_rng_state(), **capture_python_random()}
+def seed_generators(seed: int) -> None:
+    """Seed the generators of torch (on all devices), Python and, if imported, NumPy."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed % 2**32)
+
+
+def _collated(collate: Callable[[list[Any]], Any], samples: list[Any]) -> Any:
+    """Collate samples into a batch; torch's own collate takes only samples of one shape."""
+    if collate is not default_collate:
+        return collate(samples)
+    try:
+        return default_collate(samples)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
+        raise RecipeError(
+            f"the samples of data() cannot be put together as they are ({reason}): give the "
+            "recipe a function collate(samples) that makes a batch of them, or make them alike"
+        ) from error
+
+
+def _mixed(*key: object) -> int:
+    """Return a number of 63 bits made from the key."""
+    digest = hashlib.sha256(repr(key).encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
 
 
 def _kind_of(data: Any) -> str:
     if isinstance(data, DataLoader):
         return "loader"
-    if isinstance(data, dict) or (
-        isinstance(data, tuple) and data and all(isinstance(part, Tensor) for part in data)
-    ):
+    columns = isinstance(data, tuple) and data and all(isinstance(it, Tensor) for it in data)
+    if isinstance(data, dict) or columns:
         raise RecipeError(
             f"the recipe's data() returned a {type(data).__name__} of columns; return samples: "
             "torch.utils.data.TensorDataset(x, y), a list, or a dataset"
@@ -404,7 +307,5 @@ def _described(kind: str, length: int | None) -> str:
     return f"a {kind}" if length is None else f"a {kind} of {length:,} samples"
 
 
-def _mixed(*parts: int | str) -> int:
-    """Hash several values into a 63-bit seed; similar values give unrelated seeds."""
-    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
+def _unchanged(batch: Any) -> Any:
+    return batch

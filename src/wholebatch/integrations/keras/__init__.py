@@ -21,8 +21,7 @@ from __future__ import annotations
 from wholebatch.errors import UnsupportedError
 from wholebatch.optional_packages import require
 
-# From 3.16 on Keras may compile the function that decides if a window closes (host_internals.py).
-require("keras", at_least="3.10", below="3.16", extra="keras", purpose="wholebatch in Keras")
+require("keras", at_least="3.10", extra="keras", purpose="wholebatch in Keras")
 
 import keras  # noqa: E402
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -18,22 +19,14 @@ from wholebatch.integrations.keras.accumulate_optimizer import (
     check_nonfinite,
     check_steps,
 )
-from wholebatch.integrations.keras.loss_units import ObservedLosses
+from wholebatch.integrations.keras.loss_units import (
+    ObservedLosses,
+    test_model_with_variables,
+    units_of,
+)
 
 BatchNorm = Literal["refuse", "warn", "allow"]
 _OWN = ("accum_steps", "batchnorm", "nonfinite", "audit")
-
-
-def _steps() -> Any:
-    """Return the module with the micro-step for the backend that Keras runs on."""
-    backend = keras.backend.backend()
-    if backend == "tensorflow":
-        from wholebatch.integrations.keras import tensorflow_step as steps
-    elif backend == "jax":
-        from wholebatch.integrations.keras import jax_step as steps  # type: ignore[no-redef]
-    else:
-        from wholebatch.integrations.keras import torch_step as steps  # type: ignore[no-redef]
-    return steps
 
 
 @keras.saving.register_keras_serializable(package="wholebatch")
@@ -46,7 +39,8 @@ class GradientAccumulateModel(keras.Model):  # type: ignore[misc]
 
     or derive from it in place of `keras.Model`. `compile` and `fit` stay as they are: the batches
     of `fit` are the micro-batches. Every loss is weighted by its units, including sample weights,
-    masks, class weights, several outputs, regularisers and all reductions of Keras's losses. A
+    masks, class weights, several outputs, regularisers and all reductions of Keras's losses. All
+    losses of a model must be over the same units. A
     window that is not full at the end of an epoch is closed with the micro-batches it has.
 
     `units(x, y, sample_weight)` counts the units if the model cannot see them: for a custom
@@ -81,7 +75,7 @@ class GradientAccumulateModel(keras.Model):  # type: ignore[misc]
         self.batchnorm = batchnorm
         self.nonfinite = nonfinite
         self.audit = audit
-        self.must_look = False
+        self.must_test = False
         self.count_units = units
 
     # ---------------------------------------------------------------- compile
@@ -104,8 +98,8 @@ class GradientAccumulateModel(keras.Model):  # type: ignore[misc]
                 # The loss scale is inside, so an overflow skips the window as a whole.
                 inner = keras.mixed_precision.LossScaleOptimizer(inner, name="loss_scale_optimizer")
             inner = GradientAccumulateOptimizer(inner, self.accum_steps)
-        self.must_look = self.audit and self.accum_steps > 1
-        inner.driven = True
+        self.must_test = self.audit and self.accum_steps > 1
+        inner.is_of_model = True
         inner.accum_steps = self.accum_steps
         inner.nonfinite = self.nonfinite
         super().compile(inner, loss, loss_weights, *args, auto_scale_loss=False, **kwargs)
@@ -115,7 +109,7 @@ class GradientAccumulateModel(keras.Model):  # type: ignore[misc]
 
     def _audit(self) -> None:
         for name in ("train_step", "compute_loss"):
-            own = getattr(type(self), name) is not getattr(_plain(type(self)), name)
+            own = getattr(type(self), name) is not getattr(GradientAccumulateModel, name)
             if own and (name == "train_step" or self.count_units is None):
                 raise UnsupportedError(
                     f"{type(self).__name__} overrides {name}, so that what its loss is a mean over "
@@ -168,18 +162,82 @@ class GradientAccumulateModel(keras.Model):  # type: ignore[misc]
         """Close a half-filled window now, as `fit` does; return True if there was one."""
         return bool(self.compiled and self.optimizer.built and self.optimizer.flush())
 
-    def make_train_function(self, force: bool = False) -> Any:
-        if self.train_function is None or force:
-            self.train_function = _steps().train_function(self)
-        _ = self.optimizer.place  # Read it now: on JAX the variables are empty during a fit.
-        return self.train_function
+    # ------------------------------------------------------------- a micro-batch
 
-    def _symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
-        build = super()._symbolic_build
-        if keras.backend.backend() == "jax":
-            _steps().symbolic_build(self, build, iterator, data_batch)
+    def loss_and_units(
+        self, x: Any, y: Any, sample_weight: Any, y_pred: Any, *, training: bool
+    ) -> tuple[Any, Any]:
+        """Return a micro-batch's loss as Keras computes it, and the units that it is over."""
+        loss = super()._compute_loss(x, y, y_pred, sample_weight, training=training)
+        return loss, units_of(self, (x, y, sample_weight))
+
+    def _compute_loss(
+        self,
+        x: Any = None,
+        y: Any = None,
+        y_pred: Any = None,
+        sample_weight: Any = None,
+        training: bool = True,
+    ) -> Any:
+        """Compute the loss in Keras's own train step; note its units for the optimizer."""
+        if not training:
+            return super()._compute_loss(x, y, y_pred, sample_weight, training=training)
+        loss, units = self.loss_and_units(x, y, sample_weight, y_pred, training=True)
+        self.optimizer.note(units)
+        return loss
+
+    def train_step(self, *args: Any) -> Any:
+        """Run Keras's own train step, whose optimizer adds the gradient to the window."""
+        backend = keras.backend.backend()
+        if backend == "jax":
+            from wholebatch.integrations.keras.jax_step import train_step
+
+            return train_step(self, *args)
+        if backend == "torch" or self.jit_compile:
+            return super().train_step(*args)
+        import tensorflow as tf
+
+        # In a graph, what does not depend on the data (counting the update) would run even where
+        # the iterator has come to its end.
+        given = [each for each in keras.tree.flatten(args) if each is not None]
+        with tf.control_dependencies(given):
+            return super().train_step(*args)
+
+    def make_train_function(self, force: bool = False) -> Any:
+        """Make Keras's own train function, which tests the loss on its first micro-batch."""
+        if self.train_function is not None and not force:
+            return self.train_function
+        super().make_train_function(force=force)
+        run = self.train_function
+
+        def function(*args: Any) -> Any:
+            return run(*(self._tested(*args) if self.must_test else args))
+
+        self.train_function = function
+        return function
+
+    def _tested(self, *args: Any) -> tuple[Any, ...]:
+        """Test the next micro-batch; return the arguments with an iterator that gives it again."""
+        backend = keras.backend.backend()
+        *state, iterator = args
+        if backend == "torch":
+            import torch
+
+            with torch.no_grad():
+                self.must_test = not test_model_with_variables(self, iterator[0])
+            return args
+        if replicas_of(self) > 1:  # Its data are in pieces on several devices.
+            self.must_test = False
+            return args
+        iterator = iter(iterator)
+        data = next(iterator)
+        if backend == "jax":
+            from wholebatch.integrations.keras.jax_step import test_stateless_model
+
+            self.must_test = not test_stateless_model(self, state[0], data)
         else:
-            build(iterator=iterator, data_batch=data_batch)
+            self.must_test = not test_model_with_variables(self, data)
+        return *state, itertools.chain([data], iterator)
 
     # ------------------------------------------------------------ save and load
 
@@ -207,9 +265,10 @@ class GradientAccumulateModel(keras.Model):  # type: ignore[misc]
             self.optimizer.build(self.trainable_variables)
 
 
-def _plain(cls: type) -> type:
-    """Return the first base class that Keras itself defines."""
-    return next(base for base in cls.__mro__ if base.__module__.startswith("keras."))
+def replicas_of(model: Any) -> int:
+    """Return the number of replicas that a model trains on."""
+    strategy = getattr(model, "distribute_strategy", None)
+    return 1 if strategy is None else int(strategy.num_replicas_in_sync)
 
 
 def _as_list(callbacks: Any) -> Sequence[Any]:

@@ -1,7 +1,12 @@
 """`GradientAccumulateOptimizer`: any Keras optimizer, once per window, on its exact gradient.
 
-For every group of losses it holds the sum of gradients in float32 (or float64), the units, and how
-many micro-batches are in. All of it are optimizer variables, saved with the model.
+It holds the sum of gradients in float32 (or float64), the units, and how many micro-batches are in.
+All of it are optimizer variables, saved with the model.
+
+Keras's own train step asks the optimizer to scale the loss before its gradient is taken, and to
+apply the gradient after it. `scale_loss` multiplies the loss by its units, which the loss has noted
+just before (`note`); `apply` adds the gradient, and closes the window if it is full. The compiled
+step itself decides that.
 
 Every loss is multiplied by `units × seed` before its gradient is taken, so that the sum over the
 window, divided by `Σ units × seed`, is the gradient of the whole batch's mean. The seed is near
@@ -14,7 +19,7 @@ inside decides this itself.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import keras
@@ -22,7 +27,7 @@ from keras import ops
 from keras.src.utils import tracking
 
 from wholebatch.errors import NonFiniteError, OptionError, UnsupportedError, WindowError
-from wholebatch.integrations.keras.loss_units import CountedLoss, UnitGroup, replicas, wide
+from wholebatch.integrations.keras.loss_units import NO_UNITS, CountedLoss, replicas, wide
 
 LOSS, EQUAL = "loss", "equal"
 NonFinite = Literal["raise", "skip"]
@@ -66,7 +71,6 @@ class GradientAccumulateOptimizer(keras.optimizers.Optimizer):  # type: ignore[m
         accum_steps: int,
         *,
         units: str = LOSS,
-        groups: Sequence[bool] = (False,),
         nonfinite: NonFinite = "raise",
         name: str | None = None,
     ) -> None:
@@ -88,14 +92,13 @@ class GradientAccumulateOptimizer(keras.optimizers.Optimizer):  # type: ignore[m
             )
         super().__init__(learning_rate=0.0, name=name or "gradient_accumulate_optimizer")
         self.inner_optimizer = inner
+        self.is_of_model = False  # True if a GradientAccumulateModel notes the units
         self.accum_steps = check_steps(accum_steps)
         self.units = units
         self.nonfinite = check_nonfinite(nonfinite)
-        self.driven = False  # by a GradientAccumulateModel, which says itself when to close
-        self._sums_only = tuple(groups)
         self._noted: Any = None  # the units of the loss that was computed last
-        self._weighed: Any = None  # those that the last scaled loss was multiplied by
-        self._now: int | None = None
+        self._weighed: Any = None  # those that the last scaled loss was multiplied by, and it
+        self._now: int | None = None  # the place, on torch, where reading it waits for the device
         self._flush: Any = None
         self._inside = True
 
@@ -124,27 +127,20 @@ class GradientAccumulateOptimizer(keras.optimizers.Optimizer):  # type: ignore[m
         self._place = self._variable("place", (), "int32", "only_first_replica", "auto")
         self._skipped = self._variable("skipped", (), "int32", "only_first_replica", "auto")
         self._reported = 0
-        self._window: list[tuple[Any, Any, list[Any]]] = []
+        self._units = self._variable("units", (), wide(), "sum", "on_read")
+        self._seed = self._variable("seed", (), wide(), "only_first_replica", "auto")
         self._seen = [False] * len(variables)
-        for _ in self._sums_only:
-            self._add_group()
-
-    def _add_group(self) -> None:
-        index = len(self._window)
-        units = self._variable(f"units_{index}", (), wide(), "sum", "on_read")
-        seed = self._variable(f"seed_{index}", (), wide(), "only_first_replica", "auto")
-        sums = [
+        self._sums = [
             self._variable(
-                f"sum_{index}_{number}",
+                f"sum_{number}",
                 variable.shape,
                 "float64" if str(variable.dtype) == "float64" else "float32",
                 "sum",
                 "on_read",
                 like=variable,
             )
-            for number, variable in enumerate(self._trainable_variables)
+            for number, variable in enumerate(variables)
         ]
-        self._window.append((units, seed, sums))
 
     def _variable(
         self, name: str, shape: Any, dtype: str, aggregation: str, sync: str, like: Any = None
@@ -163,78 +159,50 @@ class GradientAccumulateOptimizer(keras.optimizers.Optimizer):  # type: ignore[m
         self._track_variable(variable)
         return variable
 
-    @tracking.no_automatic_dependency_tracking  # type: ignore[untyped-decorator,unused-ignore]
-    def hold(self, sums_only: Sequence[bool]) -> None:
-        """Make room for these groups of losses (True: a sum, which has no units)."""
-        wanted = tuple(sums_only)
-        if wanted == self._sums_only:
-            return
-        if not self.built:
-            self._sums_only = wanted
-            return
-        if len(wanted) < len(self._window):
-            raise WindowError(
-                f"the model's losses have {len(wanted)} kinds of units, and had "
-                f"{len(self._window)} before: compile it again"
-            )
-        if replicas() > 1:
-            raise UnsupportedError(
-                "losses with different units (a mask on one of several outputs, a mean next to a "
-                "sum) on several replicas: give them one unit with units=, or train on one"
-            )
-        while len(self._window) < len(wanted):
-            self._add_group()
-        self._sums_only = wanted
-
-    def seed_of(self, group: int, units: Any) -> Any:
+    def seed_of(self, units: Any) -> Any:
         """Return the scale of the losses of this window, near 1 / (units of the whole window)."""
-        if self._sums_only[group]:
+        if units is NO_UNITS:
             return ops.ones((), wide())
+        first = 1.0 / (self.accum_steps * ops.maximum(self._over_replicas(units), 1.0))
         if not self.built:
-            return 1.0 / (self.accum_steps * ops.maximum(units, 1.0))
-        seed = ops.convert_to_tensor(self._window[group][1])
-        if replicas() > 1:  # one number for all of them
-            import tensorflow as tf
+            return first
+        seed = ops.convert_to_tensor(self._seed)
+        return ops.where(seed > 0, seed, first)
 
-            units = tf.distribute.get_replica_context().all_reduce("SUM", units)
-        return ops.where(seed > 0, seed, 1.0 / (self.accum_steps * ops.maximum(units, 1.0)))
+    def _over_replicas(self, value: Any) -> Any:
+        """Return the sum over replicas of one number, or of several tensors."""
+        if replicas() == 1:
+            return value
+        import tensorflow as tf
 
-    def weighted(self, groups: Sequence[UnitGroup]) -> list[Any]:
-        """Return the losses to differentiate: loss × units × seed × float16's loss scale."""
-        found = []
-        for index, group in enumerate(groups):
-            factor = self.seed_of(index, group.units)
-            if group.units is not None:
-                factor = factor * group.units
-            found.append(self.inner_optimizer.scale_loss(group.loss * factor))
-        return found
+        return tf.distribute.get_replica_context().all_reduce("SUM", value)
 
-    def add(
-        self,
-        gradients: Sequence[Sequence[Any]],
-        units: Sequence[Any],
-        losses: Sequence[Any] | None = None,
-    ) -> None:
-        """Take in one micro-batch: the gradients of its weighted losses, their units and values.
+    def weighted(self, loss: Any, units: Any) -> Any:
+        """Return the loss to differentiate: loss × units × seed × float16's loss scale."""
+        factor = self.seed_of(units)
+        if units is not NO_UNITS:
+            factor = factor * units * replicas()  # Keras divides means by their number.
+        return self.inner_optimizer.scale_loss(ops.cast(loss, wide()) * factor)
+
+    def add(self, gradients: Sequence[Any], units: Any, loss: Any) -> None:
+        """Take in one micro-batch: the gradients of its weighted loss, its units, and the loss.
 
         A loss that is not finite makes the units NaN, even if its gradients are finite.
         """
-        for index, (grads, counted) in enumerate(zip(gradients, units, strict=True)):
-            total, seed, sums = self._window[index]
-            seed.assign(self.seed_of(index, counted))
-            more = counted
-            if losses is not None and not self.scaled:
-                value = ops.cast(losses[index], wide())
-                known = ops.zeros((), wide()) if counted is None else counted
-                more = ops.where(ops.isfinite(value), known, float("nan"))
-            if more is not None:
-                self.assign_add(total, more)
-            here = [
-                (sum_, grad) for sum_, grad in zip(sums, grads, strict=True) if grad is not None
-            ]
-            for number, grad in enumerate(grads):
-                self._seen[number] = self._seen[number] or grad is not None
-            self._add_all(here)
+        self._seed.assign(self.seed_of(units))
+        finite = ops.ones((), wide())
+        if not self.scaled:
+            finite = ops.where(ops.isfinite(ops.cast(loss, wide())), finite, float("nan"))
+        if units is NO_UNITS:  # Sums of micro-batches add up: the sum is divided by 1.
+            one = ops.maximum(ops.convert_to_tensor(self._units), 1.0 / replicas())
+            self._units.assign(one * finite)
+        else:
+            self.assign_add(self._units, units * finite)
+        for number, gradient in enumerate(gradients):
+            self._seen[number] = self._seen[number] or gradient is not None
+        pairs = zip(self._sums, gradients, strict=True)
+        self._add_all([pair for pair in pairs if pair[1] is not None])
+        self._now = self.place + 1 if keras.backend.backend() == "torch" else None
         self.assign_add(self._place, 1)
 
     def _add_all(self, pairs: Sequence[tuple[Any, Any]]) -> None:
@@ -264,39 +232,27 @@ class GradientAccumulateOptimizer(keras.optimizers.Optimizer):  # type: ignore[m
 
         The gradients still have the loss scale, and are reduced over replicas.
         """
-        counted = [ops.convert_to_tensor(total) for total, _, _ in self._window]
-        sums = [[ops.convert_to_tensor(each) for each in window[2]] for window in self._window]
-        if replicas() > 1:
-            import tensorflow as tf
-
-            context = tf.distribute.get_replica_context()
-            counted = context.all_reduce("SUM", counted)
-            sums = [context.all_reduce("SUM", each) for each in sums]
-        factors = []
-        for index, (_, seed, _) in enumerate(self._window):
-            scale = ops.convert_to_tensor(seed)
-            if not self._sums_only[index]:
-                scale = scale * counted[index]
-            # Not divide_no_nan: on the torch backend it rounds numbers to float32.
-            factors.append(ops.where(scale > 0, 1.0 / ops.where(scale > 0, scale, 1.0), 0.0))
+        counted = self._over_replicas(ops.convert_to_tensor(self._units))
+        sums = self._over_replicas([ops.convert_to_tensor(each) for each in self._sums])
+        scale = ops.convert_to_tensor(self._seed) * counted
+        # Not divide_no_nan: on the torch backend it rounds numbers to float32.
+        factor = ops.where(scale > 0, 1.0 / ops.where(scale > 0, scale, 1.0), 0.0)
         seen = self._seen if any(self._seen) else [True] * len(self._seen)
-        gradients = _scaled(sums[0], factors[0])
-        for each, factor in zip(sums[1:], factors[1:], strict=True):
-            more = _scaled(each, factor)
-            gradients = [ops.add(a, b) for a, b in zip(gradients, more, strict=True)]
-        means = [grad if used else None for grad, used in zip(gradients, seen, strict=True)]
-        checked = [*counted, *(grad for grad in means if grad is not None)]
+        gradients = zip(_scaled(sums, factor), seen, strict=True)
+        means = [gradient if used else None for gradient, used in gradients]
+        checked = [counted, *(gradient for gradient in means if gradient is not None)]
         return means, ops.all(ops.stack([ops.all(ops.isfinite(each)) for each in checked]))
 
     def clear(self) -> None:
         """Empty the window; the seed stays."""
         self._place.assign(0)
-        every = [variable for total, _, sums in self._window for variable in (total, *sums)]
+        every = [self._units, *self._sums]
         if keras.backend.backend() == "torch":
             import torch
 
             torch._foreach_zero_([variable.value for variable in every])
             self._seen = [False] * len(self._seen)  # elsewhere what was traced stays as it is
+            self._now = 0
             return
         for variable in every:
             variable.assign(ops.zeros(variable.shape, variable.dtype))
@@ -310,40 +266,39 @@ class GradientAccumulateOptimizer(keras.optimizers.Optimizer):  # type: ignore[m
             # (It stays: replicas are traced in turns, and this optimizer applies nothing else.)
             base._all_reduce_sum_gradients = list
         if self.scaled:
-            self.inner_optimizer.apply(gradients, self._trainable_variables)
+            self._apply_inner(gradients)
         else:
-            self._apply_if(finite, gradients)
+            self._on_replicas_if(finite, self._apply_inner, gradients)
             self.count_skipped(finite)
         self.clear()
+
+    def _apply_inner(self, gradients: Sequence[Any]) -> None:
+        self.inner_optimizer.apply(gradients, self._trainable_variables)
 
     def count_skipped(self, finite: Any) -> None:
         """Count a window that makes no update because it is not finite."""
         self._skipped.assign(self._skipped + ops.cast(ops.logical_not(finite), "int32"))
 
-    def is_last_place(self) -> Any:
-        """Return True (a tensor) if the next micro-batch is the window's last."""
-        return ops.greater_equal(self._place + 1, self.accum_steps)
+    def is_full(self) -> Any:
+        """Return True (a tensor) if the window has all its micro-batches."""
+        return ops.greater_equal(ops.convert_to_tensor(self._place), self.accum_steps)
 
-    def _apply_if(self, finite: Any, gradients: Sequence[Any]) -> None:
-        """Make the inner optimizer's update, or change nothing."""
-
-        def apply(gradients: Sequence[Any]) -> None:
-            self.inner_optimizer.apply(gradients, self._trainable_variables)
-
+    def _on_replicas_if(self, condition: Any, run: Callable[..., None], *given: Any) -> None:
+        """Call `run(*given)` on every replica if the condition holds, inside of a graph."""
         if replicas() == 1:
-            ops.cond(finite, lambda: apply(gradients), lambda: None)
+            ops.cond(condition, lambda: run(*given), lambda: None)
             return
         import tensorflow as tf
 
-        def on_all(strategy: Any, finite: Any, gradients: Sequence[Any]) -> None:
+        def on_all(strategy: Any, condition: Any, *given: Any) -> None:
             # A condition around an update must be outside of the replicas (as Keras's loss scale).
             ops.cond(
-                strategy.experimental_local_results(finite)[0],
-                lambda: strategy.extended.call_for_each_replica(apply, args=(gradients,)),
+                strategy.experimental_local_results(condition)[0],
+                lambda: strategy.extended.call_for_each_replica(run, args=given),
                 lambda: None,
             )
 
-        tf.distribute.get_replica_context().merge_call(on_all, args=(finite, gradients))
+        tf.distribute.get_replica_context().merge_call(on_all, args=(condition, *given))
 
     @property
     def skipped(self) -> int:
@@ -376,15 +331,7 @@ class GradientAccumulateOptimizer(keras.optimizers.Optimizer):  # type: ignore[m
         """Micro-batches in the open window."""
         if not self.built:
             return 0
-        if not self.driven:  # the window moves inside graphs, unseen from here
-            return int(ops.convert_to_numpy(self._place))
-        if self._now is None:
-            self._now = int(ops.convert_to_numpy(self._place))
-        return self._now
-
-    def moved_to(self, place: int | None) -> None:
-        """Note the place from outside: on JAX the variables are not current during a fit."""
-        self._now = place
+        return int(ops.convert_to_numpy(self._place)) if self._now is None else self._now
 
     # ------------------------------------------------- as an optimizer by itself
 
@@ -413,11 +360,6 @@ class GradientAccumulateOptimizer(keras.optimizers.Optimizer):  # type: ignore[m
         self._noted = units
 
     def scale_loss(self, loss: Any) -> Any:
-        if self.driven:
-            raise WindowError(
-                "this GradientAccumulateOptimizer belongs to a GradientAccumulateModel, whose own "
-                "train_step uses it: do not override train_step"
-            )
         if self.units == EQUAL:
             self._noted = ops.ones((), wide())
         if self._noted is None:
@@ -426,14 +368,15 @@ class GradientAccumulateOptimizer(keras.optimizers.Optimizer):  # type: ignore[m
                 'loss=optimizer.loss("..."), or use GradientAccumulateModel, or units="equal" '
                 "where every micro-batch has as many"
             )
-        (weighted,) = self.weighted([UnitGroup(ops.cast(loss, wide()), self._noted)])
-        self._weighed, self._noted = (self._noted, weighted), None
+        units, self._noted = self._noted, None
+        weighted = self.weighted(loss, units)
+        self._weighed = units, weighted
         return weighted
 
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
         if not self.built:
             self.build(list(trainable_variables or ()))
-        if replicas() > 1:
+        if replicas() > 1 and not self.is_of_model:
             raise UnsupportedError(
                 "GradientAccumulateOptimizer alone on several replicas: use GradientAccumulateModel"
             )
@@ -442,9 +385,8 @@ class GradientAccumulateOptimizer(keras.optimizers.Optimizer):  # type: ignore[m
                 "gradients of a loss that did not pass through optimizer.scale_loss(): write your "
                 "own loop as examples/integrations/keras_tape.py"
             )
-        units, weighted = self._weighed
-        self.add([grads], [units], [weighted])
-        self._weighed = None
+        (units, weighted), self._weighed = self._weighed, None
+        self.add(grads, units, weighted)
         self.close_if_full()
 
     def close_if_full(self) -> None:
@@ -453,8 +395,8 @@ class GradientAccumulateOptimizer(keras.optimizers.Optimizer):  # type: ignore[m
             if self.place >= self.accum_steps:
                 self.close()
                 self.report_skipped()
-        else:
-            ops.cond(ops.greater_equal(self._place, self.accum_steps), self.close, lambda: None)
+            return
+        self._on_replicas_if(self.is_full(), self.close)
 
     def stateless_apply(
         self, optimizer_variables: Any, grads: Any, trainable_variables: Any
@@ -484,7 +426,6 @@ class GradientAccumulateOptimizer(keras.optimizers.Optimizer):  # type: ignore[m
             run = self._distribution_strategy.run
             self._flush = self._flush or tf.function(lambda: run(self.close), autograph=False)
             self._flush()
-        self._now = 0
         self.report_skipped()
         return True
 
@@ -520,7 +461,6 @@ class GradientAccumulateOptimizer(keras.optimizers.Optimizer):  # type: ignore[m
             "optimizer": keras.saving.serialize_keras_object(self.inner_optimizer),
             "accum_steps": self.accum_steps,
             "units": self.units,
-            "groups": list(self._sums_only),
             "nonfinite": self.nonfinite,
             "name": self.name,
         }
@@ -562,16 +502,20 @@ def _scaled(sums: Sequence[Any], factor: Any) -> list[Any]:
 class Tail(keras.callbacks.Callback):  # type: ignore[misc]
     """A callback that closes a half-filled window at the end of an epoch, before validation.
 
-    After every batch it raises if a window was skipped that must not be (`nonfinite="raise"`).
+    Where a window was closed it raises if that was skipped and must not be (`nonfinite="raise"`).
     """
 
     def _flush(self) -> None:
         (getattr(self.model, "flush", None) or self.model.optimizer.flush)()
 
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._first, self._closed = self.model.optimizer.place, 0
+
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        optimizer = self.model.optimizer
-        if not optimizer.driven or optimizer.place == 0:
-            optimizer.report_skipped(self.model)
+        closed = (self._first + batch + 1) // self.model.optimizer.accum_steps
+        if closed > self._closed:
+            self._closed = closed
+            self.model.optimizer.report_skipped(self.model)
 
     def on_test_begin(self, logs: Any = None) -> None:
         self._flush()

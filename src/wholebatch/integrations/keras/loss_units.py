@@ -9,11 +9,11 @@ Keras reduces every loss to a number itself (`keras.losses.Loss.reduction`):
 | `sum`, none | Σ w·l | none: sums of micro-batches add up |
 
 `ObservedLoss` replaces a loss in the compiled model. It returns what the loss returns, and records
-those units. Losses with the same units share a window (`UnitGroup`); others need their own. Losses
-that layers add (`add_loss`, activity regularisers) are per sample in Keras. Weight regularisers are
-the same in every micro-batch, so they may be part of any mean.
+those units. All losses of a model must have the same units. Losses that layers add (`add_loss`,
+activity regularisers) are per sample in Keras. Weight regularisers are the same in every
+micro-batch, so they may be part of any mean.
 
-Before the first window, `GradientAccumulateModel` looks at one micro-batch: it computes its losses
+Before the first window, `GradientAccumulateModel` tests one micro-batch: it computes its loss
 and those of its halves, in inference mode, so that nothing is drawn and no statistics move. Value ×
 units must add up, and so must the units. A loss or model that compares samples (contrastive losses,
 a mean over the batch), or a `units=` that counts something else, is refused. It costs two forwards,
@@ -47,29 +47,26 @@ def wide() -> str:
     return "float64" if keras.config.floatx() == "float64" else "float32"
 
 
+class NoUnits:
+    """The units of a sum: sums of micro-batches add up as they are."""
+
+
+NO_UNITS = NoUnits()
+
+
 @dataclass(frozen=True)
 class NotedLoss:
-    """One loss of a micro-batch: its weighted value and its units."""
+    """The units of one loss of a micro-batch; losses with the same `key` have the same."""
 
     key: Hashable
-    value: Any
-    units: Any
-
-
-@dataclass(frozen=True)
-class UnitGroup:
-    """The losses of a micro-batch with the same units, added; `units` is None for sums."""
-
-    loss: Any
     units: Any
 
 
 class ObservedLoss:
     """A Keras loss that records its units when it is called."""
 
-    def __init__(self, loss: Any, weight: float | None, noted: list[NotedLoss]) -> None:
+    def __init__(self, loss: Any, noted: list[NotedLoss]) -> None:
         self.loss = loss
-        self.weight = weight
         self.noted = noted
         self.name = loss.name
 
@@ -86,19 +83,13 @@ class ObservedLoss:
             value = self.loss(y_true, y_pred, sample_weight)
         finally:
             del self.loss.call
-        key, units = self._units(seen, y_pred, sample_weight)
-        weighted = ops.cast(value, wide())
-        if self.weight is not None:
-            weighted = ops.multiply(weighted, self.weight)
-        if key != SUM:
-            weighted = weighted * replicas()  # Keras divides means by their number.
-        self.noted.append(NotedLoss(key, weighted, units))
+        self.noted.append(NotedLoss(*self._units(seen, y_pred, sample_weight)))
         return value
 
     def _units(self, seen: list[Any], y_pred: Any, sample_weight: Any) -> tuple[Hashable, Any]:
         reduction = self.loss.reduction
         if reduction in ("sum", "none", None):
-            return SUM, None
+            return SUM, NO_UNITS
         if len(seen) != 1 or len(seen[0].shape) == 0:
             raise LossError(
                 f"the loss {self.name!r} returns one number, which may be a sum or a mean: let it "
@@ -147,8 +138,7 @@ class ObservedLosses(CompileLoss):  # type: ignore[misc]
     def build(self, y_true: Any, y_pred: Any) -> None:
         super().build(y_true, y_pred)
         self._flat_losses = [
-            entry._replace(loss=ObservedLoss(entry.loss, entry.loss_weights, self.noted))
-            for entry in self._flat_losses
+            entry._replace(loss=ObservedLoss(entry.loss, self.noted)) for entry in self._flat_losses
         ]
 
     def call(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
@@ -178,53 +168,34 @@ def samples_in(x: Any) -> Any:
     return tf.shape(first)[0]
 
 
-def run_losses(model: Any, inputs: Inputs, *, training: bool) -> tuple[Any, Any, list[UnitGroup]]:
-    """Return the predictions of a model that holds its variables, its loss, and that by units."""
+def run_loss(model: Any, inputs: Inputs, *, training: bool) -> tuple[Any, Any]:
+    """Return the loss of a model that holds its variables, and its units."""
     x = inputs[0]
     y_pred = model(x, training=training) if model._call_has_training_arg else model(x)
-    return y_pred, *losses_by_units(model, inputs, y_pred, training=training)
+    return model.loss_and_units(x, *inputs[1:], y_pred, training=training)  # type: ignore[no-any-return]
 
 
-def losses_by_units(
-    model: Any, inputs: Inputs, y_pred: Any, *, training: bool
-) -> tuple[Any, list[UnitGroup]]:
-    """Return a micro-batch's loss as Keras computes it, and grouped by units (most have one)."""
+def units_of(model: Any, inputs: Inputs) -> Any:
+    """Return the units of the loss that was computed last; NO_UNITS if it is a sum."""
     x, y, weight = inputs
-    loss = model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=weight, training=training)
-    total = ops.cast(loss, wide())
-    if model.count_units is None:
-        return loss, _groups_of(model, total, ops.cast(samples_in(x), wide()))
-    units = ops.cast(model.count_units(x, y, weight), wide())
-    return loss, [UnitGroup(total * replicas(), units)]
-
-
-def _groups_of(model: Any, total: Any, samples: Any) -> list[UnitGroup]:
-    """Return the losses that were noted, and those that layers added, grouped by units."""
+    if model.count_units is not None:
+        return ops.cast(model.count_units(x, y, weight), wide())
+    samples = ops.cast(samples_in(x), wide())
     noted = getattr(model._compile_loss, "noted", ())
-    if not noted:
-        return [UnitGroup(total * replicas(), samples)]
+    if not noted:  # only losses that layers add
+        return samples
     added = list(model.losses)
     only_regularisers = len(added) == len(model._get_regularization_losses())
     key, units = noted[0].key, noted[0].units
-    shared = all(term.key == key for term in noted)
+    shared = all(loss.key == key for loss in noted)
+    # Losses with SAMPLES differ only in fixed shapes: the units of one hold for all.
     if shared and (not added or key == SAMPLES or (only_regularisers and key != SUM)):
-        # Losses with SAMPLES differ only in fixed shapes: the units of one hold for all.
-        return [UnitGroup(total if key == SUM else total * replicas(), units)]
-    groups: dict[Hashable, UnitGroup] = {}
-    for term in noted:
-        _add(groups, term.key, UnitGroup(term.value, term.units))
-    if added:
-        rest = sum(ops.sum(ops.cast(each, wide())) for each in added)
-        mean = next((key for key in groups if key != SUM), SAMPLES)
-        joins_any = only_regularisers and SAMPLES not in groups
-        _add(groups, mean if joins_any else SAMPLES, UnitGroup(rest, samples))
-    return list(groups.values())
-
-
-def _add(groups: dict[Hashable, UnitGroup], key: Hashable, group: UnitGroup) -> None:
-    """Add losses to those with the same units, if there are any."""
-    before = groups.get(key)
-    groups[key] = group if before is None else UnitGroup(before.loss + group.loss, before.units)
+        return units
+    raise LossError(
+        "the model's losses are over different units (a mask on one of several outputs, a mean "
+        "beside a sum, or a loss that a layer adds beside a masked one), and a window has one: "
+        "give all outputs the same mask and reduction, or train them in models of their own"
+    )
 
 
 def halves(data: Any) -> list[Any] | None:
@@ -251,33 +222,32 @@ def _copy(leaf: Any, part: slice) -> Any:
     return leaf[part] if copy is None else copy()
 
 
-def look_at(found: Sequence[Sequence[UnitGroup]]) -> None:
-    """Refuse losses of a batch that are not those of its halves together."""
-    whole, *parts = ([_numbers(group) for group in groups] for groups in found)
-    for index, (total, units) in enumerate(whole):
-        totals, counts = zip(*(part[index] for part in parts), strict=True)
-        if not all(map(math.isfinite, (total, *totals, units, *counts))):
-            continue  # nonfinite= decides
-        if not _adds_up(units, counts, units):
-            raise LossError(
-                f"the units of a micro-batch are {units:g}, and those of its halves {counts[0]:g} "
-                f"and {counts[1]:g}: units= must count what adds up (samples, tokens, weights)"
-            )
-        if not _adds_up(total, totals, units):
-            raise LossError(
-                f"the loss of a micro-batch (mean × units) is {total:.6g}, and those of its halves "
-                f"are {totals[0]:.6g} and {totals[1]:.6g}: the loss, or the model under it, "
-                "compares samples (a contrastive loss, a statistic of the batch), or it is a mean "
-                "over other units than those counted. No window of micro-batches gives the update "
-                "of its whole batch; audit=False turns this look off"
-            )
+def check_halves(found: Sequence[tuple[Any, Any]]) -> None:
+    """Refuse a loss (with its units) of a batch that is not that of its halves together."""
+    (total, units), *parts = (_numbers(*each) for each in found)
+    totals, counts = zip(*parts, strict=True)
+    if not all(map(math.isfinite, (total, *totals, units, *counts))):
+        return  # nonfinite= decides
+    if not _adds_up(units, counts, units):
+        raise LossError(
+            f"the units of a micro-batch are {units:g}, and those of its halves {counts[0]:g} "
+            f"and {counts[1]:g}: units= must count what adds up (samples, tokens, weights)"
+        )
+    if not _adds_up(total, totals, units):
+        raise LossError(
+            f"the loss of a micro-batch (mean × units) is {total:.6g}, and those of its halves "
+            f"are {totals[0]:.6g} and {totals[1]:.6g}: the loss, or the model under it, "
+            "compares samples (a contrastive loss, a statistic of the batch), or it is a mean "
+            "over other units than those counted. No window of micro-batches gives the update "
+            "of its whole batch; audit=False turns this test off"
+        )
 
 
-def _numbers(group: UnitGroup) -> tuple[float, float]:
-    loss = float(ops.convert_to_numpy(group.loss))
-    if group.units is None:
+def _numbers(loss: Any, units: Any) -> tuple[float, float]:
+    loss = float(ops.convert_to_numpy(loss))
+    if units is NO_UNITS:
         return loss, 0.0
-    units = float(ops.convert_to_numpy(group.units))
+    units = float(ops.convert_to_numpy(units))
     return loss * units, units
 
 
@@ -288,8 +258,8 @@ def _adds_up(whole: float, parts: Sequence[float], units: float) -> bool:
     return abs(whole - sum(parts)) <= (3e-2 if narrow else 1e-3) * size + 1e-6 * max(units, 1.0)
 
 
-def look_with_variables(model: Any, data: Any) -> bool:
-    """Look where the model holds its variables (TensorFlow, torch); put back what a forward moved.
+def test_model_with_variables(model: Any, data: Any) -> bool:
+    """Test where the model holds its variables (TensorFlow, torch); put back what a forward moved.
 
     Return False if this batch cannot be halved.
     """
@@ -302,11 +272,11 @@ def look_with_variables(model: Any, data: Any) -> bool:
 
     before = {id(v): ops.convert_to_numpy(v) for v in moved()}
     inputs = map(keras.utils.unpack_x_y_sample_weight, parts)
-    found = [run_losses(model, each, training=False)[-1] for each in inputs]
+    found = [run_loss(model, each, training=False) for each in inputs]
     for variable in moved():
         if id(variable) in before:
             variable.assign(before[id(variable)])
-    look_at(found)
+    check_halves(found)
     return True
 
 
@@ -329,9 +299,8 @@ class CountedLoss(keras.losses.Loss):  # type: ignore[misc]
         if self.loss is None:
             self.loss = get_loss(self._given, y_true, y_pred)
         noted: list[NotedLoss] = []
-        value = ObservedLoss(self.loss, None, noted)(y_true, y_pred, sample_weight)
-        units = noted[0].units
-        self.optimizer.note(ops.ones((), wide()) if units is None else units)
+        value = ObservedLoss(self.loss, noted)(y_true, y_pred, sample_weight)
+        self.optimizer.note(noted[0].units)
         return value
 
     def get_config(self) -> dict[str, Any]:

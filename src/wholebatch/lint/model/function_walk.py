@@ -424,12 +424,6 @@ def walk_file(tree: ast.Module, facts: Facts) -> Walker:
     for function, seen, scope in chain(uncalled, roots):
         if function not in walker.covered and function in relevant:
             _walk_root(walker, function, seen, scope)
-    # A step function that only methods without a loop call: the loop is in another file.
-    bare = {e.line for e in walker.events if e.kind == "backward" and not e.loops}
-    for function, seen, scope in roots:
-        inside = range(function.lineno, (function.end_lineno or function.lineno) + 1)
-        if bare.intersection(inside) and _steps_outside_loops(function):
-            _walk_root(walker, function, seen, scope)
     return walker
 
 

@@ -60,7 +60,6 @@ class LoopWindow:
     inner: list[Event] = field(default_factory=list)
     boundary: Boundary | None = None
     every: ast.expr | None = None
-    ends: list[Event] = field(default_factory=list)  # The steps at the boundary.
     _when: dict[Event, str] = field(default_factory=dict)
     _boundaries: dict[Guard, Boundary | None] = field(default_factory=dict)
 
@@ -82,23 +81,12 @@ class LoopWindow:
     @cached_property
     def count_name(self) -> str:
         """Return the number of micro-batches for messages: as the user wrote it, or in words."""
-        written = [self.boundary.expr] if self.boundary is not None else []
-        written += [] if self.loop.iterable is None else [self.loop.iterable]
-        names = [name for expr in written for name in self._counts_in(expr)]
+        tests = [] if self.boundary is None else ast.walk(self.boundary.expr)
+        names = [text(n.right) for n in tests if is_binary(n, ast.Mod) and dotted(n.right)]
         divisors = [d for _, chain in self.chains for d in chain.divisors if self.counts(d)]
         names += [d.written for d in divisors if not d.written.isdigit()]
         name = next(iter(names), self.every_name)
         return f"`{name}`" if name else "the number of micro-batches"
-
-    def _counts_in(self, expr: ast.expr) -> Iterator[str]:
-        """Yield the names in a condition or an iterable that stand for the number."""
-        for node in ast.walk(expr):
-            if is_binary(node, ast.Mod) and dotted(node.right):
-                yield text(node.right)
-            elif is_call(node, "range") and node.args and dotted(node.args[-1]):
-                last = strip_casts(self.resolver.resolve(node.args[-1], self.loop.entry))
-                if text(last) == self.every_key:
-                    yield text(node.args[-1])
 
     def of(self, *kinds: str) -> list[Event]:
         """Return the events of these kinds inside the loop, in order."""
@@ -324,9 +312,6 @@ def find_windows(walker: Walker, facts: Facts) -> list[LoopWindow]:
         inner = [e for e in events if e.kind == "backward" and _within(e, loop, unread)]
         if not inner:
             continue
-        if _over_optimizers(loop):
-            unread.add(loop)  # A part of one micro-batch.
-            continue
         first, last = events[0].order, events[-1].order
         root, parents = events[0].root, loop.parents
         near = walker.events[max(0, first - _NEAR) : first]
@@ -393,11 +378,10 @@ def _deepspeed(window: LoopWindow, inner: list[Event]) -> bool:
 def _boundary(window: LoopWindow, steps: list[Event], inner: list[Event]) -> bool:
     ends = _ends(window, steps)
     if not ends:
-        return _stepped_always(window, steps)
+        return all(window.when(e) == "always" for e in steps)
     first = next(iter(ends.values()))
     if any(b.key != first.key for b in ends.values()):
         return False
-    window.ends = list(ends)
     window.end_every(first.every, "boundary", first)
     when = {window.when(e) for e in inner}
     if when == {"boundary"}:
@@ -436,20 +420,6 @@ def _ends(window: LoopWindow, steps: list[Event]) -> dict[Event, Boundary]:
             if not found.inverse and found.kind != "deepspeed":
                 ends.setdefault(event, found)
     return ends
-
-
-def _stepped_always(window: LoopWindow, steps: list[Event]) -> bool:
-    """Classify a loop whose steps are all unconditional.
-
-    A conditional clearing can still show that accumulation is meant.
-    """
-    for event in window.of("zero"):
-        for found in window.boundaries(event):
-            counts = found.kind in {"modulo", "reset"} and is_accumulation_name(found.key)
-            if counts and not found.inverse:
-                window.end_every(found.every, "boundary", found)
-                return True
-    return all(window.when(e) == "always" for e in steps)
 
 
 def _nested(window: LoopWindow) -> bool:
@@ -492,19 +462,8 @@ def _repeats_micro_batches(window: LoopWindow, args: list[ast.expr]) -> bool:
 
 
 def steps_after(window: LoopWindow) -> list[Event]:
-    """Return the optimizer steps after an inner loop, also in a loop over several optimizers."""
-    parents = window.loop.parents
-
-    def is_ours(loops: tuple[Loop, ...]) -> bool:
-        return loops == parents or (loops[:-1] == parents and _over_optimizers(loops[-1]))
-
-    return [e for e in window.after if e.kind == "step" and is_ours(e.loops)]
-
-
-def _over_optimizers(loop: Loop) -> bool:
-    if loop.iterable is None or is_call(iterated(loop), "range", "trange"):
-        return False  # `range(opt.accum)`: settings can be called `opt` too.
-    return "optim" in text(loop.iterable).lower()
+    """Return the optimizer steps after an inner loop."""
+    return [e for e in window.after if e.kind == "step" and e.loops == window.loop.parents]
 
 
 def _times(args: list[ast.expr]) -> ast.expr | None:

@@ -104,10 +104,6 @@ class Resolver:
     def _pure_return(self, call: ast.expr) -> Def | None:
         """Return the one simple value that a followed helper returns to this call, or None."""
         returned: Sequence[Def] = self.returns.get(id(call), ())
-        if len(returned) > 1:
-            # `return True` without accumulation, beside the condition.
-            others = [d for d in returned if getattr(d.expr, "value", None) is not True]
-            returned = others if len(others) == 1 and _is_flag(others[0].expr) else returned
         return returned[0] if len(returned) == 1 and is_simple(returned[0].expr) else None
 
     def _opaque_key(self, name: str, defs: tuple[Def, ...], loops: tuple[Loop, ...]) -> str:

@@ -255,11 +255,6 @@ class _LoopConditions:
         start, spanning = self._carried_start(symbol.init)
         # An attribute set in the constructor keeps counting from call to call.
         kept = symbol.name.startswith("self.") and any(d.node is None for d in symbol.init)
-        around = self.loop.parents[-1:]
-        set_back = [d for loop in around for d in loop.exit.get(symbol.name, ())]
-        outer = [d for d in set_back if around[0] in d.loops and self.loop not in d.loops]
-        if kept and start is not None and any(number(d.expr) == start for d in outer):
-            return start, False  # Set back after every round of the outer loop.
         return start, spanning or kept or self.loop.virtual
 
     def _resumes(self) -> bool:

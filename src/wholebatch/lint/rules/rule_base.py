@@ -76,13 +76,6 @@ def closing_steps(window: LoopWindow) -> list[Event]:
     return [e for e in window.of("step") if window.when(e) in wanted | {"boundary"}]
 
 
-def steps_every_micro_batch(window: LoopWindow) -> bool:
-    """True if only the clearing waits for the boundary: every micro-batch is an update."""
-    steps = window.of("step")
-    is_boundary = window.shape == "boundary" and bool(steps)
-    return is_boundary and all(window.when(s) == "always" for s in steps)
-
-
 def is_optimizer_of(zero: Event, steps: list[Event]) -> bool:
     """True if a `zero_grad` clears what these steps use: the same optimizer, or the whole model."""
     names = {s.receiver_text for s in steps}

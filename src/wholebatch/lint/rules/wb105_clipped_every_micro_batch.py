@@ -10,14 +10,14 @@ from collections.abc import Iterator
 
 from ..model import File
 from ..model.events import Context
-from .rule_base import Report, rule, steps_every_micro_batch
+from .rule_base import Report, rule
 
 
 @rule("clipped every micro-batch")
 def check(file: File) -> Iterator[Report]:
     """Yield every clipping call that is not at the boundary."""
     for window in file.accumulating:
-        clips = [] if steps_every_micro_batch(window) else window.of("clip")
+        clips = window.of("clip")
         # Not those on a branch without a backward of this window.
         clips = [c for c in clips if not all(c.excludes(b) for b in window.backwards)]
         for clip in clips:

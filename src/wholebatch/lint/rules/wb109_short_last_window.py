@@ -14,7 +14,7 @@ from ..model import Event, File, LoopWindow
 from ..model.events import Guard
 from ..model.expressions import keyword, text
 from ..model.window_boundary import Boundary
-from .rule_base import RESCALED, Report, cleared_last, rule, steps_every_micro_batch
+from .rule_base import RESCALED, Report, cleared_last, rule
 
 
 @rule("tail of the epoch")
@@ -54,7 +54,7 @@ def _ends_short(window: LoopWindow, boundary: Boundary) -> bool:
     # A step after a loop of unknown length, if something is left over, shows that the loop ends.
     rests = [g for e in _after(window, "step") for g in e.path if isinstance(g, Guard)]
     flushed = any("%" in text(g.expr) for g in rests) and not _after(window, "backward")
-    return (window.finite or flushed) and not steps_every_micro_batch(window)
+    return window.finite or flushed
 
 
 def _after(window: LoopWindow, kind: str) -> list[Event]:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from ..model import File
 from ..model.expressions import is_accumulation_name, is_not, last_part, text
-from .rule_base import Report, rule, steps_every_micro_batch
+from .rule_base import Report, rule
 
 _HELD = re.compile(
     r"no_sync|require_backward_grad_sync|no_backward_sync|disable_allreduce|set_requires_gradient_sync|ddp_sync"
@@ -29,7 +29,7 @@ def check(file: File) -> Iterator[Report]:
         return
     for window in windows:
         by_hand = {e.detail for e in window.backwards} <= _BY_HAND
-        if window.backwards and by_hand and not steps_every_micro_batch(window):
+        if window.backwards and by_hand:
             yield Report(
                 window.backwards[0].node,
                 "DistributedDataParallel reduces the gradients on every micro-batch: hold it "

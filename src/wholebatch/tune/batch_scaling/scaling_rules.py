@@ -14,8 +14,11 @@ These are rules of thumb with a source, not laws: docs/scaling.md has the tables
 from __future__ import annotations
 
 import math
+import re
 import sys
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Literal, TypeAlias, get_args
 
 from wholebatch.errors import OptionError
 
@@ -149,114 +152,43 @@ def _beta(name: str, value: float) -> None:
         raise OptionError(f"{name}={value!r}: must be at least 0 and below 1")
 
 
-if TYPE_CHECKING:
-    import torch
+By: TypeAlias = Literal["updates", "epochs", "tokens"]
+
+_AMOUNT = re.compile(r"(\d+(?:\.\d+)?(?:[eE]\+?\d+)?)([kKMBGT]?)(ep|epochs?|tok|tokens?)?")
+_THOUSANDS = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
+_MOST = 10**18
+_SUFFIX = {"updates": "", "epochs": "ep", "tokens": "tok"}
 
 
-class Follow:
-    """Scales the learning rate of every update by the rule for its batch size.
+@dataclass(frozen=True)
+class Amount:
+    """A number of updates, epochs or tokens.
 
-    `set(batch)` announces the size of the next batch. The optimizer's own values change only while
-    it steps. Schedulers, checkpoints and readers of `param_groups` never see the change, so any
-    scheduler works, and resuming needs only `set`.
+    >>> parse_amount("5ep"), parse_amount("2Mtok"), parse_amount("500")
+    (Amount(number=5, by='epochs'), Amount(number=2000000, by='tokens'), Amount(number=500, by='updates'))
+    """  # noqa: E501
 
-    >>> import torch
-    >>> weight = torch.nn.Parameter(torch.ones(1))
-    >>> optimizer = torch.optim.SGD([weight], lr=0.1)
-    >>> follow = Follow(optimizer, base_batch=256, rule="linear")
-    >>> follow.set(512)
-    >>> weight.grad = torch.ones(1)
-    >>> optimizer.step()
-    >>> weight.item(), optimizer.param_groups[0]["lr"], follow.rates()
-    (0.800000011920929, 0.1, [0.2])
-    """
+    number: int
+    by: By
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        *,
-        base_batch: int,
-        rule: Rule | str = "none",
-        betas: str = "keep",
-        weight_decay: str = "keep",
-        first_batch: int | None = None,
-    ) -> None:
-        self._rule = check_rule(rule)
-        if betas not in ("keep", "beta2", "both"):
-            raise OptionError(f"betas={betas!r}: must be 'keep', 'beta2' or 'both'")
-        if betas != "keep" and not all("betas" in group for group in optimizer.param_groups):
-            raise OptionError(
-                f"betas={betas!r}: {type(optimizer).__name__} has no betas; use 'keep'"
-            )
-        groups = optimizer.param_groups
-        if weight_decay not in ("keep", "tokens"):
-            raise OptionError(f"weight_decay={weight_decay!r}: must be 'keep' or 'tokens'")
-        if weight_decay != "keep" and not all(g.get("decoupled_weight_decay") for g in groups):
-            raise OptionError(
-                f"weight_decay={weight_decay!r}: the weight decay of {type(optimizer).__name__} is "
-                "not decoupled from its gradient, as AdamW's is; use 'keep'"
-            )
-        self._optimizer = optimizer
-        self._betas = betas
-        self._decays = weight_decay != "keep"
-        self.base_batch = base_batch
-        # The first batch of a schedule: the start of a warm-up must not jump.
-        self.first_batch = first_batch
-        self.batch = base_batch
-        self.warmth = 1.0
-        self._gain = 1.0
-        self._found: list[dict[str, Any]] | None = None
-        self._hooked = False
+    def __str__(self) -> str:
+        return f"{self.number}{_SUFFIX[self.by]}"
 
-    def set(self, batch: int, *, warmth: float = 1.0, gain: float = 1.0) -> None:
-        """Set the next batch, the progress of a warm-up from 0 to 1, and `AutoBatch.gain`."""
-        self.batch, self.warmth = batch, warmth
-        self._gain = gain if self._rule == "sqrt" else 1.0
-        follows = self._betas != "keep" or self._decays
-        changes = self.factor != 1.0 or (follows and batch != self.base_batch)
-        if changes and not self._hooked:
-            # Register hooks only when needed: they keep a close from running ahead.
-            self._hooked = True
-            self._optimizer.register_step_pre_hook(self._before)
-            self._optimizer.register_step_post_hook(self._after)
 
-    @property
-    def factor(self) -> float:
-        """Return the present factor of the learning rate.
-
-        A warm-up goes from the rate of the base batch to that of this batch (Goyal et al. 2017). It
-        starts from zero if this batch (of a schedule: the first one) has no higher rate.
-        """
-        full = self._full(self.batch)
-        start = 1.0 if self._full(self.first_batch or self.batch) > 1.0 else 0.0
-        return (start + (full - start) * self.warmth) * self._gain
-
-    def _full(self, batch: int) -> float:
-        return lr_factor(base_batch=self.base_batch, batch=batch, rule=self._rule)
-
-    def rates(self) -> list[float]:
-        """Return the learning rates of the next update, by parameter group."""
-        return [float(group["lr"]) * self.factor for group in self._optimizer.param_groups]
-
-    def _before(self, *_: Any) -> None:
-        if self._found is not None:  # A step that failed never reached `_after`.
-            self._after()
-        self._found = []
-        for group in self._optimizer.param_groups:
-            names = ["lr"] + ["betas"] * (self._betas != "keep") + ["weight_decay"] * self._decays
-            self._found.append({name: group[name] for name in names})
-        factor, sizes = self.factor, {"base_batch": self.base_batch, "batch": self.batch}
-        for group in self._optimizer.param_groups:
-            if factor != 1.0:
-                group["lr"] = group["lr"] * factor
-            if self._betas != "keep":
-                group["betas"] = adam_betas(group["betas"], **sizes, first=self._betas == "both")
-            if self._decays:
-                group["weight_decay"] = scale_weight_decay(
-                    group["weight_decay"], **sizes, rule=self._rule
-                )
-
-    def _after(self, *_: Any) -> None:
-        for group, found in zip(self._optimizer.param_groups, self._found or (), strict=True):
-            group.update(found)
-        self._found = None
+def parse_amount(text: str, label: str = "") -> Amount:
+    """Parse `1000`, `5ep` or `2Mtok`; raise an OptionError for anything else."""
+    match = _AMOUNT.fullmatch(text.strip())
+    if match is None:
+        raise OptionError(
+            f"{label or text}: {text.strip()!r} must be a number of updates (1000), epochs (2ep) "
+            "or tokens (2Mtok; k, M, B, T)"
+        )
+    # Not a float: 8.2 million must stay a whole number.
+    number = Decimal(match[1]) * _THOUSANDS[match[2]]
+    kind = match[3] or ""
+    by: By = "epochs" if kind.startswith("ep") else "tokens" if kind else "updates"
+    if number > _MOST:
+        raise OptionError(f"{label or text}: {text.strip()!r} is more {by} than a run can have")
+    if number != int(number):
+        raise OptionError(f"{label or text}: {text.strip()!r} must be a whole number of {by}")
+    return Amount(int(number), by)

@@ -1,0 +1,384 @@
+"""Losses, schedules and optimizers as training scripts write them, each with a right twin."""
+
+from __future__ import annotations
+
+import textwrap
+
+import pytest
+
+from wholebatch.lint import Settings, lint_source
+from wholebatch.lint.model import read
+
+RULES_ONLY = Settings(select=("WB1",))
+
+
+def codes(source: str) -> set[str]:
+    return {f.code for f in lint_source(textwrap.dedent(source), settings=RULES_ONLY)}
+
+
+def test_clearing_at_the_start_of_a_window_loses_the_tail() -> None:
+    source = """
+        def train(model, optimizer, loader, accum):
+            for i, x in enumerate(loader):
+                if i % accum == 0:
+                    optimizer.zero_grad()
+                (model(x).mean() / accum).backward()
+                if (i + 1) % accum == 0:
+                    optimizer.step()
+    """
+    assert codes(source) == {"WB109"}
+
+
+def test_two_optimizers_in_turn_are_no_window() -> None:
+    source = """
+        for step, x in enumerate(loader):
+            losses = criterion(model(x))
+            if step % 2 == 0:
+                opt_ae.zero_grad()
+                losses["ae"].backward()
+                opt_ae.step()
+            else:
+                opt_disc.zero_grad()
+                losses["disc"].backward()
+                opt_disc.step()
+    """
+    assert codes(source) == set()
+
+
+@pytest.mark.parametrize(
+    ("weight", "expected"),
+    [
+        ("mask.sum() / whole", set()),  # its share of the batch's tokens
+        ("0.5", {"WB101", "WB103"}),
+    ],
+)
+def test_a_mean_that_is_weighed_by_its_tokens(weight: str, expected: set[str]) -> None:
+    source = f"""
+        def masked(losses, mask):
+            return (losses * mask).sum() / mask.sum().clamp_min(1.0)
+        for batch in loader:
+            optimizer.zero_grad()
+            for lo in range(0, len(batch), micro_batch_size):
+                losses, mask = forward(model, batch[lo : lo + micro_batch_size])
+                share = {weight}
+                (masked(losses, mask) * share).backward()
+            optimizer.step()
+    """
+    assert codes(source) == expected
+
+
+def test_nothing_and_a_loss() -> None:
+    """A helper that returns None and 0.0 for an empty batch still returns the loss."""
+    source = """
+        def loss_of(model, x):
+            if x is None:
+                return None, 0.0
+            loss = model(x).mean()
+            return loss, loss.item()
+        def train(model, optimizer, batches, accum):
+            for i in range(total):
+                loss, shown = loss_of(model, next(batches))
+                if loss is not None:
+                    (loss / accum).backward()
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                if (i + 1) % accum == 0:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    print(shown)
+    """
+    assert codes(source) == {"WB105", "WB115"}
+
+
+def test_a_flush_after_the_outer_loop() -> None:
+    source = """
+        def train(model, optimizer, groups, accum):
+            done = 0
+            for group in groups:
+                for x in group:
+                    (model(x).mean() / accum).backward()
+                    done += 1
+                    if done % accum == 0:
+                        optimizer.step()
+                        optimizer.zero_grad()
+            if done % accum != 0:
+                optimizer.step()
+    """
+    assert codes(source) == {"WB109"}
+    assert (
+        codes(source.replace("if done % accum != 0:\n                optimizer.step()", ""))
+        == set()
+    )
+
+
+@pytest.mark.parametrize("labels", ["torch.arange(x.size(0))", "y"])
+def test_the_samples_of_a_batch_as_classes(labels: str) -> None:
+    source = f"""
+        def train(model, optimizer, batches, accum):
+            for i in range(total):
+                x, y = next(batches)
+                rows, columns = model(x)
+                labels = {labels}
+                loss = nn.CrossEntropyLoss()(rows, labels)
+                loss = (loss + F.cross_entropy(columns, labels)) / 2
+                (loss / accum).backward()
+                if (i + 1) % accum == 0:
+                    optimizer.step()
+                    optimizer.zero_grad()
+    """
+    assert codes(source) == ({"WB114"} if "arange" in labels else set())
+
+
+@pytest.mark.parametrize("length", ["len(loader) * epochs", "len(loader) // accum * epochs"])
+def test_a_schedule_of_what_had_its_name_before(length: str) -> None:
+    found = codes(f"""
+        def train(model, optimizer, loader, accum, epochs, warm):
+            scheduler = CosineAnnealingLR(optimizer, T_max={length})
+            if warm:
+                first = LinearLR(optimizer, total_iters=100)
+                scheduler = SequentialLR(optimizer, schedulers=[first, scheduler], milestones=[100])
+            for i, batch in enumerate(loader):
+                (model(batch).mean() / accum).backward()
+                if (i + 1) % accum == 0 or i + 1 == len(loader):
+                    optimizer.step()
+                    scheduler.step()
+                    optimizer.zero_grad()
+    """)
+    assert ("WB116" in found) is ("//" not in length)
+
+
+def test_an_attribute_is_made_from_the_names_of_its_method() -> None:
+    source = """
+        class Trainer:
+            def __init__(self, model, loader, optimizer, epochs, accum):
+                self.model, self.loader, self.optimizer = model, loader, optimizer
+                self.accum = accum
+                total = LENGTH
+                self.scheduler = CosineAnnealingLR(optimizer, T_max=total)
+
+            def train(self):
+                for i, batch in enumerate(self.loader):
+                    (self.model(batch).mean() / self.accum).backward()
+                    if (i + 1) % self.accum == 0:
+                        self.optimizer.step()
+                        self.scheduler.step()
+                        self.optimizer.zero_grad()
+    """
+    assert "WB116" in codes(source.replace("LENGTH", "len(loader) * epochs"))
+    assert "WB116" not in codes(source.replace("LENGTH", "len(loader) * epochs // accum"))
+
+
+@pytest.mark.parametrize("index", ["mask", "~mask", "target > 0", "0", "order"])
+def test_a_mean_over_selected_elements_is_a_masked_mean(index: str) -> None:
+    found = codes(f"""
+        def train(model, optimizer, loader, accum):
+            for i, (x, target, mask, order) in enumerate(loader):
+                each = F.mse_loss(model(x), target, reduction="none")
+                (each[{index}].mean() / accum).backward()
+                if (i + 1) % accum == 0:
+                    optimizer.step()
+                    optimizer.zero_grad()
+    """)
+    assert ("WB103" in found) is (index in {"mask", "~mask", "target > 0"})
+
+
+@pytest.mark.parametrize(("name", "found"), [("sample", False), ("chunk", True)])
+def test_the_mean_of_one_sample_is_its_own(name: str, found: bool) -> None:
+    source = f"""
+        def train(model, optimizer, loader, accum):
+            for batch in loader:
+                for {name} in batch:
+                    each, mask = model({name})
+                    loss = (each * mask).sum() / mask.sum() / accum
+                    loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    """
+    assert ("WB103" in codes(source)) is found
+
+
+def test_a_counter_starts_anew_although_a_run_can_be_resumed() -> None:
+    found = codes("""
+        class Workspace:
+            def __init__(self, model, optimizer):
+                self.model, self.optimizer = model, optimizer
+                self.global_step = 0
+
+            def load(self, state):
+                for key in state:
+                    self.__dict__[key] = state[key]
+
+            def run(self, loader, accum, epochs, state=None):
+                if state is not None:
+                    self.load(state)
+                for epoch in range(epochs):
+                    for batch in loader:
+                        (self.model(batch).mean() / accum).backward()
+                        if self.global_step % accum == 0:
+                            self.optimizer.step()
+                            self.optimizer.zero_grad()
+                        self.global_step += 1
+    """)
+    assert "WB110" in found
+
+
+@pytest.mark.parametrize(("loop", "found"), [("rollouts", False), ("batches", True)])
+def test_a_backward_of_its_own_for_each_sample(loop: str, found: bool) -> None:
+    source = f"""
+        def train(actor, optimizer, accum, prompts):
+            for prompt in prompts:
+                for _ in range(accum):
+                    {loop} = play(actor, prompt)
+                    for i, (ids, mask) in enumerate({loop}):
+                        loss = (actor(ids) * mask).sum() / mask.sum()
+                        (loss / (len({loop}) * accum)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    """
+    assert ("WB103" in codes(source)) is found
+
+
+@pytest.mark.parametrize("plugin", [", deepspeed_plugin=plugin", ""])
+def test_deepspeed_counts_its_windows_over_epochs(plugin: str) -> None:
+    source = f"""
+        plugin = DeepSpeedPlugin(gradient_accumulation_steps=accum)
+        accelerator = Accelerator(mixed_precision="bf16"{plugin})
+        for epoch in range(epochs):
+            for step, batch in enumerate(loader):
+                accelerator.backward(model(batch).mean() / accum)
+                if (step + 1) % accum == 0:
+                    optimizer.step()
+                    optimizer.zero_grad()
+    """
+    assert ("WB109" in codes(source)) is (plugin == "")
+
+
+@pytest.mark.parametrize("accum", ["gradient_accumulation_steps=k", ""])
+def test_one_of_two_accelerators_is_told_its_number(accum: str) -> None:
+    source = f"""
+        def train(loader, model, optimizer, k):
+            try:
+                accelerator = Accelerator(deepspeed_plugin=plugin)
+            except ImportError:
+                accelerator = Accelerator({accum})
+            for batch in loader:
+                optimizer.zero_grad()
+                accelerator.backward(model(batch).mean())
+                optimizer.step()
+    """
+    assert ("WB119" in codes(source)) is (accum != "")
+
+
+@pytest.mark.parametrize(("name", "found"), [("acc_steps", True), ("words", False)])
+def test_a_number_of_micro_batches_that_each_batch_decides(name: str, found: bool) -> None:
+    source = f"""
+        def train(model, optimizer, scaler, loader, epochs):
+            for epoch in range(epochs):
+                for i, (x, lengths) in enumerate(loader):
+                    {name} = max(1, int(lengths.float().mean().item() / 64))
+                    loss = model(x).mean() / {name}
+                    scaler.scale(loss).backward()
+                    if (i + 1) % {name} == 0:
+                        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                        scaler.step(optimizer)
+                        scaler.update()
+                        optimizer.zero_grad()
+    """
+    reported = codes(source)
+    assert ("WB106" in reported) is found
+    assert ("WB109" in reported) is found
+
+
+@pytest.mark.parametrize(("length", "final"), [(16, 0.75), (4, 0.0)])
+def test_accelerate_steps_a_prepared_schedule_once_per_update(length: int, final: float) -> None:
+    """WB116 rests on this: a schedule as long as the micro-batches gets 1/K of the way."""
+    accelerate = pytest.importorskip("accelerate")
+    import torch
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    accelerator = accelerate.Accelerator(gradient_accumulation_steps=4, cpu=True)
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    loader = torch.utils.data.DataLoader(torch.ones(16, 2), batch_size=1)  # type: ignore[arg-type]
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / length)
+    model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
+    for batch in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(batch).mean())
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+    assert schedule.get_last_lr() == [final]
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+
+
+def test_an_error_is_no_boundary() -> None:
+    source = """
+        accelerator = Accelerator(gradient_accumulation_steps=args.accum)
+        for batch in loader:
+            if kind == "epsilon":
+                target = noise
+            else:
+                raise ValueError(kind)
+            loss = F.mse_loss(model(batch), target)
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+    """
+    assert codes(source) == {"WB119"}
+
+
+def test_two_optimizers_that_both_step_always_accumulate_nothing() -> None:
+    source = """
+        def train(G, D, g_opt, d_opt, loader):
+            for x in loader:
+                g_opt.zero_grad()
+                G(x).mean().backward()
+                g_opt.step()
+                d_opt.zero_grad()
+                D(x).mean().backward()
+                d_opt.step()
+    """
+    assert read(textwrap.dedent(source)).accumulating == []
+
+
+def test_a_number_of_steps_that_the_loop_changes_ends_windows() -> None:
+    source = """
+        def train(model, optimizer, loader, every):
+            for i, x in enumerate(loader):
+                model(x).mean().backward()
+                if i % every == 0:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                every = max(1, i // 32)
+    """
+    assert "WB110" in codes(source)
+
+
+def test_a_tail_by_a_limit_is_a_tail() -> None:
+    source = """
+        def train(model, optimizer, loader, accum, per_epoch):
+            for i, x in enumerate(loader):
+                loss = model(x).mean() / accum
+                loss.backward()
+                if (i + 1) % accum == 0 or i >= per_epoch - 1:
+                    optimizer.step()
+                    optimizer.zero_grad()
+    """
+    (finding,) = lint_source(textwrap.dedent(source), settings=RULES_ONLY)
+    assert finding.code == "WB109"
+    assert "divided by the nominal" in finding.message
+
+
+def test_a_detached_value_for_a_log_is_no_divided_loss() -> None:
+    source = """
+        class MyTrainer(Trainer):
+            def compute_loss(self, model, inputs):
+                loss = model(**inputs).loss
+                self.kept += loss.detach() / self.args.gradient_accumulation_steps
+                return loss
+    """
+    assert "WB102" not in codes(source)
+    assert "WB102" in codes(source.replace("loss.detach() /", "0; loss = loss /"))
