@@ -153,7 +153,8 @@ class _Test:
             raise
         except Exception as problem:
             _log.debug("a part of %s samples could not be run: %r", samples.count, problem)
-            return AdditivityResult(self._layers())
+            found = self._layers() or self._compared_in_halves(whole) if self._names_layers else ()
+            return AdditivityResult(found, conclusive=False)
         if samples.reads_outputs:
             # Another output may have had as many rows as one run has samples.
             runs = (whole, first, second, again)
@@ -214,7 +215,10 @@ class _Test:
     def _compared_in_halves(self, whole: SampleRun) -> tuple[AuditFinding, ...]:
         """Return why two halves do not add up, where uneven parts give no number."""
         samples, middle = self._samples, self._samples.count // 2
-        halves = [samples.part(0, middle), samples.part(middle, samples.count)]
+        try:
+            halves = [samples.part(0, middle), samples.part(middle, samples.count)]
+        except (RuntimeError, ValueError):  # It needs more samples than a half has.
+            return ()
         if not all(half.is_finite for half in halves) or self._tolerance.adds_up(whole, halves):
             return ()
         return (loss_cause(samples, (whole, *halves), may_run=False),)
