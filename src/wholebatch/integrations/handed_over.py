@@ -147,7 +147,7 @@ class HandedOver(Accumulator):
         while self._step_hooks:
             self._step_hooks.pop().remove()
         self._window.hooks.give_back()
-        self._look.end_window()
+        self._checks.stop()
         for policy in self._batchnorms:
             policy.detach()
         for model in self._window.target.models:
